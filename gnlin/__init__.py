@@ -1,0 +1,31 @@
+"""Second-order solvers for networks and for nonlinear least squares, in JAX."""
+
+from importlib.metadata import version as _version
+
+from . import filters as filters
+from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
+from ._linearisation import (
+    linearise as linearise,
+    Linearisation as Linearisation,
+    PerExample as PerExample,
+)
+from ._schedules import EisenstatWalker as EisenstatWalker
+from ._solve import History as History, Solution as Solution, solve as solve
+from ._solver import (
+    AbstractGaussNewton as AbstractGaussNewton,
+    DampedGaussNewton as DampedGaussNewton,
+    FilteredGaussNewton as FilteredGaussNewton,
+    GaussNewton as GaussNewton,
+    IterativeLinearisation as IterativeLinearisation,
+    LevenbergMarquardt as LevenbergMarquardt,
+    Trajectory as Trajectory,
+    TruncatedGaussNewton as TruncatedGaussNewton,
+)
+from ._spectrum import Spectrum as Spectrum
+from .filters import (
+    equivalent_damping as equivalent_damping,
+    equivalent_period as equivalent_period,
+)
+
+
+__version__ = _version("gnlin")

@@ -1,0 +1,79 @@
+"""Checks of hyperparameters: one sentence each, raised when a solver is built.
+
+A traced value cannot be looked at before the program runs, and passes; so does a
+schedule, whose values are not known yet.
+"""
+
+import jax
+import numpy as np
+from jaxtyping import ArrayLike
+
+
+def as_scalar(value):
+    """A number as a 0-dimensional NumPy array, anything else (an array, a traced value,
+    a schedule) as it is: equinox traces arrays, so that another number of the same
+    solver does not compile again."""
+    return np.asarray(value, float) if isinstance(value, int | float) else value
+
+
+def _known(value: object) -> bool:
+    return not (callable(value) or isinstance(value, jax.core.Tracer))
+
+
+def _real(name: str, value: ArrayLike) -> np.ndarray:
+    number = np.asarray(value)
+    if number.dtype.kind not in "iuf":
+        raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
+    return number
+
+
+def check_positive(name: str, value) -> None:
+    if _known(value) and not np.all(_real(name, value) > 0):
+        raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
+
+
+def check_nonnegative(name: str, value) -> None:
+    if _known(value) and not np.all(_real(name, value) >= 0):
+        raise ValueError(f"`{name}` must not be negative, but {value} was given.")
+
+
+def check_finite_nonnegative(name: str, value) -> None:
+    check_nonnegative(name, value)
+    if _known(value) and not np.all(np.isfinite(_real(name, value))):
+        raise ValueError(f"`{name}` must be finite, but {value} was given.")
+
+
+def check_finite_positive(name: str, value) -> None:
+    check_positive(name, value)
+    if _known(value) and not np.all(np.isfinite(_real(name, value))):
+        raise ValueError(f"`{name}` must be finite, but {value} was given.")
+
+
+def check_fraction(name: str, value) -> None:
+    """Strictly between 0 and 1."""
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number > 0) & (number < 1)):
+            raise ValueError(
+                f"`{name}` must lie strictly between 0 and 1, but {value} was given."
+            )
+
+
+def check_momentum(name: str, value) -> None:
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number >= 0) & (number < 1)):
+            raise ValueError(
+                f"`{name}` must be at least 0 and less than 1, but {value} was given."
+            )
+
+
+def check_period(name: str, value) -> None:
+    """A whole number of at least 1, or infinity."""
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number >= 1) & ((number == np.floor(number)))):
+            raise ValueError(
+                f"`{name}` must be a whole number of at least 1, or `math.inf`, but "
+                f"{value} was given."
+            )

@@ -1,0 +1,339 @@
+"""A function's linearisation at a point: the one object that every solver starts from."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.flatten_util import ravel_pytree
+from jax.tree_util import Partial
+from jaxtyping import Array, Float, PyTree
+
+from . import _tree
+from ._tree import matmul
+from ._spectrum import from_curvature, from_kernel, from_svd, Spectrum
+
+
+DEFAULT_MEMORY_BUDGET = 2**31
+"""Bytes that one linearisation's largest matrix may take, unless told otherwise."""
+
+
+class PerExample(eqx.Module):
+    """A function of one example, lifted to a batch of independent ones.
+
+    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading
+    axis of every array in `args`. What it adds over `jax.vmap` is the knowledge that
+    outputs of one example do not depend on another: the dense Jacobian then takes as
+    many reverse passes as *one example* has outputs, not as all of them have together.
+
+    **Arguments:**
+
+    - `fn`: `fn(y, example)` returning a pytree of arrays.
+
+    !!! example
+
+        ```python
+        residuals = gnlin.PerExample(lambda w, xy: jnp.tanh(w @ xy[0]) - xy[1])
+        lin = gnlin.linearise(residuals, w, (inputs, targets))
+        ```
+    """
+
+    fn: Callable[[Any, Any], PyTree[Array]]
+
+    def __call__(self, y, args):
+        return jax.vmap(self.fn, in_axes=(None, 0))(y, args)
+
+    def rows(self, y: PyTree[Array], args: PyTree[Array]) -> PyTree[Array]:
+        """The Jacobian, as parameters with a leading axis over all outputs."""
+        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
+        outputs = jax.eval_shape(self.fn, y, example)
+        reverse = _tree.size(outputs) <= _tree.size(y)
+        jacobian = (jax.jacrev if reverse else jax.jacfwd)(self.fn)
+        blocks = jax.vmap(jacobian, in_axes=(None, 0))(y, args)
+        per_output = jax.tree.structure(outputs).flatten_up_to(blocks)
+        return jax.tree.map(
+            lambda leaf, *parts: jnp.concatenate(
+                [part.reshape(-1, *leaf.shape) for part in parts]
+            ),
+            y,
+            *per_output,
+        )
+
+
+class Linearisation(eqx.Module):
+    r"""A function linearised at a point: $f(y_s) + \phi\,(y - y_s)$.
+
+    Made by [`gnlin.linearise`][]. The forward pass at the linearisation point is made
+    once; products with $\phi$ and $\phi^\top$ do not repeat it.
+
+    **Attributes:**
+
+    - `point`: the linearisation point, a pytree of p parameters in all.
+    - `outputs`: the function's outputs there, a pytree of m numbers in all.
+    """
+
+    point: PyTree[Array]
+    outputs: PyTree[Array]
+    _jvp: Callable[[PyTree[Array]], PyTree[Array]]
+    _example_rows: Callable[[], PyTree[Array]] | None
+    _num_example_passes: int | None = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, p): the numbers of outputs and of parameters."""
+        return _tree.size(self.outputs), _tree.size(self.point)
+
+    @property
+    def jacobian(self) -> lx.AbstractLinearOperator:
+        r"""$\phi$ as a [lineax](https://docs.kidger.site/lineax) operator, from the
+        parameters' structure to the outputs', matrix-free."""
+        structure = jax.eval_shape(lambda: self.point)
+        return lx.FunctionLinearOperator(self._jvp, structure)
+
+    def __call__(self, y: PyTree[Array]) -> PyTree[Array]:
+        """The linearised function at other parameters: one Jacobian-vector product."""
+        difference = jax.tree.map(lambda a, b: a - b, y, self.point)
+        return jax.tree.map(jnp.add, self.outputs, self.jvp(difference))
+
+    def jvp(self, tangent: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi\,v$: a Jacobian-vector product."""
+        return self._jvp(tangent)
+
+    def vjp(self, cotangent: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi^\top u$: a vector-Jacobian product."""
+        (out,) = jax.linear_transpose(self._jvp, self.point)(cotangent)
+        return out
+
+    def num_row_passes(self) -> tuple[int, int]:
+        """(Jacobian-vector, vector-Jacobian) products that `rows` takes."""
+        m, p = self.shape
+        reverse = m if self._num_example_passes is None else self._num_example_passes
+        return (p, 0) if p < reverse else (0, reverse)
+
+    def rows(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree[Array]:
+        r"""The dense Jacobian, as the parameters' structure with a leading axis of
+        length m: m x p numbers. By forward mode if p < m, else by reverse mode, in
+        chunks that stay within the memory budget (bytes)."""
+        if self._example_rows is not None:
+            return self._example_rows()
+        m, p = self.shape
+        if p < m:
+            flat, unravel = ravel_pytree(self.point)
+            columns = self._chunked(
+                lambda v: ravel_pytree(self.jvp(unravel(v)))[0],
+                jnp.eye(p, dtype=flat.dtype),
+                memory_budget,
+            )
+            return jax.vmap(unravel)(columns.T.astype(flat.dtype))
+        flat, unravel = ravel_pytree(self.outputs)
+        return self._chunked(
+            lambda u: self.vjp(unravel(u)), jnp.eye(m, dtype=flat.dtype), memory_budget
+        )
+
+    def matrix(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m p"]:
+        r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
+        return rows_matrix(self.rows(memory_budget))
+
+    def is_small(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> bool:
+        """Whether the dense Jacobian is a small matrix, within the memory budget."""
+        m, p = self.shape
+        itemsize = _tree.dtype(self.point).itemsize
+        return m * p <= _SMALL and m * p * itemsize <= memory_budget
+
+    def materialise(
+        self, memory_budget: int = DEFAULT_MEMORY_BUDGET
+    ) -> "Linearisation":
+        """The same linearisation with its Jacobian dense, so that products with it are
+        products with a matrix."""
+        rows = self.rows(memory_budget)
+        jvp = Partial(_apply_rows, rows, self.outputs)
+        return Linearisation(self.point, self.outputs, jvp, None, None)
+
+    def kernel(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m m"]:
+        r"""The empirical neural tangent kernel $\phi\phi^\top$.
+
+        The m x p Jacobian is held only if it fits the memory budget (bytes); else each
+        chunk of rows is pulled back and pushed forward again, which takes twice the
+        passes and no more memory than a chunk.
+        """
+        m, p = self.shape
+        itemsize = _tree.dtype(self.point).itemsize
+        if m * p * itemsize <= memory_budget:
+            return gram(self.rows(memory_budget))
+        flat, unravel = ravel_pytree(self.outputs)
+        return self._chunked(
+            lambda u: ravel_pytree(self.jvp(self.vjp(unravel(u))))[0],
+            jnp.eye(m, dtype=flat.dtype),
+            memory_budget,
+        )
+
+    def spectrum(
+        self,
+        method: Literal["svd", "eigh"] | None = None,
+        *,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ) -> Spectrum:
+        r"""The eigenpairs of the kernel and the residual in them, for any filter.
+
+        The outputs are taken as the residual of a least-squares problem.
+
+        **Arguments:**
+
+        - `method`: `"svd"` factorises the m x p Jacobian, and resolves singular values
+            down to rounding; `"eigh"` the kernel or the curvature, whichever is
+            smaller, which is many times faster, but resolves them to the square root of
+            rounding only. The default takes the first while it is cheap.
+        - `memory_budget`: bytes that the Jacobian may take; beyond it the kernel is
+            formed in chunks.
+        """
+        m, p = self.shape
+        if method is None:
+            method = "svd" if svd_is_cheap(m, p) else "eigh"
+        if method not in ("svd", "eigh"):
+            raise ValueError(f'`method` must be "svd" or "eigh", but {method!r} was given.')
+        residual, _ = ravel_pytree(self.outputs)
+        fits = m * p * _tree.dtype(self.point).itemsize <= memory_budget
+        if method == "eigh" and not fits:
+            return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
+        return spectrum_of_rows(self.rows(memory_budget), residual, method)
+
+    def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
+        r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
+        _, unravel = ravel_pytree(self.outputs)
+        return self.vjp(unravel(cotangent))
+
+    def _chunked(self, fn, basis, memory_budget):
+        """`fn` on each row of `basis`, as many at once as the budget allows."""
+        # What the transposed pass holds is of the size of what the forward pass left.
+        forward = sum(x.nbytes for x in jax.tree.leaves(self._jvp) if eqx.is_array(x))
+        one_pass = forward + sum(self.shape) * basis.dtype.itemsize
+        chunk = max(1, memory_budget // one_pass)
+        if chunk >= basis.shape[0]:
+            return jax.vmap(fn)(basis)
+        return jax.lax.map(fn, basis, batch_size=chunk)
+
+
+def linearise(
+    fn: Callable[[Any, Any], Any], y: PyTree, args: PyTree = None, *, has_aux: bool = False
+) -> Any:
+    r"""Linearise a function at a point.
+
+    **Arguments:**
+
+    - `fn`: `fn(y, args)` returning a pytree of floating-point arrays (of residuals, for
+        least squares); a [`gnlin.PerExample`][] makes its dense Jacobian cheaper.
+    - `y`: the linearisation point, any pytree of floating-point arrays.
+    - `args`: passed on, not differentiated.
+    - `has_aux`: whether `fn` returns a pair, the second of auxiliary data.
+
+    **Returns:** a [`gnlin.Linearisation`][]; with `has_aux`, a pair of it and the
+    auxiliary data.
+
+    **Raises:** `ValueError` if `y` has no entries, or is not real floating-point.
+
+    !!! example
+
+        ```python
+        lin = gnlin.linearise(lambda y, x: jnp.exp(-y * x), jnp.array(1.0), x)
+        lin.outputs, lin.jacobian, lin.kernel(), lin(jnp.array(1.1))
+        ```
+    """
+    y = jax.tree.map(jnp.asarray, y)
+    check_parameters(y)
+
+    def with_aux(y_):
+        out = fn(y_, args)
+        return out if has_aux else (out, None)
+
+    outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
+    check_outputs(outputs)
+    example_rows, num_passes = None, None
+    if isinstance(fn, PerExample):
+        example_rows = Partial(PerExample.rows, fn, y, args)
+        num_examples = jax.tree.leaves(args)[0].shape[0]
+        num_passes = min(_tree.size(outputs) // num_examples, _tree.size(y))
+    lin = Linearisation(y, outputs, jvp, example_rows, num_passes)
+    return (lin, aux) if has_aux else lin
+
+
+def check_parameters(y: PyTree) -> None:
+    leaves = jax.tree.leaves(y)
+    if sum(leaf.size for leaf in leaves) == 0:
+        raise ValueError("There are no parameters: `y` must hold at least one number.")
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                "Parameters must be real floating-point arrays, but one has dtype "
+                f"{leaf.dtype}; convert integers with `astype(float)`, and split complex "
+                "numbers into real and imaginary parts."
+            )
+
+
+def check_outputs(outputs: PyTree) -> None:
+    leaves = jax.tree.leaves(outputs)
+    if sum(leaf.size for leaf in leaves) == 0:
+        raise ValueError("There are no residuals: the function returned no numbers.")
+    for leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                "Residuals must be real floating-point arrays, but the function returned "
+                f"one of dtype {leaf.dtype}; split complex residuals into real and "
+                "imaginary parts."
+            )
+
+
+# Up to this many entries a Jacobian is multiplied by faster than a function is traced
+# through, whatever the function.
+_SMALL = 10**4
+
+# An SVD is dearer than `eigh` of the smaller Gram matrix, and far more accurate. Below
+# this many multiplications (about a tenth of a millisecond) accuracy is taken for free.
+_CHEAP_SVD = 10**6
+
+
+def svd_is_cheap(m: int, p: int) -> bool:
+    return m * p * min(m, p) <= _CHEAP_SVD
+
+
+def spectrum_of_rows(
+    rows: PyTree[Array], residual: Float[Array, " m"], method: Literal["svd", "eigh"]
+) -> Spectrum:
+    """The spectrum of a dense Jacobian given by its rows."""
+    m = residual.size
+    first_row, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
+    if method == "eigh" and m <= first_row.size:
+        return from_kernel(gram(rows), residual, Partial(combine_rows, rows))
+    factorise = from_svd if method == "svd" else from_curvature
+    return factorise(rows_matrix(rows), residual, Partial(unravel))
+
+
+def rows_matrix(rows: PyTree[Array]) -> Float[Array, "m p"]:
+    return jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
+
+
+def gram(rows: PyTree[Array]) -> Float[Array, "m m"]:
+    """The rows' inner products, leaf by leaf: no m x p matrix is put together."""
+    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(rows)]
+    return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
+
+
+def combine_rows(rows: PyTree[Array], a: Float[Array, " m"]) -> PyTree[Array]:
+    r"""$\phi^\top a$ from the dense rows."""
+    precise = jax.lax.Precision.HIGHEST
+    return jax.tree.map(
+        lambda leaf: jnp.tensordot(a, leaf, axes=1, precision=precise).astype(leaf.dtype),
+        rows,
+    )
+
+
+def _apply_rows(rows, outputs, tangent):
+    precise = jax.lax.Precision.HIGHEST
+    of_leaf = jax.tree.map(
+        lambda row, v: jnp.tensordot(row, v, axes=v.ndim, precision=precise), rows, tangent
+    )
+    flat, unravel = ravel_pytree(outputs)
+    total = functools.reduce(jnp.add, jax.tree.leaves(of_leaf))
+    return unravel(total.astype(flat.dtype))

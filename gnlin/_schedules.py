@@ -1,0 +1,65 @@
+"""Hyperparameters that change from one outer step to the next."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Scalar, ScalarLike
+
+from ._checks import check_fraction, check_positive
+
+
+Schedule = Callable[[Int[Array, ""]], ScalarLike]
+"""A function of the number of outer steps made so far, such as one of optax's."""
+
+
+def value_at(value: ScalarLike | Schedule, num_steps: Int[Array, ""]) -> ScalarLike:
+    """A constant, or the schedule's value at an outer step."""
+    return value(num_steps) if callable(value) else value
+
+
+class EisenstatWalker(eqx.Module):
+    r"""The forcing sequence of Eisenstat and Walker for the tolerance of
+    [`gnlin.TruncatedGaussNewton`][].
+
+    $$\beta_k = \gamma\,(|g_k| / |g_{k-1}|)^\alpha$$
+
+    with $g$ the gradient: solve loosely while far from the solution, tightly near it. As
+    the paper advises, $\beta_k$ falls no faster than $\gamma\beta_{k-1}^\alpha$ while
+    that is above 0.1.
+
+    **Arguments:**
+
+    - `initial`: $\beta_0$.
+    - `gamma`: $\gamma$, positive and at most 1.
+    - `exponent`: $\alpha$, above 1 and at most 2.
+    - `maximum`: the largest tolerance.
+    - `minimum`: the smallest tolerance; the default asks for nothing below rounding.
+
+    ??? cite "Reference"
+
+        S. C. Eisenstat and H. F. Walker, *Choosing the forcing terms in an inexact Newton
+        method*, SIAM J. Sci. Comput. 17 (1996), equation (2.6).
+    """
+
+    initial: ScalarLike = 0.5
+    gamma: ScalarLike = 0.9
+    exponent: ScalarLike = 2.0
+    maximum: ScalarLike = 0.9
+    minimum: ScalarLike = 1e-12
+
+    def __check_init__(self):
+        for name in ("initial", "maximum", "minimum"):
+            check_fraction(name, getattr(self, name))
+        check_positive("gamma", self.gamma)
+        check_positive("exponent", self.exponent)
+
+    def next_tolerance(
+        self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar
+    ) -> Scalar:
+        """$\\beta_k$ from $\\beta_{k-1}$, $|g_k|$ and $|g_{k-1}|$."""
+        safe = jnp.where(previous_norm > 0, previous_norm, 1)
+        forcing = self.gamma * (gradient_norm / safe) ** self.exponent
+        safeguard = self.gamma * tolerance**self.exponent
+        forcing = jnp.where(safeguard > 0.1, jnp.maximum(forcing, safeguard), forcing)
+        return jnp.clip(forcing, self.minimum, self.maximum).astype(tolerance.dtype)

@@ -1,0 +1,275 @@
+"""Equinox models: full batch, one compiled program."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Float, PyTree
+
+from ._linearisation import check_parameters, linearise, PerExample
+from ._solver import AbstractGaussNewton
+from ._solver._base import half_sum_of_squares, statistics
+
+
+class History(eqx.Module):
+    """What happened, one row an outer step.
+
+    The first `num_steps` rows are filled. Rows of steps that were not made are cut off
+    where the number of steps is known, and NaN where it is not (under `jax.jit` or
+    `jax.vmap`).
+
+    **Attributes:**
+
+    - `loss`: half the sum of squares, after the step. One entry longer than the others:
+        `loss[0]` is the loss before the first step.
+    - `gradient_norm`: 2-norm of the loss's gradient at the linearisation point.
+    - `step_norm`: 2-norm of the step; 0 where none was taken.
+    - `damping`: of the step; 0 for a solver without one.
+    - `num_inner_steps`: steps on the subproblem.
+    """
+
+    loss: Float[Array, " steps+1"]
+    gradient_norm: Float[Array, " steps"]
+    step_norm: Float[Array, " steps"]
+    damping: Float[Array, " steps"]
+    num_inner_steps: Float[Array, " steps"]
+
+
+class Solution(eqx.Module):
+    """What [`gnlin.solve`][] returns.
+
+    **Attributes:**
+
+    - `model`: the trained model: the last finite one, whatever happened.
+    - `result`: an `optimistix.RESULTS`. `successful` if it has converged,
+        `nonlinear_max_steps_reached` if `max_steps` came first, `nonfinite` or
+        `nonlinear_divergence` if the run ended early.
+    - `history`: a [`gnlin.History`][].
+    - `stats`: `num_steps`, `max_steps`, `num_feature_updates`, `num_inner_steps`,
+        `num_jvps` and `num_vjps` (passes of the whole batch through the model, tangent
+        and transposed), `num_accepted_steps`, `num_rejected_steps`.
+    """
+
+    model: PyTree
+    result: optx.RESULTS
+    history: History
+    stats: dict[str, Any]
+
+
+def solve(
+    model: PyTree,
+    data: tuple[PyTree, PyTree],
+    solver: AbstractGaussNewton,
+    *,
+    max_steps: int = 256,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    throw: bool = False,
+) -> Solution:
+    r"""Train an Equinox model on a full batch with squared error,
+    $\frac12\sum_i |f(x_i) - y_i|^2$, by a solver of this library.
+
+    The whole run is one compiled program, and may be part of a larger one: it works
+    under `jax.jit` and `jax.vmap`, over a solver's hyperparameters and over models.
+
+    **Arguments:**
+
+    - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
+        output, a pytree of floating-point arrays.
+    - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples.
+        The targets have the structure and the shapes of the model's outputs.
+    - `solver`: any solver of gnlin.
+    - `max_steps`: the most outer steps, each of them one feature update.
+    - `filter_spec`: which leaves to train, as for `equinox.partition`: a function of a
+        leaf, or a pytree of booleans. The default trains all floating-point arrays.
+    - `throw`: whether to raise if the run ends in non-finite numbers or diverges. If
+        not, it warns, and `solution.result` says so. Reaching `max_steps` does neither.
+
+    **Returns:** a [`gnlin.Solution`][].
+
+    **Raises:** `ValueError` if there is no data or no trainable parameter, if the
+    examples' numbers or the shapes do not match, or if a trainable leaf is not real.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(1, 1, 50, 4, key=jax.random.key(0))
+        x = jnp.linspace(-1, 1, 20)[:, None]
+        solution = gnlin.solve(model, (x, jnp.sin(3 * x)), gnlin.DampedGaussNewton(1.0))
+        solution.model, solution.history.loss, solution.stats["num_feature_updates"]
+        ```
+    """
+    if not isinstance(solver, AbstractGaussNewton):
+        raise ValueError(
+            "`solver` must be one of gnlin's, such as `gnlin.LevenbergMarquardt()`, but "
+            f"a {type(solver).__name__} was given; for other least-squares solvers use "
+            "`optimistix.least_squares`."
+        )
+    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+        raise ValueError(
+            f"`max_steps` must be a whole number of at least 1, but {max_steps} was given."
+        )
+    inputs, targets = jax.tree.map(jnp.asarray, data)
+    num_examples = _check_data(inputs, targets)
+    parameters, frozen = eqx.partition(model, filter_spec)
+    _check_trainable(parameters)
+    outputs = _check_outputs(parameters, frozen, inputs, targets, num_examples)
+    targets = jax.tree.map(lambda t, f: t.astype(f.dtype), targets, outputs)
+
+    parameters, result, history, stats = _run(
+        solver, parameters, frozen, inputs, targets, max_steps
+    )
+    stats = {**stats, "max_steps": max_steps}
+    solution = Solution(eqx.combine(parameters, frozen), result, history, stats)
+    if isinstance(stats["num_steps"], jax.core.Tracer):
+        return _throw(solution) if throw else solution
+    if jnp.ndim(stats["num_steps"]) == 0:
+        solution = _without_unused_rows(solution)
+        if not throw:
+            _warn(solution)
+    return _throw(solution) if throw else solution
+
+
+@eqx.filter_jit
+def _run(solver, parameters, frozen, inputs, targets, max_steps):
+    fn = PerExample(eqx.Partial(_residual, frozen))
+    args = (inputs, targets)
+
+    def evaluate(y):
+        return fn(y, args)
+
+    outputs = jax.eval_shape(evaluate, parameters)
+    start = solver.start(parameters, outputs)
+    rows = jax.tree.map(
+        lambda x: jnp.full(max_steps, jnp.nan, x.dtype), start.report
+    )
+    carry = parameters, start, jnp.array(0), rows
+
+    def unfinished(carry):
+        _, state, num_steps, _ = carry
+        going = ~state.terminate & (state.result == optx.RESULTS.successful)
+        return going & (num_steps < max_steps)
+
+    def step(carry):
+        y, state, num_steps, rows = carry
+        y, state = solver.advance(linearise(fn, y, args), evaluate, state)
+        rows = jax.tree.map(lambda r, x: r.at[num_steps].set(x), rows, state.report)
+        return y, state, num_steps + 1, rows
+
+    y, state, num_steps, rows = jax.lax.while_loop(unfinished, step, carry)
+    result = optx.RESULTS.where(
+        (state.result == optx.RESULTS.successful) & ~state.terminate,
+        optx.RESULTS.nonlinear_max_steps_reached,
+        state.result,
+    )
+    first_loss = half_sum_of_squares(evaluate(parameters)).astype(rows.loss.dtype)
+    history = History(
+        loss=jnp.concatenate([first_loss[None], rows.loss]),
+        gradient_norm=rows.gradient_norm,
+        step_norm=rows.step_norm,
+        damping=rows.damping,
+        num_inner_steps=rows.num_inner_steps,
+    )
+    return y, result, history, {"num_steps": num_steps, **statistics(state.counts)}
+
+
+def _residual(frozen, parameters, example):
+    x, target = example
+    model = eqx.combine(parameters, frozen)
+    return jax.tree.map(jnp.subtract, model(x), target)
+
+
+def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> int:
+    lengths = {
+        name: {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
+        for name, tree in (("inputs", inputs), ("targets", targets))
+    }
+    for name, found in lengths.items():
+        if not found:
+            raise ValueError(f"There is no data: the {name} hold no array.")
+        if None in found:
+            raise ValueError(
+                f"The {name} must have a leading axis over examples, but hold a scalar."
+            )
+    if len(lengths["inputs"] | lengths["targets"]) > 1:
+        raise ValueError(
+            "Inputs and targets must have the same number of examples, but there are "
+            f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
+            "targets."
+        )
+    (num_examples,) = lengths["inputs"]
+    if num_examples == 0:
+        raise ValueError("There is no data: inputs and targets hold 0 examples.")
+    return num_examples
+
+
+def _listed(lengths: set) -> str:
+    return " and ".join(map(str, sorted(lengths)))
+
+
+def _check_trainable(parameters: PyTree) -> None:
+    leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
+    if sum(leaf.size for leaf in leaves) == 0:
+        raise ValueError(
+            "The model has no trainable array: `filter_spec` selects none of its leaves."
+        )
+    if len(leaves) < len(jax.tree.leaves(parameters)):
+        raise ValueError(
+            "`filter_spec` selects leaves of the model that are not arrays; only "
+            "floating-point arrays can be trained."
+        )
+    check_parameters(parameters)
+
+
+def _check_outputs(parameters, frozen, inputs, targets, num_examples):
+    if not callable(eqx.combine(parameters, frozen)):
+        raise ValueError("The model must be callable, on one example's input.")
+    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
+    outputs = eqx.filter_eval_shape(
+        lambda p, f, x: eqx.combine(p, f)(x), parameters, frozen, example
+    )
+    expected = jax.tree.map(lambda t: (num_examples, *t.shape), outputs)
+    given = jax.tree.map(lambda t: t.shape, targets)
+    if expected != given:
+        raise ValueError(
+            f"The targets must have the shape of the model's outputs, {expected}, but "
+            f"have {given}; reshape them, or one-hot encode labels."
+        )
+    for leaf in jax.tree.leaves(targets):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise ValueError("The targets must be real, but are complex.")
+    return outputs
+
+
+def _without_unused_rows(solution: Solution) -> Solution:
+    num_steps = int(solution.stats["num_steps"])
+    history = jax.tree.map(lambda rows: rows[:num_steps], solution.history)
+    history = eqx.tree_at(
+        lambda h: h.loss, history, solution.history.loss[: num_steps + 1]
+    )
+    return eqx.tree_at(lambda s: s.history, solution, history)
+
+
+def _failed(solution: Solution):
+    ended_well = (solution.result == optx.RESULTS.successful) | (
+        solution.result == optx.RESULTS.nonlinear_max_steps_reached
+    )
+    return ~ended_well
+
+
+def _warn(solution: Solution) -> None:
+    if bool(_failed(solution)):
+        message = optx.RESULTS[solution.result].splitlines()[0]
+        warnings.warn(
+            f"`gnlin.solve` stopped at step {int(solution.stats['num_steps'])} of at most "
+            f"{solution.stats['max_steps']}: {message} `solution.model` is the last "
+            "finite one.",
+            stacklevel=3,
+        )
+
+
+def _throw(solution: Solution) -> Solution:
+    return solution.result.error_if(solution, _failed(solution))

@@ -1,0 +1,14 @@
+"""The solvers: one loop, and how far each solves the linearised problem in it."""
+
+from ._base import AbstractGaussNewton as AbstractGaussNewton
+from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
+from ._gauss_newton import (
+    FilteredGaussNewton as FilteredGaussNewton,
+    GaussNewton as GaussNewton,
+)
+from ._iterative_linearisation import (
+    IterativeLinearisation as IterativeLinearisation,
+    Trajectory as Trajectory,
+)
+from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
+from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

@@ -1,0 +1,251 @@
+"""The loop that all solvers share: linearise, solve this far, step."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from equinox import AbstractVar
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
+from .._subproblem import AbstractSubproblem, Answer
+
+
+class Report(eqx.Module):
+    """One outer step, for the history.
+
+    - `loss`: half the sum of squares, at the new point.
+    - `gradient_norm`: |phi^T r| at the linearisation point.
+    - `step_norm`: |delta|; 0 where no step was taken.
+    - `damping`: lambda of that step; 0 for a solver without one.
+    - `num_inner_steps`: steps on the subproblem.
+    """
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    step_norm: Float[Array, ""]
+    damping: Float[Array, ""]
+    num_inner_steps: Float[Array, ""]
+
+
+class Counts(eqx.Module):
+    """What the run has taken so far. Inner steps are a float: they pass 2^31 soon."""
+
+    num_feature_updates: Int[Array, ""]
+    num_inner_steps: Float[Array, ""]
+    num_jvps: Float[Array, ""]
+    num_vjps: Float[Array, ""]
+    num_accepted_steps: Int[Array, ""]
+    num_rejected_steps: Int[Array, ""]
+
+
+class State(eqx.Module):
+    # What the solver itself carries from one linearisation to the next
+    memory: PyTree
+    # Told to the user
+    report: Report
+    counts: Counts
+    # Used for termination
+    terminate: Bool[Array, ""]
+    result: optx.RESULTS
+
+
+class Update(eqx.Module):
+    """What a solver made of one linearisation: the next point, and how it came there."""
+
+    y: PyTree[Array]
+    outputs: PyTree[Array]
+    step: PyTree[Array]  # zero where none was taken
+    memory: PyTree
+    gradient_norm: Scalar
+    damping: ScalarLike
+    num_inner_steps: ScalarLike
+    num_jvps: ScalarLike
+    num_vjps: ScalarLike
+    num_accepted: ScalarLike
+    num_rejected: ScalarLike
+    terminate: Bool[Array, ""]
+    result: optx.RESULTS
+
+
+Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
+
+
+class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
+    """Base class of all solvers here: linearise, solve the linearised problem so far,
+    step.
+
+    A solver of your own provides `rtol`, `atol`, `norm`, the memory it starts with, and
+    `update`.
+    """
+
+    rtol: AbstractVar[float]
+    atol: AbstractVar[float]
+    norm: AbstractVar[Callable[[PyTree], Scalar]]
+
+    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
+        """What `update` is given as `memory` at the first linearisation."""
+        return None
+
+    @abc.abstractmethod
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: PyTree,
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        """Solve the linearised problem, as far as this solver does, and step.
+
+        - `lin`: the residuals' linearisation at the current point.
+        - `evaluate`: the residuals at any other point.
+        - `memory`: as the previous update left it.
+        - `num_steps`: the outer steps made so far.
+        """
+
+    def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:
+        """The state before the first step; nothing is evaluated."""
+        check_parameters(y)
+        check_outputs(outputs)
+        dtype = _tree.dtype((y, outputs))
+        zero = jnp.zeros((), dtype)
+        count, counter = jnp.zeros((), jnp.result_type(float)), jnp.array(0)
+        return State(
+            memory=self.first_memory(y, dtype),
+            report=Report(zero, zero, zero, zero, count),
+            counts=Counts(counter, count, count, count, counter, counter),
+            terminate=jnp.array(False),
+            result=optx.RESULTS.successful,
+        )
+
+    def advance(
+        self, lin: Linearisation, evaluate: Evaluate, state: State
+    ) -> tuple[PyTree[Array], State]:
+        """One outer step from a linearisation."""
+        update = self.update(lin, evaluate, state.memory, state.counts.num_feature_updates)
+        dtype = state.report.loss.dtype
+        report = Report(
+            loss=half_sum_of_squares(update.outputs).astype(dtype),
+            gradient_norm=update.gradient_norm.astype(dtype),
+            step_norm=_tree.norm(update.step).astype(dtype),
+            damping=jnp.asarray(update.damping, dtype),
+            num_inner_steps=jnp.asarray(update.num_inner_steps, float),
+        )
+        counts = Counts(
+            state.counts.num_feature_updates + 1,
+            state.counts.num_inner_steps + update.num_inner_steps,
+            state.counts.num_jvps + update.num_jvps,
+            state.counts.num_vjps + update.num_vjps,
+            state.counts.num_accepted_steps + update.num_accepted,
+            state.counts.num_rejected_steps + update.num_rejected,
+        )
+        state = State(update.memory, report, counts, update.terminate, update.result)
+        return update.y, state
+
+    def converged(
+        self,
+        y: PyTree[Array],
+        step: PyTree[Array],
+        outputs: PyTree[Array],
+        change: PyTree[Array],
+    ) -> Bool[Array, ""]:
+        """Whether a step was within the tolerances, of the parameters (each by itself)
+        and of the residuals (together). None is asked for below rounding."""
+
+        def relative(x, size):
+            rtol = jnp.maximum(self.rtol, 4 * jnp.finfo(x.dtype).eps).astype(x.dtype)
+            scale = jnp.asarray(self.atol, x.dtype) + rtol * size
+            return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
+
+        small_step = self.norm(
+            jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
+        )
+        small_change = relative(self.norm(change), self.norm(outputs))
+        return (small_step < 1) & (small_change < 1)
+
+    #
+    # The interface to optimistix
+    #
+
+    def init(self, fn, y, args, options, f_struct, aux_struct, tags) -> State:
+        if options:
+            raise ValueError(
+                f"The solvers of gnlin take no `options`, but {sorted(options)} were "
+                "given; how a step is computed is the solver's `method`."
+            )
+        return self.start(y, f_struct)
+
+    def step(
+        self, fn, y, args, options, state: State, tags
+    ) -> tuple[PyTree[Array], State, Any]:
+        lin, aux = linearise(fn, y, args, has_aux=True)
+        y, state = self.advance(lin, lambda y_: fn(y_, args)[0], state)
+        return y, state, aux
+
+    def terminate(
+        self, fn, y, args, options, state: State, tags
+    ) -> tuple[Bool[Array, ""], optx.RESULTS]:
+        return state.terminate, state.result
+
+    def postprocess(self, fn, y, aux, args, options, state: State, tags, result):
+        # `step` hands out the auxiliary data of the point that it started from.
+        if jax.tree.leaves(aux):
+            _, aux = fn(y, args)
+        return y, aux, statistics(state.counts)
+
+
+def statistics(counts: Counts) -> dict[str, Array]:
+    return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
+
+
+def half_sum_of_squares(outputs: PyTree[Array]) -> Scalar:
+    return 0.5 * _tree.dot(outputs, outputs)
+
+
+def step_if_finite(
+    solver: AbstractGaussNewton,
+    lin: Linearisation,
+    evaluate: Evaluate,
+    subproblem: AbstractSubproblem,
+    answer: Answer,
+    *,
+    memory: PyTree = None,
+    damping: ScalarLike = 0.0,
+) -> Update:
+    """Take a subproblem's answer, unless it leads away from the finite numbers."""
+    y, outputs = lin.point, lin.outputs
+    solved = answer.result == optx.RESULTS.successful
+    sound = jnp.isfinite(subproblem.gradient_norm) & _tree.all_finite(answer.step)
+    step = _tree.where(sound & solved, answer.step, _tree.zeros_like(y))
+    new_y = _tree.axpy(1, step, y)
+    new_outputs = evaluate(new_y)
+    finite = sound & _tree.all_finite((new_y, new_outputs, outputs))
+    good = finite & solved
+    step = _tree.where(good, step, _tree.zeros_like(step))
+    new_y = _tree.where(good, new_y, y)
+    new_outputs = _tree.where(good, new_outputs, outputs)
+    change = jax.tree.map(jnp.subtract, new_outputs, outputs)
+    at_point = jnp.isfinite(subproblem.gradient_norm)
+    result = optx.RESULTS.where(
+        at_point & (finite | ~solved), answer.result, optx.RESULTS.nonfinite
+    )
+    return Update(
+        y=new_y,
+        outputs=new_outputs,
+        step=step,
+        memory=memory,
+        gradient_norm=subproblem.gradient_norm,
+        damping=damping,
+        num_inner_steps=answer.num_inner_steps,
+        num_jvps=subproblem.num_jvps + answer.num_jvps,
+        num_vjps=subproblem.num_vjps + answer.num_vjps,
+        num_accepted=jnp.where(good, 1, 0),
+        num_rejected=jnp.where(good, 0, 1),
+        terminate=good & solver.converged(new_y, step, new_outputs, change),
+        result=result,
+    )

@@ -1,0 +1,89 @@
+"""Damped Gauss-Newton: the damping is set, not adapted."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+
+from .._checks import as_scalar, check_finite_nonnegative
+from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._schedules import Schedule, value_at
+from .._subproblem import check_method, Method, prepare
+from ..filters import Tikhonov
+from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+from ._scaling import check_scaling, first_scale, next_scale, Scaling, without_zeros
+
+
+class DampedGaussNewton(AbstractGaussNewton):
+    r"""Gauss-Newton on the damped problem: $\delta$ minimises
+    $\frac12|\phi\delta + r|^2 + \frac\lambda2|\delta|^2$.
+
+    Every step is taken; for a damping that adapts, and steps that can be rejected, use
+    [`gnlin.LevenbergMarquardt`][].
+
+    **Arguments:**
+
+    - `damping`: $\lambda \ge 0$, in units of the curvature's eigenvalues: a number, a
+        traced scalar, or a schedule, a function of the outer step (0, 1, ...), such as
+        optax's.
+    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: [`optimistix.max_norm`][] by default.
+    - `scaling`: `"identity"` damps $|\delta|^2$; `"marquardt"` and `"more"` damp
+        $|D\delta|^2$ with the norms of the Jacobian's columns (the present ones, or the
+        largest so far), so that the parameters' units do not matter.
+    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
+        on the m x m side), `"curvature"` (on the p x p side) or `"matrix-free"`
+        (conjugate gradients).
+    - `memory_budget`: bytes that the largest matrix may take.
+
+    !!! example
+
+        ```python
+        solution = gnlin.solve(model, (x, y), gnlin.DampedGaussNewton(damping=1.0))
+        solution = gnlin.solve(
+            model, (x, y), gnlin.DampedGaussNewton(damping=lambda step: 10 * 0.9**step)
+        )
+        ```
+    """
+
+    damping: ScalarLike | Schedule = eqx.field(converter=as_scalar)
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    scaling: Scaling = "identity"
+    method: Method = "auto"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+
+    def __check_init__(self):
+        check_finite_nonnegative("damping", self.damping)
+        check_scaling(self.scaling)
+        check_method(self.method)
+
+    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree[Array]:
+        return first_scale(self.scaling, y)
+
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: PyTree[Array],
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        damping = value_at(self.damping, num_steps)
+        norms, rows = next_scale(self.scaling, memory, lin, self.memory_budget)
+        subproblem = prepare(
+            lin,
+            self.method,
+            self.memory_budget,
+            damped=True,
+            reuse=False,
+            scale=without_zeros(norms),
+            rows=rows,
+        )
+        answer = subproblem.solve(Tikhonov(damping))
+        return step_if_finite(
+            self, lin, evaluate, subproblem, answer, memory=norms, damping=damping
+        )

@@ -1,0 +1,117 @@
+"""Gauss-Newton, and the same with any other filter."""
+
+from collections.abc import Callable
+
+import optimistix as optx
+from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+
+from .._checks import check_nonnegative
+from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._spectrum import Filter
+from .._subproblem import check_method, Method, prepare
+from ..filters import PseudoInverse
+from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+
+
+class GaussNewton(AbstractGaussNewton):
+    r"""Gauss-Newton: each linearised problem is solved exactly.
+
+    Where the Jacobian is rank-deficient, or has fewer rows than columns, the step is the
+    minimum-norm one, $\delta = -\phi^+ r$. It converges fast near a solution with small
+    residuals; far from one, [`gnlin.LevenbergMarquardt`][] is the safe choice.
+
+    **Arguments:**
+
+    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: [`optimistix.max_norm`][] by default.
+    - `rcond`: singular values at or below `rcond` times the largest count as zero;
+        `None` for those that rounding cannot tell from zero.
+    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.
+    - `memory_budget`: bytes that the largest matrix may take.
+
+    !!! example
+
+        ```python
+        solution = optx.least_squares(residuals, gnlin.GaussNewton(), y0, args)
+        ```
+
+    ??? cite "Reference"
+
+        J. Nocedal and S. J. Wright, *Numerical Optimization*, section 10.3 (2006).
+    """
+
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    rcond: ScalarLike | None = None
+    method: Method = "auto"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+
+    def __check_init__(self):
+        if self.rcond is not None:
+            check_nonnegative("rcond", self.rcond)
+        check_method(self.method)
+
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: PyTree[Array],
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        subproblem = prepare(
+            lin, self.method, self.memory_budget, damped=False, reuse=True
+        )
+        answer = subproblem.solve(PseudoInverse(self.rcond))
+        return step_if_finite(self, lin, evaluate, subproblem, answer)
+
+
+class FilteredGaussNewton(AbstractGaussNewton):
+    r"""Gauss-Newton with a spectral filter of your choice:
+    $\delta = -\phi^\top U g(w) U^\top r$.
+
+    All solvers of quadratic linearised problems are of this form, each with a filter of
+    its own; see `gnlin.filters`.
+
+    **Arguments:**
+
+    - `filter`: any function of the kernel's eigenvalues, such as
+        [`gnlin.filters.GradientFlow`][]`(time)`.
+    - the others: as in [`gnlin.GaussNewton`][].
+
+    !!! example
+
+        ```python
+        solver = gnlin.FilteredGaussNewton(gnlin.filters.GradientFlow(time=100.0))
+        ```
+    """
+
+    filter: Filter
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    method: Method = "auto"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+
+    def __check_init__(self):
+        if not callable(self.filter):
+            raise ValueError(
+                "`filter` must be a function of the eigenvalues, such as "
+                f"`gnlin.filters.Tikhonov(1.0)`, but {self.filter!r} was given."
+            )
+        check_method(self.method)
+
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: PyTree[Array],
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        damped = not isinstance(self.filter, PseudoInverse)
+        subproblem = prepare(
+            lin, self.method, self.memory_budget, damped=damped, reuse=True
+        )
+        answer = subproblem.solve(self.filter)
+        return step_if_finite(self, lin, evaluate, subproblem, answer)

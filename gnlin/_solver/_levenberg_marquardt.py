@@ -1,0 +1,270 @@
+"""Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._checks import as_scalar, check_finite_positive
+from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._subproblem import AbstractSubproblem, check_method, Method, prepare
+from ..filters import Tikhonov
+from ._base import AbstractGaussNewton, Evaluate, half_sum_of_squares, Update
+from ._scaling import check_scaling, first_scale, next_scale, Scaling, without_zeros
+
+
+# The loss must fall by this part of what the linearisation predicts (as in MINPACK).
+_SUFFICIENT_DECREASE = 1e-4
+# An acceleration longer than this part of the step says that the step is too long for
+# the linearisation (Transtrum and Sethna, 2012, section 4).
+_MAX_ACCELERATION = 0.75
+# A change of the loss by fewer roundings than this says nothing.
+_ROUNDINGS = 1000
+# The damping then has grown by 2^1830, past all floating-point numbers.
+_MAX_TRIALS = 60
+
+
+class _Memory(eqx.Module):
+    damping: Float[Array, ""]  # negative before the first linearisation
+    scale: PyTree[Array] | None
+
+
+class _Trial(eqx.Module):
+    """The damping tried last, from the one factorisation, and what came of it."""
+
+    damping: Float[Array, ""]
+    next_damping: Float[Array, ""]
+    growth: Float[Array, ""]  # of the damping, if the next trial fails
+    y: PyTree[Array]
+    outputs: PyTree[Array]
+    step: PyTree[Array]
+    accepted: Bool[Array, ""]
+    converged: Bool[Array, ""]  # the least damped trial was within the tolerances
+    near: Bool[Array, ""]  # the least damped trial promised next to nothing
+    stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
+    num_rejected: Int[Array, ""]
+    num_inner_steps: Float[Array, ""]
+    num_jvps: Float[Array, ""]
+    num_vjps: Float[Array, ""]
+
+
+class LevenbergMarquardt(AbstractGaussNewton):
+    r"""Damped Gauss-Newton whose damping adapts, and whose failing steps are rejected.
+
+    Each outer step linearises once and factorises once, then tries dampings until one
+    lowers the loss; a rejected trial costs a filter, a product and an evaluation. A good
+    prediction lowers the damping for the next linearisation by up to a factor of 3
+    (Nielsen, 1999). Steps follow the curvature of the model's manifold to second order
+    (geodesic acceleration), which shortens the way through narrow valleys many times.
+
+    **Arguments:**
+
+    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: [`optimistix.max_norm`][] by default.
+    - `damping`: the first $\lambda$, relative to the curvature along the gradient.
+    - `scaling`: the $D$ of $\frac\lambda2|D\delta|^2$. `"more"`: the largest norms that
+        the Jacobian's columns have had (Moré, 1978), `"marquardt"`: their present norms,
+        both of which make the steps independent of the parameters' units, but need the
+        dense Jacobian; `"identity"`: none.
+    - `acceleration`: whether to add the second-order correction, for one second
+        directional derivative a trial.
+    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`,
+        `"curvature"` or `"matrix-free"`; see "How to choose" in the documentation.
+    - `memory_budget`: bytes that the largest matrix may take.
+
+    !!! example
+
+        ```python
+        solution = optx.least_squares(residuals, gnlin.LevenbergMarquardt(), y0, args)
+        ```
+
+    ??? cite "References"
+
+        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978).
+
+        H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
+
+        M. K. Transtrum and J. P. Sethna, *Improvements to the Levenberg-Marquardt
+        algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
+    """
+
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    damping: ScalarLike = eqx.field(default=1e-3, converter=as_scalar)
+    scaling: Scaling = "more"
+    acceleration: bool = True
+    method: Method = "auto"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+
+    def __check_init__(self):
+        check_finite_positive("damping", self.damping)
+        check_scaling(self.scaling)
+        check_method(self.method)
+
+    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
+        return _Memory(jnp.array(-1, dtype), first_scale(self.scaling, y))
+
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: _Memory,
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        norms, rows = next_scale(self.scaling, memory.scale, lin, self.memory_budget)
+        scale = without_zeros(norms)
+        subproblem = prepare(
+            lin,
+            self.method,
+            self.memory_budget,
+            damped=True,
+            reuse=True,
+            scale=scale,
+            rows=rows,
+        )
+        damping = jax.lax.cond(
+            memory.damping < 0,
+            lambda: self._first_damping(subproblem, memory.damping.dtype),
+            lambda: memory.damping,
+        )
+        trial = self._try_dampings(lin, evaluate, subproblem, scale, damping)
+
+        finite = jnp.isfinite(subproblem.gradient_norm)
+        good = trial.accepted & finite
+        success = finite & (trial.accepted | trial.converged | trial.stalled)
+        result = optx.RESULTS.where(
+            success, optx.RESULTS.successful, optx.RESULTS.nonlinear_divergence
+        )
+        result = optx.RESULTS.where(finite, result, optx.RESULTS.nonfinite)
+        return Update(
+            y=_tree.where(good, trial.y, lin.point),
+            outputs=_tree.where(good, trial.outputs, lin.outputs),
+            step=_tree.where(good, trial.step, _tree.zeros_like(trial.step)),
+            memory=_Memory(trial.next_damping, norms),
+            gradient_norm=subproblem.gradient_norm,
+            damping=trial.damping,
+            num_inner_steps=trial.num_inner_steps,
+            num_jvps=subproblem.num_jvps + trial.num_jvps,
+            num_vjps=subproblem.num_vjps + trial.num_vjps,
+            num_accepted=jnp.where(good, 1, 0),
+            num_rejected=trial.num_rejected,
+            terminate=success & (trial.converged | trial.stalled),
+            result=result,
+        )
+
+    def _first_damping(
+        self, subproblem: AbstractSubproblem, dtype: jnp.dtype
+    ) -> Float[Array, ""]:
+        curvature = subproblem.curvature_along_gradient()
+        # Where the gradient vanishes there is no step to damp.
+        safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
+        return (self.damping * safe).astype(dtype)
+
+    def _try_dampings(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        subproblem: AbstractSubproblem,
+        scale: PyTree[Array] | None,
+        damping: Float[Array, ""],
+    ) -> _Trial:
+        dtype = damping.dtype
+        eps = jnp.finfo(dtype).eps
+        gradient = subproblem.gradient()
+        loss = half_sum_of_squares(lin.outputs)
+
+        def scaled(step):
+            return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
+
+        def attempt(last: _Trial) -> _Trial:
+            damping = last.next_damping
+            answer = subproblem.solve(Tikhonov(damping))
+            predicted = 0.5 * (
+                damping * _tree.dot(scaled(answer.step), scaled(answer.step))
+                - _tree.dot(answer.step, gradient)
+            )
+            step, gentle, bend = answer.step, jnp.array(True), None
+            if self.acceleration:
+                bend = self._acceleration(evaluate, lin.point, subproblem, damping, step)
+                longest = 0.5 * _MAX_ACCELERATION * _tree.norm(scaled(step))
+                gentle = _tree.norm(scaled(bend.step)) <= longest
+                step = _tree.axpy(0.5, bend.step, step)
+
+            y = _tree.axpy(1, step, lin.point)
+            outputs = evaluate(y)
+            change = jax.tree.map(jnp.subtract, outputs, lin.outputs)
+            both = jax.tree.map(jnp.add, outputs, lin.outputs)
+            actual = -0.5 * _tree.dot(change, both)  # (|r|^2 - |r'|^2)/2, to rounding
+
+            ratio = actual / jnp.where(predicted > 0, predicted, 1)
+            rounding = _ROUNDINGS * eps * loss
+            noise = (predicted <= rounding) & (actual >= -rounding)
+            accepted = (
+                _tree.all_finite((y, outputs))
+                & gentle
+                & (noise | (ratio > _SUFFICIENT_DECREASE))
+            )
+            ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
+            shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
+            first = last.num_rejected == 0
+            within = self.converged(y, step, outputs, change)
+            near = jnp.where(first, predicted <= jnp.sqrt(eps) * loss, last.near)
+            taken = (answer,) if bend is None else (answer, bend)
+            return _Trial(
+                damping=damping,
+                next_damping=damping * jnp.where(accepted, shrink, last.growth),
+                growth=2 * last.growth,
+                y=y,
+                outputs=outputs,
+                step=step,
+                accepted=accepted,
+                converged=jnp.where(first, within, last.converged),
+                near=near,
+                stalled=near & ~accepted & (predicted <= eps * loss),
+                num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
+                num_inner_steps=last.num_inner_steps + sum(a.num_inner_steps for a in taken),
+                num_jvps=last.num_jvps + sum(a.num_jvps for a in taken),
+                num_vjps=last.num_vjps + sum(a.num_vjps for a in taken),
+            )
+
+        def again(trial: _Trial) -> Bool[Array, ""]:
+            done = trial.accepted | trial.converged | trial.stalled
+            return ~done & (trial.num_rejected < _MAX_TRIALS)
+
+        no, zero = jnp.array(False), jnp.zeros((), jnp.result_type(float))
+        start = _Trial(
+            damping=damping,
+            next_damping=damping,
+            growth=jnp.array(2, dtype),
+            y=lin.point,
+            outputs=lin.outputs,
+            step=_tree.zeros_like(lin.point),
+            accepted=no,
+            converged=no,
+            near=no,
+            stalled=no,
+            num_rejected=jnp.array(0),
+            num_inner_steps=zero,
+            num_jvps=zero,
+            num_vjps=zero,
+        )
+        finite = jnp.isfinite(subproblem.gradient_norm)
+        return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
+
+    def _acceleration(self, evaluate, y, subproblem, damping, velocity):
+        """The second-order correction to a step v: the damped least-squares solution
+        for the second directional derivative of the residuals along v."""
+
+        def along(t):
+            return jax.jvp(evaluate, (_tree.axpy(t, velocity, y),), (velocity,))[1]
+
+        zero = jnp.zeros((), _tree.dtype(y))
+        _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
+        answer = subproblem.with_residual(second).solve(Tikhonov(damping))
+        return eqx.tree_at(lambda a: a.num_jvps, answer, answer.num_jvps + 2)

@@ -1,0 +1,51 @@
+"""Scale-invariant damping: lambda |D delta|^2 in place of lambda |delta|^2."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .. import _tree
+from .._linearisation import Linearisation
+
+
+Scaling = Literal["identity", "marquardt", "more"]
+
+
+def check_scaling(scaling: str) -> None:
+    if scaling not in ("identity", "marquardt", "more"):
+        raise ValueError(
+            '`scaling` must be "identity", "marquardt" or "more", but '
+            f"{scaling!r} was given."
+        )
+
+
+def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
+    """The memory of the scales: none for the identity, which needs no Jacobian."""
+    return None if scaling == "identity" else _tree.zeros_like(y)
+
+
+def next_scale(
+    scaling: Scaling,
+    scale: PyTree[Array] | None,
+    lin: Linearisation,
+    memory_budget: int,
+) -> tuple[PyTree[Array] | None, PyTree[Array] | None]:
+    """The diagonal of D, and the dense rows that it was read off.
+
+    Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
+    they have been, so that a column that fades keeps its damping. A column that is zero
+    has the scale 1.
+    """
+    if scaling == "identity":
+        return None, None
+    rows = lin.rows(memory_budget)
+    norms = jax.tree.map(lambda row: jnp.sqrt(jnp.sum(row**2, axis=0)), rows)
+    if scaling == "more":
+        norms = jax.tree.map(jnp.maximum, norms, scale)
+    return norms, rows
+
+
+def without_zeros(scale: PyTree[Array] | None) -> PyTree[Array] | None:
+    return jax.tree.map(lambda d: jnp.where(d == 0, 1, d), scale)

@@ -1,0 +1,131 @@
+"""Truncated Gauss-Newton: conjugate gradients, stopped early."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
+
+from .._checks import as_scalar, check_finite_nonnegative, check_fraction
+from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._schedules import EisenstatWalker, Schedule, value_at
+from .._subproblem import MatrixFree
+from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+
+
+class _Memory(eqx.Module):
+    tolerance: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+
+
+class TruncatedGaussNewton(AbstractGaussNewton):
+    r"""Gauss-Newton whose linearised problem is solved to a tolerance: conjugate
+    gradients stop at the first $\delta$ with
+
+    $$|\phi^\top\phi\,\delta + \phi^\top r + \lambda\delta| \le \beta\,|\phi^\top r|$$
+
+    in the 2-norm.
+
+    **Arguments:**
+
+    - `tolerance`: $\beta$, strictly between 0 and 1: a number, a traced scalar, a
+        schedule (a function of the outer step), or [`gnlin.EisenstatWalker`][]. One that
+        the precision does not allow is met as far as it does.
+    - `damping`: $\lambda \ge 0$, likewise a number, a traced scalar or a schedule.
+    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: [`optimistix.max_norm`][] by default.
+    - `max_inner_steps`: the most iterations at one linearisation; `None` for ten times
+        the number of parameters.
+    - `method`: `"matrix-free"` multiplies by Jacobian-vector and vector-Jacobian
+        products, `"dense"` by the Jacobian itself, and `"auto"` chooses: dense where
+        that is a small matrix.
+    - `memory_budget`: bytes that the Jacobian may take.
+
+    !!! example
+
+        ```python
+        gnlin.TruncatedGaussNewton(tolerance=0.1)
+        gnlin.TruncatedGaussNewton(tolerance=gnlin.EisenstatWalker())
+        ```
+
+    ??? cite "Reference"
+
+        R. S. Dembo, S. C. Eisenstat and T. Steihaug, *Inexact Newton methods*, SIAM J.
+        Numer. Anal. 19 (1982).
+    """
+
+    tolerance: ScalarLike | Schedule | EisenstatWalker = eqx.field(converter=as_scalar)
+    damping: ScalarLike | Schedule = eqx.field(default=0.0, converter=as_scalar)
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    max_inner_steps: int | None = None
+    method: Literal["auto", "dense", "matrix-free"] = "auto"
+    memory_budget: int = DEFAULT_MEMORY_BUDGET
+
+    def __check_init__(self):
+        if not isinstance(self.tolerance, EisenstatWalker):
+            check_fraction("tolerance", self.tolerance)
+        check_finite_nonnegative("damping", self.damping)
+        if self.max_inner_steps is not None and self.max_inner_steps < 1:
+            raise ValueError(
+                f"`max_inner_steps` must be at least 1, but {self.max_inner_steps} was "
+                "given."
+            )
+        if self.method not in ("auto", "dense", "matrix-free"):
+            raise ValueError(
+                '`method` must be "auto", "dense" or "matrix-free", but '
+                f"{self.method!r} was given; to solve exactly use "
+                "`gnlin.DampedGaussNewton`."
+            )
+
+    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
+        return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype))
+
+    def update(
+        self,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: _Memory,
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        num_jvps, num_vjps = 0, 0
+        dense = self.method == "dense" or (
+            self.method == "auto" and lin.is_small(self.memory_budget)
+        )
+        if dense:
+            num_jvps, num_vjps = lin.num_row_passes()
+            lin = lin.materialise(self.memory_budget)
+        subproblem = MatrixFree(lin)
+        norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
+        tolerance = self._tolerance(memory, norm, num_steps)
+        damping = value_at(self.damping, num_steps)
+        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps)
+        if dense:  # products with a matrix are no passes through the function
+            answer = eqx.tree_at(
+                lambda a: (a.num_jvps, a.num_vjps), answer, (num_jvps, num_vjps - 1)
+            )
+        return step_if_finite(
+            self,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            memory=_Memory(tolerance, norm),
+            damping=damping,
+        )
+
+    def _tolerance(
+        self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]
+    ) -> Float[Array, ""]:
+        dtype = memory.tolerance.dtype
+        if isinstance(self.tolerance, EisenstatWalker):
+            later = self.tolerance.next_tolerance(
+                memory.tolerance, gradient_norm, memory.gradient_norm
+            )
+            first = jnp.asarray(self.tolerance.initial, dtype)
+            return jnp.where(num_steps == 0, first, later)
+        return jnp.asarray(value_at(self.tolerance, num_steps), dtype)

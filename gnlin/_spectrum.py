@@ -1,0 +1,142 @@
+"""The spectrum of a linearisation: one factorisation, then any filter for a matvec."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jax.tree_util import Partial
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from . import _lapack, _tree
+from ._tree import matmul
+
+
+Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
+
+
+class Spectrum(eqx.Module):
+    r"""Eigenpairs of the kernel $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$.
+
+    Made by [`gnlin.Linearisation.spectrum`][]. All filters at one linearisation point
+    share it:
+
+    !!! example
+
+        ```python
+        spectrum = gnlin.linearise(fn, y, args).spectrum()
+        step = spectrum.step(gnlin.filters.Tikhonov(0.1))
+        steps = jax.vmap(lambda damping: spectrum.step(gnlin.filters.Tikhonov(damping)))(
+            jnp.logspace(-3, 3, 64)
+        )
+        ```
+
+    **Attributes:**
+
+    - `eigenvalues`: `w`, k = min(m, p) of them, none negative. Those that rounding
+        cannot tell from zero are exactly zero. All are NaN if the Jacobian was not
+        finite.
+    - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
+    """
+
+    eigenvalues: Float[Array, " k"]
+    coefficients: Float[Array, " k"]
+    _project: Callable[[Float[Array, " m"]], Float[Array, " k"]]  # r -> U^T r
+    _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
+
+    def __init__(
+        self,
+        eigenvalues: Float[Array, " k"],
+        residual: Float[Array, " m"],
+        project: Callable[[Float[Array, " m"]], Float[Array, " k"]],
+        lift: Callable[[Float[Array, " k"]], PyTree[Array]],
+    ):
+        self.eigenvalues = eigenvalues
+        self.coefficients = project(residual)
+        self._project = project
+        self._lift = lift
+
+    def step(self, filter: Filter) -> PyTree[Array]:
+        r"""The step $\delta = -\phi^\top U g(w) U^\top r$, in the parameters' structure.
+
+        **Arguments:**
+
+        - `filter`: any function of the eigenvalues; see `gnlin.filters`.
+        """
+        return self._lift(-filter(self.eigenvalues) * self.coefficients)
+
+    def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
+        """The same eigenpairs, for other residuals of the same structure."""
+        flat, _ = ravel_pytree(residual)
+        return Spectrum(self.eigenvalues, flat, self._project, self._lift)
+
+    def gradient(self) -> PyTree[Array]:
+        r"""The gradient of the loss at the linearisation point, $\phi^\top r$."""
+        return self._lift(self.coefficients)
+
+    def gradient_norm(self) -> Scalar:
+        r"""$|\phi^\top r|$, from the eigenvalues alone."""
+        return jnp.sqrt(jnp.sum(self.eigenvalues * self.coefficients**2))
+
+    def finite(self) -> Array:
+        """Whether the Jacobian and the residual that went in were finite."""
+        return _tree.all_finite((self.eigenvalues, self.coefficients))
+
+
+def from_svd(
+    jacobian: Float[Array, "m p"],
+    residual: Float[Array, " m"],
+    unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
+) -> Spectrum:
+    """By singular values: the condition number is the Jacobian's own."""
+    u, s, vt = _lapack.svd(jacobian)
+    s = jnp.where(s <= _rounding(jacobian) * s[0], 0, s)
+    return Spectrum(
+        s**2, residual, Partial(matmul, u.T), Partial(_lift_singular, unravel, s, vt)
+    )
+
+
+def from_kernel(
+    kernel: Float[Array, "m m"],
+    residual: Float[Array, " m"],
+    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]],
+) -> Spectrum:
+    """By eigenvalues on the output side; `pull_back` is `a -> phi^T a`."""
+    w, u = _lapack.eigh(kernel)
+    w = jnp.where(w <= _rounding(kernel) * w[-1], 0, w)
+    lift = Partial(_lift_kernel, pull_back, u)
+    return Spectrum(w, residual, Partial(matmul, u.T), lift)
+
+
+def from_curvature(
+    jacobian: Float[Array, "m p"],
+    residual: Float[Array, " m"],
+    unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
+) -> Spectrum:
+    """By eigenvalues on the parameter side, where u_i = phi v_i / sqrt(w_i)."""
+    w, v = _lapack.eigh(matmul(jacobian.T, jacobian))
+    w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
+    s = jnp.sqrt(w)
+    return Spectrum(
+        w,
+        residual,
+        Partial(_project_curvature, jacobian, v, s),
+        Partial(_lift_singular, unravel, s, v.T),
+    )
+
+
+def _lift_singular(unravel, s, vt, z):
+    return unravel(matmul(vt.T, s * z))
+
+
+def _lift_kernel(pull_back, u, z):
+    return pull_back(matmul(u, z))
+
+
+def _project_curvature(jacobian, v, s, residual):
+    along = matmul(v.T, matmul(jacobian.T, residual))
+    return jnp.where(s == 0, 0, along / jnp.where(s == 0, 1, s))
+
+
+def _rounding(matrix: Float[Array, "m n"]) -> float:
+    return max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)

@@ -1,0 +1,51 @@
+"""What is asked of the linearised problem is a filter; how it is answered is here."""
+
+import abc
+
+import equinox as eqx
+import optimistix as optx
+from equinox import AbstractVar
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
+
+from .._spectrum import Filter
+
+
+class Answer(eqx.Module):
+    """The step that solves a subproblem as far as asked, and what it took.
+
+    Counts are of this answer alone, beyond what setting the subproblem up took.
+    """
+
+    step: PyTree[Array]
+    num_inner_steps: ScalarLike = 0
+    num_jvps: ScalarLike = 0
+    num_vjps: ScalarLike = 0
+    result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
+
+
+class AbstractSubproblem(eqx.Module):
+    """A linearised problem made ready for any number of filters.
+
+    - `gradient_norm`: |phi^T r|, NaN where the linearisation is not finite.
+    - `num_jvps`, `num_vjps`: the products that setting it up took.
+    """
+
+    gradient_norm: AbstractVar[Scalar]
+    num_jvps: AbstractVar[int]
+    num_vjps: AbstractVar[int]
+
+    @abc.abstractmethod
+    def solve(self, filter: Filter) -> Answer:
+        """The step of a filter."""
+
+    @abc.abstractmethod
+    def gradient(self) -> PyTree[Array]:
+        """phi^T r."""
+
+    @abc.abstractmethod
+    def curvature_along_gradient(self) -> Scalar:
+        """|phi g|^2 / |g|^2: an eigenvalue that the gradient g points to, for scale."""
+
+    @abc.abstractmethod
+    def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
+        """The same linearisation with other residuals, set up already."""

@@ -1,0 +1,106 @@
+"""By a Cholesky factorisation on the smaller side: damping only, one solve each."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from .. import _tree
+from .._spectrum import Filter
+from .._tree import matmul
+from ..filters import Tikhonov
+from ._base import AbstractSubproblem, Answer
+
+
+def _solve_damped(
+    matrix: Float[Array, "n n"], vector: Float[Array, " n"], filter: Filter
+) -> tuple[Float[Array, " n"], optx.RESULTS]:
+    """`(matrix + lambda I)^-1 vector`; NaN in, NaN out, and none of it to LAPACK."""
+    if not isinstance(filter, Tikhonov):
+        raise ValueError(
+            'The methods "kernel" and "curvature" solve a damped problem only; use '
+            f'"svd", "eigh" or "auto" for `{type(filter).__name__}`.'
+        )
+    identity = jnp.eye(vector.size, dtype=matrix.dtype)
+    damped = matrix + jnp.asarray(filter.damping, matrix.dtype) * identity
+    finite = _tree.all_finite((damped, vector))
+    operator = lx.MatrixLinearOperator(
+        jnp.where(finite, damped, identity), lx.positive_semidefinite_tag
+    )
+    solution = lx.linear_solve(operator, vector, lx.Cholesky(), throw=False)
+    return jnp.where(finite, solution.value, jnp.nan), optx.RESULTS.promote(solution.result)
+
+
+class OnOutputs(AbstractSubproblem):
+    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
+
+    kernel: Float[Array, "m m"]
+    residual: Float[Array, " m"]
+    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]]  # a -> phi^T a
+    gradient_norm: Scalar
+    num_jvps: int = eqx.field(static=True)
+    num_vjps: int = eqx.field(static=True)
+
+    def __init__(self, kernel, residual, pull_back, num_jvps, num_vjps):
+        self.kernel = kernel
+        self.residual = residual
+        self.pull_back = pull_back
+        squared = matmul(residual, matmul(kernel, residual))
+        self.gradient_norm = jnp.sqrt(jnp.where(squared < 0, 0, squared))
+        self.num_jvps = num_jvps
+        self.num_vjps = num_vjps
+
+    def gradient(self) -> PyTree[Array]:
+        return self.pull_back(self.residual)
+
+    def curvature_along_gradient(self) -> Scalar:
+        pushed = matmul(self.kernel, self.residual)
+        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+
+    def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
+        flat, _ = ravel_pytree(residual)
+        return OnOutputs(self.kernel, flat, self.pull_back, 0, 0)
+
+    def solve(self, filter: Filter) -> Answer:
+        a, result = _solve_damped(self.kernel, self.residual, filter)
+        return Answer(self.pull_back(-a), result=result)
+
+
+class OnParameters(AbstractSubproblem):
+    r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}\phi^\top r$."""
+
+    jacobian: Float[Array, "m p"]
+    curvature: Float[Array, "p p"]
+    flat_gradient: Float[Array, " p"]
+    unravel: Callable[[Float[Array, " p"]], PyTree[Array]]
+    gradient_norm: Scalar
+    num_jvps: int = eqx.field(static=True)
+    num_vjps: int = eqx.field(static=True)
+
+    def __init__(self, jacobian, curvature, residual, unravel, num_jvps, num_vjps):
+        self.jacobian = jacobian
+        self.curvature = curvature
+        self.flat_gradient = matmul(jacobian.T, residual)
+        self.unravel = unravel
+        self.gradient_norm = _tree.norm(self.flat_gradient)
+        self.num_jvps = num_jvps
+        self.num_vjps = num_vjps
+
+    def gradient(self) -> PyTree[Array]:
+        return self.unravel(self.flat_gradient)
+
+    def curvature_along_gradient(self) -> Scalar:
+        g = self.flat_gradient
+        return matmul(g, matmul(self.curvature, g)) / self.gradient_norm**2
+
+    def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
+        flat, _ = ravel_pytree(residual)
+        return OnParameters(self.jacobian, self.curvature, flat, self.unravel, 0, 0)
+
+    def solve(self, filter: Filter) -> Answer:
+        step, result = _solve_damped(self.curvature, self.flat_gradient, filter)
+        return Answer(self.unravel(-step), result=result)

@@ -1,0 +1,123 @@
+"""By products with the Jacobian alone: conjugate gradients, or literal descent."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._conjugate_gradients import ConjugateGradients
+from .._linearisation import Linearisation
+from ..filters import GradientDescent, HeavyBall, PseudoInverse, Tikhonov
+from ._base import AbstractSubproblem, Answer
+
+
+class MatrixFree(AbstractSubproblem):
+    """Nothing of size m x p, m x m or p x p is built."""
+
+    linearisation: Linearisation
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+    num_jvps: int = eqx.field(static=True)
+    num_vjps: int = eqx.field(static=True)
+
+    def __init__(self, linearisation: Linearisation):
+        self.linearisation = linearisation
+        self._gradient = linearisation.vjp(linearisation.outputs)
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.num_jvps = 0
+        self.num_vjps = 1
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def curvature_along_gradient(self) -> Scalar:
+        pushed = self.linearisation.jvp(self._gradient)
+        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+
+    def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
+        lin = self.linearisation
+        return MatrixFree(eqx.tree_at(lambda lin: lin.outputs, lin, residual))
+
+    def solve(self, filter) -> Answer:
+        match filter:
+            case Tikhonov(damping=damping):
+                return self.to_tolerance(self._exactly(), damping)
+            case PseudoInverse(rcond=None):
+                # From zero, conjugate gradients never leave the range of phi^T: the
+                # limit is the minimum-norm solution.
+                return self.to_tolerance(self._exactly(), 0.0)
+            case GradientDescent(period=period, learning_rate=learning_rate):
+                return self.descend(period, learning_rate, 0.0)
+            case HeavyBall(period=period, learning_rate=rate, momentum=momentum):
+                return self.descend(period, rate, momentum)
+        raise ValueError(
+            f"`{type(filter).__name__}` has no matrix-free form; use a method with a "
+            'spectrum, "svd" or "eigh".'
+        )
+
+    def _exactly(self) -> float:
+        """The relative linear residual that stands for an exact solution."""
+        return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
+
+    def to_tolerance(
+        self, tolerance: ScalarLike, damping: ScalarLike, max_steps: int | None = None
+    ) -> Answer:
+        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ until
+        the linear residual is at most `tolerance` times the gradient, in 2-norms."""
+        lin = self.linearisation
+        curvature = lx.FunctionLinearOperator(
+            lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
+            jax.eval_shape(lambda: lin.point),
+            lx.positive_semidefinite_tag,
+        )
+        solution = lx.linear_solve(
+            curvature,
+            _tree.scale(-1, self._gradient),
+            ConjugateGradients(tolerance, max_steps),
+            throw=False,
+        )
+        # A tolerance below what the precision allows is met as far as it does.
+        num_products = solution.stats["num_products"]
+        return Answer(
+            solution.value, solution.stats["num_steps"], num_products, num_products
+        )
+
+    def descend(
+        self, period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike
+    ) -> Answer:
+        """Literal steps of gradient descent with heavy-ball momentum, one tangent and
+        one transposed pass each (none but the first gradient's for the first step)."""
+        lin = self.linearisation
+        dtype = _tree.dtype(self._gradient)
+        eta = jnp.asarray(learning_rate, dtype)
+        mu = jnp.asarray(momentum, dtype)
+        if isinstance(period, float) and period == jnp.inf:
+            raise ValueError(
+                "Literal steps to an infinite period do not end; use a method with a "
+                'spectrum, "svd" or "eigh".'
+            )
+        period = jnp.asarray(float(period) if isinstance(period, int) else period)
+
+        def body(carry):
+            k, step, velocity = carry
+            linear_residual = _tree.axpy(1, lin.jvp(step), lin.outputs)
+            gradient = lin.vjp(linear_residual)
+            velocity = _tree.axpy(-eta, gradient, _tree.scale(mu, velocity))
+            return k + 1, _tree.axpy(1, velocity, step), velocity
+
+        first = _tree.scale(-eta, self._gradient)
+        _, step, _ = jax.lax.while_loop(
+            lambda carry: carry[0] < period,
+            body,
+            (jnp.ones((), period.dtype), first, first),
+        )
+        diverged = jnp.isfinite(self.gradient_norm) & ~_tree.all_finite(step)
+        result = optx.RESULTS.where(
+            diverged, optx.RESULTS.nonlinear_divergence, optx.RESULTS.successful
+        )
+        return Answer(step, period, period - 1, period - 1, result)
+
+

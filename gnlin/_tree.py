@@ -1,0 +1,56 @@
+"""Vector-space operations on pytrees of arrays: parameters, outputs and steps."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+
+
+def size(tree: PyTree) -> int:
+    """The number of entries in all leaves together (static)."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def dtype(tree: PyTree) -> jnp.dtype:
+    """The floating dtype in which all leaves can be held without loss."""
+    return jnp.result_type(*jax.tree.leaves(tree))
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
+    """The Euclidean inner product of two trees of one structure."""
+    products = jax.tree.map(lambda x, y: matmul(x.ravel(), y.ravel()), a, b)
+    return sum(jax.tree.leaves(products), jnp.zeros((), dtype(a)))
+
+
+def norm(a: PyTree[Array]) -> Scalar:
+    """The Euclidean norm."""
+    return jnp.sqrt(dot(a, a))
+
+
+def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
+    """`s x + y`, in the dtypes of `y`."""
+    return jax.tree.map(lambda a, b: (s * a + b).astype(b.dtype), x, y)
+
+
+def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
+    """`s x`, in the dtypes of `x`."""
+    return jax.tree.map(lambda a: (s * a).astype(a.dtype), x)
+
+
+def zeros_like(x: PyTree[Array]) -> PyTree[Array]:
+    return jax.tree.map(jnp.zeros_like, x)
+
+
+def where(
+    condition: Bool[Array, ""], x: PyTree[Array], y: PyTree[Array]
+) -> PyTree[Array]:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
+
+
+def all_finite(x: PyTree[Array]) -> Bool[Array, ""]:
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(x)]
+    return jnp.all(jnp.stack(finite))

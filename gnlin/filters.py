@@ -1,0 +1,286 @@
+r"""Spectral filters: how far the linearised problem is solved.
+
+Write `w, U` for the eigenpairs of the kernel $\phi\phi^\top$ and `r` for the residual.
+Every solver of a *quadratic* linearised problem takes the step
+
+$$\delta = -\phi^\top U\, g(w)\, U^\top r$$
+
+with a scalar function $g$ of the eigenvalues, its *filter*:
+
+| filter | $g(w)$ |
+|---|---|
+| [`gnlin.filters.PseudoInverse`][] | $1/w$ on the numerical range, $0$ off it |
+| [`gnlin.filters.Tikhonov`][] | $1/(w + \lambda)$ |
+| [`gnlin.filters.GradientDescent`][] | $(1 - (1 - \eta w)^K)/w$ |
+| [`gnlin.filters.GradientFlow`][] | $(1 - e^{-wT})/w$ |
+| [`gnlin.filters.HeavyBall`][] | the $K$-th power of a $2 \times 2$ matrix |
+
+A filter is a callable on eigenvalues, elementwise, and a pytree whose leaves are its
+parameters: `jax.vmap` over the parameters shares one factorisation.
+"""
+
+import abc
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, ScalarLike
+
+from ._checks import (
+    check_finite_nonnegative,
+    check_finite_positive,
+    check_momentum,
+    check_nonnegative,
+    check_period,
+)
+
+
+class AbstractFilter(eqx.Module):
+    """A function of the kernel's eigenvalues. Subclass it to make your own."""
+
+    @abc.abstractmethod
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        """The filter's value $g(w)$ at each (non-negative) eigenvalue `w`."""
+
+
+def _reciprocal(w: Float[Array, "*k"], where: Bool[Array, "*k"]) -> Float[Array, "*k"]:
+    """`1 / w` where asked, else 0, with no division by zero on the way."""
+    return jnp.where(where, 1 / jnp.where(where, w, 1), 0)
+
+
+class PseudoInverse(AbstractFilter):
+    r"""Gauss-Newton: $g(w) = 1/w$ on the numerical range, $0$ off it.
+
+    **Arguments:**
+
+    - `rcond`: singular values of the Jacobian (square roots of `w`) at or below `rcond`
+        times the largest count as zero, as in `numpy.linalg.pinv`. `None`: only
+        eigenvalues that are exactly zero do; a [`gnlin.Spectrum`][] has already set to
+        zero those that rounding keeps from being told from it.
+
+    !!! example
+
+        ```python
+        gnlin.filters.PseudoInverse()(jnp.array([0.0, 0.5, 2.0]))  # [0.0, 2.0, 0.5]
+        ```
+    """
+
+    rcond: ScalarLike | None = None
+
+    def __check_init__(self):
+        if self.rcond is not None:
+            check_nonnegative("rcond", self.rcond)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        w = eigenvalues
+        rcond = 0.0 if self.rcond is None else self.rcond
+        cutoff = jnp.asarray(rcond, w.dtype) ** 2 * jnp.max(w, initial=0)
+        return _reciprocal(w, w > cutoff)
+
+
+class Tikhonov(AbstractFilter):
+    r"""Damped Gauss-Newton: $g(w) = 1/(w + \lambda)$.
+
+    With $\lambda = 0$ it is [`gnlin.filters.PseudoInverse`][].
+
+    **Arguments:**
+
+    - `damping`: $\lambda \ge 0$, in units of the eigenvalues.
+    """
+
+    damping: ScalarLike
+
+    def __check_init__(self):
+        check_finite_nonnegative("damping", self.damping)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        damped = eigenvalues + jnp.asarray(self.damping, eigenvalues.dtype)
+        return _reciprocal(damped, damped != 0)
+
+
+class GradientDescent(AbstractFilter):
+    r"""`period` steps of gradient descent: $g(w) = (1 - (1 - \eta w)^K)/w$.
+
+    Evaluated as `-expm1(K * log|1 - eta w|) / w`, so that $K = 10^8$ costs what $K = 1$
+    costs. For $1 < \eta w < 2$ the descent still converges, with alternating sign; for
+    $\eta w > 2$ it diverges, and the filter grows as the steps would, to infinity where
+    they overflow.
+
+    **Arguments:**
+
+    - `period`: the number of steps $K \ge 1$, or `math.inf` for descent to convergence.
+    - `learning_rate`: $\eta > 0$, in units of 1 / eigenvalue.
+    """
+
+    period: ScalarLike
+    learning_rate: ScalarLike
+
+    def __check_init__(self):
+        check_period("period", self.period)
+        check_finite_positive("learning_rate", self.learning_rate)
+
+    def log_growth(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        r"""$K \log|1 - \eta w|$: by how much each residual component has grown."""
+        x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
+        log_factor = jnp.log1p(-jnp.minimum(x, 2 - x))  # log|1 - x|, exact near 0 and 2
+        period = _as_float(self.period, eigenvalues.dtype)
+        # An infinite period leaves |1 - x| = 1 as it is only at x = 0; at x = 2 the
+        # descent oscillates for ever, which is no convergence.
+        forever = jnp.where(x == 0, 0, jnp.where(log_factor < 0, -jnp.inf, jnp.inf))
+        finite = jnp.where(jnp.isinf(period), 0, period) * log_factor
+        return jnp.where(jnp.isinf(period), forever, finite)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        w = eigenvalues
+        eta = jnp.asarray(self.learning_rate, w.dtype)
+        period = _as_float(self.period, w.dtype)
+        log_growth = self.log_growth(w)
+        negative = _is_odd(self.period) & (eta * w > 1)  # the sign of (1 - eta w)^K
+        shrunk = jnp.where(negative, 1 + jnp.exp(log_growth), -jnp.expm1(log_growth))
+        value = shrunk / jnp.where(w == 0, 1, w)
+        value = jnp.where(jnp.isposinf(log_growth), jnp.inf, value)
+        at_zero = jnp.where(jnp.isinf(period), 0, period * eta)
+        return jnp.where(w == 0, at_zero, value)
+
+
+class GradientFlow(AbstractFilter):
+    r"""Gradient flow for a time: $g(w) = (1 - e^{-wT})/w$.
+
+    The limit of [`gnlin.filters.GradientDescent`][] as $\eta \to 0$ with $K\eta = T$.
+
+    **Arguments:**
+
+    - `time`: $T > 0$, in units of 1 / eigenvalue; `math.inf` flows to convergence.
+    """
+
+    time: ScalarLike
+
+    def __check_init__(self):
+        if not callable(self.time):
+            check_nonnegative("time", self.time)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        w = eigenvalues
+        time = jnp.asarray(self.time, w.dtype)
+        positive = w > 0
+        safe = jnp.where(positive, w, 1)
+        at_zero = jnp.where(jnp.isinf(time), 0, time)
+        return jnp.where(positive, -jnp.expm1(-safe * time) / safe, at_zero)
+
+
+class HeavyBall(AbstractFilter):
+    r"""`period` steps of gradient descent with heavy-ball momentum (Polyak, 1964).
+
+    The velocity starts at zero: $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow
+    \theta + v$, as `optax.sgd(learning_rate, momentum)` does. Per eigenvalue, $g$ and
+    the velocity follow an affine recurrence in the plane; its $K$-th power is taken by
+    repeated squaring, in $\log_2 K$ rounds. It converges for $\eta w < 2(1 + \mu)$.
+
+    **Arguments:**
+
+    - `period`: the number of steps $K \ge 1$, or `math.inf`.
+    - `learning_rate`: $\eta > 0$, in units of 1 / eigenvalue.
+    - `momentum`: $\mu$, at least 0 and less than 1.
+    """
+
+    period: ScalarLike
+    learning_rate: ScalarLike
+    momentum: ScalarLike
+
+    def __check_init__(self):
+        check_period("period", self.period)
+        check_finite_positive("learning_rate", self.learning_rate)
+        check_momentum("momentum", self.momentum)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        w = eigenvalues
+        eta = jnp.asarray(self.learning_rate, w.dtype)
+        mu = jnp.broadcast_to(jnp.asarray(self.momentum, w.dtype), w.shape)
+        period = _as_float(self.period, w.dtype)
+        x = eta * w
+        # One step: g' = g + v', v' = mu v + eta (1 - w g), as z' = M z + d.
+        step = ((1 - x, mu, -x, mu), (eta * jnp.ones_like(w), eta * jnp.ones_like(w)))
+
+        def compose(a, b):  # first b, then a; the two are powers of one map
+            (a11, a12, a21, a22), (ax, ay) = a
+            (b11, b12, b21, b22), (bx, by) = b
+            matrix = (
+                a11 * b11 + a12 * b21,
+                a11 * b12 + a12 * b22,
+                a21 * b11 + a22 * b21,
+                a21 * b12 + a22 * b22,
+            )
+            return matrix, (a11 * bx + a12 * by + ax, a21 * bx + a22 * by + ay)
+
+        def body(carry):
+            remaining, done, power = carry
+            odd = jnp.mod(remaining, 2) == 1
+            done = jax.tree.map(
+                lambda a, b: jnp.where(odd, a, b), compose(power, done), done
+            )
+            return jnp.floor(remaining / 2), done, compose(power, power)
+
+        one, zero = jnp.ones_like(w), jnp.zeros_like(w)
+        identity = ((one, zero, zero, one), (zero, zero))
+        count = jnp.where(jnp.isinf(period), 0, period)
+        _, (_, (value, _)), _ = jax.lax.while_loop(
+            lambda carry: carry[0] > 0, body, (count, identity, step)
+        )
+        value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
+        limit = jnp.where(x < 2 * (1 + mu), _reciprocal(w, w > 0), jnp.inf)
+        return jnp.where(jnp.isinf(period), limit, value)
+
+
+def equivalent_damping(
+    period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
+) -> Array | float:
+    r"""The damping whose filter is nearest to `period` steps: $\lambda = 1/(\eta K)$.
+
+    Early-stopped descent and damping have nearly the same filter at this strength: both
+    leave eigenvalues far below it alone and invert those far above it. Momentum $\mu$
+    makes the steps $1/(1-\mu)$ times longer.
+
+    **Arguments:** as [`gnlin.filters.HeavyBall`][]; an infinite period gives 0.
+
+    **Returns:** the damping, in units of the kernel's eigenvalues.
+
+    !!! example
+
+        ```python
+        gnlin.equivalent_damping(period=10**5, learning_rate=1e-5)  # 1.0
+        ```
+    """
+    check_period("period", period)
+    check_finite_positive("learning_rate", learning_rate)
+    check_momentum("momentum", momentum)
+    return (1 - momentum) / (learning_rate * period)
+
+
+def equivalent_period(
+    damping: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
+) -> Array | float:
+    r"""The number of steps nearest to a damping: $K = 1/(\eta\lambda)$, the inverse of
+    [`gnlin.equivalent_damping`][].
+
+    **Returns:** the period as a real number (round it for a solver); infinity for a
+    damping of 0.
+    """
+    check_finite_nonnegative("damping", damping)
+    check_finite_positive("learning_rate", learning_rate)
+    check_momentum("momentum", momentum)
+    if isinstance(damping, int | float) and damping == 0:
+        return math.inf
+    return (1 - momentum) / (learning_rate * damping)
+
+
+def _as_float(period: ScalarLike, dtype) -> Array:
+    # A Python integer may be too large for JAX's integers, but never for a float.
+    return jnp.asarray(float(period) if isinstance(period, int) else period, dtype)
+
+
+def _is_odd(period: ScalarLike) -> Array:
+    # Before any rounding to single precision, in which every K > 2^24 is even.
+    if isinstance(period, int):
+        return jnp.asarray(period % 2 == 1)
+    return jnp.mod(jnp.asarray(period), 2) == 1
