@@ -24,6 +24,8 @@ _SUFFICIENT_DECREASE = 1e-4
 _MAX_ACCELERATION = 0.75
 # A change of the loss by fewer roundings than this says nothing.
 _ROUNDINGS = 1000
+# A step that gains this part of what an undamped one would is not held by the damping.
+_UNDAMPED = 0.1
 # The damping then has grown by 2^1830, past all floating-point numbers.
 _MAX_TRIALS = 60
 
@@ -68,7 +70,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `norm`: [`optimistix.max_norm`][] by default.
     - `damping`: the first $\lambda$, relative to the curvature along the gradient.
     - `scaling`: the $D$ of $\frac\lambda2|D\delta|^2$. `"more"`: the largest norms that
-        the Jacobian's columns have had (Moré, 1978), `"marquardt"`: their present norms,
+        the Jacobian's columns have had lately (Moré, 1978; earlier ones fade by 0.8 an
+        outer step), `"marquardt"`: their present norms,
         both of which make the steps independent of the parameters' units, but need the
         dense Jacobian; `"identity"`: none.
     - `acceleration`: whether to add the second-order correction, for one second
@@ -177,6 +180,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         dtype = damping.dtype
         eps = jnp.finfo(dtype).eps
         gradient = subproblem.gradient()
+        attainable = subproblem.attainable_decrease()
         loss = half_sum_of_squares(lin.outputs)
 
         def scaled(step):
@@ -213,8 +217,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
-            within = self.converged(y, step, outputs, change)
-            near = jnp.where(first, predicted <= jnp.sqrt(eps) * loss, last.near)
+            # A step can also be small because the damping is large: then it has to gain
+            # a good part of what an undamped one would.
+            free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
+            within = free & self.converged(y, step, outputs, change)
+            little = jnp.maximum(predicted, attainable) <= jnp.sqrt(eps) * loss
+            near = jnp.where(first, little, last.near)
             taken = (answer,) if bend is None else (answer, bend)
             return _Trial(
                 damping=damping,

@@ -3,6 +3,7 @@
 import abc
 
 import equinox as eqx
+import jax.numpy as jnp
 import optimistix as optx
 from equinox import AbstractVar
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
@@ -45,6 +46,11 @@ class AbstractSubproblem(eqx.Module):
     @abc.abstractmethod
     def curvature_along_gradient(self) -> Scalar:
         """|phi g|^2 / |g|^2: an eigenvalue that the gradient g points to, for scale."""
+
+    def attainable_decrease(self) -> Scalar:
+        """What the undamped step is predicted to lower the loss by, |U^T r|^2 / 2 over
+        the numerical range; 0 where that is not known without solving for it."""
+        return jnp.zeros_like(self.gradient_norm)
 
     @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":

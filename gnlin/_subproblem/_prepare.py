@@ -151,6 +151,9 @@ class Scaled(AbstractSubproblem):
     def curvature_along_gradient(self) -> Scalar:
         return self.inner.curvature_along_gradient()
 
+    def attainable_decrease(self) -> Scalar:
+        return self.inner.attainable_decrease()
+
     def with_residual(self, residual: PyTree[Array]) -> "Scaled":
         return Scaled(self.inner.with_residual(residual), self.scale)
 

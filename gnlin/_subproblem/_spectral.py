@@ -31,6 +31,10 @@ class Spectral(AbstractSubproblem):
         wc = self.spectrum.eigenvalues * self.spectrum.coefficients
         return _tree.dot(wc, wc) / self.gradient_norm**2
 
+    def attainable_decrease(self) -> Scalar:
+        w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
+        return 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
+
     def with_residual(self, residual: PyTree[Array]) -> "Spectral":
         return Spectral(self.spectrum.with_residual(residual), 0, 0)
 
