@@ -5,8 +5,8 @@ from importlib.metadata import version as _version
 from . import filters as filters
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
 from ._linearisation import (
-    linearise as linearise,
     Linearisation as Linearisation,
+    linearise as linearise,
     PerExample as PerExample,
 )
 from ._schedules import EisenstatWalker as EisenstatWalker

@@ -4,8 +4,8 @@ A traced value cannot be looked at before the program runs, and passes; so does 
 schedule, whose values are not known yet.
 """
 
-import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import ArrayLike
 
 
@@ -17,7 +17,7 @@ def as_scalar(value):
 
 
 def _known(value: object) -> bool:
-    return not (callable(value) or isinstance(value, jax.core.Tracer))
+    return not (callable(value) or isinstance(value, Tracer))
 
 
 def _real(name: str, value: ArrayLike) -> np.ndarray:
@@ -72,7 +72,7 @@ def check_period(name: str, value) -> None:
     """A whole number of at least 1, or infinity."""
     if _known(value):
         number = _real(name, value)
-        if not np.all((number >= 1) & ((number == np.floor(number)))):
+        if not np.all((number >= 1) & (number == np.floor(number))):
             raise ValueError(
                 f"`{name}` must be a whole number of at least 1, or `math.inf`, but "
                 f"{value} was given."

@@ -1,6 +1,5 @@
 """A function's linearisation at a point: the one object that every solver starts from."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,11 +9,10 @@ import jax.numpy as jnp
 import lineax as lx
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree
 
-from . import _tree
-from ._tree import matmul
-from ._spectrum import from_curvature, from_kernel, from_svd, Spectrum
+from . import _rows, _tree
+from ._spectrum import from_kernel, Spectrum
 
 
 DEFAULT_MEMORY_BUDGET = 2**31
@@ -93,9 +91,9 @@ class Linearisation(eqx.Module):
         structure = jax.eval_shape(lambda: self.point)
         return lx.FunctionLinearOperator(self._jvp, structure)
 
-    def __call__(self, y: PyTree[Array]) -> PyTree[Array]:
+    def __call__(self, y: PyTree[ArrayLike]) -> PyTree[Array]:
         """The linearised function at other parameters: one Jacobian-vector product."""
-        difference = jax.tree.map(lambda a, b: a - b, y, self.point)
+        difference = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype) - b, y, self.point)
         return jax.tree.map(jnp.add, self.outputs, self.jvp(difference))
 
     def jvp(self, tangent: PyTree[Array]) -> PyTree[Array]:
@@ -135,7 +133,7 @@ class Linearisation(eqx.Module):
 
     def matrix(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m p"]:
         r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
-        return rows_matrix(self.rows(memory_budget))
+        return _rows.matrix(self.rows(memory_budget))
 
     def is_small(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> bool:
         """Whether the dense Jacobian is a small matrix, within the memory budget."""
@@ -143,13 +141,11 @@ class Linearisation(eqx.Module):
         itemsize = _tree.dtype(self.point).itemsize
         return m * p <= _SMALL and m * p * itemsize <= memory_budget
 
-    def materialise(
-        self, memory_budget: int = DEFAULT_MEMORY_BUDGET
-    ) -> "Linearisation":
+    def materialise(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> "Linearisation":
         """The same linearisation with its Jacobian dense, so that products with it are
         products with a matrix."""
-        rows = self.rows(memory_budget)
-        jvp = Partial(_apply_rows, rows, self.outputs)
+        _, unravel = ravel_pytree(self.outputs)
+        jvp = Partial(_jvp_of_rows, Partial(unravel), self.rows(memory_budget))
         return Linearisation(self.point, self.outputs, jvp, None, None)
 
     def kernel(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m m"]:
@@ -162,7 +158,7 @@ class Linearisation(eqx.Module):
         m, p = self.shape
         itemsize = _tree.dtype(self.point).itemsize
         if m * p * itemsize <= memory_budget:
-            return gram(self.rows(memory_budget))
+            return _rows.gram(self.rows(memory_budget))
         flat, unravel = ravel_pytree(self.outputs)
         return self._chunked(
             lambda u: ravel_pytree(self.jvp(self.vjp(unravel(u))))[0],
@@ -193,12 +189,14 @@ class Linearisation(eqx.Module):
         if method is None:
             method = "svd" if svd_is_cheap(m, p) else "eigh"
         if method not in ("svd", "eigh"):
-            raise ValueError(f'`method` must be "svd" or "eigh", but {method!r} was given.')
+            raise ValueError(
+                f'`method` must be "svd" or "eigh", but {method!r} was given.'
+            )
         residual, _ = ravel_pytree(self.outputs)
         fits = m * p * _tree.dtype(self.point).itemsize <= memory_budget
         if method == "eigh" and not fits:
             return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
-        return spectrum_of_rows(self.rows(memory_budget), residual, method)
+        return _rows.spectrum(self.rows(memory_budget), residual, method)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
         r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
@@ -217,7 +215,11 @@ class Linearisation(eqx.Module):
 
 
 def linearise(
-    fn: Callable[[Any, Any], Any], y: PyTree, args: PyTree = None, *, has_aux: bool = False
+    fn: Callable[[Any, Any], Any],
+    y: PyTree,
+    args: PyTree = None,
+    *,
+    has_aux: bool = False,
 ) -> Any:
     r"""Linearise a function at a point.
 
@@ -298,42 +300,5 @@ def svd_is_cheap(m: int, p: int) -> bool:
     return m * p * min(m, p) <= _CHEAP_SVD
 
 
-def spectrum_of_rows(
-    rows: PyTree[Array], residual: Float[Array, " m"], method: Literal["svd", "eigh"]
-) -> Spectrum:
-    """The spectrum of a dense Jacobian given by its rows."""
-    m = residual.size
-    first_row, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
-    if method == "eigh" and m <= first_row.size:
-        return from_kernel(gram(rows), residual, Partial(combine_rows, rows))
-    factorise = from_svd if method == "svd" else from_curvature
-    return factorise(rows_matrix(rows), residual, Partial(unravel))
-
-
-def rows_matrix(rows: PyTree[Array]) -> Float[Array, "m p"]:
-    return jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
-
-
-def gram(rows: PyTree[Array]) -> Float[Array, "m m"]:
-    """The rows' inner products, leaf by leaf: no m x p matrix is put together."""
-    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(rows)]
-    return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
-
-
-def combine_rows(rows: PyTree[Array], a: Float[Array, " m"]) -> PyTree[Array]:
-    r"""$\phi^\top a$ from the dense rows."""
-    precise = jax.lax.Precision.HIGHEST
-    return jax.tree.map(
-        lambda leaf: jnp.tensordot(a, leaf, axes=1, precision=precise).astype(leaf.dtype),
-        rows,
-    )
-
-
-def _apply_rows(rows, outputs, tangent):
-    precise = jax.lax.Precision.HIGHEST
-    of_leaf = jax.tree.map(
-        lambda row, v: jnp.tensordot(row, v, axes=v.ndim, precision=precise), rows, tangent
-    )
-    flat, unravel = ravel_pytree(outputs)
-    total = functools.reduce(jnp.add, jax.tree.leaves(of_leaf))
-    return unravel(total.astype(flat.dtype))
+def _jvp_of_rows(unravel, rows, tangent):
+    return unravel(_rows.push_forward(rows, tangent))

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from ._linearisation import check_parameters, linearise, PerExample
@@ -32,7 +33,7 @@ class History(eqx.Module):
     - `num_inner_steps`: steps on the subproblem.
     """
 
-    loss: Float[Array, " steps+1"]
+    loss: Float[Array, " points"]
     gradient_norm: Float[Array, " steps"]
     step_norm: Float[Array, " steps"]
     damping: Float[Array, " steps"]
@@ -110,7 +111,8 @@ def solve(
         )
     if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
         raise ValueError(
-            f"`max_steps` must be a whole number of at least 1, but {max_steps} was given."
+            f"`max_steps` must be a whole number of at least 1, but {max_steps} was "
+            "given."
         )
     inputs, targets = jax.tree.map(jnp.asarray, data)
     num_examples = _check_data(inputs, targets)
@@ -124,7 +126,7 @@ def solve(
     )
     stats = {**stats, "max_steps": max_steps}
     solution = Solution(eqx.combine(parameters, frozen), result, history, stats)
-    if isinstance(stats["num_steps"], jax.core.Tracer):
+    if isinstance(stats["num_steps"], Tracer):
         return _throw(solution) if throw else solution
     if jnp.ndim(stats["num_steps"]) == 0:
         solution = _without_unused_rows(solution)
@@ -143,9 +145,7 @@ def _run(solver, parameters, frozen, inputs, targets, max_steps):
 
     outputs = jax.eval_shape(evaluate, parameters)
     start = solver.start(parameters, outputs)
-    rows = jax.tree.map(
-        lambda x: jnp.full(max_steps, jnp.nan, x.dtype), start.report
-    )
+    rows = jax.tree.map(lambda x: jnp.full(max_steps, jnp.nan, x.dtype), start.report)
     carry = parameters, start, jnp.array(0), rows
 
     def unfinished(carry):
@@ -183,17 +183,16 @@ def _residual(frozen, parameters, example):
 
 
 def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> int:
-    lengths = {
-        name: {leaf.shape[0] if leaf.ndim else None for leaf in jax.tree.leaves(tree)}
-        for name, tree in (("inputs", inputs), ("targets", targets))
-    }
-    for name, found in lengths.items():
-        if not found:
+    lengths: dict[str, set[int]] = {}
+    for name, tree in (("inputs", inputs), ("targets", targets)):
+        leaves = jax.tree.leaves(tree)
+        if not leaves:
             raise ValueError(f"There is no data: the {name} hold no array.")
-        if None in found:
+        if any(leaf.ndim == 0 for leaf in leaves):
             raise ValueError(
                 f"The {name} must have a leading axis over examples, but hold a scalar."
             )
+        lengths[name] = {leaf.shape[0] for leaf in leaves}
     if len(lengths["inputs"] | lengths["targets"]) > 1:
         raise ValueError(
             "Inputs and targets must have the same number of examples, but there are "
@@ -264,8 +263,8 @@ def _warn(solution: Solution) -> None:
     if bool(_failed(solution)):
         message = optx.RESULTS[solution.result].splitlines()[0]
         warnings.warn(
-            f"`gnlin.solve` stopped at step {int(solution.stats['num_steps'])} of at most "
-            f"{solution.stats['max_steps']}: {message} `solution.model` is the last "
+            f"`gnlin.solve` stopped at step {int(solution.stats['num_steps'])} of at "
+            f"most {solution.stats['max_steps']}: {message} `solution.model` is the last "
             "finite one.",
             stacklevel=3,
         )

@@ -234,7 +234,7 @@ class HeavyBall(AbstractFilter):
 
 def equivalent_damping(
     period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
-) -> Array | float:
+) -> ScalarLike:
     r"""The damping whose filter is nearest to `period` steps: $\lambda = 1/(\eta K)$.
 
     Early-stopped descent and damping have nearly the same filter at this strength: both
@@ -259,7 +259,7 @@ def equivalent_damping(
 
 def equivalent_period(
     damping: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
-) -> Array | float:
+) -> ScalarLike:
     r"""The number of steps nearest to a damping: $K = 1/(\eta\lambda)$, the inverse of
     [`gnlin.equivalent_damping`][].
 

@@ -127,7 +127,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, lin: Linearisation, evaluate: Evaluate, state: State
     ) -> tuple[PyTree[Array], State]:
         """One outer step from a linearisation."""
-        update = self.update(lin, evaluate, state.memory, state.counts.num_feature_updates)
+        update = self.update(
+            lin, evaluate, state.memory, state.counts.num_feature_updates
+        )
         dtype = state.report.loss.dtype
         report = Report(
             loss=half_sum_of_squares(update.outputs).astype(dtype),

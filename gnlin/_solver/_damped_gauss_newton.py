@@ -30,7 +30,7 @@ class DampedGaussNewton(AbstractGaussNewton):
         optax's.
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: [`optimistix.max_norm`][] by default.
+    - `norm`: `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $|\delta|^2$; `"marquardt"` and `"more"` damp
         $|D\delta|^2$ with the norms of the Jacobian's columns (the present ones, or the
         largest so far), so that the parameters' units do not matter.

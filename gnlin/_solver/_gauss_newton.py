@@ -24,7 +24,7 @@ class GaussNewton(AbstractGaussNewton):
 
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: [`optimistix.max_norm`][] by default.
+    - `norm`: `optimistix.max_norm` by default.
     - `rcond`: singular values at or below `rcond` times the largest count as zero;
         `None` for those that rounding cannot tell from zero.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.

@@ -39,7 +39,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         starts at zero after each linearisation.
     - `rtol`, `atol`: it has converged when an *outer* step changes each parameter `y` by
         less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: [`optimistix.max_norm`][] by default.
+    - `norm`: `optimistix.max_norm` by default.
     - `method`: how the K steps are computed: on a spectrum (`"svd"`, `"eigh"`), literally
         (`"matrix-free"`), or by whichever is cheaper (`"auto"`).
     - `memory_budget`: bytes that the largest matrix may take.
@@ -127,10 +127,8 @@ class IterativeLinearisation(AbstractGaussNewton):
             trajectory.outputs(jnp.array([1, 10, 100]), on=gnlin.linearise(f, y, test))
             ```
         """
-        spectrum = lin.spectrum(
-            None if self.method in ("auto", "matrix-free") else self.method,
-            memory_budget=self.memory_budget,
-        )
+        method = self.method if self.method in ("svd", "eigh") else None
+        spectrum = lin.spectrum(method, memory_budget=self.memory_budget)
         return Trajectory(lin, spectrum, self)
 
 
@@ -148,12 +146,7 @@ class Trajectory(eqx.Module):
         Each is a whole number of at least 1.
         """
         check_period("inner_steps", inner_steps)
-
-        def after(k):
-            step = self.spectrum.step(self.solver.filter(k))
-            return _tree.axpy(1, step, self.linearisation.point)
-
-        return jax.vmap(after)(jnp.asarray(inner_steps))
+        return jax.vmap(self._after)(jnp.asarray(inner_steps))
 
     def outputs(
         self, inner_steps: Int[Array, " n"], *, on: Linearisation | None = None
@@ -166,5 +159,13 @@ class Trajectory(eqx.Module):
         - `on`: a linearisation, at the same point, of the function whose outputs are
             wanted, such as the model on test inputs; by default the one trained on.
         """
+        check_period("inner_steps", inner_steps)
         on = self.linearisation if on is None else on
-        return jax.vmap(on)(self.parameters(inner_steps))
+        # A chunk at a time: all parameters at once may not fit in memory.
+        return jax.lax.map(
+            lambda k: on(self._after(k)), jnp.asarray(inner_steps), batch_size=32
+        )
+
+    def _after(self, num_inner_steps: Int[Array, ""]) -> PyTree[Array]:
+        step = self.spectrum.step(self.solver.filter(num_inner_steps))
+        return _tree.axpy(1, step, self.linearisation.point)

@@ -67,7 +67,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: [`optimistix.max_norm`][] by default.
+    - `norm`: `optimistix.max_norm` by default.
     - `damping`: the first $\lambda$, relative to the curvature along the gradient.
     - `scaling`: the $D$ of $\frac\lambda2|D\delta|^2$. `"more"`: the largest norms that
         the Jacobian's columns have had lately (Moré, 1978; earlier ones fade by 0.8 an
@@ -167,7 +167,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         curvature = subproblem.curvature_along_gradient()
         # Where the gradient vanishes there is no step to damp.
         safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
-        return (self.damping * safe).astype(dtype)
+        return jnp.asarray(self.damping * safe, dtype)
 
     def _try_dampings(
         self,
@@ -236,7 +236,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 near=near,
                 stalled=near & ~accepted & (predicted <= eps * loss),
                 num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
-                num_inner_steps=last.num_inner_steps + sum(a.num_inner_steps for a in taken),
+                num_inner_steps=last.num_inner_steps
+                + sum(a.num_inner_steps for a in taken),
                 num_jvps=last.num_jvps + sum(a.num_jvps for a in taken),
                 num_vjps=last.num_vjps + sum(a.num_vjps for a in taken),
             )

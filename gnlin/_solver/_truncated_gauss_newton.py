@@ -36,7 +36,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     - `damping`: $\lambda \ge 0$, likewise a number, a traced scalar or a schedule.
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: [`optimistix.max_norm`][] by default.
+    - `norm`: `optimistix.max_norm` by default.
     - `max_inner_steps`: the most iterations at one linearisation; `None` for ten times
         the number of parameters.
     - `method`: `"matrix-free"` multiplies by Jacobian-vector and vector-Jacobian

@@ -1,4 +1,4 @@
-"""The linearised problem, solved as far as a filter asks, in whichever way is cheapest."""
+"""The linearised problem, solved as far as a filter asks, the cheapest way."""
 
 from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
 from ._matrix_free import MatrixFree as MatrixFree

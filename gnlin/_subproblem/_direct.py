@@ -32,7 +32,9 @@ def _solve_damped(
         jnp.where(finite, damped, identity), lx.positive_semidefinite_tag
     )
     solution = lx.linear_solve(operator, vector, lx.Cholesky(), throw=False)
-    return jnp.where(finite, solution.value, jnp.nan), optx.RESULTS.promote(solution.result)
+    return jnp.where(finite, solution.value, jnp.nan), optx.RESULTS.promote(
+        solution.result
+    )
 
 
 class OnOutputs(AbstractSubproblem):

@@ -65,8 +65,8 @@ class MatrixFree(AbstractSubproblem):
     def to_tolerance(
         self, tolerance: ScalarLike, damping: ScalarLike, max_steps: int | None = None
     ) -> Answer:
-        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ until
-        the linear residual is at most `tolerance` times the gradient, in 2-norms."""
+        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$
+        until the linear residual is at most `tolerance` times the gradient (2-norms)."""
         lin = self.linearisation
         curvature = lx.FunctionLinearOperator(
             lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
@@ -119,5 +119,3 @@ class MatrixFree(AbstractSubproblem):
             diverged, optx.RESULTS.nonlinear_divergence, optx.RESULTS.successful
         )
         return Answer(step, period, period - 1, period - 1, result)
-
-

@@ -9,15 +9,8 @@ from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree, Scalar
 
-from .. import _tree
-from .._linearisation import (
-    combine_rows,
-    gram,
-    Linearisation,
-    rows_matrix,
-    spectrum_of_rows,
-    svd_is_cheap,
-)
+from .. import _rows, _tree
+from .._linearisation import Linearisation, svd_is_cheap
 from .._spectrum import Filter
 from .._tree import matmul
 from ._base import AbstractSubproblem, Answer
@@ -95,8 +88,8 @@ def prepare(
     if scale is not None and rows is not None:
         if method == "matrix-free":
             raise ValueError(
-                '`scaling` needs the dense Jacobian: use a method other than "matrix-free"'
-                ", or a larger `memory_budget`."
+                "`scaling` needs the dense Jacobian, which this method (or a Jacobian "
+                'beyond `memory_budget`) does without: use `scaling="identity"`.'
             )
         rows = jax.tree.map(lambda row, d: row / d, rows, scale)
         return Scaled(_dense(lin, rows, method), scale)
@@ -111,11 +104,12 @@ def _dense(lin, rows, method) -> AbstractSubproblem:
     num_passes = lin.num_row_passes()
     residual, _ = ravel_pytree(lin.outputs)
     if method in ("svd", "eigh"):
-        return Spectral(spectrum_of_rows(rows, residual, method), *num_passes)
+        return Spectral(_rows.spectrum(rows, residual, method), *num_passes)
     if method == "kernel":
-        return OnOutputs(gram(rows), residual, Partial(combine_rows, rows), *num_passes)
+        pull_back = Partial(_rows.pull_back, rows)
+        return OnOutputs(_rows.gram(rows), residual, pull_back, *num_passes)
     unravel = Partial(ravel_pytree(lin.point)[1])
-    matrix = rows_matrix(rows)
+    matrix = _rows.matrix(rows)
     curvature = matmul(matrix.T, matrix)
     return OnParameters(matrix, curvature, residual, unravel, *num_passes)
 

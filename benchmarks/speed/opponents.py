@@ -1,0 +1,116 @@
+"""Other libraries' steps on the same task, each at the best setting found for it."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optimistix as optx
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, PyTree
+
+from .task import Task
+
+
+CG = lx.Normal(lx.CG(rtol=1e-10, atol=1e-10))
+"""Conjugate gradients on the normal equations: optimistix's way around its m + p rows."""
+
+
+class OptimistixDamped(optx.AbstractGaussNewton):
+    """optimistix's parts put together to damped Gauss-Newton with lambda = 1 throughout:
+    its own Levenberg-Marquardt lowers lambda as it goes, which is other work."""
+
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Array]
+    descent: optx.AbstractDescent
+    search: optx.AbstractSearch
+    verbose: Callable[..., None]
+
+    def __init__(self, linear_solver: lx.AbstractLinearSolver):
+        self.rtol = 0.0
+        self.atol = 0.0
+        self.norm = optx.max_norm
+        self.descent = optx.DampedNewtonDescent(linear_solver)
+        self.search = optx.LearningRate(1.0)
+        self.verbose = _silent
+
+
+def _silent(**kwargs) -> None:
+    del kwargs
+
+
+def optimistix(task: Task, solver: Any, max_steps: int, fn: Any = None) -> Callable:
+    """N iterations of one of its solvers: N linear solves, of which it uses N - 1."""
+    fn = task.residuals if fn is None else fn
+
+    def run():
+        return optx.least_squares(
+            fn, solver, task.parameters, task.args, max_steps=max_steps, throw=False
+        ).value
+
+    return run
+
+
+def _flat(task: Task):
+    flat, unravel = ravel_pytree(task.parameters)
+
+    def residuals(v, args):
+        return task.residuals(unravel(v), args)
+
+    return flat, residuals
+
+
+def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
+    """`run(n)`: n of its updates, without its start, which forms a p x p matrix.
+
+    Its damping is relative to the largest diagonal entry of phi^T phi.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import jaxopt as jo
+
+    flat, residuals = _flat(task)
+    jacobian = jax.jit(jax.jacrev(residuals))(flat, task.args)
+    relative = damping / float(jnp.max(jnp.sum(jacobian**2, axis=0)))
+    if not settings.get("materialize_jac"):
+        settings["solver"] = functools.partial(jo.linear_solve.solve_cg, tol=1e-10)
+    solver = jo.LevenbergMarquardt(residuals, damping_parameter=relative, **settings)
+    start = jax.jit(solver.init_state)(flat, task.args)
+
+    @jax.jit
+    def run(v, state, args, num_steps):
+        def update(_, carry):
+            return solver.update(*carry, args)
+
+        first = solver.update(v, state, args)  # its types are not those of the start
+        return jax.lax.fori_loop(1, num_steps, update, first).params
+
+    return lambda num_steps: run(flat, start, task.args, num_steps)
+
+
+def scipy_trf(task: Task, max_steps: int, tr_solver: str) -> Callable[[], np.ndarray]:
+    """Its trust region adapts, so a step of it is another one; only its time is ours."""
+    from scipy.optimize import least_squares
+
+    flat, residuals = _flat(task)
+    value, jacobian = jax.jit(residuals), jax.jit(jax.jacrev(residuals))
+
+    def run():
+        return least_squares(
+            lambda v: np.asarray(value(v, task.args)),
+            np.asarray(flat),
+            lambda v: np.asarray(jacobian(v, task.args)),
+            method="trf",
+            tr_solver=tr_solver,
+            ftol=None,
+            xtol=None,
+            gtol=1e-15,
+            max_nfev=max_steps,
+        ).x
+
+    return run

@@ -1,0 +1,91 @@
+"""The regression tasks that are timed: a ReLU network through a quintic's values."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+import gnlin
+
+from .oracle import Oracle
+
+
+DAMPING = 1.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """A network of one output, its data, and the same as a function of parameters."""
+
+    name: str
+    model: eqx.nn.MLP
+    inputs: Float[Array, "m 1"]
+    targets: Float[Array, "m 1"]
+    parameters: PyTree[Array]
+    forward: Callable[[PyTree[Array], Float[Array, " 1"]], Float[Array, ""]]
+    """`forward(parameters, x)`: the one output of one example."""
+
+    @property
+    def args(self):
+        return self.inputs, self.targets
+
+    @property
+    def num_outputs(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.parameters))
+
+    def residuals(self, parameters, args) -> Float[Array, " m"]:
+        """For libraries that take residuals; the data are arguments, never constants."""
+        inputs, targets = args
+        outputs = jax.vmap(self.forward, in_axes=(None, 0))(parameters, inputs)
+        return outputs - targets[:, 0]
+
+    def per_example(self) -> gnlin.PerExample:
+        """The same residuals, for gnlin."""
+        return gnlin.PerExample(self._residual)
+
+    def _residual(self, parameters, example):
+        x, target = example
+        return self.forward(parameters, x) - target[0]
+
+    def flat_step(self, parameters: PyTree[Array]) -> np.ndarray:
+        """From the starting point to other parameters, as one vector."""
+        after, before = ravel_pytree(parameters)[0], ravel_pytree(self.parameters)[0]
+        return np.asarray(after) - np.asarray(before)
+
+    def oracle(self) -> Oracle:
+        """By reverse mode through the whole batch: none of gnlin, none of its tricks."""
+        flat, unravel = ravel_pytree(self.parameters)
+
+        def residuals(v, args):
+            return self.residuals(unravel(v), args)
+
+        jacobian = jax.jit(jax.jacrev(residuals))(flat, self.args)
+        residual = jax.jit(residuals)(flat, self.args)
+        return Oracle(np.asarray(jacobian), np.asarray(residual))
+
+
+def quintic(width: int, num_examples: int) -> Task:
+    """Four hidden layers; 50 neurons and 20 examples are the published regression."""
+    model = eqx.nn.MLP(1, 1, width, 4, key=jax.random.key(0))
+    model = jax.tree.map(
+        lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf, model
+    )
+    x = jnp.linspace(-2, 2, num_examples)[:, None]
+    y = x**5 / 32 - x**3 / 2 + 2 * x - 1
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def forward(parameters, x):
+        return eqx.combine(parameters, static)(x)[0]
+
+    count = sum(leaf.size for leaf in jax.tree.leaves(parameters))
+    name = f"quintic, p = {count:,}, m = {num_examples}"
+    return Task(name, model, x, y, parameters, forward)

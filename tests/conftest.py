@@ -1,0 +1,24 @@
+"""Double precision and run-time shape checks, both before gnlin is imported."""
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+
+jax.config.update("jax_enable_x64", True)
+jaxtyping.install_import_hook("gnlin", "beartype.beartype")
+
+# The same examples each time: a failure is a change of the code, not of the draw.
+hypothesis.settings.register_profile(
+    "gnlin", deadline=None, derandomize=True, max_examples=15, database=None
+)
+hypothesis.settings.load_profile("gnlin")
+
+
+@pytest.fixture
+def unchecked():
+    """gnlin as a user runs it: a value of a wrong type is met by gnlin's own checks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,128 @@
+"""Small problems, the same in NumPy with their Jacobians by hand, and literal steps."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+
+
+SHAPES = {
+    "tall": (7, 3),
+    "wide": (3, 7),
+    "square": (4, 4),
+    "one residual": (1, 3),
+    "one parameter": (5, 1),
+}
+
+
+def sines(y, args):
+    """sin(A y) - b: residuals with curvature, at any shape."""
+    a, b = args
+    return jnp.sin(a @ y) - b
+
+
+def sines_numpy(y, args):
+    """(residuals, Jacobian) of `sines`."""
+    a, b = args
+    return np.sin(a @ y) - b, np.cos(a @ y)[:, None] * a
+
+
+def sines_data(shape, seed=0, size=0.5):
+    """(y0, (A, b)) as NumPy arrays."""
+    generator = np.random.default_rng(seed)
+    m, p = shape
+    a = size * generator.normal(size=(m, p))
+    return generator.normal(size=p), (a, generator.normal(size=m))
+
+
+def linear(y, args):
+    a, b = args
+    return a @ y - b
+
+
+def deficient(shape, rank, seed=3):
+    """A linear problem of the given rank, as (y0, (A, b))."""
+    generator = np.random.default_rng(seed)
+    m, p = shape
+    a = generator.normal(size=(m, rank)) @ generator.normal(size=(rank, p))
+    return generator.normal(size=p), (a, generator.normal(size=m))
+
+
+def rosenbrock(y, args):
+    return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
+
+
+def powell_singular(y, args):
+    return jnp.stack(
+        [
+            y[0] + 10 * y[1],
+            jnp.sqrt(5.0) * (y[2] - y[3]),
+            (y[1] - 2 * y[2]) ** 2,
+            jnp.sqrt(10.0) * (y[0] - y[3]) ** 2,
+        ]
+    )
+
+
+def as_jax(tree, dtype=float):
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), tree)
+
+
+@eqx.filter_jit
+def least_squares(fn, solver, y0, args=None, max_steps=256, **kwargs):
+    """Compiled once for all numbers of one solver, all data of one shape."""
+    return optx.least_squares(
+        fn, solver, y0, args, max_steps=max_steps, throw=False, **kwargs
+    )
+
+
+#
+# Literal steps, from the residuals and the dense Jacobian
+#
+
+
+def gauss_newton_step(r, jacobian, rcond=1e-12):
+    return -np.linalg.pinv(jacobian, rcond=rcond) @ r
+
+
+def damped_step(r, jacobian, damping, scale=None):
+    """From the augmented least-squares problem, which squares no condition number."""
+    p = jacobian.shape[1]
+    scale = np.ones(p) if scale is None else scale
+    augmented = np.concatenate([jacobian, np.sqrt(damping) * np.diag(scale)])
+    return -np.linalg.lstsq(augmented, np.concatenate([r, np.zeros(p)]), rcond=None)[0]
+
+
+def descent_step(r, jacobian, period, learning_rate, momentum=0.0):
+    """`period` literal steps of (heavy-ball) gradient descent on the linearised model."""
+    delta = np.zeros(jacobian.shape[1])
+    velocity = np.zeros_like(delta)
+    for _ in range(period):
+        gradient = jacobian.T @ (r + jacobian @ delta)
+        velocity = momentum * velocity - learning_rate * gradient
+        delta = delta + velocity
+    return delta
+
+
+def truncated_step(r, jacobian, tolerance, damping=0.0):
+    """(step, number of iterations) of the textbook's conjugate gradients."""
+    gradient = jacobian.T @ r
+    delta = np.zeros_like(gradient)
+    residual = direction = -gradient
+    for k in range(100 * len(gradient) + 1):
+        if np.linalg.norm(residual) <= tolerance * np.linalg.norm(gradient):
+            return delta, k
+        product = jacobian.T @ (jacobian @ direction) + damping * direction
+        alpha = residual @ residual / (direction @ product)
+        delta = delta + alpha * direction
+        new = residual - alpha * product
+        direction = new + (new @ new) / (residual @ residual) * direction
+        residual = new
+    raise AssertionError("The textbook's iteration has not ended.")
+
+
+def literal_loop(step, y, args, num_steps, numpy_fn=sines_numpy):
+    """`num_steps` updates; `step(r, J, k)`."""
+    for k in range(num_steps):
+        y = y + step(*numpy_fn(y, args), k)
+    return y

@@ -1,0 +1,126 @@
+"""Examples in the README, the documentation and the docstrings run; names are listed."""
+
+import inspect
+import re
+from pathlib import Path
+
+import equinox as eqx
+import gnlin
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "docs/index.md", "docs/idea.md", "docs/choosing.md"]
+
+
+def _python_blocks(text: str) -> list[str]:
+    blocks = re.findall(r"^( *)```python\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
+    return [inspect.cleandoc("\n" + block) for _, block in blocks]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_runs(page):
+    blocks = _python_blocks((ROOT / page).read_text())
+    assert blocks, page
+    namespace: dict = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), namespace)
+
+
+def _public() -> list[tuple[str, object]]:
+    names = [(f"gnlin.{n}", getattr(gnlin, n)) for n in vars(gnlin) if n[0] != "_"]
+    return [(n, o) for n, o in names if not inspect.ismodule(o)] + [
+        (f"gnlin.filters.{n}", o)
+        for n, o in vars(gnlin.filters).items()
+        if inspect.isclass(o) and o.__module__ == "gnlin.filters"
+    ]
+
+
+def _docstrings() -> list[tuple[str, str]]:
+    found = []
+    for name, thing in _public():
+        found.append((name, inspect.getdoc(thing) or ""))
+        if inspect.isclass(thing):
+            for member, value in vars(thing).items():
+                if member[0] != "_" and inspect.isfunction(value):
+                    found.append((f"{name}.{member}", inspect.cleandoc(value.__doc__ or "")))
+    return [(name, doc) for name, doc in found if "```python" in doc]
+
+
+@pytest.fixture
+def namespace():
+    """The names that a docstring's example may take for granted."""
+    x = jnp.linspace(0.1, 1.0, 5)
+    inputs = jax.random.normal(jax.random.key(1), (6, 3))
+    w = jnp.array([0.1, -0.2, 0.3])
+    targets = jnp.tanh(inputs @ jnp.ones(3))
+    matrix = jnp.diag(jnp.arange(1.0, 5.0))
+    residuals = lambda y, args: jnp.tanh(args[0] @ y) - args[1]
+    return {
+        "eqx": eqx,
+        "gnlin": gnlin,
+        "jax": jax,
+        "jnp": jnp,
+        "lx": lx,
+        "np": np,
+        "optx": optx,
+        "x": x,
+        "w": w,
+        "inputs": inputs,
+        "targets": targets,
+        "residuals": residuals,
+        "fn": residuals,
+        "f": lambda y, x: jnp.tanh(x @ y),
+        "test": inputs[:2] + 0.1,
+        "y0": w,
+        "y": w,
+        "args": (inputs, targets),
+        "operator": lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag),
+        "b": jnp.ones(4),
+        "solver": gnlin.IterativeLinearisation(100, 0.01),
+    }
+
+
+@pytest.mark.parametrize(("name", "doc"), _docstrings(), ids=lambda x: x.split()[0])
+def test_docstring_runs(name, doc, namespace):
+    if name in ("gnlin.DampedGaussNewton", "gnlin.IterativeLinearisation"):
+        namespace["model"] = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))
+        namespace["x"] = jnp.linspace(-1, 1, 5)[:, None]
+        namespace["y"] = namespace["x"] ** 2
+    for block in _python_blocks(doc):
+        exec(compile(block, name, "exec"), namespace)
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = "\n".join(p.read_text() for p in (ROOT / "docs" / "api").glob("*.md"))
+    missing = []
+    for name, _ in _public():
+        short = name.removeprefix("gnlin.filters.")
+        listed = re.search(rf"::: {re.escape(name)}$", pages, re.MULTILINE)
+        listed = listed or re.search(rf"^ +- {re.escape(short)}$", pages, re.MULTILINE)
+        if not listed:
+            missing.append(name)
+    assert not missing
+
+
+def test_every_public_name_has_a_docstring():
+    assert not [name for name, thing in _public() if not inspect.getdoc(thing)]
+
+
+def test_the_api_does_not_name_what_is_not_there():
+    pages = "\n".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
+    for name in re.findall(r"\[`(gnlin\.[\w.]+)`\]\[\]", pages):
+        thing = gnlin
+        for part in name.split(".")[1:]:
+            thing = getattr(thing, part)
+
+
+def test_the_readme_has_one_command_each():
+    readme = (ROOT / "README.md").read_text()
+    assert len(re.findall(r"^python -m pip install .* && python -m pytest", readme, re.M)) == 1
+    assert len(re.findall(r"^python -m pip install .* && python -m benchmarks$", readme, re.M)) == 1

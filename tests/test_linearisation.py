@@ -1,0 +1,462 @@
+"""Linearisations and spectra, against `jax.jacobian` and dense NumPy."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import pytest
+from gnlin import linearise, PerExample
+from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
+from jax.flatten_util import ravel_pytree
+from problems import (
+    as_jax,
+    deficient,
+    linear,
+    SHAPES,
+    sines,
+    sines_data,
+    sines_numpy,
+)
+
+
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+# Parameters of mixed shapes, a scalar among them, and outputs likewise.
+POINT = {
+    "matrix": jnp.asarray([[0.3, -0.2], [0.5, 0.7]]),
+    "scalar": jnp.asarray(0.4),
+    "vector": (jnp.asarray([1.1, -0.6, 0.2]),),
+}
+
+
+def mixed(y, x):
+    s, (v,) = y["scalar"], y["vector"]
+    return {
+        "scalar": s * jnp.sum(v**2),
+        "vector": jnp.tanh(y["matrix"] @ x) * s,
+        "matrix": jnp.outer(v[:2], x) + jnp.sin(y["matrix"]),
+    }
+
+
+X = jnp.asarray([0.8, -1.3])
+
+
+def dense_jacobian(fn, y, args):
+    flat, unravel = ravel_pytree(y)
+    return np.asarray(jax.jacobian(lambda v: ravel_pytree(fn(unravel(v), args))[0])(flat))
+
+
+@pytest.fixture(scope="module")
+def mixed_case():
+    return linearise(mixed, POINT, X), dense_jacobian(mixed, POINT, X)
+
+
+def flat(tree):
+    return np.asarray(ravel_pytree(tree)[0])
+
+
+#
+# The linearisation itself
+#
+
+
+def test_outputs_and_point(mixed_case):
+    lin, _ = mixed_case
+    assert lin.shape == (7, 8)
+    np.testing.assert_allclose(flat(lin.outputs), flat(mixed(POINT, X)), rtol=1e-15)
+    np.testing.assert_array_equal(flat(lin.point), flat(POINT))
+    assert jax.tree.structure(lin.outputs) == jax.tree.structure(mixed(POINT, X))
+
+
+def test_products(mixed_case):
+    lin, jacobian = mixed_case
+    generator = np.random.default_rng(1)
+    v = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape)), POINT)
+    u = jax.tree.map(lambda x: jnp.asarray(generator.normal(size=x.shape)), lin.outputs)
+    np.testing.assert_allclose(flat(lin.jvp(v)), jacobian @ flat(v), rtol=1e-12)
+    np.testing.assert_allclose(flat(lin.vjp(u)), jacobian.T @ flat(u), rtol=1e-12)
+    pulled = lin.pull_back(jnp.asarray(flat(u)))
+    np.testing.assert_allclose(flat(pulled), jacobian.T @ flat(u), rtol=1e-12)
+
+
+def test_jacobian_operator(mixed_case):
+    lin, jacobian = mixed_case
+    operator = lin.jacobian
+    assert isinstance(operator, lx.AbstractLinearOperator)
+    np.testing.assert_allclose(operator.as_matrix(), jacobian, atol=1e-14)
+    np.testing.assert_allclose(operator.mv(POINT)["matrix"], lin.jvp(POINT)["matrix"])
+    transposed = operator.transpose().mv(lin.outputs)
+    np.testing.assert_allclose(flat(transposed), flat(lin.vjp(lin.outputs)), rtol=1e-12)
+
+
+def test_call_is_the_linearised_function(mixed_case):
+    lin, jacobian = mixed_case
+    other = jax.tree.map(lambda x: 1.5 * x + 0.3, POINT)
+    expected = flat(lin.outputs) + jacobian @ (flat(other) - flat(POINT))
+    np.testing.assert_allclose(flat(lin(other)), expected, rtol=1e-12)
+    np.testing.assert_array_equal(flat(lin(POINT)), flat(lin.outputs))
+
+
+def test_dense_forms(mixed_case):
+    lin, jacobian = mixed_case
+    np.testing.assert_allclose(lin.matrix(), jacobian, atol=1e-14)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=1e-13)
+    rows = lin.rows()
+    assert jax.tree.map(lambda r: r.shape[1:], rows) == jax.tree.map(
+        lambda x: x.shape, POINT
+    )
+    dense = lin.materialise()
+    np.testing.assert_allclose(flat(dense.jvp(POINT)), jacobian @ flat(POINT), rtol=1e-12)
+    np.testing.assert_allclose(
+        flat(dense.vjp(lin.outputs)), jacobian.T @ flat(lin.outputs), rtol=1e-12
+    )
+
+
+@shapes
+def test_rows_in_forward_and_reverse_mode(shape):
+    y, args = sines_data(shape)
+    expected = sines_numpy(y, args)[1]
+    lin = linearise(sines, *as_jax((y, args)))
+    assert lin.shape == shape
+    m, p = shape
+    assert lin.num_row_passes() == ((p, 0) if p < m else (0, m))
+    np.testing.assert_allclose(lin.rows(), expected, rtol=1e-12)
+    np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
+
+
+@shapes
+@pytest.mark.parametrize("memory_budget", [1, 150])
+def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
+    y, args = sines_data(shape)
+    jacobian = sines_numpy(y, args)[1]
+    lin = linearise(sines, *as_jax((y, args)))
+    np.testing.assert_allclose(lin.rows(memory_budget), jacobian, rtol=1e-12)
+    kernel = lin.kernel(memory_budget)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, atol=1e-13)
+    spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
+    # On the output side there are m eigenvalues, the surplus ones exactly zero.
+    w = np.sort(np.asarray(spectrum.eigenvalues))[::-1][: min(shape)]
+    s = np.linalg.svd(jacobian, compute_uv=False)
+    np.testing.assert_allclose(w, s**2, rtol=1e-10)
+
+
+def test_budgeted_mixed_parameters(mixed_case):
+    lin, jacobian = mixed_case
+    np.testing.assert_allclose(lin.kernel(1), jacobian @ jacobian.T, atol=1e-13)
+    np.testing.assert_allclose(lin.matrix(1), jacobian, atol=1e-14)
+
+
+def test_is_small_respects_the_budget(mixed_case):
+    lin, _ = mixed_case
+    assert lin.is_small()
+    assert lin.is_small(7 * 8 * 8)
+    assert not lin.is_small(7 * 8 * 8 - 1)
+
+
+def test_the_forward_pass_is_made_once():
+    calls = []
+
+    def counted(y, args):
+        calls.append(0)
+        return sines(y, args)
+
+    y, args = as_jax(sines_data((7, 3)))
+    lin = linearise(counted, y, args)
+    lin.kernel(), lin.rows(), lin.spectrum(), lin.vjp(lin.outputs), lin(y)
+    assert len(calls) == 1
+
+
+def test_has_aux():
+    y, args = as_jax(sines_data((4, 4)))
+    lin, aux = linearise(
+        lambda y, args: (sines(y, args), {"twice": 2 * y, "word": 3}), y, args, has_aux=True
+    )
+    np.testing.assert_array_equal(aux["twice"], 2 * y)
+    assert lin.shape == (4, 4)
+
+
+def test_a_linearisation_passes_through_jit_and_vmap():
+    y, args = as_jax(sines_data((7, 3)))
+    points = jnp.stack([y, 2 * y, -y])
+    kernels = jax.jit(jax.vmap(lambda y, a: linearise(sines, y, a).kernel(), (0, None)))(
+        points, args
+    )
+    for point, kernel in zip(points, kernels, strict=True):
+        jacobian = sines_numpy(np.asarray(point), args)[1]
+        np.testing.assert_allclose(kernel, jacobian @ jacobian.T, atol=1e-13)
+
+
+#
+# Independent examples
+#
+
+
+def scalar_output(w, example):
+    x, t = example
+    return jnp.tanh(w["v"] @ x + w["b"]) - t
+
+
+def vector_output(w, example):
+    x, t = example
+    return jnp.tanh(jnp.outer(x, w["v"]) @ x) * w["b"] - t
+
+
+def tree_output(w, example):
+    return (scalar_output(w, example), {"other": vector_output(w, example)[:2, None]})
+
+
+def many_outputs(w, example):
+    x, t = example
+    return jnp.sin(jnp.arange(1.0, 13.0) * (w["v"] @ x) + w["b"]) - t
+
+
+@pytest.mark.parametrize(
+    ("fn", "num_outputs"),
+    [(scalar_output, 1), (vector_output, 3), (tree_output, 3), (many_outputs, 12)],
+)
+def test_per_example(fn, num_outputs):
+    generator = np.random.default_rng(2)
+    x = jnp.asarray(generator.normal(size=(5, 3)))
+    t = jnp.asarray(generator.normal(size=5))
+    w = {"b": jnp.asarray(0.3), "v": jnp.asarray(generator.normal(size=3))}
+
+    lifted = PerExample(fn)
+    looped = [fn(w, (x[i], t[i])) for i in range(5)]
+    np.testing.assert_allclose(
+        flat(lifted(w, (x, t))), flat(jax.tree.map(lambda *o: jnp.stack(o), *looped))
+    )
+    expected = dense_jacobian(lifted, w, (x, t))
+    lin = linearise(lifted, w, (x, t))
+    assert lin.shape == (5 * num_outputs, 4)
+    assert lin.num_row_passes()[1] == min(num_outputs, 4)
+    np.testing.assert_allclose(lin.matrix(), expected, atol=1e-13)
+    np.testing.assert_allclose(lin.kernel(), expected @ expected.T, atol=1e-13)
+    np.testing.assert_allclose(lin.kernel(1), expected @ expected.T, atol=1e-13)
+    np.testing.assert_allclose(lin.jacobian.as_matrix(), expected, atol=1e-13)
+
+
+def test_one_example():
+    w, x, t = jnp.asarray([0.5, 0.2]), jnp.asarray([[1.0, 2.0]]), jnp.asarray([0.1])
+    lin = linearise(PerExample(lambda w, xt: w @ xt[0] - xt[1]), w, (x, t))
+    np.testing.assert_array_equal(lin.matrix(), x)
+
+
+#
+# Spectra
+#
+
+
+SPECTRUM_CASES = {
+    **{name: (sines, sines_data(shape)) for name, shape in SHAPES.items()},
+    "rank 2 of 5 by 4": (linear, deficient((5, 4), 2)),
+    "rank 2 of 4 by 6": (linear, deficient((4, 6), 2)),
+    "rank 0": (linear, (np.ones(3), (np.zeros((4, 3)), np.ones(4)))),
+}
+
+
+@pytest.mark.parametrize("case", SPECTRUM_CASES.values(), ids=SPECTRUM_CASES)
+@pytest.mark.parametrize("method", ["svd", "eigh"])
+def test_spectrum(case, method):
+    fn, (y, args) = case
+    lin = linearise(fn, *as_jax((y, args)))
+    jacobian, r = np.asarray(lin.matrix()), np.asarray(lin.outputs)
+    m, p = jacobian.shape
+    s = np.linalg.svd(jacobian, compute_uv=False)
+    rank = int(np.sum(s > 1e-10 * max(s[0], 1e-300)))
+    spectrum = lin.spectrum(method)
+    w = np.asarray(spectrum.eigenvalues)
+    assert w.shape == (min(m, p),)
+    np.testing.assert_allclose(np.sort(w)[::-1], s**2, rtol=1e-10, atol=1e-12)
+    assert np.sum(w == 0) == len(w) - rank, "numerical zeros are exact zeros"
+
+    gradient = jacobian.T @ r
+    np.testing.assert_allclose(spectrum.gradient(), gradient, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        spectrum.gradient_norm(), np.linalg.norm(gradient), rtol=1e-10
+    )
+    other = np.cos(np.arange(m) + 1.0)
+    moved = spectrum.with_residual(jnp.asarray(other))
+    for one, residual in ((spectrum, r), (moved, other)):
+        expected = -np.linalg.solve(
+            jacobian.T @ jacobian + 0.1 * np.eye(p), jacobian.T @ residual
+        )
+        np.testing.assert_allclose(one.step(Tikhonov(0.1)), expected, atol=1e-10)
+        expected = -np.linalg.pinv(jacobian, rcond=1e-10) @ residual
+        np.testing.assert_allclose(
+            one.step(PseudoInverse()), expected, rtol=1e-8, atol=1e-10
+        )
+    assert bool(spectrum.finite())
+
+
+def test_coefficients_hold_the_part_of_the_residual_in_range():
+    y, args = sines_data((7, 3))
+    jacobian = sines_numpy(y, args)[1]
+    r = sines_numpy(y, args)[0]
+    u = np.linalg.svd(jacobian, full_matrices=False)[0]
+    for method in ("svd", "eigh"):
+        spectrum = linearise(sines, *as_jax((y, args))).spectrum(method)
+        c = np.asarray(spectrum.coefficients)
+        np.testing.assert_allclose(np.linalg.norm(c), np.linalg.norm(u.T @ r), rtol=1e-10)
+
+
+def test_svd_resolves_what_eigh_cannot():
+    a = np.diag([1.0, 1e-6, 1e-11])
+    lin = linearise(linear, *as_jax((np.zeros(3), (a, np.ones(3)))))
+    w = lin.spectrum("svd").eigenvalues
+    np.testing.assert_allclose(w, [1, 1e-12, 1e-22], rtol=1e-9)
+    np.testing.assert_allclose(lin.spectrum().eigenvalues, w)
+    assert np.count_nonzero(lin.spectrum("eigh").eigenvalues) == 2
+
+
+def test_one_spectrum_serves_many_filters(mixed_case):
+    lin, jacobian = mixed_case
+    spectrum = lin.spectrum()
+    dampings = jnp.logspace(-3, 3, 5)
+    steps = jax.jit(jax.vmap(lambda damping: spectrum.step(Tikhonov(damping))))(dampings)
+    r = flat(lin.outputs)
+    for i, damping in enumerate(np.asarray(dampings)):
+        step = flat(jax.tree.map(lambda leaf, i=i: leaf[i], steps))
+        kernel = jacobian @ jacobian.T + damping * np.eye(7)
+        np.testing.assert_allclose(
+            step, -jacobian.T @ np.linalg.solve(kernel, r), rtol=1e-9, atol=1e-12
+        )
+
+
+def test_spectrum_of_a_pytree_in_the_parameters_structure(mixed_case):
+    lin, jacobian = mixed_case
+    for method in ("svd", "eigh"):
+        step = lin.spectrum(method).step(GradientDescent(3, 0.01))
+        assert jax.tree.structure(step) == jax.tree.structure(POINT)
+        delta = np.zeros(8)
+        for _ in range(3):
+            delta -= 0.01 * jacobian.T @ (flat(lin.outputs) + jacobian @ delta)
+        np.testing.assert_allclose(flat(step), delta, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("shape", [(60, 40), (40, 60)])
+def test_a_nonfinite_jacobian_gives_nan_and_never_reaches_lapack(shape, bad, method):
+    a = np.random.default_rng(4).normal(size=shape)
+    a[3, 5] = bad
+    spectrum_of = jax.jit(
+        lambda y, args: linearise(linear, y, args).spectrum(method).eigenvalues
+    )
+    y, b = jnp.zeros(shape[1]), jnp.ones(shape[0])
+    finite = spectrum_of(y, (jnp.ones(shape), b))
+    assert np.all(np.isfinite(finite))
+    w = spectrum_of(y, (jnp.asarray(a), b))
+    assert np.all(np.isnan(w))
+
+
+def test_lapack_is_guarded(monkeypatch):
+    """Not by luck: what LAPACK is given is looked at."""
+    given = []
+
+    def record(original):
+        def wrapped(matrix, **kwargs):
+            given.append(bool(jnp.all(jnp.isfinite(matrix))))
+            return original(matrix, **kwargs)
+
+        return wrapped
+
+    monkeypatch.setattr(jnp.linalg, "eigh", record(jnp.linalg.eigh))
+    monkeypatch.setattr(jnp.linalg, "svd", record(jnp.linalg.svd))
+    a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
+    for method in ("svd", "eigh"):
+        for matrix in (a, a.T):
+            lin = linearise(lambda y, a: a @ y, jnp.ones(matrix.shape[1]), matrix)
+            spectrum = lin.spectrum(method)
+            assert np.all(np.isnan(spectrum.eigenvalues))
+            assert not bool(spectrum.finite())
+            assert np.isnan(spectrum.gradient_norm())
+    assert given == [True] * 4
+
+
+@pytest.mark.slow
+def test_a_large_nonfinite_jacobian_costs_no_more_than_a_finite_one():
+    a = jnp.asarray(np.random.default_rng(4).normal(size=(400, 400)))
+    spectrum_of = jax.jit(
+        lambda a: linearise(lambda y, a: a @ y, jnp.ones(400), a).spectrum("eigh")
+    )
+
+    def seconds(a):
+        start = time.perf_counter()
+        jax.block_until_ready(spectrum_of(a).eigenvalues)
+        return time.perf_counter() - start
+
+    seconds(a)
+    finite = min(seconds(a) for _ in range(3))
+    assert seconds(a.at[7, 9].set(jnp.nan)) < 20 * finite
+
+
+#
+# Single precision, and mistakes
+#
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh"])
+def test_single_precision(method):
+    y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+    single = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (y, args))
+    lin = linearise(sines, *single)
+    spectrum = lin.spectrum(method)
+    step = spectrum.step(Tikhonov(0.1))
+    for array in (lin.matrix(), lin.kernel(), spectrum.eigenvalues, step):
+        assert array.dtype == jnp.float32
+    expected = -np.linalg.solve(jacobian.T @ jacobian + 0.1 * np.eye(3), jacobian.T @ r)
+    np.testing.assert_allclose(step, expected, rtol=1e-4)
+
+
+def test_mixed_precision_of_parameters_and_outputs():
+    y = {"a": jnp.asarray([0.5, 0.1], jnp.float32), "b": jnp.asarray(2.0, jnp.float64)}
+    x = jnp.asarray([1.0, 2.0, 3.0], jnp.float64)
+    lin = linearise(lambda y, x: jnp.sin(x * y["a"][0]) + y["a"][1] * y["b"] ** x, y, x)
+    for method in ("svd", "eigh"):
+        step = lin.spectrum(method).step(Tikhonov(0.1))
+        assert step["a"].dtype == jnp.float32
+        assert step["b"].dtype == jnp.float64
+        assert np.all(np.isfinite(flat(step)))
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (jnp.arange(3), "dtype int64"),
+        ({"a": jnp.ones(2), "b": jnp.array(1j)}, "dtype complex128"),
+        (jnp.array([True]), "dtype bool"),
+        ({"a": jnp.ones(2), "b": 3}, "dtype int64"),
+        ((), "no parameters"),
+        (None, "no parameters"),
+        (jnp.ones((0, 3)), "no parameters"),
+    ],
+)
+def test_parameters_that_are_not_real_numbers(y, words):
+    with pytest.raises(ValueError, match=words):
+        linearise(lambda y, args: jnp.ones(3), y)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "words"),
+    [
+        (lambda y: jnp.arange(3), "dtype int64"),
+        (lambda y: y * 1j, "dtype complex128"),
+        (lambda y: (y, y > 0), "dtype bool"),
+        (lambda y: {}, "no residuals"),
+        (lambda y: y[:0], "no residuals"),
+    ],
+)
+def test_outputs_that_are_not_real_numbers(outputs, words):
+    with pytest.raises(ValueError, match=words):
+        linearise(lambda y, args: outputs(y), jnp.ones(3))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_unknown_method_is_named():
+    lin = linearise(lambda y, args: y, jnp.ones(2))
+    with pytest.raises(ValueError, match=r"`method` must be .* 'qr'"):
+        lin.spectrum("qr")

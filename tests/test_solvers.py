@@ -1,0 +1,691 @@
+"""What all solvers have in common, through `optimistix.least_squares`."""
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import gnlin
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.linalg
+from gnlin.filters import GradientFlow, Tikhonov
+from problems import (
+    as_jax,
+    damped_step,
+    descent_step,
+    gauss_newton_step,
+    least_squares,
+    literal_loop,
+    rosenbrock,
+    sines,
+    sines_data,
+    sines_numpy,
+    truncated_step,
+)
+
+
+def flow_step(r, jacobian, time):
+    """Of the flow delta' = -phi^T (r + phi delta), as a matrix exponential."""
+    p = jacobian.shape[1]
+    system = np.zeros((p + 1, p + 1))
+    system[:p, :p] = -jacobian.T @ jacobian
+    system[:p, p] = -jacobian.T @ r
+    return scipy.linalg.expm(time * system)[:p, p]
+
+
+# Each solver, and its step in NumPy from (r, J, number of the outer step).
+SOLVERS = {
+    "gauss-newton": (gnlin.GaussNewton(), lambda r, j, k: gauss_newton_step(r, j)),
+    "damped": (gnlin.DampedGaussNewton(0.3), lambda r, j, k: damped_step(r, j, 0.3)),
+    "damped, marquardt": (
+        gnlin.DampedGaussNewton(0.3, scaling="marquardt"),
+        lambda r, j, k: damped_step(r, j, 0.3, np.linalg.norm(j, axis=0)),
+    ),
+    "truncated": (
+        gnlin.TruncatedGaussNewton(0.2, damping=0.1),
+        lambda r, j, k: truncated_step(r, j, 0.2, 0.1)[0],
+    ),
+    "iterative linearisation": (
+        gnlin.IterativeLinearisation(50, 0.03),
+        lambda r, j, k: descent_step(r, j, 50, 0.03),
+    ),
+    "heavy ball": (
+        gnlin.IterativeLinearisation(50, 0.03, 0.5),
+        lambda r, j, k: descent_step(r, j, 50, 0.03, 0.5),
+    ),
+    "filtered": (
+        gnlin.FilteredGaussNewton(GradientFlow(5.0)),
+        lambda r, j, k: flow_step(r, j, 5.0),
+    ),
+}
+LM = {"levenberg-marquardt": (gnlin.LevenbergMarquardt(), None)}
+literal_solvers = pytest.mark.parametrize(
+    ("solver", "step"), SOLVERS.values(), ids=SOLVERS
+)
+every_solver = pytest.mark.parametrize(
+    "solver", [solver for solver, _ in (SOLVERS | LM).values()], ids=SOLVERS | LM
+)
+
+
+def result_is(solution, name):
+    return bool(solution.result == getattr(optx.RESULTS, name))
+
+
+#
+# Steps
+#
+
+
+@literal_solvers
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
+def test_n_steps_are_n_updates(solver, step, shape):
+    y, args = sines_data(shape)
+    for n in (1, 3):
+        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=n)
+        expected = literal_loop(step, y, args, n)
+        np.testing.assert_allclose(solution.value, expected, rtol=1e-9, atol=1e-11)
+        assert result_is(solution, "nonlinear_max_steps_reached")
+        assert int(solution.stats["num_steps"]) == n
+        assert int(solution.stats["num_feature_updates"]) == n
+        assert int(solution.stats["num_accepted_steps"]) == n
+        assert int(solution.stats["num_rejected_steps"]) == 0
+
+
+def split(y):
+    return {"pair": y[:2].reshape(1, 2), "scalar": y[2]}
+
+
+def split_sines(y, args):
+    r = sines(jnp.append(y["pair"].ravel(), y["scalar"]), args)
+    return (r[0], {"rest": r[1:].reshape(2, 3)})
+
+
+@every_solver
+def test_pytrees_of_parameters_and_residuals(solver):
+    y, args = as_jax(sines_data((7, 3)))
+    flat = least_squares(sines, solver, y, args, max_steps=4)
+    solution = least_squares(split_sines, solver, split(y), args, max_steps=4)
+    assert jax.tree.structure(solution.value) == jax.tree.structure(split(y))
+    for leaf, expected in zip(
+        jax.tree.leaves(solution.value), jax.tree.leaves(split(flat.value)), strict=True
+    ):
+        assert leaf.shape == expected.shape
+        np.testing.assert_allclose(leaf, expected, rtol=1e-10)
+
+
+def oriented(y, args):
+    """`sines` with parameters in another order and residuals turned by a rotation."""
+    data, order, rotation = args
+    return rotation @ sines(y[order], data)
+
+
+@every_solver
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(solver, seed):
+    generator = np.random.default_rng(seed)
+    y, data = sines_data((7, 3), seed=5)
+    order = generator.permutation(3)
+    rotation, _ = np.linalg.qr(generator.normal(size=(7, 7)))
+    shuffled = np.empty(3)
+    shuffled[order] = y
+    data = as_jax(data)
+    plain = least_squares(
+        oriented, solver, jnp.asarray(y), (data, jnp.arange(3), jnp.eye(7)), max_steps=2
+    )
+    turned = least_squares(
+        oriented,
+        solver,
+        jnp.asarray(shuffled),
+        (data, jnp.asarray(order), jnp.asarray(rotation)),
+        max_steps=2,
+    )
+    np.testing.assert_allclose(turned.value[order], plain.value, rtol=1e-8, atol=1e-9)
+
+
+SCALED = {
+    "damped, marquardt": gnlin.DampedGaussNewton(0.3, scaling="marquardt"),
+    "damped, more": gnlin.DampedGaussNewton(0.3, scaling="more"),
+    "lm, marquardt": gnlin.LevenbergMarquardt(scaling="marquardt"),
+    "lm, more": gnlin.LevenbergMarquardt(scaling="more"),
+}
+
+
+def rescaled(y, args):
+    data, units = args
+    return sines(units * y, data)
+
+
+@pytest.mark.parametrize("solver", SCALED.values(), ids=SCALED)
+@hypothesis.given(st.lists(st.floats(-3, 3), min_size=3, max_size=3))
+def test_units_of_the_parameters_do_not_matter(solver, exponents):
+    y, data = as_jax(sines_data((7, 3), seed=6))
+    units = 10.0 ** jnp.asarray(exponents)
+    plain = least_squares(rescaled, solver, y, (data, jnp.ones(3)), max_steps=4)
+    scaled = least_squares(rescaled, solver, y / units, (data, units), max_steps=4)
+    np.testing.assert_allclose(units * scaled.value, plain.value, rtol=1e-8)
+    for name in ("num_accepted_steps", "num_rejected_steps"):
+        assert int(scaled.stats[name]) == int(plain.stats[name])
+
+
+def test_without_scaling_units_do_matter():
+    y, data = as_jax(sines_data((7, 3), seed=6))
+    units = jnp.asarray([100.0, 1.0, 0.01])
+    solver = gnlin.DampedGaussNewton(0.3)
+    plain = least_squares(rescaled, solver, y, (data, jnp.ones(3)), max_steps=4)
+    scaled = least_squares(rescaled, solver, y / units, (data, units), max_steps=4)
+    assert not np.allclose(units * scaled.value, plain.value, rtol=1e-2)
+
+
+#
+# How a run ends
+#
+
+
+@every_solver
+def test_converges_to_a_stationary_point(solver):
+    y, args = sines_data((7, 3), seed=5)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=3000)
+    assert result_is(solution, "successful")
+    r, jacobian = sines_numpy(np.asarray(solution.value), args)
+    assert np.linalg.norm(jacobian.T @ r) < 1e-6 * np.linalg.norm(r)
+    assert int(solution.stats["num_steps"]) < 3000
+
+
+@every_solver
+def test_a_start_without_residuals_ends_with_success_at_once(solver):
+    y, (a, _) = sines_data((7, 3))
+    args = as_jax((a, np.sin(a @ y)))
+    solution = least_squares(sines, solver, jnp.asarray(y), args)
+    assert result_is(solution, "successful")
+    assert int(solution.stats["num_steps"]) == 1
+    np.testing.assert_allclose(solution.value, y, rtol=1e-14)
+    exactly = least_squares(linear_through_zero, solver, jnp.zeros(3), args)
+    assert result_is(exactly, "successful")
+    np.testing.assert_array_equal(exactly.value, np.zeros(3))
+
+
+def linear_through_zero(y, args):
+    return args[0] @ y
+
+
+@every_solver
+def test_a_vanishing_gradient_ends_with_success(solver):
+    """A constant residual: nothing to gain, nothing to divide by."""
+    solution = least_squares(lambda y, args: 0 * y + 1.5, solver, jnp.ones(3))
+    assert result_is(solution, "successful")
+    np.testing.assert_array_equal(solution.value, np.ones(3))
+
+
+@every_solver
+def test_throw(solver):
+    y, args = as_jax(sines_data((7, 3)))
+    with pytest.raises(RuntimeError, match="maximum number of steps"):
+        optx.least_squares(sines, solver, y, args, max_steps=1, throw=True)
+    solution = optx.least_squares(sines, solver, y, args, max_steps=1, throw=False)
+    assert result_is(solution, "nonlinear_max_steps_reached")
+
+
+def sines_with_aux(y, args):
+    return sines(y, args), {"point": y, "constant": 3}
+
+
+@every_solver
+def test_aux_is_of_the_point_that_is_returned(solver):
+    y, args = as_jax(sines_data((7, 3)))
+    solution = least_squares(sines_with_aux, solver, y, args, max_steps=3, has_aux=True)
+    plain = least_squares(sines, solver, y, args, max_steps=3)
+    np.testing.assert_allclose(solution.value, plain.value, rtol=1e-14)
+    np.testing.assert_array_equal(solution.aux["point"], solution.value)
+    assert solution.aux["constant"] == 3
+    assert not np.array_equal(solution.value, y)
+
+
+@every_solver
+def test_best_so_far(solver):
+    y, args = as_jax(sines_data((7, 3)))
+    best = least_squares(
+        sines_with_aux,
+        optx.BestSoFarLeastSquares(solver),
+        y,
+        args,
+        max_steps=4,
+        has_aux=True,
+    )
+    # optimistix looks at the points that steps start from.
+    starts = [y] + [
+        least_squares(sines, solver, y, args, max_steps=n).value for n in (1, 2, 3)
+    ]
+    losses = [float(jnp.sum(sines(start, args) ** 2)) for start in starts]
+    expected = starts[int(np.argmin(losses))]
+    np.testing.assert_allclose(best.value, expected, rtol=1e-12)
+    np.testing.assert_array_equal(best.aux["point"], best.value)
+
+
+def test_best_so_far_returns_an_earlier_point_than_a_diverging_run():
+    y, args = as_jax(sines_data((7, 3), seed=1))
+    solver = gnlin.IterativeLinearisation(jnp.array(3), 2.0)
+    run = least_squares(sines, solver, y, args, max_steps=4)
+    best = least_squares(sines, optx.BestSoFarLeastSquares(solver), y, args, max_steps=4)
+    assert jnp.sum(sines(best.value, args) ** 2) < jnp.sum(sines(run.value, args) ** 2)
+
+
+#
+# Numbers that are not finite
+#
+
+
+def logarithm(y, args):
+    return jnp.log(y) + 5
+
+
+def root(y, args):
+    return jnp.sqrt(y) - 2 + 0 * jnp.sum(y)
+
+
+# Far enough that the first step leaves the logarithm's domain.
+FAR = {
+    "gauss-newton": gnlin.GaussNewton(),
+    "damped": gnlin.DampedGaussNewton(1e-8),
+    "damped, kernel": gnlin.DampedGaussNewton(1e-8, method="kernel"),
+    "damped, curvature": gnlin.DampedGaussNewton(1e-8, method="curvature"),
+    "damped, more": gnlin.DampedGaussNewton(1e-8, scaling="more"),
+    "truncated": gnlin.TruncatedGaussNewton(0.1),
+    "truncated, matrix-free": gnlin.TruncatedGaussNewton(0.1, method="matrix-free"),
+    "iterative linearisation": gnlin.IterativeLinearisation(1000, 0.5),
+    "matrix-free": gnlin.IterativeLinearisation(1000, 0.5, method="matrix-free"),
+    "infinite period": gnlin.IterativeLinearisation(math.inf, 0.5),
+    "filtered": gnlin.FilteredGaussNewton(GradientFlow(1e4)),
+    "eigh": gnlin.GaussNewton(method="eigh"),
+}
+FAR_LM = {
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "lm, identity": gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
+    "lm, matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
+}
+solvers_far = pytest.mark.parametrize("solver", FAR.values(), ids=FAR)
+all_solvers_far = pytest.mark.parametrize(
+    "solver", (FAR | FAR_LM).values(), ids=FAR | FAR_LM
+)
+
+
+@all_solvers_far
+def test_residuals_not_finite_at_the_start(solver):
+    start = jnp.asarray([2.0, -1.0])
+    solution = least_squares(logarithm, solver, start)
+    assert result_is(solution, "nonfinite")
+    np.testing.assert_array_equal(solution.value, start)
+    assert int(solution.stats["num_steps"]) == 1
+
+
+@all_solvers_far
+def test_jacobian_not_finite_at_the_start(solver):
+    start = jnp.asarray([1.0, 0.0])
+    solution = least_squares(root, solver, start)
+    assert result_is(solution, "nonfinite")
+    np.testing.assert_array_equal(solution.value, start)
+
+
+@solvers_far
+def test_not_finite_at_the_next_point(solver):
+    start = jnp.asarray([3.0, 2.0])
+    solution = least_squares(logarithm, solver, start)
+    assert result_is(solution, "nonfinite")
+    np.testing.assert_array_equal(solution.value, start)
+    assert int(solution.stats["num_rejected_steps"]) == 1
+    assert int(solution.stats["num_accepted_steps"]) == 0
+
+
+@pytest.mark.parametrize("solver", FAR_LM.values(), ids=FAR_LM)
+def test_levenberg_marquardt_steps_back_from_points_that_are_not_finite(solver):
+    solution = least_squares(logarithm, solver, jnp.asarray([3.0, 2.0]))
+    assert result_is(solution, "successful")
+    np.testing.assert_allclose(solution.value, np.exp(-5.0), rtol=1e-7)
+    assert int(solution.stats["num_rejected_steps"]) > 0
+
+
+@solvers_far
+def test_the_last_finite_point_is_kept_later_on_too(solver):
+    def valley(y, args):  # the first steps are fine, a later one leaves the domain
+        return jnp.stack([jnp.log(y[0]), jnp.where(y[0] < 2, jnp.nan, y[1])])
+
+    solution = least_squares(valley, solver, jnp.asarray([2.5, 1.0]))
+    assert result_is(solution, "nonfinite")
+    assert np.all(np.isfinite(valley(solution.value, None)))
+
+
+#
+# Transformations
+#
+
+
+GRIDS = {
+    "damping": (gnlin.DampedGaussNewton, [0.0, 0.01, 1.0, 100.0]),
+    "tolerance": (gnlin.TruncatedGaussNewton, [0.9, 0.5, 0.01]),
+    "learning rate": (
+        lambda eta: gnlin.IterativeLinearisation(100, eta),
+        [1e-3, 1e-2, 1e-1],
+    ),
+    "period": (
+        lambda period: gnlin.IterativeLinearisation(period, 0.05),
+        [1, 2, 1000, 10**8],
+    ),
+    "period, to infinity": (
+        lambda period: gnlin.IterativeLinearisation(period, 0.05),
+        [1.0, 1e5, math.inf],
+    ),
+    "momentum": (
+        lambda momentum: gnlin.IterativeLinearisation(100, 0.05, momentum),
+        [0.0, 0.5, 0.9],
+    ),
+    "first damping": (
+        lambda damping: gnlin.LevenbergMarquardt(damping=damping),
+        [1e-6, 1e-3, 10.0],
+    ),
+    "time": (
+        lambda time: gnlin.FilteredGaussNewton(GradientFlow(time)),
+        [0.1, 10.0, math.inf],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "values"), GRIDS.values(), ids=GRIDS)
+def test_vmap_over_a_grid_is_one_program(build, values):
+    y, args = as_jax(sines_data((7, 3), seed=5))
+    num_traces = 0
+
+    def counted(y, args):
+        nonlocal num_traces
+        num_traces += 1
+        return sines(y, args)
+
+    @jax.jit
+    def run(value, y, args):
+        solver = build(value)
+        solution = optx.least_squares(
+            counted, solver, y, args, max_steps=3, throw=False
+        )
+        return solution.value, solution.stats["num_steps"]
+
+    grid = jax.jit(jax.vmap(run, (0, None, None)))
+    together, num_steps = grid(jnp.asarray(values), y, args)
+    after_grid = num_traces
+    for i, value in enumerate(values):
+        alone, alone_steps = run(jnp.asarray(values)[i], y, args)
+        np.testing.assert_allclose(together[i], alone, rtol=1e-9)
+        assert num_steps[i] == alone_steps
+        assert np.all(np.isfinite(alone))
+    after_first = num_traces
+    grid(jnp.asarray(values)[::-1], y, args)
+    run(jnp.asarray(values)[0], y, args)
+    assert num_traces == after_first
+    assert after_first <= 2 * after_grid, "one trace for the grid, one alone"
+    assert len(np.unique(np.asarray(together)[:, 0])) == len(values)
+
+
+NEIGHBOURS = {
+    "damped": [gnlin.DampedGaussNewton(v) for v in (1.0, 2.0, 3)],
+    "truncated": [gnlin.TruncatedGaussNewton(v, damping=v) for v in (0.1, 0.2)],
+    "learning rate": [gnlin.IterativeLinearisation(9, v) for v in (0.1, 0.2)],
+    "levenberg-marquardt": [gnlin.LevenbergMarquardt(damping=v) for v in (1e-3, 1)],
+}
+
+
+@pytest.mark.parametrize("solvers", NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_another_number_of_the_same_solver_does_not_compile_again(solvers):
+    y, args = as_jax(sines_data((7, 3)))
+    num_traces = []
+
+    def counted(y, args):
+        num_traces.append(0)
+        return sines(y, args)
+
+    values = []
+    for solver in solvers:
+        values.append(least_squares(counted, solver, y, args, max_steps=2).value)
+        if len(values) == 1:
+            first = len(num_traces)
+    assert len(num_traces) == first
+    assert not np.allclose(values[0], values[1])
+
+
+@every_solver
+def test_vmap_over_starts(solver):
+    y, args = as_jax(sines_data((7, 3), seed=5))
+    starts = jnp.stack([y, 0.5 * y, -y])
+    together = jax.jit(
+        jax.vmap(lambda y: least_squares(sines, solver, y, args, max_steps=20).value)
+    )(starts)
+    for start, value in zip(starts, together, strict=True):
+        alone = least_squares(sines, solver, start, args, max_steps=20).value
+        np.testing.assert_allclose(value, alone, rtol=1e-8)
+
+
+IMPLICIT = {
+    "gauss-newton": gnlin.GaussNewton(),
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "truncated": gnlin.TruncatedGaussNewton(1e-6),
+    "iterative linearisation": gnlin.IterativeLinearisation(10**6, 0.3),
+}
+
+
+@pytest.mark.parametrize("solver", IMPLICIT.values(), ids=IMPLICIT)
+def test_derivative_of_the_solution_with_respect_to_the_data(solver):
+    y, (a, b) = as_jax(sines_data((7, 3), seed=5, size=0.4))
+    b = 0.5 * b
+
+    @jax.jit
+    def first(b):
+        solution = optx.least_squares(sines, solver, y, (a, b), max_steps=2000)
+        return solution.value @ jnp.asarray([1.0, 2.0, 3.0])
+
+    gradient = np.asarray(jax.grad(first)(b))
+    for i in (0, 4):
+        h = 1e-4 * np.eye(7)[i]
+        slope = (first(b + h) - first(b - h)) / 2e-4
+        np.testing.assert_allclose(gradient[i], slope, rtol=1e-5, atol=1e-7)
+
+    # The implicit function theorem: d theta = -H^-1 phi^T d r, and dr = -db.
+    y_star = optx.least_squares(sines, solver, y, (a, b), max_steps=2000).value
+    hessian = jax.hessian(lambda y: 0.5 * jnp.sum(sines(y, (a, b)) ** 2))(y_star)
+    jacobian = sines_numpy(np.asarray(y_star), (a, b))[1]
+    expected = jacobian @ np.linalg.solve(hessian, np.array([1.0, 2.0, 3.0]))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-8)
+
+
+#
+# Single precision
+#
+
+
+@every_solver
+def test_single_precision(solver):
+    y, args = sines_data((7, 3), seed=5)
+    solution = least_squares(
+        sines, solver, *as_jax((y, args), jnp.float32), max_steps=3
+    )
+    assert solution.value.dtype == jnp.float32
+    double = least_squares(sines, solver, *as_jax((y, args)), max_steps=3)
+    np.testing.assert_allclose(solution.value, double.value, rtol=1e-3, atol=1e-4)
+    converged = least_squares(
+        sines, solver, *as_jax((y, args), jnp.float32), max_steps=3000
+    )
+    assert result_is(converged, "successful")
+
+
+def test_mixed_precision():
+    y, args = sines_data((7, 3), seed=5)
+    solver = gnlin.LevenbergMarquardt()
+    single = as_jax(y, jnp.float32)
+    solution = least_squares(sines, solver, single, as_jax(args))
+    assert solution.value.dtype == jnp.float32
+    assert result_is(solution, "successful")
+    tree = {"a": jnp.asarray(1.5, jnp.float32), "b": jnp.asarray(1.5)}
+    solution = least_squares(
+        lambda y, args: rosenbrock(jnp.stack([y["a"], y["b"]]), args), solver, tree
+    )
+    assert solution.value["a"].dtype == jnp.float32
+    assert solution.value["b"].dtype == jnp.float64
+    np.testing.assert_allclose(solution.value["b"], 1, rtol=1e-5)
+
+
+def test_with_double_precision_disabled():
+    script = """
+        import warnings
+        warnings.simplefilter("error")
+        import equinox as eqx, gnlin, jax, jax.numpy as jnp, math, optimistix as optx
+
+        assert not jax.config.jax_enable_x64
+
+        def fn(y, args):
+            return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
+
+        solvers = [
+            gnlin.GaussNewton(),
+            gnlin.DampedGaussNewton(1e-3),
+            gnlin.LevenbergMarquardt(),
+            gnlin.TruncatedGaussNewton(0.01),
+            gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker()),
+        ]
+        for solver in solvers:
+            start = jnp.array([-1.2, 1.0])
+            solution = optx.least_squares(fn, solver, start, max_steps=400)
+            assert solution.value.dtype == jnp.float32
+            assert jnp.allclose(solution.value, 1, atol=1e-2), (solver, solution.value)
+
+        model = eqx.nn.MLP(1, 1, 3, 1, activation=jnp.tanh, key=jax.random.key(0))
+        x = jnp.linspace(-1, 1, 6)[:, None]
+        for period in (10**8, math.inf, jnp.asarray(1000)):
+            solver = gnlin.IterativeLinearisation(period, 1e-2)
+            solution = gnlin.solve(model, (x, jnp.sin(x)), solver, max_steps=2)
+            assert solution.history.loss[-1] < solution.history.loss[0]
+            assert solution.history.loss.dtype == jnp.float32
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+#
+# Mistakes
+#
+
+
+@every_solver
+def test_options_are_refused(solver):
+    with pytest.raises(ValueError, match=r"no `options`, but \['jac'\]"):
+        optx.least_squares(sines, solver, jnp.ones(3), None, {"jac": "bwd"})
+
+
+@every_solver
+def test_parameters_and_residuals_must_be_real_numbers(solver):
+    for y, fn in (
+        (jnp.arange(3), lambda y, args: 1.0 * y),
+        (jnp.ones(3) * 1j, lambda y, args: jnp.real(y)),
+        (jnp.ones((0,)), lambda y, args: jnp.ones(3)),
+        (jnp.ones(3), lambda y, args: 1j * y),
+        (jnp.ones(3), lambda y, args: y > 0),
+        (jnp.ones(3), lambda y, args: y[:0]),
+    ):
+        with pytest.raises(ValueError, match=r"[Pp]arameters|[Rr]esiduals"):
+            optx.least_squares(fn, solver, y)
+
+
+nan, inf = math.nan, math.inf
+MISTAKES = {
+    "damping": [
+        *(lambda v=v: gnlin.DampedGaussNewton(v) for v in (-1.0, nan, inf)),
+        *(lambda v=v: gnlin.LevenbergMarquardt(damping=v) for v in (-1.0, 0.0, nan, inf)),
+        *(lambda v=v: gnlin.TruncatedGaussNewton(0.1, v) for v in (-1.0, nan, inf)),
+        lambda: gnlin.DampedGaussNewton(jnp.array(-1.0)),
+    ],
+    "tolerance": [
+        *(lambda v=v: gnlin.TruncatedGaussNewton(v) for v in (0, 1, 1.0, 1.5, -0.1, nan)),
+    ],
+    "max_inner_steps": [lambda: gnlin.TruncatedGaussNewton(0.1, max_inner_steps=0)],
+    "period": [
+        *(
+            lambda v=v: gnlin.IterativeLinearisation(v, 0.1)
+            for v in (0, 2.5, -1, nan, -inf)
+        ),
+        lambda: gnlin.IterativeLinearisation(jnp.array(0), 0.1),
+    ],
+    "learning_rate": [
+        *(lambda v=v: gnlin.IterativeLinearisation(1, v) for v in (0, 0.0, -1, nan, inf)),
+    ],
+    "momentum": [
+        *(lambda v=v: gnlin.IterativeLinearisation(1, 0.1, v) for v in (1, 1.0, -0.1, nan)),
+    ],
+    "rcond": [lambda: gnlin.GaussNewton(rcond=-1.0)],
+    "initial": [lambda: gnlin.EisenstatWalker(initial=1.0)],
+    "gamma": [lambda: gnlin.EisenstatWalker(gamma=0.0)],
+    "exponent": [lambda: gnlin.EisenstatWalker(exponent=-1.0)],
+    "maximum": [lambda: gnlin.EisenstatWalker(maximum=1.0)],
+    "minimum": [lambda: gnlin.EisenstatWalker(minimum=0.0)],
+    "method": [
+        lambda: gnlin.GaussNewton(method="qr"),
+        lambda: gnlin.DampedGaussNewton(1.0, method="cg"),
+        lambda: gnlin.LevenbergMarquardt(method=""),
+        lambda: gnlin.TruncatedGaussNewton(0.1, method="svd"),
+        lambda: gnlin.IterativeLinearisation(1, 0.1, method="cg"),
+        lambda: gnlin.IterativeLinearisation(1, 0.1, method="kernel"),
+        lambda: gnlin.FilteredGaussNewton(Tikhonov(1.0), method="cg"),
+    ],
+    "scaling": [
+        lambda: gnlin.DampedGaussNewton(1.0, scaling="none"),
+        lambda: gnlin.LevenbergMarquardt(scaling=""),
+    ],
+    "filter": [lambda: gnlin.FilteredGaussNewton(0.1)],
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
+)
+def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+    with pytest.raises(ValueError, match=f"`{name}`") as caught:
+        build()
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert ". " not in message
+
+
+@pytest.mark.parametrize(
+    ("solver", "words"),
+    [
+        (gnlin.GaussNewton(method="kernel"), "damped problem only"),
+        (gnlin.GaussNewton(method="curvature"), "damped problem only"),
+        (gnlin.GaussNewton(rcond=0.1, method="matrix-free"), "no matrix-free form"),
+        (
+            gnlin.FilteredGaussNewton(GradientFlow(1.0), method="matrix-free"),
+            "no matrix-free form",
+        ),
+        (
+            gnlin.IterativeLinearisation(math.inf, 0.1, method="matrix-free"),
+            "infinite period do not end",
+        ),
+        (gnlin.LevenbergMarquardt(method="matrix-free"), "needs the dense Jacobian"),
+        (
+            gnlin.DampedGaussNewton(1.0, scaling="marquardt", method="matrix-free"),
+            "needs the dense Jacobian",
+        ),
+    ],
+)
+def test_a_method_that_cannot_serve_says_what_to_use(solver, words):
+    y, args = as_jax(sines_data((4, 4)))
+    with pytest.raises(ValueError, match=words):
+        optx.least_squares(sines, solver, y, args)
+
+
+def test_a_solver_is_a_pytree_of_its_numbers():
+    a, b = gnlin.DampedGaussNewton(1.0), gnlin.DampedGaussNewton(2)
+    assert jax.tree.structure(eqx.filter(a, eqx.is_array)) == jax.tree.structure(
+        eqx.filter(b, eqx.is_array)
+    )
+    assert float(jax.tree.map(lambda x: 2 * x, eqx.filter(a, eqx.is_array)).damping) == 2
