@@ -1,7 +1,7 @@
 """A function's linearisation at a point: the one object that every solver starts from."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
@@ -212,6 +212,26 @@ class Linearisation(eqx.Module):
         if chunk >= basis.shape[0]:
             return jax.vmap(fn)(basis)
         return jax.lax.map(fn, basis, batch_size=chunk)
+
+
+@overload
+def linearise(
+    fn: Callable[[Any, Any], PyTree],
+    y: PyTree,
+    args: PyTree = None,
+    *,
+    has_aux: Literal[False] = False,
+) -> Linearisation: ...
+
+
+@overload
+def linearise(
+    fn: Callable[[Any, Any], tuple[PyTree, Any]],
+    y: PyTree,
+    args: PyTree = None,
+    *,
+    has_aux: Literal[True],
+) -> tuple[Linearisation, Any]: ...
 
 
 def linearise(

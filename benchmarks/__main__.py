@@ -1,0 +1,129 @@
+"""Run the experiments and benchmarks of gnlin."""
+
+import argparse
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ._options import Options
+from ._results import claim_folder, UnusableFolder
+
+
+DEFAULT = "k-vs-lambda"
+# Imported when run, not before: `list` and `--help` are to be quick.
+MODULES = {
+    "k-vs-lambda": "benchmarks.experiments.k_vs_lambda",
+    "nist": "benchmarks.experiments.nist",
+    "speed": "benchmarks.speed",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, message + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.name == "list":
+        _list()
+        return 0
+    if options.name not in MODULES:
+        return _refuse(_unknown(options.name))
+    out = options.out or Path("results") / options.name
+    try:
+        claim_folder(out)
+    except UnusableFolder as error:
+        return _refuse(str(error))
+    _run(MODULES[options.name], Options(options.seeds, out, options.quick))
+    return 0
+
+
+def _run(module: str, options: Options) -> None:
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    importlib.import_module(module).run(options)
+
+
+def _list() -> None:
+    width = max(map(len, MODULES))
+    for name, module in MODULES.items():
+        print(f"{name:<{width}}  {_summary(module)}")
+
+
+def _summary(module: str) -> str:
+    """The first line of a module's docstring, read without running the module."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return "(not installed)"
+    tree = ast.parse(Path(spec.origin).read_text())
+    return (ast.get_docstring(tree) or "").partition("\n")[0]
+
+
+def _unknown(name: str) -> str:
+    nearest = difflib.get_close_matches(name.lower(), MODULES, n=1, cutoff=0)
+    return (
+        f"There is no experiment '{name}'; did you mean '{nearest[0]}'? "
+        "`python -m benchmarks list` names them all."
+    )
+
+
+def _refuse(sentence: str) -> int:
+    print(sentence, file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m benchmarks",
+        description=f"{__doc__} Without arguments, runs {DEFAULT}.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default=DEFAULT,
+        metavar="NAME",
+        help=f"what to run: {', '.join(MODULES)}; or `list`, a line on each",
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_at_least_one,
+        metavar="N",
+        help="how many random initialisations (default: the experiment's own number)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for the results; files of the same name are overwritten "
+        "(default: results/NAME)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a coarse run of some seconds, to see that it works",
+    )
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1, but is '{text}'."
+        )
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""The 1,797 handwritten digits, 8 x 8, that scikit-learn ships, in a fixed split."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+from sklearn.datasets import load_digits
+
+
+NUM_CLASSES = 10
+_DARKEST = 16.0
+
+
+class Split(NamedTuple):
+    train: Int[ndarray, " n"]
+    test: Int[ndarray, " m"]
+
+
+def split(labels: Int[ndarray, " all"], per_class: int) -> Split:
+    """As many training images of each class, evenly spaced through the file, and so
+    through its writers; all others test. No random number, and so the same everywhere."""
+    train = []
+    for label in range(NUM_CLASSES):
+        (images,) = np.nonzero(labels == label)
+        train.append(images[np.arange(per_class) * len(images) // per_class])
+    train = np.sort(np.concatenate(train))
+    return Split(train, np.setdiff1d(np.arange(len(labels)), train))
+
+
+def examples(
+    per_class: int,
+) -> tuple[
+    tuple[Float[ndarray, "n 64"], Float[ndarray, "n 10"]],
+    tuple[Float[ndarray, "m 64"], Float[ndarray, "m 10"]],
+]:
+    """Training and test data: pixels in [0, 1], labels one-hot."""
+    digits = load_digits()
+    pixels = digits.data / _DARKEST
+    one_hot = np.eye(NUM_CLASSES)[digits.target]
+    train, test = split(digits.target, per_class)
+    return (pixels[train], one_hot[train]), (pixels[test], one_hot[test])

@@ -1,0 +1,1 @@
+"""The reference networks, as Equinox models of one example."""
