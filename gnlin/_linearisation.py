@@ -135,11 +135,10 @@ class Linearisation(eqx.Module):
         r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
         return _rows.matrix(self.rows(memory_budget))
 
-    def is_small(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> bool:
-        """Whether the dense Jacobian is a small matrix, within the memory budget."""
+    def num_bytes(self) -> int:
+        """What the dense Jacobian would take in memory."""
         m, p = self.shape
-        itemsize = _tree.dtype(self.point).itemsize
-        return m * p <= _SMALL and m * p * itemsize <= memory_budget
+        return m * p * _tree.dtype(self.point).itemsize
 
     def materialise(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> "Linearisation":
         """The same linearisation with its Jacobian dense, so that products with it are
@@ -155,9 +154,8 @@ class Linearisation(eqx.Module):
         chunk of rows is pulled back and pushed forward again, which takes twice the
         passes and no more memory than a chunk.
         """
-        m, p = self.shape
-        itemsize = _tree.dtype(self.point).itemsize
-        if m * p * itemsize <= memory_budget:
+        m, _ = self.shape
+        if self.num_bytes() <= memory_budget:
             return _rows.gram(self.rows(memory_budget))
         flat, unravel = ravel_pytree(self.outputs)
         return self._chunked(
@@ -193,8 +191,7 @@ class Linearisation(eqx.Module):
                 f'`method` must be "svd" or "eigh", but {method!r} was given.'
             )
         residual, _ = ravel_pytree(self.outputs)
-        fits = m * p * _tree.dtype(self.point).itemsize <= memory_budget
-        if method == "eigh" and not fits:
+        if method == "eigh" and self.num_bytes() > memory_budget:
             return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
         return _rows.spectrum(self.rows(memory_budget), residual, method)
 
@@ -306,10 +303,6 @@ def check_outputs(outputs: PyTree) -> None:
                 "imaginary parts."
             )
 
-
-# Up to this many entries a Jacobian is multiplied by faster than a function is traced
-# through, whatever the function.
-_SMALL = 10**4
 
 # An SVD is dearer than `eigh` of the smaller Gram matrix, and far more accurate. Below
 # this many multiplications (about a tenth of a millisecond) accuracy is taken for free.

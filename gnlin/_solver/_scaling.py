@@ -44,6 +44,12 @@ def next_scale(
     """
     if scaling == "identity":
         return None, None
+    if lin.num_bytes() > memory_budget:
+        raise ValueError(
+            f"`scaling={scaling!r}` needs the dense Jacobian, and its {lin.num_bytes():,} "
+            f"bytes exceed the memory budget of {memory_budget:,}: use "
+            '`scaling="identity"`, or raise `memory_budget`.'
+        )
     rows = lin.rows(memory_budget)
     norms = jax.tree.map(lambda row: jnp.sqrt(jnp.sum(row**2, axis=0)), rows)
     if scaling == "more":

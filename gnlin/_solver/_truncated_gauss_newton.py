@@ -15,6 +15,11 @@ from .._subproblem import MatrixFree
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
+# A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
+# less than passes through any function.
+_SMALL_JACOBIAN = 2**16
+
+
 class _Memory(eqx.Module):
     tolerance: Float[Array, ""]
     gradient_norm: Float[Array, ""]
@@ -94,7 +99,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     ) -> Update:
         num_jvps, num_vjps = 0, 0
         dense = self.method == "dense" or (
-            self.method == "auto" and lin.is_small(self.memory_budget)
+            self.method == "auto"
+            and lin.num_bytes() <= min(_SMALL_JACOBIAN, self.memory_budget)
         )
         if dense:
             num_jvps, num_vjps = lin.num_row_passes()

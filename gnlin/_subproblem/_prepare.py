@@ -80,7 +80,6 @@ def prepare(
     With `scale` D (and the dense `rows`), in the variables `D delta`.
     """
     itemsize = _tree.dtype(lin.point).itemsize
-    m, p = lin.shape
     if method == "auto":
         method = choose_method(
             lin.shape, itemsize, memory_budget, damped=damped, reuse=reuse
@@ -88,14 +87,14 @@ def prepare(
     if scale is not None and rows is not None:
         if method == "matrix-free":
             raise ValueError(
-                "`scaling` needs the dense Jacobian, which this method (or a Jacobian "
-                'beyond `memory_budget`) does without: use `scaling="identity"`.'
+                '`scaling` needs the dense Jacobian, and the method "matrix-free" does '
+                'without it: use `scaling="identity"`, or another method.'
             )
         rows = jax.tree.map(lambda row, d: row / d, rows, scale)
         return Scaled(_dense(lin, rows, method), scale)
     if method == "matrix-free":
         return MatrixFree(lin)
-    if m * p * itemsize > memory_budget and method in ("eigh", "kernel"):
+    if lin.num_bytes() > memory_budget and method in ("eigh", "kernel"):
         return _without_jacobian(lin, method, memory_budget)
     return _dense(lin, lin.rows(memory_budget), method)
 
