@@ -114,7 +114,9 @@ def solve(
             f"`max_steps` must be a whole number of at least 1, but {max_steps} was "
             "given."
         )
-    inputs, targets = jax.tree.map(jnp.asarray, data)
+    if not (isinstance(data, tuple | list) and len(data) == 2):
+        raise ValueError("`data` must be a pair, `(inputs, targets)`.")
+    inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data)
     num_examples = _check_data(inputs, targets)
     parameters, frozen = eqx.partition(model, filter_spec)
     _check_trainable(parameters)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import scipy.stats
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, PyTree, Scalar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
@@ -57,6 +57,7 @@ class Task:
     test_error: Callable[[Array, Array], Scalar]
     """Of predictions and targets."""
     error_label: str
+    classifies: bool
     learning_rate: float
     max_steps: int
 
@@ -91,11 +92,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """One solver's test errors on one task: a row a seed, a column a strength."""
+    """One solver's runs on one task: a row a seed, a column a strength."""
 
     error: Float[np.ndarray, "seeds strengths"]
-    distance: Float[np.ndarray, "seeds strengths"]
-    stable: np.ndarray
+    alignment: Float[np.ndarray, "seeds strengths"]
+    stable: Bool[np.ndarray, "seeds strengths"]
 
     @property
     def usable(self) -> np.ndarray:
@@ -104,6 +105,10 @@ class Curve:
 
     def mean(self, values: np.ndarray) -> np.ndarray:
         return np.where(self.usable, values.mean(axis=0), np.nan)
+
+    @property
+    def mean_error(self) -> np.ndarray:
+        return self.mean(self.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +184,7 @@ def _tasks(quick: bool) -> tuple[Task, ...]:
             make_model=quintic_mlp,
             test_error=_root_mean_square,
             error_label="Test error (RMSE)",
+            classifies=False,
             learning_rate=1e-7,
             max_steps=20 if quick else 150,
         ),
@@ -190,6 +196,7 @@ def _tasks(quick: bool) -> tuple[Task, ...]:
             make_model=digits_mlp,
             test_error=_error_rate,
             error_label="Test error (fraction wrong)",
+            classifies=True,
             learning_rate=1e-5,
             max_steps=5 if quick else 20,
         ),
@@ -262,32 +269,39 @@ def _runs(
         _measure(model, solution.model, task.train, task.test, task.test_error)
     )
     stats = jax.device_get(solution.stats)
-    rows = []
-    for i, (period, damping) in enumerate(
-        zip(periods, _dampings(task, periods), strict=True)
-    ):
-        error = float(measured["test_error"][i])
-        rows.append(
-            Row(
-                task=task.name,
-                solver=solver,
-                seed=seed,
-                effective_damping=float(damping),
-                period=float(period) if solver == DESCENT else None,
-                damping=float(damping) if solver == DAMPED else None,
-                train_loss=float(measured["train_loss"][i]),
-                test_error=error,
-                test_accuracy=1 - error if task.test_error is _error_rate else None,
-                distance=float(measured["distance"][i]),
-                kernel_alignment=float(measured["kernel_alignment"][i]),
-                largest_eigenvalue=float(measured["spectrum"][i, -1]),
-                result=_result_name(jax.tree.map(lambda x: x[i], solution.result)),  # noqa: B023
-                feature_updates=int(stats["num_feature_updates"][i]),
-                inner_steps=float(stats["num_inner_steps"][i]),
-            )
-        )
-    spectrum = [measured["initial_spectrum"][None], measured["spectrum"]]
-    return rows, np.concatenate(spectrum)
+    damping, error = _dampings(task, periods), measured["test_error"]
+    unset = [None] * len(periods)
+    columns = {
+        "effective_damping": damping.tolist(),
+        "period": periods.tolist() if solver == DESCENT else unset,
+        "damping": damping.tolist() if solver == DAMPED else unset,
+        "train_loss": measured["train_loss"].tolist(),
+        "test_error": error.tolist(),
+        "test_accuracy": (1 - error).tolist() if task.classifies else unset,
+        "distance": measured["distance"].tolist(),
+        "kernel_alignment": measured["kernel_alignment"].tolist(),
+        "largest_eigenvalue": measured["spectrum"][:, -1].tolist(),
+        "result": _result_names(solution.result).tolist(),
+        "feature_updates": stats["num_feature_updates"].tolist(),
+        "inner_steps": stats["num_inner_steps"].tolist(),
+    }
+    rows = [
+        Row(task.name, solver, seed, *values)
+        for values in zip(*columns.values(), strict=True)
+    ]
+    return rows, np.vstack([measured["initial_spectrum"], measured["spectrum"]])
+
+
+def _result_names(results: Any) -> np.ndarray:
+    """The names of optimistix's results, of an array of them."""
+    names = (
+        "successful",
+        "nonlinear_max_steps_reached",
+        "nonlinear_divergence",
+        "nonfinite",
+    )
+    matches = [np.asarray(results == getattr(optx.RESULTS, name)) for name in names]
+    return np.select(matches, names, "other")
 
 
 @eqx.filter_jit
@@ -331,11 +345,11 @@ def _measure(
             "test_error": test_error(jax.vmap(model)(test[0]), test[1]),
             "distance": jnp.sqrt(sum(jax.tree.leaves(changes))),
             "kernel_alignment": _cosine(_centred(kernel, num_examples), first_centred),
-            "spectrum": _eigenvalues(kernel),
+            "spectrum": jnp.linalg.eigvalsh(kernel),
         }
 
     return eqx.filter_vmap(one)(trained) | {
-        "initial_spectrum": _eigenvalues(first_kernel)
+        "initial_spectrum": jnp.linalg.eigvalsh(first_kernel)
     }
 
 
@@ -359,15 +373,165 @@ def _cosine(a: Array, b: Array) -> Scalar:
     return jnp.sum(a * b) / (jnp.linalg.norm(a.ravel()) * jnp.linalg.norm(b.ravel()))
 
 
-def _eigenvalues(kernel: Float[Array, "m m"]) -> Float[Array, " m"]:
-    return jnp.linalg.eigvalsh(kernel)
+#
+# What came out
+#
 
 
-def _result_name(result: Any) -> str:
-    names = (
-        "successful",
-        "nonlinear_max_steps_reached",
-        "nonlinear_divergence",
-        "nonfinite",
+def _curve(rows: Sequence[Row], task: str, solver: str, num_seeds: int) -> Curve:
+    chosen = [row for row in rows if (row.task, row.solver) == (task, solver)]
+
+    def table(column):
+        return np.array([getattr(row, column) for row in chosen]).reshape(num_seeds, -1)
+
+    return Curve(*map(table, ("test_error", "kernel_alignment", "stable")))
+
+
+def _agreement(curves: dict[str, Curve], dampings: np.ndarray) -> Agreement:
+    usable = curves[DESCENT].usable & curves[DAMPED].usable
+    a, b = (curves[solver].mean_error[usable] for solver in SOLVERS)
+    difference, both = np.abs(a - b), np.concatenate([a, b])
+    scale = np.ptp(both)
+
+    def rank_correlation(x, y):
+        return float(scipy.stats.spearmanr(x, y).statistic)
+
+    return Agreement(
+        num_strengths=int(usable.sum()),
+        mean_difference=float(difference.mean() / scale),
+        largest_difference=float(difference.max() / scale),
+        correlation_of_curves=rank_correlation(a, b),
+        correlation_with_damping={
+            solver: rank_correlation(mean, dampings[usable])
+            for solver, mean in zip(SOLVERS, (a, b), strict=True)
+        },
     )
-    return next(name for name in names if bool(result == getattr(optx.RESULTS, name)))
+
+
+def _print_table(
+    console: Console,
+    task: Task,
+    periods: np.ndarray,
+    curves: dict[str, Curve],
+    agreement: Agreement,
+) -> None:
+    table = Table(title=f"{task.title}: {task.error_label[0].lower()}{task.error_label[1:]}")
+    for heading in ("K", "lambda", "K runs", "lambda runs", "difference"):
+        table.add_column(heading, justify="right")
+    columns = [_cells(curves[solver]) for solver in SOLVERS]
+    difference = curves[DESCENT].mean_error - curves[DAMPED].mean_error
+    for period, damping, a, b, d in zip(
+        periods, _dampings(task, periods), *columns, difference, strict=True
+    ):
+        gap = "" if np.isnan(d) else f"{d:+.3f}"
+        table.add_row(f"{period:.3g}", f"{damping:.3g}", a, b, gap)
+    console.print(table)
+    correlations = agreement.correlation_with_damping
+    console.print(
+        f"Over the {agreement.num_strengths} strengths at which every run is stable the "
+        f"two curves differ by {agreement.mean_difference:.1%} of their range on average, "
+        f"{agreement.largest_difference:.1%} at most; their rank correlation is "
+        f"{agreement.correlation_of_curves:.2f}, with the damping "
+        f"{correlations[DESCENT]:.2f} (K) and {correlations[DAMPED]:.2f} (lambda).\n",
+        highlight=False,
+    )
+
+
+def _cells(curve: Curve) -> list[str]:
+    lost = (~curve.stable).sum(axis=0)
+    return [
+        f"{mean:.3f}" if n == 0 else f"{n} of {len(curve.stable)} diverged"
+        for mean, n in zip(curve.mean_error, lost, strict=True)
+    ]
+
+
+#
+# Figures
+#
+
+LOOKS = {
+    DESCENT: {
+        "label": "K gradient steps on each linearised model",
+        "color": figures.BLUE,
+        "marker": "o",
+    },
+    DAMPED: {
+        "label": "damped Gauss-Newton",
+        "color": figures.VERMILION,
+        "marker": "s",
+        "linestyle": "--",
+        "markerfacecolor": "white",
+    },
+}
+DAMPING_LABEL = r"Effective damping  $\lambda = 1/(\eta K)$"
+
+
+def _draw_sweeps(
+    path: Path,
+    tasks: Sequence[Task],
+    periods: np.ndarray,
+    curves: dict[str, dict[str, Curve]],
+) -> None:
+    """Test error and kernel alignment against strength: a column a task."""
+    with figures.figure(path, height=7.0) as figure:
+        axes = figure.subplots(2, len(tasks), sharex="col")
+        for (top, bottom), task in zip(axes.T, tasks, strict=True):
+            dampings = _dampings(task, periods)
+            for solver, curve in curves[task.name].items():
+                _draw_curve(top, dampings, curve, curve.error, solver)
+                _draw_curve(bottom, dampings, curve, curve.alignment, solver)
+            top.set(title=task.title, ylabel=task.error_label, xscale="log")
+            bottom.set(xlabel=DAMPING_LABEL, ylabel="Alignment with the initial kernel")
+            if not task.classifies:
+                top.set_yscale("log")
+            _add_period_axis(top, task.learning_rate)
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+
+
+def _draw_curve(
+    axes: Axes, dampings: np.ndarray, curve: Curve, values: np.ndarray, solver: str
+) -> None:
+    axes.plot(dampings, curve.mean(values), **LOOKS[solver])
+    low, high = (np.where(curve.usable, f(values, axis=0), np.nan) for f in (np.min, np.max))
+    axes.fill_between(dampings, low, high, color=LOOKS[solver]["color"], alpha=0.15, lw=0)
+    for damping, lost in zip(dampings, (~curve.stable).sum(axis=0), strict=True):
+        if lost:
+            axes.annotate(
+                f"x {lost}",
+                (damping, 0.97),
+                xycoords=("data", "axes fraction"),
+                color=LOOKS[solver]["color"],
+                ha="center",
+                fontsize=8,
+            )
+
+
+def _add_period_axis(axes: Axes, learning_rate: float) -> None:
+    def other(strength):  # K of lambda and lambda of K: the same formula
+        return 1 / (learning_rate * np.maximum(strength, np.finfo(float).tiny))
+
+    top = axes.secondary_xaxis("top", functions=(other, other))
+    top.set_xlabel(rf"Period $K$  ($\eta = ${learning_rate:.0e})")
+
+
+def _draw_filters(
+    path: Path,
+    tasks: Sequence[Task],
+    periods: np.ndarray,
+    spectra: dict[str, np.ndarray],
+) -> None:
+    """How much of each eigencomponent is solved, above the kernel's own eigenvalues."""
+    with figures.figure(path, height=6.0) as figure:
+        axes = figure.subplots(
+            2, len(tasks), sharex="col", sharey="row", height_ratios=(3, 1)
+        )
+        for (top, bottom), task in zip(axes.T, tasks, strict=True):
+            _draw_fractions(top, task, periods)
+            _draw_spectra(bottom, spectra[task.name], len(periods) // 2)
+            top.set(title=task.title, xscale="log")
+            bottom.set_xlabel("Eigenvalue $w$ of the kernel")
+        axes[0, 0].set_ylabel("Fraction solved, $w\\,g(w)$")
+        axes[1, 0].set_ylabel("Eigenvalues")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))

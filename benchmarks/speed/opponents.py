@@ -44,16 +44,9 @@ def _silent(**kwargs) -> None:
     del kwargs
 
 
-def optimistix(task: Task, solver: Any, max_steps: int, fn: Any = None) -> Callable:
+def optimistix_solution(fn, solver, max_steps, y, args) -> optx.Solution:
     """N iterations of one of its solvers: N linear solves, of which it uses N - 1."""
-    fn = task.residuals if fn is None else fn
-
-    def run():
-        return optx.least_squares(
-            fn, solver, task.parameters, task.args, max_steps=max_steps, throw=False
-        ).value
-
-    return run
+    return optx.least_squares(fn, solver, y, args, max_steps=max_steps, throw=False)
 
 
 def _flat(task: Task):
@@ -93,7 +86,7 @@ def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
     return lambda num_steps: run(flat, start, task.args, num_steps)
 
 
-def scipy_trf(task: Task, max_steps: int, tr_solver: str) -> Callable[[], np.ndarray]:
+def scipy_trf(task: Task, max_steps: int, tr_solver: Any) -> Callable[[], Any]:
     """Its trust region adapts, so a step of it is another one; only its time is ours."""
     from scipy.optimize import least_squares
 
@@ -111,6 +104,6 @@ def scipy_trf(task: Task, max_steps: int, tr_solver: str) -> Callable[[], np.nda
             xtol=None,
             gtol=1e-15,
             max_nfev=max_steps,
-        ).x
+        )
 
     return run

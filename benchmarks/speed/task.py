@@ -56,10 +56,13 @@ class Task:
         x, target = example
         return self.forward(parameters, x) - target[0]
 
+    @property
+    def flat_parameters(self) -> np.ndarray:
+        return np.asarray(ravel_pytree(self.parameters)[0])
+
     def flat_step(self, parameters: PyTree[Array]) -> np.ndarray:
         """From the starting point to other parameters, as one vector."""
-        after, before = ravel_pytree(parameters)[0], ravel_pytree(self.parameters)[0]
-        return np.asarray(after) - np.asarray(before)
+        return np.asarray(ravel_pytree(parameters)[0]) - self.flat_parameters
 
     def oracle(self) -> Oracle:
         """By reverse mode through the whole batch: none of gnlin, none of its tricks."""

@@ -12,24 +12,35 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+
+
+def _one(output: Any) -> int:
+    del output
+    return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One program to be timed. `run` returns arrays; it may make many steps in one go,
-    and then the time is per step."""
+    """One program to be timed."""
 
     library: str
     variant: str
     run: Callable[[], Any]
-    num_steps: int = 1
+    """Returns arrays, or a pytree that holds some."""
+    count: Callable[[Any], int] = _one
+    """How many steps an output of `run` is the result of: the time is per step."""
+    step: Callable[[], np.ndarray] | None = None
+    """The first step that it takes, as one vector, where there is an exact one."""
     max_rounds: int | None = None
     """Fewer rounds than the others, for what takes seconds."""
+    compile: Callable[[], Any] | None = None
+    """Compiles without running, for what takes so long that it runs only once."""
     note: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.library}: {self.variant}" if self.variant else self.library
+        return f"{self.library} {self.variant}".strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +63,27 @@ def ratio(a: Timing, b: Timing) -> float:
 
 
 def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
-    """Run every case once to compile it, then all of them in turn."""
-    first = [_seconds(case) for case in cases]
-    measured: list[list[float]] = [[] for _ in cases]
+    """Compile every case, then run all of them in turn."""
+    first = [_clock(case.compile or case.run)[0] for case in cases]
+    whole: list[list[float]] = [[] for _ in cases]
+    per_step: list[list[float]] = [[] for _ in cases]
     for i in range(num_rounds):
-        for case, seconds in zip(cases, measured, strict=True):
+        for k, case in enumerate(cases):
             if case.max_rounds is None or i < case.max_rounds:
-                seconds.append(_seconds(case))
+                seconds, output = _clock(case.run)
+                whole[k].append(seconds)
+                per_step[k].append(seconds / case.count(output))
     return [
         Timing(
             case,
-            tuple(s / case.num_steps for s in seconds),
-            max(0.0, start - statistics.median(seconds)),
+            tuple(per_step[k]),
+            first[k] if case.compile else max(0.0, first[k] - statistics.median(whole[k])),
         )
-        for case, start, seconds in zip(cases, first, measured, strict=True)
+        for k, case in enumerate(cases)
     ]
 
 
-def _seconds(case: Case) -> float:
+def _clock(run: Callable[[], Any]) -> tuple[float, Any]:
     start = time.perf_counter()
-    jax.block_until_ready(case.run())
-    return time.perf_counter() - start
+    output = jax.block_until_ready(run())
+    return time.perf_counter() - start, output

@@ -112,6 +112,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """The state before the first step; nothing is evaluated."""
         check_parameters(y)
         check_outputs(outputs)
+        for name, value in vars(self).items():
+            if eqx.is_array(value) and value.ndim > 0:
+                raise ValueError(
+                    f"`{name}` must be a scalar, but has the shape {value.shape}; for a "
+                    "sweep use `jax.vmap` over it."
+                )
         dtype = _tree.dtype((y, outputs))
         zero = jnp.zeros((), dtype)
         count, counter = jnp.zeros((), jnp.result_type(float)), jnp.array(0)

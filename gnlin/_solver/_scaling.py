@@ -46,8 +46,8 @@ def next_scale(
         return None, None
     if lin.num_bytes() > memory_budget:
         raise ValueError(
-            f"`scaling={scaling!r}` needs the dense Jacobian, and its {lin.num_bytes():,} "
-            f"bytes exceed the memory budget of {memory_budget:,}: use "
+            f"`scaling={scaling!r}` needs the dense Jacobian, and its "
+            f"{lin.num_bytes():,} bytes exceed the memory budget of {memory_budget:,}: use "
             '`scaling="identity"`, or raise `memory_budget`.'
         )
     rows = lin.rows(memory_budget)

@@ -1,0 +1,106 @@
+"""Rows of results: printed as a table, and written as they are."""
+
+import csv
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .oracle import relative_error, SOLVED
+from .timing import ratio, Timing
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    task: str
+    library: str
+    variant: str
+    seconds: float = math.nan
+    """Per step: the median of several runs. NaN where there was none."""
+    ratio: float = math.nan
+    """To the hand-written limit, or to what the table says."""
+    compile_seconds: float = math.nan
+    step_error: float = math.nan
+    """Relative, against the dense oracle."""
+    linear_residual: float = math.nan
+    """Relative to the gradient."""
+    note: str = ""
+
+    @property
+    def solved(self) -> bool:
+        return self.linear_residual <= SOLVED
+
+
+def timed_row(
+    task: str, timing: Timing, reference: Timing | None, **accuracy: float
+) -> Row:
+    case = timing.case
+    return Row(
+        task=task,
+        library=case.library,
+        variant=case.variant,
+        seconds=timing.median,
+        ratio=math.nan if reference is None else ratio(timing, reference),
+        compile_seconds=timing.compile_seconds,
+        note=case.note,
+        **accuracy,
+    )
+
+
+def damped_row(task, timing, reference, oracle, damping) -> Row:
+    """With the first step's error, where a damped step of this damping was asked for."""
+    if timing.case.step is None:
+        return timed_row(task, timing, reference)
+    step = timing.case.step()
+    return timed_row(
+        task,
+        timing,
+        reference,
+        step_error=relative_error(step, oracle.damped(damping)),
+        linear_residual=oracle.linear_residual(step, damping),
+    )
+
+
+def print_rows(console: Console, title: str, rows: Sequence[Row], ratio_to: str) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("library")
+    table.add_column("variant")
+    for heading in ("time", f"ratio to {ratio_to}", "compile", "error", "lin. residual"):
+        table.add_column(heading, justify="right")
+    table.add_column("note", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.library,
+            row.variant,
+            duration(row.seconds),
+            _number(row.ratio, ",.2f"),
+            duration(row.compile_seconds),
+            _number(row.step_error, ".0e"),
+            _number(row.linear_residual, ".0e"),
+            row.note,
+        )
+    console.print(table)
+
+
+def duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return ""
+    for factor, unit in ((1, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else f"{value:{form}}"
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    fields = [field.name for field in dataclasses.fields(Row)]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)

@@ -1,0 +1,273 @@
+"""Gauss-Newton and damped Gauss-Newton, against dense formulas."""
+
+import gnlin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
+from problems import (
+    as_jax,
+    damped_step,
+    deficient,
+    descent_step,
+    gauss_newton_step,
+    least_squares,
+    linear,
+    literal_loop,
+    SHAPES,
+    sines,
+    sines_data,
+    sines_numpy,
+)
+
+
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def one_step(fn, solver, y, args):
+    solution = least_squares(fn, solver, *as_jax((y, args)), max_steps=1)
+    return np.asarray(solution.value) - y
+
+
+#
+# Gauss-Newton
+#
+
+
+@shapes
+@pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
+def test_step_is_the_minimum_norm_one(shape, method):
+    y, args = sines_data(shape)
+    step = one_step(sines, gnlin.GaussNewton(method=method), y, args)
+    expected = gauss_newton_step(*sines_numpy(y, args))
+    tolerance = {"matrix-free": 1e-7, "eigh": 1e-9}.get(method, 1e-10)
+    scale = np.max(np.abs(expected))
+    np.testing.assert_allclose(step, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+def test_rank_deficient(shape, method):
+    y, args = deficient(shape, rank=2)
+    solver = gnlin.GaussNewton(method=method)
+    solution = least_squares(linear, solver, *as_jax((y, args)))
+    assert solution.result == optx.RESULTS.successful
+    a, b = args
+    expected = y - np.linalg.pinv(a, rcond=1e-10) @ (a @ y - b)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-7, atol=1e-8)
+    assert int(solution.stats["num_steps"]) <= 3
+
+
+def test_small_singular_values_are_kept_unless_rcond_drops_them():
+    a = np.diag([1.0, 1e-6, 1e-9])
+    y, b = np.zeros(3), np.array([1.0, 1e-6, 1e-9])
+    step = one_step(linear, gnlin.GaussNewton(), y, (a, b))
+    np.testing.assert_allclose(step, np.ones(3), rtol=1e-6)
+    step = one_step(linear, gnlin.GaussNewton(rcond=1e-7), y, (a, b))
+    np.testing.assert_allclose(step, [1, 1, 0], rtol=1e-9)
+
+
+def test_a_linear_problem_is_solved_in_one_step_and_recognised_in_the_next():
+    y, args = deficient((6, 3), rank=3)
+    solution = least_squares(linear, gnlin.GaussNewton(), *as_jax((y, args)))
+    expected = np.linalg.lstsq(*args, rcond=None)[0]
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-12)
+    assert int(solution.stats["num_steps"]) == 2
+
+
+def test_counts():
+    y, args = as_jax(sines_data((7, 3)))
+    solution = least_squares(sines, gnlin.GaussNewton(), y, args, max_steps=2)
+    assert float(solution.stats["num_jvps"]) == 6
+    assert float(solution.stats["num_vjps"]) == 0
+    y, args = as_jax(sines_data((3, 7)))
+    solution = least_squares(sines, gnlin.GaussNewton(), y, args, max_steps=2)
+    assert float(solution.stats["num_jvps"]) == 0
+    assert float(solution.stats["num_vjps"]) == 6
+
+
+@pytest.mark.parametrize("filter", [Tikhonov(0.3), PseudoInverse(0.5)], ids=str)
+def test_filtered(filter):
+    y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+    step = one_step(sines, gnlin.FilteredGaussNewton(filter), y, args)
+    if isinstance(filter, Tikhonov):
+        expected = damped_step(r, jacobian, 0.3)
+    else:
+        expected = gauss_newton_step(r, jacobian, rcond=0.5)
+    np.testing.assert_allclose(step, expected, rtol=1e-10)
+
+
+def test_filtered_by_a_function_of_ones_own():
+    y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+    # g = eta, whatever the eigenvalue: one step of gradient descent.
+    solver = gnlin.FilteredGaussNewton(lambda w: jnp.full_like(w, 0.1))
+    step = one_step(sines, solver, y, args)
+    np.testing.assert_allclose(step, descent_step(r, jacobian, 1, 0.1), rtol=1e-10)
+
+
+def test_a_filter_that_explodes_ends_in_divergence():
+    y, args = as_jax(sines_data((7, 3)))
+    solver = gnlin.FilteredGaussNewton(GradientDescent(10**6, 10.0))
+    solution = least_squares(sines, solver, y, args)
+    assert solution.result == optx.RESULTS.nonlinear_divergence
+    np.testing.assert_array_equal(solution.value, y)
+
+
+def test_gradient_flow_of_any_time_is_stable():
+    y, args = as_jax(sines_data((7, 3)))
+    for time in (1e-300, 1e300):
+        solver = gnlin.FilteredGaussNewton(GradientFlow(jnp.asarray(time)))
+        solution = least_squares(sines, solver, y, args, max_steps=1)
+        assert np.all(np.isfinite(solution.value))
+        assert solution.result == optx.RESULTS.nonlinear_max_steps_reached or (
+            time < 1 and solution.result == optx.RESULTS.successful
+        )
+
+
+#
+# Damped Gauss-Newton
+#
+
+
+METHODS = ["svd", "eigh", "kernel", "curvature", "matrix-free"]
+
+
+@shapes
+@pytest.mark.parametrize("method", METHODS)
+def test_damped_step(shape, method):
+    y, args = sines_data(shape)
+    r, jacobian = sines_numpy(y, args)
+    for damping in (1e-6, 1e-3, 1.0, 1e3):
+        solver = gnlin.DampedGaussNewton(damping, method=method)
+        step = one_step(sines, solver, y, args)
+        expected = damped_step(r, jacobian, damping)
+        # Forming phi phi^T or phi^T phi squares the condition number.
+        condition = np.linalg.norm(jacobian, 2) ** 2 / damping + 1
+        tolerance = 1e-10
+        if method in ("kernel", "curvature", "eigh"):
+            tolerance += 1e-15 * condition
+        if method == "matrix-free":
+            tolerance = 1e-9 * min(condition, 1e3)
+        size = np.max(np.abs(expected)) + 1e-16 / tolerance
+        np.testing.assert_allclose(step, expected, rtol=0, atol=tolerance * size)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_damped_step_of_a_rank_deficient_jacobian(method):
+    y, args = deficient((6, 4), rank=2)
+    r, jacobian = linear(y, args), args[0]
+    step = one_step(linear, gnlin.DampedGaussNewton(1e-3, method=method), y, args)
+    np.testing.assert_allclose(step, damped_step(r, jacobian, 1e-3), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
+def test_no_damping_is_gauss_newton(method):
+    y, args = sines_data((7, 3))
+    step = one_step(sines, gnlin.DampedGaussNewton(0.0, method=method), y, args)
+    expected = gauss_newton_step(*sines_numpy(y, args))
+    np.testing.assert_allclose(step, expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature"])
+def test_a_singular_matrix_is_reported_and_no_step_taken(method):
+    y, (a, b) = deficient((4, 4), rank=1)
+    args = (np.round(a), b)  # in whole numbers, where the Cholesky factor is exact
+    args[0][1:] = 0
+    solver = gnlin.DampedGaussNewton(0.0, method=method)
+    solution = least_squares(linear, solver, *as_jax((y, args)))
+    assert solution.result not in (
+        optx.RESULTS.successful,
+        optx.RESULTS.nonlinear_max_steps_reached,
+    )
+    np.testing.assert_array_equal(solution.value, y)
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "curvature"])
+@pytest.mark.parametrize("scaling", ["marquardt", "more"])
+def test_scaled_step(method, scaling):
+    y, args = sines_data((7, 3))
+    memory = np.zeros(3)
+
+    def step(r, jacobian, k):
+        nonlocal memory
+        norms = np.linalg.norm(jacobian, axis=0)
+        memory = norms if scaling == "marquardt" else np.maximum(norms, 0.8 * memory)
+        return damped_step(r, jacobian, 0.3, memory)
+
+    solver = gnlin.DampedGaussNewton(0.3, scaling=scaling, method=method)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
+    expected = literal_loop(step, y, args, 4)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
+
+
+def test_a_column_of_zeros_is_left_alone_by_the_scaling():
+    args = (np.array([[1.0, 0.0], [2.0, 0.0]]), np.ones(2))
+    for scaling in ("marquardt", "more"):
+        solver = gnlin.DampedGaussNewton(0.1, scaling=scaling)
+        step = one_step(linear, solver, np.ones(2), args)
+        assert step[1] == 0
+        assert np.all(np.isfinite(step))
+
+
+def test_damping_by_a_schedule():
+    y, args = sines_data((7, 3))
+    solver = gnlin.DampedGaussNewton(lambda step: 2.0 * 0.5**step)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
+    expected = literal_loop(
+        lambda r, j, k: damped_step(r, j, 2.0 * 0.5**k), y, args, 4
+    )
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["kernel", "eigh"])
+def test_a_budget_too_small_for_the_jacobian_changes_nothing(method):
+    y, args = sines_data((3, 7))
+    r, jacobian = sines_numpy(y, args)
+    solver = gnlin.DampedGaussNewton(0.3, method=method, memory_budget=100)
+    step = one_step(sines, solver, y, args)
+    np.testing.assert_allclose(step, damped_step(r, jacobian, 0.3), rtol=1e-10)
+
+
+def test_auto_falls_back_on_products_when_nothing_fits():
+    y, args = as_jax(sines_data((7, 3)))
+    solver = gnlin.DampedGaussNewton(0.3, memory_budget=1)
+    solution = least_squares(sines, solver, y, args, max_steps=1)
+    assert float(solution.stats["num_inner_steps"]) == 3
+    assert float(solution.stats["num_vjps"]) >= 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_single_precision_of_each_method(method):
+    y, args = sines_data((7, 3))
+    expected = damped_step(*sines_numpy(y, args), 0.3)
+    solver = gnlin.DampedGaussNewton(0.3, method=method)
+    single = as_jax((y, args), jnp.float32)
+    solution = least_squares(sines, solver, *single, max_steps=1)
+    assert solution.value.dtype == jnp.float32
+    np.testing.assert_allclose(solution.value - single[0], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_agree_under_vmap(method):
+    y, args = as_jax(sines_data((7, 3)))
+    dampings = jnp.asarray([1e-3, 1.0])
+    values = jax.jit(
+        jax.vmap(
+            lambda damping: optx.least_squares(
+                sines,
+                gnlin.DampedGaussNewton(damping, method=method),
+                y,
+                args,
+                max_steps=1,
+                throw=False,
+            ).value
+        )
+    )(dampings)
+    r, jacobian = sines_numpy(*jax.tree.map(np.asarray, (y, args)))
+    for value, damping in zip(values, [1e-3, 1.0], strict=True):
+        step = damped_step(r, jacobian, damping)
+        np.testing.assert_allclose(value - y, step, rtol=1e-6)
