@@ -47,8 +47,8 @@ def next_scale(
     if lin.num_bytes() > memory_budget:
         raise ValueError(
             f"`scaling={scaling!r}` needs the dense Jacobian, and its "
-            f"{lin.num_bytes():,} bytes exceed the memory budget of {memory_budget:,}: use "
-            '`scaling="identity"`, or raise `memory_budget`.'
+            f"{lin.num_bytes():,} bytes exceed the memory budget of {memory_budget:,}: "
+            'use `scaling="identity"`, or raise `memory_budget`.'
         )
     rows = lin.rows(memory_budget)
     norms = jax.tree.map(lambda row: jnp.sqrt(jnp.sum(row**2, axis=0)), rows)
