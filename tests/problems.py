@@ -76,6 +76,10 @@ def least_squares(fn, solver, y0, args=None, max_steps=256, **kwargs):
     )
 
 
+def half_squares(r):
+    return 0.5 * float(r @ r)
+
+
 #
 # Literal steps, from the residuals and the dense Jacobian
 #

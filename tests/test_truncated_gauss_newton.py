@@ -9,8 +9,10 @@ import optimistix as optx
 import pytest
 from problems import (
     as_jax,
+    deficient,
     gauss_newton_step,
     least_squares,
+    linear,
     literal_loop,
     sines,
     sines_data,
@@ -120,6 +122,22 @@ def test_schedules():
     assert int(solution.stats["num_inner_steps"]) == num_inner
 
 
+@methods
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (10, 4)])
+@pytest.mark.parametrize("tolerance", [0.1, 1e-6])
+def test_rank_deficient(shape, method, tolerance):
+    """At the solution the gradient is nothing but rounding, some of it where the
+    curvature is zero: there it is not to be followed."""
+    for seed in range(3):
+        y, args = deficient(shape, 2, seed)
+        a, b = args
+        solver = gnlin.TruncatedGaussNewton(tolerance, method=method)
+        solution = least_squares(linear, solver, *as_jax((y, args)))
+        assert solution.result == optx.RESULTS.successful
+        expected = y - np.linalg.pinv(a, rcond=1e-10) @ (a @ y - b)
+        np.testing.assert_allclose(solution.value, expected, atol=1e-8)
+
+
 #
 # Eisenstat and Walker's forcing sequence
 #
@@ -148,7 +166,8 @@ def test_forcing_sequence(tolerance, norm, previous, other):
 
 
 def test_forcing_sequence_in_the_solver():
-    y, args = sines_data((7, 3), seed=5)
+    y, (a, _) = sines_data((30, 12), seed=5, size=0.3)
+    args = (a, np.sin(a @ (y + 0.3 * np.cos(np.arange(12.0)))))  # has no residual
     rule = gnlin.EisenstatWalker(initial=0.6)
     tolerance, previous = None, None
     tolerances = []

@@ -16,15 +16,31 @@ from .timing import alternate, Case
 
 
 LIMIT = "hand-written"
+LOOP = "in a loop"
 NUM_STEPS = 200
 
 
-def in_a_loop(task: Task, num_rounds: int, others: bool) -> list[Row]:
+def in_a_loop(task: Task, num_rounds: int, num_steps: int = NUM_STEPS) -> list[Row]:
     """Time per step inside one compiled program of many. The first row is the limit."""
-    cases = _limits(task) + _gnlin_loops(task) + _optimistix_loops(task)
-    if others:
-        cases += _jaxopt_loops(task) + _scipy_loops(task)
-    return _rows(task, "in a loop", cases, num_rounds)
+    methods = "auto", "kernel", "eigh"
+    cases = [
+        *_limits(task, num_steps),
+        *(_gnlin_loop(task, method, num_steps) for method in methods),
+        *_optimistix_loops(task, num_steps),
+    ]
+    return _rows(task, cases, num_rounds, LOOP)
+
+
+def slower_in_a_loop(task: Task, num_rounds: int, num_steps: int = 5) -> list[Row]:
+    """Those that take many times as long, by themselves: they would disturb the rest."""
+    slow = [_gnlin_loop(task, method, num_steps) for method in ("matrix-free", "svd")]
+    cases = [*_limits(task, num_steps)[:1], *slow, *_scipy_loops(task)]
+    return _rows(task, cases, num_rounds, LOOP)[1:]
+
+
+def jaxopt_in_a_loop(task: Task, num_rounds: int) -> list[Row]:
+    cases = [*_limits(task, NUM_STEPS)[:1], *_jaxopt_loops(task)]
+    return _rows(task, cases, num_rounds, LOOP)[1:]
 
 
 def one_call(task: Task, num_rounds: int) -> list[Row]:
@@ -34,32 +50,29 @@ def one_call(task: Task, num_rounds: int) -> list[Row]:
     data = task.inputs, task.targets
     residuals = task.per_example()
     cases = [
-        Case(LIMIT, "", lambda: run(task.parameters, task.args, DAMPING, 1)),
+        Case(LIMIT, "one step", lambda: run(task.parameters, task.args, DAMPING, 1)),
         Case("gnlin", "optx.least_squares", _optimistix(task, solver, 1, residuals)),
         Case("gnlin", "gnlin.solve", lambda: _solve(task.model, data, solver, 1)),
         Case(
             "optimistix",
             "LM, Normal(CG)",
-            _optimistix(task, _lm(opponents.CG), 2),
+            _optimistix(task, _lm(), 2),
             note="2 iterations, of which one is an update",
         ),
     ]
-    return _rows(task, "one call", cases, num_rounds)
+    return _rows(task, cases, num_rounds, "one call")
 
 
 def default_levenberg_marquardt(task: Task) -> list[Row]:
     """optimistix's own choice of linear solver: so slow that it runs only once."""
-    solver = _lm(None)
-    run = eqx.filter_jit(opponents.optimistix_solution).lower
-    compiled: list[Any] = []
-    outputs: list[Any] = []
-
-    def build():
-        compiled.append(run(task.residuals, solver, 2, task.parameters, task.args).compile())
+    call = task.residuals, optx.LevenbergMarquardt(rtol=0.0, atol=0.0), 2
+    data = task.parameters, task.args
+    program = eqx.filter_jit(opponents.optimistix_solution)
+    compiled, outputs = [], []
 
     def once():
-        outputs.append(compiled[0](task.residuals, solver, 2, task.parameters, task.args))
-        return outputs[-1]
+        outputs.append(compiled[0](*call, *data))
+        return outputs[0]
 
     case = Case(
         "optimistix",
@@ -68,58 +81,43 @@ def default_levenberg_marquardt(task: Task) -> list[Row]:
         count=_num_iterations,
         step=lambda: task.flat_step(outputs[0].value),
         max_rounds=1,
-        compile=build,
-        note="one run of 2 iterations",
+        compile=lambda: compiled.append(program.lower(*call, *data).compile()),
+        note="run once, for 2 iterations",
     )
-    limit = Case(
-        LIMIT,
-        "",
-        lambda: floor_run(task.parameters, task.args, DAMPING, NUM_STEPS),
-        count=lambda _: NUM_STEPS,
-    )
-    floor_run = floor.damped_loop(task)
-    return _rows(task, "in a loop", [limit, case], 1)[1:]
+    return _rows(task, [*_limits(task, NUM_STEPS)[:1], case], 1, LOOP)[1:]
 
 
-def _rows(task: Task, what: str, cases: list[Case], num_rounds: int) -> list[Row]:
-    oracle = task.oracle()
+def skipped(task: Task, library: str, variant: str, reason: str) -> Row:
+    return Row(f"{LOOP}: {task.name}", library, variant, note=f"skipped: {reason}")
+
+
+def _rows(task: Task, cases: list[Case], num_rounds: int, what: str) -> list[Row]:
     timings = alternate(cases, num_rounds)
     return [
-        damped_row(f"{what}: {task.name}", timing, timings[0], oracle, DAMPING)
+        damped_row(f"{what}: {task.name}", timing, timings[0], task.oracle, DAMPING)
         for timing in timings
     ]
 
 
-def _limits(task: Task) -> list[Case]:
+def _limits(task: Task, num_steps: int) -> list[Case]:
     bare = floor.damped_loop(task)
-    checked = floor.checked_damped_loop(task, NUM_STEPS)
+    checked = floor.checked_damped_loop(task, num_steps)
     y, args = task.parameters, task.args
     return [
         Case(
             LIMIT,
             "",
-            lambda: bare(y, args, DAMPING, NUM_STEPS),
-            count=lambda _: NUM_STEPS,
+            lambda: bare(y, args, DAMPING, num_steps),
+            count=lambda _: num_steps,
             step=lambda: task.flat_step(bare(y, args, DAMPING, 1)),
         ),
         Case(
             LIMIT,
             "with loss and finiteness",
-            lambda: checked(y, args, DAMPING, NUM_STEPS),
-            count=lambda _: NUM_STEPS,
+            lambda: checked(y, args, DAMPING, num_steps),
+            count=lambda _: num_steps,
             step=lambda: task.flat_step(checked(y, args, DAMPING, 1)[0]),
         ),
-    ]
-
-
-# An SVD of the m x p Jacobian takes tens of the others' steps.
-_GNLIN_STEPS = {"auto": NUM_STEPS, "kernel": NUM_STEPS, "eigh": NUM_STEPS, "svd": 5}
-
-
-def _gnlin_loops(task: Task) -> list[Case]:
-    return [
-        _gnlin_loop(task, method, num_steps)
-        for method, num_steps in {**_GNLIN_STEPS, "matrix-free": 20}.items()
     ]
 
 
@@ -133,19 +131,18 @@ def _gnlin_loop(task: Task, method: Any, num_steps: int) -> Case:
         lambda: _solve(task.model, data, solver, num_steps),
         count=lambda solution: int(solution.stats["num_steps"]),
         step=_first_step(task, solver, 1, task.per_example()),
-        max_rounds=3 if num_steps < NUM_STEPS else None,
         note=note,
     )
 
 
-def _optimistix_loops(task: Task) -> list[Case]:
+def _optimistix_loops(task: Task, num_steps: int) -> list[Case]:
     damped = opponents.OptimistixDamped(opponents.CG)
-    lm = _lm(opponents.CG)
+    lm = _lm()
     return [
         Case(
             "optimistix",
             variant,
-            _optimistix(task, solver, NUM_STEPS),
+            _optimistix(task, solver, num_steps),
             count=_num_iterations,
             step=_first_step(task, solver, 2),
             note=note,
@@ -159,9 +156,7 @@ def _optimistix_loops(task: Task) -> list[Case]:
 
 def _jaxopt_loops(task: Task) -> list[Case]:
     by_cg = opponents.jaxopt(task, DAMPING)
-    by_cholesky = opponents.jaxopt(
-        task, DAMPING, materialize_jac=True, solver="cholesky"
-    )
+    by_cholesky = opponents.jaxopt(task, DAMPING, materialize_jac=True, solver="cholesky")
     return [
         Case(
             "jaxopt",
@@ -190,18 +185,15 @@ def _scipy_loops(task: Task) -> list[Case]:
             f"trf, {name}",
             opponents.scipy_trf(task, 10, name),
             count=lambda result: result.nfev,
-            max_rounds=5,
             note=note,
         )
         for name in ("lsmr", "exact")
     ]
 
 
-def _lm(linear_solver) -> optx.LevenbergMarquardt:
+def _lm() -> optx.LevenbergMarquardt:
     """Tolerances of zero: it does not stop before its last step."""
-    if linear_solver is None:
-        return optx.LevenbergMarquardt(rtol=0.0, atol=0.0)
-    return optx.LevenbergMarquardt(rtol=0.0, atol=0.0, linear_solver=linear_solver)
+    return optx.LevenbergMarquardt(rtol=0.0, atol=0.0, linear_solver=opponents.CG)
 
 
 def _solve(model, data, solver, num_steps) -> gnlin.Solution:

@@ -1,10 +1,8 @@
 """Rows of results: printed as a table, and written as they are."""
 
-import csv
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -64,7 +62,9 @@ def damped_row(task, timing, reference, oracle, damping) -> Row:
     )
 
 
-def print_rows(console: Console, title: str, rows: Sequence[Row], ratio_to: str) -> None:
+def print_rows(
+    console: Console, title: str, rows: Sequence[Row], ratio_to: str = "the limit"
+) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("library")
     table.add_column("variant")
@@ -96,11 +96,3 @@ def duration(seconds: float) -> str:
 
 def _number(value: float, form: str) -> str:
     return "" if math.isnan(value) else f"{value:{form}}"
-
-
-def write_csv(path: Path, rows: Iterable[Row]) -> None:
-    fields = [field.name for field in dataclasses.fields(Row)]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(dataclasses.asdict(row) for row in rows)

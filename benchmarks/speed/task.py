@@ -1,6 +1,7 @@
 """The regression tasks that are timed: a ReLU network through a quintic's values."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 
 import gnlin
 
+from ..data.quintic import examples
 from .oracle import Oracle
 
 
@@ -64,6 +66,7 @@ class Task:
         """From the starting point to other parameters, as one vector."""
         return np.asarray(ravel_pytree(parameters)[0]) - self.flat_parameters
 
+    @functools.cached_property
     def oracle(self) -> Oracle:
         """By reverse mode through the whole batch: none of gnlin, none of its tricks."""
         flat, unravel = ravel_pytree(self.parameters)
@@ -82,8 +85,7 @@ def quintic(width: int, num_examples: int) -> Task:
     model = jax.tree.map(
         lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf, model
     )
-    x = jnp.linspace(-2, 2, num_examples)[:, None]
-    y = x**5 / 32 - x**3 / 2 + 2 * x - 1
+    x, y = (jnp.asarray(values, float) for values in examples(num_examples))
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
 
     def forward(parameters, x):

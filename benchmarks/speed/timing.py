@@ -2,7 +2,8 @@
 
 Other work on a machine slows everything for a while. So the cases take turns, A B A B,
 and a ratio is the median of the ratios within each round: what slows a whole round
-cancels, which it does not in a ratio of two medians.
+cancels, which it does not in a ratio of two medians. Every other round goes backwards:
+what runs after a program with many threads finds them still awake.
 """
 
 import dataclasses
@@ -68,7 +69,8 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
     whole: list[list[float]] = [[] for _ in cases]
     per_step: list[list[float]] = [[] for _ in cases]
     for i in range(num_rounds):
-        for k, case in enumerate(cases):
+        order = list(enumerate(cases))
+        for k, case in order if i % 2 == 0 else reversed(order):
             if case.max_rounds is None or i < case.max_rounds:
                 seconds, output = _clock(case.run)
                 whole[k].append(seconds)
@@ -77,7 +79,9 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
         Timing(
             case,
             tuple(per_step[k]),
-            first[k] if case.compile else max(0.0, first[k] - statistics.median(whole[k])),
+            first[k]
+            if case.compile
+            else max(0.0, first[k] - statistics.median(whole[k])),
         )
         for k, case in enumerate(cases)
     ]

@@ -18,6 +18,10 @@ from ..filters import GradientDescent, HeavyBall
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
+# Up to this many multiplications the kernel and its eigenvalues take a millisecond.
+_CHEAP_SPECTRUM = 10**8
+
+
 class IterativeLinearisation(AbstractGaussNewton):
     r"""Train the linearised model for K steps of gradient descent, then linearise again.
 
@@ -109,10 +113,12 @@ class IterativeLinearisation(AbstractGaussNewton):
         return eqx.tree_at(lambda u: u.terminate, update, update.terminate | finished)
 
     def _literal_is_cheaper(self, lin: Linearisation) -> bool:
-        """K known to be so small that its steps take fewer passes than the Jacobian."""
-        if not isinstance(self.period, int):
+        """K known to be so small that its steps take fewer passes than the Jacobian,
+        where its factorisation is more than the work of a moment."""
+        m, p = lin.shape
+        if not isinstance(self.period, int) or m * p * min(m, p) <= _CHEAP_SPECTRUM:
             return False
-        return 2 * self.period - 1 < sum(lin.num_row_passes())
+        return 2 * self.period - 1 <= sum(lin.num_row_passes())
 
     def trajectory(self, lin: Linearisation) -> "Trajectory":
         """The inner steps at one linearisation, to be looked at wherever one likes.

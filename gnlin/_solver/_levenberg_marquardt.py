@@ -22,8 +22,9 @@ _SUFFICIENT_DECREASE = 1e-4
 # An acceleration longer than this part of the step says that the step is too long for
 # the linearisation (Transtrum and Sethna, 2012, section 4).
 _MAX_ACCELERATION = 0.75
-# A change of the loss by fewer roundings than this says nothing.
-_ROUNDINGS = 1000
+# A change of the loss by less than eps to this power, relatively, says nothing: 3e-13 in
+# double precision, 3e-6 in single.
+_ROUNDING_POWER = 0.8
 # A step that gains this part of what an undamped one would is not held by the damping.
 _UNDAMPED = 0.1
 # The damping then has grown by 2^1830, past all floating-point numbers.
@@ -207,7 +208,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             actual = -0.5 * _tree.dot(change, both)  # (|r|^2 - |r'|^2)/2, to rounding
 
             ratio = actual / jnp.where(predicted > 0, predicted, 1)
-            rounding = _ROUNDINGS * eps * loss
+            rounding = eps**_ROUNDING_POWER * loss
             noise = (predicted <= rounding) & (actual >= -rounding)
             accepted = (
                 _tree.all_finite((y, outputs))

@@ -1,0 +1,125 @@
+"""K inner steps of gradient descent at one linearisation point: K costs nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+
+from . import floor
+from .oracle import relative_error
+from .report import Row, timed_row
+from .task import Task
+from .timing import alternate, Case, Timing
+
+
+PERIODS = tuple(10**k for k in range(9))
+LEARNING_RATE = 1e-5
+MAX_LITERAL = 10**5
+"""Literal steps beyond this take minutes."""
+
+
+def by_formula(task: Task, num_rounds: int) -> tuple[list[Row], list[Row]]:
+    """(the step alone, the whole outer step); ratios are to K = 1 of the same."""
+    return (
+        _against_one_step(task, "K steps, spectrum at hand", _spectral(task), num_rounds),
+        _against_one_step(task, "K steps, outer step", _outer(task), num_rounds),
+    )
+
+
+def literally(task: Task, largest: int) -> list[Row]:
+    """Against the same number of steps made one by one; ratios are to K = 1."""
+    run = floor.literal_descent(task)
+    cases = [
+        _case(
+            "literal steps",
+            period,
+            lambda k=period: run(task.parameters, task.args, LEARNING_RATE, k),
+            max_rounds=None if period <= 1000 else 1,
+        )
+        for period in PERIODS
+        if period <= largest
+    ]
+    return _against_one_step(task, "K steps, literally", cases, 5)
+
+
+def _spectral(task: Task) -> list[Case]:
+    residuals = task.per_example()
+    spectrum = jax.jit(lambda y, args: gnlin.linearise(residuals, y, args).spectrum())(
+        task.parameters, task.args
+    )
+    factors = jax.jit(lambda y, args: floor.spectrum(task, y, args))(
+        task.parameters, task.args
+    )
+    step = jax.jit(lambda spectrum, k: spectrum.step(_descent(k)))
+    limit = jax.jit(lambda factors, k: floor.descent_step(factors, k, LEARNING_RATE))
+    return [
+        case
+        for period in PERIODS
+        for case in (
+            _case("gnlin", period, lambda k=period: step(spectrum, float(k))),
+            _case("hand-written", period, lambda k=period: limit(factors, float(k))),
+        )
+    ]
+
+
+def _outer(task: Task) -> list[Case]:
+    residuals = task.per_example()
+
+    @jax.jit
+    def step(y, args, k):
+        return gnlin.linearise(residuals, y, args).spectrum().step(_descent(k))
+
+    @jax.jit
+    def limit(y, args, k):
+        return floor.descent_step(floor.spectrum(task, y, args), k, LEARNING_RATE)
+
+    y, args = task.parameters, task.args
+    return [
+        case
+        for period in PERIODS
+        for case in (
+            _case("gnlin", period, lambda k=period: step(y, args, float(k))),
+            _case("hand-written", period, lambda k=period: limit(y, args, float(k))),
+        )
+    ]
+
+
+def _descent(period) -> gnlin.filters.GradientDescent:
+    return gnlin.filters.GradientDescent(period, LEARNING_RATE)
+
+
+def _case(library: str, period: int, run, max_rounds: int | None = None) -> Case:
+    # The period rides along as the variant, and comes back out of it for the oracle.
+    return Case(
+        library,
+        f"K = {period:,}",
+        run,
+        step=lambda: np.asarray(ravel_pytree(run())[0]),
+        max_rounds=max_rounds,
+    )
+
+
+def _against_one_step(
+    task: Task, name: str, cases: list[Case], num_rounds: int
+) -> list[Row]:
+    timings = alternate(cases, num_rounds)
+    first: dict[str, Timing] = {}
+    rows = []
+    for timing in timings:
+        case = timing.case
+        reference = first.setdefault(case.library, timing)
+        period = float(case.variant.removeprefix("K = ").replace(",", ""))
+        assert case.step is not None
+        error = relative_error(case.step(), task.oracle.descent(period, LEARNING_RATE))
+        rows.append(
+            timed_row(f"{name}: {task.name}", timing, reference, step_error=error)
+        )
+    return rows
+
+
+def largest_rate_times_eigenvalue(task: Task) -> float:
+    """Descent converges without alternating where this is below 1."""
+    singular_values = jnp.linalg.svd(task.oracle.jacobian, compute_uv=False)
+    return LEARNING_RATE * float(singular_values[0]) ** 2

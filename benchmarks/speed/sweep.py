@@ -1,0 +1,125 @@
+"""64 dampings, or 64 periods, at one linearisation point, against one."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import gnlin
+
+from .inner_steps import LEARNING_RATE
+from .report import Row, timed_row
+from .task import Task
+from .timing import alternate, Case, Timing
+
+
+NUMBER = 64
+_REPEATS = 50
+
+DAMPINGS = f"{NUMBER} dampings"
+PERIODS = f"{NUMBER} periods"
+
+
+def in_a_loop(task: Task, num_rounds: int) -> list[Row]:
+    """Linearise, factorise and step, again and again in one compiled program."""
+    pairs = [
+        (_repeated(task, variant, filter_of, values[NUMBER // 2]),
+         _repeated(task, variant, filter_of, values))
+        for variant, filter_of, values in _sweeps()
+    ]  # fmt: skip
+    return _rows(f"sweep in a loop: {task.name}", pairs, num_rounds)
+
+
+def one_call(task: Task, num_rounds: int) -> list[Row]:
+    """The same by one call from Python, for which the steps' memory is allocated anew."""
+    pairs = [
+        (_called(task, variant, filter_of, values[NUMBER // 2]),
+         _called(task, variant, filter_of, values))
+        for variant, filter_of, values in _sweeps()
+    ]  # fmt: skip
+    return _rows(f"sweep in one call: {task.name}", pairs, num_rounds)
+
+
+def shares(task: Task, num_rounds: int) -> list[Row]:
+    """Where a call's time goes. Ratios are to the first row."""
+    y, args = task.parameters, task.args
+    residuals = task.per_example()
+    spectrum = jax.jit(lambda y, args: gnlin.linearise(residuals, y, args).spectrum())
+    kernel = jax.jit(lambda y, args: gnlin.linearise(residuals, y, args).kernel())
+    step = jax.jit(lambda spectrum, d: spectrum.step(gnlin.filters.Tikhonov(d)))
+    steps = jax.jit(jax.vmap(step, in_axes=(None, 0)))
+    ready = spectrum(y, args)
+    dampings = jnp.logspace(-3, 3, NUMBER)
+    cases = [
+        Case("gnlin", "linearise, spectrum", lambda: spectrum(y, args)),
+        Case("gnlin", "linearise, kernel", lambda: kernel(y, args)),
+        Case("gnlin", "one step, spectrum at hand", lambda: step(ready, 1.0)),
+        Case("gnlin", f"{DAMPINGS}, spectrum at hand", lambda: steps(ready, dampings)),
+    ]
+    timings = alternate(cases, num_rounds)
+    name = f"sweep, shares of a call: {task.name}"
+    return [timed_row(name, timing, timings[0]) for timing in timings]
+
+
+def _sweeps():
+    def descent(period):
+        return gnlin.filters.GradientDescent(period, LEARNING_RATE)
+
+    return [
+        (DAMPINGS, gnlin.filters.Tikhonov, jnp.logspace(-3, 3, NUMBER)),
+        (PERIODS, descent, jnp.round(jnp.logspace(0, 8, NUMBER))),
+    ]
+
+
+def _steps(task: Task, filter_of: Callable) -> Callable:
+    """One step for a scalar; for a vector, a step for each entry."""
+    residuals = task.per_example()
+
+    def steps(y, args, values: Float[Array, "*n"]):
+        spectrum = gnlin.linearise(residuals, y, args).spectrum()
+        step = lambda value: spectrum.step(filter_of(value))
+        return step(values) if values.ndim == 0 else jax.vmap(step)(values)
+
+    return steps
+
+
+def _called(task: Task, variant: str, filter_of: Callable, values: Array) -> Case:
+    steps = jax.jit(_steps(task, filter_of))
+    return Case(
+        "gnlin", _name(variant, values), lambda: steps(task.parameters, task.args, values)
+    )
+
+
+def _repeated(task: Task, variant: str, filter_of: Callable, values: Array) -> Case:
+    steps = _steps(task, filter_of)
+
+    @jax.jit
+    def run(y, args, values):
+        def body(_, y):
+            # The barrier keeps the compiler from computing only the step that is taken.
+            all_steps = jax.lax.optimization_barrier(steps(y, args, values))
+            taken = jax.tree.map(lambda s: s[0] if values.ndim else s, all_steps)
+            return jax.tree.map(lambda a, b: a + 1e-3 * b, y, taken)
+
+        return jax.lax.fori_loop(0, _REPEATS, body, y)
+
+    return Case(
+        "gnlin",
+        _name(variant, values),
+        lambda: run(task.parameters, task.args, values),
+        count=lambda _: _REPEATS,
+    )
+
+
+def _name(variant: str, values: Array) -> str:
+    return variant if values.ndim else variant.replace(str(NUMBER), "1").rstrip("s")
+
+
+def _rows(task: str, pairs: list[tuple[Case, Case]], num_rounds: int) -> list[Row]:
+    timings = alternate([case for pair in pairs for case in pair], num_rounds)
+    references: list[Timing] = [timings[2 * (k // 2)] for k in range(len(timings))]
+    return [
+        timed_row(task, timing, reference)
+        for timing, reference in zip(timings, references, strict=True)
+    ]

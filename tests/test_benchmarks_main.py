@@ -1,0 +1,156 @@
+"""The benchmarks' command line, and its headline experiment at its quickest."""
+
+import csv
+import json
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.__main__ import main, MODULES
+from benchmarks.data import digits, quintic
+from benchmarks.networks.mlp import digits_mlp, quintic_mlp
+
+
+def test_list_names_everything_with_a_line(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(MODULES)
+    assert all(len(line.split()) > 3 for line in lines)
+
+
+def test_help_explains(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("--seeds", "--out", "--quick", *MODULES))
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("k-vs-lamda", "k-vs-lambda"), ("NISTT", "nist"), ("sped", "speed")],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(typed, meant, capsys):
+    assert main([typed]) == 2
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_bad_seeds_are_refused_in_one_sentence(value, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--seeds", value])
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert value in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("within", ["", "folder"])
+def test_a_file_is_no_folder_for_results(within, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    assert main(["--out", str(taken / within)]) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert taken.read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("results") / "new" / "folder"
+    assert main(["k-vs-lambda", "--quick", "--seeds", "1", "--out", str(out)]) == 0
+    return out
+
+
+def test_nothing_else_is_left_in_the_folder(results):
+    assert {path.name for path in results.iterdir()} == {
+        "filters.png",
+        "k_vs_lambda.csv",
+        "k_vs_lambda.png",
+        "settings.json",
+    }
+
+
+def test_there_is_a_row_for_every_run(results):
+    with (results / "k_vs_lambda.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    settings = json.loads((results / "settings.json").read_text())
+    strengths = len(settings["periods"])
+    runs = [(row["task"], row["solver"]) for row in rows]
+    for task in ("quintic", "digits"):
+        assert runs.count((task, "iterative-linearisation")) == strengths
+        assert runs.count((task, "damped-gauss-newton")) == strengths
+    assert len(rows) == settings["num_runs"] == 4 * strengths
+    for row in rows:
+        by_descent = row["solver"] == "iterative-linearisation"
+        assert bool(row["period"]) == by_descent
+        assert bool(row["damping"]) != by_descent
+        assert bool(row["test_accuracy"]) == (row["task"] == "digits")
+        assert float(row["train_loss"]) >= 0
+        assert float(row["distance"]) > 0
+        assert 0 <= float(row["kernel_alignment"]) <= 1
+        assert row["result"] in ("successful", "nonlinear_max_steps_reached")
+        assert float(row["effective_damping"]) > 0
+
+
+def test_the_weakest_runs_of_both_solvers_agree(results):
+    """One strength at which the two filters are one, to within a per cent."""
+    with (results / "k_vs_lambda.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["task"] == "quintic"]
+    strongest = max(float(row["effective_damping"]) for row in rows)
+    descent, damped = (
+        row for row in rows if float(row["effective_damping"]) == strongest
+    )
+    assert float(descent["distance"]) == pytest.approx(
+        float(damped["distance"]), rel=1e-2
+    )
+
+
+def test_settings_say_what_the_numbers_depend_on(results):
+    settings = json.loads((results / "settings.json").read_text())
+    packages = {"python", "jax", "jaxlib", "equinox", "lineax", "optimistix", "gnlin"}
+    assert packages <= set(settings["versions"])
+    assert settings["quick"] is True
+    assert settings["seeds"] == [0]
+    assert settings["wall_seconds"] > 0
+    assert {"platform", "date", "command", "agreement"} <= set(settings)
+
+
+@pytest.mark.parametrize("name", ["k_vs_lambda.png", "filters.png"])
+def test_figures_are_pictures_of_readme_width(name, results):
+    from matplotlib.image import imread
+
+    pixels = imread(results / name)
+    assert pixels.shape[1] == 1500
+    assert pixels[..., :3].std() > 0.05
+
+
+def test_the_quintic_touches_its_bounds_at_both_ends():
+    x, y = quintic.examples(20)
+    assert x.shape == y.shape == (20, 1)
+    np.testing.assert_allclose(y[[0, -1], 0], [-4, 4], rtol=1e-12)
+    np.testing.assert_allclose(y, x**5 / 32 - x**3 / 2 + 2 * x - 1, atol=1e-12)
+    _, dense = quintic.examples(10_001)
+    assert np.all(np.abs(dense) <= 4 + 1e-12)
+
+
+def test_the_digits_are_split_once_and_for_all():
+    labels = np.tile(np.arange(10), 6)
+    train, test = digits.split(labels, per_class=2)
+    assert list(train) == [*range(10), *range(30, 40)]
+    assert not set(train) & set(test)
+    assert len(train) + len(test) == len(labels)
+
+    (x, y), (test_x, test_y) = digits.examples(per_class=4)
+    assert (len(x), len(test_x)) == (40, 1757)
+    assert y.sum(axis=0).tolist() == [4] * 10
+    assert test_y.sum() == 1757
+    assert x.min() == 0
+    assert x.max() == 1
+
+
+@pytest.mark.parametrize(("make", "number"), [(quintic_mlp, 7801), (digits_mlp, 3010)])
+def test_networks_have_the_parameters_that_they_are_said_to(make, number):
+    parameters = eqx.filter(make(jax.random.key(0)), eqx.is_inexact_array)
+    assert sum(leaf.size for leaf in jax.tree.leaves(parameters)) == number

@@ -1,0 +1,288 @@
+"""Iterative linearisation, against K literal steps on the linearised model."""
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import gnlin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+from gnlin.filters import GradientDescent, HeavyBall
+from problems import (
+    as_jax,
+    descent_step,
+    gauss_newton_step,
+    least_squares,
+    literal_loop,
+    SHAPES,
+    sines,
+    sines_data,
+    sines_numpy,
+)
+
+
+def with_literal_steps(period, learning_rate, momentum=0.0):
+    return lambda r, jacobian, k: descent_step(r, jacobian, period, learning_rate, momentum)
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
+def test_k_literal_steps(shape, momentum, method):
+    y, args = sines_data(shape)
+    for period in (1, 2, 7, 1000):
+        solver = gnlin.IterativeLinearisation(
+            jnp.asarray(period), 0.05, momentum, method=method
+        )
+        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=2)
+        expected = literal_loop(with_literal_steps(period, 0.05, momentum), y, args, 2)
+        np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
+        assert float(solution.stats["num_inner_steps"]) == 2 * period
+        assert int(solution.stats["num_feature_updates"]) == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_every_shape(shape):
+    y, args = sines_data(shape)
+    solver = gnlin.IterativeLinearisation(50, 0.05)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+    expected = literal_loop(with_literal_steps(50, 0.05), y, args, 1)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_hundred_thousand_literal_steps():
+    y, args = sines_data((7, 3))
+    for learning_rate in (1e-5, 0.05):
+        expected = literal_loop(with_literal_steps(10**5, learning_rate), y, args, 1)
+        for method in ("svd", "eigh", "matrix-free"):
+            solver = gnlin.IterativeLinearisation(10**5, learning_rate, method=method)
+            solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+            np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 8])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_python_numbers_and_few_literal_steps(period, momentum):
+    """A period known to be small is taken in literal steps by default."""
+    y, args = sines_data((7, 3))
+    solver = gnlin.IterativeLinearisation(period, 0.05, momentum)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=2)
+    expected = literal_loop(with_literal_steps(period, 0.05, momentum), y, args, 2)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-11)
+    literal = 2 * period - 1 < 3
+    jvps, vjps = (period - 1, period) if literal else (3, 0)
+    assert float(solution.stats["num_jvps"]) == 2 * jvps
+    assert float(solution.stats["num_vjps"]) == 2 * vjps
+
+
+def test_a_period_of_one_is_gradient_descent_on_the_model():
+    y, args = as_jax(sines_data((7, 3)))
+    solver = gnlin.IterativeLinearisation(1, 0.05)
+    solution = least_squares(sines, solver, y, args, max_steps=20)
+    gradient = jax.jit(jax.grad(lambda y: 0.5 * jnp.sum(sines(y, args) ** 2)))
+    for _ in range(20):
+        y = y - 0.05 * gradient(y)
+    np.testing.assert_allclose(solution.value, y, rtol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.5, 0.95])
+def test_heavy_ball_is_that_of_optax(momentum):
+    y, args = as_jax(sines_data((7, 3)))
+    lin = gnlin.linearise(sines, y, args)
+    optimiser = optax.sgd(0.05, momentum)
+
+    @jax.jit
+    def step(carry, _):
+        y, state = carry
+        gradient = jax.grad(lambda y: 0.5 * jnp.sum(lin(y) ** 2))(y)
+        updates, state = optimiser.update(gradient, state)
+        return (optax.apply_updates(y, updates), state), None
+
+    (expected, _), _ = jax.lax.scan(step, (y, optimiser.init(y)), length=300)
+    for method in ("svd", "matrix-free"):
+        solver = gnlin.IterativeLinearisation(300, 0.05, momentum, method=method)
+        solution = least_squares(sines, solver, y, args, max_steps=1)
+        np.testing.assert_allclose(solution.value, expected, rtol=1e-11)
+
+
+#
+# Without an end
+#
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("period", [math.inf, jnp.asarray(jnp.inf)], ids=["inf", "traced"])
+def test_an_infinite_period_is_one_feature_update(period, momentum, shape):
+    y, args = sines_data(shape)
+    solver = gnlin.IterativeLinearisation(period, 0.05, momentum)
+    solution = least_squares(sines, solver, *as_jax((y, args)))
+    expected = y + gauss_newton_step(*sines_numpy(y, args))
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-10)
+    assert solution.result == optx.RESULTS.successful
+    assert int(solution.stats["num_feature_updates"]) == 1
+    assert np.isinf(solution.stats["num_inner_steps"])
+
+
+def test_an_infinite_period_does_not_hide_a_learning_rate_that_diverges():
+    y, args = as_jax(sines_data((7, 3)))
+    for momentum in (0.0, 0.9):
+        solver = gnlin.IterativeLinearisation(math.inf, 50.0, momentum)
+        solution = least_squares(sines, solver, y, args)
+        assert solution.result == optx.RESULTS.nonlinear_divergence
+        np.testing.assert_array_equal(solution.value, y)
+
+
+@pytest.mark.slow
+def test_an_infinite_period_that_is_traced_does_not_hang_matrix_free():
+    script = """
+        import gnlin, jax.numpy as jnp, optimistix as optx
+        solver = gnlin.IterativeLinearisation(
+            jnp.array(jnp.inf), 0.5, method="matrix-free"
+        )
+        optx.least_squares(
+            lambda y, args: y - 1, solver, jnp.zeros(2), max_steps=1, throw=False
+        )
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    subprocess.run(command, timeout=30)
+
+
+#
+# Divergence
+#
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("period", [10**8, 10**8 + 1])
+@pytest.mark.parametrize("method", ["svd", "eigh"])
+def test_divergence_is_reported_before_the_step_is_taken(method, period, momentum):
+    y, args = as_jax(sines_data((7, 3)))
+    w = np.max(gnlin.linearise(sines, y, args).spectrum().eigenvalues)
+    edge = 2 * (1 + momentum) / float(w)
+    for learning_rate, stable in ((0.999 * edge, True), (1.001 * edge, False)):
+        solver = gnlin.IterativeLinearisation(
+            jnp.asarray(period), learning_rate, momentum, method=method
+        )
+        solution = least_squares(sines, solver, y, args, max_steps=1)
+        if stable:
+            assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
+            assert int(solution.stats["num_accepted_steps"]) == 1
+        else:
+            assert solution.result == optx.RESULTS.nonlinear_divergence
+            np.testing.assert_array_equal(solution.value, y)
+            assert int(solution.stats["num_rejected_steps"]) == 1
+            assert int(solution.stats["num_accepted_steps"]) == 0
+
+
+def test_divergence_of_literal_steps():
+    y, args = as_jax(sines_data((7, 3)))
+    solver = gnlin.IterativeLinearisation(10**5, 50.0, method="matrix-free")
+    solution = least_squares(sines, solver, y, args)
+    assert solution.result == optx.RESULTS.nonlinear_divergence
+    np.testing.assert_array_equal(solution.value, y)
+
+
+def test_divergence_is_thrown_by_name():
+    y, args = as_jax(sines_data((7, 3)))
+    solver = gnlin.IterativeLinearisation(10**8, 50.0)
+    with pytest.raises(RuntimeError, match="diverge"):
+        optx.least_squares(sines, solver, y, args)
+
+
+def test_a_few_steps_too_long_are_taken_as_asked():
+    """The growth of a short divergence says nothing yet: it is what was asked for."""
+    y, args = sines_data((7, 3))
+    for method in ("svd", "matrix-free"):
+        solver = gnlin.IterativeLinearisation(3, 2.0, method=method)
+        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+        expected = literal_loop(with_literal_steps(3, 2.0), y, args, 1)
+        np.testing.assert_allclose(solution.value, expected, rtol=1e-10)
+
+
+#
+# The filter and the trajectory
+#
+
+
+def test_filter():
+    solver = gnlin.IterativeLinearisation(10, 0.1)
+    assert isinstance(solver.filter(), GradientDescent)
+    assert solver.filter().period == 10
+    assert solver.filter(3).period == 3
+    solver = gnlin.IterativeLinearisation(10, 0.1, 0.9)
+    assert isinstance(solver.filter(), HeavyBall)
+    assert solver.filter().momentum == 0.9
+
+
+def test_more_feature_updates_of_fewer_steps_fit_a_nonlinear_model_better():
+    y, args = as_jax(sines_data((7, 3), seed=5))
+    losses = []
+    for period, num_updates in ((1000, 1), (100, 10)):
+        solver = gnlin.IterativeLinearisation(period, 0.1)
+        solution = least_squares(sines, solver, y, args, max_steps=num_updates)
+        losses.append(float(jnp.sum(sines(solution.value, args) ** 2)))
+    assert losses[1] < losses[0]
+
+
+STEPS = [1, 2, 10, 100]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("method", ["auto", "eigh", "matrix-free"])
+def test_trajectory(method, momentum):
+    y, args = sines_data((7, 3))
+    r, jacobian = sines_numpy(y, args)
+    _, test_args = sines_data((4, 3), seed=9)
+    test_r, test_jacobian = sines_numpy(y, test_args)
+    lin = gnlin.linearise(sines, *as_jax((y, args)))
+    solver = gnlin.IterativeLinearisation(10, 0.05, momentum, method=method)
+    trajectory = solver.trajectory(lin)
+    parameters = trajectory.parameters(jnp.asarray(STEPS))
+    outputs = trajectory.outputs(jnp.asarray(STEPS))
+    elsewhere = trajectory.outputs(
+        jnp.asarray(STEPS), on=gnlin.linearise(sines, *as_jax((y, test_args)))
+    )
+    assert parameters.shape == (4, 3)
+    for i, k in enumerate(STEPS):
+        delta = descent_step(r, jacobian, k, 0.05, momentum)
+        np.testing.assert_allclose(parameters[i], y + delta, rtol=1e-10)
+        np.testing.assert_allclose(outputs[i], r + jacobian @ delta, atol=1e-10)
+        expected = test_r + test_jacobian @ delta
+        np.testing.assert_allclose(elsewhere[i], expected, atol=1e-10)
+    step = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+    np.testing.assert_allclose(parameters[2], step.value, rtol=1e-10)
+
+
+def test_trajectory_of_pytrees_under_jit():
+    y = {"a": jnp.asarray([0.3, 0.2]), "b": jnp.asarray(0.5)}
+    x = jnp.linspace(0.0, 1.0, 5)
+
+    def fn(y, x):
+        return {"out": jnp.sin(y["a"][0] * x) + y["a"][1] * y["b"] - x}
+
+    @jax.jit
+    def path(y, x, steps):
+        lin = gnlin.linearise(fn, y, x)
+        solver = gnlin.IterativeLinearisation(10, 0.1)
+        trajectory = solver.trajectory(lin)
+        return trajectory.parameters(steps), trajectory.outputs(steps)
+
+    parameters, outputs = path(y, x, jnp.asarray([1, 5]))
+    assert parameters["a"].shape == (2, 2)
+    assert parameters["b"].shape == (2,)
+    assert outputs["out"].shape == (2, 5)
+    gradient = jax.grad(lambda y: 0.5 * jnp.sum(fn(y, x)["out"] ** 2))(y)
+    np.testing.assert_allclose(parameters["b"][0], y["b"] - 0.1 * gradient["b"], rtol=1e-12)
+
+
+def test_trajectory_starts_after_the_first_step():
+    lin = gnlin.linearise(sines, *as_jax(sines_data((7, 3))))
+    trajectory = gnlin.IterativeLinearisation(10, 0.05).trajectory(lin)
+    with pytest.raises(ValueError, match="`inner_steps`"):
+        trajectory.parameters(jnp.asarray([0, 1]))

@@ -1,0 +1,293 @@
+"""Levenberg-Marquardt: its steps against dense formulas, and hard little problems."""
+
+import equinox as eqx
+import gnlin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.optimize
+from problems import (
+    as_jax,
+    damped_step,
+    deficient,
+    half_squares,
+    least_squares,
+    linear,
+    powell_singular,
+    rosenbrock,
+    sines,
+    sines_data,
+    sines_numpy,
+)
+
+
+VARIANTS = {
+    "default": gnlin.LevenbergMarquardt(),
+    "marquardt": gnlin.LevenbergMarquardt(scaling="marquardt"),
+    "identity": gnlin.LevenbergMarquardt(scaling="identity"),
+    "no acceleration": gnlin.LevenbergMarquardt(acceleration=False),
+    "eigh": gnlin.LevenbergMarquardt(method="eigh"),
+    "kernel": gnlin.LevenbergMarquardt(method="kernel"),
+    "curvature": gnlin.LevenbergMarquardt(method="curvature"),
+    "matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
+}
+variants = pytest.mark.parametrize("solver", VARIANTS.values(), ids=VARIANTS)
+
+
+#
+# One step
+#
+
+
+def first_step(r, jacobian, second, *, relative, scaled, accelerated):
+    """The first step of a fresh solver; `second(v)` is r'' along v."""
+    p = jacobian.shape[1]
+    scale = np.linalg.norm(jacobian, axis=0) if scaled else np.ones(p)
+    gradient = jacobian.T @ r / scale
+    pushed = (jacobian / scale) @ gradient
+    damping = relative * (pushed @ pushed) / (gradient @ gradient)
+    velocity = damped_step(r, jacobian, damping, scale)
+    if not accelerated:
+        return velocity
+    return velocity + 0.5 * damped_step(second(velocity), jacobian, damping, scale)
+
+
+@pytest.mark.parametrize("scaling", ["more", "marquardt", "identity"])
+@pytest.mark.parametrize("accelerated", [True, False])
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
+def test_first_step(shape, accelerated, scaling):
+    y, args = sines_data(shape, seed=5)
+    r, jacobian = sines_numpy(y, args)
+    a = args[0]
+    expected = first_step(
+        r,
+        jacobian,
+        lambda v: -np.sin(a @ y) * (a @ v) ** 2,
+        relative=0.5,
+        scaled=scaling != "identity",
+        accelerated=accelerated,
+    )
+    for method in ("svd", "eigh", "kernel", "curvature"):
+        solver = gnlin.LevenbergMarquardt(
+            damping=0.5, scaling=scaling, acceleration=accelerated, method=method
+        )
+        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+        assert int(solution.stats["num_rejected_steps"]) == 0, "the first trial is taken"
+        np.testing.assert_allclose(solution.value, y + expected, rtol=1e-9)
+
+
+def test_a_rejected_trial_is_more_damped_and_leaves_the_point():
+    """From a far start: each outer step ends below the loss that it started from."""
+    y = jnp.asarray([-1.2, 1.0])
+    solver = gnlin.LevenbergMarquardt(damping=1e-8, acceleration=False)
+    solution = least_squares(rosenbrock, solver, y, max_steps=1)
+    rejected = int(solution.stats["num_rejected_steps"])
+    assert rejected > 0
+    assert int(solution.stats["num_accepted_steps"]) == 1
+    assert int(solution.stats["num_feature_updates"]) == 1
+    # The damping is doubled, then times 4, 8, ...: it has been found from the outside.
+    r = np.asarray(rosenbrock(y, None))
+    jacobian = np.asarray(jax.jacobian(rosenbrock)(y, None))
+    scale = np.linalg.norm(jacobian, axis=0)
+    gradient = jacobian.T @ r / scale
+    pushed = (jacobian / scale) @ gradient
+    damping = 1e-8 * (pushed @ pushed) / (gradient @ gradient)
+    for i in range(rejected + 1):
+        step = damped_step(r, jacobian, damping, scale)
+        after = half_squares(np.asarray(rosenbrock(y + step, None)))
+        assert (after < half_squares(r)) == (i == rejected)
+        damping *= 2 ** (i + 1)
+    np.testing.assert_allclose(solution.value, y + step, rtol=1e-9)
+
+
+class Valley(eqx.Module):
+    """Rosenbrock's residuals as a model, whose targets are zero."""
+
+    y: jax.Array
+
+    def __call__(self, x):
+        return rosenbrock(self.y, None) + 0 * x
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(),
+        gnlin.LevenbergMarquardt(acceleration=False, scaling="identity"),
+    ],
+)
+def test_the_loss_never_increases(solver):
+    data = (jnp.zeros((1, 1)), jnp.zeros((1, 2)))
+    history = gnlin.solve(Valley(jnp.asarray([-1.2, 1.0])), data, solver).history
+    loss, damping = np.asarray(history.loss), np.asarray(history.damping)
+    assert np.all(np.diff(loss) <= 1e-12 * loss[:-1])
+    assert loss[-1] < 1e-20
+    # The damping falls by at most a factor of 3 from one linearisation to the next.
+    assert np.all(damping[1:] >= damping[:-1] / 3 * (1 - 1e-12))
+
+
+#
+# Problems
+#
+
+
+@variants
+def test_rosenbrock(solver):
+    solution = least_squares(rosenbrock, solver, jnp.asarray([-1.2, 1.0]))
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
+    assert int(solution.stats["num_rejected_steps"]) > 0
+    assert int(solution.stats["num_steps"]) < 60
+
+
+@variants
+def test_powell_singular(solver):
+    """The Jacobian is singular at the solution, 0: convergence is linear only."""
+    start = jnp.asarray([3.0, -1.0, 0.0, 1.0])
+    solution = least_squares(powell_singular, solver, start, max_steps=1000)
+    assert solution.result == optx.RESULTS.successful
+    assert np.linalg.norm(powell_singular(solution.value, None)) < 1e-8
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_units_of_the_residuals(scale):
+    def fn(y, args):
+        return args * rosenbrock(y, None)
+
+    solution = least_squares(
+        fn, gnlin.LevenbergMarquardt(), jnp.asarray([-1.2, 1.0]), jnp.asarray(scale)
+    )
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
+
+
+@variants
+def test_wide(solver):
+    """Fewer residuals than parameters: they can all be brought to zero."""
+    y, (a, _) = sines_data((3, 7))
+    args = as_jax((a, np.sin(a @ np.cos(np.arange(7.0)))))
+    solution = least_squares(sines, solver, jnp.asarray(y), args)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(sines(solution.value, args), 0, atol=1e-9)
+
+
+@variants
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_rank_deficient(solver, shape):
+    y, args = deficient(shape, rank=2)
+    solution = least_squares(linear, solver, *as_jax((y, args)))
+    assert solution.result == optx.RESULTS.successful
+    a, b = args
+    best = half_squares(a @ np.linalg.pinv(a, rcond=1e-10) @ b - b)
+    assert half_squares(linear(np.asarray(solution.value), args)) <= best * (1 + 1e-12)
+    assert np.linalg.norm(solution.value) < 1e3
+
+
+@variants
+def test_the_same_minimum_as_scipy(solver):
+    y, args = sines_data((7, 3), seed=5)
+    solution = least_squares(sines, solver, *as_jax((y, args)))
+    expected = scipy.optimize.least_squares(
+        lambda y: sines_numpy(y, args)[0],
+        y,
+        lambda y: sines_numpy(y, args)[1],
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    )
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, expected.x, rtol=1e-6)
+
+
+def test_a_parameter_without_influence_stays():
+    def fn(y, args):
+        return rosenbrock(y[:2], args)
+
+    solution = least_squares(
+        fn, gnlin.LevenbergMarquardt(), jnp.asarray([-1.2, 1.0, 5.0])
+    )
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, [1, 1, 5], rtol=1e-8)
+
+
+def test_it_converges_where_gauss_newton_does_not():
+    """arctan from afar: full steps overshoot, further each time."""
+
+    def fn(y, args):
+        return jnp.arctan(y)
+
+    far = jnp.asarray([3.0])
+    gauss_newton = least_squares(fn, gnlin.GaussNewton(), far, max_steps=8)
+    assert not np.abs(gauss_newton.value) < 3
+    solution = least_squares(fn, gnlin.LevenbergMarquardt(), far)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, 0, atol=1e-9)
+
+
+def test_success_is_claimed_at_stationary_points_only():
+    """Large damping makes small steps, and they are no convergence."""
+    start = jnp.asarray([-1.2, 1.0])
+    for first in (1e3, 1e8, 1e12):
+        solver = gnlin.LevenbergMarquardt(damping=first)
+        solution = least_squares(rosenbrock, solver, start, max_steps=1000)
+        if solution.result == optx.RESULTS.successful:
+            np.testing.assert_allclose(solution.value, 1, rtol=1e-6)
+    assert solution.result == optx.RESULTS.successful
+
+
+def test_nowhere_to_go_is_a_divergence():
+    """Every step leads to a NaN: no damping helps."""
+
+    def fn(y, args):
+        return jnp.where(y == 1.0, 1.0 * y, jnp.nan)
+
+    solution = least_squares(fn, gnlin.LevenbergMarquardt(), jnp.ones(2))
+    assert solution.result in (
+        optx.RESULTS.nonlinear_divergence,
+        optx.RESULTS.nonfinite,
+    )
+    np.testing.assert_array_equal(solution.value, 1)
+
+
+@pytest.mark.parametrize("problem", [rosenbrock, powell_singular])
+def test_single_precision(problem):
+    start = {rosenbrock: [-1.2, 1.0], powell_singular: [3.0, -1.0, 0.0, 1.0]}[problem]
+    solution = least_squares(
+        problem, gnlin.LevenbergMarquardt(), jnp.asarray(start, jnp.float32), max_steps=500
+    )
+    assert solution.value.dtype == jnp.float32
+    assert solution.result == optx.RESULTS.successful
+    assert np.linalg.norm(problem(solution.value, None)) < 1e-3
+
+
+def test_acceleration_shortens_the_way_through_a_narrow_valley():
+    def fn(y, args):
+        return jnp.stack([1e3 * (y[1] - y[0] ** 2), 1 - y[0]])
+
+    start = jnp.asarray([-1.2, 1.0])
+    steps = [
+        int(
+            least_squares(
+                fn,
+                gnlin.LevenbergMarquardt(acceleration=acceleration),
+                start,
+                max_steps=5000,
+            ).stats["num_steps"]
+        )
+        for acceleration in (True, False)
+    ]
+    assert 3 * steps[0] < steps[1]
+
+
+def test_counts():
+    y, args = as_jax(sines_data((7, 3), seed=5))
+    solver = gnlin.LevenbergMarquardt()
+    stats = least_squares(sines, solver, y, args, max_steps=4).stats
+    trials = int(stats["num_accepted_steps"]) + int(stats["num_rejected_steps"])
+    assert int(stats["num_feature_updates"]) == 4
+    assert float(stats["num_jvps"]) == 4 * 3 + 2 * trials
+    plain = gnlin.LevenbergMarquardt(acceleration=False)
+    stats = least_squares(sines, plain, y, args, max_steps=4).stats
+    assert float(stats["num_jvps"]) == 4 * 3
