@@ -40,7 +40,7 @@ def claim_folder(folder: Path) -> None:
         ) from None
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside the file, then rename: whoever reads it finds the old or the new."""
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:
@@ -52,7 +52,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     text = json.dumps(content, indent=2) + "\n"
-    write_whole(path, lambda part: part.write_text(text) and None)
+    write_whole(path, lambda part: part.write_text(text))
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:

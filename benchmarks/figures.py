@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -11,10 +12,10 @@ from ._results import write_whole
 
 
 # Okabe and Ito's palette: distinct in all common forms of colour blindness.
-BLUE, VERMILION, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
-SKY, PURPLE, BLACK, GREY = "#56B4E9", "#CC79A7", "#000000", "#767676"
+BLACK, BLUE, GREEN = "#000000", "#0072B2", "#009E73"
+ORANGE, PURPLE, SKY, VERMILION = "#E69F00", "#CC79A7", "#56B4E9", "#D55E00"
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.dpi": 150,
     "figure.constrained_layout.use": True,
     "font.size": 11,

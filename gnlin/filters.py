@@ -25,7 +25,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, ScalarLike
+from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
 from ._checks import (
     check_finite_nonnegative,
@@ -233,15 +233,16 @@ class HeavyBall(AbstractFilter):
 
 
 def equivalent_damping(
-    period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
-) -> ScalarLike:
+    period: ArrayLike, learning_rate: ArrayLike, momentum: ArrayLike = 0.0
+) -> ArrayLike:
     r"""The damping whose filter is nearest to `period` steps: $\lambda = 1/(\eta K)$.
 
     Early-stopped descent and damping have nearly the same filter at this strength: both
     leave eigenvalues far below it alone and invert those far above it. Momentum $\mu$
     makes the steps $1/(1-\mu)$ times longer.
 
-    **Arguments:** as [`gnlin.filters.HeavyBall`][]; an infinite period gives 0.
+    **Arguments:** as [`gnlin.filters.HeavyBall`][], or arrays of them; an infinite period
+    gives 0.
 
     **Returns:** the damping, in units of the kernel's eigenvalues.
 
@@ -258,8 +259,8 @@ def equivalent_damping(
 
 
 def equivalent_period(
-    damping: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike = 0.0
-) -> ScalarLike:
+    damping: ArrayLike, learning_rate: ArrayLike, momentum: ArrayLike = 0.0
+) -> ArrayLike:
     r"""The number of steps nearest to a damping: $K = 1/(\eta\lambda)$, the inverse of
     [`gnlin.equivalent_damping`][].
 

@@ -1,15 +1,26 @@
 """The benchmarks' command line, and its headline experiment at its quickest."""
 
 import csv
+import dataclasses
 import json
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from benchmarks.__main__ import main, MODULES
 from benchmarks.data import digits, quintic
+from benchmarks.experiments.k_vs_lambda._figures import draw_sweeps
+from benchmarks.experiments.k_vs_lambda._summary import (
+    agreement_of,
+    Curve,
+    curve_of,
+    print_table,
+)
+from benchmarks.experiments.k_vs_lambda._sweep import DAMPED, DESCENT, sweep
+from benchmarks.experiments.k_vs_lambda._tasks import make_tasks
 from benchmarks.networks.mlp import digits_mlp, quintic_mlp
 
 
@@ -124,6 +135,46 @@ def test_figures_are_pictures_of_readme_width(name, results):
     pixels = imread(results / name)
     assert pixels.shape[1] == 1500
     assert pixels[..., :3].std() > 0.05
+
+
+@pytest.fixture
+def curves():
+    damping = np.array([0.1, 1.0, 10.0, 100.0])
+    error = np.array([[9.0, 0.2, 0.3, 0.6], [0.1, 0.2, 0.3, 0.6]])
+    stable = np.array([[False, True, True, True], [True, True, True, True]])
+    descent = Curve(damping, error, alignment=error, stable=stable)
+    damped = Curve(
+        damping, error + 0.1, alignment=error, stable=np.full_like(stable, True)
+    )
+    return {DESCENT: descent, DAMPED: damped}
+
+
+def test_what_diverged_is_in_no_mean(curves):
+    mean = curves[DESCENT].mean_error
+    assert np.isnan(mean[0])
+    np.testing.assert_allclose(mean[1:], [0.2, 0.3, 0.6])
+    agreement = agreement_of(curves)
+    assert agreement.num_strengths == 3
+    assert agreement.mean_difference == pytest.approx(0.1 / 0.5)
+    assert agreement.correlation == pytest.approx(1)
+
+
+def test_what_diverged_is_told_and_drawn(curves, tmp_path):
+    task = make_tasks(quick=True)[0]
+    console = Console(record=True, width=100)
+    print_table(console, task, curves, agreement_of(curves))
+    assert "1 of 2 diverged" in console.export_text()
+    draw_sweeps(tmp_path / "sweeps.png", [task], {task.name: curves})
+    assert (tmp_path / "sweeps.png").stat().st_size > 0
+
+
+def test_descent_at_too_large_a_rate_is_counted_as_diverged():
+    digits_task = make_tasks(quick=True)[1]
+    task = dataclasses.replace(digits_task, learning_rate=1.0, max_steps=2)
+    rows, _ = sweep([task], [100.0, 1e4], 1, Console(quiet=True))
+    diverged = {(row.solver, row.result) for row in rows if not row.stable}
+    assert diverged == {(DESCENT, "nonlinear_divergence")}
+    assert all(curve_of(rows, task.name, DESCENT).num_diverged == 1)
 
 
 def test_the_quintic_touches_its_bounds_at_both_ends():

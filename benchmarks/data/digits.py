@@ -35,8 +35,8 @@ def examples(
     tuple[Float[ndarray, "m 64"], Float[ndarray, "m 10"]],
 ]:
     """Training and test data: pixels in [0, 1], labels one-hot."""
-    digits = load_digits()
-    pixels = digits.data / _DARKEST
-    one_hot = np.eye(NUM_CLASSES)[digits.target]
-    train, test = split(digits.target, per_class)
+    pixels, labels = load_digits(return_X_y=True)
+    pixels = np.asarray(pixels) / _DARKEST
+    one_hot = np.eye(NUM_CLASSES)[labels]
+    train, test = split(np.asarray(labels), per_class)
     return (pixels[train], one_hot[train]), (pixels[test], one_hot[test])

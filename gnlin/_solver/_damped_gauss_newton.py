@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
@@ -49,18 +48,35 @@ class DampedGaussNewton(AbstractGaussNewton):
         ```
     """
 
-    damping: ScalarLike | Schedule = eqx.field(converter=as_scalar)
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    scaling: Scaling = "identity"
-    method: Method = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    damping: ScalarLike | Schedule
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    scaling: Scaling
+    method: Method
+    memory_budget: int
 
-    def __check_init__(self):
-        check_finite_nonnegative("damping", self.damping)
-        check_scaling(self.scaling)
-        check_method(self.method)
+    def __init__(
+        self,
+        damping: ScalarLike | Schedule,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        scaling: Scaling = "identity",
+        method: Method = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        check_finite_nonnegative("damping", damping)
+        check_scaling(scaling)
+        check_method(method)
+        self.damping = as_scalar(damping)
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.scaling = scaling
+        self.method = method
+        self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree[Array]:
         return first_scale(self.scaling, y)

@@ -41,17 +41,32 @@ class GaussNewton(AbstractGaussNewton):
         J. Nocedal and S. J. Wright, *Numerical Optimization*, section 10.3 (2006).
     """
 
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    rcond: ScalarLike | None = None
-    method: Method = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    rcond: ScalarLike | None
+    method: Method
+    memory_budget: int
 
-    def __check_init__(self):
-        if self.rcond is not None:
-            check_nonnegative("rcond", self.rcond)
-        check_method(self.method)
+    def __init__(
+        self,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        rcond: ScalarLike | None = None,
+        method: Method = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        if rcond is not None:
+            check_nonnegative("rcond", rcond)
+        check_method(method)
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.rcond = rcond
+        self.method = method
+        self.memory_budget = memory_budget
 
     def update(
         self,
@@ -88,19 +103,34 @@ class FilteredGaussNewton(AbstractGaussNewton):
     """
 
     filter: Filter
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    method: Method = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    method: Method
+    memory_budget: int
 
-    def __check_init__(self):
-        if not callable(self.filter):
+    def __init__(
+        self,
+        filter: Filter,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        method: Method = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        if not callable(filter):
             raise ValueError(
                 "`filter` must be a function of the eigenvalues, such as "
-                f"`gnlin.filters.Tikhonov(1.0)`, but {self.filter!r} was given."
+                f"`gnlin.filters.Tikhonov(1.0)`, but {filter!r} was given."
             )
-        check_method(self.method)
+        check_method(method)
+        self.filter = filter
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.method = method
+        self.memory_budget = memory_budget
 
     def update(
         self,

@@ -62,24 +62,43 @@ class IterativeLinearisation(AbstractGaussNewton):
     """
 
     period: ScalarLike
-    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
-    momentum: ScalarLike = 0.0
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    method: Method = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    learning_rate: ScalarLike
+    momentum: ScalarLike
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    method: Method
+    memory_budget: int
 
-    def __check_init__(self):
-        check_period("period", self.period)
-        check_finite_positive("learning_rate", self.learning_rate)
-        check_momentum("momentum", self.momentum)
-        check_method(self.method)
-        if self.method in ("kernel", "curvature"):
+    def __init__(
+        self,
+        period: ScalarLike,
+        learning_rate: ScalarLike,
+        momentum: ScalarLike = 0.0,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        method: Method = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        check_period("period", period)
+        check_finite_positive("learning_rate", learning_rate)
+        check_momentum("momentum", momentum)
+        check_method(method)
+        if method in ("kernel", "curvature"):
             raise ValueError(
-                f"`method` {self.method!r} solves damped problems only; use "
+                f"`method` {method!r} solves damped problems only; use "
                 '"svd", "eigh", "matrix-free" or "auto".'
             )
+        self.period = period
+        self.learning_rate = as_scalar(learning_rate)
+        self.momentum = momentum
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.method = method
+        self.memory_budget = memory_budget
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
         """The spectral filter of a number of inner steps, `period` of them by default."""

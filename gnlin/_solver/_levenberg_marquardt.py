@@ -97,19 +97,38 @@ class LevenbergMarquardt(AbstractGaussNewton):
         algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
     """
 
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    damping: ScalarLike = eqx.field(default=1e-3, converter=as_scalar)
-    scaling: Scaling = "more"
-    acceleration: bool = True
-    method: Method = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    damping: ScalarLike
+    scaling: Scaling
+    acceleration: bool
+    method: Method
+    memory_budget: int
 
-    def __check_init__(self):
-        check_finite_positive("damping", self.damping)
-        check_scaling(self.scaling)
-        check_method(self.method)
+    def __init__(
+        self,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        damping: ScalarLike = 1e-3,
+        scaling: Scaling = "more",
+        acceleration: bool = True,
+        method: Method = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        check_finite_positive("damping", damping)
+        check_scaling(scaling)
+        check_method(method)
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.damping = as_scalar(damping)
+        self.scaling = scaling
+        self.acceleration = acceleration
+        self.method = method
+        self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         return _Memory(jnp.array(-1, dtype), first_scale(self.scaling, y))

@@ -62,30 +62,47 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         Numer. Anal. 19 (1982).
     """
 
-    tolerance: ScalarLike | Schedule | EisenstatWalker = eqx.field(converter=as_scalar)
-    damping: ScalarLike | Schedule = eqx.field(default=0.0, converter=as_scalar)
-    rtol: float = 1e-9
-    atol: float = 1e-12
-    norm: Callable[[PyTree], Scalar] = optx.max_norm
-    max_inner_steps: int | None = None
-    method: Literal["auto", "dense", "matrix-free"] = "auto"
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    tolerance: ScalarLike | Schedule | EisenstatWalker
+    damping: ScalarLike | Schedule
+    rtol: float
+    atol: float
+    norm: Callable[[PyTree], Scalar]
+    max_inner_steps: int | None
+    method: Literal["auto", "dense", "matrix-free"]
+    memory_budget: int
 
-    def __check_init__(self):
-        if not isinstance(self.tolerance, EisenstatWalker):
-            check_fraction("tolerance", self.tolerance)
-        check_finite_nonnegative("damping", self.damping)
-        if self.max_inner_steps is not None and self.max_inner_steps < 1:
+    def __init__(
+        self,
+        tolerance: ScalarLike | Schedule | EisenstatWalker,
+        damping: ScalarLike | Schedule = 0.0,
+        rtol: float = 1e-9,
+        atol: float = 1e-12,
+        norm: Callable[[PyTree], Scalar] = optx.max_norm,
+        *,
+        max_inner_steps: int | None = None,
+        method: Literal["auto", "dense", "matrix-free"] = "auto",
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        if not isinstance(tolerance, EisenstatWalker):
+            check_fraction("tolerance", tolerance)
+        check_finite_nonnegative("damping", damping)
+        if max_inner_steps is not None and max_inner_steps < 1:
             raise ValueError(
-                f"`max_inner_steps` must be at least 1, but {self.max_inner_steps} was "
-                "given."
+                f"`max_inner_steps` must be at least 1, but {max_inner_steps} was given."
             )
-        if self.method not in ("auto", "dense", "matrix-free"):
+        if method not in ("auto", "dense", "matrix-free"):
             raise ValueError(
                 '`method` must be "auto", "dense" or "matrix-free", but '
-                f"{self.method!r} was given; to solve exactly use "
-                "`gnlin.DampedGaussNewton`."
+                f"{method!r} was given; to solve exactly use `gnlin.DampedGaussNewton`."
             )
+        self.tolerance = as_scalar(tolerance)
+        self.damping = as_scalar(damping)
+        self.rtol = rtol
+        self.atol = atol
+        self.norm = norm
+        self.max_inner_steps = max_inner_steps
+        self.method = method
+        self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype))

@@ -52,7 +52,7 @@ def run(options: Options) -> None:
     settings = {
         "seeds": list(range(num_seeds)),
         "quick": options.quick,
-        "periods": periods.tolist(),
+        "periods": periods,
         "tasks": [task.settings() for task in tasks],
         "num_runs": len(rows),
         "num_diverged": num_diverged,

@@ -55,7 +55,7 @@ class Row:
 
 
 def sweep(
-    tasks: Sequence[Task], periods: np.ndarray, num_seeds: int, console: Console
+    tasks: Sequence[Task], periods: Sequence[float], num_seeds: int, console: Console
 ) -> tuple[list[Row], dict[str, Spectra]]:
     """All rows; and of each task the spectra of the first seed's runs by descent."""
     rows, spectra = [], {}
@@ -80,31 +80,32 @@ def sweep(
     return rows, spectra
 
 
-def make_solver(
+def _make_solver(
     name: str, period: Scalar, learning_rate: float
 ) -> gnlin.AbstractGaussNewton:
     """Either solver at the strength that a period stands for."""
     if name == DESCENT:
-        return gnlin.IterativeLinearisation(period, learning_rate)
-    return gnlin.DampedGaussNewton(gnlin.equivalent_damping(period, learning_rate))
+        return gnlin.IterativeLinearisation(period=period, learning_rate=learning_rate)
+    damping = gnlin.equivalent_damping(period, learning_rate)
+    return gnlin.DampedGaussNewton(damping=damping)
 
 
 def _run(
-    task: Task, solver: str, seed: int, periods: np.ndarray
+    task: Task, solver: str, seed: int, periods: Sequence[float]
 ) -> tuple[list[Row], Spectra]:
     """One initialisation, trained at all strengths."""
     model = task.make_model(jax.random.key(seed))
     rate, steps = task.learning_rate, task.max_steps
-    solution = _train(model, task.train, periods, solver, rate, steps)
+    solution = _train(model, task.train, jnp.asarray(periods), solver, rate, steps)
     measured = _measure(model, solution.model, task.train, task.test, task.test_error)
     stats, measured = jax.device_get((solution.stats, measured))
 
-    damping = [task.damping(period) for period in periods.tolist()]
+    damping = list(map(task.damping, periods))
     error = measured["test_error"]
     missing = [None] * len(periods)
     columns = {
         "effective_damping": damping,
-        "period": periods.tolist() if solver == DESCENT else missing,
+        "period": list(periods) if solver == DESCENT else missing,
         "damping": damping if solver == DAMPED else missing,
         "train_loss": measured["train_loss"].tolist(),
         "test_error": error.tolist(),
@@ -135,7 +136,7 @@ def _train(
     """One model at each strength, along a new leading axis of all arrays."""
 
     def at(period):
-        chosen = make_solver(solver, period, learning_rate)
+        chosen = _make_solver(solver, period, learning_rate)
         return gnlin.solve(model, data, chosen, max_steps=max_steps)
 
     return eqx.filter_vmap(at)(periods)
@@ -182,9 +183,8 @@ def _alignment(
     """Cosine of two kernels, of features whose mean over the examples is taken away."""
 
     def centred(kernel):
-        blocks = kernel.reshape(
-            num_examples, -1, num_examples, len(kernel) // num_examples
-        )
+        num_outputs = len(kernel) // num_examples
+        blocks = kernel.reshape(num_examples, num_outputs, num_examples, num_outputs)
         blocks = blocks - blocks.mean(axis=0, keepdims=True)
         return blocks - blocks.mean(axis=2, keepdims=True)
 

@@ -17,7 +17,7 @@ from ...networks.mlp import digits_mlp, quintic_mlp
 
 SMALLEST_PERIOD, LARGEST_PERIOD = 1e2, 1e8
 
-Data = tuple[Float[np.ndarray, "n inputs"], Float[np.ndarray, "n outputs"]]
+Data = tuple[Float[Array, "n inputs"], Float[Array, "n outputs"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Task:
 
     def damping(self, period: float) -> float:
         """The damping of the same strength as a period."""
-        return float(gnlin.equivalent_damping(period, self.learning_rate))
+        return float(jnp.asarray(gnlin.equivalent_damping(period, self.learning_rate)))
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -55,13 +55,14 @@ class Task:
 def make_tasks(quick: bool) -> tuple[Task, ...]:
     """The learning rates are for the kernels met in training, whose largest eigenvalue
     reaches 1e6 on the quintic (50 at initialisation) and 1,500 on the digits."""
-    digits_train, digits_test = digits.examples(per_class=2 if quick else 4)
+    quintic_train, quintic_test = map(_on_device, map(quintic.examples, (20, 1000)))
+    digits_train, digits_test = map(_on_device, digits.examples(2 if quick else 4))
     return (
         Task(
             name="quintic",
             title="Quintic: 20 points, 7,801 parameters",
-            train=quintic.examples(20),
-            test=quintic.examples(1000),
+            train=quintic_train,
+            test=quintic_test,
             make_model=quintic_mlp,
             test_error=_root_mean_square,
             error_label="test error (RMSE)",
@@ -84,10 +85,16 @@ def make_tasks(quick: bool) -> tuple[Task, ...]:
     )
 
 
-def strengths(per_decade: float) -> Float[np.ndarray, " strengths"]:
+def strengths(per_decade: float) -> list[float]:
     """The periods K of the sweep, whole numbers."""
     low, high = np.log10([SMALLEST_PERIOD, LARGEST_PERIOD])
-    return np.round(np.logspace(low, high, round((high - low) * per_decade) + 1))
+    periods = np.logspace(low, high, round((high - low) * per_decade) + 1)
+    return np.round(periods).tolist()
+
+
+def _on_device(data: tuple[np.ndarray, np.ndarray]) -> Data:
+    inputs, targets = data
+    return jnp.asarray(inputs), jnp.asarray(targets)
 
 
 def _root_mean_square(predictions: Array, targets: Array) -> Scalar:
