@@ -21,7 +21,8 @@ def _known(value: object) -> bool:
 
 
 def _real(name: str, value: ArrayLike) -> np.ndarray:
-    number = np.asarray(value)
+    # A Python integer may be too large for NumPy's, but not for a float.
+    number = np.asarray(float(value) if type(value) is int else value)
     if number.dtype.kind not in "iuf":
         raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
     return number

@@ -6,10 +6,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from . import _tree
 from ._checks import check_nonnegative
+
+
+# A curvature p^T A p below this many roundings of its factors may as well be zero.
+_ROUNDINGS = 100
 
 
 class _Iterate(eqx.Module):
@@ -72,13 +77,20 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         vector: PyTree[Array],
         options: dict[str, Any],
     ) -> tuple[PyTree[Array], lx.RESULTS, dict[str, Any]]:
-        operator, b = state, vector
+        operator = state
         precondition = options.get(
             "preconditioner", lx.IdentityLinearOperator(operator.in_structure())
         ).mv
-        dtype = _tree.dtype(b)
+        dtype = _tree.dtype(vector)
         eps = jnp.finfo(dtype).eps
-        max_steps = 10 * _tree.size(b) if self.max_steps is None else self.max_steps
+        max_steps = 10 * _tree.size(vector) if self.max_steps is None else self.max_steps
+        # Squares of very large or small numbers leave the floating-point range. By a
+        # power of two no digit is lost.
+        size = optx.max_norm(vector)
+        proper = (size > 0) & jnp.isfinite(size)
+        _, exponent = jnp.frexp(jnp.where(proper, size, 1))
+        unit = jnp.ldexp(jnp.ones((), dtype), exponent)
+        b = _tree.scale(1 / unit, vector)
         target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
 
         def restarted(x, residual, num_steps):
@@ -93,7 +105,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         def iterate(it):
             ap = operator.mv(it.direction)
             curvature = _tree.dot(it.direction, ap)  # p^T A p
-            sound = curvature > eps * _tree.norm(it.direction) * _tree.norm(ap)
+            rounding = _ROUNDINGS * eps * _tree.norm(it.direction) * _tree.norm(ap)
+            sound = curvature > rounding
             alpha = jnp.where(sound, it.gamma / jnp.where(sound, curvature, 1), 0)
             x = _tree.axpy(alpha, it.direction, it.x)
             residual = _tree.axpy(-alpha, ap, it.residual)
@@ -113,7 +126,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             before = _tree.norm(it.residual)
             it = jax.lax.while_loop(unfinished, iterate, it)
             residual = true_residual(it.x)
-            stalled = it.broken | ~(_tree.norm(residual) <= before / 2)
+            halved = _tree.norm(residual) <= before / 2
+            stalled = it.broken | (~halved & (it.num_steps < max_steps))
             return restarted(it.x, residual, it.num_steps), stalled, num_rounds + 1
 
         def again(carry):
@@ -121,21 +135,22 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             return unfinished(it) & ~stalled
 
         if "y0" in options:
-            start = restarted(options["y0"], true_residual(options["y0"]), jnp.array(0))
+            x = _tree.scale(1 / unit, options["y0"])
+            start = restarted(x, true_residual(x), jnp.array(0))
         else:
             start = restarted(_tree.zeros_like(b), b, jnp.array(0))
         num_extra = 1 if "y0" in options else 0
         it, stalled, num_rounds = jax.lax.while_loop(
             again, round_, (start, jnp.array(False), jnp.array(num_extra))
         )
-        met = _tree.norm(it.residual) <= target
+        met = (_tree.norm(it.residual) <= target) & jnp.isfinite(size)
         result = lx.RESULTS.where(
             met,
             lx.RESULTS.successful,
             lx.RESULTS.where(stalled, lx.RESULTS.breakdown, lx.RESULTS.max_steps_reached),
         )
         stats = {"num_steps": it.num_steps, "num_products": it.num_steps + num_rounds}
-        return it.x, result, stats
+        return _tree.scale(unit, it.x), result, stats
 
     def transpose(self, state, options):
         return state, options  # symmetric

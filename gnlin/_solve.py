@@ -117,11 +117,11 @@ def solve(
     if not (isinstance(data, tuple | list) and len(data) == 2):
         raise ValueError("`data` must be a pair, `(inputs, targets)`.")
     inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data)
-    num_examples = _check_data(inputs, targets)
+    _check_data(inputs, targets)
     parameters, frozen = eqx.partition(model, filter_spec)
     _check_trainable(parameters)
-    outputs = _check_outputs(parameters, frozen, inputs, targets, num_examples)
-    targets = jax.tree.map(lambda t, f: t.astype(f.dtype), targets, outputs)
+    if not callable(model):
+        raise ValueError("The model must be callable, on one example's input.")
 
     parameters, result, history, stats = _run(
         solver, parameters, frozen, inputs, targets, max_steps
@@ -140,7 +140,7 @@ def solve(
 @eqx.filter_jit
 def _run(solver, parameters, frozen, inputs, targets, max_steps):
     fn = PerExample(eqx.Partial(_residual, frozen))
-    args = (inputs, targets)
+    args = (inputs, _like_outputs(targets, parameters, frozen, inputs))
 
     def evaluate(y):
         return fn(y, args)
@@ -184,7 +184,7 @@ def _residual(frozen, parameters, example):
     return jax.tree.map(jnp.subtract, model(x), target)
 
 
-def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> int:
+def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> None:
     lengths: dict[str, set[int]] = {}
     for name, tree in (("inputs", inputs), ("targets", targets)):
         leaves = jax.tree.leaves(tree)
@@ -194,6 +194,8 @@ def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> int:
             raise ValueError(
                 f"The {name} must have a leading axis over examples, but hold a scalar."
             )
+        if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+            raise ValueError(f"The {name} must be real, but are complex.")
         lengths[name] = {leaf.shape[0] for leaf in leaves}
     if len(lengths["inputs"] | lengths["targets"]) > 1:
         raise ValueError(
@@ -201,10 +203,8 @@ def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> int:
             f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
             "targets."
         )
-    (num_examples,) = lengths["inputs"]
-    if num_examples == 0:
+    if lengths["inputs"] == {0}:
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
-    return num_examples
 
 
 def _listed(lengths: set) -> str:
@@ -225,24 +225,18 @@ def _check_trainable(parameters: PyTree) -> None:
     check_parameters(parameters)
 
 
-def _check_outputs(parameters, frozen, inputs, targets, num_examples):
-    if not callable(eqx.combine(parameters, frozen)):
-        raise ValueError("The model must be callable, on one example's input.")
-    example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), inputs)
-    outputs = eqx.filter_eval_shape(
-        lambda p, f, x: eqx.combine(p, f)(x), parameters, frozen, example
-    )
-    expected = jax.tree.map(lambda t: (num_examples, *t.shape), outputs)
+def _like_outputs(targets, parameters, frozen, inputs):
+    """The targets in the dtypes of the model's outputs; here, because evaluating the
+    model's shapes takes longer than many a run, and is done once a compilation."""
+    outputs = jax.eval_shape(jax.vmap(eqx.combine(parameters, frozen)), inputs)
+    expected = jax.tree.map(lambda f: f.shape, outputs)
     given = jax.tree.map(lambda t: t.shape, targets)
     if expected != given:
         raise ValueError(
             f"The targets must have the shape of the model's outputs, {expected}, but "
             f"have {given}; reshape them, or one-hot encode labels."
         )
-    for leaf in jax.tree.leaves(targets):
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise ValueError("The targets must be real, but are complex.")
-    return outputs
+    return jax.tree.map(lambda t, f: t.astype(f.dtype), targets, outputs)
 
 
 def _without_unused_rows(solution: Solution) -> Solution:

@@ -33,7 +33,8 @@ class Spectrum(eqx.Module):
 
     **Attributes:**
 
-    - `eigenvalues`: `w`, k = min(m, p) of them, none negative. Those that rounding
+    - `eigenvalues`: `w`, k = min(m, p) of them (m, where only the kernel fits into the
+        memory budget), none negative. Those that rounding
         cannot tell from zero are exactly zero. All are NaN if the Jacobian was not
         finite.
     - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
@@ -130,7 +131,7 @@ def _lift_singular(unravel, s, vt, z):
 
 
 def _lift_kernel(pull_back, u, z):
-    return pull_back(matmul(u, z))
+    return pull_back(matmul(z, u.T))  # batches of z stay in front under `vmap`
 
 
 def _project_curvature(jacobian, v, s, residual):

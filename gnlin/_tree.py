@@ -41,6 +41,11 @@ def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda a: (s * a).astype(a.dtype), x)
 
 
+def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
+    """`x` in the dtypes of `y`."""
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), x, y)
+
+
 def zeros_like(x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(jnp.zeros_like, x)
 

@@ -199,19 +199,22 @@ class HeavyBall(AbstractFilter):
         mu = jnp.broadcast_to(jnp.asarray(self.momentum, w.dtype), w.shape)
         period = _as_float(self.period, w.dtype)
         x = eta * w
-        # One step: g' = g + v', v' = mu v + eta (1 - w g), as z' = M z + d.
-        step = ((1 - x, mu, -x, mu), (eta * jnp.ones_like(w), eta * jnp.ones_like(w)))
+        one, zero = jnp.ones_like(w), jnp.zeros_like(w)
+        # One step, g' = g + v', v' = mu v + eta (1 - w g), is z' = z + E z + d. Kept as
+        # E, not as I + E: where x is small, 1 - x would lose it, and K times as much.
+        step = ((-x, mu, -x, mu - 1), (eta * one, eta * one))
 
-        def compose(a, b):  # first b, then a; the two are powers of one map
+        def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
             (a11, a12, a21, a22), (ax, ay) = a
             (b11, b12, b21, b22), (bx, by) = b
             matrix = (
-                a11 * b11 + a12 * b21,
-                a11 * b12 + a12 * b22,
-                a21 * b11 + a22 * b21,
-                a21 * b12 + a22 * b22,
+                a11 + b11 + (a11 * b11 + a12 * b21),
+                a12 + b12 + (a11 * b12 + a12 * b22),
+                a21 + b21 + (a21 * b11 + a22 * b21),
+                a22 + b22 + (a21 * b12 + a22 * b22),
             )
-            return matrix, (a11 * bx + a12 * by + ax, a21 * bx + a22 * by + ay)
+            offset = (ax + bx + (a11 * bx + a12 * by), ay + by + (a21 * bx + a22 * by))
+            return matrix, offset
 
         def body(carry):
             remaining, done, power = carry
@@ -221,8 +224,7 @@ class HeavyBall(AbstractFilter):
             )
             return jnp.floor(remaining / 2), done, compose(power, power)
 
-        one, zero = jnp.ones_like(w), jnp.zeros_like(w)
-        identity = ((one, zero, zero, one), (zero, zero))
+        identity = ((zero, zero, zero, zero), (zero, zero))
         count = jnp.where(jnp.isinf(period), 0, period)
         _, (_, (value, _)), _ = jax.lax.while_loop(
             lambda carry: carry[0] > 0, body, (count, identity, step)

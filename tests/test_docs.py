@@ -48,7 +48,9 @@ def _docstrings() -> list[tuple[str, str]]:
         if inspect.isclass(thing):
             for member, value in vars(thing).items():
                 if member[0] != "_" and inspect.isfunction(value):
-                    found.append((f"{name}.{member}", inspect.cleandoc(value.__doc__ or "")))
+                    found.append(
+                        (f"{name}.{member}", inspect.cleandoc(value.__doc__ or ""))
+                    )
     return [(name, doc) for name, doc in found if "```python" in doc]
 
 
@@ -122,5 +124,15 @@ def test_the_api_does_not_name_what_is_not_there():
 
 def test_the_readme_has_one_command_each():
     readme = (ROOT / "README.md").read_text()
-    assert len(re.findall(r"^python -m pip install .* && python -m pytest", readme, re.M)) == 1
-    assert len(re.findall(r"^python -m pip install .* && python -m benchmarks$", readme, re.M)) == 1
+    assert (
+        len(re.findall(r"^python -m pip install .* && python -m pytest", readme, re.M))
+        == 1
+    )
+    assert (
+        len(
+            re.findall(
+                r"^python -m pip install .* && python -m benchmarks$", readme, re.M
+            )
+        )
+        == 1
+    )

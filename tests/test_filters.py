@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from gnlin import equivalent_damping, equivalent_period
 from gnlin.filters import (
     AbstractFilter,
@@ -67,7 +68,10 @@ def heavy_ball_in_decimals(w, period, learning_rate, momentum):
         zero, one = decimal.Decimal(0), decimal.Decimal(1)
         for eigenvalue in w:
             x = eta * decimal.Decimal(float(eigenvalue))
-            power, done = (1 - x, mu, -x, mu, eta, eta), (one, zero, zero, one, zero, zero)
+            power, done = (
+                (1 - x, mu, -x, mu, eta, eta),
+                (one, zero, zero, one, zero, zero),
+            )
             remaining = period
             while remaining:
                 if remaining % 2:
@@ -187,7 +191,7 @@ def test_heavy_ball_is_the_literal_loop(period, momentum):
     w = np.append(STABLE, [2.5, 2.9]) if momentum >= 0.5 else STABLE
     expected = literal_steps(w, period, 1.0, momentum)
     actual = evaluate(HeavyBall(period, 1.0, momentum), w)
-    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("period", [2, 7, 100])
@@ -319,7 +323,9 @@ def test_vmap_over_learning_rate_and_momentum():
     w = jnp.asarray([0.0, 0.1, 1.0])
     grid = jnp.asarray([0.1, 0.5, 0.9])
     together = jax.vmap(lambda v: HeavyBall(9, v, v)(w))(grid)
-    one_by_one = np.stack([literal_steps(np.asarray(w), 9, v, v) for v in np.asarray(grid)])
+    one_by_one = np.stack(
+        [literal_steps(np.asarray(w), 9, v, v) for v in np.asarray(grid)]
+    )
     np.testing.assert_allclose(together, one_by_one, rtol=1e-13)
 
 

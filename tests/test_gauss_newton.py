@@ -1,12 +1,10 @@
 """Gauss-Newton and damped Gauss-Newton, against dense formulas."""
 
-import gnlin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
 from problems import (
     as_jax,
     damped_step,
@@ -21,6 +19,9 @@ from problems import (
     sines_data,
     sines_numpy,
 )
+
+import gnlin
+from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
 
 
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -217,9 +218,7 @@ def test_damping_by_a_schedule():
     y, args = sines_data((7, 3))
     solver = gnlin.DampedGaussNewton(lambda step: 2.0 * 0.5**step)
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
-    expected = literal_loop(
-        lambda r, j, k: damped_step(r, j, 2.0 * 0.5**k), y, args, 4
-    )
+    expected = literal_loop(lambda r, j, k: damped_step(r, j, 2.0 * 0.5**k), y, args, 4)
     np.testing.assert_allclose(solution.value, expected, rtol=1e-10)
 
 
@@ -257,14 +256,16 @@ def test_methods_agree_under_vmap(method):
     dampings = jnp.asarray([1e-3, 1.0])
     values = jax.jit(
         jax.vmap(
-            lambda damping: optx.least_squares(
-                sines,
-                gnlin.DampedGaussNewton(damping, method=method),
-                y,
-                args,
-                max_steps=1,
-                throw=False,
-            ).value
+            lambda damping: (
+                optx.least_squares(
+                    sines,
+                    gnlin.DampedGaussNewton(damping, method=method),
+                    y,
+                    args,
+                    max_steps=1,
+                    throw=False,
+                ).value
+            )
         )
     )(dampings)
     r, jacobian = sines_numpy(*jax.tree.map(np.asarray, (y, args)))

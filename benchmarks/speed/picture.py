@@ -4,8 +4,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..figures import BLUE, figure, GREY
+from matplotlib.axes import Axes
+
+from ..figures import BLACK, BLUE, figure
 from .report import Row
+
+
+_OTHERS = "#9A9A9A"
+# Bars grow from below the limit, so that one at the limit itself can be seen.
+_LEFT = 0.5
 
 
 def draw(path: Path, groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
@@ -17,27 +24,35 @@ def draw(path: Path, groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
         )
         for panel, (title, rows) in zip(panels[:, 0], groups, strict=True):
             _bars(panel, title, rows)
+        longest = max(row.ratio for _, rows in groups for row in rows)
+        panels[0, 0].set_xlim(_LEFT, 5 * longest)
         panels[-1, 0].set_xlabel(
             "time of a damped step over the hand-written limit's (log scale)"
         )
 
 
-def _bars(panel, title: str, rows: Sequence[Row]) -> None:
-    shown = [row for row in rows if not math.isnan(row.ratio)]
-    names = [f"{row.library}: {row.variant}" for row in shown]
-    colours = [BLUE if row.library == "gnlin" else GREY for row in shown]
-    # Bars grow from below 1, so that one at the limit itself can be seen.
-    left = 0.5
-    bars = panel.barh(
-        names, [max(row.ratio, left) - left for row in shown], left=left, color=colours
-    )
-    panel.bar_label(bars, [f"{row.ratio:,.3g}" for row in shown], padding=4)
-    panel.axvline(1, color="black", linewidth=1)
+def _bars(panel: Axes, title: str, rows: Sequence[Row]) -> None:
+    names = [_name(row) for row in rows]
+    lengths = [max(row.ratio, _LEFT) - _LEFT for row in rows]
+    colours = [BLUE if row.library == "gnlin" else _OTHERS for row in rows]
+    bars = panel.barh(names, lengths, left=_LEFT, color=colours)
+    panel.bar_label(bars, [_times(row.ratio) for row in rows], padding=4)
+    panel.axvline(1, color=BLACK, linewidth=1)
     panel.set_xscale("log")
-    panel.set_xlim(left, 4 * max(row.ratio for row in shown))
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
     panel.set_title(title, loc="left")
+
+
+def _name(row: Row) -> str:
+    if row.library == "gnlin":
+        return "gnlin"
+    other = "\n(another step)" if math.isnan(row.linear_residual) else ""
+    return f"{row.library}: {row.variant}{other}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:,.0f}"
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -62,27 +63,38 @@ def damped_row(task, timing, reference, oracle, damping) -> Row:
     )
 
 
+def wide_console() -> Console:
+    """As wide as the terminal; wide enough for the tables where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=130)
+
+
 def print_rows(
     console: Console, title: str, rows: Sequence[Row], ratio_to: str = "the limit"
 ) -> None:
+    """Columns in which no row has anything to say are left out."""
+    columns: list[tuple[str, Literal["left", "right"], list[str]]] = [
+        ("library", "left", [row.library for row in rows]),
+        ("variant", "left", [row.variant for row in rows]),
+        ("time", "right", [duration(row.seconds) for row in rows]),
+        (f"ratio to {ratio_to}", "right", [_number(row.ratio, ",.2f") for row in rows]),
+        ("compile", "right", [_compile_time(row.compile_seconds) for row in rows]),
+        ("error", "right", [_number(row.step_error, ".0e") for row in rows]),
+        ("lin. residual", "right", [_number(row.linear_residual, ".0e") for row in rows]),
+        ("note", "left", [row.note for row in rows]),
+    ]
     table = Table(title=title, title_justify="left")
-    table.add_column("library")
-    table.add_column("variant")
-    for heading in ("time", f"ratio to {ratio_to}", "compile", "error", "lin. residual"):
-        table.add_column(heading, justify="right")
-    table.add_column("note", overflow="fold")
-    for row in rows:
-        table.add_row(
-            row.library,
-            row.variant,
-            duration(row.seconds),
-            _number(row.ratio, ",.2f"),
-            duration(row.compile_seconds),
-            _number(row.step_error, ".0e"),
-            _number(row.linear_residual, ".0e"),
-            row.note,
-        )
+    said = [column for column in columns if any(column[2])]
+    for heading, justify, _ in said:
+        table.add_column(heading, justify=justify, overflow="fold")
+    for cells in zip(*(cells for _, _, cells in said), strict=True):
+        table.add_row(*cells)
     console.print(table)
+
+
+def _compile_time(seconds: float) -> str:
+    """None for what another row has compiled already."""
+    return duration(seconds) if seconds >= 0.02 else ""
 
 
 def duration(seconds: float) -> str:

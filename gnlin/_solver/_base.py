@@ -170,11 +170,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             scale = jnp.asarray(self.atol, x.dtype) + rtol * size
             return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
-        small_step = self.norm(
-            jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
-        )
-        small_change = relative(self.norm(change), self.norm(outputs))
-        return (small_step < 1) & (small_change < 1)
+        def small_step():
+            each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
+            return self.norm(each) < 1
+
+        small_change = relative(self.norm(change), self.norm(outputs)) < 1
+        # There may be many parameters, and mostly the residuals settle it.
+        return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
     #
     # The interface to optimistix
@@ -228,14 +230,14 @@ def step_if_finite(
     """Take a subproblem's answer, unless it leads away from the finite numbers."""
     y, outputs = lin.point, lin.outputs
     solved = answer.result == optx.RESULTS.successful
-    sound = jnp.isfinite(subproblem.gradient_norm) & _tree.all_finite(answer.step)
-    step = _tree.where(sound & solved, answer.step, _tree.zeros_like(y))
-    new_y = _tree.axpy(1, step, y)
-    new_outputs = evaluate(new_y)
-    finite = sound & _tree.all_finite((new_y, new_outputs, outputs))
+    candidate = _tree.axpy(1, answer.step, y)
+    # A step that is not finite makes a point that is not: one look at the point does.
+    sound = jnp.isfinite(subproblem.gradient_norm) & _tree.all_finite(candidate)
+    new_outputs = evaluate(_tree.where(sound & solved, candidate, y))
+    finite = sound & _tree.all_finite((new_outputs, outputs))
     good = finite & solved
-    step = _tree.where(good, step, _tree.zeros_like(step))
-    new_y = _tree.where(good, new_y, y)
+    step = _tree.where(good, _tree.cast_like(answer.step, y), _tree.zeros_like(y))
+    new_y = _tree.where(good, candidate, y)
     new_outputs = _tree.where(good, new_outputs, outputs)
     change = jax.tree.map(jnp.subtract, new_outputs, outputs)
     at_point = jnp.isfinite(subproblem.gradient_norm)

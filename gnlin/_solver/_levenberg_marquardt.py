@@ -213,7 +213,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 damping * _tree.dot(scaled(answer.step), scaled(answer.step))
                 - _tree.dot(answer.step, gradient)
             )
-            step, gentle, bend = answer.step, jnp.array(True), None
+            step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
             if self.acceleration:
                 bend = self._acceleration(evaluate, lin.point, subproblem, damping, step)
                 longest = 0.5 * _MAX_ACCELERATION * _tree.norm(scaled(step))
@@ -228,7 +228,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
             ratio = actual / jnp.where(predicted > 0, predicted, 1)
             rounding = eps**_ROUNDING_POWER * loss
-            noise = (predicted <= rounding) & (actual >= -rounding)
+            # A step can be small because the damping is large: to count as one near the
+            # solution it has to gain a good part of what an undamped one would.
+            free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
+            noise = free & (predicted <= rounding) & (actual >= -rounding)
             accepted = (
                 _tree.all_finite((y, outputs))
                 & gentle
@@ -237,9 +240,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
-            # A step can also be small because the damping is large: then it has to gain
-            # a good part of what an undamped one would.
-            free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
             within = free & self.converged(y, step, outputs, change)
             little = jnp.maximum(predicted, attainable) <= jnp.sqrt(eps) * loss
             near = jnp.where(first, little, last.near)

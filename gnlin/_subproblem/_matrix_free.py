@@ -14,6 +14,9 @@ from ..filters import GradientDescent, HeavyBall, PseudoInverse, Tikhonov
 from ._base import AbstractSubproblem, Answer
 
 
+_ROUNDINGS = 10
+
+
 class MatrixFree(AbstractSubproblem):
     """Nothing of size m x p, m x m or p x p is built."""
 
@@ -68,6 +71,12 @@ class MatrixFree(AbstractSubproblem):
         r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$
         until the linear residual is at most `tolerance` times the gradient (2-norms)."""
         lin = self.linearisation
+        dtype = _tree.dtype(self._gradient)
+        # A gradient within rounding of zero points anywhere, into the null space of phi
+        # too, and is none: |phi^T r| says nothing below some roundings of |phi| |r|.
+        size = jnp.sqrt(self.curvature_along_gradient()) * _tree.norm(lin.outputs)
+        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * size / self.gradient_norm
+        tolerance = jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         curvature = lx.FunctionLinearOperator(
             lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
             jax.eval_shape(lambda: lin.point),
@@ -82,24 +91,23 @@ class MatrixFree(AbstractSubproblem):
         # A tolerance below what the precision allows is met as far as it does.
         num_products = solution.stats["num_products"]
         return Answer(
-            solution.value, solution.stats["num_steps"], num_products, num_products
+            solution.value, solution.stats["num_steps"], num_products + 1, num_products
         )
 
     def descend(
         self, period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike
     ) -> Answer:
         """Literal steps of gradient descent with heavy-ball momentum, one tangent and
-        one transposed pass each (none but the first gradient's for the first step)."""
+        one transposed pass each (none but the first gradient's for the first step).
+
+        Steps without an end, if they converge at all, converge to the minimum-norm
+        solution, which conjugate gradients find.
+        """
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
         eta = jnp.asarray(learning_rate, dtype)
         mu = jnp.asarray(momentum, dtype)
-        if isinstance(period, float) and period == jnp.inf:
-            raise ValueError(
-                "Literal steps to an infinite period do not end; use a method with a "
-                'spectrum, "svd" or "eigh".'
-            )
-        period = jnp.asarray(float(period) if isinstance(period, int) else period)
+        period = jnp.asarray(float(period) if isinstance(period, int) else period, float)
 
         def body(carry):
             k, step, velocity = carry
@@ -109,6 +117,8 @@ class MatrixFree(AbstractSubproblem):
             return k + 1, _tree.axpy(1, velocity, step), velocity
 
         first = _tree.scale(-eta, self._gradient)
+        endless = jnp.isinf(period)
+        period = jnp.where(endless, 1, period)
         _, step, _ = jax.lax.while_loop(
             lambda carry: carry[0] < period,
             body,
@@ -118,4 +128,12 @@ class MatrixFree(AbstractSubproblem):
         result = optx.RESULTS.where(
             diverged, optx.RESULTS.nonlinear_divergence, optx.RESULTS.successful
         )
-        return Answer(step, period, period - 1, period - 1, result)
+        literal = (step, period - 1, period - 1)
+
+        def limit():
+            exact = self.to_tolerance(self._exactly(), 0.0)
+            counts = (exact.num_jvps, exact.num_vjps)
+            return exact.step, *(jnp.asarray(n, float) for n in counts)
+
+        step, num_jvps, num_vjps = jax.lax.cond(endless, limit, lambda: literal)
+        return Answer(step, period, num_jvps, num_vjps, result)

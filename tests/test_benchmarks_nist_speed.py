@@ -1,0 +1,213 @@
+"""The comparison with other libraries: its data, its oracle, and that it runs."""
+
+import csv
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks._options import Options
+from benchmarks.data import nist
+from benchmarks.experiments import nist as nist_experiment
+from benchmarks.speed import (
+    _figure,
+    damped_step,
+    inner_steps,
+    picture,
+    report,
+    sweep,
+    task as tasks,
+)
+from benchmarks.speed.oracle import Oracle, relative_error
+from benchmarks.speed.timing import alternate, Case, ratio, Timing
+
+
+@pytest.fixture(scope="module")
+def task():
+    return tasks.quintic(width=5, num_examples=6)
+
+
+#
+# NIST
+#
+
+
+@pytest.mark.parametrize("name", nist.MODELS)
+def test_certified_parameters_have_the_certified_sum_of_squares(name):
+    problem = nist.load(name)
+    data = jnp.asarray(problem.x), jnp.asarray(problem.y)
+    residuals = problem.residuals(jnp.asarray(problem.certified), data)
+    assert problem.starts.shape == (2, problem.certified.size)
+    assert problem.lre(problem.certified) == nist.MAX_LRE
+    if name == "Lanczos1":  # 1e-25, which 11 digits of the parameters cannot reach
+        assert float(jnp.sum(residuals**2)) < 1e-20
+    else:
+        sum_of_squares = float(jnp.sum(residuals**2))
+        # 11 digits of the parameters: those of Lanczos's sums, 1e-11 small, fade sooner.
+        assert sum_of_squares == pytest.approx(problem.sum_of_squares, rel=1e-8)
+
+
+def test_lre():
+    problem = nist.load("Misra1a")
+    assert problem.lre(problem.certified * (1 + 1e-6)) == pytest.approx(6, abs=1e-3)
+    assert problem.lre(problem.certified * 3) == 0
+    assert problem.lre(problem.certified * np.nan) == 0
+
+
+def test_a_solver_that_raises_has_a_reason_and_no_credit():
+    def broken(problem, start):
+        raise RuntimeError("out of luck\nand more")
+
+    row = nist_experiment.attempt(nist.load("Misra1a"), 1, "broken", broken)
+    assert (row.lre, row.solved, row.steps) == (0, False, None)
+    assert row.result == "RuntimeError: out of luck"
+
+
+def test_nist_quick_writes_its_results(tmp_path, capsys):
+    nist_experiment.run(Options(seeds=None, out=tmp_path, quick=True))
+    with (tmp_path / "nist.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * len(nist_experiment.QUICK)
+    own = [row for row in rows if row["solver"] == "gnlin LM"]
+    assert all(row["solved"] == "True" for row in own)
+    assert {"problem", "start", "solver", "lre", "steps", "result"} <= rows[0].keys()
+    assert json.loads((tmp_path / "settings.json").read_text())["quick"] is True
+    assert "median steps" in capsys.readouterr().out
+
+
+#
+# Timing
+#
+
+
+def test_ratio_is_within_rounds():
+    # A slow second round: the ratio of medians would be 1.5.
+    case = Case("", "", lambda: None)
+    a, b = Timing(case, (3.0, 30.0), 0.0), Timing(case, (1.0, 20.0), 0.0)
+    assert ratio(a, b) == pytest.approx((3 + 1.5) / 2)
+
+
+def test_alternate_takes_turns_and_divides_by_the_steps():
+    ran = []
+
+    def case(name, **kwargs):
+        def run():
+            ran.append(name)
+            return jnp.zeros(())
+
+        return Case(name, "", run, **kwargs)
+
+    a, b = alternate([case("a", count=lambda _: 10), case("b", max_rounds=1)], 2)
+    assert ran == ["a", "b", "a", "b", "a"]
+    assert len(a.seconds) == 2
+    assert len(b.seconds) == 1
+    assert all(s > 0 for s in a.seconds + b.seconds)
+
+
+def test_a_case_that_compiles_by_itself_runs_once_only():
+    compiled, ran = [], []
+
+    def run():
+        ran.append(1)
+        return jnp.zeros(())
+
+    case = Case("", "", run, compile=lambda: compiled.append(1), max_rounds=1)
+    alternate([case], 3)
+    assert (len(compiled), len(ran)) == (1, 1)
+
+
+#
+# The oracle
+#
+
+
+def test_oracle_against_the_normal_equations():
+    phi = np.asarray(jax.random.normal(jax.random.key(0), (4, 9)))
+    r = np.asarray(jax.random.normal(jax.random.key(1), (4,)))
+    oracle = Oracle(phi, r)
+    step = oracle.damped(0.3)
+    direct = -np.linalg.solve(phi.T @ phi + 0.3 * np.eye(9), phi.T @ r)
+    assert relative_error(step, direct) < 1e-12
+    assert oracle.linear_residual(step, 0.3) < 1e-13
+    assert oracle.linear_residual(np.zeros(9), 0.3) == pytest.approx(1)
+
+
+def test_oracle_against_literal_descent():
+    phi = np.asarray(jax.random.normal(jax.random.key(0), (4, 9)))
+    r = np.asarray(jax.random.normal(jax.random.key(1), (4,)))
+    step = np.zeros(9)
+    for _ in range(20):
+        step = step - 0.01 * phi.T @ (phi @ step + r)
+    assert relative_error(Oracle(phi, r).descent(20, 0.01), step) < 1e-12
+
+
+#
+# What is timed
+#
+
+
+def test_task_has_the_published_sizes():
+    task = tasks.quintic(width=50, num_examples=20)
+    assert (task.num_parameters, task.num_outputs) == (7801, 20)
+    assert inner_steps.largest_rate_times_eigenvalue(task) < 1
+
+
+def test_damped_steps_are_solved_and_timed(task):
+    rows = damped_step.in_a_loop(task, 1, num_steps=3, methods=["auto"])
+    assert {row.library for row in rows} == {"hand-written", "gnlin", "optimistix"}
+    assert all(0 < row.ratio < math.inf for row in rows)
+    assert all(row.solved and row.step_error < 1e-8 for row in rows)
+    skipped = damped_step.skipped(task, "other", "slow", "hours")
+    assert [row.library for row in picture.best_of_each([*rows, skipped])] in (
+        ["gnlin", "optimistix"],
+        ["optimistix", "gnlin"],
+    )
+
+
+def test_inner_steps_agree_with_the_oracle(task):
+    alone, outer = inner_steps.by_formula(task, num_rounds=1)
+    literal = inner_steps.literally(task, largest=100)
+    assert len(alone) == len(outer) == 2 * len(inner_steps.PERIODS)
+    assert all(row.step_error < 1e-9 for row in alone + outer + literal)
+    assert all(0 < row.ratio < math.inf for row in alone + outer + literal)
+
+
+def test_sweeps_have_finite_ratios(task):
+    rows = sweep.in_a_loop(task, 1) + sweep.one_call(task, 1) + sweep.shares(task, 1)
+    assert all(0 < row.ratio < math.inf for row in rows)
+    variants = [row.variant for row in rows[:4]]
+    assert variants == ["1 damping", "64 dampings", "1 period", "64 periods"]
+
+
+def test_picture_and_tables(task, tmp_path, capsys):
+    rows = [
+        report.Row("t", "gnlin", "auto", 1e-3, 1.2, 1.0, 1e-12, 1e-13, "the default"),
+        report.Row("t", "other", "LM", 1.0, 1200.0, 1.0, 1e-12, 1e-13),
+        report.Row("t", "wrong", "LM", 1e-6, 0.1, 1.0, 1.0, 1.0),
+        damped_step.skipped(task, "slow", "LM", "hours"),
+    ]
+    best = picture.best_of_each(rows)
+    assert [row.library for row in best] == ["gnlin", "other"]
+    picture.draw(tmp_path / "speed.png", [("one", best), ("two", best)])
+    assert (tmp_path / "speed.png").stat().st_size > 0
+    report.print_rows(report.wide_console(), "A table", rows)
+    printed = capsys.readouterr().out
+    assert "1,200.00" in printed
+    assert "hours" in printed
+
+
+@pytest.mark.parametrize(
+    ("required", "measured", "verdict"),
+    [
+        ("<= 1.5", 1.4, "met"),
+        ("<= 1.5", 1.6, "missed"),
+        (">= 1000", 2e3, "met"),
+        ("> 1", 1.0, "missed"),
+        ("> 1", math.nan, "not measured"),
+    ],
+)
+def test_verdicts(required, measured, verdict):
+    assert _figure("it", required, measured)["verdict"] == verdict

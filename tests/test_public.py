@@ -1,0 +1,113 @@
+"""The public names: documented, and cheap to import."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import gnlin
+
+
+def public_names(module, prefix):
+    for name, value in vars(module).items():
+        if not name.startswith("_") and not inspect.ismodule(value):
+            yield f"{prefix}{name}", value
+
+
+PUBLIC = dict(public_names(gnlin, "gnlin."))
+PUBLIC |= {
+    name: value
+    for name, value in public_names(gnlin.filters, "gnlin.filters.")
+    if getattr(value, "__module__", "").startswith("gnlin.filters")
+}
+
+METHODS = {
+    f"{name}.{member}": value
+    for name, cls in PUBLIC.items()
+    if inspect.isclass(cls)
+    for member, value in vars(cls).items()
+    if not member.startswith("_")
+    and (inspect.isfunction(value) or isinstance(value, property))
+}
+
+# What optimistix and lineax ask of a solver is documented there, and `converged`,
+# `first_memory` and `update` where they are declared.
+INHERITED = {
+    "init",
+    "step",
+    "terminate",
+    "postprocess",
+    "compute",
+    "transpose",
+    "conj",
+    "assume_full_rank",
+    "first_memory",
+    "update",
+}
+
+
+def test_the_public_names():
+    expected = {
+        "AbstractGaussNewton",
+        "ConjugateGradients",
+        "DampedGaussNewton",
+        "EisenstatWalker",
+        "FilteredGaussNewton",
+        "GaussNewton",
+        "History",
+        "IterativeLinearisation",
+        "LevenbergMarquardt",
+        "Linearisation",
+        "PerExample",
+        "Solution",
+        "Spectrum",
+        "Trajectory",
+        "TruncatedGaussNewton",
+        "equivalent_damping",
+        "equivalent_period",
+        "filters",
+        "linearise",
+        "solve",
+    }
+    assert expected <= set(dir(gnlin))
+    assert gnlin.__version__
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name):
+    doc = PUBLIC[name].__doc__
+    assert doc, f"{name} has no docstring."
+    assert PUBLIC[name].__module__.startswith("gnlin")
+    summary = inspect.cleandoc(doc).split("\n\n")[0]
+    assert summary[0].isupper() or summary[0] in "$`"
+    assert not summary.startswith(f"{name.split('.')[-1]}("), "dataclass default"
+    assert summary.rstrip().endswith((".", "$", ":")) or "$$" in doc
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_public_method_is_documented(name):
+    member = name.split(".")[-1]
+    if member in INHERITED or METHODS[name].__doc__:
+        return
+    pytest.fail(f"{name} has no docstring.")
+
+
+def test_the_import_is_light():
+    script = (
+        "import sys, gnlin; "
+        "heavy = ('optax', 'jaxopt', 'scipy.optimize', 'matplotlib', 'beartype', "
+        "'hypothesis', 'pytest', 'benchmarks'); "
+        "found = [name for name in heavy if name in sys.modules]; "
+        "sys.exit(' '.join(found) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, f"`import gnlin` imports {done.stderr}"
+
+
+def test_the_import_leaves_jax_as_it_is():
+    script = (
+        "import jax; before = jax.config.values.copy(); import gnlin; "
+        "assert jax.config.values == before"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,430 @@
+"""`gnlin.solve`: Equinox models on a full batch."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+from gnlin.filters import GradientFlow
+
+
+X = jnp.linspace(-1.0, 1.0, 8)[:, None]
+T = jnp.sin(3 * X)
+
+SOLVERS = {
+    "damped": gnlin.DampedGaussNewton(0.1),
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "truncated": gnlin.TruncatedGaussNewton(0.1, damping=0.1),
+    "iterative linearisation": gnlin.IterativeLinearisation(200, 0.02),
+    "filtered": gnlin.FilteredGaussNewton(GradientFlow(5.0)),
+}
+every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+
+
+def network(seed=0, width=4):
+    return eqx.nn.MLP(1, 1, width, 1, activation=jnp.tanh, key=jax.random.key(seed))
+
+
+def loss_of(model, x=X, targets=T):
+    return 0.5 * float(jnp.sum((jax.vmap(model)(x) - targets) ** 2))
+
+
+def numbers(model):
+    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
+
+
+#
+# What comes back
+#
+
+
+@every_solver
+def test_training(solver):
+    model = network()
+    solution = gnlin.solve(model, (X, T), solver, max_steps=12)
+    assert isinstance(solution, gnlin.Solution)
+    assert isinstance(solution.history, gnlin.History)
+    assert jax.tree.structure(solution.model) == jax.tree.structure(model)
+    n = int(solution.stats["num_steps"])
+    history = solution.history
+    assert n <= 12
+    assert history.loss.shape == (n + 1,)
+    for name in ("gradient_norm", "step_norm", "damping", "num_inner_steps"):
+        rows = getattr(history, name)
+        assert rows.shape == (n,)
+        assert np.all(np.isfinite(rows))
+    np.testing.assert_allclose(history.loss[0], loss_of(model), rtol=1e-12)
+    np.testing.assert_allclose(history.loss[-1], loss_of(solution.model), rtol=1e-10)
+    assert history.loss[-1] < 0.2 * history.loss[0]
+    assert set(solution.stats) == {
+        "num_steps",
+        "max_steps",
+        "num_feature_updates",
+        "num_inner_steps",
+        "num_jvps",
+        "num_vjps",
+        "num_accepted_steps",
+        "num_rejected_steps",
+    }
+    assert solution.stats["max_steps"] == 12
+    assert int(solution.stats["num_feature_updates"]) == n
+    inner = float(solution.stats["num_inner_steps"])
+    assert float(jnp.sum(history.num_inner_steps)) == inner
+
+
+@every_solver
+def test_the_same_as_optimistix_on_the_same_residuals(solver):
+    model = network()
+    solution = gnlin.solve(model, (X, T), solver, max_steps=5)
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def residuals(parameters, args):
+        x, targets = args
+        return jax.vmap(eqx.combine(parameters, static))(x) - targets
+
+    other = optx.least_squares(
+        residuals, solver, parameters, (X, T), max_steps=5, throw=False
+    )
+    np.testing.assert_allclose(
+        numbers(solution.model), numbers(other.value), rtol=1e-6, atol=1e-8
+    )
+    for name in ("num_steps", "num_feature_updates", "num_accepted_steps"):
+        assert int(solution.stats[name]) == int(other.stats[name])
+
+
+def test_history_in_detail():
+    model = network()
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(parameters)
+
+    def residuals(flat):
+        return (jax.vmap(eqx.combine(unravel(flat), static))(X) - T)[:, 0]
+
+    solver = gnlin.DampedGaussNewton(lambda step: 1.0 / (1 + step))
+    history = gnlin.solve(model, (X, T), solver, max_steps=3).history
+    np.testing.assert_allclose(history.damping, [1, 1 / 2, 1 / 3])
+    jacobian = jax.jit(jax.jacobian(residuals))
+    for k in range(3):
+        r, phi = np.asarray(residuals(flat)), np.asarray(jacobian(flat))
+        gradient = phi.T @ r
+        step = -np.linalg.solve(phi.T @ phi + np.eye(flat.size) / (1 + k), gradient)
+        np.testing.assert_allclose(history.loss[k], 0.5 * r @ r, rtol=1e-8)
+        np.testing.assert_allclose(
+            history.gradient_norm[k], np.linalg.norm(gradient), rtol=1e-7
+        )
+        np.testing.assert_allclose(history.step_norm[k], np.linalg.norm(step), rtol=1e-7)
+        flat = flat + step
+
+
+def test_convergence_ends_the_run_and_cuts_the_history():
+    weights = eqx.nn.Linear(2, 1, key=jax.random.key(1))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(9, 2)))
+    targets = x @ jnp.asarray([[1.0], [2.0]]) + 0.5
+    solution = gnlin.solve(weights, (x, targets), gnlin.GaussNewton())
+    assert solution.result == optx.RESULTS.successful
+    assert int(solution.stats["num_steps"]) == len(solution.history.step_norm) == 2
+    np.testing.assert_allclose(solution.model.weight, [[1.0, 2.0]], rtol=1e-12)
+    np.testing.assert_allclose(solution.model.bias, [0.5], rtol=1e-12)
+
+
+def test_the_ntk_regime():
+    model = network()
+    solver = gnlin.IterativeLinearisation(math.inf, 1e-3)
+    solution = gnlin.solve(model, (X, T), solver)
+    assert solution.result == optx.RESULTS.successful
+    assert int(solution.stats["num_feature_updates"]) == 1
+    assert solution.history.loss.shape == (2,)
+
+
+def test_integer_targets_are_converted():
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    x = jnp.asarray([[0.0], [1.0]])
+    solution = gnlin.solve(model, (x, np.array([[1], [3]])), gnlin.GaussNewton())
+    np.testing.assert_allclose(solution.model.weight, [[2.0]], rtol=1e-12)
+
+
+#
+# What is trained
+#
+
+
+def test_only_the_chosen_leaves_change():
+    model = network()
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.layers[-1].weight, spec, True)
+    solver = gnlin.DampedGaussNewton(0.1)
+    solution = gnlin.solve(model, (X, T), solver, filter_spec=spec, max_steps=3)
+    assert solution.history.loss[-1] < solution.history.loss[0]
+    trained = solution.model
+    assert not np.array_equal(trained.layers[-1].weight, model.layers[-1].weight)
+    np.testing.assert_array_equal(trained.layers[-1].bias, model.layers[-1].bias)
+    np.testing.assert_array_equal(trained.layers[0].weight, model.layers[0].weight)
+    np.testing.assert_array_equal(trained.layers[0].bias, model.layers[0].bias)
+
+
+class WithBuffers(eqx.Module):
+    weight: jax.Array
+    count: jax.Array
+    name: str
+
+    def __call__(self, x):
+        return {"out": self.weight * x["in"] * self.count, "square": (x["in"] ** 2,)}
+
+
+def test_pytrees_of_inputs_and_outputs_and_leaves_that_are_not_trained():
+    model = WithBuffers(jnp.asarray([1.0, 1.0]), jnp.asarray(2), "kept")
+    x = {"in": jnp.asarray([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])}
+    targets = {"out": 6.0 * x["in"], "square": (x["in"] ** 2,)}
+    solution = gnlin.solve(model, (x, targets), gnlin.GaussNewton())
+    np.testing.assert_allclose(solution.model.weight, 3.0, rtol=1e-12)
+    assert solution.model.count.dtype == model.count.dtype
+    assert int(solution.model.count) == 2
+    assert solution.model.name == "kept"
+
+
+class Scalar(eqx.Module):
+    slope: jax.Array
+
+    def __call__(self, x):
+        return self.slope * x
+
+
+def test_scalar_inputs_outputs_and_parameters():
+    x = jnp.asarray([1.0, 2.0, 3.0])
+    solution = gnlin.solve(Scalar(jnp.asarray(0.0)), (x, 4 * x), gnlin.GaussNewton())
+    np.testing.assert_allclose(solution.model.slope, 4.0, rtol=1e-12)
+
+
+def test_one_example():
+    solution = gnlin.solve(network(), (X[:1], T[:1]), gnlin.LevenbergMarquardt())
+    assert solution.result == optx.RESULTS.successful
+    assert solution.history.loss[-1] < 1e-18
+
+
+def test_single_precision_models_on_double_precision_data():
+    model = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float32) if eqx.is_inexact_array(leaf) else leaf,
+        network(),
+    )
+    data = (X.astype(jnp.float32), T)
+    for solver in (gnlin.DampedGaussNewton(0.1), gnlin.LevenbergMarquardt()):
+        solution = gnlin.solve(model, data, solver, max_steps=5)
+        leaves = jax.tree.leaves(eqx.filter(solution.model, eqx.is_array))
+        assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+        assert solution.history.loss.dtype == jnp.float32
+        assert solution.history.loss[-1] < solution.history.loss[0]
+
+
+#
+# Transformations
+#
+
+
+def test_vmap_over_the_damping():
+    model = network()
+    dampings = jnp.asarray([0.01, 0.1, 1.0])
+
+    def run(damping):
+        return gnlin.solve(model, (X, T), gnlin.DampedGaussNewton(damping), max_steps=3)
+
+    together = eqx.filter_vmap(run)(dampings)
+    assert together.history.loss.shape == (3, 4)
+    for i, damping in enumerate(dampings):
+        alone = run(damping)
+        np.testing.assert_allclose(
+            together.history.loss[i], alone.history.loss, rtol=1e-8
+        )
+        np.testing.assert_allclose(together.history.damping[i], damping, rtol=1e-12)
+    assert together.stats["num_steps"].shape == (3,)
+
+
+def test_vmap_over_models():
+    models = eqx.filter_vmap(lambda key: eqx.nn.MLP(1, 1, 4, 1, jnp.tanh, key=key))(
+        jax.random.split(jax.random.key(3), 3)
+    )
+    solver = gnlin.DampedGaussNewton(0.1)
+    together = eqx.filter_vmap(
+        lambda model: gnlin.solve(model, (X, T), solver, max_steps=3)
+    )(models)
+    arrays, static = eqx.partition(models, eqx.is_array)
+    for i in range(3):
+        model = eqx.combine(jax.tree.map(lambda leaf, i=i: leaf[i], arrays), static)
+        alone = gnlin.solve(model, (X, T), solver, max_steps=3)
+        np.testing.assert_allclose(
+            together.history.loss[i], alone.history.loss, rtol=1e-8
+        )
+
+
+def test_rows_of_steps_that_were_not_made_are_nan_where_their_number_is_not_known():
+    model = Scalar(jnp.asarray(0.0))
+    x = jnp.asarray([1.0, 2.0])
+
+    @eqx.filter_jit
+    def run(targets):
+        return gnlin.solve(model, (x, targets), gnlin.GaussNewton(), max_steps=5)
+
+    solution = run(3 * x)
+    assert solution.history.loss.shape == (6,)
+    assert int(solution.stats["num_steps"]) == 2
+    assert np.all(np.isfinite(solution.history.loss[:3]))
+    assert np.all(np.isnan(solution.history.loss[3:]))
+    assert np.all(np.isnan(solution.history.step_norm[2:]))
+    np.testing.assert_allclose(solution.model.slope, 3.0, rtol=1e-12)
+
+
+def test_one_compilation_for_all_dampings_models_and_data():
+    num_traces = []
+
+    def activation(x):
+        num_traces.append(0)
+        return jnp.tanh(x)
+
+    for i, damping in enumerate((0.1, 0.2, 3)):
+        model = eqx.nn.MLP(1, 1, 3, 1, activation=activation, key=jax.random.key(i))
+        before = len(num_traces)
+        gnlin.solve(model, (X, i * T), gnlin.DampedGaussNewton(damping), max_steps=2)
+        traced = len(num_traces) - before
+        if i == 0:
+            first = traced
+        if i == 2:
+            # One look at the shapes of the outputs, and no compilation.
+            assert traced <= 1
+    assert first > 1
+
+
+#
+# Failures
+#
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@every_solver
+def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
+    model = network()
+    targets = T.at[2].set(bad)
+    with pytest.warns(UserWarning, match=r"stopped at step 1 of at most 7.*[Nn]onfinite"):
+        solution = gnlin.solve(model, (X, targets), solver, max_steps=7)
+    assert solution.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(numbers(solution.model), numbers(model))
+    with pytest.warns(UserWarning, match="stopped at step 1"):
+        solution = gnlin.solve(model, (X.at[1].set(bad), T), solver, max_steps=7)
+    assert solution.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(numbers(solution.model), numbers(model))
+
+
+def test_throw():
+    model = network()
+    targets = T.at[2].set(jnp.nan)
+    solver = gnlin.DampedGaussNewton(0.1)
+    with pytest.raises(RuntimeError, match=r"[Nn]onfinite"):
+        gnlin.solve(model, (X, targets), solver, max_steps=2, throw=True)
+    solution = gnlin.solve(model, (X, T), solver, max_steps=2, throw=True)
+    assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
+
+
+def test_throw_under_jit():
+    solver = gnlin.DampedGaussNewton(0.1)
+
+    @eqx.filter_jit
+    def run(targets):
+        solution = gnlin.solve(network(), (X, targets), solver, max_steps=2, throw=True)
+        return solution.history.loss
+
+    assert np.all(np.isfinite(run(T)))
+    with pytest.raises(RuntimeError, match=r"[Nn]onfinite"):
+        run(T.at[2].set(jnp.nan))
+
+
+def test_divergence_warns_by_name_and_leaves_the_model():
+    model = network()
+    solver = gnlin.IterativeLinearisation(10**8, 10.0)
+    with pytest.warns(UserWarning, match="diverged"):
+        solution = gnlin.solve(model, (X, T), solver)
+    assert solution.result == optx.RESULTS.nonlinear_divergence
+    np.testing.assert_array_equal(numbers(solution.model), numbers(model))
+    np.testing.assert_allclose(solution.history.loss[-1], loss_of(model), rtol=1e-10)
+
+
+def test_no_warning_under_jit_or_vmap():
+    """Warnings are errors in these tests: there is none to be seen here."""
+    solver = gnlin.DampedGaussNewton(0.1)
+    solution = eqx.filter_vmap(
+        lambda t: gnlin.solve(network(), (X, t), solver, max_steps=2)
+    )(jnp.stack([T, T.at[2].set(jnp.nan)]))
+    assert np.all(np.asarray(solution.result == optx.RESULTS.nonfinite) == [False, True])
+
+
+def call(**changes):
+    arguments = {
+        "model": network(),
+        "data": (X, T),
+        "solver": gnlin.DampedGaussNewton(0.1),
+    }
+    arguments |= changes
+    return gnlin.solve(**arguments)
+
+
+class Frozen(eqx.Module):
+    size: int = 3
+
+    def __call__(self, x):
+        return x
+
+
+class NotCallable(eqx.Module):
+    weight: jax.Array
+
+
+def select_all(model):
+    return jax.tree.map(eqx.is_array, model)
+
+
+MISTAKES = {
+    "empty data": ({"data": (X[:0], T[:0])}, "no data"),
+    "no inputs": ({"data": ((), T)}, "no data"),
+    "no targets": ({"data": (X, None)}, "no data"),
+    "scalar inputs": ({"data": (jnp.asarray(1.0), T)}, "leading axis"),
+    "lengths": ({"data": (X, T[:-1])}, "same number of examples"),
+    "lengths within a tree": ({"data": ((X, X[1:]), T)}, "same number of examples"),
+    "(n,) for (n, 1)": ({"data": (X, T[:, 0])}, "shape of the model's outputs"),
+    "(n, 2) for (n, 1)": ({"data": (X, jnp.tile(T, 2))}, "shape of the model's outputs"),
+    "structure": ({"data": (X, {"t": T})}, "shape of the model's outputs"),
+    "complex targets": ({"data": (X, 1j * T)}, "must be real"),
+    "no trainable array": ({"model": Frozen(), "data": (X, X)}, "no trainable array"),
+    "nothing selected": ({"filter_spec": lambda leaf: False}, "no trainable array"),
+    "functions selected": ({"filter_spec": lambda leaf: True}, "not arrays"),
+    "integers selected": (
+        {
+            "model": WithBuffers(jnp.ones(2), jnp.asarray(2), "name"),
+            "data": ({"in": X}, {"out": X, "square": (X,)}),
+            "filter_spec": eqx.is_array,
+        },
+        "dtype int64",
+    ),
+    "not callable": ({"model": NotCallable(jnp.ones(3))}, "must be callable"),
+    "0 steps": ({"max_steps": 0}, "`max_steps`"),
+    "-1 steps": ({"max_steps": -1}, "`max_steps`"),
+    "2.5 steps": ({"max_steps": 2.5}, "`max_steps`"),
+    "True steps": ({"max_steps": True}, "`max_steps`"),
+    "another library's solver": (
+        {"solver": optx.LevenbergMarquardt(1e-6, 1e-6)},
+        "`solver` must be one of gnlin's",
+    ),
+    "not a solver": ({"solver": "lm"}, "`solver` must be one of gnlin's"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_in_one_sentence(changes, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        call(**changes)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
