@@ -15,6 +15,11 @@ def dtype(tree: PyTree) -> jnp.dtype:
     return jnp.result_type(*jax.tree.leaves(tree))
 
 
+def eps(tree: PyTree) -> float:
+    """The rounding of the coarsest leaf."""
+    return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(tree))
+
+
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

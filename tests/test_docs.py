@@ -5,13 +5,14 @@ import re
 from pathlib import Path
 
 import equinox as eqx
-import gnlin
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
+
+import gnlin
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -664,10 +664,6 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
             gnlin.FilteredGaussNewton(GradientFlow(1.0), method="matrix-free"),
             "no matrix-free form",
         ),
-        (
-            gnlin.IterativeLinearisation(math.inf, 0.1, method="matrix-free"),
-            "infinite period do not end",
-        ),
         (gnlin.LevenbergMarquardt(method="matrix-free"), "needs the dense Jacobian"),
         (
             gnlin.DampedGaussNewton(1.0, scaling="marquardt", method="matrix-free"),

@@ -165,8 +165,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Whether a step was within the tolerances, of the parameters (each by itself)
         and of the residuals (together). None is asked for below rounding."""
 
+        eps = _tree.eps((y, outputs))
+
         def relative(x, size):
-            rtol = jnp.maximum(self.rtol, 4 * jnp.finfo(x.dtype).eps).astype(x.dtype)
+            rtol = jnp.maximum(self.rtol, 4 * eps).astype(x.dtype)
             scale = jnp.asarray(self.atol, x.dtype) + rtol * size
             return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 

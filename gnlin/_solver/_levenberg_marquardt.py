@@ -25,6 +25,8 @@ _MAX_ACCELERATION = 0.75
 # A change of the loss by less than eps to this power, relatively, says nothing: 3e-13 in
 # double precision, 3e-6 in single.
 _ROUNDING_POWER = 0.8
+# A gradient of fewer roundings than this of |phi| |r| is none.
+_GRADIENT_ROUNDINGS = 10
 # A step that gains this part of what an undamped one would is not held by the damping.
 _UNDAMPED = 0.1
 # The damping then has grown by 2^1830, past all floating-point numbers.
@@ -198,7 +200,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         damping: Float[Array, ""],
     ) -> _Trial:
         dtype = damping.dtype
-        eps = jnp.finfo(dtype).eps
+        eps = _tree.eps((lin.point, lin.outputs))
         gradient = subproblem.gradient()
         attainable = subproblem.attainable_decrease()
         loss = half_sum_of_squares(lin.outputs)
@@ -241,8 +243,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
             within = free & self.converged(y, step, outputs, change)
-            little = jnp.maximum(predicted, attainable) <= jnp.sqrt(eps) * loss
-            near = jnp.where(first, little, last.near)
+            promise = jnp.maximum(predicted, attainable)
+            near = jnp.where(first, promise <= eps**0.5 * loss, last.near)
+            # The residual's part in the range of phi is rounding: so is the gradient.
+            vanished = first & (promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss)
             taken = (answer,) if bend is None else (answer, bend)
             return _Trial(
                 damping=damping,
@@ -252,7 +256,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 outputs=outputs,
                 step=step,
                 accepted=accepted,
-                converged=jnp.where(first, within, last.converged),
+                converged=jnp.where(first, within | vanished, last.converged),
                 near=near,
                 stalled=near & ~accepted & (predicted <= eps * loss),
                 num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),

@@ -124,7 +124,11 @@ class MatrixFree(AbstractSubproblem):
             body,
             (jnp.ones((), period.dtype), first, first),
         )
-        diverged = jnp.isfinite(self.gradient_norm) & ~_tree.all_finite(step)
+        # Without an end the steps are not seen to diverge, but the gradient may point to
+        # an eigenvalue at which they do.
+        too_large = eta * self.curvature_along_gradient() >= 2 * (1 + mu)
+        diverged = ~_tree.all_finite(step) | (endless & too_large)
+        diverged = diverged & jnp.isfinite(self.gradient_norm)
         result = optx.RESULTS.where(
             diverged, optx.RESULTS.nonlinear_divergence, optx.RESULTS.successful
         )
