@@ -1,0 +1,1 @@
+"""Experiments and benchmarks of gnlin, run by `python -m benchmarks`."""

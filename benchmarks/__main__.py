@@ -8,10 +8,11 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
 from ._options import Options
-from ._results import claim_folder, UnusableFolder
+from ._results import claim_folder, UnusableFolder, versions
 
 
 DEFAULT = "k-vs-lambda"
@@ -21,6 +22,10 @@ MODULES = {
     "nist": "benchmarks.experiments.nist",
     "speed": "benchmarks.speed",
 }
+TAKE_SEEDS = ("k-vs-lambda",)
+OURS = ("benchmarks.", "gnlin.")
+INTERRUPTED = 130
+"""The exit code of shells for what SIGINT ended."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,20 +41,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.name not in MODULES:
         return _refuse(_unknown(options.name))
+    if options.seeds is not None and options.name not in TAKE_SEEDS:
+        return _refuse(
+            f"'{options.name}' has no random initialisations; leave --seeds out."
+        )
     out = options.out or Path("results") / options.name
     try:
         claim_folder(out)
     except UnusableFolder as error:
         return _refuse(str(error))
-    _run(MODULES[options.name], Options(options.seeds, out, options.quick))
+    try:
+        return _run(MODULES[options.name], Options(options.seeds, out, options.quick))
+    except KeyboardInterrupt:
+        print("Interrupted before all results were written.", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(module: str, options: Options) -> int:
+    try:
+        experiment = _load(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(OURS):
+            raise
+        return _refuse(
+            f"The benchmarks need '{error.name}', which is not installed; run "
+            '`python -m pip install -e ".[bench]"`.'
+        )
+    experiment.run(options)
     return 0
 
 
-def _run(module: str, options: Options) -> None:
+def _load(module: str) -> ModuleType:
+    """Raises `ModuleNotFoundError` for all that a run needs: better now than after it."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    importlib.import_module(module).run(options)
+    versions()
+    return importlib.import_module(module)
 
 
 def _list() -> None:
@@ -68,9 +96,10 @@ def _summary(module: str) -> str:
 
 
 def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), MODULES, n=1, cutoff=0)
+    nearest = difflib.get_close_matches(name.lower(), MODULES, n=1, cutoff=0.4)
+    question = f"; did you mean '{nearest[0]}'?" if nearest else "."
     return (
-        f"There is no experiment '{name}'; did you mean '{nearest[0]}'? "
+        f"There is no experiment '{name}'{question} "
         "`python -m benchmarks list` names them all."
     )
 
@@ -96,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds",
         type=_at_least_one,
         metavar="N",
-        help="how many random initialisations (default: the experiment's own number)",
+        help="how many random initialisations, for an experiment that has some: "
+        f"{', '.join(TAKE_SEEDS)} (default: its own number)",
     )
     parser.add_argument(
         "--out",

@@ -15,7 +15,19 @@ from pathlib import Path
 from typing import Any
 
 
-PACKAGES = ("jax", "jaxlib", "equinox", "lineax", "optimistix", "gnlin")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "equinox",
+    "lineax",
+    "optimistix",
+    "gnlin",
+    "numpy",
+    "scipy",
+    "scikit-learn",
+    "matplotlib",
+    "jaxopt",
+)
 
 
 class UnusableFolder(Exception):
@@ -68,13 +80,24 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
     write_whole(path, write)
 
 
+def versions() -> dict[str, str]:
+    """Raises `PackageNotFoundError` where one is not installed."""
+    return {"python": platform.python_version()} | {
+        package: version(package) for package in PACKAGES
+    }
+
+
 def circumstances() -> dict[str, Any]:
     """What the numbers may depend on besides the settings."""
+    import jax  # not above: `list` and `--help` are to be quick
+
     return {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
-        "versions": {"python": platform.python_version()}
-        | {package: version(package) for package in PACKAGES},
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "x64": bool(jax.config.read("jax_enable_x64")),
+        "versions": versions(),
     }

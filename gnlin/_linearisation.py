@@ -48,8 +48,8 @@ class PerExample(eqx.Module):
         """The Jacobian, as parameters with a leading axis over all outputs."""
         example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
         outputs = jax.eval_shape(self.fn, y, example)
-        reverse = _tree.size(outputs) <= _tree.size(y)
-        jacobian = (jax.jacrev if reverse else jax.jacfwd)(self.fn)
+        forward = _forward_is_cheaper(_tree.size(outputs), _tree.size(y))
+        jacobian = (jax.jacfwd if forward else jax.jacrev)(self.fn)
         blocks = jax.vmap(jacobian, in_axes=(None, 0))(y, args)
         per_output = jax.tree.structure(outputs).flatten_up_to(blocks)
         return jax.tree.map(
@@ -77,7 +77,7 @@ class Linearisation(eqx.Module):
     outputs: PyTree[Array]
     _jvp: Callable[[PyTree[Array]], PyTree[Array]]
     _example_rows: Callable[[], PyTree[Array]] | None
-    _num_example_passes: int | None = eqx.field(static=True)
+    _num_example_outputs: int | None = eqx.field(static=True)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,8 +108,10 @@ class Linearisation(eqx.Module):
     def num_row_passes(self) -> tuple[int, int]:
         """(Jacobian-vector, vector-Jacobian) products that `rows` takes."""
         m, p = self.shape
-        reverse = m if self._num_example_passes is None else self._num_example_passes
-        return (p, 0) if p < reverse else (0, reverse)
+        num_outputs = (
+            m if self._num_example_outputs is None else self._num_example_outputs
+        )
+        return (p, 0) if _forward_is_cheaper(num_outputs, p) else (0, num_outputs)
 
     def rows(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree[Array]:
         r"""The dense Jacobian, as the parameters' structure with a leading axis of
@@ -118,7 +120,7 @@ class Linearisation(eqx.Module):
         if self._example_rows is not None:
             return self._example_rows()
         m, p = self.shape
-        if p < m:
+        if _forward_is_cheaper(m, p):
             flat, unravel = ravel_pytree(self.point)
             columns = self._chunked(
                 lambda v: ravel_pytree(self.jvp(unravel(v)))[0],
@@ -269,13 +271,18 @@ def linearise(
 
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
-    example_rows, num_passes = None, None
+    example_rows, num_example_outputs = None, None
     if isinstance(fn, PerExample):
         example_rows = Partial(PerExample.rows, fn, y, args)
         num_examples = jax.tree.leaves(args)[0].shape[0]
-        num_passes = min(_tree.size(outputs) // num_examples, _tree.size(y))
-    lin = Linearisation(y, outputs, jvp, example_rows, num_passes)
+        num_example_outputs = _tree.size(outputs) // num_examples
+    lin = Linearisation(y, outputs, jvp, example_rows, num_example_outputs)
     return (lin, aux) if has_aux else lin
+
+
+def _forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:
+    """Whether a dense Jacobian takes fewer passes by forward mode."""
+    return num_parameters < num_outputs
 
 
 def check_parameters(y: PyTree) -> None:

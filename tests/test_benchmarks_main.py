@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.__main__ import main, MODULES
+from benchmarks._results import PACKAGES
 from benchmarks.data import digits, quintic
 from benchmarks.experiments.k_vs_lambda._figures import draw_sweeps
 from benchmarks.experiments.k_vs_lambda._summary import (
@@ -46,6 +47,44 @@ def test_help_explains(capsys):
 def test_an_unknown_name_is_answered_with_the_nearest(typed, meant, capsys):
     assert main([typed]) == 2
     assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+def test_a_name_near_to_none_is_answered_with_no_guess(capsys):
+    assert main(["zzz"]) == 2
+    message = capsys.readouterr().err
+    assert "did you mean" not in message
+    assert "`python -m benchmarks list`" in message
+
+
+@pytest.mark.parametrize("name", ["nist", "speed"])
+def test_seeds_are_refused_where_there_are_none(name, tmp_path, capsys):
+    assert main([name, "--seeds", "2", "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert name in message
+    assert message.count("\n") == 1
+
+
+def test_a_missing_package_is_answered_with_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(MODULES, "nist", "no_such_package")
+    assert main(["nist", "--out", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert 'python -m pip install -e ".[bench]"' in message
+    assert message.count("\n") == 1
+
+
+def test_a_missing_module_of_our_own_is_a_bug(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODULES, "nist", "benchmarks.no_such_module")
+    with pytest.raises(ModuleNotFoundError):
+        main(["nist", "--out", str(tmp_path)])
+
+
+def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch, capsys):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.experiments.nist.run", interrupt)
+    assert main(["nist", "--out", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
@@ -120,8 +159,9 @@ def test_the_weakest_runs_of_both_solvers_agree(results):
 
 def test_settings_say_what_the_numbers_depend_on(results):
     settings = json.loads((results / "settings.json").read_text())
-    packages = {"python", "jax", "jaxlib", "equinox", "lineax", "optimistix", "gnlin"}
-    assert packages <= set(settings["versions"])
+    assert {"python", *PACKAGES} == set(settings["versions"])
+    assert settings["backend"] == jax.default_backend()
+    assert settings["x64"] is True
     assert settings["quick"] is True
     assert settings["seeds"] == [0]
     assert settings["wall_seconds"] > 0
@@ -157,6 +197,21 @@ def test_what_diverged_is_in_no_mean(curves):
     assert agreement.num_strengths == 3
     assert agreement.mean_difference == pytest.approx(0.1 / 0.5)
     assert agreement.correlation == pytest.approx(1)
+
+
+def test_a_flat_curve_has_no_correlation(curves):
+    flat = dataclasses.replace(curves[DAMPED], error=np.full((2, 4), 0.5))
+    agreement = agreement_of({DESCENT: curves[DESCENT], DAMPED: flat})
+    assert agreement.correlation is None
+    assert agreement.correlation_of_damped_with_damping is None
+    assert agreement.correlation_of_descent_with_damping == pytest.approx(1)
+    json.dumps(dataclasses.asdict(agreement), allow_nan=False)
+    print_table(Console(quiet=True), make_tasks(quick=True)[0], curves, agreement)
+
+
+def test_dampings_are_as_round_as_their_periods():
+    quintic_task = make_tasks(quick=True)[0]
+    assert [quintic_task.damping(period) for period in (100, 1e4)] == [1e5, 1e3]
 
 
 def test_what_diverged_is_told_and_drawn(curves, tmp_path):

@@ -152,7 +152,9 @@ def test_oracle_against_literal_descent():
 def test_task_has_the_published_sizes():
     task = tasks.quintic(width=50, num_examples=20)
     assert (task.num_parameters, task.num_outputs) == (7801, 20)
-    assert inner_steps.largest_rate_times_eigenvalue(task) < 1
+    # Descent converges without alternating: the literal steps are those of the formula.
+    largest = np.linalg.norm(task.oracle.jacobian, ord=2) ** 2
+    assert inner_steps.LEARNING_RATE * largest < 1
 
 
 def test_damped_steps_are_solved_and_timed(task):
@@ -161,10 +163,12 @@ def test_damped_steps_are_solved_and_timed(task):
     assert all(0 < row.ratio < math.inf for row in rows)
     assert all(row.solved and row.step_error < 1e-8 for row in rows)
     skipped = damped_step.skipped(task, "other", "slow", "hours")
-    assert [row.library for row in picture.best_of_each([*rows, skipped])] in (
-        ["gnlin", "optimistix"],
-        ["optimistix", "gnlin"],
-    )
+    best = picture.best_of_each([*rows, skipped])
+    assert sorted((row.library, row.variant) for row in best) == [
+        ("gnlin", 'DampedGaussNewton "auto"'),
+        ("optimistix", "LM, Normal(CG)"),
+        ("optimistix", "damped GN, Normal(CG)"),
+    ]
 
 
 def test_inner_steps_agree_with_the_oracle(task):
@@ -206,7 +210,7 @@ def test_picture_and_tables(task, tmp_path, capsys):
         ("<= 1.5", 1.6, "missed"),
         (">= 1000", 2e3, "met"),
         ("> 1", 1.0, "missed"),
-        ("> 1", math.nan, "not measured"),
+        ("> 1", None, "not measured"),
     ],
 )
 def test_verdicts(required, measured, verdict):

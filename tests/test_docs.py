@@ -16,7 +16,11 @@ import gnlin
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "docs/index.md", "docs/idea.md", "docs/choosing.md"]
+PAGES = [
+    str(page.relative_to(ROOT))
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python" in page.read_text()
+]
 
 
 def _python_blocks(text: str) -> list[str]:
@@ -111,10 +115,6 @@ def test_every_public_name_is_in_the_reference():
     assert not missing
 
 
-def test_every_public_name_has_a_docstring():
-    assert not [name for name, thing in _public() if not inspect.getdoc(thing)]
-
-
 def test_the_api_does_not_name_what_is_not_there():
     pages = "\n".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
     for name in re.findall(r"\[`(gnlin\.[\w.]+)`\]\[\]", pages):
@@ -123,17 +123,8 @@ def test_the_api_does_not_name_what_is_not_there():
             thing = getattr(thing, part)
 
 
-def test_the_readme_has_one_command_each():
+@pytest.mark.parametrize("command", [r"-m pytest -n 2", r"-m benchmarks"])
+def test_the_readme_has_one_command_each(command):
     readme = (ROOT / "README.md").read_text()
-    assert (
-        len(re.findall(r"^python -m pip install .* && python -m pytest", readme, re.M))
-        == 1
-    )
-    assert (
-        len(
-            re.findall(
-                r"^python -m pip install .* && python -m benchmarks$", readme, re.M
-            )
-        )
-        == 1
-    )
+    found = re.findall(rf"^python3 -m venv .* {command}$", readme, re.MULTILINE)
+    assert len(found) == 1

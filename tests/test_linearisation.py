@@ -126,6 +126,57 @@ def test_rows_in_forward_and_reverse_mode(shape):
     np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
 
 
+def test_the_mode_is_the_one_with_fewer_passes(monkeypatch):
+    taken = []
+    for name in ("jvp", "vjp"):
+        original = getattr(gnlin.Linearisation, name)
+
+        def spy(self, v, name=name, original=original):
+            taken.append(name)
+            return original(self, v)
+
+        monkeypatch.setattr(gnlin.Linearisation, name, spy)
+    for shape, mode in (((7, 3), "jvp"), ((3, 7), "vjp"), ((4, 4), "vjp")):
+        linearise(sines, *as_jax(sines_data(shape))).rows()
+        assert taken == [mode]
+        taken.clear()
+
+
+def test_the_mode_per_example_is_the_one_with_fewer_passes(monkeypatch):
+    taken = []
+    for name in ("jacfwd", "jacrev"):
+        original = getattr(jax, name)
+
+        def spy(fn, name=name, original=original):
+            taken.append(name)
+            return original(fn)
+
+        monkeypatch.setattr(jax, name, spy)
+    for num_outputs, mode in ((2, "jacrev"), (3, "jacrev"), (4, "jacfwd")):
+        fn = gnlin.PerExample(lambda y, x, n=num_outputs: jnp.tanh(x * y.sum()) * jnp.ones(n))
+        linearise(fn, jnp.ones(3), jnp.arange(5.0)).rows()
+        assert taken == [mode]
+        taken.clear()
+
+
+def test_the_memory_budget_sets_the_chunk(monkeypatch):
+    chunks = []
+    original = jax.lax.map
+
+    def spy(fn, xs, *, batch_size):
+        chunks.append(batch_size)
+        return original(fn, xs, batch_size=batch_size)
+
+    monkeypatch.setattr(jax.lax, "map", spy)
+    lin = linearise(sines, *as_jax(sines_data((12, 30))))
+    lin.kernel()
+    assert not chunks
+    lin.kernel(memory_budget=1)
+    assert chunks == [1]
+    lin.kernel(memory_budget=2000)
+    assert 1 < chunks[-1] < 12
+
+
 @shapes
 @pytest.mark.parametrize("memory_budget", [1, 150])
 def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
@@ -339,7 +390,7 @@ def test_spectrum_of_a_pytree_in_the_parameters_structure(mixed_case):
 @pytest.mark.parametrize("method", ["svd", "eigh"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("shape", [(60, 40), (40, 60)])
-def test_a_nonfinite_jacobian_gives_nan_and_never_reaches_lapack(shape, bad, method):
+def test_a_nonfinite_jacobian_gives_nan(shape, bad, method):
     a = np.random.default_rng(4).normal(size=shape)
     a[3, 5] = bad
     spectrum_of = jax.jit(
@@ -374,6 +425,24 @@ def test_lapack_is_guarded(monkeypatch):
             assert not bool(spectrum.finite())
             assert np.isnan(spectrum.gradient_norm())
     assert given == [True] * 4
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature"])
+def test_cholesky_is_guarded(monkeypatch, method):
+    given = []
+    original = jax.scipy.linalg.cho_factor
+
+    def wrapped(matrix, **kwargs):
+        given.append(bool(jnp.all(jnp.isfinite(matrix))))
+        return original(matrix, **kwargs)
+
+    monkeypatch.setattr(jax.scipy.linalg, "cho_factor", wrapped)
+    a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
+    lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
+    subproblem = prepare(lin, method, 2**20, damped=True, reuse=False)
+    answer = subproblem.solve(Tikhonov(1.0))
+    assert given == [True]
+    assert np.all(np.isnan(answer.step))
 
 
 #

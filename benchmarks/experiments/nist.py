@@ -5,14 +5,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from rich.console import Console
 from rich.table import Table
 
 import gnlin
@@ -20,6 +18,7 @@ import gnlin
 from .._options import Options
 from .._results import circumstances, write_csv, write_json
 from ..data import nist
+from ..speed.report import wide_console
 
 
 MAX_STEPS = 5000
@@ -55,8 +54,7 @@ def run(options: Options) -> None:
     """Solve, print, and write nist.csv and settings.json."""
     names = QUICK if options.quick else tuple(nist.MODELS)
     solvers = _quick_solvers() if options.quick else _solvers()
-    console = Console()
-    console = console if console.is_terminal else Console(width=200)
+    console = wide_console(200)
     began = time.perf_counter()
     rows = []
     for name in names:
@@ -72,7 +70,6 @@ def run(options: Options) -> None:
     write_csv(options.out / "nist.csv", rows)
     settings = {
         **circumstances(),
-        "other_libraries": {name: version(name) for name in ("jaxopt", "scipy")},
         "quick": options.quick,
         "problems": names,
         "max_steps": MAX_STEPS,

@@ -1,7 +1,6 @@
 """K inner steps of gradient descent at one linearisation point: K costs nothing."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.flatten_util import ravel_pytree
 
@@ -117,9 +116,3 @@ def _against_one_step(
             timed_row(f"{name}: {task.name}", timing, reference, step_error=error)
         )
     return rows
-
-
-def largest_rate_times_eigenvalue(task: Task) -> float:
-    """Descent converges without alternating where this is below 1."""
-    singular_values = jnp.linalg.svd(task.oracle.jacobian, compute_uv=False)
-    return LEARNING_RATE * float(singular_values[0]) ** 2

@@ -1,6 +1,5 @@
 """The damped step as a picture: a bar a library, the hand-written limit at 1."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ def draw(path: Path, groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
         )
         for panel, (title, rows) in zip(panels[:, 0], groups, strict=True):
             _bars(panel, title, rows)
-        longest = max(row.ratio for _, rows in groups for row in rows)
+        longest = max(_ratio(row) for _, rows in groups for row in rows)
         panels[0, 0].set_xlim(_LEFT, 5 * longest)
         panels[-1, 0].set_xlabel(
             "time of a damped step over the hand-written limit's (log scale)"
@@ -33,10 +32,10 @@ def draw(path: Path, groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
 
 def _bars(panel: Axes, title: str, rows: Sequence[Row]) -> None:
     names = [_name(row) for row in rows]
-    lengths = [max(row.ratio, _LEFT) - _LEFT for row in rows]
+    lengths = [max(_ratio(row), _LEFT) - _LEFT for row in rows]
     colours = [BLUE if row.library == "gnlin" else _OTHERS for row in rows]
     bars = panel.barh(names, lengths, left=_LEFT, color=colours)
-    panel.bar_label(bars, [_times(row.ratio) for row in rows], padding=4)
+    panel.bar_label(bars, [_times(_ratio(row)) for row in rows], padding=4)
     panel.axvline(1, color=BLACK, linewidth=1)
     panel.set_xscale("log")
     panel.invert_yaxis()
@@ -47,8 +46,13 @@ def _bars(panel: Axes, title: str, rows: Sequence[Row]) -> None:
 def _name(row: Row) -> str:
     if row.library == "gnlin":
         return "gnlin"
-    other = "\n(another step)" if math.isnan(row.linear_residual) else ""
+    other = "\n(another step)" if row.linear_residual is None else ""
     return f"{row.library}: {row.variant}{other}"
+
+
+def _ratio(row: Row) -> float:
+    assert row.ratio is not None
+    return row.ratio
 
 
 def _times(ratio: float) -> str:
@@ -56,20 +60,20 @@ def _times(ratio: float) -> str:
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
-    """gnlin's default, every fair setting of the others, fastest first; the limit is the
-    axis. A step that is not solved has no bar; SciPy's is another step, and says so."""
+    """gnlin's default, all of optimistix's, the fastest of every other; fastest first.
+    The limit is the axis. A step that is not solved has no bar; SciPy's is another step,
+    and says so."""
     measured = [
         row
         for row in rows
         if row.library != "hand-written"
-        and not math.isnan(row.ratio)
+        and row.ratio is not None
         and (row.solved or row.library == "SciPy")
     ]
-    fastest: dict[str, Row] = {}
-    for row in sorted(measured, key=lambda row: row.ratio):
-        is_default = "default" in row.variant or row.note == "the default"
-        if row.library == "gnlin" and not is_default:
+    fastest: dict[tuple[str, str], Row] = {}
+    for row in sorted(measured, key=_ratio):
+        if row.library == "gnlin" and row.note != "the default":
             continue
-        key = row.library + (", default" if "default" in row.variant else "")
-        fastest.setdefault(key, row)
+        variant = row.variant if row.library == "optimistix" else ""
+        fastest.setdefault((row.library, variant), row)
     return list(fastest.values())

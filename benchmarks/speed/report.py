@@ -1,7 +1,6 @@
 """Rows of results: printed as a table, and written as they are."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,20 +16,20 @@ class Row:
     task: str
     library: str
     variant: str
-    seconds: float = math.nan
-    """Per step: the median of several runs. NaN where there was none."""
-    ratio: float = math.nan
+    seconds: float | None = None
+    """Per step: the median of several runs. `None` where there was none."""
+    ratio: float | None = None
     """To the hand-written limit, or to what the table says."""
-    compile_seconds: float = math.nan
-    step_error: float = math.nan
+    compile_seconds: float | None = None
+    step_error: float | None = None
     """Relative, against the dense oracle."""
-    linear_residual: float = math.nan
+    linear_residual: float | None = None
     """Relative to the gradient."""
     note: str = ""
 
     @property
     def solved(self) -> bool:
-        return self.linear_residual <= SOLVED
+        return self.linear_residual is not None and self.linear_residual <= SOLVED
 
 
 def timed_row(
@@ -42,7 +41,7 @@ def timed_row(
         library=case.library,
         variant=case.variant,
         seconds=timing.median,
-        ratio=math.nan if reference is None else ratio(timing, reference),
+        ratio=None if reference is None else ratio(timing, reference),
         compile_seconds=timing.compile_seconds,
         note=case.note,
         **accuracy,
@@ -63,10 +62,10 @@ def damped_row(task, timing, reference, oracle, damping) -> Row:
     )
 
 
-def wide_console() -> Console:
+def wide_console(width: int = 130) -> Console:
     """As wide as the terminal; wide enough for the tables where there is none."""
     console = Console()
-    return console if console.is_terminal else Console(width=130)
+    return console if console.is_terminal else Console(width=width)
 
 
 def print_rows(
@@ -92,13 +91,13 @@ def print_rows(
     console.print(table)
 
 
-def _compile_time(seconds: float) -> str:
+def _compile_time(seconds: float | None) -> str:
     """None for what another row has compiled already."""
-    return duration(seconds) if seconds >= 0.02 else ""
+    return "" if seconds is None or seconds < 0.02 else duration(seconds)
 
 
-def duration(seconds: float) -> str:
-    if math.isnan(seconds):
+def duration(seconds: float | None) -> str:
+    if seconds is None:
         return ""
     for factor, unit in ((1, "s"), (1e3, "ms")):
         if seconds * factor >= 1:
@@ -106,5 +105,5 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else f"{value:{form}}"
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"

@@ -32,7 +32,8 @@ class DampedGaussNewton(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $|\delta|^2$; `"marquardt"` and `"more"` damp
         $|D\delta|^2$ with the norms of the Jacobian's columns (the present ones, or the
-        largest so far), so that the parameters' units do not matter.
+        largest lately: earlier ones fade by 0.8 an outer step), so that the parameters'
+        units do not matter.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
         on the m x m side), `"curvature"` (on the p x p side) or `"matrix-free"`
         (conjugate gradients).

@@ -40,7 +40,7 @@ def next_scale(
     """The diagonal of D, and the dense rows that it was read off.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
-    they have been, so that a column that vanishes for a while stays damped.
+    they have been lately, so that a column that vanishes for a while stays damped.
     """
     if scaling == "identity":
         return None, None

@@ -16,6 +16,9 @@ from ._tasks import Task
 PerRun = Float[np.ndarray, "seeds strengths"]
 PerStrength = Float[np.ndarray, " strengths"]
 
+FEWEST_STRENGTHS = 3
+"""Of fewer, a correlation says nothing."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
@@ -44,7 +47,7 @@ class Agreement:
     """How well two curves of mean test error agree where every run is stable.
 
     Differences are relative to the range that the two curves span; correlations are
-    Spearman's. What too few strengths leave undefined is `None`.
+    Spearman's. What too few strengths, or a flat curve, leave undefined is `None`.
     """
 
     num_strengths: int
@@ -74,10 +77,10 @@ def agreement_of(curves: dict[str, Curve]) -> Agreement:
     """Of the curves of both solvers on one task."""
     a, b = (curves[solver].mean_error for solver in SOLVERS)
     usable = np.isfinite(a) & np.isfinite(b)
-    if usable.sum() < 3:
+    if usable.sum() < FEWEST_STRENGTHS:
         return Agreement(int(usable.sum()), None, None, None, None, None)
     a, b, damping = a[usable], b[usable], curves[DESCENT].damping[usable]
-    relative = np.abs(a - b) / np.ptp([a, b])
+    relative = np.abs(a - b) / (np.ptp([a, b]) or 1.0)
     return Agreement(
         num_strengths=int(usable.sum()),
         mean_difference=float(relative.mean()),
@@ -88,8 +91,10 @@ def agreement_of(curves: dict[str, Curve]) -> Agreement:
     )
 
 
-def _rank_correlation(x: PerStrength, y: PerStrength) -> float:
-    """Spearman's: the correlation of the ranks."""
+def _rank_correlation(x: PerStrength, y: PerStrength) -> float | None:
+    """Spearman's: the correlation of the ranks. A constant has none."""
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return None
     return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
 
 
@@ -132,7 +137,11 @@ def _sentence(agreement: Agreement) -> str:
         f"At the {agreement.num_strengths} strengths where every run is stable the "
         f"curves differ by {agreement.mean_difference:.1%} of their range on average and "
         f"{agreement.largest_difference:.1%} at most. Spearman's correlation: of the "
-        f"curves {agreement.correlation:.2f}, of test error with damping "
-        f"{agreement.correlation_of_descent_with_damping:.2f} (by K steps) and "
-        f"{agreement.correlation_of_damped_with_damping:.2f} (by damping).\n"
+        f"curves {_shown(agreement.correlation)}, of test error with damping "
+        f"{_shown(agreement.correlation_of_descent_with_damping)} (by K steps) and "
+        f"{_shown(agreement.correlation_of_damped_with_damping)} (by damping).\n"
     )
+
+
+def _shown(correlation: float | None) -> str:
+    return "undefined" if correlation is None else f"{correlation:.2f}"
