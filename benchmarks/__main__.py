@@ -42,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.name not in MODULES:
         return _refuse(_unknown(options.name))
     if options.seeds is not None and options.name not in TAKE_SEEDS:
-        return _refuse(
-            f"'{options.name}' has no random initialisations; leave --seeds out."
-        )
+        return _refuse(f"'{options.name}' runs from fixed starts; leave --seeds out.")
     out = options.out or Path("results") / options.name
     try:
         claim_folder(out)

@@ -23,7 +23,7 @@ def _known(value: object) -> bool:
 def _real(name: str, value: ArrayLike) -> np.ndarray:
     # A Python integer may be too large for NumPy's, but not for a float.
     number = np.asarray(float(value) if type(value) is int else value)
-    if number.dtype.kind not in "iuf":
+    if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):
         raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
     return number
 
@@ -31,6 +31,11 @@ def _real(name: str, value: ArrayLike) -> np.ndarray:
 def check_positive(name: str, value) -> None:
     if _known(value) and not np.all(_real(name, value) > 0):
         raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
+
+
+def check_tolerances(rtol: object, atol: object) -> None:
+    check_nonnegative("rtol", rtol)
+    check_nonnegative("atol", atol)
 
 
 def check_nonnegative(name: str, value) -> None:
@@ -57,6 +62,17 @@ def check_fraction(name: str, value) -> None:
         if not np.all((number > 0) & (number < 1)):
             raise ValueError(
                 f"`{name}` must lie strictly between 0 and 1, but {value} was given."
+            )
+
+
+def check_range(name: str, value, above: float, most: float) -> None:
+    """Above one number, and at most another."""
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number > above) & (number <= most)):
+            raise ValueError(
+                f"`{name}` must be above {above} and at most {most}, but {value} was "
+                "given."
             )
 
 

@@ -1,5 +1,6 @@
 """A function's linearisation at a point: the one object that every solver starts from."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -52,13 +53,15 @@ class PerExample(eqx.Module):
         jacobian = (jax.jacfwd if forward else jax.jacrev)(self.fn)
         blocks = jax.vmap(jacobian, in_axes=(None, 0))(y, args)
         per_output = jax.tree.structure(outputs).flatten_up_to(blocks)
-        return jax.tree.map(
-            lambda leaf, *parts: jnp.concatenate(
-                [part.reshape(-1, *leaf.shape) for part in parts]
-            ),
-            y,
-            *per_output,
-        )
+
+        def stack(leaf, *parts):
+            # Not -1 for the first axis, which is not determined where a leaf is empty.
+            lengths = [math.prod(part.shape[: part.ndim - leaf.ndim]) for part in parts]
+            return jnp.concatenate(
+                [p.reshape(n, *leaf.shape) for p, n in zip(parts, lengths, strict=True)]
+            )
+
+        return jax.tree.map(stack, y, *per_output)
 
 
 class Linearisation(eqx.Module):
@@ -290,11 +293,11 @@ def check_parameters(y: PyTree) -> None:
     if sum(leaf.size for leaf in leaves) == 0:
         raise ValueError("There are no parameters: `y` must hold at least one number.")
     for leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if leaf.dtype not in (jnp.float32, jnp.float64):
             raise ValueError(
-                "Parameters must be real floating-point arrays, but one has dtype "
-                f"{leaf.dtype}; convert integers with `astype(float)`, and split complex "
-                "numbers into real and imaginary parts."
+                "Parameters must be real floating-point arrays, of single or double "
+                f"precision, but one has dtype {leaf.dtype}; convert it with "
+                "`astype(float)`, or split complex numbers into real and imaginary parts."
             )
 
 

@@ -23,7 +23,8 @@ def matrix(rows: PyTree[Array]) -> Float[Array, "m p"]:
 
 def gram(rows: PyTree[Array]) -> Float[Array, "m m"]:
     r"""$\phi\phi^\top$, the rows' inner products."""
-    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(rows)]
+    leaves = [leaf for leaf in jax.tree.leaves(rows) if leaf.size > 0]
+    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
 
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Scalar, ScalarLike
 
-from ._checks import check_fraction, check_positive
+from ._checks import as_scalar, check_fraction, check_range
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]
@@ -42,17 +42,17 @@ class EisenstatWalker(eqx.Module):
         method*, SIAM J. Sci. Comput. 17 (1996), equation (2.6).
     """
 
-    initial: ScalarLike = 0.5
-    gamma: ScalarLike = 0.9
-    exponent: ScalarLike = 2.0
-    maximum: ScalarLike = 0.9
-    minimum: ScalarLike = 1e-12
+    initial: ScalarLike = eqx.field(default=0.5, converter=as_scalar)
+    gamma: ScalarLike = eqx.field(default=0.9, converter=as_scalar)
+    exponent: ScalarLike = eqx.field(default=2.0, converter=as_scalar)
+    maximum: ScalarLike = eqx.field(default=0.9, converter=as_scalar)
+    minimum: ScalarLike = eqx.field(default=1e-12, converter=as_scalar)
 
     def __check_init__(self):
         for name in ("initial", "maximum", "minimum"):
             check_fraction(name, getattr(self, name))
-        check_positive("gamma", self.gamma)
-        check_positive("exponent", self.exponent)
+        check_range("gamma", self.gamma, 0, 1)
+        check_range("exponent", self.exponent, 1, 2)
 
     def next_tolerance(
         self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
@@ -109,7 +110,8 @@ def solve(
             f"a {type(solver).__name__} was given; for other least-squares solvers use "
             "`optimistix.least_squares`."
         )
-    if isinstance(max_steps, bool) or not isinstance(max_steps, int) or max_steps < 1:
+    whole = isinstance(max_steps, int | np.integer) and not isinstance(max_steps, bool)
+    if not whole or max_steps < 1:
         raise ValueError(
             f"`max_steps` must be a whole number of at least 1, but {max_steps} was "
             "given."
@@ -124,13 +126,11 @@ def solve(
         raise ValueError("The model must be callable, on one example's input.")
 
     parameters, result, history, stats = _run(
-        solver, parameters, frozen, inputs, targets, max_steps
+        solver, parameters, frozen, inputs, targets, int(max_steps)
     )
     stats = {**stats, "max_steps": max_steps}
     solution = Solution(eqx.combine(parameters, frozen), result, history, stats)
-    if isinstance(stats["num_steps"], Tracer):
-        return _throw(solution) if throw else solution
-    if jnp.ndim(stats["num_steps"]) == 0:
+    if not isinstance(stats["num_steps"], Tracer):
         solution = _without_unused_rows(solution)
         if not throw:
             _warn(solution)

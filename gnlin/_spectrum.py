@@ -77,7 +77,7 @@ class Spectrum(eqx.Module):
 
     def gradient_norm(self) -> Scalar:
         r"""$|\phi^\top r|$, from the eigenvalues alone."""
-        return jnp.sqrt(jnp.sum(self.eigenvalues * self.coefficients**2))
+        return _tree.norm(jnp.sqrt(self.eigenvalues) * self.coefficients)
 
     def finite(self) -> Array:
         """Whether the Jacobian and the residual that went in were finite."""

@@ -1,5 +1,7 @@
 """Vector-space operations on pytrees of arrays: parameters, outputs and steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
@@ -32,8 +34,13 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
 
 
 def norm(a: PyTree[Array]) -> Scalar:
-    """The Euclidean norm."""
-    return jnp.sqrt(dot(a, a))
+    """The Euclidean norm, without squares that leave the floating-point range."""
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
+    )
+    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    scaled = scale(1 / unit, a)
+    return unit * jnp.sqrt(dot(scaled, scaled))
 
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:

@@ -28,11 +28,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
 from ._checks import (
+    as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
     check_momentum,
     check_nonnegative,
     check_period,
+    check_positive,
 )
 
 
@@ -89,7 +91,7 @@ class Tikhonov(AbstractFilter):
     - `damping`: $\lambda \ge 0$, in units of the eigenvalues.
     """
 
-    damping: ScalarLike
+    damping: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
         check_finite_nonnegative("damping", self.damping)
@@ -114,7 +116,7 @@ class GradientDescent(AbstractFilter):
     """
 
     period: ScalarLike
-    learning_rate: ScalarLike
+    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
         check_period("period", self.period)
@@ -154,11 +156,10 @@ class GradientFlow(AbstractFilter):
     - `time`: $T > 0$, in units of 1 / eigenvalue; `math.inf` flows to convergence.
     """
 
-    time: ScalarLike
+    time: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
-        if not callable(self.time):
-            check_nonnegative("time", self.time)
+        check_positive("time", self.time)
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         w = eigenvalues
@@ -185,7 +186,7 @@ class HeavyBall(AbstractFilter):
     """
 
     period: ScalarLike
-    learning_rate: ScalarLike
+    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
     momentum: ScalarLike
 
     def __check_init__(self):

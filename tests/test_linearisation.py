@@ -16,7 +16,9 @@ from problems import (
     sines_numpy,
 )
 
+import gnlin
 from gnlin import linearise, PerExample
+from gnlin._subproblem import prepare
 from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
 
 
@@ -153,7 +155,9 @@ def test_the_mode_per_example_is_the_one_with_fewer_passes(monkeypatch):
 
         monkeypatch.setattr(jax, name, spy)
     for num_outputs, mode in ((2, "jacrev"), (3, "jacrev"), (4, "jacfwd")):
-        fn = gnlin.PerExample(lambda y, x, n=num_outputs: jnp.tanh(x * y.sum()) * jnp.ones(n))
+        fn = gnlin.PerExample(
+            lambda y, x, n=num_outputs: jnp.tanh(x * y.sum()) * jnp.ones(n)
+        )
         linearise(fn, jnp.ones(3), jnp.arange(5.0)).rows()
         assert taken == [mode]
         taken.clear()

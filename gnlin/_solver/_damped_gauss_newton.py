@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import as_scalar, check_finite_nonnegative
+from .._checks import as_scalar, check_finite_nonnegative, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._schedules import Schedule, value_at
 from .._subproblem import check_method, Method, prepare
@@ -69,9 +69,10 @@ class DampedGaussNewton(AbstractGaussNewton):
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         check_finite_nonnegative("damping", damping)
-        check_scaling(scaling)
         check_method(method)
+        check_scaling(scaling, method)
         self.damping = as_scalar(damping)
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm

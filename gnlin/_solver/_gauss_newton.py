@@ -5,11 +5,11 @@ from collections.abc import Callable
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import check_nonnegative
+from .._checks import as_scalar, check_nonnegative, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._spectrum import Filter
 from .._subproblem import check_method, Method, prepare
-from ..filters import PseudoInverse
+from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
@@ -60,11 +60,12 @@ class GaussNewton(AbstractGaussNewton):
     ):
         if rcond is not None:
             check_nonnegative("rcond", rcond)
-        check_method(method)
+        check_method(method, damped=False)
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
-        self.rcond = rcond
+        self.rcond = as_scalar(rcond)
         self.method = method
         self.memory_budget = memory_budget
 
@@ -124,8 +125,9 @@ class FilteredGaussNewton(AbstractGaussNewton):
                 "`filter` must be a function of the eigenvalues, such as "
                 f"`gnlin.filters.Tikhonov(1.0)`, but {filter!r} was given."
             )
-        check_method(method)
+        check_method(method, damped=isinstance(filter, Tikhonov))
         self.filter = filter
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm

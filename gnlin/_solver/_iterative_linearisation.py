@@ -10,7 +10,13 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import as_scalar, check_finite_positive, check_momentum, check_period
+from .._checks import (
+    as_scalar,
+    check_finite_positive,
+    check_momentum,
+    check_period,
+    check_tolerances,
+)
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._spectrum import Filter, Spectrum
 from .._subproblem import check_method, Method, prepare
@@ -85,15 +91,11 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_period("period", period)
         check_finite_positive("learning_rate", learning_rate)
         check_momentum("momentum", momentum)
-        check_method(method)
-        if method in ("kernel", "curvature"):
-            raise ValueError(
-                f"`method` {method!r} solves damped problems only; use "
-                '"svd", "eigh", "matrix-free" or "auto".'
-            )
+        check_method(method, damped=False)
         self.period = period
         self.learning_rate = as_scalar(learning_rate)
         self.momentum = momentum
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm

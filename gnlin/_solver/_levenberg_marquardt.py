@@ -9,7 +9,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import as_scalar, check_finite_positive
+from .._checks import as_scalar, check_finite_positive, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._subproblem import AbstractSubproblem, check_method, Method, prepare
 from ..filters import Tikhonov
@@ -29,12 +29,17 @@ _ROUNDING_POWER = 0.8
 _GRADIENT_ROUNDINGS = 10
 # A step that gains this part of what an undamped one would is not held by the damping.
 _UNDAMPED = 0.1
+# So many outer steps in a row without a gain are enough.
+_MAX_IDLE = 10
+# Above so many multiplications singular values take seconds.
+_DEAR_SVD = 10**9
 # The damping then has grown by 2^1830, past all floating-point numbers.
 _MAX_TRIALS = 60
 
 
 class _Memory(eqx.Module):
     damping: Float[Array, ""]  # negative before the first linearisation
+    num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
     scale: PyTree[Array] | None
 
 
@@ -49,7 +54,8 @@ class _Trial(eqx.Module):
     step: PyTree[Array]
     accepted: Bool[Array, ""]
     converged: Bool[Array, ""]  # the least damped trial was within the tolerances
-    near: Bool[Array, ""]  # the least damped trial promised next to nothing
+    idle: Bool[Array, ""]  # near the solution, and nothing to gain but rounding
+    near: Bool[Array, ""]  # the gradient, or what there is to gain, is next to nothing
     stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
     num_rejected: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
@@ -121,8 +127,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         check_finite_positive("damping", damping)
-        check_scaling(scaling)
         check_method(method)
+        check_scaling(scaling, method)
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -133,7 +140,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        return _Memory(jnp.array(-1, dtype), first_scale(self.scaling, y))
+        return _Memory(jnp.array(-1, dtype), jnp.array(0), first_scale(self.scaling, y))
 
     def update(
         self,
@@ -148,7 +155,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             lin,
             self.method,
             self.memory_budget,
-            damped=True,
+            damped=_is_wide(lin),
             reuse=True,
             scale=scale,
             rows=rows,
@@ -160,9 +167,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
         trial = self._try_dampings(lin, evaluate, subproblem, scale, damping)
 
-        finite = jnp.isfinite(subproblem.gradient_norm)
+        finite = _is_finite(lin, subproblem)
         good = trial.accepted & finite
-        success = finite & (trial.accepted | trial.converged | trial.stalled)
+        num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
+        done = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
+        success = finite & (trial.accepted | done)
         result = optx.RESULTS.where(
             success, optx.RESULTS.successful, optx.RESULTS.nonlinear_divergence
         )
@@ -171,7 +180,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
             step=_tree.where(good, trial.step, _tree.zeros_like(trial.step)),
-            memory=_Memory(trial.next_damping, norms),
+            memory=_Memory(trial.next_damping, num_idle, norms),
             gradient_norm=subproblem.gradient_norm,
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
@@ -179,7 +188,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_vjps=subproblem.num_vjps + trial.num_vjps,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=trial.num_rejected,
-            terminate=success & (trial.converged | trial.stalled),
+            terminate=success & done,
             result=result,
         )
 
@@ -203,7 +212,17 @@ class LevenbergMarquardt(AbstractGaussNewton):
         eps = _tree.eps((lin.point, lin.outputs))
         gradient = subproblem.gradient()
         attainable = subproblem.attainable_decrease()
+        known = jnp.isfinite(attainable)
+        largest = subproblem.largest_curvature()
         loss = half_sum_of_squares(lin.outputs)
+        # How near the gradient is to zero: the cosine between the residual and the range
+        # of phi, as MINPACK's gtol; and what a relative change of the parameters does to
+        # the loss (Dennis and Schnabel, 1983, section 7.2).
+        weighted = subproblem.scaled_gradient_norm()
+        cosine = weighted / (jnp.sqrt(largest) * _tree.norm(lin.outputs))
+        terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
+        sensitivity = sum(jnp.sum(x) for x in jax.tree.leaves(terms)) / loss
+        flat = jnp.minimum(cosine, sensitivity) <= eps ** (1 / 3)
 
         def scaled(step):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
@@ -233,6 +252,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             # A step can be small because the damping is large: to count as one near the
             # solution it has to gain a good part of what an undamped one would.
             free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
+            free = jnp.where(known, free, damping <= largest)
             noise = free & (predicted <= rounding) & (actual >= -rounding)
             accepted = (
                 _tree.all_finite((y, outputs))
@@ -243,10 +263,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
             within = free & self.converged(y, step, outputs, change)
-            promise = jnp.maximum(predicted, attainable)
-            near = jnp.where(first, promise <= eps**0.5 * loss, last.near)
+            promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
+            little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
+            near = jnp.where(first, little | flat, last.near)
             # The residual's part in the range of phi is rounding: so is the gradient.
-            vanished = first & (promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss)
+            vanished = first & (known | free)
+            vanished &= promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss
             taken = (answer,) if bend is None else (answer, bend)
             return _Trial(
                 damping=damping,
@@ -257,6 +279,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 step=step,
                 accepted=accepted,
                 converged=jnp.where(first, within | vanished, last.converged),
+                idle=near & accepted & (jnp.abs(actual) <= rounding),
                 near=near,
                 stalled=near & ~accepted & (predicted <= eps * loss),
                 num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
@@ -280,6 +303,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step=_tree.zeros_like(lin.point),
             accepted=no,
             converged=no,
+            idle=no,
             near=no,
             stalled=no,
             num_rejected=jnp.array(0),
@@ -287,7 +311,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_jvps=zero,
             num_vjps=zero,
         )
-        finite = jnp.isfinite(subproblem.gradient_norm)
+        finite = _is_finite(lin, subproblem)
         return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
 
     def _acceleration(self, evaluate, y, subproblem, damping, velocity):
@@ -299,5 +323,19 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         zero = jnp.zeros((), _tree.dtype(y))
         _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
-        answer = subproblem.with_residual(second).solve(Tikhonov(damping))
-        return eqx.tree_at(lambda a: a.num_jvps, answer, answer.num_jvps + 2)
+        bent = subproblem.with_residual(second)
+        answer = bent.solve(Tikhonov(damping))
+        taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
+        return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)
+
+
+def _is_finite(lin: Linearisation, subproblem: AbstractSubproblem) -> Bool[Array, ""]:
+    loss = half_sum_of_squares(lin.outputs)
+    return jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(loss)
+
+
+def _is_wide(lin: Linearisation) -> bool:
+    """Whether to form the kernel: for a tall problem the damping may fall so far that
+    squaring the condition number does harm, unless singular values cost too much."""
+    m, p = lin.shape
+    return p > m or m * p**2 > _DEAR_SVD

@@ -18,11 +18,16 @@ _FADING = 0.8
 Scaling = Literal["identity", "marquardt", "more"]
 
 
-def check_scaling(scaling: str) -> None:
+def check_scaling(scaling: str, method: str) -> None:
     if scaling not in ("identity", "marquardt", "more"):
         raise ValueError(
             '`scaling` must be "identity", "marquardt" or "more", but '
             f"{scaling!r} was given."
+        )
+    if scaling != "identity" and method == "matrix-free":
+        raise ValueError(
+            f"`scaling={scaling!r}` needs the dense Jacobian, and the method "
+            '"matrix-free" does without it: use `scaling="identity"`, or another method.'
         )
 
 

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import as_scalar, check_finite_nonnegative, check_fraction
+from .._checks import (
+    as_scalar,
+    check_finite_nonnegative,
+    check_fraction,
+    check_period,
+    check_tolerances,
+)
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._schedules import EisenstatWalker, Schedule, value_at
 from .._subproblem import MatrixFree
@@ -86,10 +92,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         if not isinstance(tolerance, EisenstatWalker):
             check_fraction("tolerance", tolerance)
         check_finite_nonnegative("damping", damping)
-        if max_inner_steps is not None and max_inner_steps < 1:
-            raise ValueError(
-                f"`max_inner_steps` must be at least 1, but {max_inner_steps} was given."
-            )
+        if max_inner_steps is not None:
+            check_period("max_inner_steps", max_inner_steps)
         if method not in ("auto", "dense", "matrix-free"):
             raise ValueError(
                 '`method` must be "auto", "dense" or "matrix-free", but '
@@ -97,6 +101,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             )
         self.tolerance = as_scalar(tolerance)
         self.damping = as_scalar(damping)
+        check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm

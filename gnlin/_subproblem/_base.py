@@ -43,14 +43,22 @@ class AbstractSubproblem(eqx.Module):
     def gradient(self) -> PyTree[Array]:
         """phi^T r."""
 
+    def scaled_gradient_norm(self) -> Scalar:
+        """|phi^T r| in the variables in which the subproblem is damped."""
+        return self.gradient_norm
+
     @abc.abstractmethod
     def curvature_along_gradient(self) -> Scalar:
         """|phi g|^2 / |g|^2: an eigenvalue that the gradient g points to, for scale."""
 
+    @abc.abstractmethod
+    def largest_curvature(self) -> Scalar:
+        """The largest eigenvalue of phi^T phi, or what is known to be near it."""
+
     def attainable_decrease(self) -> Scalar:
         """What the undamped step is predicted to lower the loss by, |U^T r|^2 / 2 over
-        the numerical range; 0 where that is not known without solving for it."""
-        return jnp.zeros_like(self.gradient_norm)
+        the numerical range; infinity where that is not known without solving for it."""
+        return jnp.full_like(self.gradient_norm, jnp.inf)
 
     @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":

@@ -63,6 +63,9 @@ class OnOutputs(AbstractSubproblem):
         pushed = matmul(self.kernel, self.residual)
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.kernel))
+
     def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
         flat, _ = ravel_pytree(residual)
         return OnOutputs(self.kernel, flat, self.pull_back, 0, 0)
@@ -98,6 +101,9 @@ class OnParameters(AbstractSubproblem):
     def curvature_along_gradient(self) -> Scalar:
         g = self.flat_gradient
         return matmul(g, matmul(self.curvature, g)) / self.gradient_norm**2
+
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.curvature))
 
     def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
         flat, _ = ravel_pytree(residual)

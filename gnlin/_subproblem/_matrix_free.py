@@ -4,7 +4,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 import optimistix as optx
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .. import _tree
@@ -15,6 +17,7 @@ from ._base import AbstractSubproblem, Answer
 
 
 _ROUNDINGS = 10
+_POWER_STEPS = 50
 
 
 class MatrixFree(AbstractSubproblem):
@@ -39,6 +42,9 @@ class MatrixFree(AbstractSubproblem):
     def curvature_along_gradient(self) -> Scalar:
         pushed = self.linearisation.jvp(self._gradient)
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
+
+    def largest_curvature(self) -> Scalar:
+        return self.curvature_along_gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         lin = self.linearisation
@@ -73,9 +79,10 @@ class MatrixFree(AbstractSubproblem):
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
-        # too, and is none: |phi^T r| says nothing below some roundings of |phi| |r|.
-        size = jnp.sqrt(self.curvature_along_gradient()) * _tree.norm(lin.outputs)
-        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * size / self.gradient_norm
+        # too, and is none. Its rounding is that of its terms, summed without regard to
+        # their signs: phi^T r with the signs of r at random.
+        terms = _tree.norm(lin.vjp(_with_random_signs(lin.outputs)))
+        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / self.gradient_norm
         tolerance = jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         curvature = lx.FunctionLinearOperator(
             lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
@@ -91,7 +98,7 @@ class MatrixFree(AbstractSubproblem):
         # A tolerance below what the precision allows is met as far as it does.
         num_products = solution.stats["num_products"]
         return Answer(
-            solution.value, solution.stats["num_steps"], num_products + 1, num_products
+            solution.value, solution.stats["num_steps"], num_products, num_products + 1
         )
 
     def descend(
@@ -110,34 +117,59 @@ class MatrixFree(AbstractSubproblem):
         period = jnp.asarray(float(period) if isinstance(period, int) else period, float)
 
         def body(carry):
-            k, step, velocity = carry
+            k, step, velocity, _ = carry
             linear_residual = _tree.axpy(1, lin.jvp(step), lin.outputs)
             gradient = lin.vjp(linear_residual)
             velocity = _tree.axpy(-eta, gradient, _tree.scale(mu, velocity))
-            return k + 1, _tree.axpy(1, velocity, step), velocity
+            growth = _tree.norm(linear_residual) / _tree.norm(lin.outputs)
+            return k + 1, _tree.axpy(1, velocity, step), velocity, growth
 
         first = _tree.scale(-eta, self._gradient)
         endless = jnp.isinf(period)
         period = jnp.where(endless, 1, period)
-        _, step, _ = jax.lax.while_loop(
-            lambda carry: carry[0] < period,
+        # As on a spectrum: a residual that has grown past 1/eps says nothing any more.
+        limit_of_growth = 1 / jnp.finfo(dtype).eps
+        _, step, _, growth = jax.lax.while_loop(
+            lambda carry: (carry[0] < period) & (carry[3] < limit_of_growth),
             body,
-            (jnp.ones((), period.dtype), first, first),
+            (jnp.ones((), period.dtype), first, first, jnp.zeros((), dtype)),
         )
-        # Without an end the steps are not seen to diverge, but the gradient may point to
-        # an eigenvalue at which they do.
-        too_large = eta * self.curvature_along_gradient() >= 2 * (1 + mu)
-        diverged = ~_tree.all_finite(step) | (endless & too_large)
-        diverged = diverged & jnp.isfinite(self.gradient_norm)
-        result = optx.RESULTS.where(
-            diverged, optx.RESULTS.nonlinear_divergence, optx.RESULTS.successful
-        )
-        literal = (step, period - 1, period - 1)
+        grown = ~_tree.all_finite(step) | ~(growth < limit_of_growth)
+        literal = (step, period - 1, period - 1, grown)
 
         def limit():
             exact = self.to_tolerance(self._exactly(), 0.0)
-            counts = (exact.num_jvps, exact.num_vjps)
-            return exact.step, *(jnp.asarray(n, float) for n in counts)
+            counts = [
+                jnp.asarray(n + _POWER_STEPS, float)
+                for n in (exact.num_jvps, exact.num_vjps)
+            ]
+            return exact.step, *counts, eta * self._power_estimate() >= 2 * (1 + mu)
 
-        step, num_jvps, num_vjps = jax.lax.cond(endless, limit, lambda: literal)
+        step, num_jvps, num_vjps, diverged = jax.lax.cond(endless, limit, lambda: literal)
+        result = optx.RESULTS.where(
+            diverged & jnp.isfinite(self.gradient_norm),
+            optx.RESULTS.nonlinear_divergence,
+            optx.RESULTS.successful,
+        )
         return Answer(step, period, num_jvps, num_vjps, result)
+
+    def _power_estimate(self) -> Scalar:
+        """The largest eigenvalue of phi^T phi, by the power method from the gradient."""
+        lin = self.linearisation
+
+        def body(_, carry):
+            v, _ = carry
+            v = lin.vjp(lin.jvp(v))
+            size = _tree.norm(v)
+            return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
+
+        unit = jnp.where(self.gradient_norm > 0, self.gradient_norm, 1)
+        start = _tree.scale(1 / unit, self._gradient), jnp.zeros_like(unit)
+        return jax.lax.fori_loop(0, _POWER_STEPS, body, start)[1]
+
+
+def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:
+    flat, unravel = ravel_pytree(outputs)
+    # A generator of its own: the signs are to be the same for ever, and mean nothing.
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], flat.size)
+    return unravel(flat * jnp.asarray(signs, flat.dtype))

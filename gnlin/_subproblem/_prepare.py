@@ -1,6 +1,6 @@
 """Which way a subproblem is solved: chosen from static shapes and a memory budget."""
 
-from typing import Literal
+from typing import get_args, Literal
 
 import equinox as eqx
 import jax
@@ -20,14 +20,17 @@ from ._spectral import Spectral
 
 
 Method = Literal["auto", "svd", "eigh", "kernel", "curvature", "matrix-free"]
-METHODS = ("auto", "svd", "eigh", "kernel", "curvature", "matrix-free")
 
 
-def check_method(method: str) -> None:
-    if method not in METHODS:
+def check_method(method: str, *, damped: bool = True) -> None:
+    """`damped`: whether the problem is, so that Cholesky factorisations serve."""
+    methods = get_args(Method)
+    if not damped:
+        methods = tuple(m for m in methods if m not in ("kernel", "curvature"))
+    if method not in methods:
         raise ValueError(
-            f"`method` must be one of {', '.join(map(repr, METHODS))}, but {method!r} "
-            "was given."
+            f"`method` must be one of {', '.join(map(repr, methods))} here, but "
+            f"{method!r} was given."
         )
 
 
@@ -141,8 +144,14 @@ class Scaled(AbstractSubproblem):
     def gradient(self) -> PyTree[Array]:
         return jax.tree.map(jnp.multiply, self.scale, self.inner.gradient())
 
+    def scaled_gradient_norm(self) -> Scalar:
+        return self.inner.gradient_norm
+
     def curvature_along_gradient(self) -> Scalar:
         return self.inner.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.inner.largest_curvature()
 
     def attainable_decrease(self) -> Scalar:
         return self.inner.attainable_decrease()

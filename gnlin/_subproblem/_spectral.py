@@ -31,6 +31,9 @@ class Spectral(AbstractSubproblem):
         wc = self.spectrum.eigenvalues * self.spectrum.coefficients
         return _tree.dot(wc, wc) / self.gradient_norm**2
 
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(self.spectrum.eigenvalues)
+
     def attainable_decrease(self) -> Scalar:
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
         return 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
