@@ -71,7 +71,7 @@ def check_range(name: str, value, above: float, most: float) -> None:
         number = _real(name, value)
         if not np.all((number > above) & (number <= most)):
             raise ValueError(
-                f"`{name}` must be above {above} and at most {most}, but {value} was "
+                f"`{name}` must be above {above:g} and at most {most:g}, but {value} was "
                 "given."
             )
 

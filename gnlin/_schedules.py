@@ -51,8 +51,8 @@ class EisenstatWalker(eqx.Module):
     def __check_init__(self):
         for name in ("initial", "maximum", "minimum"):
             check_fraction(name, getattr(self, name))
-        check_range("gamma", self.gamma, 0, 1)
-        check_range("exponent", self.exponent, 1, 2)
+        check_range("gamma", self.gamma, 0.0, 1.0)
+        check_range("exponent", self.exponent, 1.0, 2.0)
 
     def next_tolerance(
         self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar

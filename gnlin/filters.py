@@ -34,7 +34,6 @@ from ._checks import (
     check_momentum,
     check_nonnegative,
     check_period,
-    check_positive,
 )
 
 
@@ -153,13 +152,13 @@ class GradientFlow(AbstractFilter):
 
     **Arguments:**
 
-    - `time`: $T > 0$, in units of 1 / eigenvalue; `math.inf` flows to convergence.
+    - `time`: $T \ge 0$, in units of 1 / eigenvalue; `math.inf` flows to convergence.
     """
 
     time: ScalarLike = eqx.field(converter=as_scalar)
 
     def __check_init__(self):
-        check_positive("time", self.time)
+        check_nonnegative("time", self.time)
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         w = eigenvalues

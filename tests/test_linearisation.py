@@ -172,13 +172,13 @@ def test_the_memory_budget_sets_the_chunk(monkeypatch):
         return original(fn, xs, batch_size=batch_size)
 
     monkeypatch.setattr(jax.lax, "map", spy)
-    lin = linearise(sines, *as_jax(sines_data((12, 30))))
+    lin = linearise(lambda y, x: x * jnp.sum(y**2), jnp.ones(90), jnp.ones(60))
     lin.kernel()
     assert not chunks
     lin.kernel(memory_budget=1)
     assert chunks == [1]
-    lin.kernel(memory_budget=2000)
-    assert 1 < chunks[-1] < 12
+    lin.kernel(memory_budget=lin.num_bytes() - 1)
+    assert 1 < chunks[-1] < 60
 
 
 @shapes
@@ -286,7 +286,7 @@ def test_per_example(fn, num_outputs):
     expected = dense_jacobian(lifted, w, (x, t))
     lin = linearise(lifted, w, (x, t))
     assert lin.shape == (5 * num_outputs, 4)
-    assert lin.num_row_passes()[1] == min(num_outputs, 4)
+    assert lin.num_row_passes() == ((4, 0) if num_outputs > 4 else (0, num_outputs))
     np.testing.assert_allclose(lin.matrix(), expected, atol=1e-13)
     np.testing.assert_allclose(lin.kernel(), expected @ expected.T, atol=1e-13)
     np.testing.assert_allclose(lin.kernel(1), expected @ expected.T, atol=1e-13)
@@ -444,7 +444,8 @@ def test_cholesky_is_guarded(monkeypatch, method):
     a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
     lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
     subproblem = prepare(lin, method, 2**20, damped=True, reuse=False)
-    answer = subproblem.solve(Tikhonov(1.0))
+    with jax.disable_jit():
+        answer = subproblem.solve(Tikhonov(1.0))
     assert given == [True]
     assert np.all(np.isnan(answer.step))
 
