@@ -272,3 +272,12 @@ def test_methods_agree_under_vmap(method):
     for value, damping in zip(values, [1e-3, 1.0], strict=True):
         step = damped_step(r, jacobian, damping)
         np.testing.assert_allclose(value - y, step, rtol=1e-6)
+
+
+def test_parameters_that_still_move_have_not_converged():
+    """The residuals change by less than `rtol` of their size, the parameter by all of
+    its own."""
+    fn = lambda y, args: jnp.concatenate([jnp.array([1e6]), 1e-4 * (y - 1)])
+    solution = least_squares(fn, gnlin.GaussNewton(), jnp.array([0.0]))
+    assert int(solution.stats["num_steps"]) == 2
+    np.testing.assert_allclose(solution.value, 1)

@@ -308,3 +308,83 @@ def test_counts():
     plain = gnlin.LevenbergMarquardt(acceleration=False)
     stats = least_squares(sines, plain, y, args, max_steps=4).stats
     assert float(stats["num_jvps"]) == 4 * 3
+
+
+#
+# The verdict
+#
+
+
+def freudenstein_roth(y, args):
+    a, b = y
+    return jnp.stack([-13 + a + ((5 - b) * b - 2) * b, -29 + a + ((b + 1) * b - 14) * b])
+
+
+def jennrich_sampson(y, args):
+    i = jnp.arange(1.0, 11.0)
+    return 2 + 2 * i - (jnp.exp(i * y[0]) + jnp.exp(i * y[1]))
+
+
+# Minima whose residual is large, and whose Jacobian is singular or nearly so there.
+LARGE_RESIDUAL = {
+    "freudenstein-roth": (freudenstein_roth, [0.5, -2.0]),
+    "jennrich-sampson": (jennrich_sampson, [0.3, 0.4]),
+    "quartic": (lambda y, args: 1 + y**4, [1.0]),
+    "large constant": (lambda y, args: 1e3 + y**2, [1e-3]),
+}
+
+
+@pytest.mark.parametrize(
+    ("fn", "start"), LARGE_RESIDUAL.values(), ids=LARGE_RESIDUAL.keys()
+)
+@pytest.mark.parametrize("name", ["default", "identity", "no acceleration", "curvature"])
+def test_a_minimum_with_a_large_residual_is_success(fn, start, name):
+    solution = least_squares(fn, VARIANTS[name], jnp.asarray(start))
+    reference = scipy.optimize.minimize(
+        lambda y: half_squares(np.asarray(fn(jnp.asarray(y), None))), start, tol=1e-12
+    )
+    r = np.asarray(fn(solution.value, None))
+    assert half_squares(r) <= reference.fun * (1 + 1e-9)
+    assert solution.result == optx.RESULTS.successful
+
+
+@pytest.mark.parametrize("name", ["default", "identity"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y, args: 1 + jnp.abs(y - 1),  # a kink at its minimum
+        lambda y, args: jnp.floor(10 * y) / 10 + 1e-3 * y + 2,  # steps
+        lambda y, args: jax.lax.stop_gradient(-2 * y) + y + 5,  # a wrong derivative
+    ],
+    ids=["kink", "steps", "wrong derivative"],
+)
+def test_no_way_down_from_a_gradient_is_no_success(fn, name):
+    solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
+    assert solution.result == optx.RESULTS.nonlinear_divergence
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "curvature", "matrix-free"])
+def test_an_enormous_damping_is_no_convergence(method):
+    solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
+    solution = least_squares(lambda y, args: jnp.exp(y) - 2, solver, jnp.array([3.0]))
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, np.log(2), rtol=1e-9)
+
+
+def test_an_infinite_residual_that_does_not_depend_on_the_parameters():
+    fn = lambda y, args: jnp.concatenate([y - 1, jnp.array([jnp.inf])])
+    for name in ("default", "matrix-free"):
+        solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
+        assert solution.result == optx.RESULTS.nonfinite
+        np.testing.assert_array_equal(solution.value, [3.0])
+
+
+def test_a_good_prediction_lowers_the_damping_by_three():
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
+    fn = lambda y, a: a @ y - 1
+    ends = [
+        least_squares(fn, gnlin.LevenbergMarquardt(), jnp.zeros(3), matrix, max_steps=n)
+        for n in (1, 2)
+    ]
+    first, second = (float(end.state.report.damping) for end in ends)
+    np.testing.assert_allclose(second / first, 1 / 3)
