@@ -215,14 +215,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         known = jnp.isfinite(attainable)
         largest = subproblem.largest_curvature()
         loss = half_sum_of_squares(lin.outputs)
-        # How near the gradient is to zero: the cosine between the residual and the range
-        # of phi, as MINPACK's gtol; and what a relative change of the parameters does to
-        # the loss (Dennis and Schnabel, 1983, section 7.2).
-        weighted = subproblem.scaled_gradient_norm()
-        cosine = weighted / (jnp.sqrt(largest) * _tree.norm(lin.outputs))
-        terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
-        sensitivity = sum(jnp.sum(x) for x in jax.tree.leaves(terms)) / loss
-        flat = jnp.minimum(cosine, sensitivity) <= eps ** (1 / 3)
+        flat = _slope(lin, subproblem, gradient) <= eps ** (1 / 3)
 
         def scaled(step):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
@@ -327,6 +320,19 @@ class LevenbergMarquardt(AbstractGaussNewton):
         answer = bent.solve(Tikhonov(damping))
         taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
         return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)
+
+
+def _slope(
+    lin: Linearisation, subproblem: AbstractSubproblem, gradient: PyTree[Array]
+) -> Scalar:
+    """How far the gradient is from zero, free of units. The smaller of two: the cosine
+    between the residual and the range of phi (as MINPACK's gtol), and what a relative
+    change of the parameters does to the loss (Dennis and Schnabel, 1983, section 7.2)."""
+    largest = jnp.sqrt(subproblem.largest_curvature())
+    cosine = subproblem.scaled_gradient_norm() / (largest * _tree.norm(lin.outputs))
+    terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
+    sensitivity = sum(jnp.sum(x) for x in jax.tree.leaves(terms))
+    return jnp.minimum(cosine, sensitivity / half_sum_of_squares(lin.outputs))
 
 
 def _is_finite(lin: Linearisation, subproblem: AbstractSubproblem) -> Bool[Array, ""]:
