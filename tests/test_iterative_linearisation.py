@@ -299,3 +299,12 @@ def test_trajectory_starts_after_the_first_step():
     trajectory = gnlin.IterativeLinearisation(10, 0.05).trajectory(lin)
     with pytest.raises(ValueError, match="`inner_steps`"):
         trajectory.parameters(jnp.asarray([0, 1]))
+
+
+@pytest.mark.parametrize("method", ["eigh", "matrix-free"])
+def test_a_zero_residual_is_where_descent_stays(method):
+    matrix = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
+    solver = gnlin.IterativeLinearisation(7, 0.01, method=method)
+    solution = least_squares(lambda y, a: a @ (y - 1), solver, jnp.ones(3), matrix)
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_array_equal(solution.value, jnp.ones(3))

@@ -165,9 +165,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             lambda: self._first_damping(subproblem, memory.damping.dtype),
             lambda: memory.damping,
         )
-        trial = self._try_dampings(lin, evaluate, subproblem, scale, damping)
-
         finite = _is_finite(lin, subproblem)
+        trial = self._try_dampings(lin, evaluate, subproblem, scale, damping, finite)
+
         good = trial.accepted & finite
         num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
         done = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
@@ -207,6 +207,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         subproblem: AbstractSubproblem,
         scale: PyTree[Array] | None,
         damping: Float[Array, ""],
+        finite: Bool[Array, ""],
     ) -> _Trial:
         dtype = damping.dtype
         eps = _tree.eps((lin.point, lin.outputs))
@@ -304,7 +305,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_jvps=zero,
             num_vjps=zero,
         )
-        finite = _is_finite(lin, subproblem)
         return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
 
     def _acceleration(self, evaluate, y, subproblem, damping, velocity):

@@ -4,7 +4,6 @@ from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
 from ._matrix_free import MatrixFree as MatrixFree
 from ._prepare import (
     check_method as check_method,
-    choose_method as choose_method,
     Method as Method,
     prepare as prepare,
 )

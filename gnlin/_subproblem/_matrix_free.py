@@ -115,27 +115,26 @@ class MatrixFree(AbstractSubproblem):
         eta = jnp.asarray(learning_rate, dtype)
         mu = jnp.asarray(momentum, dtype)
         period = jnp.asarray(float(period) if isinstance(period, int) else period, float)
+        # As on a spectrum: a residual that has grown past 1/eps says nothing any more.
+        largest = _tree.norm(lin.outputs) / jnp.finfo(dtype).eps
 
         def body(carry):
             k, step, velocity, _ = carry
             linear_residual = _tree.axpy(1, lin.jvp(step), lin.outputs)
             gradient = lin.vjp(linear_residual)
             velocity = _tree.axpy(-eta, gradient, _tree.scale(mu, velocity))
-            growth = _tree.norm(linear_residual) / _tree.norm(lin.outputs)
-            return k + 1, _tree.axpy(1, velocity, step), velocity, growth
+            grown = ~(_tree.norm(linear_residual) <= largest)
+            return k + 1, _tree.axpy(1, velocity, step), velocity, grown
 
         first = _tree.scale(-eta, self._gradient)
         endless = jnp.isinf(period)
         period = jnp.where(endless, 1, period)
-        # As on a spectrum: a residual that has grown past 1/eps says nothing any more.
-        limit_of_growth = 1 / jnp.finfo(dtype).eps
-        _, step, _, growth = jax.lax.while_loop(
-            lambda carry: (carry[0] < period) & (carry[3] < limit_of_growth),
+        _, step, _, grown = jax.lax.while_loop(
+            lambda carry: (carry[0] < period) & ~carry[3],
             body,
-            (jnp.ones((), period.dtype), first, first, jnp.zeros((), dtype)),
+            (jnp.ones((), period.dtype), first, first, jnp.array(False)),
         )
-        grown = ~_tree.all_finite(step) | ~(growth < limit_of_growth)
-        literal = (step, period - 1, period - 1, grown)
+        literal = (step, period - 1, period - 1, grown | ~_tree.all_finite(step))
 
         def limit():
             exact = self.to_tolerance(self._exactly(), 0.0)

@@ -61,7 +61,7 @@ def choose_method(
         return "svd"
     if jacobian_fits and not damped and min(m, p) <= _SVD_SIDE:
         return "svd"
-    if jacobian_fits and gram_fits:
+    if jacobian_fits:
         return "eigh" if reuse or not damped else "kernel" if m <= p else "curvature"
     if reuse and gram_fits and m <= p:
         return "eigh"
@@ -88,11 +88,6 @@ def prepare(
             lin.shape, itemsize, memory_budget, damped=damped, reuse=reuse
         )
     if scale is not None and rows is not None:
-        if method == "matrix-free":
-            raise ValueError(
-                '`scaling` needs the dense Jacobian, and the method "matrix-free" does '
-                'without it: use `scaling="identity"`, or another method.'
-            )
         rows = jax.tree.map(lambda row, d: row / d, rows, scale)
         return Scaled(_dense(lin, rows, method), scale)
     if method == "matrix-free":
