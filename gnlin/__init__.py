@@ -9,6 +9,20 @@ from ._linearisation import (
     linearise as linearise,
     PerExample as PerExample,
 )
+from ._losses import (
+    AbstractElementwiseLoss as AbstractElementwiseLoss,
+    AbstractFactor as AbstractFactor,
+    AbstractLoss as AbstractLoss,
+    DenseFactor as DenseFactor,
+    DiagonalFactor as DiagonalFactor,
+    Huber as Huber,
+    LogCosh as LogCosh,
+    PoissonNLL as PoissonNLL,
+    PseudoHuber as PseudoHuber,
+    SigmoidCrossEntropy as SigmoidCrossEntropy,
+    SoftmaxCrossEntropy as SoftmaxCrossEntropy,
+    SquaredError as SquaredError,
+)
 from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solve import History as History, Solution as Solution, solve as solve
 from ._solver import (

@@ -65,6 +65,25 @@ def check_fraction(name: str, value) -> None:
             )
 
 
+def check_between(name: str, value, least: float, most: float) -> None:
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number >= least) & (number <= most)):
+            raise ValueError(
+                f"`{name}` must lie between {least:g} and {most:g}, but {value} was given."
+            )
+
+
+def check_less_than_one(name: str, value) -> None:
+    """Zero included, one not."""
+    if _known(value):
+        number = _real(name, value)
+        if not np.all((number >= 0) & (number < 1)):
+            raise ValueError(
+                f"`{name}` must be at least 0 and less than 1, but {value} was given."
+            )
+
+
 def check_range(name: str, value, above: float, most: float) -> None:
     """Above one number, and at most another."""
     if _known(value):
@@ -73,15 +92,6 @@ def check_range(name: str, value, above: float, most: float) -> None:
             raise ValueError(
                 f"`{name}` must be above {above:g} and at most {most:g}, but {value} was "
                 "given."
-            )
-
-
-def check_momentum(name: str, value) -> None:
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= 0) & (number < 1)):
-            raise ValueError(
-                f"`{name}` must be at least 0 and less than 1, but {value} was given."
             )
 
 

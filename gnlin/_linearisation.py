@@ -79,8 +79,8 @@ class Linearisation(eqx.Module):
     point: PyTree[Array]
     outputs: PyTree[Array]
     _jvp: Callable[[PyTree[Array]], PyTree[Array]]
-    _example_rows: Callable[[], PyTree[Array]] | None
-    _num_example_outputs: int | None = eqx.field(static=True)
+    # A function of independent examples, and these
+    _examples: tuple[PerExample, PyTree[Array]] | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,17 +111,19 @@ class Linearisation(eqx.Module):
     def num_row_passes(self) -> tuple[int, int]:
         """(Jacobian-vector, vector-Jacobian) products that `rows` takes."""
         m, p = self.shape
-        num_outputs = (
-            m if self._num_example_outputs is None else self._num_example_outputs
-        )
+        num_outputs = m
+        if self._examples is not None:
+            _, args = self._examples
+            num_outputs = m // jax.tree.leaves(args)[0].shape[0]
         return (p, 0) if _forward_is_cheaper(num_outputs, p) else (0, num_outputs)
 
     def rows(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree[Array]:
         r"""The dense Jacobian, as the parameters' structure with a leading axis of
         length m: m x p numbers. By forward mode if p < m, else by reverse mode, in
         chunks that stay within the memory budget (bytes)."""
-        if self._example_rows is not None:
-            return self._example_rows()
+        if self._examples is not None:
+            fn, args = self._examples
+            return fn.rows(self.point, args)
         m, p = self.shape
         if _forward_is_cheaper(m, p):
             flat, unravel = ravel_pytree(self.point)
@@ -150,7 +152,31 @@ class Linearisation(eqx.Module):
         products with a matrix."""
         _, unravel = ravel_pytree(self.outputs)
         jvp = Partial(_jvp_of_rows, Partial(unravel), self.rows(memory_budget))
-        return Linearisation(self.point, self.outputs, jvp, None, None)
+        return Linearisation(self.point, self.outputs, jvp, None)
+
+    def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
+        """The same Jacobian with other outputs, of the same structure."""
+        return eqx.tree_at(lambda lin: lin.outputs, self, outputs)
+
+    def transformed(
+        self, matrices: PyTree[Array], outputs: PyTree[Array]
+    ) -> "Linearisation":
+        r"""With each example's outputs multiplied by a matrix $R$ of its own: the
+        Jacobian $R\phi$.
+
+        **Arguments:**
+
+        - `matrices`: an object with a method `mv`, all of whose arrays have a leading
+            axis over the examples; so must have the function's outputs.
+        - `outputs`: of the new linearisation.
+        """
+        jvp = Partial(_transformed_jvp, matrices, self._jvp)
+        examples = None
+        if self._examples is not None:
+            fn, args = self._examples
+            transformed = PerExample(eqx.Partial(_transformed_fn, fn.fn))
+            examples = (transformed, (args, matrices))
+        return Linearisation(self.point, outputs, jvp, examples)
 
     def kernel(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m m"]:
         r"""The empirical neural tangent kernel $\phi\phi^\top$.
@@ -274,12 +300,8 @@ def linearise(
 
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
-    example_rows, num_example_outputs = None, None
-    if isinstance(fn, PerExample):
-        example_rows = Partial(PerExample.rows, fn, y, args)
-        num_examples = jax.tree.leaves(args)[0].shape[0]
-        num_example_outputs = _tree.size(outputs) // num_examples
-    lin = Linearisation(y, outputs, jvp, example_rows, num_example_outputs)
+    examples = (fn, args) if isinstance(fn, PerExample) else None
+    lin = Linearisation(y, outputs, jvp, examples)
     return (lin, aux) if has_aux else lin
 
 
@@ -325,3 +347,12 @@ def svd_is_cheap(m: int, p: int) -> bool:
 
 def _jvp_of_rows(unravel, rows, tangent):
     return unravel(_rows.push_forward(rows, tangent))
+
+
+def _transformed_jvp(matrices, jvp, tangent):
+    return jax.vmap(lambda matrix, v: matrix.mv(v))(matrices, jvp(tangent))
+
+
+def _transformed_fn(fn, y, args):
+    example, matrix = args
+    return matrix.mv(fn(y, example))

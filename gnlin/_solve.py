@@ -12,9 +12,12 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from ._linearisation import check_parameters, linearise, PerExample
-from ._solver import AbstractGaussNewton
-from ._solver._base import half_sum_of_squares, statistics
+from ._data import as_batch
+from ._linearisation import linearise, PerExample
+from ._losses import AbstractLoss, check_loss, SquaredError
+from ._model import partition
+from ._objective import BatchLoss
+from ._solver import AbstractGaussNewton, statistics
 
 
 class History(eqx.Module):
@@ -26,8 +29,8 @@ class History(eqx.Module):
 
     **Attributes:**
 
-    - `loss`: half the sum of squares, after the step. One entry longer than the others:
-        `loss[0]` is the loss before the first step.
+    - `loss`: after the step. One entry longer than the others: `loss[0]` is the loss
+        before the first step.
     - `gradient_norm`: 2-norm of the loss's gradient at the linearisation point.
     - `step_norm`: 2-norm of the step; 0 where none was taken.
     - `damping`: of the step; 0 for a solver without one.
@@ -64,15 +67,15 @@ class Solution(eqx.Module):
 
 def solve(
     model: PyTree,
-    data: tuple[PyTree, PyTree],
+    data: tuple[PyTree, ...],
     solver: AbstractGaussNewton,
     *,
+    loss: AbstractLoss = SquaredError(),
     max_steps: int = 256,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     throw: bool = False,
 ) -> Solution:
-    r"""Train an Equinox model on a full batch with squared error,
-    $\frac12\sum_i |f(x_i) - y_i|^2$, by a solver of this library.
+    r"""Train an Equinox model on a full batch by a solver of this library.
 
     The whole run is one compiled program, and may be part of a larger one: it works
     under `jax.jit` and `jax.vmap`, over a solver's hyperparameters and over models.
@@ -81,9 +84,12 @@ def solve(
 
     - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
         output, a pytree of floating-point arrays.
-    - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples.
-        The targets have the structure and the shapes of the model's outputs.
+    - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
+        or `(inputs, targets, weights)` with n weights of the examples in the loss.
     - `solver`: any solver of gnlin.
+    - `loss`: of the outputs, on the targets: [`gnlin.SquaredError`][], by default summed
+        over the examples, [`gnlin.SoftmaxCrossEntropy`][], or another
+        [`gnlin.AbstractLoss`][].
     - `max_steps`: the most outer steps, each of them one feature update.
     - `filter_spec`: which leaves to train, as for `equinox.partition`: a function of a
         leaf, or a pytree of booleans. The default trains all floating-point arrays.
@@ -116,20 +122,20 @@ def solve(
             f"`max_steps` must be a whole number of at least 1, but {max_steps} was "
             "given."
         )
-    if not (isinstance(data, tuple | list) and len(data) == 2):
-        raise ValueError("`data` must be a pair, `(inputs, targets)`.")
-    inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data)
-    _check_data(inputs, targets)
-    parameters, frozen = eqx.partition(model, filter_spec)
-    _check_trainable(parameters)
-    if not callable(model):
-        raise ValueError("The model must be callable, on one example's input.")
+    check_loss(loss)
+    inputs, targets, weights = as_batch(data)
+    parameters, frozen = partition(model, filter_spec)
+    fn = PerExample(eqx.Partial(_predict, frozen))
+    if not loss.is_quadratic:  # which has no values of targets to check
+        outputs = eqx.filter_eval_shape(fn, parameters, inputs)
+        loss.check(outputs, targets)
 
     parameters, result, history, stats = _run(
-        solver, parameters, frozen, inputs, targets, int(max_steps)
+        solver, loss, fn, parameters, inputs, targets, weights, int(max_steps)
     )
+    model = eqx.combine(parameters, frozen)
     stats = {**stats, "max_steps": max_steps}
-    solution = Solution(eqx.combine(parameters, frozen), result, history, stats)
+    solution = Solution(model, result, history, stats)
     if not isinstance(stats["num_steps"], Tracer):
         solution = _without_unused_rows(solution)
         if not throw:
@@ -138,14 +144,15 @@ def solve(
 
 
 @eqx.filter_jit
-def _run(solver, parameters, frozen, inputs, targets, max_steps):
-    fn = PerExample(eqx.Partial(_residual, frozen))
-    args = (inputs, _like_outputs(targets, parameters, frozen, inputs))
-
+def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps):
     def evaluate(y):
-        return fn(y, args)
+        return fn(y, inputs)
 
+    # Here, because evaluating the model's shapes takes longer than many a run, and is
+    # done once a compilation.
     outputs = jax.eval_shape(evaluate, parameters)
+    loss.check(outputs, targets)
+    objective = BatchLoss(loss, outputs, targets, weights)
     start = solver.start(parameters, outputs)
     rows = jax.tree.map(lambda x: jnp.full(max_steps, jnp.nan, x.dtype), start.report)
     carry = parameters, start, jnp.array(0), rows
@@ -157,7 +164,8 @@ def _run(solver, parameters, frozen, inputs, targets, max_steps):
 
     def step(carry):
         y, state, num_steps, rows = carry
-        y, state = solver.advance(linearise(fn, y, args), evaluate, state)
+        lin = linearise(fn, y, inputs)
+        y, state = solver.advance(objective, lin, evaluate, state)
         rows = jax.tree.map(lambda r, x: r.at[num_steps].set(x), rows, state.report)
         return y, state, num_steps + 1, rows
 
@@ -167,7 +175,7 @@ def _run(solver, parameters, frozen, inputs, targets, max_steps):
         optx.RESULTS.nonlinear_max_steps_reached,
         state.result,
     )
-    first_loss = half_sum_of_squares(evaluate(parameters)).astype(rows.loss.dtype)
+    first_loss = objective.value(evaluate(parameters)).astype(rows.loss.dtype)
     history = History(
         loss=jnp.concatenate([first_loss[None], rows.loss]),
         gradient_norm=rows.gradient_norm,
@@ -178,65 +186,8 @@ def _run(solver, parameters, frozen, inputs, targets, max_steps):
     return y, result, history, {"num_steps": num_steps, **statistics(state.counts)}
 
 
-def _residual(frozen, parameters, example):
-    x, target = example
-    model = eqx.combine(parameters, frozen)
-    return jax.tree.map(jnp.subtract, model(x), target)
-
-
-def _check_data(inputs: PyTree[Array], targets: PyTree[Array]) -> None:
-    lengths: dict[str, set[int]] = {}
-    for name, tree in (("inputs", inputs), ("targets", targets)):
-        leaves = jax.tree.leaves(tree)
-        if not leaves:
-            raise ValueError(f"There is no data: the {name} hold no array.")
-        if any(leaf.ndim == 0 for leaf in leaves):
-            raise ValueError(
-                f"The {name} must have a leading axis over examples, but hold a scalar."
-            )
-        if any(jnp.iscomplexobj(leaf) for leaf in leaves):
-            raise ValueError(f"The {name} must be real, but are complex.")
-        lengths[name] = {leaf.shape[0] for leaf in leaves}
-    if len(lengths["inputs"] | lengths["targets"]) > 1:
-        raise ValueError(
-            "Inputs and targets must have the same number of examples, but there are "
-            f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
-            "targets."
-        )
-    if lengths["inputs"] == {0}:
-        raise ValueError("There is no data: inputs and targets hold 0 examples.")
-
-
-def _listed(lengths: set) -> str:
-    return " and ".join(map(str, sorted(lengths)))
-
-
-def _check_trainable(parameters: PyTree) -> None:
-    leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
-    if sum(leaf.size for leaf in leaves) == 0:
-        raise ValueError(
-            "The model has no trainable array: `filter_spec` selects none of its leaves."
-        )
-    if len(leaves) < len(jax.tree.leaves(parameters)):
-        raise ValueError(
-            "`filter_spec` selects leaves of the model that are not arrays; only "
-            "floating-point arrays can be trained."
-        )
-    check_parameters(parameters)
-
-
-def _like_outputs(targets, parameters, frozen, inputs):
-    """The targets in the dtypes of the model's outputs; here, because evaluating the
-    model's shapes takes longer than many a run, and is done once a compilation."""
-    outputs = jax.eval_shape(jax.vmap(eqx.combine(parameters, frozen)), inputs)
-    expected = jax.tree.map(lambda f: f.shape, outputs)
-    given = jax.tree.map(lambda t: t.shape, targets)
-    if expected != given:
-        raise ValueError(
-            f"The targets must have the shape of the model's outputs, {expected}, but "
-            f"have {given}; reshape them, or one-hot encode labels."
-        )
-    return jax.tree.map(lambda t, f: t.astype(f.dtype), targets, outputs)
+def _predict(frozen, parameters, x):
+    return eqx.combine(parameters, frozen)(x)
 
 
 def _without_unused_rows(solution: Solution) -> Solution:

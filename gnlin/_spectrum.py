@@ -71,6 +71,14 @@ class Spectrum(eqx.Module):
         flat, _ = ravel_pytree(residual)
         return Spectrum(self.eigenvalues, flat, self._project, self._lift)
 
+    def project(self, residual: Float[Array, " m"]) -> Float[Array, " k"]:
+        r"""$U^\top r$, of other residuals."""
+        return self._project(residual)
+
+    def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
+        r"""$\phi^\top U z$, in the parameters' structure."""
+        return self._lift(coefficients)
+
     def gradient(self) -> PyTree[Array]:
         r"""The gradient of the loss at the linearisation point, $\phi^\top r$."""
         return self._lift(self.coefficients)

@@ -71,3 +71,7 @@ def where(
 def all_finite(x: PyTree[Array]) -> Bool[Array, ""]:
     finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(x)]
     return jnp.all(jnp.stack(finite))
+
+
+def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
+    return jnp.any(jnp.stack([jnp.any(leaf != 0) for leaf in jax.tree.leaves(x)]))

@@ -13,7 +13,8 @@ with a scalar function $g$ of the eigenvalues, its *filter*:
 | [`gnlin.filters.Tikhonov`][] | $1/(w + \lambda)$ |
 | [`gnlin.filters.GradientDescent`][] | $(1 - (1 - \eta w)^K)/w$ |
 | [`gnlin.filters.GradientFlow`][] | $(1 - e^{-wT})/w$ |
-| [`gnlin.filters.HeavyBall`][] | the $K$-th power of a $2 \times 2$ matrix |
+| [`gnlin.filters.HeavyBall`][], [`gnlin.filters.Nesterov`][] | the $K$-th power of a $2 \times 2$ matrix |
+| [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another |
 
 A filter is a callable on eigenvalues, elementwise, and a pytree whose leaves are its
 parameters: `jax.vmap` over the parameters shares one factorisation.
@@ -31,7 +32,7 @@ from ._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
-    check_momentum,
+    check_less_than_one,
     check_nonnegative,
     check_period,
 )
@@ -121,6 +122,10 @@ class GradientDescent(AbstractFilter):
         check_period("period", self.period)
         check_finite_positive("learning_rate", self.learning_rate)
 
+    def largest_stable(self) -> ScalarLike:
+        r"""The least $\eta w$ for which the steps do not converge."""
+        return 2.0
+
     def log_growth(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         r"""$K \log|1 - \eta w|$: by how much each residual component has grown."""
         x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
@@ -189,49 +194,120 @@ class HeavyBall(AbstractFilter):
     momentum: ScalarLike
 
     def __check_init__(self):
-        check_period("period", self.period)
-        check_finite_positive("learning_rate", self.learning_rate)
-        check_momentum("momentum", self.momentum)
+        _check_momentum_steps(self)
+
+    def largest_stable(self) -> ScalarLike:
+        r"""The least $\eta w$ for which the steps do not converge."""
+        return 2 * (1 + self.momentum)
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        w = eigenvalues
-        eta = jnp.asarray(self.learning_rate, w.dtype)
-        mu = jnp.broadcast_to(jnp.asarray(self.momentum, w.dtype), w.shape)
-        period = _as_float(self.period, w.dtype)
-        x = eta * w
-        one, zero = jnp.ones_like(w), jnp.zeros_like(w)
-        # One step, g' = g + v', v' = mu v + eta (1 - w g), is z' = z + E z + d. Kept as
-        # E, not as I + E: where x is small, 1 - x would lose it, and K times as much.
-        step = ((-x, mu, -x, mu - 1), (eta * one, eta * one))
+        x, mu = _scaled(self, eigenvalues)
+        # One step, with v' = mu v + eta (1 - w g) and g' = g + v'
+        return _power(self, eigenvalues, ((-x, mu, -x, mu - 1), (1.0, 1.0)))
 
-        def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
-            (a11, a12, a21, a22), (ax, ay) = a
-            (b11, b12, b21, b22), (bx, by) = b
-            matrix = (
-                a11 + b11 + (a11 * b11 + a12 * b21),
-                a12 + b12 + (a11 * b12 + a12 * b22),
-                a21 + b21 + (a21 * b11 + a22 * b21),
-                a22 + b22 + (a21 * b12 + a22 * b22),
-            )
-            offset = (ax + bx + (a11 * bx + a12 * by), ay + by + (a21 * bx + a22 * by))
-            return matrix, offset
 
-        def body(carry):
-            remaining, done, power = carry
-            odd = jnp.mod(remaining, 2) == 1
-            done = jax.tree.map(
-                lambda a, b: jnp.where(odd, a, b), compose(power, done), done
-            )
-            return jnp.floor(remaining / 2), done, compose(power, power)
+class Nesterov(AbstractFilter):
+    r"""`period` steps of gradient descent with Nesterov's momentum (1983).
 
-        identity = ((zero, zero, zero, zero), (zero, zero))
-        count = jnp.where(jnp.isinf(period), 0, period)
-        _, (_, (value, _)), _ = jax.lax.while_loop(
-            lambda carry: carry[0] > 0, body, (count, identity, step)
+    The velocity starts at zero: $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow
+    \theta + \mu v - \eta\nabla$, as `optax.sgd(learning_rate, momentum, nesterov=True)`
+    does. It converges for $\eta w < 2(1 + \mu)/(1 + 2\mu)$.
+
+    **Arguments:** as [`gnlin.filters.HeavyBall`][].
+    """
+
+    period: ScalarLike
+    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
+    momentum: ScalarLike
+
+    def __check_init__(self):
+        _check_momentum_steps(self)
+
+    def largest_stable(self) -> ScalarLike:
+        r"""The least $\eta w$ for which the steps do not converge."""
+        return 2 * (1 + self.momentum) / (1 + 2 * self.momentum)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        x, mu = _scaled(self, eigenvalues)
+        # g' = g + mu v' + eta (1 - w g)
+        step = ((-(1 + mu) * x, mu**2, -x, mu - 1), (1 + mu, 1.0))
+        return _power(self, eigenvalues, step)
+
+
+class Damped(AbstractFilter):
+    r"""Any filter on the damped problem: $g(w + \lambda)$ in place of $g(w)$.
+
+    Descent with $\frac\lambda2|\theta - \theta_s|^2$ added to the loss, for one.
+
+    **Arguments:**
+
+    - `filter`: the filter $g$.
+    - `damping`: $\lambda \ge 0$, in units of the eigenvalues.
+    """
+
+    filter: AbstractFilter
+    damping: ScalarLike = eqx.field(converter=as_scalar)
+
+    def __check_init__(self):
+        check_finite_nonnegative("damping", self.damping)
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        return self.filter(eigenvalues + jnp.asarray(self.damping, eigenvalues.dtype))
+
+
+def _check_momentum_steps(steps: HeavyBall | Nesterov) -> None:
+    check_period("period", steps.period)
+    check_finite_positive("learning_rate", steps.learning_rate)
+    check_less_than_one("momentum", steps.momentum)
+
+
+def _scaled(
+    steps: HeavyBall | Nesterov, w: Float[Array, "*k"]
+) -> tuple[Float[Array, "*k"], Float[Array, "*k"]]:
+    """eta w, and mu for each w."""
+    x = jnp.asarray(steps.learning_rate, w.dtype) * w
+    return x, jnp.broadcast_to(jnp.asarray(steps.momentum, w.dtype), w.shape)
+
+
+def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
+    """The filter of K steps, each z' = z + E z + eta d of z = (g, v): the affine map's
+    K-th power. Kept as E, not as I + E: where x is small, 1 - x would lose it, and K
+    times as much."""
+    matrix, offset = step
+    eta = jnp.asarray(steps.learning_rate, w.dtype)
+    period = _as_float(steps.period, w.dtype)
+    step = matrix, tuple(eta * jnp.broadcast_to(d, w.shape) for d in offset)
+
+    def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
+        (a11, a12, a21, a22), (ax, ay) = a
+        (b11, b12, b21, b22), (bx, by) = b
+        matrix = (
+            a11 + b11 + (a11 * b11 + a12 * b21),
+            a12 + b12 + (a11 * b12 + a12 * b22),
+            a21 + b21 + (a21 * b11 + a22 * b21),
+            a22 + b22 + (a21 * b12 + a22 * b22),
         )
-        value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
-        limit = jnp.where(x < 2 * (1 + mu), _reciprocal(w, w > 0), jnp.inf)
-        return jnp.where(jnp.isinf(period), limit, value)
+        offset = (ax + bx + (a11 * bx + a12 * by), ay + by + (a21 * bx + a22 * by))
+        return matrix, offset
+
+    def body(carry):
+        remaining, done, power = carry
+        odd = jnp.mod(remaining, 2) == 1
+        done = jax.tree.map(
+            lambda a, b: jnp.where(odd, a, b), compose(power, done), done
+        )
+        return jnp.floor(remaining / 2), done, compose(power, power)
+
+    zero = jnp.zeros_like(w)
+    identity = ((zero, zero, zero, zero), (zero, zero))
+    count = jnp.where(jnp.isinf(period), 0, period)
+    _, (_, (value, _)), _ = jax.lax.while_loop(
+        lambda carry: carry[0] > 0, body, (count, identity, step)
+    )
+    value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
+    converges = eta * w < steps.largest_stable()
+    limit = jnp.where(converges, _reciprocal(w, w > 0), jnp.inf)
+    return jnp.where(jnp.isinf(period), limit, value)
 
 
 def equivalent_damping(
@@ -256,7 +332,7 @@ def equivalent_damping(
     """
     check_period("period", period)
     check_finite_positive("learning_rate", learning_rate)
-    check_momentum("momentum", momentum)
+    check_less_than_one("momentum", momentum)
     return (1 - momentum) / (learning_rate * period)
 
 
@@ -271,7 +347,7 @@ def equivalent_period(
     """
     check_finite_nonnegative("damping", damping)
     check_finite_positive("learning_rate", learning_rate)
-    check_momentum("momentum", momentum)
+    check_less_than_one("momentum", momentum)
     if isinstance(damping, int | float) and damping == 0:
         return math.inf
     return (1 - momentum) / (learning_rate * damping)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import optax
 import optimistix as optx
 import pytest
 
@@ -75,6 +76,7 @@ def namespace():
         "jnp": jnp,
         "lx": lx,
         "np": np,
+        "optax": optax,
         "optx": optx,
         "x": x,
         "w": w,

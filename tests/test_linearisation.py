@@ -18,6 +18,7 @@ from problems import (
 
 import gnlin
 from gnlin import linearise, PerExample
+from gnlin._objective import Quadratic
 from gnlin._subproblem import prepare
 from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
 
@@ -443,7 +444,7 @@ def test_cholesky_is_guarded(monkeypatch, method):
     monkeypatch.setattr(jax.scipy.linalg, "cho_factor", wrapped)
     a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
     lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
-    subproblem = prepare(lin, method, 2**20, damped=True, reuse=False)
+    subproblem = prepare(Quadratic(lin), method, 2**20, damped=True, reuse=False)
     with jax.disable_jit():
         answer = subproblem.solve(Tikhonov(1.0))
     assert given == [True]

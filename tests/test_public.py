@@ -88,7 +88,7 @@ def test_every_public_name_is_documented(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_every_public_method_is_documented(name):
     member = name.split(".")[-1]
-    if member in INHERITED or METHODS[name].__doc__:
+    if member in INHERITED or inspect.getdoc(METHODS[name]):
         return
     pytest.fail(f"{name} has no docstring.")
 

@@ -1,6 +1,6 @@
 """The solvers: one loop, and how far each solves the linearised problem in it."""
 
-from ._base import AbstractGaussNewton as AbstractGaussNewton
+from ._base import AbstractGaussNewton as AbstractGaussNewton, statistics as statistics
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,

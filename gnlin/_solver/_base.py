@@ -13,14 +13,15 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
+from .._objective import AbstractObjective, SumOfSquares
 from .._subproblem import AbstractSubproblem, Answer
 
 
 class Report(eqx.Module):
     """One outer step, for the history.
 
-    - `loss`: half the sum of squares, at the new point.
-    - `gradient_norm`: |phi^T r| at the linearisation point.
+    - `loss`: at the new point.
+    - `gradient_norm`: of the loss, at the linearisation point.
     - `step_norm`: |delta|; 0 where no step was taken.
     - `damping`: lambda of that step; 0 for a solver without one.
     - `num_inner_steps`: steps on the subproblem.
@@ -95,6 +96,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     @abc.abstractmethod
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: PyTree,
@@ -102,8 +104,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     ) -> Update:
         """Solve the linearised problem, as far as this solver does, and step.
 
-        - `lin`: the residuals' linearisation at the current point.
-        - `evaluate`: the residuals at any other point.
+        - `objective`: what is minimised, as a function of the outputs.
+        - `lin`: the outputs' linearisation at the current point.
+        - `evaluate`: the outputs at any other point.
         - `memory`: as the previous update left it.
         - `num_steps`: the outer steps made so far.
         """
@@ -130,15 +133,18 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
 
     def advance(
-        self, lin: Linearisation, evaluate: Evaluate, state: State
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        state: State,
     ) -> tuple[PyTree[Array], State]:
         """One outer step from a linearisation."""
-        update = self.update(
-            lin, evaluate, state.memory, state.counts.num_feature_updates
-        )
+        num_steps = state.counts.num_feature_updates
+        update = self.update(objective, lin, evaluate, state.memory, num_steps)
         dtype = state.report.loss.dtype
         report = Report(
-            loss=half_sum_of_squares(update.outputs).astype(dtype),
+            loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=update.gradient_norm.astype(dtype),
             step_norm=_tree.norm(update.step).astype(dtype),
             damping=jnp.asarray(update.damping, dtype),
@@ -155,17 +161,47 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         state = State(update.memory, report, counts, update.terminate, update.result)
         return update.y, state
 
+    #
+    # Mini-batches
+    #
+
+    def start_stream(
+        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
+    ) -> State:
+        """The state before the first of many batches."""
+        return self.start(y, outputs)
+
+    def advance_stream(
+        self,
+        objective: AbstractObjective,
+        fn: Callable[[Any, Any], Any],
+        y: PyTree[Array],
+        args: PyTree,
+        state: State,
+        *,
+        has_aux: bool,
+    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+        """One step on one batch, `fn(y, args)` its outputs: `(y, state, loss, aux)`, with
+        the loss on the batch before the step. Here it is an outer step."""
+        lin, aux = linearised(fn, y, args, has_aux)
+        evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
+        y, state = self.advance(objective, lin, evaluate, state)
+        # What has settled on one batch has not on another.
+        state = eqx.tree_at(lambda s: s.terminate, state, jnp.array(False))
+        return y, state, objective.value(lin.outputs), aux
+
     def converged(
         self,
         y: PyTree[Array],
         step: PyTree[Array],
-        outputs: PyTree[Array],
-        change: PyTree[Array],
+        residual: PyTree[Array],
+        old_residual: PyTree[Array],
     ) -> Bool[Array, ""]:
         """Whether a step was within the tolerances, of the parameters (each by itself)
         and of the residuals (together). None is asked for below rounding."""
 
-        eps = _tree.eps((y, outputs))
+        eps = _tree.eps((y, residual))
+        change = jax.tree.map(jnp.subtract, residual, old_residual)
 
         def relative(x, size):
             rtol = jnp.maximum(self.rtol, 4 * eps).astype(x.dtype)
@@ -176,7 +212,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
             return self.norm(each) < 1
 
-        small_change = relative(self.norm(change), self.norm(outputs)) < 1
+        small_change = relative(self.norm(change), self.norm(residual)) < 1
         # There may be many parameters, and mostly the residuals settle it.
         return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
@@ -196,7 +232,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         lin, aux = linearise(fn, y, args, has_aux=True)
-        y, state = self.advance(lin, lambda y_: fn(y_, args)[0], state)
+        y, state = self.advance(SumOfSquares(), lin, lambda y_: fn(y_, args)[0], state)
         return y, state, aux
 
     def terminate(
@@ -211,40 +247,54 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         return y, aux, statistics(state.counts)
 
 
+def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:
+    if has_aux:
+        return linearise(fn, y, args, has_aux=True)
+    return linearise(fn, y, args), None
+
+
 def statistics(counts: Counts) -> dict[str, Array]:
     return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
 
 
-def half_sum_of_squares(outputs: PyTree[Array]) -> Scalar:
-    return 0.5 * _tree.dot(outputs, outputs)
-
-
 def step_if_finite(
     solver: AbstractGaussNewton,
+    objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
     subproblem: AbstractSubproblem,
     answer: Answer,
     *,
+    search: optx.AbstractSearch | None = None,
     memory: PyTree = None,
     damping: ScalarLike = 0.0,
 ) -> Update:
-    """Take a subproblem's answer, unless it leads away from the finite numbers."""
+    """Take a subproblem's answer, or as much of it as a search says, unless it leads away
+    from the finite numbers."""
     y, outputs = lin.point, lin.outputs
-    solved = answer.result == optx.RESULTS.successful
-    candidate = _tree.axpy(1, answer.step, y)
+    step, result = answer.step, answer.result
+    if search is not None:
+        step, found = _searched(
+            search, objective, lin, evaluate, subproblem.gradient(), step
+        )
+        missed = found | (result != optx.RESULTS.successful)
+        result = optx.RESULTS.where(missed, result, optx.RESULTS.nonlinear_divergence)
+    solved = result == optx.RESULTS.successful
+    candidate = _tree.axpy(1, step, y)
     # A step that is not finite makes a point that is not: one look at the point does.
     sound = jnp.isfinite(subproblem.gradient_norm) & _tree.all_finite(candidate)
     new_outputs = evaluate(_tree.where(sound & solved, candidate, y))
     finite = sound & _tree.all_finite((new_outputs, outputs))
     good = finite & solved
-    step = _tree.where(good, _tree.cast_like(answer.step, y), _tree.zeros_like(y))
+    step = _tree.where(good, _tree.cast_like(step, y), _tree.zeros_like(y))
     new_y = _tree.where(good, candidate, y)
     new_outputs = _tree.where(good, new_outputs, outputs)
-    change = jax.tree.map(jnp.subtract, new_outputs, outputs)
+    settled = solver.converged(
+        new_y, step, objective.residual(new_outputs), objective.residual(outputs)
+    )
     at_point = jnp.isfinite(subproblem.gradient_norm)
     result = optx.RESULTS.where(
-        at_point & (finite | ~solved), answer.result, optx.RESULTS.nonfinite
+        at_point & (finite | ~solved), result, optx.RESULTS.nonfinite
     )
     return Update(
         y=new_y,
@@ -258,6 +308,52 @@ def step_if_finite(
         num_vjps=subproblem.num_vjps + answer.num_vjps,
         num_accepted=jnp.where(good, 1, 0),
         num_rejected=jnp.where(good, 0, 1),
-        terminate=good & solver.converged(new_y, step, new_outputs, change),
+        terminate=good & settled,
         result=result,
     )
+
+
+_MAX_SEARCH_STEPS = 40
+_ROUNDINGS = 10
+
+
+def _searched(
+    search: optx.AbstractSearch,
+    objective: AbstractObjective,
+    lin: Linearisation,
+    evaluate: Evaluate,
+    gradient: PyTree[Array],
+    direction: PyTree[Array],
+) -> tuple[PyTree[Array], Bool[Array, ""]]:
+    """As much of a direction as an optimistix search accepts, and whether it does."""
+    y = lin.point
+    zero = jnp.zeros((), _tree.dtype(lin.outputs))
+    # All a search compares is differences, which are known better than their terms.
+    here = optx.FunctionInfo.EvalGrad(zero, gradient)
+
+    def attempt(carry):
+        step_size, _, state, num_steps = carry
+        candidate = _tree.axpy(step_size, direction, y)
+        outputs = evaluate(candidate)
+        change = -objective.decrease(lin.outputs, outputs)
+        there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
+        next_size, accept, _, state = search.step(
+            jnp.array(False), y, candidate, here, there, state
+        )
+        lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
+        accept = accept | lost
+        step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
+        return step_size, accept, state, num_steps + 1
+
+    rounding = _ROUNDINGS * _tree.eps((y, lin.outputs))
+    rounding *= jnp.abs(objective.value(lin.outputs))
+    # A slope that is lost in the rounding of the loss is for no search to judge.
+    flat = jnp.abs(_tree.dot(gradient, direction)) <= rounding
+    state = search.init(y, jax.eval_shape(lambda: here))
+    first = optx.FunctionInfo.Eval(zero)
+    step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)
+    start = step_size.astype(zero.dtype), jnp.array(False), state, jnp.array(0)
+    step_size, found, _, _ = jax.lax.while_loop(
+        lambda carry: ~carry[1] & (carry[3] < _MAX_SEARCH_STEPS), attempt, start
+    )
+    return _tree.scale(step_size, direction), found

@@ -8,11 +8,12 @@ from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .._checks import as_scalar, check_finite_nonnegative, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._objective import AbstractObjective
 from .._schedules import Schedule, value_at
-from .._subproblem import check_method, Method, prepare
+from .._subproblem import check_form, check_method, Form, Method
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
-from ._scaling import check_scaling, first_scale, next_scale, Scaling, without_zeros
+from ._scaling import check_scaling, first_scale, prepare_scaled, Scaling
 
 
 class DampedGaussNewton(AbstractGaussNewton):
@@ -34,6 +35,9 @@ class DampedGaussNewton(AbstractGaussNewton):
         $|D\delta|^2$ with the norms of the Jacobian's columns (the present ones, or the
         largest lately: earlier ones fade by 0.8 an outer step), so that the parameters'
         units do not matter.
+    - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
+        minimises $L(f + \phi\delta) + \frac\lambda2|\delta|^2$, and `scaling` must be
+        `"identity"`.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
         on the m x m side), `"curvature"` (on the p x p side) or `"matrix-free"`
         (conjugate gradients).
@@ -54,6 +58,8 @@ class DampedGaussNewton(AbstractGaussNewton):
     atol: float
     norm: Callable[[PyTree], Scalar]
     scaling: Scaling
+    form: Form
+    search: optx.AbstractSearch | None
     method: Method
     memory_budget: int
 
@@ -65,18 +71,23 @@ class DampedGaussNewton(AbstractGaussNewton):
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
         scaling: Scaling = "identity",
+        form: Form = "quadratic",
+        search: optx.AbstractSearch | None = None,
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         check_finite_nonnegative("damping", damping)
         check_method(method)
-        check_scaling(scaling, method)
+        check_form(form, method)
+        check_scaling(scaling, method, form)
         self.damping = as_scalar(damping)
         check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
         self.scaling = scaling
+        self.form = form
+        self.search = search
         self.method = method
         self.memory_budget = memory_budget
 
@@ -85,23 +96,33 @@ class DampedGaussNewton(AbstractGaussNewton):
 
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: PyTree[Array],
         num_steps: Int[Array, ""],
     ) -> Update:
         damping = value_at(self.damping, num_steps)
-        norms, rows = next_scale(self.scaling, memory, lin, self.memory_budget)
-        subproblem = prepare(
+        norms, subproblem = prepare_scaled(
+            self.scaling,
+            memory,
+            self.form,
+            objective,
             lin,
             self.method,
             self.memory_budget,
             damped=True,
             reuse=False,
-            scale=without_zeros(norms),
-            rows=rows,
         )
         answer = subproblem.solve(Tikhonov(damping))
         return step_if_finite(
-            self, lin, evaluate, subproblem, answer, memory=norms, damping=damping
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            search=self.search,
+            memory=norms,
+            damping=damping,
         )

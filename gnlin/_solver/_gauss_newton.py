@@ -7,8 +7,15 @@ from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .._checks import as_scalar, check_nonnegative, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._objective import AbstractObjective
 from .._spectrum import Filter
-from .._subproblem import check_method, Method, prepare
+from .._subproblem import (
+    check_form,
+    check_method,
+    Form,
+    Method,
+    prepare_form,
+)
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
@@ -27,6 +34,11 @@ class GaussNewton(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `rcond`: singular values at or below `rcond` times the largest count as zero;
         `None` for those that rounding cannot tell from zero.
+    - `form`: of a loss that is not squared error: `"quadratic"`, expanded to second order
+        (generalised Gauss-Newton), or `"prox-linear"`, the loss itself on the linearised
+        model.
+    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()`;
+        `None` for all of it.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.
     - `memory_budget`: bytes that the largest matrix may take.
 
@@ -45,6 +57,8 @@ class GaussNewton(AbstractGaussNewton):
     atol: float
     norm: Callable[[PyTree], Scalar]
     rcond: ScalarLike | None
+    form: Form
+    search: optx.AbstractSearch | None
     method: Method
     memory_budget: int
 
@@ -55,32 +69,46 @@ class GaussNewton(AbstractGaussNewton):
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
         rcond: ScalarLike | None = None,
+        form: Form = "quadratic",
+        search: optx.AbstractSearch | None = None,
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         if rcond is not None:
             check_nonnegative("rcond", rcond)
         check_method(method, damped=False)
+        check_form(form, method)
         check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
         self.rcond = as_scalar(rcond)
+        self.form = form
+        self.search = search
         self.method = method
         self.memory_budget = memory_budget
 
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: PyTree[Array],
         num_steps: Int[Array, ""],
     ) -> Update:
-        subproblem = prepare(
-            lin, self.method, self.memory_budget, damped=False, reuse=True
+        subproblem = prepare_form(
+            self.form,
+            objective,
+            lin,
+            self.method,
+            self.memory_budget,
+            damped=False,
+            reuse=True,
         )
         answer = subproblem.solve(PseudoInverse(self.rcond))
-        return step_if_finite(self, lin, evaluate, subproblem, answer)
+        return step_if_finite(
+            self, objective, lin, evaluate, subproblem, answer, search=self.search
+        )
 
 
 class FilteredGaussNewton(AbstractGaussNewton):
@@ -107,6 +135,8 @@ class FilteredGaussNewton(AbstractGaussNewton):
     rtol: float
     atol: float
     norm: Callable[[PyTree], Scalar]
+    form: Form
+    search: optx.AbstractSearch | None
     method: Method
     memory_budget: int
 
@@ -117,6 +147,8 @@ class FilteredGaussNewton(AbstractGaussNewton):
         atol: float = 1e-12,
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
+        form: Form = "quadratic",
+        search: optx.AbstractSearch | None = None,
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
@@ -126,7 +158,10 @@ class FilteredGaussNewton(AbstractGaussNewton):
                 f"`gnlin.filters.Tikhonov(1.0)`, but {filter!r} was given."
             )
         check_method(method, damped=isinstance(filter, Tikhonov))
+        check_form(form, method)
         self.filter = filter
+        self.form = form
+        self.search = search
         check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
@@ -136,14 +171,23 @@ class FilteredGaussNewton(AbstractGaussNewton):
 
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: PyTree[Array],
         num_steps: Int[Array, ""],
     ) -> Update:
         damped = not isinstance(self.filter, PseudoInverse)
-        subproblem = prepare(
-            lin, self.method, self.memory_budget, damped=damped, reuse=True
+        subproblem = prepare_form(
+            self.form,
+            objective,
+            lin,
+            self.method,
+            self.memory_budget,
+            damped=damped,
+            reuse=True,
         )
         answer = subproblem.solve(self.filter)
-        return step_if_finite(self, lin, evaluate, subproblem, answer)
+        return step_if_finite(
+            self, objective, lin, evaluate, subproblem, answer, search=self.search
+        )

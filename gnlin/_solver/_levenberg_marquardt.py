@@ -11,10 +11,17 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._checks import as_scalar, check_finite_positive, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
-from .._subproblem import AbstractSubproblem, check_method, Method, prepare
+from .._objective import AbstractObjective
+from .._subproblem import AbstractSubproblem, check_form, check_method, Form, Method
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, half_sum_of_squares, Update
-from ._scaling import check_scaling, first_scale, next_scale, Scaling, without_zeros
+from ._base import AbstractGaussNewton, Evaluate, Update
+from ._scaling import (
+    check_scaling,
+    first_scale,
+    prepare_scaled,
+    Scaling,
+    without_zeros,
+)
 
 
 # The loss must fall by this part of what the linearisation predicts (as in MINPACK).
@@ -85,6 +92,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         dense Jacobian; `"identity"`: none.
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial.
+    - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
+        prox-linear form has the scaling `"identity"` and no acceleration.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`,
         `"curvature"` or `"matrix-free"`; see "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
@@ -111,6 +120,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     damping: ScalarLike
     scaling: Scaling
     acceleration: bool
+    form: Form
     method: Method
     memory_budget: int
 
@@ -121,21 +131,32 @@ class LevenbergMarquardt(AbstractGaussNewton):
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
         damping: ScalarLike = 1e-3,
-        scaling: Scaling = "more",
-        acceleration: bool = True,
+        scaling: Scaling | None = None,
+        acceleration: bool | None = None,
+        form: Form = "quadratic",
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         check_finite_positive("damping", damping)
         check_method(method)
-        check_scaling(scaling, method)
+        check_form(form, method)
+        quadratic = form == "quadratic"
+        if scaling is None:
+            scaling = "more" if quadratic else "identity"
+        if acceleration and not quadratic:
+            raise ValueError(
+                'The "prox-linear" form has no geodesic acceleration: leave '
+                "`acceleration` out."
+            )
+        check_scaling(scaling, method, form)
         check_tolerances(rtol, atol)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
         self.damping = as_scalar(damping)
         self.scaling = scaling
-        self.acceleration = acceleration
+        self.acceleration = quadratic if acceleration is None else acceleration
+        self.form = form
         self.method = method
         self.memory_budget = memory_budget
 
@@ -144,29 +165,33 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
-        norms, rows = next_scale(self.scaling, memory.scale, lin, self.memory_budget)
-        scale = without_zeros(norms)
-        subproblem = prepare(
+        norms, subproblem = prepare_scaled(
+            self.scaling,
+            memory.scale,
+            self.form,
+            objective,
             lin,
             self.method,
             self.memory_budget,
             damped=_is_wide(lin),
             reuse=True,
-            scale=scale,
-            rows=rows,
         )
+        scale = without_zeros(norms)
         damping = jax.lax.cond(
             memory.damping < 0,
             lambda: self._first_damping(subproblem, memory.damping.dtype),
             lambda: memory.damping,
         )
-        finite = _is_finite(lin, subproblem)
-        trial = self._try_dampings(lin, evaluate, subproblem, scale, damping, finite)
+        finite = _is_finite(objective, lin, subproblem)
+        trial = self._try_dampings(
+            objective, lin, evaluate, subproblem, scale, damping, finite
+        )
 
         good = trial.accepted & finite
         num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
@@ -202,6 +227,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     def _try_dampings(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         subproblem: AbstractSubproblem,
@@ -215,8 +241,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         attainable = subproblem.attainable_decrease()
         known = jnp.isfinite(attainable)
         largest = subproblem.largest_curvature()
-        loss = half_sum_of_squares(lin.outputs)
-        flat = _slope(lin, subproblem, gradient) <= eps ** (1 / 3)
+        loss = jnp.abs(objective.value(lin.outputs))
+        residual = objective.residual(lin.outputs)
+        flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
 
         def scaled(step):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
@@ -224,10 +251,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
         def attempt(last: _Trial) -> _Trial:
             damping = last.next_damping
             answer = subproblem.solve(Tikhonov(damping))
-            predicted = 0.5 * (
-                damping * _tree.dot(scaled(answer.step), scaled(answer.step))
-                - _tree.dot(answer.step, gradient)
-            )
+            predicted = answer.decrease
+            if predicted is None:
+                predicted = 0.5 * (
+                    damping * _tree.dot(scaled(answer.step), scaled(answer.step))
+                    - _tree.dot(answer.step, gradient)
+                )
             step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
             if self.acceleration:
                 bend = self._acceleration(evaluate, lin.point, subproblem, damping, step)
@@ -237,9 +266,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
             y = _tree.axpy(1, step, lin.point)
             outputs = evaluate(y)
-            change = jax.tree.map(jnp.subtract, outputs, lin.outputs)
-            both = jax.tree.map(jnp.add, outputs, lin.outputs)
-            actual = -0.5 * _tree.dot(change, both)  # (|r|^2 - |r'|^2)/2, to rounding
+            actual = objective.decrease(lin.outputs, outputs)
 
             ratio = actual / jnp.where(predicted > 0, predicted, 1)
             rounding = eps**_ROUNDING_POWER * loss
@@ -256,7 +283,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
-            within = free & self.converged(y, step, outputs, change)
+            within = free & self.converged(
+                y, step, objective.residual(outputs), residual
+            )
             promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
             little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
             near = jnp.where(first, little | flat, last.near)
@@ -323,20 +352,28 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
 
 def _slope(
-    lin: Linearisation, subproblem: AbstractSubproblem, gradient: PyTree[Array]
+    objective: AbstractObjective,
+    lin: Linearisation,
+    subproblem: AbstractSubproblem,
+    gradient: PyTree[Array],
 ) -> Scalar:
     """How far the gradient is from zero, free of units. The smaller of two: the cosine
     between the residual and the range of phi (as MINPACK's gtol), and what a relative
     change of the parameters does to the loss (Dennis and Schnabel, 1983, section 7.2)."""
+    loss = jnp.abs(objective.value(lin.outputs))
+    # The residual's norm, of squared error; else the length that has as much loss.
+    residual = jnp.sqrt(2 * loss)
     largest = jnp.sqrt(subproblem.largest_curvature())
-    cosine = subproblem.scaled_gradient_norm() / (largest * _tree.norm(lin.outputs))
+    cosine = subproblem.scaled_gradient_norm() / (largest * residual)
     terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
     sensitivity = sum(jnp.sum(x) for x in jax.tree.leaves(terms))
-    return jnp.minimum(cosine, sensitivity / half_sum_of_squares(lin.outputs))
+    return jnp.minimum(cosine, sensitivity / loss)
 
 
-def _is_finite(lin: Linearisation, subproblem: AbstractSubproblem) -> Bool[Array, ""]:
-    loss = half_sum_of_squares(lin.outputs)
+def _is_finite(
+    objective: AbstractObjective, lin: Linearisation, subproblem: AbstractSubproblem
+) -> Bool[Array, ""]:
+    loss = objective.value(lin.outputs)
     return jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(loss)
 
 

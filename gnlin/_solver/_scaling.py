@@ -8,6 +8,8 @@ from jaxtyping import Array, PyTree
 
 from .. import _tree
 from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from .._subproblem import AbstractSubproblem, Form, Method, prepare, prepare_form
 
 
 # More's scales never fall. After one steep place they then damp a column for ever (on
@@ -18,11 +20,16 @@ _FADING = 0.8
 Scaling = Literal["identity", "marquardt", "more"]
 
 
-def check_scaling(scaling: str, method: str) -> None:
+def check_scaling(scaling: str, method: str, form: str) -> None:
     if scaling not in ("identity", "marquardt", "more"):
         raise ValueError(
             '`scaling` must be "identity", "marquardt" or "more", but '
             f"{scaling!r} was given."
+        )
+    if scaling != "identity" and form == "prox-linear":
+        raise ValueError(
+            f'`scaling={scaling!r}` is for quadratic problems: with `form="prox-linear"` '
+            'use `scaling="identity"`.'
         )
     if scaling != "identity" and method == "matrix-free":
         raise ValueError(
@@ -36,19 +43,49 @@ def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
     return None if scaling == "identity" else _tree.zeros_like(y)
 
 
+def prepare_scaled(
+    scaling: Scaling,
+    scale: PyTree[Array] | None,
+    form: Form,
+    objective: AbstractObjective,
+    lin: Linearisation,
+    method: Method,
+    memory_budget: int,
+    *,
+    damped: bool,
+    reuse: bool,
+) -> tuple[PyTree[Array] | None, AbstractSubproblem]:
+    """The new memory of the scales, and the subproblem in the variables `D delta`."""
+    if scaling == "identity":
+        subproblem = prepare_form(
+            form, objective, lin, method, memory_budget, damped=damped, reuse=reuse
+        )
+        return None, subproblem
+    quadratic = objective.expand(lin)
+    norms, rows = next_scale(scaling, scale, quadratic.lin, memory_budget)
+    subproblem = prepare(
+        quadratic,
+        method,
+        memory_budget,
+        damped=damped,
+        reuse=reuse,
+        scale=without_zeros(norms),
+        rows=rows,
+    )
+    return norms, subproblem
+
+
 def next_scale(
     scaling: Scaling,
     scale: PyTree[Array] | None,
     lin: Linearisation,
     memory_budget: int,
-) -> tuple[PyTree[Array] | None, PyTree[Array] | None]:
+) -> tuple[PyTree[Array], PyTree[Array]]:
     """The diagonal of D, and the dense rows that it was read off.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
     they have been lately, so that a column that vanishes for a while stays damped.
     """
-    if scaling == "identity":
-        return None, None
     if lin.num_bytes() > memory_budget:
         raise ValueError(
             f"`scaling={scaling!r}` needs the dense Jacobian, and its "

@@ -8,16 +8,19 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
+from .. import _tree
 from .._checks import (
     as_scalar,
+    check_between,
     check_finite_nonnegative,
     check_fraction,
     check_period,
     check_tolerances,
 )
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._objective import AbstractObjective
 from .._schedules import EisenstatWalker, Schedule, value_at
-from .._subproblem import MatrixFree
+from .._subproblem import check_form, Form, MatrixFree, Parameters, ProxLinear
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
@@ -29,6 +32,7 @@ _SMALL_JACOBIAN = 2**16
 class _Memory(eqx.Module):
     tolerance: Float[Array, ""]
     gradient_norm: Float[Array, ""]
+    step: PyTree[Array] | None  # the last, for a warm start
 
 
 class TruncatedGaussNewton(AbstractGaussNewton):
@@ -48,8 +52,13 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `max_inner_steps`: the most iterations at one linearisation; `None` for ten times
-        the number of parameters.
+    - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form the
+        loss on the linearised model is minimised by Newton's method with conjugate
+        gradients, until its gradient is $\beta$ times what it was.
+    - `warm_start`: begin each linearised problem at this part of the last step, between
+        0 and 1 (Martens, 2010).
+    - `max_inner_steps`: the most iterations at one linearisation (of Newton's method, in
+        the prox-linear form); `None` for ten times the number of parameters (for 100).
     - `method`: `"matrix-free"` multiplies by Jacobian-vector and vector-Jacobian
         products, `"dense"` by the Jacobian itself, and `"auto"` chooses: dense where
         that is a small matrix.
@@ -66,6 +75,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
 
         R. S. Dembo, S. C. Eisenstat and T. Steihaug, *Inexact Newton methods*, SIAM J.
         Numer. Anal. 19 (1982).
+
+        J. Martens, *Deep learning via Hessian-free optimization*, ICML (2010).
     """
 
     tolerance: ScalarLike | Schedule | EisenstatWalker
@@ -73,6 +84,9 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     rtol: float
     atol: float
     norm: Callable[[PyTree], Scalar]
+    form: Form
+    search: optx.AbstractSearch | None
+    warm_start: float
     max_inner_steps: int | None
     method: Literal["auto", "dense", "matrix-free"]
     memory_budget: int
@@ -85,6 +99,9 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         atol: float = 1e-12,
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
+        form: Form = "quadratic",
+        search: optx.AbstractSearch | None = None,
+        warm_start: float = 0.0,
         max_inner_steps: int | None = None,
         method: Literal["auto", "dense", "matrix-free"] = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -105,15 +122,22 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
+        check_form(form, method)
+        check_between("warm_start", warm_start, 0.0, 1.0)
+        self.form = form
+        self.search = search
+        self.warm_start = warm_start
         self.max_inner_steps = max_inner_steps
         self.method = method
         self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype))
+        step = _tree.zeros_like(y) if self.warm_start > 0 else None
+        return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype), step)
 
     def update(
         self,
+        objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: _Memory,
@@ -127,24 +151,37 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         if dense:
             num_jvps, num_vjps = lin.num_row_passes()
             lin = lin.materialise(self.memory_budget)
-        subproblem = MatrixFree(lin)
+        if self.form == "prox-linear" and not objective.is_quadratic:
+            subproblem = ProxLinear(objective, lin, Parameters(lin))
+        else:
+            quadratic = objective.expand(lin)
+            subproblem = MatrixFree(quadratic.lin, quadratic.rest)
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = value_at(self.damping, num_steps)
-        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps)
+        start = None
+        if memory.step is not None:
+            start = _tree.scale(self.warm_start, memory.step)
+        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps, start)
         if dense:  # products with a matrix are no passes through the function
             answer = eqx.tree_at(
                 lambda a: (a.num_jvps, a.num_vjps), answer, (num_jvps, num_vjps - 1)
             )
-        return step_if_finite(
+        update = step_if_finite(
             self,
+            objective,
             lin,
             evaluate,
             subproblem,
             answer,
-            memory=_Memory(tolerance, norm),
+            search=self.search,
+            memory=_Memory(tolerance, norm, None),
             damping=damping,
         )
+        if memory.step is None:
+            return update
+        memory = _Memory(tolerance, norm, update.step)
+        return eqx.tree_at(lambda u: u.memory, update, memory)
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

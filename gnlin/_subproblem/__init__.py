@@ -3,7 +3,13 @@
 from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
 from ._matrix_free import MatrixFree as MatrixFree
 from ._prepare import (
+    check_form as check_form,
     check_method as check_method,
+    Form as Form,
     Method as Method,
     prepare as prepare,
+    prepare_form as prepare_form,
+    prepare_prox_linear as prepare_prox_linear,
 )
+from ._prox_linear import ProxLinear as ProxLinear
+from ._spaces import Parameters as Parameters

@@ -15,19 +15,22 @@ class Answer(eqx.Module):
     """The step that solves a subproblem as far as asked, and what it took.
 
     Counts are of this answer alone, beyond what setting the subproblem up took.
+    `decrease` is what the linearised objective, without damping, falls by; `None` where
+    the step solves a damped quadratic problem, and two products tell.
     """
 
     step: PyTree[Array]
     num_inner_steps: ScalarLike = 0
     num_jvps: ScalarLike = 0
     num_vjps: ScalarLike = 0
+    decrease: Scalar | None = None
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
 
 
 class AbstractSubproblem(eqx.Module):
     """A linearised problem made ready for any number of filters.
 
-    - `gradient_norm`: |phi^T r|, NaN where the linearisation is not finite.
+    - `gradient_norm`: of the objective, NaN where the linearisation is not finite.
     - `num_jvps`, `num_vjps`: the products that setting it up took.
     """
 
@@ -41,10 +44,10 @@ class AbstractSubproblem(eqx.Module):
 
     @abc.abstractmethod
     def gradient(self) -> PyTree[Array]:
-        """phi^T r."""
+        """Of the objective at the linearisation point; phi^T r for least squares."""
 
     def scaled_gradient_norm(self) -> Scalar:
-        """|phi^T r| in the variables in which the subproblem is damped."""
+        """The gradient's norm in the variables in which the subproblem is damped."""
         return self.gradient_norm
 
     @abc.abstractmethod

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
@@ -38,29 +39,54 @@ def _solve_damped(
 
 
 class OnOutputs(AbstractSubproblem):
-    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
+    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, and for a part $g_0$ of
+    the gradient that is no $\phi^\top r$, `rest`, by Woodbury's identity
+    $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$."""
 
     kernel: Float[Array, "m m"]
     residual: Float[Array, " m"]
     pull_back: Callable[[Float[Array, " m"]], PyTree[Array]]  # a -> phi^T a
+    rest: PyTree[Array] | None
+    pushed: Float[Array, " m"]  # phi g_0
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, kernel, residual, pull_back, num_jvps, num_vjps):
+    def __init__(
+        self,
+        kernel,
+        residual,
+        pull_back,
+        num_jvps,
+        num_vjps,
+        rest=None,
+        push_forward=None,
+    ):
         self.kernel = kernel
         self.residual = residual
         self.pull_back = pull_back
+        self.rest = rest
         squared = matmul(residual, matmul(kernel, residual))
+        if rest is None:
+            self.pushed = jnp.zeros_like(residual)
+        else:
+            self.pushed = jax.lax.cond(
+                _tree.any_nonzero(rest),
+                push_forward,
+                lambda _: jnp.zeros_like(residual),
+                rest,
+            )
+            squared += 2 * matmul(residual, self.pushed) + _tree.dot(rest, rest)
         self.gradient_norm = jnp.sqrt(jnp.where(squared < 0, 0, squared))
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
 
     def gradient(self) -> PyTree[Array]:
-        return self.pull_back(self.residual)
+        gradient = self.pull_back(self.residual)
+        return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = matmul(self.kernel, self.residual)
+        pushed = matmul(self.kernel, self.residual) + self.pushed
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
@@ -71,12 +97,23 @@ class OnOutputs(AbstractSubproblem):
         return OnOutputs(self.kernel, flat, self.pull_back, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
-        a, result = _solve_damped(self.kernel, self.residual, filter)
-        return Answer(self.pull_back(-a), result=result)
+        if self.rest is None:
+            a, result = _solve_damped(self.kernel, self.residual, filter)
+            return Answer(self.pull_back(-a), result=result)
+        # (phi phi^T + lambda I)^-1 (r - phi g_0 / lambda): one factorisation for both
+        damping = filter.damping if isinstance(filter, Tikhonov) else 1.0
+        inverse = 1 / jnp.asarray(damping, self.residual.dtype)
+        stray = _tree.any_nonzero(self.rest)
+        inverse = jnp.where(stray, inverse, 0)
+        a, result = _solve_damped(
+            self.kernel, self.residual - inverse * self.pushed, filter
+        )
+        step = self.pull_back(-a)
+        return Answer(_tree.axpy(-inverse, self.rest, step), result=result)
 
 
 class OnParameters(AbstractSubproblem):
-    r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}\phi^\top r$."""
+    r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$."""
 
     jacobian: Float[Array, "m p"]
     curvature: Float[Array, "p p"]
@@ -86,10 +123,14 @@ class OnParameters(AbstractSubproblem):
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, jacobian, curvature, residual, unravel, num_jvps, num_vjps):
+    def __init__(
+        self, jacobian, curvature, residual, unravel, num_jvps, num_vjps, rest=None
+    ):
         self.jacobian = jacobian
         self.curvature = curvature
         self.flat_gradient = matmul(jacobian.T, residual)
+        if rest is not None:
+            self.flat_gradient += ravel_pytree(rest)[0]
         self.unravel = unravel
         self.gradient_norm = _tree.norm(self.flat_gradient)
         self.num_jvps = num_jvps

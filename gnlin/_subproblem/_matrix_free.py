@@ -12,8 +12,18 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._conjugate_gradients import ConjugateGradients
 from .._linearisation import Linearisation
-from ..filters import GradientDescent, HeavyBall, PseudoInverse, Tikhonov
+from .._objective import SumOfSquares
+from ..filters import (
+    Damped,
+    GradientDescent,
+    HeavyBall,
+    Nesterov,
+    PseudoInverse,
+    Tikhonov,
+)
 from ._base import AbstractSubproblem, Answer
+from ._descent import descend
+from ._spaces import Parameters
 
 
 _ROUNDINGS = 10
@@ -24,14 +34,17 @@ class MatrixFree(AbstractSubproblem):
     """Nothing of size m x p, m x m or p x p is built."""
 
     linearisation: Linearisation
+    rest: PyTree[Array] | None
     _gradient: PyTree[Array]
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, linearisation: Linearisation):
+    def __init__(self, linearisation: Linearisation, rest: PyTree[Array] | None = None):
         self.linearisation = linearisation
-        self._gradient = linearisation.vjp(linearisation.outputs)
+        self.rest = rest
+        gradient = linearisation.vjp(linearisation.outputs)
+        self._gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
         self.gradient_norm = _tree.norm(self._gradient)
         self.num_jvps = 0
         self.num_vjps = 1
@@ -47,21 +60,21 @@ class MatrixFree(AbstractSubproblem):
         return self.curvature_along_gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
-        lin = self.linearisation
-        return MatrixFree(eqx.tree_at(lambda lin: lin.outputs, lin, residual))
+        return MatrixFree(self.linearisation.with_outputs(residual))
 
     def solve(self, filter) -> Answer:
+        damping = 0.0
+        if isinstance(filter, Damped):
+            filter, damping = filter.filter, filter.damping
         match filter:
-            case Tikhonov(damping=damping):
-                return self.to_tolerance(self._exactly(), damping)
+            case Tikhonov(damping=more):
+                return self.to_tolerance(self._exactly(), damping + more)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.
-                return self.to_tolerance(self._exactly(), 0.0)
-            case GradientDescent(period=period, learning_rate=learning_rate):
-                return self.descend(period, learning_rate, 0.0)
-            case HeavyBall(period=period, learning_rate=rate, momentum=momentum):
-                return self.descend(period, rate, momentum)
+                return self.to_tolerance(self._exactly(), damping)
+            case GradientDescent() | HeavyBall() | Nesterov():
+                return self.descend(filter, damping)
         raise ValueError(
             f"`{type(filter).__name__}` has no matrix-free form; use a method with a "
             'spectrum, "svd" or "eigh".'
@@ -72,9 +85,13 @@ class MatrixFree(AbstractSubproblem):
         return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
 
     def to_tolerance(
-        self, tolerance: ScalarLike, damping: ScalarLike, max_steps: int | None = None
+        self,
+        tolerance: ScalarLike,
+        damping: ScalarLike,
+        max_steps: int | None = None,
+        start: PyTree[Array] | None = None,
     ) -> Answer:
-        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$
+        r"""From `start` (zero), conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$
         until the linear residual is at most `tolerance` times the gradient (2-norms)."""
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
@@ -93,6 +110,7 @@ class MatrixFree(AbstractSubproblem):
             curvature,
             _tree.scale(-1, self._gradient),
             ConjugateGradients(tolerance, max_steps),
+            options={} if start is None else {"y0": start},
             throw=False,
         )
         # A tolerance below what the precision allows is met as far as it does.
@@ -102,55 +120,51 @@ class MatrixFree(AbstractSubproblem):
         )
 
     def descend(
-        self, period: ScalarLike, learning_rate: ScalarLike, momentum: ScalarLike
+        self, filter: GradientDescent | HeavyBall | Nesterov, damping: ScalarLike = 0.0
     ) -> Answer:
-        """Literal steps of gradient descent with heavy-ball momentum, one tangent and
-        one transposed pass each (none but the first gradient's for the first step).
+        """Literal steps, one tangent and one transposed pass each (none but the first
+        gradient's for the first step).
 
         Steps without an end, if they converge at all, converge to the minimum-norm
         solution, which conjugate gradients find.
         """
-        lin = self.linearisation
-        dtype = _tree.dtype(self._gradient)
-        eta = jnp.asarray(learning_rate, dtype)
-        mu = jnp.asarray(momentum, dtype)
-        period = jnp.asarray(float(period) if isinstance(period, int) else period, float)
-        # As on a spectrum: a residual that has grown past 1/eps says nothing any more.
-        largest = _tree.norm(lin.outputs) / jnp.finfo(dtype).eps
-
-        def body(carry):
-            k, step, velocity, _ = carry
-            linear_residual = _tree.axpy(1, lin.jvp(step), lin.outputs)
-            gradient = lin.vjp(linear_residual)
-            velocity = _tree.axpy(-eta, gradient, _tree.scale(mu, velocity))
-            grown = ~(_tree.norm(linear_residual) <= largest)
-            return k + 1, _tree.axpy(1, velocity, step), velocity, grown
-
-        first = _tree.scale(-eta, self._gradient)
-        endless = jnp.isinf(period)
-        period = jnp.where(endless, 1, period)
-        _, step, _, grown = jax.lax.while_loop(
-            lambda carry: (carry[0] < period) & ~carry[3],
-            body,
-            (jnp.ones((), period.dtype), first, first, jnp.array(False)),
+        period, eta = filter.period, filter.learning_rate
+        momentum = getattr(filter, "momentum", 0.0)
+        endless = jnp.isinf(jnp.asarray(period, float))
+        literal = descend(
+            Parameters(self.linearisation),
+            SumOfSquares(),
+            self.linearisation.outputs,
+            jnp.where(endless, 1, float(period) if isinstance(period, int) else period),
+            eta,
+            momentum,
+            nesterov=isinstance(filter, Nesterov),
+            damping=damping,
+            gradient=self._gradient,
+            rest=self.rest,
         )
-        literal = (step, period - 1, period - 1, grown | ~_tree.all_finite(step))
+        num_passes = literal.num_steps - 1
 
         def limit():
-            exact = self.to_tolerance(self._exactly(), 0.0)
+            exact = self.to_tolerance(self._exactly(), damping)
             counts = [
                 jnp.asarray(n + _POWER_STEPS, float)
                 for n in (exact.num_jvps, exact.num_vjps)
             ]
-            return exact.step, *counts, eta * self._power_estimate() >= 2 * (1 + mu)
+            largest = eta * (self._power_estimate() + damping)
+            return exact.step, *counts, largest >= filter.largest_stable()
 
-        step, num_jvps, num_vjps, diverged = jax.lax.cond(endless, limit, lambda: literal)
+        step, num_jvps, num_vjps, diverged = jax.lax.cond(
+            endless,
+            limit,
+            lambda: (literal.z, num_passes, num_passes, literal.diverged),
+        )
         result = optx.RESULTS.where(
             diverged & jnp.isfinite(self.gradient_norm),
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
-        return Answer(step, period, num_jvps, num_vjps, result)
+        return Answer(step, period, num_jvps, num_vjps, result=result)
 
     def _power_estimate(self) -> Scalar:
         """The largest eigenvalue of phi^T phi, by the power method from the gradient."""

@@ -11,26 +11,45 @@ from jaxtyping import Array, PyTree, Scalar
 
 from .. import _rows, _tree
 from .._linearisation import Linearisation, svd_is_cheap
+from .._objective import AbstractObjective, Quadratic
 from .._spectrum import Filter
 from .._tree import matmul
 from ._base import AbstractSubproblem, Answer
+from ._cost import num_flops
 from ._direct import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
+from ._prox_linear import ProxLinear
+from ._spaces import Outputs, Parameters
 from ._spectral import Spectral
 
 
 Method = Literal["auto", "svd", "eigh", "kernel", "curvature", "matrix-free"]
 
+Form = Literal["quadratic", "prox-linear"]
 
-def check_method(method: str, *, damped: bool = True) -> None:
+
+def check_method(method: str, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
     """`damped`: whether the problem is, so that Cholesky factorisations serve."""
     methods = get_args(Method)
     if not damped:
         methods = tuple(m for m in methods if m not in ("kernel", "curvature"))
+    methods = (*methods, *also)
     if method not in methods:
         raise ValueError(
             f"`method` must be one of {', '.join(map(repr, methods))} here, but "
             f"{method!r} was given."
+        )
+
+
+def check_form(form: str, method: str) -> None:
+    if form not in get_args(Form):
+        raise ValueError(
+            f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
+        )
+    if form == "prox-linear" and method in ("svd", "eigh", "curvature"):
+        raise ValueError(
+            f"The method {method!r} is for quadratic problems: with "
+            '`form="prox-linear"` use "auto", "kernel" or "matrix-free".'
         )
 
 
@@ -69,7 +88,7 @@ def choose_method(
 
 
 def prepare(
-    lin: Linearisation,
+    quadratic: Quadratic,
     method: Method,
     memory_budget: int,
     *,
@@ -78,10 +97,11 @@ def prepare(
     scale: PyTree[Array] | None = None,
     rows: PyTree[Array] | None = None,
 ) -> AbstractSubproblem:
-    """Make a linearised problem ready for filters.
+    """Make a quadratic problem ready for filters.
 
     With `scale` D (and the dense `rows`), in the variables `D delta`.
     """
+    lin, rest = quadratic.lin, quadratic.rest
     itemsize = _tree.dtype(lin.point).itemsize
     if method == "auto":
         method = choose_method(
@@ -89,35 +109,116 @@ def prepare(
         )
     if scale is not None and rows is not None:
         rows = jax.tree.map(lambda row, d: row / d, rows, scale)
-        return Scaled(_dense(lin, rows, method), scale)
+        if rest is not None:
+            rest = jax.tree.map(jnp.divide, rest, scale)
+        return Scaled(_dense(lin, rest, rows, method), scale)
     if method == "matrix-free":
-        return MatrixFree(lin)
+        return MatrixFree(lin, rest)
     if lin.num_bytes() > memory_budget and method in ("eigh", "kernel"):
-        return _without_jacobian(lin, method, memory_budget)
-    return _dense(lin, lin.rows(memory_budget), method)
+        return _without_jacobian(lin, rest, method, memory_budget)
+    return _dense(lin, rest, lin.rows(memory_budget), method)
 
 
-def _dense(lin, rows, method) -> AbstractSubproblem:
+def _dense(lin, rest, rows, method) -> AbstractSubproblem:
     num_passes = lin.num_row_passes()
     residual, _ = ravel_pytree(lin.outputs)
+    push_forward = Partial(_rows.push_forward, rows)
     if method in ("svd", "eigh"):
-        return Spectral(_rows.spectrum(rows, residual, method), *num_passes)
+        spectrum = _rows.spectrum(rows, residual, method)
+        return Spectral(spectrum, *num_passes, rest, push_forward)
     if method == "kernel":
         pull_back = Partial(_rows.pull_back, rows)
-        return OnOutputs(_rows.gram(rows), residual, pull_back, *num_passes)
+        kernel = _rows.gram(rows)
+        return OnOutputs(kernel, residual, pull_back, *num_passes, rest, push_forward)
     unravel = Partial(ravel_pytree(lin.point)[1])
     matrix = _rows.matrix(rows)
     curvature = matmul(matrix.T, matrix)
-    return OnParameters(matrix, curvature, residual, unravel, *num_passes)
+    return OnParameters(matrix, curvature, residual, unravel, *num_passes, rest)
 
 
-def _without_jacobian(lin, method, memory_budget) -> AbstractSubproblem:
+def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:
     """The kernel in chunks: each row pulled back and pushed forward again."""
     m, _ = lin.shape
+
+    def push_forward(v):
+        return ravel_pytree(lin.jvp(v))[0]
+
     if method == "eigh":
-        return Spectral(lin.spectrum("eigh", memory_budget=memory_budget), m, m)
+        spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
+        return Spectral(spectrum, m, m, rest, push_forward)
     residual, _ = ravel_pytree(lin.outputs)
-    return OnOutputs(lin.kernel(memory_budget), residual, lin.pull_back, m, m)
+    kernel = lin.kernel(memory_budget)
+    return OnOutputs(kernel, residual, lin.pull_back, m, m, rest, push_forward)
+
+
+def prepare_prox_linear(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    method: Method,
+    memory_budget: int,
+    *,
+    damped: bool,
+    num_steps: float | None = None,
+) -> ProxLinear:
+    """Make a linearised problem with the loss itself ready for filters.
+
+    - `damped`: whether it is, or steps are taken on it, so that m coefficients do.
+    - `num_steps`: the number of steps that will be taken on it; `None` for Newton's.
+    """
+    m, p = lin.shape
+    itemsize = _tree.dtype(lin.point).itemsize
+    if method == "auto":
+        fits = m**2 * itemsize <= memory_budget and damped
+        cheaper = fits and _outputs_are_cheaper(lin, num_steps)
+        method = "kernel" if cheaper else "matrix-free"
+    if method == "matrix-free":
+        return ProxLinear(objective, lin, Parameters(lin))
+    kernel = lin.kernel(memory_budget)
+    jacobian_fits = lin.num_bytes() <= memory_budget
+    num_passes = lin.num_row_passes() if jacobian_fits else (m, m)
+    return ProxLinear(objective, lin, Outputs(lin, kernel), *num_passes)
+
+
+# A matrix product takes about this part of the time of as many operations in a network's
+# passes, and a Newton step about this many of them.
+_MATMUL_COST = 1 / 8
+_NEWTON_PRODUCTS = 10
+_NEWTON_STEPS = 10
+
+
+def _outputs_are_cheaper(lin: Linearisation, num_steps: float | None) -> bool:
+    """Whether steps with the kernel, its making included, take fewer operations than
+    steps with two passes each."""
+    m, p = lin.shape
+    one_pass = num_flops(lin.jvp, lin.point)
+    rows = sum(lin.num_row_passes()) * one_pass
+    kernel = rows + 2 * m**2 * p * _MATMUL_COST
+    if num_steps is None:
+        newton = 2 / 3 * m**3 * _MATMUL_COST
+        passes = _NEWTON_PRODUCTS * 2 * one_pass
+        return kernel + _NEWTON_STEPS * newton <= _NEWTON_STEPS * passes
+    return kernel + num_steps * 2 * m**2 <= num_steps * 2 * one_pass
+
+
+def prepare_form(
+    form: Form,
+    objective: AbstractObjective,
+    lin: Linearisation,
+    method: Method,
+    memory_budget: int,
+    *,
+    damped: bool,
+    reuse: bool,
+    num_steps: float | None = None,
+) -> AbstractSubproblem:
+    """The linearised problem in either form; for squared error they are one."""
+    if form == "prox-linear" and not objective.is_quadratic:
+        return prepare_prox_linear(
+            objective, lin, method, memory_budget, damped=damped, num_steps=num_steps
+        )
+    return prepare(
+        objective.expand(lin), method, memory_budget, damped=damped, reuse=reuse
+    )
 
 
 class Scaled(AbstractSubproblem):

@@ -1,9 +1,10 @@
 """By eigen- or singular values: any filter, one factorisation for all of them."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _tree
 from .._spectrum import Filter, Spectrum
@@ -11,32 +12,54 @@ from ._base import AbstractSubproblem, Answer
 
 
 class Spectral(AbstractSubproblem):
-    """`delta = -phi^T U g(w) U^T r`: each filter costs a function and a product."""
+    r"""$\delta = -\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$: each filter costs
+    a function and a product.
+
+    $g_0$ is the part of the gradient that is no $\phi^\top r$, `rest`; to it the filter
+    is applied as $g(0) I + \phi^\top U\,\frac{g(w) - g(0)}{w}\,U^\top\phi$.
+    """
 
     spectrum: Spectrum
+    rest: PyTree[Array] | None
+    pushed: Float[Array, " k"]  # U^T phi g_0
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, spectrum: Spectrum, num_jvps: int, num_vjps: int):
+    def __init__(self, spectrum, num_jvps, num_vjps, rest=None, push_forward=None):
         self.spectrum = spectrum
-        self.gradient_norm = spectrum.gradient_norm()
+        self.rest = rest
+        if rest is None:
+            self.pushed = jnp.zeros_like(spectrum.eigenvalues)
+            self.gradient_norm = spectrum.gradient_norm()
+        else:
+            self.pushed = jax.lax.cond(
+                _tree.any_nonzero(rest),
+                lambda v: spectrum.project(push_forward(v)),
+                lambda _: jnp.zeros_like(spectrum.eigenvalues),
+                rest,
+            )
+            self.gradient_norm = _tree.norm(self.gradient())
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
 
     def gradient(self) -> PyTree[Array]:
-        return self.spectrum.gradient()
+        gradient = self.spectrum.gradient()
+        return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along_gradient(self) -> Scalar:
-        wc = self.spectrum.eigenvalues * self.spectrum.coefficients
-        return _tree.dot(wc, wc) / self.gradient_norm**2
+        pushed = self.spectrum.eigenvalues * self.spectrum.coefficients + self.pushed
+        return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.spectrum.eigenvalues)
 
     def attainable_decrease(self) -> Scalar:
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
-        return 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
+        attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
+        if self.rest is None:
+            return attainable
+        return jnp.where(_tree.any_nonzero(self.rest), jnp.inf, attainable)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectral":
         return Spectral(self.spectrum.with_residual(residual), 0, 0)
@@ -52,4 +75,20 @@ class Spectral(AbstractSubproblem):
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
-        return Answer(self.spectrum.step(filter), result=result)
+        step = self.spectrum.step(filter)
+        if self.rest is not None:
+            step = jax.lax.cond(
+                _tree.any_nonzero(self.rest),
+                lambda step: _tree.axpy(-1, self._filtered_rest(filter), step),
+                lambda step: step,
+                step,
+            )
+        return Answer(step, result=result)
+
+    def _filtered_rest(self, filter: Filter) -> PyTree[Array]:
+        w = self.spectrum.eigenvalues
+        values = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))
+        at_zero, g = values[0], values[1:]
+        slope = jnp.where(w > 0, (g - at_zero) / jnp.where(w > 0, w, 1), 0)
+        within = self.spectrum.lift(slope * self.pushed)
+        return _tree.axpy(at_zero, self.rest, within)

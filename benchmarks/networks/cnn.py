@@ -1,0 +1,93 @@
+"""Small convolutional networks, of one example."""
+
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+
+def max_pool(
+    x: Float[Array, "channels height width"], window: int = 2
+) -> Float[Array, "channels pooled_height pooled_width"]:
+    """The largest of each square window, the windows side by side.
+
+    By reshaping, and not `equinox.nn.MaxPool2d`: the backward pass of a `reduce_window`
+    is a scatter, several times as slow on a CPU."""
+    channels, height, width = x.shape
+    if height % window or width % window:
+        raise ValueError(
+            f"windows of {window} x {window} do not tile an image of {height} x {width}; "
+            "choose the image, or pad the convolutions, so that each side is a multiple "
+            "of the window wherever it is pooled"
+        )
+    windows = x.reshape(channels, height // window, window, width // window, window)
+    return jnp.max(windows, axis=(2, 4))
+
+
+class ConvNet(eqx.Module):
+    """Convolutions, each followed by a ReLU and 2 x 2 pooling, then dense layers."""
+
+    convolutions: list[eqx.nn.Conv2d]
+    dense: list[eqx.nn.Linear]
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        image: tuple[int, int, int],
+        channels: tuple[int, ...],
+        kernel_size: int,
+        padding: int,
+        widths: tuple[int, ...],
+    ):
+        keys = iter(jax.random.split(key, len(channels) + len(widths)))
+        self.convolutions = [
+            eqx.nn.Conv2d(*pair, kernel_size, padding=padding, key=next(keys))
+            for pair in itertools.pairwise((image[0], *channels))
+        ]
+        num_features = eqx.filter_eval_shape(self.features, jnp.zeros(image)).size
+        self.dense = [
+            eqx.nn.Linear(*pair, key=next(keys))
+            for pair in itertools.pairwise((num_features, *widths))
+        ]
+
+    def features(
+        self, x: Float[Array, "channels height width"]
+    ) -> Float[Array, " features"]:
+        for convolution in self.convolutions:
+            x = max_pool(jax.nn.relu(convolution(x)))
+        return jnp.ravel(x)
+
+    def __call__(
+        self, x: Float[Array, "channels height width"]
+    ) -> Float[Array, " classes"]:
+        x = self.features(x)
+        for linear in self.dense[:-1]:
+            x = jax.nn.relu(linear(x))
+        return self.dense[-1](x)
+
+
+def lenet(
+    key: Key[Array, ""],
+    channels: int = 50,
+    image: tuple[int, int, int] = (3, 32, 32),
+    num_classes: int = 10,
+) -> ConvNet:
+    """LeNet-5 with ReLUs, maximal pooling and as many channels in both convolutions:
+    227,484 parameters by default."""
+    return ConvNet(
+        key,
+        image,
+        channels=(channels, channels),
+        kernel_size=5,
+        padding=0,
+        widths=(120, 84, num_classes),
+    )
+
+
+def digits_cnn(key: Key[Array, ""]) -> ConvNet:
+    """Of an 8 x 8 image of one channel: 6,090 parameters."""
+    return ConvNet(
+        key, (1, 8, 8), channels=(16, 16), kernel_size=3, padding=1, widths=(48, 10)
+    )

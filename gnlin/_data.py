@@ -1,0 +1,67 @@
+"""Batches of examples: what a user may pass, as arrays, or a sentence why not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+
+def as_batch(
+    data: object,
+) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
+    """(inputs, targets, weights or None) of one batch, checked."""
+    if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
+        raise ValueError(
+            "`data` must be a pair, `(inputs, targets)`, or with weights of the examples "
+            "`(inputs, targets, weights)`."
+        )
+    inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data[:2])
+    lengths = {
+        "inputs": _lengths("inputs", inputs),
+        "targets": _lengths("targets", targets),
+    }
+    if len(lengths["inputs"] | lengths["targets"]) > 1:
+        raise ValueError(
+            "Inputs and targets must have the same number of examples, but there are "
+            f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
+            "targets."
+        )
+    (num_examples,) = lengths["inputs"]
+    if num_examples == 0:
+        raise ValueError("There is no data: inputs and targets hold 0 examples.")
+    weights = None if len(data) == 2 else _as_weights(data[2], num_examples)
+    return inputs, targets, weights
+
+
+def _lengths(name: str, tree: PyTree[Array]) -> set[int]:
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        raise ValueError(f"There is no data: the {name} hold no array.")
+    if any(leaf.ndim == 0 for leaf in leaves):
+        raise ValueError(
+            f"The {name} must have a leading axis over examples, but hold a scalar."
+        )
+    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+        raise ValueError(f"The {name} must be real, but are complex.")
+    return {leaf.shape[0] for leaf in leaves}
+
+
+def _listed(lengths: set[int]) -> str:
+    return " and ".join(map(str, sorted(lengths)))
+
+
+def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
+    weights = jnp.asarray(weights, float)
+    if weights.shape != (num_examples,):
+        raise ValueError(
+            f"The weights must be one for each of the {num_examples} examples, but have "
+            f"the shape {weights.shape}."
+        )
+    if not isinstance(weights, Tracer):
+        known = np.asarray(weights)
+        if not (np.all(np.isfinite(known)) and np.all(known >= 0) and known.sum() > 0):
+            raise ValueError(
+                "The weights must be finite and not negative, and not all of them zero."
+            )
+    return weights

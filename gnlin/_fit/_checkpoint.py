@@ -1,0 +1,356 @@
+r"""The files under `gnlin.fit`: a list of arrays and a JSON-able `meta`, no model.
+
+A file is
+
+    gnlin checkpoint 1\n
+    <length of the payload, 20 digits> <SHA-256 of the payload, 64 digits>\n
+    <length of the header, 8 bytes><header, JSON><the arrays, one after the other>
+
+of which the third line is the payload. The header holds `meta`, and each array's dtype
+and shape. Numbers are little-endian, arrays in C order.
+"""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or cannot be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where, and how often, a run is saved.
+
+    A checkpoint is also written before the first step and after the last. If neither
+    `every_steps` nor `every_seconds` is given, one is written every 600 seconds; if both
+    are, whenever either is due.
+
+    A run that is killed while it writes leaves the earlier checkpoints as they were.
+
+    **Arguments:**
+
+    - `folder`: of the checkpoints, and of one run alone. It is created if need be.
+    - `every_steps`: steps from one checkpoint to the next.
+    - `every_seconds`: seconds from one checkpoint to the next.
+    - `keep`: how many of the latest checkpoints are kept.
+
+    **Raises:** `ValueError` if `every_steps` or `keep` is not a whole number of at least
+    1, or `every_seconds` is not positive and finite.
+
+    !!! example
+
+        ```python
+        gnlin.Checkpoint("runs/digits", every_steps=1000)
+        ```
+    """
+
+    folder: str | os.PathLike
+    every_steps: int | None = None
+    every_seconds: float | None = None
+    keep: int = 2
+
+    def __post_init__(self):
+        every_steps, every_seconds = self.every_steps, self.every_seconds
+        if every_steps is not None:
+            every_steps = _whole("every_steps", every_steps)
+        if every_seconds is not None:
+            every_seconds = _seconds("every_seconds", every_seconds)
+        if every_steps is None and every_seconds is None:
+            every_seconds = 600.0
+        object.__setattr__(self, "every_steps", every_steps)
+        object.__setattr__(self, "every_seconds", every_seconds)
+        object.__setattr__(self, "keep", _whole("keep", self.keep))
+
+
+def _whole(name: str, value) -> int:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1, but {value!r} was given."
+        )
+    return int(value)
+
+
+def _seconds(name: str, value) -> float:
+    real = isinstance(value, int | float | np.integer | np.floating)
+    if not real or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(
+            f"`{name}` must be a positive finite number, but {value!r} was given."
+        )
+    return float(value)
+
+
+_VERSION = 1
+_MAGIC = f"gnlin checkpoint {_VERSION}\n".encode()
+_ANY_MAGIC = re.compile(rb"gnlin checkpoint ([1-9][0-9]*)\n")
+_SEAL = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
+_SEAL_SIZE = 20 + 1 + 64 + 1
+_HEADER_LENGTH_SIZE = 8
+
+_NAME = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,})\.gnlin")
+_TEMPORARY_NAME = re.compile(_NAME.pattern + r"\.[0-9a-f]{32}\.tmp")
+
+_CHUNK = 2**20
+
+
+def save(
+    folder: Path, step: int, arrays: Sequence[np.ndarray], meta: dict, keep: int
+) -> Path:
+    """Writes a checkpoint, whole or not at all, then deletes all but the latest `keep` up
+    to this step. Later ones are not touched."""
+    path = _path(folder, step)
+    header = _header(arrays, meta)
+    _remove(_leftovers(folder))
+    temporary = _temporary(path)
+    try:
+        _write(temporary, header, arrays)
+        os.replace(temporary, path)
+        _synchronise(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"The checkpoint {path} could not be written: {_reason(error)}; the earlier "
+            "ones are as they were."
+        ) from error
+    finally:
+        _remove([temporary])
+    with suppress(OSError):
+        older = [other for s, other in _checkpoints(folder).items() if s < step]
+        _remove(older[: max(len(older) + 1 - keep, 0)])
+    return path
+
+
+def load(path: Path) -> tuple[list[np.ndarray], dict]:
+    """The arrays and `meta` of a checkpoint that is as it was written; refuses any
+    other."""
+    try:
+        with path.open("rb") as file:
+            return _decode(file, _verify(file))
+    except _Fault as error:
+        cause, fault = None, str(error)
+    except OSError as error:
+        cause, fault = error, f"cannot be read: {_reason(error)}"
+    raise CheckpointError(f"{path} {fault}{_way_out(path)}.") from cause
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint of the largest step, sound or not; None if there is none."""
+    try:
+        checkpoints = _checkpoints(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(
+            f"The folder of checkpoints {folder} cannot be read: {_reason(error)}."
+        ) from error
+    return checkpoints[max(checkpoints)] if checkpoints else None
+
+
+def check_writable(folder: Path, num_bytes: int, keep: int) -> None:
+    """Creates the folder, and refuses one that cannot take `keep` checkpoints of
+    `num_bytes` and the next."""
+    probe = _temporary(_path(folder, 0))
+    try:
+        if folder.is_file():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(_MAGIC)
+        probe.unlink()
+        own = [*_checkpoints(folder).values(), *_leftovers(folder)]
+        held = sum(path.stat().st_size for path in own)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise CheckpointError(
+            f"No checkpoint can be written to {folder}: {_reason(error)}; give another "
+            "folder."
+        ) from error
+    finally:
+        _remove([probe])
+    # A run that goes on replaces its own checkpoints: their room counts, but for that of
+    # the next one, which is there before the oldest is gone.
+    needed = max((keep + 1) * num_bytes - held, num_bytes)
+    if free < needed:
+        raise CheckpointError(
+            f"The checkpoints in {folder} need {needed} more bytes, but only {free} are "
+            "free; make room, give another folder, or keep fewer."
+        )
+
+
+class _Fault(Exception):
+    """What is wrong with a file: a predicate, of which its path is the subject."""
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:012d}.gnlin"
+
+
+def _temporary(path: Path) -> Path:
+    # A name of its own: of two runs in one folder, neither can move the other's half
+    # written file into place.
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    """By step, in ascending order."""
+    named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return dict(sorted((int(name[1]), path) for name, path in named if name))
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    """Of runs that were killed while they wrote."""
+    try:
+        return [p for p in folder.iterdir() if _TEMPORARY_NAME.fullmatch(p.name)]
+    except OSError:
+        return []
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """As far as the system lets us."""
+    for path in paths:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _way_out(path: Path) -> str:
+    try:
+        checkpoints = _checkpoints(path.parent)
+    except OSError:
+        return ""
+    step = next((step for step, other in checkpoints.items() if other == path), 0)
+    earlier = [other for s, other in checkpoints.items() if s < step]
+    return f"; delete it to go on from {earlier[-1].name}" if earlier else ""
+
+
+def _header(arrays: Sequence[np.ndarray], meta: dict) -> bytes:
+    kinds = [(_dtype(array.dtype.name).name, array.shape) for array in arrays]
+    header = json.dumps({"meta": meta, "arrays": kinds}).encode()
+    return len(header).to_bytes(_HEADER_LENGTH_SIZE, "little") + header
+
+
+def _write(path: Path, header: bytes, arrays: Sequence[np.ndarray]) -> None:
+    length, digest = 0, hashlib.sha256()
+    with path.open("xb") as file:
+        file.write(_MAGIC + bytes(_SEAL_SIZE))
+        for part in _payload(header, arrays):
+            digest.update(part)
+            file.write(part)
+            length += len(part)
+        file.seek(len(_MAGIC))
+        file.write(f"{length:020d} {digest.hexdigest()}\n".encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _payload(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
+    yield header
+    for array in arrays:
+        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        yield _bytes(np.ascontiguousarray(little))
+
+
+def _synchronise(folder: Path) -> None:
+    """Makes a new name in the folder last, where a folder can be synchronised: on Windows
+    it cannot be opened, and some file systems refuse."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _verify(file: BufferedReader) -> int:
+    """The length of the payload, at whose beginning the file is left."""
+    head = file.read(len(_MAGIC) + _SEAL_SIZE)
+    if not head:
+        raise _Fault("is not a gnlin checkpoint: it is empty")
+    version = _ANY_MAGIC.match(head)
+    if version and int(version[1]) > _VERSION:
+        raise _Fault(
+            f"is a checkpoint of format {int(version[1])}, written by a newer gnlin, of "
+            f"which this one reads formats up to {_VERSION} (update gnlin)"
+        )
+    if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
+        raise _Fault("is not a gnlin checkpoint: it does not begin like one")
+    if len(head) < len(_MAGIC) + _SEAL_SIZE:
+        raise _Fault(f"is truncated: all but its first {len(head)} bytes are missing")
+    seal = _SEAL.fullmatch(head, len(_MAGIC))
+    if seal is None:
+        raise _Fault("is damaged: its second line does not hold a length and a checksum")
+    length = int(seal[1])
+    surplus = os.fstat(file.fileno()).st_size - len(head) - length
+    if surplus < 0:
+        raise _Fault(f"is truncated: {-surplus} of its bytes are missing")
+    if surplus > 0:
+        raise _Fault(f"is damaged: {surplus} bytes follow its end")
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    if digest.hexdigest().encode() != seal[2]:
+        raise _Fault("is damaged: its checksum does not match its contents")
+    file.seek(len(head))
+    return length
+
+
+def _decode(file: BufferedReader, length: int) -> tuple[list[np.ndarray], dict]:
+    # The checksum is right: what fails here was written by something other than `save`,
+    # or has a dtype that came with a newer ml_dtypes.
+    try:
+        header_length = int.from_bytes(file.read(_HEADER_LENGTH_SIZE), "little")
+        rest = length - _HEADER_LENGTH_SIZE - header_length
+        if rest < 0:
+            raise ValueError("its header is longer than the file")
+        header = json.loads(file.read(header_length))
+        meta = header["meta"]
+        kinds = [(_dtype(name), tuple(shape)) for name, shape in header["arrays"]]
+        if rest != sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds):
+            raise ValueError("its arrays do not fill it")
+        return [_read(file, dtype, shape) for dtype, shape in kinds], meta
+    except (ValueError, TypeError, KeyError) as error:
+        raise _Fault(f"cannot be decoded by this gnlin: {error}") from error
+
+
+def _read(file: BufferedReader, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.empty(shape, dtype.newbyteorder("<"))
+    if file.readinto(_bytes(array)) < array.nbytes:
+        raise ValueError("it became shorter while it was read")
+    return array.astype(dtype, copy=False)
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """A contiguous array's own memory. NumPy exports no buffer of ml_dtypes' types."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _dtype(name: str) -> np.dtype:
+    """By its name, if that and an array's bytes are all that there is to it."""
+    try:
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype.hasobject or dtype.name != name:
+        raise ValueError(f"an array of dtype {name} cannot be kept in a checkpoint")
+    return dtype

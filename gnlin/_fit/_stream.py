@@ -1,0 +1,130 @@
+"""Where batches come from: arrays, shuffled anew each epoch, or the user's iterable."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key, PyTree
+
+from .._data import as_batch
+
+
+class Batch(NamedTuple):
+    """What the compiled step is handed: arrays, and which examples of them to take."""
+
+    data: tuple[PyTree[Array], PyTree[Array], Array | None]
+    order: Array | None = None  # all examples of an epoch, as shuffled
+    index: int = 0  # of the batch in it
+
+
+class ArrayStream:
+    """Batches of a data set in memory, drawn without replacement within an epoch."""
+
+    def __init__(self, data, batch_size: int | None, key: Key[Array, ""]):
+        self.data = as_batch(data)
+        self.num_examples = jax.tree.leaves(self.data[0])[0].shape[0]
+        if batch_size is not None and batch_size > self.num_examples:
+            raise ValueError(
+                f"`batch_size` is {batch_size}, but there are {self.num_examples} "
+                "examples: for all of them in one batch pass `batch_size=None`."
+            )
+        self.batch_size = batch_size
+        self.num_batches = self.num_examples // (batch_size or self.num_examples)
+        self._key = key
+        self._shuffle = jax.jit(
+            lambda key, epoch: jax.random.permutation(
+                jax.random.fold_in(key, epoch), self.num_examples
+            )
+        )
+
+    def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:
+        """One batch, for its shapes and its first check."""
+        size = self.batch_size or self.num_examples
+        return jax.tree.map(lambda x: x[:size], self.data)
+
+    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+        """The batches of an epoch, from the `first` on."""
+        if self.batch_size is None:
+            yield Batch(self.data)
+            return
+        order = self._shuffle(self._key, epoch)
+        for index in range(first, self.num_batches):
+            yield Batch(self.data, order, index)
+
+    def settings(self) -> dict:
+        return {"num_examples": self.num_examples, "batch_size": self.batch_size}
+
+
+class IterableStream:
+    """Batches that come from elsewhere: a list, a loader, or a function of the epoch."""
+
+    batch_size = None
+    num_batches = None
+
+    def __init__(self, data: Any):
+        self._data = data
+        one_shot = isinstance(data, Iterator)
+        self._once = data if one_shot else None
+        batches = iter(self._iterable(0))
+        try:
+            first = next(batches)
+        except StopIteration:
+            raise ValueError("There is no data: the iterable holds no batch.") from None
+        self._example = as_batch(first)
+        # The first batch of something that can be iterated once only is not lost.
+        self._kept = [first] if one_shot else []
+
+    def _iterable(self, epoch: int) -> Iterable:
+        return self._data(epoch) if callable(self._data) else self._data
+
+    def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:
+        return self._example
+
+    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+        num_batches = 0
+        for index, batch in enumerate(self._from_the_beginning(epoch)):
+            num_batches += 1
+            if index >= first:
+                yield Batch(as_batch(batch))
+        if num_batches <= first:
+            raise ValueError(
+                f"The data ended in epoch {epoch} after {num_batches} batches: pass "
+                "something that can be iterated again and again, such as a list, a "
+                "loader, or a function of the epoch that returns an iterable."
+            )
+
+    def _from_the_beginning(self, epoch: int) -> Iterator:
+        kept, self._kept = self._kept, []
+        yield from kept
+        yield from self._iterable(epoch)
+
+    def settings(self) -> dict:
+        shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
+        return {"shapes": str(shapes), "batch_size": None}
+
+
+def make_stream(data: Any, batch_size: int | None, key: Key[Array, ""]):
+    """A tuple is arrays; anything else is batches."""
+    if isinstance(data, tuple):
+        return ArrayStream(data, batch_size, key)
+    if not (isinstance(data, Iterable) or callable(data)):
+        raise ValueError(
+            "`data` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
+            f"such batches, but a {type(data).__name__} was given."
+        )
+    if batch_size is not None:
+        raise ValueError(
+            "An iterable of batches has its own batch size: leave `batch_size` out."
+        )
+    return IterableStream(data)
+
+
+def gather(batch: Batch, size: int, wider: int):
+    """The examples of a batch, and with `wider` more of them behind."""
+    inputs, targets, weights = batch.data
+    if batch.order is None:
+        return inputs, targets, weights
+    positions = batch.index * size + jnp.arange(wider)
+    chosen = batch.order[positions % batch.order.shape[0]]
+    return jax.tree.map(lambda x: x[chosen], (inputs, targets, weights))

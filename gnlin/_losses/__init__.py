@@ -1,0 +1,22 @@
+"""Convex losses of a model's outputs, each with a factor of its Hessian."""
+
+from ._base import (
+    AbstractElementwiseLoss as AbstractElementwiseLoss,
+    AbstractLoss as AbstractLoss,
+    check_loss as check_loss,
+    Reduction as Reduction,
+)
+from ._cross_entropy import (
+    SigmoidCrossEntropy as SigmoidCrossEntropy,
+    SoftmaxCrossEntropy as SoftmaxCrossEntropy,
+)
+from ._factors import (
+    AbstractFactor as AbstractFactor,
+    DenseFactor as DenseFactor,
+    DiagonalFactor as DiagonalFactor,
+    IdentityFactor as IdentityFactor,
+    SoftmaxFactor as SoftmaxFactor,
+)
+from ._poisson import PoissonNLL as PoissonNLL
+from ._robust import Huber as Huber, LogCosh as LogCosh, PseudoHuber as PseudoHuber
+from ._squared_error import SquaredError as SquaredError

@@ -1,0 +1,34 @@
+"""Counts."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import xlogy
+from jaxtyping import Array, PyTree
+
+from ._base import AbstractElementwiseLoss, check_between, Reduction
+
+
+class PoissonNLL(AbstractElementwiseLoss):
+    r"""Poisson's negative log-likelihood of counts $y$ at the rate $e^f$,
+    $e^f - y f$, less its least value for that count, $y - y\log y$: so a perfect fit has
+    the loss zero (half the deviance).
+
+    **Arguments:**
+
+    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    """
+
+    reduction: Reduction = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return jnp.exp(output) - target * output - (target - xlogy(target, target))
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return jnp.exp(output) - target
+
+    def root(self, output: Array, target: Array) -> Array:
+        return jnp.exp(0.5 * output)
+
+    def check(self, outputs, targets: PyTree[Array]) -> None:
+        super().check(outputs, targets)
+        check_between("counts", targets, 0.0, np.inf)

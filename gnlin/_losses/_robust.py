@@ -1,0 +1,109 @@
+"""Losses that grow linearly, so that no outlier has the last word."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from .._checks import check_finite_positive
+from ._base import AbstractElementwiseLoss, Reduction
+
+
+class _Robust(AbstractElementwiseLoss):
+    def __check_init__(self):
+        if not isinstance(self.delta, float | int):
+            raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
+        check_finite_positive("delta", self.delta)
+
+    @property
+    def unit(self) -> float:
+        return float(self.delta) ** 2
+
+
+class Huber(_Robust):
+    r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
+    $r = f - y$.
+
+    An outlier has no curvature: it pulls with the force $\delta$, and only a damped step
+    can follow it.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`.
+
+    ??? cite "Reference"
+
+        P. J. Huber, *Robust estimation of a location parameter*, Ann. Math. Statist. 35
+        (1964).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        size = jnp.abs(output - target)
+        near = jnp.minimum(size, self.delta)
+        return near * (size - 0.5 * near)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return jnp.clip(output - target, -self.delta, self.delta)
+
+    def root(self, output: Array, target: Array) -> Array:
+        return (jnp.abs(output - target) <= self.delta).astype(output.dtype)
+
+
+class PseudoHuber(_Robust):
+    r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: like Huber's loss, and
+    smooth.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`.
+
+    ??? cite "Reference"
+
+        P. Charbonnier et al., *Deterministic edge-preserving regularization in computed
+        imaging*, IEEE Trans. Image Processing 6 (1997).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        slope = jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
+        return residual**2 / (1 + slope)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
+
+    def root(self, output: Array, target: Array) -> Array:
+        slope = jnp.hypot(1.0, (output - target) / self.delta).astype(output.dtype)
+        return slope**-1.5
+
+
+class LogCosh(_Robust):
+    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    """
+
+    delta: float = 1.0
+    reduction: Reduction = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        x = jnp.abs(output - target) / self.delta
+        near = 0.5 * jnp.log1p(jnp.sinh(jnp.minimum(x, 1)) ** 2)
+        far = x + jnp.log1p(jnp.exp(-2 * x)) - jnp.log(2).astype(x.dtype)
+        return self.delta**2 * jnp.where(x < 1, near, far)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return self.delta * jnp.tanh((output - target) / self.delta)
+
+    def root(self, output: Array, target: Array) -> Array:
+        x = jnp.abs(output - target) / self.delta
+        return 2 * jnp.exp(-x) / (1 + jnp.exp(-2 * x))  # 1 / cosh

@@ -1,0 +1,44 @@
+"""Squared error."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Scalar
+
+from ._base import AbstractElementwiseLoss, Reduction
+from ._factors import AbstractFactor, IdentityFactor
+
+
+class SquaredError(AbstractElementwiseLoss):
+    r"""$\frac12\sum_j (f_j - y_j)^2$: the curvature of its damped problem is
+    $\phi^\top\phi + \lambda I$, with no stray factor.
+
+    **Arguments:**
+
+    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    """
+
+    reduction: Reduction = "sum"
+    is_quadratic: ClassVar[bool] = True
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return 0.5 * (output - target) ** 2
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return output - target
+
+    def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
+        return IdentityFactor()
+
+    def decrease(
+        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
+    ) -> Scalar:
+        # (|r|^2 - |r'|^2) / 2, to rounding of the change
+        each = jax.tree.map(
+            lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
+            outputs,
+            new_outputs,
+            target,
+        )
+        return sum(jax.tree.leaves(each))

@@ -1,0 +1,189 @@
+"""What is minimised, as a function of the outputs, and its second-order expansion."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from . import _tree
+from ._linearisation import Linearisation
+from ._losses import AbstractFactor, AbstractLoss, IdentityFactor
+
+
+class Quadratic(eqx.Module):
+    r"""A linearised problem with the loss expanded to second order: least squares,
+    $\frac12|R\phi\,\delta + \tilde r|^2 + g_0^\top\delta$.
+
+    - `lin`: whitened: its outputs are the residual $\tilde r = R^{-\top}\nabla L$, its
+        Jacobian is $R\phi$.
+    - `rest`: $g_0$, the part of the gradient that the curvature does not reach; `None`
+        where there cannot be any.
+    """
+
+    lin: Linearisation
+    rest: PyTree[Array] | None = None
+
+
+class AbstractObjective(eqx.Module):
+    """A function of the outputs of all examples together."""
+
+    @property
+    @abc.abstractmethod
+    def is_quadratic(self) -> bool:
+        """Whether the second-order expansion is the objective itself."""
+
+    @abc.abstractmethod
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        """The objective."""
+
+    @abc.abstractmethod
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        """By how much it falls from one point to another."""
+
+    @abc.abstractmethod
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Its derivative by the outputs."""
+
+    @abc.abstractmethod
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        """Products with its second derivative by the outputs."""
+
+    @abc.abstractmethod
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """What has to settle for a run to have converged."""
+
+    @abc.abstractmethod
+    def expand(self, lin: Linearisation) -> Quadratic:
+        """The second-order expansion in the outputs of a linearisation."""
+
+
+class SumOfSquares(AbstractObjective):
+    """Half the sum of squares of residuals, which have no targets."""
+
+    @property
+    def is_quadratic(self) -> bool:
+        return True
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return 0.5 * _tree.dot(outputs, outputs)
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        change = jax.tree.map(jnp.subtract, outputs, new_outputs)
+        both = jax.tree.map(jnp.add, outputs, new_outputs)
+        return 0.5 * _tree.dot(change, both)  # to rounding of the change
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return outputs
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return lambda v: v
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return outputs
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        return Quadratic(lin)
+
+
+class BatchLoss(AbstractObjective):
+    """A loss on the targets of a batch, reduced over its examples."""
+
+    loss: AbstractLoss
+    targets: PyTree[Array]
+    weights: Float[Array, " n"] | None  # with the reduction
+
+    def __init__(
+        self,
+        loss: AbstractLoss,
+        outputs: PyTree[jax.ShapeDtypeStruct],
+        targets: PyTree[Array],
+        weights: Array | None = None,
+    ):
+        """`outputs`: their shapes, and the dtypes in which the loss is computed."""
+        dtype = _tree.dtype(outputs)
+        self.loss = loss
+        self.targets = jax.tree.map(
+            lambda t: t.astype(dtype) if jnp.issubdtype(t.dtype, jnp.floating) else t,
+            targets,
+        )
+        if weights is not None:
+            weights = weights.astype(dtype)
+        if loss.reduction == "mean":
+            num_examples = jax.tree.leaves(outputs)[0].shape[0]
+            weights = jnp.ones(num_examples, dtype) if weights is None else weights
+            weights = weights / jnp.sum(weights)
+        self.weights = weights
+
+    @property
+    def is_quadratic(self) -> bool:
+        return self.loss.is_quadratic
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        each = jax.vmap(self.loss.decrease)(outputs, new_outputs, self.targets)
+        return self._reduce(each)
+
+    def _reduce(self, each: Float[Array, " n"]) -> Scalar:
+        return jnp.sum(each) if self.weights is None else _tree.matmul(self.weights, each)
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        each = jax.vmap(self.loss.gradient)(outputs, self.targets)
+        return each if self.weights is None else _by_example(self.weights, each)
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        factors = jax.vmap(self.loss.factor)(outputs, self.targets)
+
+        def product(v):
+            each = jax.vmap(lambda r, x: r.transpose_mv(r.mv(x)))(factors, v)
+            return each if self.weights is None else _by_example(self.weights, each)
+
+        return product
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return self.gradient(outputs) if self.is_quadratic else outputs
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        def whiten(outputs, target):
+            factor = self.loss.factor(outputs, target)
+            return factor, *factor.whiten(self.loss.gradient(outputs, target))
+
+        factors, residual, remainder = jax.vmap(whiten)(lin.outputs, self.targets)
+        if self.weights is not None:
+            roots = jnp.sqrt(self.weights)
+            factors = _Weighted(factors, roots)
+            residual = _by_example(roots, residual)
+            if remainder is not None:
+                remainder = _by_example(self.weights, remainder)
+        rest = None if remainder is None else _pulled_back_if_any(lin, remainder)
+        if isinstance(factors, IdentityFactor):
+            return Quadratic(lin.with_outputs(residual), rest)
+        return Quadratic(lin.transformed(factors, residual), rest)
+
+
+class _Weighted(eqx.Module):
+    """The factor of a weighted example."""
+
+    factor: AbstractFactor
+    root: Array  # of the weight
+
+    def mv(self, v: PyTree[Array]) -> PyTree[Array]:
+        return _tree.scale(self.root, self.factor.mv(v))
+
+
+def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Array]:
+    return jax.vmap(_tree.scale)(weights, tree)
+
+
+def _pulled_back_if_any(lin: Linearisation, remainder: PyTree[Array]) -> PyTree[Array]:
+    """phi^T e. Mostly there is no remainder, and a pass to be saved."""
+    return jax.lax.cond(
+        _tree.any_nonzero(remainder),
+        lambda e: lin.vjp(e),
+        lambda _: _tree.zeros_like(lin.point),
+        remainder,
+    )

@@ -1,0 +1,117 @@
+"""Literal steps on the linearised problem, for any loss: descent, or an optimiser's."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._objective import AbstractObjective
+from ._spaces import AbstractSpace, Parameters
+
+
+class Descent(NamedTuple):
+    """Where the steps have led, in a space's coordinates."""
+
+    z: PyTree[Array]
+    num_steps: Scalar  # a float: it may pass 2^31
+    diverged: Bool[Array, ""]
+
+
+def descend(
+    space: AbstractSpace,
+    objective: AbstractObjective,
+    outputs: PyTree[Array],
+    period: ScalarLike,
+    learning_rate: ScalarLike,
+    momentum: ScalarLike = 0.0,
+    *,
+    nesterov: bool = False,
+    damping: ScalarLike = 0.0,
+    gradient: PyTree[Array] | None = None,
+    rest: PyTree[Array] | None = None,
+) -> Descent:
+    r"""`period` steps from the linearisation point on
+    $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2|\delta|^2$.
+
+    Heavy ball (Polyak, 1964): $v \leftarrow \mu v - \eta g$, $z \leftarrow z + v$;
+    Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$. `gradient` is the
+    first, where it is known.
+    """
+    zero = space.zero()
+    dtype = _tree.dtype(zero)
+    eta, mu = jnp.asarray(learning_rate, dtype), jnp.asarray(momentum, dtype)
+    period = _as_float(period)
+    # A residual that has grown past 1/eps says nothing any more.
+    unit = _tree.norm(objective.residual(outputs))
+    unit = unit if objective.is_quadratic else jnp.maximum(unit, 1)
+    largest = unit / jnp.finfo(dtype).eps
+
+    def advance(z, velocity, g):
+        velocity = _tree.axpy(-eta, g, _tree.scale(mu, velocity))
+        if nesterov:
+            z = _tree.axpy(-eta, g, _tree.axpy(mu, velocity, z))
+        else:
+            z = _tree.axpy(1, velocity, z)
+        return z, velocity
+
+    def body(carry):
+        k, z, velocity, _ = carry
+        at = _tree.axpy(1, space.push(z), outputs)
+        g = space.pull(objective.gradient(at))
+        g = g if rest is None else _tree.axpy(1, rest, g)
+        g = _tree.axpy(damping, z, g)
+        grown = ~(_tree.norm(objective.residual(at)) <= largest)
+        return k + 1, *advance(z, velocity, g), grown
+
+    if gradient is None:
+        gradient = space.pull(objective.gradient(outputs))
+        gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+    start = jnp.ones((), period.dtype), *advance(zero, zero, gradient), jnp.array(False)
+    k, z, _, grown = jax.lax.while_loop(
+        lambda carry: (carry[0] < period) & ~carry[3], body, start
+    )
+    return Descent(z, k, grown | ~_tree.all_finite(z))
+
+
+class Optimised(NamedTuple):
+    step: PyTree[Array]
+    optimiser_state: Any
+    diverged: Bool[Array, ""]
+
+
+def optimise(
+    space: Parameters,
+    objective: AbstractObjective,
+    outputs: PyTree[Array],
+    period: ScalarLike,
+    optimiser: Any,
+    optimiser_state: PyTree,
+    *,
+    damping: ScalarLike = 0.0,
+) -> Optimised:
+    """`period` steps of an optax optimiser, which sees the parameters themselves."""
+    point = space.lin.point
+
+    def body(carry):
+        k, step, state = carry
+        at = _tree.axpy(1, space.push(step), outputs)
+        g = _tree.axpy(damping, step, space.pull(objective.gradient(at)))
+        updates, state = optimiser.update(g, state, _tree.axpy(1, step, point))
+        return k + 1, _tree.axpy(1, updates, step), state
+
+    period = _as_float(period)
+    start = jnp.zeros((), period.dtype), space.zero(), optimiser_state
+
+    def unfinished(carry):
+        k, step, _ = carry
+        return (k < period) & _tree.all_finite(step)
+
+    _, step, state = jax.lax.while_loop(unfinished, body, start)
+    return Optimised(step, state, ~_tree.all_finite(step))
+
+
+def _as_float(period: ScalarLike) -> Array:
+    # A Python integer may be too large for JAX's integers, but never for a float.
+    return jnp.asarray(float(period) if isinstance(period, int) else period, float)

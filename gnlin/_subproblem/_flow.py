@@ -1,0 +1,190 @@
+"""Gradient flow on the linearised problem, for any loss: very many very small steps.
+
+The equation is as stiff as the kernel is ill-conditioned, its Jacobian's eigenvalues are
+real and not positive, and an implicit method would factorise an m x m matrix a step. A
+stabilised explicit method needs products only: s stages are stable over a length that
+grows as s^2, so K steps of descent cost about the square root of K products, and the
+parameter space, which has no matrix, can be used as well.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._objective import AbstractObjective
+from ._spaces import AbstractSpace
+
+
+_MAX_STEPS = 10_000
+# Of the step size: the most that it grows and falls by, and a margin for the next.
+_MOST, _LEAST, _MARGIN = 5.0, 0.1, 0.8
+# Damping of the Chebyshev polynomials, and the stages' stability, as in the paper.
+_EPSILON = 2 / 13
+_STABILITY = 1.54
+# The power method's estimate is from below.
+_SAFETY = 1.2
+_POWER_STEPS = 3
+
+
+class Flowed(NamedTuple):
+    z: PyTree[Array]
+    num_products: Array
+    met: Bool[Array, ""]
+
+
+class _Iterate(NamedTuple):
+    time: Scalar
+    step_size: Scalar
+    z: PyTree[Array]
+    velocity: PyTree[Array]
+    eigenvector: PyTree[Array]
+    num_steps: Int[Array, ""]
+    num_products: Int[Array, ""]
+
+
+def flow(
+    space: AbstractSpace,
+    objective: AbstractObjective,
+    outputs: PyTree[Array],
+    time: ScalarLike,
+    damping: ScalarLike,
+    tolerance: float,
+) -> Flowed:
+    r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - \lambda\delta$ for a time, from
+    zero, by the Runge-Kutta-Chebyshev method of order 2; `tolerance` is of the local
+    error, relative to $|\delta|$.
+
+    B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
+    parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).
+    """
+    zero = space.zero()
+    dtype = _tree.dtype(zero)
+    eps = jnp.finfo(dtype).eps
+    time = jnp.asarray(time, dtype)
+    max_stages = max(10, int((tolerance / (10 * eps)) ** 0.5))
+
+    def velocity_at(z):
+        at = _tree.axpy(1, space.push(z), outputs)
+        g = space.pull(objective.gradient(at))
+        return _tree.scale(-1, _tree.axpy(damping, z, g))
+
+    def norm(z):
+        return jnp.sqrt(jnp.maximum(space.dot(z, z, space.push(z)), 0))
+
+    def spectral_radius(z, v):
+        """Of the Jacobian, by the power method from the last estimate's vector."""
+        curvature = objective.curvature(_tree.axpy(1, space.push(z), outputs))
+
+        def body(_, carry):
+            v, _ = carry
+            v = _tree.axpy(damping, v, space.pull(curvature(space.push(v))))
+            size = norm(v)
+            return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
+
+        v, size = jax.lax.fori_loop(0, _POWER_STEPS, body, (v, jnp.zeros((), dtype)))
+        return _SAFETY * size, v
+
+    def advance(it: _Iterate) -> _Iterate:
+        radius, eigenvector = spectral_radius(it.z, it.eigenvector)
+        longest = 0.65 * max_stages**2 / jnp.where(radius > 0, radius, eps)
+        h = jnp.minimum(jnp.minimum(it.step_size, longest), time - it.time)
+        s = 1 + jnp.ceil(jnp.sqrt(1 + _STABILITY * h * radius)).astype(int)
+        s = jnp.clip(s, 2, max_stages)
+        z = _chebyshev(velocity_at, it.z, it.velocity, h, s)
+        velocity = velocity_at(z)
+        error = jax.tree.map(
+            lambda a, b, u, v: 0.8 * (a - b) + 0.4 * h * (u + v),
+            it.z,
+            z,
+            it.velocity,
+            velocity,
+        )
+        size = jnp.maximum(norm(it.z), norm(z))
+        relative = norm(error) / (tolerance * jnp.where(size > 0, size, 1))
+        relative = jnp.where(jnp.isfinite(relative), relative, jnp.inf)
+        good = relative <= 1
+        factor = _MARGIN * jnp.maximum(relative, 1e-10) ** (-1 / 3)
+        step_size = h * jnp.clip(factor, _LEAST, _MOST)
+        # The last step is as short as it must be, which says nothing of the next.
+        return _Iterate(
+            jnp.where(good, it.time + h, it.time),
+            step_size,
+            _tree.where(good, z, it.z),
+            _tree.where(good, velocity, it.velocity),
+            eigenvector,
+            it.num_steps + 1,
+            it.num_products + s + _POWER_STEPS + 3,
+        )
+
+    def unfinished(it: _Iterate) -> Bool[Array, ""]:
+        return (it.time < time * (1 - 4 * eps)) & (it.num_steps < _MAX_STEPS)
+
+    velocity = velocity_at(zero)
+    size = norm(velocity)
+    eigenvector = _tree.scale(1 / jnp.where(size > 0, size, 1), velocity)
+    radius, eigenvector = spectral_radius(zero, eigenvector)
+    first = jnp.minimum(time, tolerance**0.5 / jnp.where(radius > 0, radius, 1))
+    count = jnp.array(0)
+    start = _Iterate(
+        jnp.zeros((), dtype), first, zero, velocity, eigenvector, count, count
+    )
+    finite = _tree.all_finite(velocity)
+    end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, start)
+    met = ~unfinished(end) & finite & _tree.all_finite(end.z)
+    return Flowed(end.z, end.num_products, met)
+
+
+def _chebyshev(
+    velocity_at,
+    z: PyTree[Array],
+    velocity: PyTree[Array],
+    h: Float[Array, ""],
+    s: Int[Array, ""],
+) -> PyTree[Array]:
+    """One step of s stages, each a three-term recurrence of Chebyshev polynomials, whose
+    values T and derivatives at w0 are carried along."""
+    dtype = h.dtype
+    stages = s.astype(dtype)
+    w0 = 1 + _EPSILON / stages**2
+    root = jnp.sqrt(w0**2 - 1)
+    angle = stages * jnp.log1p(w0 - 1 + root)  # arccosh
+    w1 = jnp.sinh(angle) * root**2
+    w1 = w1 / (jnp.cosh(angle) * stages * root - w0 * jnp.sinh(angle))
+
+    def combine(a, x, b, y, c, w, d, u, e, v):
+        return jax.tree.map(
+            lambda x, y, w, u, v: (a * x + b * y + c * w + d * u + e * v).astype(x.dtype),
+            x,
+            y,
+            w,
+            u,
+            v,
+        )
+
+    b1 = 1 / (2 * w0) ** 2  # of T_2, 4 / (4 w0)^2, and so for T_0 and T_1
+    first = b1 * w1
+    y1 = _tree.axpy(first * h, velocity, z)
+    one, nil = jnp.ones((), dtype), jnp.zeros((), dtype)
+    # (T, T', T'', b, y) of the last stage and of the one before it
+    start = (w0, one, nil, b1, y1), (one, nil, nil, b1, z)
+
+    def stage(j, carry):
+        (t1, d1, e1, b_1, y_1), (t0, d0, e0, b_0, y_0) = carry
+        t = 2 * w0 * t1 - t0
+        d = 2 * w0 * d1 - d0 + 2 * t1
+        e = 2 * w0 * e1 - e0 + 4 * d1
+        b = e / d**2
+        mu = 2 * w0 * b / b_1
+        nu = -b / b_0
+        mu_h = 2 * w1 * b / b_1 * h
+        gamma_h = -mu_h * (1 - t1 * b_1)
+        y = combine(
+            1 - mu - nu, z, mu, y_1, nu, y_0, mu_h, velocity_at(y_1), gamma_h, velocity
+        )
+        return (t, d, e, b, y), (t1, d1, e1, b_1, y_1)
+
+    (*_, y), _ = jax.lax.fori_loop(2, s + 1, stage, start)
+    return y

@@ -1,0 +1,128 @@
+"""The linearised problem with the loss itself, solved to a tolerance by Newton's method.
+
+None of optimistix's, optax's or jaxopt's minimisers stops where truncated Gauss-Newton is
+defined to, on the norm of the gradient, or knows that along a direction the linearised
+outputs are a straight line, so that a line search costs no pass.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._objective import AbstractObjective
+from ._spaces import AbstractSpace
+
+
+_MAX_NEWTON_STEPS = 100
+# Of Armijo's condition, and how often a step may be halved for it.
+_SUFFICIENT_DECREASE = 1e-4
+_MAX_HALVINGS = 40
+_ROUNDINGS = 10
+
+
+class Solved(NamedTuple):
+    z: PyTree[Array]
+    decrease: Scalar  # of the loss on the linearised outputs
+    num_steps: Array  # of Newton
+    num_products: Array  # with the curvature
+    met: Bool[Array, ""]
+
+
+class _Iterate(NamedTuple):
+    z: PyTree[Array]
+    pushed: PyTree[Array]
+    gradient: PyTree[Array]
+    norm: Scalar
+    num_steps: Array
+    num_products: Array
+    stalled: Bool[Array, ""]
+
+
+def minimise(
+    space: AbstractSpace,
+    objective: AbstractObjective,
+    outputs: PyTree[Array],
+    damping: ScalarLike,
+    tolerance: ScalarLike,
+    max_steps: int | None = None,
+    start: PyTree[Array] | None = None,
+) -> Solved:
+    r"""Minimise $L(f + \phi\delta) + \frac\lambda2|\delta|^2$ until its gradient is at most
+    `tolerance` times what it is at the linearisation point, in the 2-norm.
+
+    Newton's method, each system solved only as well as it pays (Eisenstat and Walker,
+    1996), with a backtracking line search: the problem is convex.
+    """
+    max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
+    dtype = _tree.dtype(outputs)
+    eps = jnp.finfo(dtype).eps
+    tolerance = jnp.asarray(tolerance, dtype)
+
+    def at(pushed):
+        return _tree.axpy(1, pushed, outputs)
+
+    def gradient_at(z, pushed):
+        g = _tree.axpy(damping, z, space.pull(objective.gradient(at(pushed))))
+        return g, jnp.sqrt(jnp.maximum(space.dot(g, g, space.push(g)), 0))
+
+    zero = space.zero()
+    at_zero = _tree.zeros_like(outputs)
+    first_gradient, first_norm = gradient_at(zero, at_zero)
+    target = tolerance * first_norm
+
+    def iterate(it: _Iterate) -> _Iterate:
+        progress = it.norm / jnp.where(first_norm > 0, first_norm, 1)
+        last = 0.5 * target / jnp.where(it.norm > 0, it.norm, 1)
+        forcing = jnp.maximum(last, jnp.minimum(0.5, progress))
+        direction, num_products = space.newton(
+            objective, at(it.pushed), it.gradient, damping, forcing
+        )
+        pushed = space.push(direction)
+        slope = space.dot(it.gradient, direction, pushed)
+        along = space.dot(it.z, direction, pushed)
+        squared = space.dot(direction, direction, pushed)
+        here = at(it.pushed)
+        rounding = _ROUNDINGS * eps * jnp.abs(objective.value(here))
+
+        def falls(t):
+            fall = objective.decrease(here, _tree.axpy(t, pushed, here))
+            fall -= jnp.asarray(damping, dtype) * t * (along + 0.5 * t * squared)
+            return fall >= -_SUFFICIENT_DECREASE * t * slope - rounding
+
+        def too_long(carry):
+            t, halvings = carry
+            return ~falls(t) & (halvings < _MAX_HALVINGS)
+
+        t, halvings = jax.lax.while_loop(
+            too_long, lambda c: (c[0] / 2, c[1] + 1), (jnp.ones((), dtype), 0)
+        )
+        z = _tree.axpy(t, direction, it.z)
+        total = space.push(z)
+        gradient, norm = gradient_at(z, total)
+        sound = _tree.all_finite((z, norm)) & (halvings < _MAX_HALVINGS) & (slope < 0)
+        # What the line search cannot see any more has met the limits of the precision.
+        stalled = ~sound | ((-slope <= rounding) & (norm > 0.5 * it.norm))
+        new = _Iterate(
+            z, total, gradient, norm, it.num_steps + 1, it.num_products, stalled
+        )
+        it = it._replace(stalled=jnp.array(True))
+        kept = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, it)
+        return kept._replace(num_products=it.num_products + num_products)
+
+    def unfinished(it: _Iterate) -> Bool[Array, ""]:
+        return (it.norm > target) & ~it.stalled & (it.num_steps < max_steps)
+
+    count = jnp.array(0)
+    if start is None:
+        first = zero, at_zero, first_gradient, first_norm
+    else:
+        pushed = space.push(start)
+        first = start, pushed, *gradient_at(start, pushed)
+    begin = _Iterate(*first, count, count, ~jnp.isfinite(first_norm))
+    it = jax.lax.while_loop(unfinished, iterate, begin)
+    decrease = objective.decrease(outputs, at(it.pushed))
+    met = (it.norm <= target) | it.stalled
+    return Solved(it.z, decrease, it.num_steps, it.num_products, met)

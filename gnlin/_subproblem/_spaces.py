@@ -1,0 +1,140 @@
+r"""The coordinates in which the steps on a linearised problem are taken.
+
+Descent from the linearisation point never leaves $\theta_s + \mathrm{range}(\phi^\top)$:
+its iterates are $\phi^\top a$, and m coefficients, with the m x m kernel to multiply by,
+stand for p parameters, with a tangent and a transposed pass. In both spaces the same
+algorithm takes the same steps.
+"""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from equinox import AbstractVar
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._conjugate_gradients import ConjugateGradients
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from .._tree import matmul
+
+
+class AbstractSpace(eqx.Module):
+    """Coordinates `z` of a step.
+
+    - `num_passes`: a tangent and a transposed pass for each step taken in it, or none.
+    """
+
+    num_passes: AbstractVar[int]
+
+    @abc.abstractmethod
+    def zero(self) -> PyTree[Array]:
+        """The linearisation point."""
+
+    @abc.abstractmethod
+    def push(self, z: PyTree[Array]) -> PyTree[Array]:
+        r"""By how much the linearised outputs change, $\phi\,\delta$."""
+
+    @abc.abstractmethod
+    def pull(self, cotangent: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi^\top u$."""
+
+    @abc.abstractmethod
+    def parameters(self, z: PyTree[Array]) -> PyTree[Array]:
+        r"""The step $\delta$ itself."""
+
+    @abc.abstractmethod
+    def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
+        """The inner product of two steps; `pushed` is `push(b)`."""
+
+    @abc.abstractmethod
+    def newton(
+        self,
+        objective: AbstractObjective,
+        outputs: PyTree[Array],
+        gradient: PyTree[Array],
+        damping: ScalarLike,
+        tolerance: Scalar,
+    ) -> tuple[PyTree[Array], Array]:
+        r"""$-(\phi^\top H\phi + \lambda I)^{-1}$ times the gradient, with $H$ the
+        objective's second derivative at `outputs`; and the products that it took."""
+
+
+class Parameters(AbstractSpace):
+    """Parameters themselves: two passes a step, and no matrix."""
+
+    lin: Linearisation
+    num_passes: int = eqx.field(static=True, default=1)
+
+    def zero(self) -> PyTree[Array]:
+        return _tree.zeros_like(self.lin.point)
+
+    def push(self, z: PyTree[Array]) -> PyTree[Array]:
+        return self.lin.jvp(z)
+
+    def pull(self, cotangent: PyTree[Array]) -> PyTree[Array]:
+        return self.lin.vjp(cotangent)
+
+    def parameters(self, z: PyTree[Array]) -> PyTree[Array]:
+        return z
+
+    def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
+        return _tree.dot(a, b)
+
+    def newton(self, objective, outputs, gradient, damping, tolerance):
+        curvature = objective.curvature(outputs)
+        operator = lx.FunctionLinearOperator(
+            lambda v: _tree.axpy(damping, v, self.pull(curvature(self.push(v)))),
+            jax.eval_shape(lambda: self.lin.point),
+            lx.positive_semidefinite_tag,
+        )
+        solution = lx.linear_solve(
+            operator,
+            _tree.scale(-1, gradient),
+            ConjugateGradients(tolerance),
+            throw=False,
+        )
+        return solution.value, solution.stats["num_products"]
+
+
+class Outputs(AbstractSpace):
+    r"""Coefficients $a$ of $\delta = \phi^\top a$: a product with the kernel a step."""
+
+    lin: Linearisation
+    kernel: Float[Array, "m m"]
+    num_passes: int = eqx.field(static=True, default=0)
+
+    def zero(self) -> Float[Array, " m"]:
+        return jnp.zeros(self.kernel.shape[0], self.kernel.dtype)
+
+    def push(self, z: Float[Array, " m"]) -> PyTree[Array]:
+        _, unravel = ravel_pytree(self.lin.outputs)
+        return unravel(matmul(self.kernel, z))
+
+    def pull(self, cotangent: PyTree[Array]) -> Float[Array, " m"]:
+        return ravel_pytree(cotangent)[0]
+
+    def parameters(self, z: Float[Array, " m"]) -> PyTree[Array]:
+        return self.lin.pull_back(z)
+
+    def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
+        return matmul(a, ravel_pytree(pushed)[0])
+
+    def newton(self, objective, outputs, gradient, damping, tolerance):
+        # (H K + lambda I) z = -gradient: H K is similar to a semidefinite matrix, and
+        # this needs no factor of H, which may be singular.
+        curvature = objective.curvature(outputs)
+        _, unravel = ravel_pytree(self.lin.outputs)
+        columns = jax.vmap(
+            lambda column: ravel_pytree(curvature(unravel(column)))[0], 1, 1
+        )
+        identity = jnp.eye(self.kernel.shape[0], dtype=self.kernel.dtype)
+        damped = columns(self.kernel) + jnp.asarray(damping, identity.dtype) * identity
+        finite = _tree.all_finite((damped, gradient))
+        operator = lx.MatrixLinearOperator(jnp.where(finite, damped, identity))
+        solution = lx.linear_solve(operator, -gradient, lx.LU(), throw=False)
+        return jnp.where(finite, solution.value, jnp.nan), jnp.array(0)

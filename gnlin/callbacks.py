@@ -1,0 +1,202 @@
+"""What happens beside training: progress, logging, an early stop; or your own.
+
+A callback is told of the events of a run, and given the run:
+
+| attribute of `run` | |
+|---|---|
+| `step`, `epoch` | steps and epochs made so far |
+| `row` | the latest row of the history, by column |
+| `history` | all rows so far, a [`gnlin.FitHistory`][] |
+| `model`, `model_state` | as trained so far |
+| `stop(reason)` | ends the run after this event |
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ._checks import check_nonnegative, check_period
+
+
+class Callback:
+    """Told of a run's events; override those that you want.
+
+    !!! example
+
+        ```python
+        class PrintLoss(gnlin.callbacks.Callback):
+            def on_epoch(self, run):
+                print(run.epoch, run.row["loss"])
+        ```
+    """
+
+    def on_start(self, run: Any) -> None:
+        """Before the first step, or the first after a resumption."""
+
+    def on_step(self, run: Any) -> None:
+        """After each step."""
+
+    def on_feature_update(self, run: Any) -> None:
+        """After a step that linearised anew."""
+
+    def on_validation(self, run: Any) -> None:
+        """After the validation data have been looked at; `run.row` has the figures."""
+
+    def on_epoch(self, run: Any) -> None:
+        """After each epoch."""
+
+    def on_checkpoint(self, run: Any) -> None:
+        """After a checkpoint has been written."""
+
+    def on_end(self, run: Any) -> None:
+        """After the last step, however the run has ended."""
+
+    def state(self) -> PyTree:
+        """Arrays that a checkpoint is to carry, of the same shapes always."""
+        return None
+
+    def restore(self, state: PyTree) -> None:
+        """Given back by a resumed run, what `state` has returned."""
+
+
+class EarlyStop(Callback):
+    """Stops when a validation figure has not improved for a while, and hands back the
+    best model.
+
+    **Arguments:**
+
+    - `monitor`: a column of the history, such as `"validation_loss"`.
+    - `patience`: so many validations in a row without an improvement end the run.
+    - `mode`: whether `"min"` or `"max"` is better; by default the larger is, unless the
+        column's name ends with `loss` or `error`.
+    - `min_change`: what counts as an improvement must be greater.
+    - `restore_best`: whether the run hands back the best model rather than the last.
+
+    !!! example
+
+        ```python
+        gnlin.callbacks.EarlyStop("validation_accuracy", patience=5)
+        ```
+    """
+
+    def __init__(
+        self,
+        monitor: str = "validation_loss",
+        patience: int = 10,
+        mode: Literal["min", "max"] | None = None,
+        min_change: float = 0.0,
+        restore_best: bool = True,
+    ):
+        check_period("patience", patience)
+        check_nonnegative("min_change", min_change)
+        if mode not in (None, "min", "max"):
+            raise ValueError(f'`mode` must be "min" or "max", but {mode!r} was given.')
+        if mode is None:
+            mode = "min" if monitor.endswith(("loss", "error")) else "max"
+        self.monitor = monitor
+        self.patience = patience
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.min_change = min_change
+        self.restore_best = restore_best
+
+    def on_start(self, run: Any) -> None:
+        if self.monitor not in run.history.columns:
+            raise ValueError(
+                f"`EarlyStop` was to watch {self.monitor!r}, but the history's columns "
+                f"are {', '.join(run.history.columns)}."
+            )
+        self.best, self.num_worse = np.array(np.inf), np.array(0)
+        self.best_arrays = run.arrays() if self.restore_best else None
+
+    def on_validation(self, run: Any) -> None:
+        value = self.sign * run.row[self.monitor]
+        if value < self.best - self.min_change:
+            self.best, self.num_worse = np.array(value), np.array(0)
+            if self.restore_best:
+                self.best_arrays = run.arrays()
+            return
+        self.num_worse = self.num_worse + 1
+        if self.num_worse >= self.patience:
+            run.stop(
+                f"{self.monitor} has not improved on {self.sign * float(self.best):.4g} "
+                f"in {self.patience} validations"
+            )
+
+    def on_end(self, run: Any) -> None:
+        if self.restore_best and np.isfinite(self.best):
+            run.set_arrays(self.best_arrays)
+
+    def state(self) -> PyTree:
+        return self.best, self.num_worse, self.best_arrays
+
+    def restore(self, state: PyTree) -> None:
+        self.best, self.num_worse, self.best_arrays = state
+
+
+class Log(Callback):
+    """Writes the history's figures as they come, to TensorBoard or any other writer.
+
+    **Arguments:**
+
+    - `write`: `write(name, value, step)`, such as a TensorBoard writer's `add_scalar`.
+    - `every`: steps between two rows; rows with validation figures are always written.
+
+    !!! example
+
+        ```python
+        writer = tensorboardX.SummaryWriter("runs/digits")  # or torch's
+        gnlin.callbacks.Log(writer.add_scalar, every=100)
+        ```
+    """
+
+    def __init__(self, write: Callable[[str, float, int], Any], every: int = 1):
+        check_period("every", every)
+        if not callable(write):
+            raise ValueError(
+                "`write` must be a function of (name, value, step), such as a TensorBoard "
+                "writer's `add_scalar`."
+            )
+        self.write = write
+        self.every = every
+
+    def on_step(self, run: Any) -> None:
+        if run.step % self.every == 0:
+            self._write(run, lambda name: not name.startswith("validation_"))
+
+    def on_validation(self, run: Any) -> None:
+        self._write(run, lambda name: name.startswith("validation_"))
+
+    def _write(self, run: Any, wanted: Callable[[str], bool]) -> None:
+        for name, value in run.row.items():
+            if name != "step" and wanted(name) and not np.isnan(value):
+                self.write(name, float(value), run.step)
+
+
+class Progress(Callback):
+    """A bar with the loss and the rate, on the standard error; by tqdm."""
+
+    def on_start(self, run: Any) -> None:
+        from tqdm.auto import tqdm
+
+        self._bar = tqdm(
+            total=run.num_steps, initial=run.step, unit="step", dynamic_ncols=True
+        )
+        self._figures = {}
+
+    def on_step(self, run: Any) -> None:
+        self._bar.update(run.step - self._bar.n)
+        # Only as often as the bar is drawn: its text takes longer than many a step.
+        if self._bar.n == self._bar.last_print_n:
+            self._figures["loss"] = f"{run.row['loss']:.4g}"
+            self._bar.set_postfix(self._figures, refresh=False)
+
+    def on_validation(self, run: Any) -> None:
+        for name, value in run.row.items():
+            if name.startswith("validation_"):
+                self._figures[name.removeprefix("validation_")] = f"{value:.4g}"
+
+    def on_end(self, run: Any) -> None:
+        self._bar.set_postfix(self._figures, refresh=True)
+        self._bar.close()

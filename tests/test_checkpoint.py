@@ -1,0 +1,595 @@
+"""What is loaded is what was saved, or nothing is, whatever the disk does, or a kill."""
+
+import errno
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gnlin._fit import _checkpoint
+from gnlin._fit._checkpoint import (
+    check_writable,
+    Checkpoint,
+    CheckpointError,
+    latest,
+    load,
+    save,
+)
+
+
+ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False, True])]
+NAN = np.frombuffer(bytes.fromhex("0100c07f"), "<f4")  # with a payload of its own
+
+
+def assert_same(left, right):
+    """To the bit, apart from the byte order."""
+    assert len(left) == len(right)
+    for x, y in zip(left, right, strict=True):
+        assert x.dtype == y.dtype.newbyteorder("=")
+        assert x.shape == y.shape
+        assert x.tobytes() == y.astype(x.dtype).tobytes()
+
+
+def assert_holds(folder, *steps):
+    """Sound checkpoints of these steps, and nothing else."""
+    paths = sorted(folder.iterdir())
+    assert [path.name for path in paths] == [f"step-{s:012d}.gnlin" for s in steps]
+    for step, path in zip(steps, paths, strict=True):
+        arrays, meta = load(path)
+        assert meta == {"step": step}
+        assert_same(arrays, ARRAYS)
+
+
+def saved(folder, *steps, keep=10):
+    return [save(folder, step, ARRAYS, {"step": step}, keep) for step in steps]
+
+
+@contextmanager
+def file_size_limit(num_bytes):
+    """A write beyond it fails, as on a full disk; root is not exempt."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((0, 3)),
+        np.zeros((2, 0), ml_dtypes.bfloat16),
+        np.array(3.5),
+        np.array(1.5, ml_dtypes.bfloat16),
+        np.array([True, False]),
+        np.arange(-3, 3, dtype=np.int8),
+        np.array([2**64 - 1], np.uint64),
+        np.array([0.1, np.inf, np.nan], np.float16),
+        np.array([0.1, np.inf, np.nan], ml_dtypes.bfloat16),
+        np.array([0.5, -1.0], ml_dtypes.float8_e4m3fn),
+        np.array([-8, 7], ml_dtypes.int4),
+        np.array([1 + 2j, np.nan], np.complex64),
+        np.array([-0.0, 5e-324, np.pi]),
+        NAN,
+        np.arange(24.0).reshape(2, 3, 4)[:, ::-2].T,
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(12, dtype=ml_dtypes.bfloat16).reshape(3, 4)[:, ::2],
+        np.broadcast_to(np.float32(2), (3, 2)),
+        np.arange(5, dtype=">f8"),
+        np.arange(5, dtype=">i2")[::2],
+        np.array([1 + 2j], ">c16"),
+    ],
+    ids=lambda a: f"{a.dtype}{a.shape}",
+)
+def test_arrays_come_back(tmp_path, array):
+    path = save(tmp_path, 0, [ARRAYS[1], array, array], {}, 1)
+    arrays, meta = load(path)
+    assert_same(arrays, [ARRAYS[1], array, array])
+    assert meta == {}
+    assert all(a.flags.writeable and a.flags.aligned for a in arrays)
+
+
+@hypothesis.given(
+    st.lists(
+        hnp.arrays(
+            hnp.boolean_dtypes()
+            | hnp.integer_dtypes(endianness="?")
+            | hnp.floating_dtypes(endianness="?")
+            | hnp.complex_number_dtypes(endianness="?"),
+            hnp.array_shapes(min_dims=0, min_side=0, max_side=4),
+        ),
+        max_size=4,
+    ),
+    st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text()),
+)
+@hypothesis.settings(max_examples=60)
+def test_anything_comes_back(arrays, meta):
+    with tempfile.TemporaryDirectory() as folder:
+        loaded, loaded_meta = load(save(Path(folder), 7, arrays, meta, 1))
+    assert_same(loaded, arrays)
+    assert repr(loaded_meta) == repr(meta)
+
+
+def test_meta_comes_back(tmp_path):
+    meta = {"inf": [-math.inf, math.inf], "nested": {"é\n": None}, "pi": math.pi}
+    _, loaded = load(save(tmp_path, 1, [], {**meta, "nan": math.nan}, 1))
+    assert math.isnan(loaded.pop("nan"))
+    assert loaded == meta
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([None]), np.array(["a"]), np.zeros(2, [("a", "f4")]), np.zeros(1, "V8")],
+    ids=lambda a: str(a.dtype),
+)
+def test_other_arrays_are_refused(tmp_path, array):
+    with pytest.raises(ValueError, match="cannot be kept in a checkpoint"):
+        save(tmp_path, 1, [array], {}, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_large_arrays_are_not_copied(tmp_path):
+    array = np.ones(2**21)
+    tracemalloc.start()  # NumPy tells it of its memory
+    path = save(tmp_path, 1, [array, array], {}, 1)
+    saving = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    load(path)
+    loading = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert saving < 0.1 * array.nbytes
+    assert loading < 2.4 * array.nbytes
+
+
+def test_the_latest_are_kept(tmp_path):
+    saved(tmp_path, 1, 2, keep=2)
+    assert_holds(tmp_path, 1, 2)
+    saved(tmp_path, 10, keep=2)
+    assert_holds(tmp_path, 2, 10)
+    saved(tmp_path, 11, keep=1)
+    assert_holds(tmp_path, 11)
+
+
+def test_the_checkpoint_just_written_is_kept(tmp_path):
+    saved(tmp_path, 1, 5, 6)
+    saved(tmp_path, 3, keep=1)
+    assert_holds(tmp_path, 3, 5, 6)
+
+
+def test_a_step_is_replaced(tmp_path):
+    save(tmp_path, 3, [], {"step": "old"}, 2)
+    saved(tmp_path, 3)
+    assert_holds(tmp_path, 3)
+
+
+def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def refuse(self, missing_ok=False):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    saved(tmp_path, 2, keep=1)
+    assert_holds(tmp_path, 1, 2)
+
+
+def test_latest_is_of_the_largest_step(tmp_path):
+    assert latest(tmp_path / "missing") is None
+    assert latest(tmp_path) is None
+    for name in [
+        "step-000000000009.gnlin.0123456789abcdef0123456789abcdef.tmp",
+        "step-9.gnlin",
+        "step-000000000009.gnlin.bak",
+        "copy of step-000000000009.gnlin",
+        "step-0000000000009.gnlin",
+        "notes.txt",
+    ]:
+        (tmp_path / name).touch()
+    assert latest(tmp_path) is None
+    saved(tmp_path, 7, 10**12, 8)
+    assert latest(tmp_path) == tmp_path / "step-1000000000000.gnlin"
+
+
+def test_a_folder_that_is_a_file_is_not_an_empty_one(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file cannot be read: Not a directory\.$"):
+        latest(tmp_path / "file")
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@contextmanager
+def failing(stage, monkeypatch):
+    with monkeypatch.context() as patch:
+        if stage == "fsync":
+            patch.setattr(os, "fsync", no_room)
+        elif stage == "replace":
+            patch.setattr(os, "replace", no_room)
+        elif stage == "open":
+            patch.setattr(_checkpoint, "_temporary", lambda path: path / "below")
+        elif stage == "first write":
+            patch.setattr(_checkpoint, "_payload", no_room)
+        if stage in ("buffered write", "large write"):
+            with file_size_limit(50 if stage == "buffered write" else 2**16):
+                yield
+        else:
+            yield
+
+
+@pytest.mark.parametrize(
+    "stage",
+    ["open", "first write", "buffered write", "large write", "fsync", "replace"],
+)
+def test_a_failure_leaves_the_earlier_ones(tmp_path, monkeypatch, stage):
+    saved(tmp_path, 1, 2)
+    arrays = [*ARRAYS, np.zeros(10**5)] if stage == "large write" else ARRAYS
+    path = tmp_path / "step-000000000002.gnlin"
+    with (
+        failing(stage, monkeypatch),
+        pytest.raises(CheckpointError, match=re.escape(str(path))) as raised,
+    ):
+        save(tmp_path, 2, arrays, {"step": "new"}, 1)
+    assert os.strerror(raised.value.__cause__.errno) in str(raised.value)
+    assert_holds(tmp_path, 1, 2)
+    saved(tmp_path, 3, keep=2)
+    assert_holds(tmp_path, 2, 3)
+
+
+def test_an_interrupt_leaves_no_temporary_file(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 2)
+    assert_holds(tmp_path, 1)
+
+
+def _fail_for_folders(monkeypatch, number):
+    fsync, folders = os.fsync, []
+
+    def fail(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            folders.append(descriptor)
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    return folders
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="names of descriptors")
+def test_a_folder_that_cannot_be_synchronised(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        folders = _fail_for_folders(patch, errno.EINVAL)
+        saved(tmp_path, 2)
+        assert len(folders) == 1
+    with monkeypatch.context() as patch:
+        _fail_for_folders(patch, errno.EIO)
+        with pytest.raises(CheckpointError, match=os.strerror(errno.EIO)):
+            saved(tmp_path, 3, keep=1)
+    assert_holds(tmp_path, 1, 2, 3)  # nothing is deleted that may yet be needed
+
+
+def test_a_folder_that_cannot_be_opened(tmp_path, monkeypatch):
+    def refuse(path, flags):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        saved(tmp_path, 1)
+    assert_holds(tmp_path, 1)
+
+
+def test_leftovers_are_removed(tmp_path):
+    leftover = tmp_path / f"step-000000000001.gnlin.{'0a' * 16}.tmp"
+    leftover.write_bytes(b"gnlin check")
+    other = tmp_path / "step-000000000001.gnlin.tmp"
+    other.touch()
+    saved(tmp_path, 2)
+    assert not leftover.exists()
+    assert other.exists()
+
+
+def refusal(path):
+    with pytest.raises(CheckpointError) as raised:
+        load(path)
+    sentence = str(raised.value)
+    assert sentence.startswith(f"{path} ")
+    assert sentence.endswith(".")
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_every_flip_and_truncation_is_refused(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    content = path.read_bytes()
+    for position in range(len(content)):
+        for mask in (1, 0x20, 0x80, random.Random(position).randrange(1, 256)):
+            flipped = bytearray(content)
+            flipped[position] ^= mask
+            path.write_bytes(flipped)
+            refusal(path)
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        refusal(path)
+    path.write_bytes(content)
+    assert_holds(tmp_path, 1)
+
+
+def test_damage_in_a_large_file_is_refused(tmp_path):
+    path = save(tmp_path, 1, [np.arange(10**6)], {}, 1)
+    size = path.stat().st_size
+    draw = random.Random(0)
+    for position in [size - 1, *(draw.randrange(size) for _ in range(10))]:
+        with path.open("r+b") as file:
+            file.seek(position)
+            byte = file.read(1)
+            file.seek(position)
+            file.write(bytes([byte[0] ^ 4]))
+            file.flush()
+            refusal(path)
+            file.seek(position)
+            file.write(byte)
+    load(path)
+
+
+def test_refusals_say_what_is_wrong(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    content = path.read_bytes()
+
+    def refused(content):
+        path.write_bytes(content)
+        return refusal(path).removeprefix(f"{path} ")
+
+    assert refused(b"") == "is not a gnlin checkpoint: it is empty."
+    foreign = "is not a gnlin checkpoint: it does not begin like one."
+    assert refused(b"PK\x03\x04" + bytes(1000)) == foreign
+    assert refused(b"\x80\x04\x95" + content) == foreign
+    assert refused(content.replace(b"\n", b"\r\n")) == foreign
+    assert refused(b"gnlin checkpoint 0" + content[18:]) == foreign
+    newer = refused(b"gnlin checkpoint 12\n{}")
+    assert "format 12" in newer
+    assert "update gnlin" in newer
+    assert refused(content[:-7]) == "is truncated: 7 of its bytes are missing."
+    assert refused(content[:50]) == (
+        "is truncated: all but its first 50 bytes are missing."
+    )
+    assert refused(content + b"\n") == "is damaged: 1 bytes follow its end."
+    assert refused(content[:-1] + b"\xff") == (
+        "is damaged: its checksum does not match its contents."
+    )
+
+
+def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypatch):
+    for header, reason in [
+        (b'{"meta": {}, "arrays": [["object", [1]]]}', "dtype object"),
+        (b'{"meta": {}, "arrays": [["float7", [1]]]}', "dtype float7"),
+        (b'{"meta": {}, "arrays": [["float32", [1]]]}', "do not fill"),
+        (b'{"meta": {}}', "arrays"),
+        (b"[]", "cannot be decoded"),
+        (b"\xff", "cannot be decoded"),
+        (None, "header is longer"),
+    ]:
+        header = (
+            bytes([255] * 8)
+            if header is None
+            else len(header).to_bytes(8, "little") + header
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(_checkpoint, "_header", lambda *_, header=header: header)
+            (path,) = saved(tmp_path, 1)
+        assert reason in refusal(path)
+
+
+def test_what_cannot_be_read(tmp_path):
+    saved(tmp_path, 1)
+    folder = tmp_path / "step-000000000002.gnlin"
+    folder.mkdir()
+    assert refusal(folder) == (
+        f"{folder} cannot be read: Is a directory; delete it to go on from "
+        "step-000000000001.gnlin."
+    )
+    missing = tmp_path / "step-000000000003.gnlin"
+    assert refusal(missing) == f"{missing} cannot be read: No such file or directory."
+    below = tmp_path / "step-000000000001.gnlin" / "step-000000000003.gnlin"
+    assert refusal(below) == f"{below} cannot be read: Not a directory."
+
+
+def test_the_previous_checkpoint_is_named(tmp_path):
+    paths = saved(tmp_path, 1, 20, 100, 300)
+    for path in paths[::2]:
+        path.write_bytes(b"damaged")
+    assert "delete" not in refusal(paths[0])
+    assert refusal(paths[2]).endswith(
+        "; delete it to go on from step-000000000020.gnlin."
+    )
+    assert len(list(tmp_path.iterdir())) == 4
+    elsewhere = tmp_path / "mine.gnlin"
+    elsewhere.write_bytes(b"damaged")
+    assert "delete" not in refusal(elsewhere)
+
+
+def test_a_writable_folder_is_created_and_left_empty(tmp_path):
+    folder = tmp_path / "runs" / "digits"
+    check_writable(folder, 1000, 2)
+    assert not list(folder.iterdir())
+    saved(folder, 1)
+    check_writable(folder, 1000, 2)
+    assert_holds(folder, 1)
+
+
+def test_an_unwritable_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file: it is a file, not a folder"):
+        check_writable(tmp_path / "file", 1, 1)
+    with pytest.raises(CheckpointError, match="below: Not a directory"):
+        check_writable(tmp_path / "file" / "below", 1, 1)
+    with (
+        file_size_limit(0),
+        pytest.raises(CheckpointError, match=os.strerror(errno.EFBIG)),
+    ):
+        check_writable(tmp_path / "full", 1, 1)
+    assert not list((tmp_path / "full").iterdir())
+
+    def refuse(self, **_):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CheckpointError, match="new: Read-only file system"):
+        check_writable(tmp_path / "new", 1, 1)
+
+
+def test_too_little_room_is_refused(tmp_path, monkeypatch):
+    def usage(path):
+        return SimpleNamespace(free=2999)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    check_writable(tmp_path, 999, 2)
+    with pytest.raises(CheckpointError, match=r"need 3000 more bytes, but only 2999 are"):
+        check_writable(tmp_path, 1000, 2)
+    # A run that goes on has written some of its checkpoints already.
+    (tmp_path / "step-000000000001.gnlin").write_bytes(bytes(1000))
+    (tmp_path / f"step-000000000002.gnlin.{'0' * 32}.tmp").write_bytes(bytes(500))
+    check_writable(tmp_path, 1499, 2)
+    with pytest.raises(CheckpointError, match=r"need 3000 more bytes, but only 2999 are"):
+        check_writable(tmp_path, 1500, 2)
+    (tmp_path / "step-000000000003.gnlin").write_bytes(bytes(10**5))
+    check_writable(tmp_path, 2999, 2)
+    with pytest.raises(CheckpointError, match=r"need 3000 more bytes, but only 2999 are"):
+        check_writable(tmp_path, 3000, 2)
+
+
+# Without the package, so that JAX is not imported at each start.
+CHILD = f"""
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, {str(Path(_checkpoint.__file__).parent)!r})
+import _checkpoint
+from _checkpoint import latest, load, save
+
+folder = Path(sys.argv[1])
+
+def arrays(step):
+    return [np.full(10**6, step), np.full((), step, np.float32), np.full(99_999, step)]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+FOREVER = """
+path = latest(folder)
+step = 0 if path is None else load(path)[1]["step"]
+while True:
+    step += 1
+    save(folder, step, arrays(step), {"step": step}, 2)
+    print(step, flush=True)
+"""
+
+ONCE = {
+    "fsync": "os.fsync = die",
+    "payload": "_checkpoint._payload = lambda h, a: [h, a[0].data, (), die()][:3]",
+    "replace": "os.replace = die",
+    "folder": "_checkpoint._synchronise = die",
+    "delete": "_checkpoint._checkpoints = die",
+}
+
+
+def _consistent(folder):
+    path = latest(folder)
+    arrays, meta = load(path)
+    assert [a.size for a in arrays] == [10**6, 1, 99_999]
+    assert all((a == meta["step"]).all() for a in arrays)
+    assert path.name == f"step-{meta['step']:012d}.gnlin"
+    return meta["step"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
+def test_killed_at_any_moment(tmp_path):
+    draw = random.Random(0)
+    step = 0
+    for _ in range(8):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD + FOREVER, tmp_path],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            announced = int(child.stdout.readline())
+            time.sleep(draw.uniform(0, 0.06))
+            child.kill()
+            announced = int([announced, *child.stdout.read().split()][-1])
+        assert step < announced <= _consistent(tmp_path)
+        step = _consistent(tmp_path)
+    save(tmp_path, step + 1, ARRAYS, {"step": step + 1}, 1)
+    assert_holds(tmp_path, step + 1)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
+@pytest.mark.parametrize("stage", ONCE)
+def test_killed_at_each_stage(tmp_path, stage):
+    code = f"""
+save(folder, 1, arrays(1), {{"step": 1}}, 1)
+{ONCE[stage]}
+save(folder, 2, arrays(2), {{"step": 2}}, 1)
+"""
+    child = subprocess.run([sys.executable, "-c", CHILD + code, tmp_path], check=False)
+    assert child.returncode == -signal.SIGKILL
+    replaced = stage in ("folder", "delete")
+    assert _consistent(tmp_path) == (2 if replaced else 1)
+    assert len(list(tmp_path.iterdir())) == 2
+    save(tmp_path, 3, ARRAYS, {"step": 3}, 1)
+    assert_holds(tmp_path, 3)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("value", [0, -1, 1.5, 2.0, True, "2", math.inf, math.nan])
+@pytest.mark.parametrize("name", ["every_steps", "keep"])
+def test_whole_numbers(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be a whole number"):
+        Checkpoint("runs", **{name: value})
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("value", [0, -1.0, True, "2", math.inf, math.nan, 1j])
+def test_seconds(value):
+    with pytest.raises(ValueError, match="`every_seconds` must be a positive finite"):
+        Checkpoint("runs", every_seconds=value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_how_often(tmp_path):
+    default = Checkpoint(tmp_path)
+    assert (default.every_steps, default.every_seconds, default.keep) == (None, 600, 2)
+    by_steps = Checkpoint("runs", every_steps=1000)
+    assert (by_steps.every_steps, by_steps.every_seconds) == (1000, None)
+    both = Checkpoint("runs", every_steps=np.int64(5), every_seconds=60, keep=1)
+    assert both == Checkpoint("runs", 5, 60.0, 1)
+    assert type(both.every_steps) is int
+    with pytest.raises(AttributeError):
+        both.keep = 3
