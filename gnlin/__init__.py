@@ -2,8 +2,16 @@
 
 from importlib.metadata import version as _version
 
-from . import filters as filters
+from . import callbacks as callbacks, filters as filters
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
+from ._fit import (
+    accuracy as accuracy,
+    Checkpoint as Checkpoint,
+    CheckpointError as CheckpointError,
+    fit as fit,
+    FitHistory as FitHistory,
+    FitResult as FitResult,
+)
 from ._linearisation import (
     Linearisation as Linearisation,
     linearise as linearise,

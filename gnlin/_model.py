@@ -1,13 +1,14 @@
 """An Equinox model as trainable parameters and the rest."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
-from ._linearisation import check_parameters
+from ._linearisation import check_parameters, PerExample
 
 
 def partition(
@@ -29,3 +30,81 @@ def partition(
     if not callable(model):
         raise ValueError("The model must be callable, on one example's input.")
     return parameters, frozen
+
+
+class Network(eqx.Module):
+    """A model as a function of its parameters, a batch of inputs, keys and its state.
+
+    Without a state the examples are independent, and the function is a
+    [`gnlin.PerExample`][]; with one, such as the statistics of batch normalisation, it is
+    of the whole batch, and returns the new state beside the outputs.
+    """
+
+    frozen: PyTree
+    takes_key: bool = eqx.field(static=True)
+    has_state: bool = eqx.field(static=True)
+    axis_name: str = eqx.field(static=True)
+
+    def function(self) -> Callable[[PyTree, Any], Any]:
+        """`fn(parameters, args)`, with `args` from `args`."""
+        if self.has_state:
+            return eqx.Partial(_apply_with_state, self)
+        return PerExample(eqx.Partial(_apply, self))
+
+    def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
+        keys = keys if self.takes_key else None
+        return (inputs, keys, state) if self.has_state else (inputs, keys)
+
+    def in_inference(self) -> "Network":
+        """Without dropout, and with the statistics that training has gathered."""
+        frozen = eqx.nn.inference_mode(self.frozen)
+        return Network(frozen, False, self.has_state, self.axis_name)
+
+
+def make_network(
+    model: PyTree,
+    filter_spec: PyTree | Callable[[Any], bool],
+    state: PyTree = None,
+    axis_name: str = "batch",
+) -> tuple[PyTree, Network]:
+    """(parameters, the function of them)."""
+    parameters, frozen = partition(model, filter_spec)
+    if state is None and _has_state(model):
+        raise ValueError(
+            "The model has state, such as batch normalisation's: make it by "
+            "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`."
+        )
+    return parameters, Network(frozen, _takes_key(model), state is not None, axis_name)
+
+
+def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
+    x, key = example
+    model = eqx.combine(parameters, network.frozen)
+    return model(x) if key is None else model(x, key=key)
+
+
+def _apply_with_state(
+    network: Network, parameters: PyTree, args: tuple
+) -> tuple[PyTree[Array], PyTree]:
+    inputs, keys, state = args
+    model = eqx.combine(parameters, network.frozen)
+
+    def one(x, key, state):
+        return model(x, state) if key is None else model(x, state, key=key)
+
+    batched = jax.vmap(
+        one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
+    )
+    return batched(inputs, keys, state)
+
+
+def _has_state(model: PyTree) -> bool:
+    index = lambda x: isinstance(x, eqx.nn.StateIndex)
+    return any(map(index, jax.tree.leaves(model, is_leaf=index)))
+
+
+def _takes_key(model: Any) -> bool:
+    try:
+        return "key" in inspect.signature(model).parameters
+    except (TypeError, ValueError):
+        return False

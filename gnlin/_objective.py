@@ -89,11 +89,17 @@ class SumOfSquares(AbstractObjective):
 
 
 class BatchLoss(AbstractObjective):
-    """A loss on the targets of a batch, reduced over its examples."""
+    """A loss on the targets of a batch, reduced over its examples.
+
+    With `num_leading` it is the loss of so many examples at the front, with a curvature
+    that all of them estimate together.
+    """
 
     loss: AbstractLoss
     targets: PyTree[Array]
-    weights: Float[Array, " n"] | None  # with the reduction
+    # With the reduction; None for ones.
+    weights: Float[Array, " n"] | None
+    curvature_weights: Float[Array, " n"] | None
 
     def __init__(
         self,
@@ -101,6 +107,7 @@ class BatchLoss(AbstractObjective):
         outputs: PyTree[jax.ShapeDtypeStruct],
         targets: PyTree[Array],
         weights: Array | None = None,
+        num_leading: int | None = None,
     ):
         """`outputs`: their shapes, and the dtypes in which the loss is computed."""
         dtype = _tree.dtype(outputs)
@@ -109,12 +116,20 @@ class BatchLoss(AbstractObjective):
             lambda t: t.astype(dtype) if jnp.issubdtype(t.dtype, jnp.floating) else t,
             targets,
         )
+        num_examples = jax.tree.leaves(outputs)[0].shape[0]
         if weights is not None:
             weights = weights.astype(dtype)
+        elif loss.reduction == "mean" or num_leading is not None:
+            weights = jnp.ones(num_examples, dtype)
+        self.curvature_weights = weights
+        if num_leading is not None:
+            leading = jnp.where(jnp.arange(num_examples) < num_leading, weights, 0)
+            weights, every = leading, weights
+            self.curvature_weights = every * jnp.sum(leading) / jnp.sum(every)
         if loss.reduction == "mean":
-            num_examples = jax.tree.leaves(outputs)[0].shape[0]
-            weights = jnp.ones(num_examples, dtype) if weights is None else weights
-            weights = weights / jnp.sum(weights)
+            total = jnp.sum(weights)
+            weights = weights / total
+            self.curvature_weights = self.curvature_weights / total
         self.weights = weights
 
     @property
@@ -140,7 +155,8 @@ class BatchLoss(AbstractObjective):
 
         def product(v):
             each = jax.vmap(lambda r, x: r.transpose_mv(r.mv(x)))(factors, v)
-            return each if self.weights is None else _by_example(self.weights, each)
+            weights = self.curvature_weights
+            return each if weights is None else _by_example(weights, each)
 
         return product
 
@@ -154,9 +170,10 @@ class BatchLoss(AbstractObjective):
 
         factors, residual, remainder = jax.vmap(whiten)(lin.outputs, self.targets)
         if self.weights is not None:
-            roots = jnp.sqrt(self.weights)
+            roots = jnp.sqrt(self.curvature_weights)
             factors = _Weighted(factors, roots)
-            residual = _by_example(roots, residual)
+            safe = jnp.where(roots > 0, roots, 1)
+            residual = _by_example(self.weights / safe, residual)
             if remainder is not None:
                 remainder = _by_example(self.weights, remainder)
         rest = None if remainder is None else _pulled_back_if_any(lin, remainder)

@@ -45,12 +45,17 @@ def norm(a: PyTree[Array]) -> Scalar:
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
     """`s x + y`, in the dtypes of `y`."""
-    return jax.tree.map(lambda a, b: (s * a + b).astype(b.dtype), x, y)
+    return jax.tree.map(lambda a, b: (_cast(s, b) * a + b).astype(b.dtype), x, y)
 
 
 def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     """`s x`, in the dtypes of `x`."""
-    return jax.tree.map(lambda a: (s * a).astype(a.dtype), x)
+    return jax.tree.map(lambda a: _cast(s, a) * a, x)
+
+
+def _cast(s: ScalarLike, like: Array) -> ScalarLike:
+    """A double-precision scalar makes no double-precision array of a single one."""
+    return s if isinstance(s, int | float) else jnp.asarray(s, like.dtype)
 
 
 def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:

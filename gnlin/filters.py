@@ -293,9 +293,7 @@ def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
     def body(carry):
         remaining, done, power = carry
         odd = jnp.mod(remaining, 2) == 1
-        done = jax.tree.map(
-            lambda a, b: jnp.where(odd, a, b), compose(power, done), done
-        )
+        done = jax.tree.map(lambda a, b: jnp.where(odd, a, b), compose(power, done), done)
         return jnp.floor(remaining / 2), done, compose(power, power)
 
     zero = jnp.zeros_like(w)

@@ -17,6 +17,9 @@ class Batch(NamedTuple):
     order: Array | None = None  # all examples of an epoch, as shuffled
     index: int = 0  # of the batch in it
 
+    def arrays(self) -> tuple:
+        return self.data, self.order
+
 
 class ArrayStream:
     """Batches of a data set in memory, drawn without replacement within an epoch."""
@@ -120,11 +123,10 @@ def make_stream(data: Any, batch_size: int | None, key: Key[Array, ""]):
     return IterableStream(data)
 
 
-def gather(batch: Batch, size: int, wider: int):
+def gather(data, order: Array | None, index: Array, size: int, wider: int):
     """The examples of a batch, and with `wider` more of them behind."""
-    inputs, targets, weights = batch.data
-    if batch.order is None:
-        return inputs, targets, weights
-    positions = batch.index * size + jnp.arange(wider)
-    chosen = batch.order[positions % batch.order.shape[0]]
-    return jax.tree.map(lambda x: x[chosen], (inputs, targets, weights))
+    if order is None:
+        return data
+    positions = index * size + jnp.arange(wider)
+    chosen = order[positions % order.shape[0]]
+    return jax.tree.map(lambda x: x[chosen], data)

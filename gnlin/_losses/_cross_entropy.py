@@ -54,9 +54,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
         even = total / num_classes
         return (1 - self.label_smoothing) * certain + self.label_smoothing * even
 
-    def value(
-        self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]
-    ) -> Scalar:
+    def value(self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]) -> Scalar:
         y = self._probabilities(outputs, target)
         log_p, _ = _log_softmax(outputs)
         return -jnp.sum(jnp.where(y == 0, 0, y * log_p))

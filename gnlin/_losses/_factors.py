@@ -94,9 +94,7 @@ class DiagonalFactor(AbstractFactor):
         return jax.tree.map(lambda d, x: _quotient(x, d, d > 0), self.root, u)
 
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-        steep = jax.tree.map(
-            lambda g, d: _is_steep(g, d, self.unit), gradient, self.root
-        )
+        steep = jax.tree.map(lambda g, d: _is_steep(g, d, self.unit), gradient, self.root)
         residual = jax.tree.map(
             lambda g, d, s: _quotient(g, d, ~s & (d > 0)), gradient, self.root, steep
         )

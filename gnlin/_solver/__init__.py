@@ -1,6 +1,11 @@
 """The solvers: one loop, and how far each solves the linearised problem in it."""
 
-from ._base import AbstractGaussNewton as AbstractGaussNewton, statistics as statistics
+from ._base import (
+    AbstractGaussNewton as AbstractGaussNewton,
+    linearised as linearised,
+    State as State,
+    statistics as statistics,
+)
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,
@@ -8,6 +13,7 @@ from ._gauss_newton import (
 )
 from ._iterative_linearisation import (
     IterativeLinearisation as IterativeLinearisation,
+    Stream as Stream,
     Trajectory as Trajectory,
 )
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt

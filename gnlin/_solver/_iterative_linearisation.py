@@ -271,9 +271,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         update = step_if_finite(self, objective, lin, evaluate, subproblem, answer)
         if memory is None:
             return update
-        return eqx.tree_at(
-            lambda u: u.memory, update, state, is_leaf=lambda x: x is None
-        )
+        return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
 
     def _literal_is_cheaper(self, lin: Linearisation) -> bool:
         """K known to be so small that its steps take fewer passes than the Jacobian,
@@ -298,9 +296,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         state = self.start(y, outputs)
         inner = self._optimiser().init(y)
         stream = Stream(y, inner, jnp.zeros((), float))
-        return eqx.tree_at(
-            lambda s: s.memory, state, stream, is_leaf=lambda x: x is None
-        )
+        return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
 
     def _optimiser(self) -> Any:
         if self.optimiser is not None:

@@ -283,9 +283,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
             shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
             first = last.num_rejected == 0
-            within = free & self.converged(
-                y, step, objective.residual(outputs), residual
-            )
+            within = free & self.converged(y, step, objective.residual(outputs), residual)
             promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
             little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
             near = jnp.where(first, little | flat, last.near)

@@ -1,0 +1,198 @@
+"""The compiled parts of a run: one step, and a look at the validation data."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, Key, PyTree
+
+from .. import _tree
+from .._losses import AbstractLoss
+from .._model import Network
+from .._objective import BatchLoss
+from .._solver import AbstractGaussNewton, linearised, State
+from ._stream import gather
+
+
+class Carry(NamedTuple):
+    """What a step hands to the next."""
+
+    parameters: PyTree[Array]
+    solver_state: State
+    model_state: PyTree
+
+
+class Setting(NamedTuple):
+    """What stays the same for the whole run."""
+
+    solver: AbstractGaussNewton
+    loss: AbstractLoss
+    network: Network
+    key: Key[Array, ""]
+    augment: Callable[..., PyTree[Array]] | None
+    batch_size: int | None
+    curvature_batch_size: int | None
+    # Whether it sees one batch after another, not the same examples every time
+    streaming: bool
+
+
+def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) -> Carry:
+    """Before the first step; nothing is evaluated."""
+    inputs, targets, weights = example
+    network = setting.network
+
+    def forward(parameters, inputs):
+        n = jax.tree.leaves(inputs)[0].shape[0]
+        keys = jax.random.split(setting.key, n)
+        out = network.function()(parameters, network.args(inputs, keys, model_state))
+        return out[0] if network.has_state else out
+
+    outputs = eqx.filter_eval_shape(forward, parameters, inputs)
+    setting.loss.check(outputs, targets)
+    solver = setting.solver
+    start = solver.start_stream if setting.streaming else solver.start
+    return Carry(parameters, start(parameters, outputs), model_state)
+
+
+def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
+    """One step, `(carry, row)`: after one that has failed nothing changes.
+
+    - `batch`: the data, and the order in which to take them.
+    - `numbers`: an array of the batch's index in it, and the number of the step.
+    """
+    solver, network = setting.solver, setting.network
+    size = setting.batch_size or 0
+    wider = setting.curvature_batch_size or size
+    (index, number), (data, order) = numbers[0], batch
+    inputs, targets, weights = gather(data, order, index, size, wider)
+    num_examples = jax.tree.leaves(inputs)[0].shape[0]
+    key, augment_key = jax.random.split(jax.random.fold_in(setting.key, number))
+    if setting.augment is not None:
+        keys = jax.random.split(augment_key, num_examples)
+        inputs = jax.vmap(setting.augment)(inputs, keys)
+    keys = jax.random.split(key, num_examples)
+    fn = network.function()
+    args = network.args(inputs, keys, carry.model_state)
+    has_aux = network.has_state
+    outputs = jax.eval_shape(fn, carry.parameters, args)
+    objective = BatchLoss(
+        setting.loss,
+        outputs[0] if has_aux else outputs,
+        targets,
+        weights,
+        num_leading=size if wider > size else None,
+    )
+
+    if setting.streaming:
+        y, state, loss, aux = solver.advance_stream(
+            objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
+        )
+    else:
+        lin, aux = linearised(fn, carry.parameters, args, has_aux)
+        evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
+        y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
+        loss = objective.value(lin.outputs)
+    new = Carry(y, state, aux if has_aux else carry.model_state)
+    failed = carry.solver_state.result != optx.RESULTS.successful
+    new = _tree.where(failed, carry, new)
+    report, counts = state.report, state.counts
+    row = [
+        loss,
+        report.gradient_norm,
+        report.step_norm,
+        report.damping,
+        report.num_inner_steps,
+        counts.num_feature_updates,
+        new.solver_state.result != optx.RESULTS.successful,
+        state.terminate,
+    ]
+    return new, jnp.stack([jnp.asarray(x, float) for x in row])
+
+
+def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, data):
+    """Sums over some validation examples, of their weights, their number, the losses and
+    each metric; the latter again of the linearised model, where one is trained."""
+    inputs, targets, weights = data
+    network = setting.network.in_inference()
+    fn = network.function()
+    args = network.args(inputs, None, carry.model_state)
+    num_examples = jax.tree.leaves(inputs)[0].shape[0]
+    weights = jnp.ones(num_examples) if weights is None else weights
+    total = jnp.sum(weights)
+
+    def predict(y):
+        return fn(y, args)[0] if network.has_state else fn(y, args)
+
+    def figures(outputs):
+        objective = BatchLoss(setting.loss, outputs, targets)
+        losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
+        means = [metric(outputs, targets) for metric in metrics]
+        return [jnp.sum(weights * losses), *(num_examples * mean for mean in means)]
+
+    found = figures(predict(carry.parameters))
+    if with_linearised:
+        point = carry.solver_state.memory.point
+        delta = jax.tree.map(jnp.subtract, carry.parameters, point)
+        outputs, change = jax.jvp(predict, (point,), (delta,))
+        found += figures(_tree.axpy(1, change, outputs))
+    return (jnp.stack([jnp.asarray(x, float) for x in [total, num_examples, *found]]),)
+
+
+class Compiled:
+    """A function of (fixed, changing...), called with the changing part as lists of
+    arrays: what a call costs beside its computation is the dispatch of a flat list. It
+    is compiled once for all runs that differ in numbers only."""
+
+    def __init__(self, fn: Callable, fixed: tuple, *changing: PyTree):
+        arrays, static = split(fixed)
+        self._fixed = [jnp.asarray(x) for x in arrays]
+        self._jitted = _jitted(fn, static, tuple(split(part)[1] for part in changing))
+
+    def __call__(self, *changing: list[Array]):
+        return self._jitted(self._fixed, *changing)
+
+
+@functools.lru_cache(maxsize=128)
+def _jitted(fn: Callable, fixed_static: "Static", changing_static: tuple) -> Callable:
+    @jax.jit
+    def call(fixed, *changing):
+        parts = [
+            join(arrays, static)
+            for arrays, static in zip(changing, changing_static, strict=True)
+        ]
+        carry, *rest = fn(*join(fixed, fixed_static), *parts)
+        return split(carry)[0], *rest
+
+    return call
+
+
+class Static(NamedTuple):
+    """A tree without its arrays; hashable."""
+
+    structure: Any
+    leaves: tuple
+
+
+_AN_ARRAY = object()
+
+
+def split(tree: PyTree) -> tuple[list[Array], Static]:
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if _is_array(leaf)]
+    rest = tuple(_AN_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+    return arrays, Static(structure, rest)
+
+
+def join(arrays: list[Array], static: Static) -> PyTree:
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is _AN_ARRAY else x for x in static.leaves]
+    return jax.tree.unflatten(static.structure, leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
