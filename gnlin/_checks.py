@@ -70,7 +70,8 @@ def check_between(name: str, value, least: float, most: float) -> None:
         number = _real(name, value)
         if not np.all((number >= least) & (number <= most)):
             raise ValueError(
-                f"`{name}` must lie between {least:g} and {most:g}, but {value} was given."
+                f"`{name}` must lie between {least:g} and {most:g}, but {value} was "
+                "given."
             )
 
 

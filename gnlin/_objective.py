@@ -116,21 +116,18 @@ class BatchLoss(AbstractObjective):
             lambda t: t.astype(dtype) if jnp.issubdtype(t.dtype, jnp.floating) else t,
             targets,
         )
+        self.weights = self.curvature_weights = None
+        if weights is None and loss.reduction == "sum" and num_leading is None:
+            return
         num_examples = jax.tree.leaves(outputs)[0].shape[0]
-        if weights is not None:
-            weights = weights.astype(dtype)
-        elif loss.reduction == "mean" or num_leading is not None:
-            weights = jnp.ones(num_examples, dtype)
-        self.curvature_weights = weights
+        given = jnp.ones(num_examples) if weights is None else weights
+        every = leading = given.astype(dtype)
         if num_leading is not None:
-            leading = jnp.where(jnp.arange(num_examples) < num_leading, weights, 0)
-            weights, every = leading, weights
-            self.curvature_weights = every * jnp.sum(leading) / jnp.sum(every)
-        if loss.reduction == "mean":
-            total = jnp.sum(weights)
-            weights = weights / total
-            self.curvature_weights = self.curvature_weights / total
-        self.weights = weights
+            leading = jnp.where(jnp.arange(num_examples) < num_leading, every, 0)
+        total = jnp.sum(leading)
+        unit = total if loss.reduction == "mean" else 1
+        self.weights = leading / unit
+        self.curvature_weights = every * (total / jnp.sum(every)) / unit
 
     @property
     def is_quadratic(self) -> bool:
@@ -169,7 +166,7 @@ class BatchLoss(AbstractObjective):
             return factor, *factor.whiten(self.loss.gradient(outputs, target))
 
         factors, residual, remainder = jax.vmap(whiten)(lin.outputs, self.targets)
-        if self.weights is not None:
+        if self.weights is not None and self.curvature_weights is not None:
             roots = jnp.sqrt(self.curvature_weights)
             factors = _Weighted(factors, roots)
             safe = jnp.where(roots > 0, roots, 1)

@@ -155,8 +155,8 @@ class Log(Callback):
         check_period("every", every)
         if not callable(write):
             raise ValueError(
-                "`write` must be a function of (name, value, step), such as a TensorBoard "
-                "writer's `add_scalar`."
+                "`write` must be a function of (name, value, step), such as a "
+                "TensorBoard writer's `add_scalar`."
             )
         self.write = write
         self.every = every

@@ -13,7 +13,8 @@ with a scalar function $g$ of the eigenvalues, its *filter*:
 | [`gnlin.filters.Tikhonov`][] | $1/(w + \lambda)$ |
 | [`gnlin.filters.GradientDescent`][] | $(1 - (1 - \eta w)^K)/w$ |
 | [`gnlin.filters.GradientFlow`][] | $(1 - e^{-wT})/w$ |
-| [`gnlin.filters.HeavyBall`][], [`gnlin.filters.Nesterov`][] | the $K$-th power of a $2 \times 2$ matrix |
+| [`gnlin.filters.HeavyBall`][] | the $K$-th power of a $2 \times 2$ matrix |
+| [`gnlin.filters.Nesterov`][] | likewise |
 | [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another |
 
 A filter is a callable on eigenvalues, elementwise, and a pytree whose leaves are its

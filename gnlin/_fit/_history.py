@@ -20,22 +20,26 @@ COLUMNS = (
 
 
 class FitHistory(Mapping):
-    """What happened in a run of [`gnlin.fit`][], one row a step, by columns of NumPy
+    r"""What happened in a run of [`gnlin.fit`][], one row a step, by columns of NumPy
     arrays.
 
     | column | |
     |---|---|
     | `step` | 1, 2, ... |
     | `epoch` | 0, 1, ...: the one that the step belongs to |
-    | `loss` | on the step's batch, as reduced, before the step; of the linearised model, where one is trained across batches |
+    | `loss` | on the step's batch, as reduced, before the step |
     | `gradient_norm` | 2-norm of that loss's gradient |
     | `step_norm` | 2-norm of the step; 0 where none was taken |
     | `damping` | of the step; 0 for a solver without one |
     | `num_inner_steps` | steps on the subproblem |
     | `num_feature_updates` | linearisations so far |
-    | `validation_loss` | mean over the validation examples after the step; NaN where it was not looked at |
+    | `validation_loss` | mean over the validation examples, after the step |
     | `validation_...` | each of `metrics`, likewise |
-    | `validation_..._linearised` | the same of the linearised model, where one is trained across batches |
+    | `validation_..._linearised` | the same, of the linearised model |
+
+    Where the validation data were not looked at their columns are NaN. Where iterative
+    linearisation keeps $\theta_s$ across batches, `loss` and `gradient_norm` are of the
+    linearised model, and the last kind of columns is there.
 
     !!! example
 

@@ -129,8 +129,8 @@ def fit(
     **Returns:** a [`gnlin.FitResult`][]. Non-finite numbers and divergence end the run at
     the last finite point, with a warning; so does Ctrl-C.
 
-    **Raises:** `ValueError` if an argument cannot be meant; [`gnlin.CheckpointError`][] if
-    a checkpoint can not be written, before training, or is damaged, or another run's.
+    **Raises:** `ValueError` if an argument cannot be meant; [`gnlin.CheckpointError`][],
+    before training, if a checkpoint cannot be written, is damaged, or is another run's.
 
     !!! example
 
@@ -514,7 +514,7 @@ class _Run:
             "shapes": str(shapes),
         }
 
-    def restore(self, arrays: list[np.ndarray], meta: dict) -> None:
+    def restore(self, arrays: list[Any], meta: dict) -> None:
         *arrays, table = arrays
         num_own = len(self._now.arrays)
         own = [
@@ -582,7 +582,7 @@ class _Validation:
         """The means over all examples, of a carry."""
         batches = self._batches
         if batches is None:
-            data = self._data() if callable(self._data) else self._data
+            data: Any = self._data() if callable(self._data) else self._data
             batches = [as_batch(batch) for batch in data]
         fixed = (self._setting, tuple(self._metrics.values()), self._linearised)
         sums = []
@@ -647,8 +647,9 @@ class _Saver:
         for name, value in here.items():
             if there.get(name) != value:
                 raise CheckpointError(
-                    f"{path} is of another run: its {name} is {there.get(name)}, and here "
-                    f"it is {value}; pass what that run was given, or another folder."
+                    f"{path} is of another run: its {name} is {there.get(name)}, and "
+                    f"here it is {value}; pass what that run was given, or another "
+                    "folder."
                 )
 
     def is_due(self, step: int) -> bool:
@@ -685,12 +686,12 @@ def _on_a_terminal() -> bool:
 def _check_solver(solver: object) -> None:
     if not isinstance(solver, AbstractGaussNewton):
         raise ValueError(
-            "`solver` must be one of gnlin's, such as `gnlin.DampedGaussNewton(1.0)`, but "
-            f"a {type(solver).__name__} was given."
+            "`solver` must be one of gnlin's, such as `gnlin.DampedGaussNewton(1.0)`, "
+            f"but a {type(solver).__name__} was given."
         )
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: Any) -> None:
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if value is not None and not (whole and value >= 1):
         raise ValueError(
@@ -703,8 +704,8 @@ def _check_curvature_batch(size, stream, solver) -> None:
         return
     if stream.batch_size is None or not stream.batch_size < size <= stream.num_examples:
         raise ValueError(
-            f"`curvature_batch_size` is {size}, but must be more than `batch_size` and at "
-            "most the number of examples, which must be arrays."
+            f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
+            "at most the number of examples, which must be arrays."
         )
     if getattr(solver, "form", "quadratic") != "quadratic":
         raise ValueError(
@@ -713,6 +714,6 @@ def _check_curvature_batch(size, stream, solver) -> None:
         )
     if isinstance(solver, IterativeLinearisation):
         raise ValueError(
-            "Iterative linearisation takes its steps across batches, with each batch's own "
-            "loss: leave `curvature_batch_size` out."
+            "Iterative linearisation takes its steps across batches, with each batch's "
+            "own loss: leave `curvature_batch_size` out."
         )

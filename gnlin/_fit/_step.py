@@ -43,7 +43,7 @@ class Setting(NamedTuple):
 
 def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) -> Carry:
     """Before the first step; nothing is evaluated."""
-    inputs, targets, weights = example
+    inputs, targets, _ = example
     network = setting.network
 
     def forward(parameters, inputs):

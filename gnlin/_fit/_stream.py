@@ -78,7 +78,7 @@ class IterableStream:
         # The first batch of something that can be iterated once only is not lost.
         self._kept = [first] if one_shot else []
 
-    def _iterable(self, epoch: int) -> Iterable:
+    def _iterable(self, epoch: int) -> Any:
         return self._data(epoch) if callable(self._data) else self._data
 
     def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:

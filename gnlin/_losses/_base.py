@@ -1,6 +1,7 @@
 """What a loss gives: a value, a gradient, and a factor of its Hessian, of one example."""
 
 import abc
+import functools
 from typing import ClassVar, get_args, Literal
 
 import equinox as eqx
@@ -119,7 +120,7 @@ class AbstractElementwiseLoss(AbstractLoss):
 
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
         each = jax.tree.map(self.elementwise, outputs, target)
-        return sum(jnp.sum(x) for x in jax.tree.leaves(each))
+        return functools.reduce(jnp.add, map(jnp.sum, jax.tree.leaves(each)))
 
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(self.derivative, outputs, target)

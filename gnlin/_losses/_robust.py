@@ -1,6 +1,7 @@
 """Losses that grow linearly, so that no outlier has the last word."""
 
 import jax.numpy as jnp
+from equinox import AbstractVar
 from jaxtyping import Array
 
 from .._checks import check_finite_positive
@@ -8,6 +9,8 @@ from ._base import AbstractElementwiseLoss, Reduction
 
 
 class _Robust(AbstractElementwiseLoss):
+    delta: AbstractVar[float]
+
     def __check_init__(self):
         if not isinstance(self.delta, float | int):
             raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")

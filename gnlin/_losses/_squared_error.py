@@ -1,5 +1,6 @@
 """Squared error."""
 
+import functools
 from typing import ClassVar
 
 import jax
@@ -41,4 +42,4 @@ class SquaredError(AbstractElementwiseLoss):
             new_outputs,
             target,
         )
-        return sum(jax.tree.leaves(each))
+        return functools.reduce(jnp.add, jax.tree.leaves(each))

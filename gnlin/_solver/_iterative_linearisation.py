@@ -140,8 +140,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_period("period", period)
         if (learning_rate is None) == (optimiser is None):
             raise ValueError(
-                "`IterativeLinearisation` takes its inner steps with a `learning_rate` or "
-                "with an `optimiser`: pass one of the two."
+                "`IterativeLinearisation` takes its inner steps with a `learning_rate` "
+                "or with an `optimiser`: pass one of the two."
             )
         if learning_rate is not None:
             check_finite_positive("learning_rate", learning_rate)
@@ -179,20 +179,20 @@ class IterativeLinearisation(AbstractGaussNewton):
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
         """The spectral filter of a number of inner steps, `period` of them by default."""
-        if self.learning_rate is None:
+        eta = self.learning_rate
+        if eta is None:
             raise ValueError(
                 "The steps of an optimiser have no spectral filter; use `learning_rate`."
             )
         period = self.period if num_inner_steps is None else num_inner_steps
         plain = isinstance(self.momentum, float | int) and self.momentum == 0
         if self.method == "flow":
-            time = self.learning_rate * period / (1 - self.momentum)
-            filter = GradientFlow(time)
+            filter = GradientFlow(eta * period / (1 - self.momentum))
         elif plain:
-            filter = GradientDescent(period, self.learning_rate)
+            filter = GradientDescent(period, eta)
         else:
-            momentum = Nesterov if self.nesterov else HeavyBall
-            filter = momentum(period, self.learning_rate, self.momentum)
+            kind = Nesterov if self.nesterov else HeavyBall
+            filter = kind(period, eta, self.momentum)
         if isinstance(self.damping, float) and self.damping == 0:
             return filter
         return Damped(filter, self.damping)
@@ -299,7 +299,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
 
     def _optimiser(self) -> Any:
-        if self.optimiser is not None:
+        if self.learning_rate is None:
             return self.optimiser
         return _Momentum(self.learning_rate, self.momentum, self.nesterov)
 
@@ -402,7 +402,7 @@ class _Momentum(eqx.Module):
         return None if plain else _tree.zeros_like(y)
 
     def update(self, gradient, velocity, y):
-        step = _tree.scale(-self.learning_rate, gradient)
+        step = _tree.scale(-jnp.asarray(self.learning_rate), gradient)
         if velocity is None:
             return step, None
         velocity = _tree.axpy(self.momentum, velocity, step)

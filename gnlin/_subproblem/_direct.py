@@ -59,8 +59,9 @@ class OnOutputs(AbstractSubproblem):
         pull_back,
         num_jvps,
         num_vjps,
+        *,
         rest=None,
-        push_forward=None,
+        push_forward=lambda _: None,
     ):
         self.kernel = kernel
         self.residual = residual
@@ -124,7 +125,7 @@ class OnParameters(AbstractSubproblem):
     num_vjps: int = eqx.field(static=True)
 
     def __init__(
-        self, jacobian, curvature, residual, unravel, num_jvps, num_vjps, rest=None
+        self, jacobian, curvature, residual, unravel, num_jvps, num_vjps, *, rest=None
     ):
         self.jacobian = jacobian
         self.curvature = curvature

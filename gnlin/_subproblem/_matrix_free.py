@@ -91,8 +91,9 @@ class MatrixFree(AbstractSubproblem):
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
     ) -> Answer:
-        r"""From `start` (zero), conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$
-        until the linear residual is at most `tolerance` times the gradient (2-norms)."""
+        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
+        from `start` (or zero), until the linear residual is at most `tolerance` times the
+        gradient (2-norms)."""
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi

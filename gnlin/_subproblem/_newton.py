@@ -50,8 +50,8 @@ def minimise(
     max_steps: int | None = None,
     start: PyTree[Array] | None = None,
 ) -> Solved:
-    r"""Minimise $L(f + \phi\delta) + \frac\lambda2|\delta|^2$ until its gradient is at most
-    `tolerance` times what it is at the linearisation point, in the 2-norm.
+    r"""Minimise $L(f + \phi\delta) + \frac\lambda2|\delta|^2$ until its gradient is at
+    most `tolerance` times what it is at the linearisation point, in the 2-norm.
 
     Newton's method, each system solved only as well as it pays (Eisenstat and Walker,
     1996), with a backtracking line search: the problem is convex.

@@ -125,15 +125,17 @@ def _dense(lin, rest, rows, method) -> AbstractSubproblem:
     push_forward = Partial(_rows.push_forward, rows)
     if method in ("svd", "eigh"):
         spectrum = _rows.spectrum(rows, residual, method)
-        return Spectral(spectrum, *num_passes, rest, push_forward)
+        return Spectral(spectrum, *num_passes, rest=rest, push_forward=push_forward)
     if method == "kernel":
         pull_back = Partial(_rows.pull_back, rows)
         kernel = _rows.gram(rows)
-        return OnOutputs(kernel, residual, pull_back, *num_passes, rest, push_forward)
+        return OnOutputs(
+            kernel, residual, pull_back, *num_passes, rest=rest, push_forward=push_forward
+        )
     unravel = Partial(ravel_pytree(lin.point)[1])
     matrix = _rows.matrix(rows)
     curvature = matmul(matrix.T, matrix)
-    return OnParameters(matrix, curvature, residual, unravel, *num_passes, rest)
+    return OnParameters(matrix, curvature, residual, unravel, *num_passes, rest=rest)
 
 
 def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:
@@ -145,10 +147,12 @@ def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:
 
     if method == "eigh":
         spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
-        return Spectral(spectrum, m, m, rest, push_forward)
+        return Spectral(spectrum, m, m, rest=rest, push_forward=push_forward)
     residual, _ = ravel_pytree(lin.outputs)
     kernel = lin.kernel(memory_budget)
-    return OnOutputs(kernel, residual, lin.pull_back, m, m, rest, push_forward)
+    return OnOutputs(
+        kernel, residual, lin.pull_back, m, m, rest=rest, push_forward=push_forward
+    )
 
 
 def prepare_prox_linear(
@@ -165,7 +169,7 @@ def prepare_prox_linear(
     - `damped`: whether it is, or steps are taken on it, so that m coefficients do.
     - `num_steps`: the number of steps that will be taken on it; `None` for Newton's.
     """
-    m, p = lin.shape
+    m, _ = lin.shape
     itemsize = _tree.dtype(lin.point).itemsize
     if method == "auto":
         fits = m**2 * itemsize <= memory_budget and damped

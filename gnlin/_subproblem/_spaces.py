@@ -7,12 +7,12 @@ algorithm takes the same steps.
 """
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from equinox import AbstractVar
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
@@ -29,7 +29,7 @@ class AbstractSpace(eqx.Module):
     - `num_passes`: a tangent and a transposed pass for each step taken in it, or none.
     """
 
-    num_passes: AbstractVar[int]
+    num_passes: ClassVar[int]
 
     @abc.abstractmethod
     def zero(self) -> PyTree[Array]:
@@ -68,7 +68,7 @@ class Parameters(AbstractSpace):
     """Parameters themselves: two passes a step, and no matrix."""
 
     lin: Linearisation
-    num_passes: int = eqx.field(static=True, default=1)
+    num_passes: ClassVar[int] = 1
 
     def zero(self) -> PyTree[Array]:
         return _tree.zeros_like(self.lin.point)
@@ -106,7 +106,7 @@ class Outputs(AbstractSpace):
 
     lin: Linearisation
     kernel: Float[Array, "m m"]
-    num_passes: int = eqx.field(static=True, default=0)
+    num_passes: ClassVar[int] = 0
 
     def zero(self) -> Float[Array, " m"]:
         return jnp.zeros(self.kernel.shape[0], self.kernel.dtype)

@@ -26,7 +26,9 @@ class Spectral(AbstractSubproblem):
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, spectrum, num_jvps, num_vjps, rest=None, push_forward=None):
+    def __init__(
+        self, spectrum, num_jvps, num_vjps, *, rest=None, push_forward=lambda _: None
+    ):
         self.spectrum = spectrum
         self.rest = rest
         if rest is None:
