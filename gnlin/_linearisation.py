@@ -1,6 +1,6 @@
 """A function's linearisation at a point: the one object that every solver starts from."""
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -8,11 +8,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from . import _rows, _tree
+from ._cost import is_heavy_convolution
 from ._spectrum import from_kernel, Spectrum
 
 
@@ -49,19 +51,26 @@ class PerExample(eqx.Module):
         """The Jacobian, as parameters with a leading axis over all outputs."""
         example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
         outputs = jax.eval_shape(self.fn, y, example)
-        forward = _forward_is_cheaper(_tree.size(outputs), _tree.size(y))
-        jacobian = (jax.jacfwd if forward else jax.jacrev)(self.fn)
-        blocks = jax.vmap(jacobian, in_axes=(None, 0))(y, args)
-        per_output = jax.tree.structure(outputs).flatten_up_to(blocks)
-
-        def stack(leaf, *parts):
-            # Not -1 for the first axis, which is not determined where a leaf is empty.
-            lengths = [math.prod(part.shape[: part.ndim - leaf.ndim]) for part in parts]
-            return jnp.concatenate(
-                [p.reshape(n, *leaf.shape) for p, n in zip(parts, lengths, strict=True)]
+        if _forward_is_cheaper(_tree.size(outputs), _tree.size(y)):
+            of_example = functools.partial(_rows_forward, self.fn)
+        else:
+            # Looped over by Python, or batched
+            one_by_one = _tree.size(outputs) <= _FEW_OUTPUTS and is_heavy_convolution(
+                self.fn, y, example
             )
+            of_example = functools.partial(_rows_reverse, self.fn, one_by_one)
+        blocks = jax.vmap(of_example, in_axes=(None, 0))(y, args)
+        # (n, c, ...) -> (m, ...), one output leaf after the other
+        ends = np.cumsum([leaf.size for leaf in jax.tree.leaves(outputs)])[:-1]
 
-        return jax.tree.map(stack, y, *per_output)
+        def stack(leaf, block):
+            parts = [
+                part.reshape(part.shape[0] * part.shape[1], *leaf.shape)
+                for part in jnp.split(block, ends, axis=1)
+            ]
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+        return jax.tree.map(stack, y, blocks)
 
 
 class Linearisation(eqx.Module):
@@ -303,6 +312,33 @@ def linearise(
     examples = (fn, args) if isinstance(fn, PerExample) else None
     lin = Linearisation(y, outputs, jvp, examples)
     return (lin, aux) if has_aux else lin
+
+
+# Up to so many outputs of an example, passes are written out one after the other.
+_FEW_OUTPUTS = 16
+
+
+def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
+    """The Jacobian of one example, as parameters with a leading axis of outputs."""
+    flat, unravel = ravel_pytree(y)
+
+    def push(v):
+        return ravel_pytree(jax.jvp(lambda y_: fn(y_, example), (y,), (unravel(v),))[1])[
+            0
+        ]
+
+    columns = jax.vmap(push, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
+    return jax.vmap(unravel)(columns.astype(flat.dtype))
+
+
+def _rows_reverse(fn, one_by_one: bool, y: PyTree[Array], example) -> PyTree[Array]:
+    outputs, pull = jax.vjp(lambda y_: fn(y_, example), y)
+    flat, unravel = ravel_pytree(outputs)
+    pull_flat = lambda u: pull(unravel(u))[0]
+    basis = jnp.eye(flat.size, dtype=flat.dtype)
+    if not one_by_one:
+        return jax.vmap(pull_flat)(basis)
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *map(pull_flat, basis))
 
 
 def _forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:

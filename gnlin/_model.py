@@ -58,7 +58,7 @@ class Network(eqx.Module):
     def in_inference(self) -> "Network":
         """Without dropout, and with the statistics that training has gathered."""
         frozen = eqx.nn.inference_mode(self.frozen)
-        return Network(frozen, False, self.has_state, self.axis_name)
+        return Network(frozen, self.takes_key, self.has_state, self.axis_name)
 
 
 def make_network(
@@ -80,7 +80,7 @@ def make_network(
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
     model = eqx.combine(parameters, network.frozen)
-    return model(x) if key is None else model(x, key=key)
+    return model(x, key=key) if network.takes_key else model(x)
 
 
 def _apply_with_state(
@@ -90,7 +90,7 @@ def _apply_with_state(
     model = eqx.combine(parameters, network.frozen)
 
     def one(x, key, state):
-        return model(x, state) if key is None else model(x, state, key=key)
+        return model(x, state, key=key) if network.takes_key else model(x, state)
 
     batched = jax.vmap(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)

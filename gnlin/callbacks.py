@@ -11,6 +11,8 @@ A callback is told of the events of a run, and given the run:
 | `stop(reason)` | ends the run after this event |
 """
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,6 +20,9 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._checks import check_nonnegative, check_period
+
+
+_SECONDS_BETWEEN_DRAWINGS = 0.1
 
 
 class Callback:
@@ -181,16 +186,20 @@ class Progress(Callback):
         from tqdm.auto import tqdm
 
         self._bar = tqdm(
-            total=run.num_steps, initial=run.step, unit="step", dynamic_ncols=True
+            total=run.num_steps,
+            initial=run.step,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0,
+            miniters=1,
         )
-        self._figures = {}
+        self._figures = {"loss": ""}
+        self._drawn_at = -math.inf
 
     def on_step(self, run: Any) -> None:
-        self._bar.update(run.step - self._bar.n)
-        # Only as often as the bar is drawn: its text takes longer than many a step.
-        if self._bar.n == self._bar.last_print_n:
-            self._figures["loss"] = f"{run.row['loss']:.4g}"
-            self._bar.set_postfix(self._figures, refresh=False)
+        # Now and then only: its text takes longer than many a step.
+        if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
+            self._draw(run)
 
     def on_validation(self, run: Any) -> None:
         for name, value in run.row.items():
@@ -198,5 +207,11 @@ class Progress(Callback):
                 self._figures[name.removeprefix("validation_")] = f"{value:.4g}"
 
     def on_end(self, run: Any) -> None:
-        self._bar.set_postfix(self._figures, refresh=True)
+        self._draw(run)
         self._bar.close()
+
+    def _draw(self, run: Any) -> None:
+        self._figures["loss"] = f"{run.row['loss']:.4g}"
+        self._bar.set_postfix(self._figures, refresh=False)
+        self._bar.update(run.step - self._bar.n)
+        self._drawn_at = time.monotonic()

@@ -4,7 +4,8 @@ import dataclasses
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Key, PyTree
 
-from .._data import as_batch
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
 from .._solver import AbstractGaussNewton, IterativeLinearisation, statistics, Stream
@@ -23,7 +23,17 @@ from ..callbacks import Callback, Progress
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError
 from ._history import COLUMNS, FitHistory, Rows
-from ._step import begin, Carry, Compiled, evaluate, join, Setting, split, step
+from ._step import (
+    begin,
+    Carry,
+    checked_outputs,
+    Compiled,
+    evaluate,
+    join,
+    Setting,
+    split,
+    step,
+)
 from ._stream import ArrayStream, Batch, IterableStream, make_stream
 
 
@@ -169,6 +179,11 @@ def fit(
         raise ValueError(
             "`metrics` and `validate_every` are of validation data: pass `validation`."
         )
+    if "loss" in metrics:
+        raise ValueError(
+            "The validation loss has a column of its own: call the metric other than "
+            '"loss".'
+        )
     callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
     if not all(isinstance(callback, Callback) for callback in callbacks):
         raise ValueError("`callbacks` must be of `gnlin.callbacks.Callback`.")
@@ -304,15 +319,16 @@ class _Run:
         return self._carry().model_state
 
     def stop(self, reason: str) -> None:
-        """End the run after this event."""
-        self.result = optx.RESULTS.successful
-        self.reason = f"step {self.step}: {reason}"
+        """End the run after this event, if it has not ended for another reason."""
+        if not self.reason:
+            self.result = optx.RESULTS.successful
+            self.reason = f"step {self.step}: {reason}"
 
     def arrays(self) -> list[np.ndarray]:
         """The model's parameters and state, as arrays."""
         carry = self._carry()
         arrays, _ = split((carry.parameters, carry.model_state))
-        return [np.asarray(x) for x in arrays]
+        return [as_numpy(x) for x in arrays]
 
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
         """The parameters and state to hand back in place of the last."""
@@ -333,13 +349,16 @@ class _Run:
             getattr(callback, event)(self)
 
     def train(self, resume: bool) -> None:
-        self._tell("on_start")
         if self._saver is not None:
             self._saver.start(resume)
+        self._tell("on_start")
+        if self._saver is not None:
+            self._saver.begin()
         try:
-            self._train()
-        except _Stopped:
+            with suppress(_Stopped):
+                self._train()
             self._save()
+            self._validate_if_not_yet()
         except KeyboardInterrupt:
             self._save()
             self.stop("interrupted")
@@ -348,12 +367,8 @@ class _Run:
             )
         except BaseException:
             self._save()
+            self._tell("on_end")
             raise
-        else:
-            self._save()
-            self.reason = f"all {self.step} steps were made"
-            if self._validation is not None and np.isnan(self.row["validation_loss"]):
-                self._validate()
         self._tell("on_end")
 
     def _train(self) -> None:
@@ -405,8 +420,8 @@ class _Run:
         """Take note of a step that has been made."""
         *figures, failed, converged = map(float, np.asarray(row))
         before = self.row["num_feature_updates"]
-        self._now = now
         self._rows.append([now.step, now.epoch, *figures])
+        self._now = now
         if failed:
             self._fail(loss=figures[0])
         elif converged:
@@ -441,14 +456,18 @@ class _Run:
         self.reason = f"step {self.step}: {why}"
         warnings.warn(
             f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one.",
-            stacklevel=6,
+            stacklevel=7,
         )
 
     def _validate(self) -> None:
         assert self._validation is not None
         if self._rows:
-            self._rows.amend(self._validation.look(self._now.arrays))
+            self._rows.amend(self._validation.look(self._now.arrays, self.epoch))
             self._tell("on_validation")
+
+    def _validate_if_not_yet(self) -> None:
+        if self._validation is not None and np.isnan(self.row["validation_loss"]):
+            self._validate()
 
     def _save(self) -> None:
         if self._saver is not None and self._saver.save():
@@ -458,8 +477,9 @@ class _Run:
         carry = self._carry()
         parameters, state = carry.parameters, carry.model_state
         if self._chosen is not None:
-            _, static = split((parameters, state))
-            parameters, state = join([jnp.asarray(x) for x in self._chosen], static)
+            own, static = split((parameters, state))
+            chosen = map(like_array, self._chosen, own)
+            parameters, state = join(list(chosen), static)
         memory = carry.solver_state.memory
         point = None
         if isinstance(memory, Stream):
@@ -478,7 +498,7 @@ class _Run:
             self.history,
             stats,
             self.result,
-            self.reason,
+            self.reason or f"all {self.step} steps were made",
             point,
         )
 
@@ -514,23 +534,34 @@ class _Run:
             "shapes": str(shapes),
         }
 
-    def restore(self, arrays: list[Any], meta: dict) -> None:
+    def restore(self, arrays: list[Any], meta: dict) -> list[np.ndarray]:
+        """Go on from there; returns what is the callbacks'."""
         *arrays, table = arrays
         num_own = len(self._now.arrays)
         own = [
             like_array(x, of)
             for x, of in zip(arrays[:num_own], self._now.arrays, strict=True)
         ]
-        states = [callback.state() for callback in self._callbacks]
-        _, static = split(states)
-        for callback, state in zip(
-            self._callbacks, join(arrays[num_own:], static), strict=True
-        ):
-            callback.restore(state)
         self._now = _Now(meta["step"], meta["epoch"], meta["index"], own)
         self._rows.restore(table)
         self.reason = meta["reason"]
         self.result = getattr(optx.RESULTS, _RESULTS[meta["result"]])
+        return arrays[num_own:]
+
+    def restore_callbacks(self, arrays: list[np.ndarray]) -> bool:
+        """Whether they are these callbacks'."""
+        own, static = split([callback.state() for callback in self._callbacks])
+        if [np.shape(x) for x in own] != [x.shape for x in arrays]:
+            return False
+        states = join(arrays, static)
+        for callback, state in zip(self._callbacks, states, strict=True):
+            callback.restore(state)
+        return True
+
+    def num_bytes(self) -> int:
+        """Of a checkpoint at the end, callbacks apart."""
+        table = 8 * len(self._rows.columns) * (self.num_steps or 0)
+        return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
 
 
 _RESULTS = (
@@ -572,26 +603,35 @@ class _Validation:
         self.columns = [f"validation_{name}" for name in names]
         if linearised:
             self.columns += [f"validation_{name}_linearised" for name in names]
-        if isinstance(data, tuple):
-            self._batches = _chunks(as_batch(data), setting.batch_size)
-        else:
-            self._batches = None
-            self._data = data
+        if isinstance(data, Iterator):
+            raise ValueError(
+                "`validation` is looked at again and again, but can be iterated only "
+                "once: pass a list, a loader, or a function of the epoch that returns an "
+                "iterable."
+            )
+        self._stream = make_stream(data, None, setting.key)
+        example = self._stream.example()
+        checked_outputs(
+            setting._replace(network=setting.network.in_inference()),
+            carry.parameters,
+            carry.model_state,
+            example,
+        )
+        self._chunks = None
+        if isinstance(self._stream, ArrayStream):
+            self._chunks = _chunks(example, setting.batch_size)
 
-    def look(self, arrays: list[Array]) -> dict[str, float]:
+    def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
         """The means over all examples, of a carry."""
-        batches = self._batches
+        batches = self._chunks
         if batches is None:
-            data: Any = self._data() if callable(self._data) else self._data
-            batches = [as_batch(batch) for batch in data]
+            batches = (batch.data for batch in self._stream.epoch(epoch, 0))
         fixed = (self._setting, tuple(self._metrics.values()), self._linearised)
         sums = []
         for batch in batches:
             look = Compiled(evaluate, fixed, self._structure, batch)
             ((sum_,),) = look(arrays, split(batch)[0])
             sums.append(sum_)
-        if not sums:
-            raise ValueError("There are no validation data: the iterable is empty.")
         weight, num_examples, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
         per_look = 1 + len(self._metrics)
         totals = [
@@ -622,6 +662,8 @@ class _Saver:
         self._folder = Path(checkpoint.folder)
         self._saved_step = -1
         self._saved_at = time.monotonic()
+        # What is to be given back to the callbacks, once they have started
+        self._resumed: tuple[Path, list[np.ndarray]] | None = None
 
     def start(self, resume: bool) -> None:
         """Go on from the latest, if asked to; else make sure that one can be written."""
@@ -631,16 +673,23 @@ class _Saver:
                 f"{self._folder} holds the checkpoints of a run, the latest "
                 f"{latest.name}: pass `resume=True` to go on with it, or another folder."
             )
-        arrays, _ = self._run.snapshot()
-        num_bytes = sum(x.nbytes for x in arrays)
-        _checkpoint.check_writable(self._folder, num_bytes, self._checkpoint.keep)
-        if latest is None:
+        num_bytes, keep = self._run.num_bytes(), self._checkpoint.keep
+        _checkpoint.check_writable(self._folder, num_bytes, keep)
+        if latest is not None:
+            arrays, meta = _checkpoint.load(latest)
+            self._check_same(latest, meta)
+            self._resumed = latest, self._run.restore(arrays, meta)
+            self._saved_step = self._run.step
+
+    def begin(self) -> None:
+        """The callbacks' part of the same."""
+        if self._resumed is None:
             self._write()
-            return
-        arrays, meta = _checkpoint.load(latest)
-        self._check_same(latest, meta)
-        self._run.restore(arrays, meta)
-        self._saved_step = self._run.step
+        elif not self._run.restore_callbacks(self._resumed[1]):
+            raise CheckpointError(
+                f"{self._resumed[0]} is of a run with other callbacks: pass what that "
+                "run was given, or another folder."
+            )
 
     def _check_same(self, path: Path, meta: dict) -> None:
         there, here = meta.get("settings", {}), self._run.settings()

@@ -43,20 +43,32 @@ class Setting(NamedTuple):
 
 def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) -> Carry:
     """Before the first step; nothing is evaluated."""
+    outputs = checked_outputs(
+        setting, parameters, model_state, example, augment=setting.augment
+    )
+    solver = setting.solver
+    start = solver.start_stream if setting.streaming else solver.start
+    return Carry(parameters, start(parameters, outputs), model_state)
+
+
+def checked_outputs(
+    setting: Setting, parameters: PyTree, model_state: PyTree, example, *, augment=None
+) -> PyTree[jax.ShapeDtypeStruct]:
+    """The outputs' shapes, which the targets fit."""
     inputs, targets, _ = example
     network = setting.network
 
     def forward(parameters, inputs):
         n = jax.tree.leaves(inputs)[0].shape[0]
         keys = jax.random.split(setting.key, n)
+        if augment is not None:
+            inputs = jax.vmap(augment)(inputs, keys)
         out = network.function()(parameters, network.args(inputs, keys, model_state))
         return out[0] if network.has_state else out
 
     outputs = eqx.filter_eval_shape(forward, parameters, inputs)
     setting.loss.check(outputs, targets)
-    solver = setting.solver
-    start = solver.start_stream if setting.streaming else solver.start
-    return Carry(parameters, start(parameters, outputs), model_state)
+    return outputs
 
 
 def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
@@ -80,9 +92,11 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     args = network.args(inputs, keys, carry.model_state)
     has_aux = network.has_state
     outputs = jax.eval_shape(fn, carry.parameters, args)
+    outputs = outputs[0] if has_aux else outputs
+    setting.loss.check(outputs, targets)
     objective = BatchLoss(
         setting.loss,
-        outputs[0] if has_aux else outputs,
+        outputs,
         targets,
         weights,
         num_leading=size if wider > size else None,
@@ -97,9 +111,13 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
         y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
         loss = objective.value(lin.outputs)
-    new = Carry(y, state, aux if has_aux else carry.model_state)
-    failed = carry.solver_state.result != optx.RESULTS.successful
-    new = _tree.where(failed, carry, new)
+    model_state = carry.model_state
+    if has_aux:
+        failed = state.result != optx.RESULTS.successful
+        model_state = _tree.where(failed, model_state, aux)
+    new = Carry(y, state, model_state)
+    over = carry.solver_state.result != optx.RESULTS.successful
+    new = _tree.where(over, carry, new)
     report, counts = state.report, state.counts
     row = [
         loss,
@@ -129,6 +147,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         return fn(y, args)[0] if network.has_state else fn(y, args)
 
     def figures(outputs):
+        setting.loss.check(outputs, targets)
         objective = BatchLoss(setting.loss, outputs, targets)
         losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
         means = [metric(outputs, targets) for metric in metrics]

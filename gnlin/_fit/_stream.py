@@ -1,5 +1,6 @@
 """Where batches come from: arrays, shuffled anew each epoch, or the user's iterable."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,23 +36,16 @@ class ArrayStream:
         self.batch_size = batch_size
         self.num_batches = self.num_examples // (batch_size or self.num_examples)
         self._key = key
-        self._shuffle = jax.jit(
-            lambda key, epoch: jax.random.permutation(
-                jax.random.fold_in(key, epoch), self.num_examples
-            )
-        )
 
     def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:
-        """One batch, for its shapes and its first check."""
-        size = self.batch_size or self.num_examples
-        return jax.tree.map(lambda x: x[:size], self.data)
+        """What there is to see before the first step: all targets can be checked."""
+        return self.data
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         """The batches of an epoch, from the `first` on."""
-        if self.batch_size is None:
-            yield Batch(self.data)
-            return
-        order = self._shuffle(self._key, epoch)
+        order = None
+        if self.batch_size is not None:
+            order = _permutation(self._key, epoch, self.num_examples)
         for index in range(first, self.num_batches):
             yield Batch(self.data, order, index)
 
@@ -90,7 +84,7 @@ class IterableStream:
             num_batches += 1
             if index >= first:
                 yield Batch(as_batch(batch))
-        if num_batches <= first:
+        if num_batches < max(first, 1):
             raise ValueError(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
                 "something that can be iterated again and again, such as a list, a "
@@ -121,6 +115,11 @@ def make_stream(data: Any, batch_size: int | None, key: Key[Array, ""]):
             "An iterable of batches has its own batch size: leave `batch_size` out."
         )
     return IterableStream(data)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _permutation(key: Key[Array, ""], epoch: int, num_examples: int) -> Array:
+    return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 
 def gather(data, order: Array | None, index: Array, size: int, wider: int):

@@ -38,6 +38,9 @@ _GRADIENT_ROUNDINGS = 10
 _UNDAMPED = 0.1
 # So many outer steps in a row without a gain are enough.
 _MAX_IDLE = 10
+# Up to this size of the smaller side eigenvalues, which serve all trials, cost less than
+# a Cholesky factorisation for each; at 640 they cost thirty times as much.
+_SMALL_SPECTRUM = 256
 # Above so many multiplications singular values take seconds.
 _DEAR_SVD = 10**9
 # The damping then has grown by 2^1830, past all floating-point numbers.
@@ -180,7 +183,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             self.method,
             self.memory_budget,
             damped=_is_wide(lin),
-            reuse=True,
+            reuse=min(lin.shape) <= _SMALL_SPECTRUM,
         )
         scale = without_zeros(norms)
         damping = jax.lax.cond(

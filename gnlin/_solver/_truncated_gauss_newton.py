@@ -17,10 +17,17 @@ from .._checks import (
     check_period,
     check_tolerances,
 )
+from .._cost import loops_slowly
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._schedules import EisenstatWalker, Schedule, value_at
-from .._subproblem import check_form, Form, MatrixFree, Parameters, ProxLinear
+from .._subproblem import (
+    check_form,
+    Form,
+    MatrixFree,
+    Parameters,
+    ProxLinear,
+)
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
@@ -145,8 +152,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     ) -> Update:
         num_jvps, num_vjps = 0, 0
         dense = self.method == "dense" or (
-            self.method == "auto"
-            and lin.num_bytes() <= min(_SMALL_JACOBIAN, self.memory_budget)
+            self.method == "auto" and self._dense_is_cheaper(lin)
         )
         if dense:
             num_jvps, num_vjps = lin.num_row_passes()
@@ -182,6 +188,11 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             return update
         memory = _Memory(tolerance, norm, update.step)
         return eqx.tree_at(lambda u: u.memory, update, memory)
+
+    def _dense_is_cheaper(self, lin: Linearisation) -> bool:
+        if lin.num_bytes() > self.memory_budget:
+            return False
+        return lin.num_bytes() <= _SMALL_JACOBIAN or loops_slowly(lin.jvp, lin.point)
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

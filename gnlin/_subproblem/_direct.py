@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
@@ -71,12 +70,7 @@ class OnOutputs(AbstractSubproblem):
         if rest is None:
             self.pushed = jnp.zeros_like(residual)
         else:
-            self.pushed = jax.lax.cond(
-                _tree.any_nonzero(rest),
-                push_forward,
-                lambda _: jnp.zeros_like(residual),
-                rest,
-            )
+            self.pushed = push_forward(rest)
             squared += 2 * matmul(residual, self.pushed) + _tree.dot(rest, rest)
         self.gradient_norm = jnp.sqrt(jnp.where(squared < 0, 0, squared))
         self.num_jvps = num_jvps

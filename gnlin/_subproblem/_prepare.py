@@ -10,12 +10,12 @@ from jax.tree_util import Partial
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _rows, _tree
+from .._cost import loops_slowly, num_flops
 from .._linearisation import Linearisation, svd_is_cheap
 from .._objective import AbstractObjective, Quadratic
 from .._spectrum import Filter
 from .._tree import matmul
 from ._base import AbstractSubproblem, Answer
-from ._cost import num_flops
 from ._direct import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
 from ._prox_linear import ProxLinear
@@ -187,6 +187,7 @@ def prepare_prox_linear(
 # passes, and a Newton step about this many of them.
 _MATMUL_COST = 1 / 8
 _NEWTON_PRODUCTS = 10
+_LOOPED_CONVOLUTION = 14
 _NEWTON_STEPS = 10
 
 
@@ -196,6 +197,8 @@ def _outputs_are_cheaper(lin: Linearisation, num_steps: float | None) -> bool:
     m, p = lin.shape
     one_pass = num_flops(lin.jvp, lin.point)
     rows = sum(lin.num_row_passes()) * one_pass
+    if loops_slowly(lin.jvp, lin.point):
+        one_pass *= _LOOPED_CONVOLUTION
     kernel = rows + 2 * m**2 * p * _MATMUL_COST
     if num_steps is None:
         newton = 2 / 3 * m**3 * _MATMUL_COST

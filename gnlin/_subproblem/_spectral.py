@@ -1,7 +1,6 @@
 """By eigen- or singular values: any filter, one factorisation for all of them."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
@@ -35,12 +34,7 @@ class Spectral(AbstractSubproblem):
             self.pushed = jnp.zeros_like(spectrum.eigenvalues)
             self.gradient_norm = spectrum.gradient_norm()
         else:
-            self.pushed = jax.lax.cond(
-                _tree.any_nonzero(rest),
-                lambda v: spectrum.project(push_forward(v)),
-                lambda _: jnp.zeros_like(spectrum.eigenvalues),
-                rest,
-            )
+            self.pushed = spectrum.project(push_forward(rest))
             self.gradient_norm = _tree.norm(self.gradient())
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
@@ -77,20 +71,10 @@ class Spectral(AbstractSubproblem):
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
-        step = self.spectrum.step(filter)
-        if self.rest is not None:
-            step = jax.lax.cond(
-                _tree.any_nonzero(self.rest),
-                lambda step: _tree.axpy(-1, self._filtered_rest(filter), step),
-                lambda step: step,
-                step,
-            )
-        return Answer(step, result=result)
-
-    def _filtered_rest(self, filter: Filter) -> PyTree[Array]:
-        w = self.spectrum.eigenvalues
+        if self.rest is None:
+            return Answer(self.spectrum.step(filter), result=result)
         values = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))
         at_zero, g = values[0], values[1:]
         slope = jnp.where(w > 0, (g - at_zero) / jnp.where(w > 0, w, 1), 0)
-        within = self.spectrum.lift(slope * self.pushed)
-        return _tree.axpy(at_zero, self.rest, within)
+        within = self.spectrum.lift(-g * self.spectrum.coefficients - slope * self.pushed)
+        return Answer(_tree.axpy(-at_zero, self.rest, within), result=result)
