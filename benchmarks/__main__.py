@@ -21,6 +21,7 @@ MODULES = {
     "k-vs-lambda": "benchmarks.experiments.k_vs_lambda",
     "nist": "benchmarks.experiments.nist",
     "speed": "benchmarks.speed",
+    "speed-training": "benchmarks.speed_training",
 }
 TAKE_SEEDS = ("k-vs-lambda",)
 OURS = ("benchmarks.", "gnlin.")

@@ -31,6 +31,12 @@ from ._losses import (
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
 )
+from ._objective import (
+    AbstractObjective as AbstractObjective,
+    BatchLoss as BatchLoss,
+    Quadratic as Quadratic,
+    SumOfSquares as SumOfSquares,
+)
 from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solve import History as History, Solution as Solution, solve as solve
 from ._solver import (

@@ -28,7 +28,7 @@ class Quadratic(eqx.Module):
 
 
 class AbstractObjective(eqx.Module):
-    """A function of the outputs of all examples together."""
+    """A function of the outputs of all examples together, as solvers see it."""
 
     @property
     @abc.abstractmethod
