@@ -14,7 +14,7 @@ from ._gauss_newton import (
 from ._iterative_linearisation import (
     IterativeLinearisation as IterativeLinearisation,
     Stream as Stream,
-    Trajectory as Trajectory,
 )
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
+from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

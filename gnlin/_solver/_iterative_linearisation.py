@@ -21,7 +21,7 @@ from .._checks import (
 )
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
-from .._spectrum import Filter, Spectrum
+from .._spectrum import Filter
 from .._subproblem import (
     AbstractSubproblem,
     check_form,
@@ -43,6 +43,7 @@ from ._base import (
     step_if_finite,
     Update,
 )
+from ._trajectory import Trajectory
 
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
@@ -364,7 +365,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         state = State(stream, report, counts, jnp.array(False), result)
         return new_y, state, loss, aux
 
-    def trajectory(self, lin: Linearisation) -> "Trajectory":
+    def trajectory(self, lin: Linearisation) -> Trajectory:
         """The inner steps at one linearisation, to be looked at wherever one likes.
 
         !!! example
@@ -379,7 +380,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         """
         method = self.method if self.method in ("svd", "eigh") else None
         spectrum = lin.spectrum(method, memory_budget=self.memory_budget)
-        return Trajectory(lin, spectrum, self)
+        return Trajectory(lin, spectrum, self.filter)
 
 
 class Stream(eqx.Module):
@@ -437,42 +438,3 @@ def _check_optimiser(optimiser, period, momentum, nesterov, method) -> None:
             "An `optimiser` takes `period` steps, which must be finite; to solve the "
             'linearised problem use `GaussNewton(form="prox-linear")`.'
         )
-
-
-class Trajectory(eqx.Module):
-    """The path of the inner steps at one linearisation point, before, at and beyond the
-    period. Made by [`gnlin.IterativeLinearisation.trajectory`][]."""
-
-    linearisation: Linearisation
-    spectrum: Spectrum
-    solver: IterativeLinearisation
-
-    def parameters(self, inner_steps: Int[Array, " n"]) -> PyTree[Array]:
-        """The parameters after each number of inner steps, along a new leading axis.
-
-        Each is a whole number of at least 1.
-        """
-        check_period("inner_steps", inner_steps)
-        return jax.vmap(self._after)(jnp.asarray(inner_steps))
-
-    def outputs(
-        self, inner_steps: Int[Array, " n"], *, on: Linearisation | None = None
-    ) -> PyTree[Array]:
-        """The linearised model's outputs after each number of inner steps.
-
-        **Arguments:**
-
-        - `inner_steps`: whole numbers of at least 1.
-        - `on`: a linearisation, at the same point, of the function whose outputs are
-            wanted, such as the model on test inputs; by default the one trained on.
-        """
-        check_period("inner_steps", inner_steps)
-        on = self.linearisation if on is None else on
-        # A chunk at a time: all parameters at once may not fit in memory.
-        return jax.lax.map(
-            lambda k: on(self._after(k)), jnp.asarray(inner_steps), batch_size=32
-        )
-
-    def _after(self, num_inner_steps: Int[Array, ""]) -> PyTree[Array]:
-        step = self.spectrum.step(self.solver.filter(num_inner_steps))
-        return _tree.axpy(1, step, self.linearisation.point)

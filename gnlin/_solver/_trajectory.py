@@ -1,0 +1,52 @@
+"""The inner steps at one linearisation, looked at one by one."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree, ScalarLike
+
+from .. import _tree
+from .._checks import check_period
+from .._linearisation import Linearisation
+from .._spectrum import Filter, Spectrum
+
+
+class Trajectory(eqx.Module):
+    """The path of the inner steps at one linearisation point, before, at and beyond the
+    period. Made by [`gnlin.IterativeLinearisation.trajectory`][]."""
+
+    linearisation: Linearisation
+    spectrum: Spectrum
+    filter: Callable[[ScalarLike], Filter]  # of a number of inner steps
+
+    def parameters(self, inner_steps: Int[Array, " n"]) -> PyTree[Array]:
+        """The parameters after each number of inner steps, along a new leading axis.
+
+        Each is a whole number of at least 1.
+        """
+        check_period("inner_steps", inner_steps)
+        return jax.vmap(self._after)(jnp.asarray(inner_steps))
+
+    def outputs(
+        self, inner_steps: Int[Array, " n"], *, on: Linearisation | None = None
+    ) -> PyTree[Array]:
+        """The linearised model's outputs after each number of inner steps.
+
+        **Arguments:**
+
+        - `inner_steps`: whole numbers of at least 1.
+        - `on`: a linearisation, at the same point, of the function whose outputs are
+            wanted, such as the model on test inputs; by default the one trained on.
+        """
+        check_period("inner_steps", inner_steps)
+        on = self.linearisation if on is None else on
+        # A chunk at a time: all parameters at once may not fit in memory.
+        return jax.lax.map(
+            lambda k: on(self._after(k)), jnp.asarray(inner_steps), batch_size=32
+        )
+
+    def _after(self, num_inner_steps: Int[Array, ""]) -> PyTree[Array]:
+        step = self.spectrum.step(self.filter(num_inner_steps))
+        return _tree.axpy(1, step, self.linearisation.point)
