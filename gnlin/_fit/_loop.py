@@ -227,6 +227,8 @@ def fit(
         checkpoint,
     )
     run.train(resume)
+    if run.complaint:
+        warnings.warn(run.complaint, stacklevel=2)
     return run.as_result()
 
 
@@ -289,6 +291,7 @@ class _Run:
         self._chosen: list[np.ndarray] | None = None
         self.result = optx.RESULTS.nonlinear_max_steps_reached
         self.reason = ""
+        self.complaint = ""
 
     #
     # What callbacks may use
@@ -361,10 +364,8 @@ class _Run:
             self._validate_if_not_yet()
         except KeyboardInterrupt:
             self._save()
-            self.stop("interrupted")
-            warnings.warn(
-                f"`gnlin.fit` was interrupted after step {self.step}.", stacklevel=3
-            )
+            self.reason = f"step {self.step}: interrupted"
+            self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
         except BaseException:
             self._save()
             self._tell("on_end")
@@ -454,9 +455,8 @@ class _Run:
         else:
             why = optx.RESULTS[self.result].splitlines()[0]
         self.reason = f"step {self.step}: {why}"
-        warnings.warn(
-            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one.",
-            stacklevel=7,
+        self.complaint = (
+            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one."
         )
 
     def _validate(self) -> None:
