@@ -48,6 +48,10 @@ class AbstractObjective(eqx.Module):
         """Its derivative by the outputs."""
 
     @abc.abstractmethod
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        """Products with a factor of its second derivative by the outputs."""
+
+    @abc.abstractmethod
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         """Products with its second derivative by the outputs."""
 
@@ -77,6 +81,9 @@ class SumOfSquares(AbstractObjective):
 
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return outputs
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return lambda v: v
 
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         return lambda v: v
@@ -146,6 +153,12 @@ class BatchLoss(AbstractObjective):
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         each = jax.vmap(self.loss.gradient)(outputs, self.targets)
         return each if self.weights is None else _by_example(self.weights, each)
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        factors = jax.vmap(self.loss.factor)(outputs, self.targets)
+        if self.curvature_weights is not None:
+            factors = _Weighted(factors, jnp.sqrt(self.curvature_weights))
+        return lambda v: jax.vmap(lambda r, x: r.mv(x))(factors, v)
 
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
         factors = jax.vmap(self.loss.factor)(outputs, self.targets)

@@ -24,6 +24,7 @@ from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError
 from ._history import COLUMNS, FitHistory, Rows
 from ._step import (
+    AnyArray,
     begin,
     Carry,
     checked_outputs,
@@ -421,7 +422,7 @@ class _Run:
         """Take note of a step that has been made."""
         *figures, failed, converged = map(float, np.asarray(row))
         before = self.row["num_feature_updates"]
-        self._rows.append([now.step, now.epoch, *figures])
+        self._rows.append([float(now.step), float(now.epoch), *figures])
         self._now = now
         if failed:
             self._fail(loss=figures[0])
@@ -523,15 +524,15 @@ class _Run:
 
     def settings(self) -> dict[str, str]:
         """What must be the same for a run to be continued."""
-        setting = self._setting
-        shapes = [(x.shape, str(x.dtype)) for x in self._now.arrays]
+        setting, arrays = self._setting, self._now.arrays
         return {
             "solver": type(setting.solver).__qualname__,
             "loss": type(setting.loss).__qualname__,
             "key": str(np.asarray(jax.random.key_data(setting.key)).tolist()),
-            "columns": str(self._rows.columns),
+            "list of columns": str(self._rows.columns),
             **{name: str(value) for name, value in self._stream.settings().items()},
-            "shapes": str(shapes),
+            "number of arrays": str(len(arrays)),
+            **{f"array {i}": f"{x.shape} {x.dtype}" for i, x in enumerate(arrays)},
         }
 
     def restore(self, arrays: list[Any], meta: dict) -> list[np.ndarray]:
@@ -579,13 +580,13 @@ def _name_of(result: optx.RESULTS) -> str:
     return "nonlinear_divergence"
 
 
-def as_numpy(x: Array) -> np.ndarray:
+def as_numpy(x: AnyArray) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
 
 
-def like_array(x: np.ndarray, like: Array) -> Array:
+def like_array(x: np.ndarray, like: AnyArray) -> Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
     return jnp.asarray(x)
@@ -756,13 +757,13 @@ def _check_curvature_batch(size, stream, solver) -> None:
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
             "at most the number of examples, which must be arrays."
         )
-    if getattr(solver, "form", "quadratic") != "quadratic":
-        raise ValueError(
-            "`curvature_batch_size` is of quadratic problems: pass a solver with "
-            '`form="quadratic"`.'
-        )
     if isinstance(solver, IterativeLinearisation):
         raise ValueError(
             "Iterative linearisation takes its steps across batches, with each batch's "
             "own loss: leave `curvature_batch_size` out."
+        )
+    if getattr(solver, "form", "quadratic") != "quadratic":
+        raise ValueError(
+            "`curvature_batch_size` is of quadratic problems: pass a solver with "
+            '`form="quadratic"`.'
         )

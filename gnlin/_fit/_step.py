@@ -1,7 +1,7 @@
 """The compiled parts of a run: one step, and a look at the validation data."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,6 +17,9 @@ from .._model import Network
 from .._objective import BatchLoss
 from .._solver import AbstractGaussNewton, linearised, State
 from ._stream import gather
+
+
+AnyArray = jax.Array | np.ndarray | np.generic
 
 
 class Carry(NamedTuple):
@@ -147,8 +150,9 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         return fn(y, args)[0] if network.has_state else fn(y, args)
 
     def figures(outputs):
-        setting.loss.check(outputs, targets)
-        objective = BatchLoss(setting.loss, outputs, targets)
+        shapes = jax.eval_shape(lambda: outputs)
+        setting.loss.check(shapes, targets)
+        objective = BatchLoss(setting.loss, shapes, targets)
         losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
         means = [metric(outputs, targets) for metric in metrics]
         return [jnp.sum(weights * losses), *(num_examples * mean for mean in means)]
@@ -172,7 +176,7 @@ class Compiled:
         self._fixed = [jnp.asarray(x) for x in arrays]
         self._jitted = _jitted(fn, static, tuple(split(part)[1] for part in changing))
 
-    def __call__(self, *changing: list[Array]):
+    def __call__(self, *changing: list[AnyArray]):
         return self._jitted(self._fixed, *changing)
 
 
@@ -200,18 +204,18 @@ class Static(NamedTuple):
 _AN_ARRAY = object()
 
 
-def split(tree: PyTree) -> tuple[list[Array], Static]:
+def split(tree: PyTree) -> tuple[list[AnyArray], Static]:
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     rest = tuple(_AN_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
     return arrays, Static(structure, rest)
 
 
-def join(arrays: list[Array], static: Static) -> PyTree:
+def join(arrays: Sequence[AnyArray], static: Static) -> PyTree:
     remaining = iter(arrays)
     leaves = [next(remaining) if x is _AN_ARRAY else x for x in static.leaves]
     return jax.tree.unflatten(static.structure, leaves)
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    return isinstance(leaf, AnyArray)

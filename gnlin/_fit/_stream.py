@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import as_batch
 
@@ -118,7 +118,7 @@ def make_stream(data: Any, batch_size: int | None, key: Key[Array, ""]):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _permutation(key: Key[Array, ""], epoch: int, num_examples: int) -> Array:
+def _permutation(key: Key[Array, ""], epoch: ScalarLike, num_examples: int) -> Array:
     return jax.random.permutation(jax.random.fold_in(key, epoch), num_examples)
 
 

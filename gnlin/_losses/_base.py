@@ -68,7 +68,7 @@ class AbstractLoss(eqx.Module):
         r"""A factor $R$ of its second derivative by the outputs, $R^\top R$."""
         flat, unravel = ravel_pytree(outputs)
         hessian = jax.hessian(lambda o: self.value(unravel(o), target))(flat)
-        return DenseFactor(hessian)
+        return DenseFactor(hessian, jnp.abs(self.value(outputs, target)))
 
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
@@ -119,14 +119,15 @@ class AbstractElementwiseLoss(AbstractLoss):
         return 1.0
 
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
-        each = jax.tree.map(self.elementwise, outputs, target)
+        each = jax.tree.map(self.elementwise, outputs, _as_outputs(target, outputs))
         return functools.reduce(jnp.add, map(jnp.sum, jax.tree.leaves(each)))
 
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
-        return jax.tree.map(self.derivative, outputs, target)
+        return jax.tree.map(self.derivative, outputs, _as_outputs(target, outputs))
 
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
-        return DiagonalFactor(jax.tree.map(self.root, outputs, target), self.unit)
+        root = jax.tree.map(self.root, outputs, _as_outputs(target, outputs))
+        return DiagonalFactor(root, self.unit)
 
     def check(
         self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]
@@ -139,6 +140,11 @@ class AbstractElementwiseLoss(AbstractLoss):
                 f"but have {given}; reshape them, or for labels use "
                 "`gnlin.SoftmaxCrossEntropy()`."
             )
+
+
+def _as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
+    """Whole counts of 64 bits would make everything double precision."""
+    return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
 
 
 def check_loss(loss: object) -> None:

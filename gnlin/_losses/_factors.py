@@ -62,7 +62,7 @@ class IdentityFactor(AbstractFactor):
         return gradient, None
 
 
-def _is_steep(gradient: Array, root: Array, unit: float) -> Array:
+def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
     """Whether `gradient / root` has the square of a loss greater than 1/eps units."""
     eps = jnp.finfo(gradient.dtype).eps
     return jnp.abs(gradient) * eps**0.5 > root * unit**0.5
@@ -175,12 +175,15 @@ class DenseFactor(AbstractFactor):
     **Arguments:**
 
     - `hessian`: c x c, of the outputs in `ravel_pytree` order.
+    - `unit`: what counts as one unit of the loss.
     """
 
     root: Float[Array, " c"]
     vectors: Float[Array, "c c"]
+    unit: Float[Array, ""]
 
-    def __init__(self, hessian: Float[Array, "c c"]):
+    def __init__(self, hessian: Float[Array, "c c"], unit: Float[Array, ""]):
+        self.unit = unit
         w, self.vectors = eigh(hessian)
         rounding = w.size * float(jnp.finfo(w.dtype).eps)
         self.root = jnp.sqrt(jnp.where(w > rounding * jnp.max(jnp.abs(w)), w, 0))
@@ -200,7 +203,7 @@ class DenseFactor(AbstractFactor):
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         g, unravel = ravel_pytree(gradient)
         along = matmul(self.vectors.T, g)
-        curved = self.root > 0
+        curved = (self.root > 0) & ~_is_steep(along, self.root, self.unit)
         residual = _quotient(along, self.root, curved)
         remainder = matmul(self.vectors, jnp.where(curved, 0, along))
         # The rounding of the rest is no gradient.

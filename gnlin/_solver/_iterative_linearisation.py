@@ -20,7 +20,7 @@ from .._checks import (
     check_tolerances,
 )
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
-from .._objective import AbstractObjective
+from .._objective import AbstractObjective, SumOfSquares
 from .._spectrum import Filter
 from .._subproblem import (
     AbstractSubproblem,
@@ -264,10 +264,15 @@ class IterativeLinearisation(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: PyTree,
     ) -> Update:
-        subproblem = ProxLinear(objective, lin, Parameters(lin))
+        if self.form == "quadratic":
+            quadratic = objective.expand(lin)
+            on, rest = quadratic.lin, quadratic.rest
+            subproblem = ProxLinear(SumOfSquares(), on, Parameters(on))
+        else:
+            subproblem, rest = ProxLinear(objective, lin, Parameters(lin)), None
         state = self.optimiser.init(lin.point) if memory is None else memory
         answer, state = subproblem.optimise(
-            self.optimiser, state, self.period, self.damping
+            self.optimiser, state, self.period, self.damping, rest
         )
         update = step_if_finite(self, objective, lin, evaluate, subproblem, answer)
         if memory is None:

@@ -246,6 +246,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         largest = subproblem.largest_curvature()
         loss = jnp.abs(objective.value(lin.outputs))
         residual = objective.residual(lin.outputs)
+        root = objective.root(lin.outputs)
         flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
 
         def scaled(step):
@@ -262,7 +263,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 )
             step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
             if self.acceleration:
-                bend = self._acceleration(evaluate, lin.point, subproblem, damping, step)
+                bend = self._acceleration(
+                    root, evaluate, lin.point, subproblem, damping, step
+                )
                 longest = 0.5 * _MAX_ACCELERATION * _tree.norm(scaled(step))
                 gentle = _tree.norm(scaled(bend.step)) <= longest
                 step = _tree.axpy(0.5, bend.step, step)
@@ -337,16 +340,16 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
         return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
 
-    def _acceleration(self, evaluate, y, subproblem, damping, velocity):
+    def _acceleration(self, root, evaluate, y, subproblem, damping, velocity):
         """The second-order correction to a step v: the damped least-squares solution
-        for the second directional derivative of the residuals along v."""
+        for the second directional derivative of the outputs along v, whitened."""
 
         def along(t):
             return jax.jvp(evaluate, (_tree.axpy(t, velocity, y),), (velocity,))[1]
 
         zero = jnp.zeros((), _tree.dtype(y))
         _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
-        bent = subproblem.with_residual(second)
+        bent = subproblem.with_residual(root(second))
         answer = bent.solve(Tikhonov(damping))
         taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
         return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)

@@ -43,10 +43,6 @@ def descend(
     dtype = _tree.dtype(zero)
     eta, mu = jnp.asarray(learning_rate, dtype), jnp.asarray(momentum, dtype)
     period = _as_float(period)
-    # A residual that has grown past 1/eps says nothing any more.
-    unit = _tree.norm(objective.residual(outputs))
-    unit = unit if objective.is_quadratic else jnp.maximum(unit, 1)
-    largest = unit / jnp.finfo(dtype).eps
 
     def advance(z, velocity, g):
         velocity = _tree.axpy(-eta, g, _tree.scale(mu, velocity))
@@ -62,12 +58,14 @@ def descend(
         g = space.pull(objective.gradient(at))
         g = g if rest is None else _tree.axpy(1, rest, g)
         g = _tree.axpy(damping, z, g)
-        grown = ~(_tree.norm(objective.residual(at)) <= largest)
+        grown = ~(_tree.norm(g) <= largest)
         return k + 1, *advance(z, velocity, g), grown
 
     if gradient is None:
         gradient = space.pull(objective.gradient(outputs))
         gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+    # One that has grown past 1/eps says nothing any more.
+    largest = _tree.norm(gradient) / jnp.finfo(dtype).eps
     start = jnp.ones((), period.dtype), *advance(zero, zero, gradient), jnp.array(False)
     k, z, _, grown = jax.lax.while_loop(
         lambda carry: (carry[0] < period) & ~carry[3], body, start
@@ -90,6 +88,7 @@ def optimise(
     optimiser_state: PyTree,
     *,
     damping: ScalarLike = 0.0,
+    rest: PyTree[Array] | None = None,
 ) -> Optimised:
     """`period` steps of an optax optimiser, which sees the parameters themselves."""
     point = space.lin.point
@@ -97,7 +96,9 @@ def optimise(
     def body(carry):
         k, step, state = carry
         at = _tree.axpy(1, space.push(step), outputs)
-        g = _tree.axpy(damping, step, space.pull(objective.gradient(at)))
+        g = space.pull(objective.gradient(at))
+        g = g if rest is None else _tree.axpy(1, rest, g)
+        g = _tree.axpy(damping, step, g)
         updates, state = optimiser.update(g, state, _tree.axpy(1, step, point))
         return k + 1, _tree.axpy(1, updates, step), state
 

@@ -133,7 +133,8 @@ def flow(
     )
     finite = _tree.all_finite(velocity)
     end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, start)
-    met = ~unfinished(end) & finite & _tree.all_finite(end.z)
+    arrived = end.time >= time * (1 - 4 * eps)
+    met = arrived & finite & _tree.all_finite(end.z)
     return Flowed(end.z, end.num_products, met)
 
 

@@ -96,11 +96,13 @@ class MatrixFree(AbstractSubproblem):
         gradient (2-norms)."""
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
+        gradient = self._reachable_gradient(damping)
+        norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
         # their signs: phi^T r with the signs of r at random.
         terms = _tree.norm(lin.vjp(_with_random_signs(lin.outputs)))
-        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / self.gradient_norm
+        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / norm
         tolerance = jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         curvature = lx.FunctionLinearOperator(
             lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
@@ -109,7 +111,7 @@ class MatrixFree(AbstractSubproblem):
         )
         solution = lx.linear_solve(
             curvature,
-            _tree.scale(-1, self._gradient),
+            _tree.scale(-1, gradient),
             ConjugateGradients(tolerance, max_steps),
             options={} if start is None else {"y0": start},
             throw=False,
@@ -118,6 +120,28 @@ class MatrixFree(AbstractSubproblem):
         num_products = solution.stats["num_products"]
         return Answer(
             solution.value, solution.stats["num_steps"], num_products, num_products + 1
+        )
+
+    def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
+        r"""Without damping there is a solution only for what is in the range of
+        $\phi^\top$: of the rest, its projection $\phi^\top(\phi\phi^\top)^+\phi\,g_0$."""
+        rest, lin = self.rest, self.linearisation
+        if rest is None:
+            return self._gradient
+
+        def projected():
+            kernel = lx.FunctionLinearOperator(
+                lambda u: lin.jvp(lin.vjp(u)),
+                jax.eval_shape(lambda: lin.outputs),
+                lx.positive_semidefinite_tag,
+            )
+            solver = ConjugateGradients(self._exactly())
+            solution = lx.linear_solve(kernel, lin.jvp(rest), solver, throw=False)
+            return lin.vjp(_tree.axpy(1, solution.value, lin.outputs))
+
+        undamped = jnp.asarray(damping) == 0
+        return jax.lax.cond(
+            undamped & _tree.any_nonzero(rest), projected, lambda: self._gradient
         )
 
     def descend(

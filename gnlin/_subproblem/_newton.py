@@ -28,7 +28,7 @@ class Solved(NamedTuple):
     decrease: Scalar  # of the loss on the linearised outputs
     num_steps: Array  # of Newton
     num_products: Array  # with the curvature
-    met: Bool[Array, ""]
+    stuck: Bool[Array, ""]  # without having taken a step
 
 
 class _Iterate(NamedTuple):
@@ -124,5 +124,5 @@ def minimise(
     begin = _Iterate(*first, count, count, ~jnp.isfinite(first_norm))
     it = jax.lax.while_loop(unfinished, iterate, begin)
     decrease = objective.decrease(outputs, at(it.pushed))
-    met = (it.norm <= target) | it.stalled
-    return Solved(it.z, decrease, it.num_steps, it.num_products, met)
+    stuck = (it.norm > target) & it.stalled & (it.num_steps == 0)
+    return Solved(it.z, decrease, it.num_steps, it.num_products, stuck)

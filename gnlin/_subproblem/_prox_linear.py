@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
@@ -127,6 +128,9 @@ class ProxLinear(AbstractSubproblem):
             num_passes,
             num_passes,
             solved.decrease,
+            result=optx.RESULTS.where(
+                solved.stuck, optx.RESULTS.singular, optx.RESULTS.successful
+            ),
         )
 
     def _descend(
@@ -134,8 +138,36 @@ class ProxLinear(AbstractSubproblem):
     ) -> Answer:
         period = filter.period
         if isinstance(period, float) and math.isinf(period):
-            # What the steps converge to, if they do.
-            return self.to_tolerance(self._exactly(), damping)
+            return self._limit(damping)
+        if isinstance(period, int | float):
+            return self._literally(filter, period, damping)
+        endless = jnp.isinf(period)
+        finite = jnp.where(endless, 1, jnp.asarray(period, float))
+
+        def parts(answer: Answer):
+            counts = answer.num_inner_steps, answer.num_jvps, answer.num_vjps
+            return answer.step, [jnp.asarray(n, float) for n in counts], answer.result
+
+        step, counts, result = jax.lax.cond(
+            endless,
+            lambda: parts(self._limit(damping)),
+            lambda: parts(self._literally(filter, finite, damping)),
+        )
+        return Answer(step, *counts, result=result)
+
+    def _limit(self, damping: ScalarLike) -> Answer:
+        """What the steps converge to, if they do."""
+        there = ProxLinear(
+            self.objective, self.linearisation, Parameters(self.linearisation)
+        )
+        return there.to_tolerance(self._exactly(), damping)
+
+    def _literally(
+        self,
+        filter: GradientDescent | HeavyBall | Nesterov,
+        period: ScalarLike,
+        damping: ScalarLike,
+    ) -> Answer:
         end = descend(
             self.space,
             self.objective,
@@ -177,6 +209,7 @@ class ProxLinear(AbstractSubproblem):
         state: PyTree,
         period: ScalarLike,
         damping: ScalarLike,
+        rest: PyTree[Array] | None = None,
     ) -> tuple[Answer, PyTree]:
         """`period` steps of an optax optimiser on the parameters, and its state."""
         end = optimise(
@@ -187,6 +220,7 @@ class ProxLinear(AbstractSubproblem):
             optimiser,
             state,
             damping=damping,
+            rest=rest,
         )
         period = jnp.asarray(float(period) if isinstance(period, int) else period)
         answer = Answer(

@@ -1,0 +1,742 @@
+"""What a step of `gnlin.fit` is: against `gnlin.solve`, literal loops and dense steps."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+from fit_problems import (
+    BATCHES,
+    batches_drawn,
+    cross_entropy,
+    dense,
+    DESCENT,
+    Dropped,
+    fit,
+    inner_steps,
+    LABELLED,
+    LABELS,
+    network,
+    Normalised,
+    numbers,
+    outer_steps,
+    outputs,
+    squared_error,
+    START,
+    T,
+    X,
+)
+from jax.flatten_util import ravel_pytree
+from problems import damped_step, gauss_newton_step, truncated_step
+
+import gnlin
+from gnlin._fit import _loop
+from gnlin.filters import GradientFlow
+
+
+def assert_close(left, right, rtol=1e-9):
+    np.testing.assert_allclose(left, right, rtol=rtol, atol=1e-12)
+
+
+#
+# The full batch
+#
+
+
+SOLVERS = {
+    "gauss-newton": gnlin.GaussNewton(),
+    "damped": gnlin.DampedGaussNewton(lambda step: 1.0 / (1 + step)),
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "truncated": gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(), damping=0.1),
+    "iterative linearisation": gnlin.IterativeLinearisation(200, 0.02, 0.5),
+    "filtered": gnlin.FilteredGaussNewton(GradientFlow(5.0)),
+}
+
+
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_the_full_batch_is_solve_step_for_step(solver):
+    solution = gnlin.solve(network(), (X, T), solver, max_steps=4)
+    result = fit(data=(X, T), solver=solver, batch_size=None, steps=4)
+    history = result.history
+    assert_close(numbers(result.model), numbers(solution.model))
+    assert_close(history["loss"], solution.history.loss[:-1])
+    for name in ("gradient_norm", "step_norm", "damping", "num_inner_steps"):
+        assert_close(history[name], getattr(solution.history, name))
+    for name in set(solution.stats) - {"max_steps"}:
+        assert result.stats[name] == float(solution.stats[name])
+    assert result.result == solution.result
+    np.testing.assert_array_equal(history["epoch"], [0, 1, 2, 3])
+    assert result.linearisation_point is None
+
+
+def test_convergence_ends_the_run():
+    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    data, validation = (X, X @ jnp.ones((3, 2))), (X, T)
+    result = fit(
+        linear,
+        data,
+        gnlin.GaussNewton(),
+        batch_size=None,
+        epochs=9,
+        validation=validation,
+    )
+    assert result.result == optx.RESULTS.successful
+    assert result.reason == "step 2: converged"
+    assert result.stats["num_steps"] == len(result.history["loss"]) == 2
+    assert_close(result.model.weight, np.ones((2, 3)))
+    # The model that is handed back has been looked at.
+    assert np.all(np.isfinite(result.history["validation_loss"]))
+
+
+def test_epochs_and_steps():
+    assert fit(epochs=2).stats["num_steps"] == 6
+    result = fit(steps=4)
+    np.testing.assert_array_equal(result.history["step"], [1, 2, 3, 4])
+    np.testing.assert_array_equal(result.history["epoch"], [0, 0, 0, 1])
+    assert (result.stats["num_steps"], result.stats["num_epochs"]) == (4, 1)
+    assert fit(steps=6).stats["num_epochs"] == 2
+    assert fit(data=BATCHES, steps=4).stats["num_epochs"] == 1
+    assert fit(data=BATCHES, epochs=2).stats["num_steps"] == 6
+    assert fit(data=(X, T), batch_size=12, epochs=2).stats["num_steps"] == 2
+    for arguments in ({"steps": 6}, {"data": BATCHES, "steps": 6}):
+        longer = {**arguments, "steps": 100}
+        stop = StopAfter(6)
+        same = fit(**longer, callbacks=stop)
+        np.testing.assert_array_equal(
+            numbers(fit(**arguments).model), numbers(same.model)
+        )
+
+
+class StopAfter(gnlin.callbacks.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step(self, run):
+        if run.step == self.step:
+            run.stop("enough")
+
+
+#
+# The order of examples
+#
+
+
+def test_an_epoch_is_a_permutation_and_leaves_out_what_is_less_than_a_batch():
+    drawn = batches_drawn(11, 4, 6, jax.random.key(3))
+    assert {len(batch) for batch in drawn} == {4}
+    epochs = [sorted(drawn[i] + drawn[i + 1]) for i in (0, 2, 4)]
+    assert all(len(set(epoch)) == 8 for epoch in epochs)
+    assert len({tuple(map(tuple, drawn[i : i + 2])) for i in (0, 2, 4)}) == 3
+    assert batches_drawn(11, 4, 6, jax.random.key(3)) == drawn
+    assert batches_drawn(11, 4, 6, jax.random.key(4)) != drawn
+    seen = set().union(*batches_drawn(11, 4, 20, jax.random.key(3)))
+    assert seen == set(range(11))
+
+
+def test_arrays_are_the_batches_that_are_drawn_from_them():
+    key = jax.random.key(5)
+    drawn = [np.array(batch) for batch in batches_drawn(12, 4, 6, key)]
+    by_hand = fit(data=[(X[i], T[i]) for i in drawn], steps=6)
+    result = fit(steps=6, key=key)
+    assert_close(numbers(result.model), numbers(by_hand.model))
+    assert_close(result.history["loss"], by_hand.history["loss"])
+
+
+#
+# Gauss-Newton solvers: a batch is an outer step
+#
+
+
+@pytest.mark.parametrize(
+    ("solver", "step"),
+    [
+        (gnlin.GaussNewton(), gauss_newton_step),
+        (gnlin.DampedGaussNewton(0.3), lambda r, j: damped_step(r, j, 0.3)),
+        (
+            gnlin.TruncatedGaussNewton(0.2, damping=0.1),
+            lambda r, j: truncated_step(r, j, 0.2, 0.1)[0],
+        ),
+    ],
+    ids=["gauss-newton", "damped", "truncated"],
+)
+def test_a_gauss_newton_step_on_each_batch(solver, step):
+    result = fit(data=BATCHES, solver=solver, epochs=2)
+    expected, losses = outer_steps(step, BATCHES, 6)
+    assert_close(numbers(result.model), expected, rtol=1e-8)
+    assert_close(result.history["loss"], losses, rtol=1e-8)
+    np.testing.assert_array_equal(result.history["num_feature_updates"], range(1, 7))
+
+
+def test_a_schedule_counts_the_batches():
+    solver = gnlin.DampedGaussNewton(lambda step: 1.0 + step)
+    history = fit(data=BATCHES, solver=solver, steps=4).history
+    assert_close(history["damping"], [1, 2, 3, 4])
+
+
+def levenberg_marquardt(batches, num_steps, dense=dense, flat=START):
+    """(parameters, dampings), with Nielsen's rule, and each batch's own trial steps."""
+    flat, damping, dampings = np.asarray(flat), None, []
+    for k in range(num_steps):
+        x, targets = batches[k % len(batches)]
+        f, jacobian = dense(flat, x)
+        loss, r, _ = squared_error(f, targets)
+        gradient = jacobian.T @ r
+        if damping is None:
+            along = jacobian @ gradient
+            damping = 1e-3 * (along @ along) / (gradient @ gradient)
+        growth = 2
+        while True:
+            step = damped_step(r, jacobian, damping)
+            predicted = 0.5 * step @ (damping * step - gradient)
+            new_loss, *_ = squared_error(dense(flat + step, x)[0], targets)
+            ratio = (loss - new_loss) / predicted
+            if ratio > 1e-4:
+                break
+            damping, growth = damping * growth, 2 * growth
+        flat = flat + step
+        dampings.append(damping)
+        damping *= max(1 / 3, 1 - (2 * min(ratio, 1) - 1) ** 3)
+    return flat, np.array(dampings)
+
+
+def test_the_damping_is_carried_from_batch_to_batch():
+    solver = gnlin.LevenbergMarquardt(scaling="identity", acceleration=False)
+    result = fit(data=BATCHES, solver=solver, epochs=3)
+    expected, dampings = levenberg_marquardt(BATCHES, 9)
+    assert_close(result.history["damping"], dampings, rtol=1e-6)
+    assert_close(numbers(result.model), expected, rtol=1e-6)
+    assert result.stats["num_rejected_steps"] > 0
+
+
+#
+# Iterative linearisation: theta_s stays for K batches
+#
+
+
+ADAM = optax.adam(0.02)
+# Solver of a period, the optimiser itself, whether it starts anew, and the damping
+DESCENTS = {
+    "plain": (
+        lambda k: gnlin.IterativeLinearisation(k, 0.05),
+        optax.sgd(0.05),
+        True,
+        0.0,
+    ),
+    "momentum, damped": (
+        lambda k: gnlin.IterativeLinearisation(k, 0.05, 0.9, damping=0.3),
+        optax.sgd(0.05, 0.9),
+        True,
+        0.3,
+    ),
+    "nesterov": (
+        lambda k: gnlin.IterativeLinearisation(k, 0.05, 0.9, nesterov=True),
+        optax.sgd(0.05, 0.9, nesterov=True),
+        True,
+        0.0,
+    ),
+    "adam": (
+        lambda k: gnlin.IterativeLinearisation(k, optimiser=ADAM),
+        ADAM,
+        True,
+        0.0,
+    ),
+    "adam, kept, damped": (
+        lambda k: gnlin.IterativeLinearisation(
+            k, optimiser=ADAM, restart=False, damping=0.3
+        ),
+        ADAM,
+        False,
+        0.3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DESCENTS)
+def test_inner_steps_across_batches(name):
+    solver, optimiser, restart, damping = DESCENTS[name]
+    for period in (1, 3, math.inf):
+        result = fit(data=BATCHES, solver=solver(jnp.asarray(period)), steps=8)
+        expected, point, losses = inner_steps(
+            optimiser, period, BATCHES, 8, restart=restart, damping=damping
+        )
+        assert_close(numbers(result.model), expected)
+        assert_close(numbers(result.linearisation_point), point)
+        assert_close(result.history["loss"], losses)
+        assert_close(result.history["damping"], damping)
+        updates = [1 + step // period for step in range(8)]
+        np.testing.assert_array_equal(result.history["num_feature_updates"], updates)
+        assert result.stats["num_feature_updates"] == updates[-1]
+        for count in ("num_inner_steps", "num_jvps", "num_vjps", "num_accepted_steps"):
+            assert result.stats[count] == 8
+
+
+@pytest.mark.parametrize("form", ["prox-linear", "quadratic"])
+def test_inner_steps_of_another_loss(form):
+    solver = gnlin.IterativeLinearisation(3, 0.1, form=form)
+    result = fit(data=LABELLED, solver=solver, loss=gnlin.SoftmaxCrossEntropy(), steps=8)
+    quadratic = form == "quadratic"
+    expected, _, losses = inner_steps(
+        optax.sgd(0.1), 3, LABELLED, 8, loss=cross_entropy, quadratic=quadratic
+    )
+    assert_close(numbers(result.model), expected)
+    assert_close(result.history["loss"], losses)
+
+
+def test_a_period_of_one_without_restart_is_the_optimiser_itself():
+    optimiser = optax.adamw(0.01, weight_decay=0.1)
+    solver = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
+    result = fit(data=BATCHES, solver=solver, epochs=3)
+
+    @jax.jit
+    def step(flat, state, x, targets):
+        loss = lambda flat: jnp.sum(optax.l2_loss(outputs(flat, x), targets))
+        updates, state = optimiser.update(jax.grad(loss)(flat), state, flat)
+        return optax.apply_updates(flat, updates), state
+
+    flat, state = START, optimiser.init(START)
+    for x, targets in 3 * BATCHES:
+        flat, state = step(flat, state, x, targets)
+    assert_close(numbers(result.model), flat)
+
+
+def test_norms_in_the_history():
+    f, jacobian = dense(START, BATCHES[0][0])
+    gradient = jacobian.T @ (f - np.ravel(BATCHES[0][1]))
+    history = fit(data=BATCHES, steps=1).history
+    assert_close(history["gradient_norm"], np.linalg.norm(gradient))
+    assert_close(history["step_norm"], 0.05 * np.linalg.norm(gradient))
+
+
+def test_validation_of_the_network_and_of_its_linearisation():
+    def spread(outputs, targets):
+        return jnp.mean(jnp.abs(outputs - targets))
+
+    def by_hand(f):
+        difference = np.reshape(f, T.shape) - T
+        return 0.5 * np.mean(np.sum(difference**2, axis=1)), np.mean(abs(difference))
+
+    result = fit(
+        data=BATCHES,
+        steps=8,
+        validation=(X, T),
+        validate_every=1,
+        metrics={"spread": spread},
+    )
+    for k in range(8):
+        flat, point, _ = inner_steps(optax.sgd(0.05), 3, BATCHES, k + 1)
+        f, jacobian = dense(point, X)
+        columns = [f"validation_{name}" for name in ("loss", "spread")]
+        loss, metric = by_hand(dense(flat, X)[0])
+        assert_close([result.history[name][k] for name in columns], [loss, metric])
+        loss, metric = by_hand(f + jacobian @ (flat - point))
+        of_linearised = [result.history[f"{name}_linearised"][k] for name in columns]
+        assert_close(of_linearised, [loss, metric])
+    gauss_newton = fit(
+        data=BATCHES, solver=gnlin.DampedGaussNewton(0.3), steps=1, validation=(X, T)
+    )
+    assert "validation_loss_linearised" not in gauss_newton.history
+
+
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["adam", "momentum"])
+def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
+    kept, monkeypatch
+):
+    seen = []
+
+    class Seen(_loop.Compiled):
+        def __call__(self, *changing):
+            seen.append(self._jitted.trace(self._fixed, *changing))
+            return super().__call__(*changing)
+
+    monkeypatch.setattr(_loop, "Compiled", Seen)
+    n, inputs, width, classes = 128, 20, 64, 10
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(inputs, classes, width, 1, jnp.tanh, key=key)
+    data = jax.random.normal(key, (n, inputs)), jnp.arange(n) % classes
+    solver = gnlin.IterativeLinearisation(3, 0.05, 0.9)
+    if kept:
+        solver = gnlin.IterativeLinearisation(3, optimiser=ADAM, restart=False)
+    loss = gnlin.SoftmaxCrossEntropy()
+    fit(model, [data], solver, loss=loss, steps=1)
+    (traced,) = seen
+
+    sizes, work = [], 0
+    for equation in equations(traced.jaxpr.jaxpr):
+        sizes += [out.aval.size for out in equation.outvars]
+        if equation.primitive.name == "dot_general":
+            left, right = (x.aval for x in equation.invars)
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            if min(left.ndim, right.ndim) >= 2:
+                product = equation.outvars[0].aval.size
+                work += product * math.prod(left.shape[i] for i in contracted)
+    jacobian = n * classes * numbers(model).size
+    assert max(sizes) < jacobian / 100
+    memory = traced.lower().compile().memory_analysis()
+    assert memory.temp_size_in_bytes < jacobian * 8 / 20
+    # A layer's weights in a forward pass; in a tangent or a transposed one its inputs
+    # too, but for the first layer, whose inputs are data.
+    first, last = n * inputs * width, n * width * classes
+    assert work == (first + last) + 2 * (first + 2 * last)
+
+
+#
+# A larger batch for the curvature
+#
+
+
+@pytest.mark.parametrize(
+    ("reduction", "wider", "weighted", "classes"),
+    [
+        ("sum", 8, False, False),
+        ("mean", 12, True, False),
+        ("sum", 12, True, True),
+        ("mean", 8, False, True),
+    ],
+)
+def test_the_gradient_of_a_batch_and_the_curvature_of_more(
+    reduction, wider, weighted, classes
+):
+    weights = jnp.arange(1.0, 13.0) if weighted else jnp.ones(12)
+    targets = LABELS if classes else T
+    loss = (gnlin.SoftmaxCrossEntropy if classes else gnlin.SquaredError)(
+        reduction=reduction
+    )
+    derivatives = cross_entropy if classes else squared_error
+    key = jax.random.key(7)
+    result = fit(
+        data=(X, targets, weights) if weighted else (X, targets),
+        solver=gnlin.DampedGaussNewton(0.3),
+        loss=loss,
+        curvature_batch_size=wider,
+        key=key,
+        epochs=1,
+    )
+    drawn = batches_drawn(12, 4, 3, key)
+    flat, losses = START, []
+    for k in range(3):
+        own = drawn[k]
+        more = own + drawn[(k + 1) % 3] + (drawn[(k + 2) % 3] if wider == 12 else [])
+        gradient, curvature, total = 0, 0, 0
+        for i in more:
+            f, jacobian = dense(flat, X[i : i + 1])
+            value, slope, hessian = derivatives(f, targets[i : i + 1])
+            w = float(weights[i])
+            curvature += w * jacobian.T @ hessian @ jacobian
+            if i in own:
+                gradient += w * jacobian.T @ slope
+                total += w * value
+        share = sum(weights[i] for i in own)
+        curvature *= share / sum(weights[i] for i in more)
+        unit = share if reduction == "mean" else 1
+        damped = curvature / unit + 0.3 * np.eye(len(flat))
+        flat = flat - np.linalg.solve(damped, gradient / unit)
+        losses.append(total / unit)
+    assert_close(numbers(result.model), flat, rtol=1e-8)
+    assert_close(result.history["loss"], losses, rtol=1e-8)
+
+
+#
+# Models with state, and with keys
+#
+
+
+NORMALISED, STATE = eqx.nn.make_with_state(Normalised)(jax.random.key(2))
+_FLAT, _UNRAVEL = ravel_pytree(eqx.filter(NORMALISED, eqx.is_inexact_array))
+
+
+@jax.jit
+def normalised(flat, x, state):
+    model = eqx.combine(_UNRAVEL(flat), NORMALISED)
+    batched = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return batched(x, state)
+
+
+_whole_jacobian = jax.jit(jax.jacobian(normalised, has_aux=True))
+
+
+def dense_normalised(flat, x):
+    """The Jacobian of all outputs together: each depends on the whole batch."""
+    rows, _ = _whole_jacobian(jnp.asarray(flat), x, STATE)
+    f, _ = normalised(flat, x, STATE)
+    return np.ravel(f), np.reshape(rows, (-1, len(flat)))
+
+
+def states_along(points, batches):
+    state = STATE
+    for point, (x, _) in zip(points, batches, strict=False):
+        _, state = normalised(point, x, state)
+    return state
+
+
+def assert_same_state(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert_close(a, b)
+
+
+class Points(gnlin.callbacks.Callback):
+    """The parameters after each step."""
+
+    def __init__(self, model=None):
+        self.points = [] if model is None else [numbers(model)]
+
+    def on_step(self, run):
+        self.points.append(numbers(run.model))
+
+
+def test_batch_normalisation_by_gauss_newton():
+    solver = gnlin.DampedGaussNewton(0.3)
+    points = Points(NORMALISED)
+    validation = (X, T)
+    result = fit(
+        NORMALISED,
+        BATCHES,
+        solver,
+        state=STATE,
+        validation=validation,
+        callbacks=points,
+    )
+    flat = _FLAT
+    for x, targets in 2 * BATCHES:
+        f, jacobian = dense_normalised(flat, x)
+        flat = flat + damped_step(f - np.ravel(targets), jacobian, 0.3)
+    assert_close(numbers(result.model), flat, rtol=1e-7)
+    assert_same_state(result.state, states_along(points.points, 2 * BATCHES))
+    inference = eqx.nn.inference_mode(result.model)
+    f = jax.vmap(lambda x: inference(x, result.state)[0])(X)
+    loss = 0.5 * jnp.mean(jnp.sum((f - T) ** 2, axis=1))
+    assert_close(result.history["validation_loss"][-1], loss)
+
+
+def test_batch_normalisation_by_levenberg_marquardt():
+    solver = gnlin.LevenbergMarquardt(scaling="identity", acceleration=False)
+    points = Points(NORMALISED)
+    result = fit(NORMALISED, BATCHES, solver, state=STATE, callbacks=points)
+    expected, dampings = levenberg_marquardt(BATCHES, 6, dense_normalised, _FLAT)
+    assert_close(result.history["damping"], dampings, rtol=1e-6)
+    assert_close(numbers(result.model), expected, rtol=1e-6)
+    assert_same_state(result.state, states_along(points.points, 2 * BATCHES))
+
+
+def test_batch_normalisation_by_iterative_linearisation():
+    solver = gnlin.IterativeLinearisation(2, 0.05, 0.9)
+    points = Points(NORMALISED)
+    result = fit(
+        NORMALISED,
+        BATCHES,
+        solver,
+        state=STATE,
+        callbacks=points,
+        validation=(X, T),
+        validate_every=5,
+    )
+    expected, _, losses = inner_steps(
+        optax.sgd(0.05, 0.9), 2, BATCHES, 6, dense=dense_normalised, flat=_FLAT
+    )
+    assert_close(numbers(result.model), expected)
+    assert_close(result.history["loss"], losses)
+    # The statistics are those of the network that is linearised.
+    at = [points.points[k - k % 2] for k in range(6)]
+    assert_same_state(result.state, states_along(at, 2 * BATCHES))
+    inference = eqx.nn.inference_mode(NORMALISED)
+    state = states_along(at[:5], 2 * BATCHES)
+
+    def predict(flat):
+        model = eqx.combine(_UNRAVEL(flat), inference)
+        return jax.vmap(lambda x: model(x, state)[0])(X)
+
+    point, delta = points.points[4], points.points[5] - points.points[4]
+    f, change = jax.jvp(predict, (jnp.asarray(point),), (jnp.asarray(delta),))
+    loss = 0.5 * jnp.mean(jnp.sum((f + change - T) ** 2, axis=1))
+    assert_close(result.history["validation_loss_linearised"][4], loss)
+
+
+def test_the_full_batch_with_state():
+    solver = gnlin.DampedGaussNewton(0.3)
+    result = fit(NORMALISED, (X, T), solver, batch_size=None, steps=2, state=STATE)
+    flat, state = _FLAT, STATE
+    for _ in range(2):
+        f, jacobian = dense_normalised(flat, X)
+        _, state = normalised(flat, X, state)
+        flat = flat + damped_step(f - np.ravel(T), jacobian, 0.3)
+    assert_close(numbers(result.model), flat, rtol=1e-7)
+    assert_same_state(result.state, state)
+
+
+def test_a_state_that_is_forgotten():
+    with pytest.raises(ValueError, match=r"make_with_state\(Model\).*pass `state`"):
+        fit(NORMALISED)
+
+
+class Counting(eqx.Module):
+    """A key that is its state, as of a layer that draws its own numbers."""
+
+    weight: jax.Array
+    key: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.weight = jnp.ones(2)
+        self.key = eqx.nn.StateIndex(jax.random.key(5))
+
+    def __call__(self, x, state):
+        key, now = jax.random.split(state.get(self.key))
+        noise = jax.random.normal(now, (2,))
+        return self.weight * x[:2] + noise, state.set(self.key, key)
+
+
+def test_a_key_as_state():
+    model, state = eqx.nn.make_with_state(Counting)()
+    stop = gnlin.callbacks.EarlyStop()
+    result = fit(model, BATCHES, state=state, steps=3, validation=(X, T), callbacks=stop)
+    key = jax.random.key(5)
+    for _ in range(3):
+        key, _ = jax.random.split(key)
+    assert result.state.get(model.key) == key
+
+
+def loss_without_dropout(model):
+    f = jax.vmap(lambda x: eqx.nn.inference_mode(model)(x, key=None))(X)
+    return 0.5 * jnp.mean(jnp.sum((f - T) ** 2, axis=1))
+
+
+@pytest.mark.parametrize("solver", ["damped", "descent"])
+def test_dropout(solver):
+    # Steps that lead nowhere, so that losses differ by what was dropped only.
+    solver = {
+        "damped": gnlin.DampedGaussNewton(1e30),
+        "descent": gnlin.IterativeLinearisation(3, 1e-30),
+    }[solver]
+    model = Dropped(jax.random.key(0))
+
+    def losses(key):
+        result = fit(model, [(X, T)], solver, steps=5, key=jax.random.key(key))
+        return result.history["loss"]
+
+    assert len(set(losses(0))) == 5
+    np.testing.assert_array_equal(losses(0), losses(0))
+    assert not set(losses(0)) & set(losses(1))
+    result = fit(model, [(X, T)], solver, steps=1, validation=(X, T))
+    validation_loss = result.history["validation_loss"][0]
+    assert_close(validation_loss, loss_without_dropout(model))
+
+
+def test_dropout_differs_by_example():
+    model = Dropped(jax.random.key(0))
+    data = jnp.tile(X[:1], (12, 1)), jnp.tile(T[:1], (12, 1))
+    alone = 12 * 0.5 * jnp.sum((model(X[0], key=jax.random.key(1)) - T[0]) ** 2)
+    result = fit(model, [data], steps=1)
+    kept = [np.array(k) for k in np.ndindex(2, 2, 2, 2)]
+    hidden = np.tanh(model.first(X[0]))
+    possible = []
+    for units in kept:
+        r = model.last(jnp.asarray(2 * units * hidden)) - T[0]
+        possible.append(12 * 0.5 * float(r @ r))
+    assert np.min(np.abs(np.array(possible) - float(alone))) < 1e-12
+    assert np.min(np.abs(np.array(possible) - result.history["loss"][0])) > 1e-6
+
+
+#
+# Weights, augmentation, precision
+#
+
+
+def test_weights():
+    weights = jnp.asarray([1.0, 0.0, 2.0, 0.5])
+    batches = [(*batch, weights) for batch in BATCHES]
+    result = fit(
+        data=batches,
+        solver=gnlin.DampedGaussNewton(0.3),
+        steps=3,
+        validation=(X, T, jnp.arange(12.0)),
+    )
+    root = np.sqrt(np.repeat(weights, 2))
+    expected, _ = outer_steps(
+        lambda r, j: damped_step(root * r, root[:, None] * j, 0.3), BATCHES, 3
+    )
+    assert_close(numbers(result.model), expected, rtol=1e-8)
+    each = 0.5 * np.sum((np.asarray(outputs(expected, X)) - T) ** 2, axis=1)
+    expected = np.average(each, weights=np.arange(12.0))
+    assert_close(result.history["validation_loss"][-1], expected, rtol=1e-8)
+
+
+def test_the_mean_of_a_loss():
+    mean = gnlin.SquaredError(reduction="mean")
+    by_mean = fit(data=BATCHES, loss=mean, solver=gnlin.IterativeLinearisation(3, 0.2))
+    by_sum = fit(data=BATCHES, solver=DESCENT)
+    assert_close(numbers(by_mean.model), numbers(by_sum.model))
+    assert_close(4 * by_mean.history["loss"], by_sum.history["loss"])
+
+
+def test_augmentation():
+    seen = []
+
+    def noisy(x, key):
+        noise = jax.random.normal(key, x.shape)
+        jax.debug.callback(lambda *pair: seen.append(pair), x, noise)
+        return x + noise
+
+    def drawn(key):
+        seen.clear()
+        result = fit(augment=noisy, steps=4, key=jax.random.key(key), validation=(X, T))
+        jax.effects_barrier()
+        validation_loss = result.history["validation_loss"][-1]
+        each = 0.5 * np.sum((np.asarray(jax.vmap(result.model)(X)) - T) ** 2, axis=1)
+        assert_close(validation_loss, np.mean(each))
+        assert len(seen) == 16
+        return result, sorted(tuple(noise.tolist()) for _, noise in seen)
+
+    first, noises = drawn(0)
+    assert len(set(noises)) == 16
+    again, same = drawn(0)
+    assert same == noises
+    np.testing.assert_array_equal(numbers(again.model), numbers(first.model))
+    _, others = drawn(1)
+    assert not set(others) & set(noises)
+
+
+def test_augmentation_that_crops():
+    crop = lambda x, key: jax.lax.dynamic_slice(
+        x, [jax.random.randint(key, (), 0, 2)], [2]
+    )
+    model = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+    result = fit(model, augment=crop, validation=(X[:, :2], T))
+    assert np.all(np.isfinite(result.history["loss"]))
+
+
+def test_only_the_chosen_leaves_change():
+    model = network()
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.layers[-1].weight, spec, True)
+    result = fit(model, filter_spec=spec)
+    last, trained = model.layers[-1], result.model.layers[-1]
+    assert not np.array_equal(trained.weight, last.weight)
+    np.testing.assert_array_equal(trained.bias, last.bias)
+    np.testing.assert_array_equal(result.model.layers[0].weight, model.layers[0].weight)
+    np.testing.assert_array_equal(
+        result.linearisation_point.layers[0].weight, model.layers[0].weight
+    )
+
+
+def test_single_precision():
+    model = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, network()
+    )
+    solver = gnlin.IterativeLinearisation(3, optimiser=ADAM, restart=False)
+    result = fit(model, (X.astype(jnp.float32), T), solver, epochs=3)
+    leaves = jax.tree.leaves(eqx.filter(result.model, eqx.is_array))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+    assert result.history["loss"][-3:].sum() < result.history["loss"][:3].sum()

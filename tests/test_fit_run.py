@@ -1,0 +1,813 @@
+"""What surrounds the steps of `gnlin.fit`: data, history, callbacks, failures."""
+
+import sys
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+from fit_problems import (
+    BATCHES,
+    DESCENT,
+    Echo,
+    fit,
+    inner_steps,
+    LABELS,
+    network,
+    Normalised,
+    numbers,
+    T,
+    X,
+)
+
+import gnlin
+from gnlin.callbacks import Callback, EarlyStop, Log
+
+
+def assert_same(left, right):
+    left, right = jax.tree.leaves(left), jax.tree.leaves(right)
+    for x, y in zip(left, right, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+#
+# Batches that come from elsewhere
+#
+
+
+class Tensor:
+    """As of torch or TensorFlow: an array to NumPy, and to nobody else."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.values, dtype)
+
+
+class Loader:
+    """As of torch: iterated again and again, in batches that are lists."""
+
+    def __iter__(self):
+        for inputs, targets in BATCHES:
+            yield [Tensor(inputs), Tensor(targets)]
+
+
+def generated(epoch):
+    assert isinstance(epoch, int)
+    yield from BATCHES
+
+
+BY_HAND = {
+    "NumPy": [tuple(map(np.asarray, batch)) for batch in BATCHES],
+    "loader": Loader(),
+    "function of the epoch": generated,
+    "function of the epoch that returns a list": lambda epoch: BATCHES,
+}
+
+
+@pytest.mark.parametrize("data", BY_HAND.values(), ids=BY_HAND)
+def test_any_iterable_of_batches(data):
+    expected, result = fit(data=BATCHES, steps=7), fit(data=data, steps=7)
+    np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
+    for name in expected.history:
+        np.testing.assert_array_equal(result.history[name], expected.history[name])
+
+
+def test_a_function_of_the_epoch_is_given_the_epoch():
+    def generate(epoch):
+        return [(X[:4] + epoch, T[:4])] * 2
+
+    by_hand = [(X[:4] + epoch, T[:4]) for epoch in (0, 0, 1, 1, 2, 2)]
+    result = fit(data=generate, epochs=3)
+    expected = fit(data=by_hand, epochs=1)
+    np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
+    np.testing.assert_array_equal(result.history["epoch"], [0, 0, 1, 1, 2, 2])
+
+
+def test_an_iterator_is_good_for_one_epoch():
+    expected = fit(data=BATCHES, epochs=1)
+    result = fit(data=iter(BATCHES), epochs=1)
+    np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
+    with pytest.raises(ValueError, match=r"ended in epoch 1 after 0 batches: pass some"):
+        fit(data=iter(BATCHES), epochs=2)
+
+
+def test_a_stream_without_an_end():
+    def forever():
+        while True:
+            yield BATCHES[0]
+
+    result = fit(data=forever(), steps=5)
+    expected = fit(data=[BATCHES[0]], epochs=5)
+    np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
+
+
+def test_batches_of_differing_sizes():
+    batches = [(X[:5], T[:5]), (X[5:8], T[5:8]), (X[8:], T[8:])]
+    result = fit(data=batches, steps=7)
+    expected, _, losses = inner_steps(optax.sgd(0.05), 3, batches, 7)
+    np.testing.assert_allclose(numbers(result.model), expected, rtol=1e-9)
+    np.testing.assert_allclose(result.history["loss"], losses, rtol=1e-9)
+
+
+def test_the_means_over_uneven_chunks_are_exact():
+    weights = jnp.arange(11.0)
+    arrays = X[:11], T[:11], weights
+    ends = ((0, 5), (5, 10), (10, 11))
+    batches = [tuple(part[i:j] for part in arrays) for i, j in ends]
+    for validation in (arrays, batches, Reiterated(batches), lambda epoch: iter(batches)):
+        result = fit(
+            data=BATCHES,
+            steps=3,
+            validation=validation,
+            metrics={"largest": largest},
+        )
+        f = jax.vmap(result.model)(X[:11])
+        each = 0.5 * jnp.sum((f - T[:11]) ** 2, axis=1)
+        expected = {
+            "validation_loss": np.average(each, weights=weights),
+            "validation_largest": largest(f, T[:11]),
+        }
+        for name, value in expected.items():
+            column = result.history[name]
+            np.testing.assert_allclose(column[-1], value, rtol=1e-12)
+
+
+def largest(outputs, targets):
+    return jnp.mean(jnp.max(outputs, axis=1))
+
+
+class Reiterated:
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_arrays_are_validated_in_chunks():
+    result = fit(data=(X, T), batch_size=5, epochs=1, validation=(X, T))
+    f = jax.vmap(result.model)(X)
+    loss = 0.5 * jnp.mean(jnp.sum((f - T) ** 2, axis=1))
+    np.testing.assert_allclose(result.history["validation_loss"][-1], loss, rtol=1e-12)
+
+
+def test_when_the_validation_data_are_looked_at():
+    def looks(**arguments):
+        column = fit(validation=(X, T), **arguments).history["validation_loss"]
+        return (1 + np.flatnonzero(np.isfinite(column))).tolist()
+
+    assert looks(epochs=3) == [3, 6, 9]
+    assert looks(epochs=3, validate_every=2) == [2, 4, 6, 8, 9]
+    assert looks(steps=5) == [3, 5]
+    assert looks(steps=5, validate_every=100) == [5]
+
+
+def test_accuracy():
+    outputs = jnp.asarray([[0.1, 2.0], [3.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    labels = jnp.asarray([1, 1, 1, 0])
+    assert gnlin.accuracy(outputs, labels) == 0.75
+    assert gnlin.accuracy(outputs, jax.nn.one_hot(labels, 2)) == 0.75
+    result = fit(
+        data=(X, LABELS),
+        loss=gnlin.SoftmaxCrossEntropy(),
+        validation=(X, LABELS),
+        metrics={"accuracy": gnlin.accuracy},
+        epochs=1,
+    )
+    likeliest = jnp.argmax(jax.vmap(result.model)(X), axis=1)
+    expected = np.mean(likeliest == LABELS)
+    assert result.history["validation_accuracy"][-1] == expected
+
+
+#
+# The history
+#
+
+
+def test_the_table(tmp_path):
+    result = fit(
+        validation=(X, T), metrics={"spread": lambda f, t: jnp.std(f)}, validate_every=4
+    )
+    history = result.history
+    documented = gnlin.FitHistory.__doc__
+    for name in history:
+        known = f"`{name}`" in documented
+        assert known or name.startswith("validation_")
+    assert history.columns == [
+        "step",
+        "epoch",
+        "loss",
+        "gradient_norm",
+        "step_norm",
+        "damping",
+        "num_inner_steps",
+        "num_feature_updates",
+        "validation_loss",
+        "validation_spread",
+        "validation_loss_linearised",
+        "validation_spread_linearised",
+    ]
+    assert repr(history).startswith("FitHistory(6 steps: step, epoch, loss")
+    assert "loss" in history
+    assert dict(history)["step"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert history["step"].dtype == history["epoch"].dtype == int
+    assert all(column.shape == (6,) for column in history.values())
+
+    table = history.to_pandas()
+    assert list(table.columns) == history.columns
+    for name in history:
+        np.testing.assert_array_equal(table[name], history[name])
+    history.to_csv(tmp_path / "history.csv")
+    read = np.genfromtxt(tmp_path / "history.csv", delimiter=",", names=True)
+    assert list(read.dtype.names) == history.columns
+    for name in history:
+        np.testing.assert_array_equal(read[name], history[name])
+
+
+def test_a_column_that_is_not_there():
+    with pytest.raises(KeyError, match=r"no column 'accuracy', but step, epoch, loss, "):
+        fit(steps=1).history["accuracy"]
+
+
+def test_pandas_is_not_needed(monkeypatch):
+    history = fit(steps=1).history
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        history.to_pandas()
+
+
+#
+# Callbacks
+#
+
+
+class Recorder(Callback):
+    def __init__(self):
+        self.events = []
+
+    def on_start(self, run):
+        assert np.isnan(run.row["loss"])
+        self.events.append(("start", run.step, run.epoch))
+
+    def on_step(self, run):
+        assert run.row["step"] == run.step == run.history["step"][-1]
+        self.events.append(("step", run.step, run.epoch))
+
+    def on_feature_update(self, run):
+        self.events.append(("feature update", run.step, run.epoch))
+
+    def on_validation(self, run):
+        assert np.isfinite(run.row["validation_loss"])
+        self.events.append(("validation", run.step, run.epoch))
+
+    def on_epoch(self, run):
+        self.events.append(("epoch", run.step, run.epoch))
+
+    def on_checkpoint(self, run):
+        self.events.append(("checkpoint", run.step, run.epoch))
+
+    def on_end(self, run):
+        self.events.append(("end", run.step, run.epoch))
+
+
+def test_the_order_of_events(tmp_path):
+    recorder = Recorder()
+    fit(
+        solver=gnlin.IterativeLinearisation(jnp.asarray(2), 0.05),
+        validation=(X, T),
+        callbacks=recorder,
+        checkpoint=gnlin.Checkpoint(tmp_path, every_steps=2),
+    )
+    assert recorder.events == [
+        ("start", 0, 0),
+        ("step", 1, 0),
+        ("feature update", 1, 0),
+        ("step", 2, 0),
+        ("checkpoint", 2, 0),
+        ("step", 3, 0),
+        ("feature update", 3, 0),
+        ("validation", 3, 1),
+        ("epoch", 3, 1),
+        ("step", 4, 1),
+        ("checkpoint", 4, 1),
+        ("step", 5, 1),
+        ("feature update", 5, 1),
+        ("step", 6, 1),
+        ("checkpoint", 6, 1),
+        ("validation", 6, 2),
+        ("epoch", 6, 2),
+        ("end", 6, 2),
+    ]
+
+
+class Models(Callback):
+    def __init__(self):
+        self.models, self.states = [], []
+
+    def on_step(self, run):
+        self.models.append(numbers(run.model))
+        self.states.append(run.model_state)
+
+
+def test_the_model_is_that_of_the_step():
+    models = Models()
+    fit(data=BATCHES, callbacks=models)
+    for step, model in enumerate(models.models, 1):
+        np.testing.assert_array_equal(numbers(fit(data=BATCHES, steps=step).model), model)
+
+
+class StopAt(Callback):
+    def __init__(self, event, step):
+        def stop(run):
+            if run.step == step:
+                run.stop("enough")
+
+        setattr(self, event, stop)
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_feature_update", "on_validation"])
+def test_a_stop_is_at_once(event):
+    """Though the next step had been started already."""
+    result = fit(
+        validation=(X, T), validate_every=4, callbacks=[StopAt(event, 4)], epochs=9
+    )
+    assert result.result == optx.RESULTS.successful
+    assert result.reason == "step 4: enough"
+    assert result.stats["num_steps"] == len(result.history["step"]) == 4
+    shorter = fit(steps=4)
+    np.testing.assert_array_equal(numbers(result.model), numbers(shorter.model))
+    assert result.stats["num_feature_updates"] == 2
+
+
+def test_a_stop_before_the_first_step_and_after_an_epoch():
+    result = fit(callbacks=StopAt("on_start", 0))
+    assert len(result.history["step"]) == 0
+    np.testing.assert_array_equal(numbers(result.model), numbers(network()))
+    result = fit(callbacks=StopAt("on_epoch", 3))
+    assert (result.stats["num_steps"], result.stats["num_epochs"]) == (3, 1)
+
+
+def validation_of(figures):
+    """Data on which the loss of `Echo`, looked at after each step, is as given."""
+
+    def generate(epoch):
+        return [(jnp.zeros(1), jnp.sqrt(2 * jnp.asarray([figures[epoch]])))]
+
+    return generate
+
+
+ECHO = Echo(jnp.asarray(0.0))
+ONE = [(jnp.zeros(1), jnp.ones(1))]
+
+
+class Drift(eqx.Module):
+    """Its bias grows by 0.1 a step, and is no part of the validation loss."""
+
+    bias: jax.Array
+
+    def __call__(self, x):
+        return jnp.where(x > 0, self.bias, jax.lax.stop_gradient(x))
+
+
+def drifting(figures, **arguments):
+    """A run of which the bias tells the step, `figures[k]` its k-th validation loss."""
+    data = [(jnp.ones(1), 1e9 * jnp.ones(1))]
+    solver = gnlin.IterativeLinearisation(1, 1e-10)
+    return fit(
+        Drift(jnp.asarray(0.0)),
+        data,
+        solver,
+        epochs=len(figures),
+        validation=validation_of([0, *figures]),
+        **arguments,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "figures", "stopped", "best"),
+    [
+        ({"patience": 2}, [3, 2, 2.5, 2, 1, 1], 4, 2),
+        ({"patience": 3}, [3, 2, 2.5, 2, 1, 1], 6, 5),
+        ({"patience": 2, "mode": "max"}, [3, 2, 4, 4, 5, 1], 6, 5),
+        ({"patience": 2, "mode": "max"}, [3, 2, 2.9, 4, 5, 1], 3, 1),
+        ({"patience": 2, "min_change": 0.6}, [3, 2.5, 2.2, 2.1, 1, 1], 6, 5),
+        ({"patience": 2, "min_change": 0.9}, [3, 2.5, 2.2, 2.1, 1, 1], 3, 1),
+        ({"patience": 2}, [3, np.nan, 2.9, np.nan, np.nan, 1], 5, 3),
+        ({"patience": 1}, [np.nan, 1, 1], 1, None),
+    ],
+)
+def test_an_early_stop(arguments, figures, stopped, best):
+    result = drifting(figures, callbacks=EarlyStop(**arguments))
+    assert result.stats["num_steps"] == stopped
+    last = result.history["validation_loss"][-1]
+    np.testing.assert_allclose(last, figures[stopped - 1], rtol=1e-12)
+    np.testing.assert_allclose(result.model.bias, 0.1 * (best or stopped), rtol=1e-6)
+    if stopped < len(figures):
+        assert result.result == optx.RESULTS.successful
+        assert "validation_loss has not improved on" in result.reason
+        assert result.reason.endswith(f"in {arguments['patience']} validations")
+    result = drifting(figures, callbacks=EarlyStop(**arguments, restore_best=False))
+    np.testing.assert_allclose(result.model.bias, 0.1 * stopped, rtol=1e-6)
+
+
+def test_an_early_stop_hands_back_the_state_of_the_best():
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(2))
+    figures = iter([3.0, 1.0, 2.0])
+    stop = EarlyStop("validation_made_up", mode="min")
+    now = []
+
+    def made_up(f, targets):
+        return jax.pure_callback(lambda: np.asarray(now[-1]), jnp.zeros(()))
+
+    class Next(Callback):
+        def on_step(self, run):
+            now.append(next(figures))
+            states.append(run.model_state)
+
+    states = []
+    result = fit(
+        model,
+        BATCHES,
+        state=state,
+        steps=3,
+        validation=(X, T),
+        validate_every=1,
+        metrics={"made_up": made_up},
+        callbacks=[Next(), stop],
+    )
+    assert_same(result.state, states[1])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_early_stop_that_is_mistaken():
+    with pytest.raises(ValueError, match=r"'validation_f1', but the history's .* are st"):
+        fit(validation=(X, T), callbacks=EarlyStop("validation_f1"))
+    with pytest.raises(ValueError, match="was to watch 'validation_loss'"):
+        fit(callbacks=EarlyStop())
+    with pytest.raises(ValueError, match='`mode` must be "min" or "max"'):
+        EarlyStop(mode="best")
+    with pytest.raises(ValueError, match="`patience` must be a whole number"):
+        EarlyStop(patience=0)
+    with pytest.raises(ValueError, match="`min_change` must not be negative"):
+        EarlyStop(min_change=-1.0)
+    assert EarlyStop("validation_accuracy").sign == -1.0
+    assert EarlyStop("validation_error").sign == 1.0
+
+
+def test_a_log():
+    written = []
+    log = Log(lambda *entry: written.append(entry), every=2)
+    history = fit(validation=(X, T), callbacks=log).history
+    of = {(name, step): value for name, value, step in written}
+    assert len(of) == len(written)
+    for name in set(history) - {"step"}:
+        column = history[name]
+        every = (3, 6) if name.startswith("validation_") else (2, 4, 6)
+        assert sorted(step for n, step in of if n == name) == list(every)
+        assert all(of[name, step] == column[step - 1] for step in every)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_log_that_is_mistaken():
+    with pytest.raises(ValueError, match=r"`write` must be .* `add_scalar`\."):
+        Log(None)
+    with pytest.raises(ValueError, match="`every` must be a whole number"):
+        Log(print, every=0)
+
+
+def test_a_log_to_tensorboard(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        fit(steps=3, callbacks=Log(writer.add_scalar))
+    (events,) = tmp_path.iterdir()
+    content = events.read_bytes()
+    assert b"gradient_norm" in content
+    assert b"num_feature_updates" in content
+
+
+def test_a_bar_with_the_loss_and_the_rate(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    history = fit(steps=6, progress=True, validation=(X, T)).history
+    text = capsys.readouterr().err
+    assert "6/6" in text
+    assert "step/s" in text
+    last = text.split("\r")[-1]
+    assert f"loss={history['loss'][-1]:.4g}" in last
+    assert f"loss_linearised={history['validation_loss_linearised'][-1]:.4g}" in last
+    fit(data=BATCHES, epochs=1, progress=True)
+    assert "3step [" in capsys.readouterr().err
+
+
+def test_a_bar_that_goes_on(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    fit(steps=4, checkpoint=tmp_path)
+    fit(steps=9, checkpoint=tmp_path, resume=True, progress=True)
+    text = capsys.readouterr().err
+    assert "| 4/9 [" in text.split("\r")[1]
+    assert "9/9" in text
+
+
+def test_nothing_is_printed_or_called_without(capfd):
+    fit(steps=4, progress=False)
+    assert capfd.readouterr() == ("", "")
+    fit(steps=4, progress=True)  # where there is no terminal
+    assert capfd.readouterr() == ("", "")
+
+
+#
+# Runs that end badly
+#
+
+
+def assert_stopped(result, step, why, model):
+    assert result.reason == f"step {step}: {why}"
+    assert result.stats["num_steps"] == len(result.history["loss"]) == step
+    np.testing.assert_array_equal(numbers(result.model), numbers(model))
+    assert np.all(np.isfinite(numbers(result.model)))
+
+
+def with_bad_batch(bad, at=4):
+    return [bad if k == at else BATCHES[k % 3] for k in range(7)]
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(0.3),
+        gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
+        DESCENT,
+    ],
+    ids=["damped", "levenberg-marquardt", "descent"],
+)
+def test_a_batch_that_is_not_finite(solver):
+    data = with_bad_batch((X[:4].at[1, 1].set(jnp.nan), T[:4]))
+    recorder = Recorder()
+    with pytest.warns(UserWarning, match="stopped at step 5: the loss is not finite"):
+        result = fit(data=data, solver=solver, epochs=1, callbacks=recorder)
+    assert result.result == optx.RESULTS.nonfinite
+    before = fit(data=data, solver=solver, steps=4)
+    assert_stopped(result, 5, "the loss is not finite", before.model)
+    assert np.isnan(result.history["loss"][4])
+    assert result.history["step_norm"][4] == 0 or solver is DESCENT
+    assert ("step", 5, 0) in recorder.events
+    assert recorder.events[-1] == ("end", 5, 0)
+
+
+def test_a_state_is_finite_too():
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(2))
+    data = with_bad_batch((X[:4] * jnp.nan, T[:4]), at=1)
+    with pytest.warns(UserWarning, match="stopped at step 2"):
+        result = fit(model, data, state=state, epochs=1)
+    expected = fit(model, data, state=state, steps=1)
+    assert_same(result.state, expected.state)
+
+
+def test_steps_that_grow_beyond_all_bounds():
+    solver = gnlin.IterativeLinearisation(3, 1e40)
+    with pytest.warns(UserWarning, match=r"stopped at step \d: the loss is not finite"):
+        result = fit(data=BATCHES, solver=solver, epochs=100, validation=(X, T))
+    assert result.result == optx.RESULTS.nonfinite
+    before = fit(data=BATCHES, solver=solver, steps=result.stats["num_steps"] - 1)
+    np.testing.assert_array_equal(numbers(result.model), numbers(before.model))
+    assert np.all(np.isfinite(numbers(result.model)))
+    assert np.isinf(result.history["loss"][-1])
+
+
+def test_a_step_that_is_not_finite():
+    solver = gnlin.IterativeLinearisation(3, 1e308)
+    with pytest.warns(UserWarning, match="stopped at step 1: the step is not finite"):
+        result = fit(data=BATCHES, solver=solver)
+    assert_stopped(result, 1, "the step is not finite", network())
+
+
+def test_levenberg_marquardt_backs_off():
+    """Where Gauss-Newton itself does not come back."""
+    solver = gnlin.LevenbergMarquardt(
+        scaling="identity", acceleration=False, damping=1e-12
+    )
+    result = fit(data=[(X, T)], solver=solver, steps=8)
+    assert result.stats["num_rejected_steps"] > 0
+    assert np.all(np.diff(result.history["loss"]) < 0)
+
+
+def test_labels_that_are_no_classes():
+    loss = gnlin.SoftmaxCrossEntropy()
+    labels = LABELS.at[-1].set(2)
+    with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
+        fit(data=(X, labels), loss=loss)
+    with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
+        fit(data=(X, LABELS), loss=loss, validation=(X, labels))
+    batches = [(X[i : i + 4], labels[i : i + 4]) for i in (0, 4, 8)]
+    with pytest.warns(UserWarning, match="stopped at step 3: the loss is not finite"):
+        result = fit(data=batches, loss=loss)
+    before = fit(data=batches, loss=loss, steps=2)
+    assert_stopped(result, 3, "the loss is not finite", before.model)
+
+
+def test_a_failure_is_not_explained_away():
+    """A callback that wants to stop, too, does not make a success of it."""
+    data = with_bad_batch((X[:4] * jnp.nan, T[:4]))
+    stop = StopAt("on_step", 5)
+    with pytest.warns(UserWarning, match="stopped at step 5"):
+        result = fit(data=data, callbacks=stop)
+    assert result.result == optx.RESULTS.nonfinite
+    assert result.reason == "step 5: the loss is not finite"
+
+
+class InterruptAt(Callback):
+    def __init__(self, event, step, error=KeyboardInterrupt):
+        def interrupt(run):
+            if run.step == step:
+                raise error
+
+        setattr(self, event, interrupt)
+
+
+@pytest.mark.parametrize("event", ["on_step", "on_validation", "on_epoch"])
+def test_an_interrupt(event, tmp_path):
+    step = 4 if event == "on_step" else 3
+    recorder = Recorder()
+    callbacks = [InterruptAt(event, step), recorder]
+    with pytest.warns(UserWarning, match=f"interrupted after step {step}"):
+        result = fit(validation=(X, T), callbacks=callbacks, checkpoint=tmp_path)
+    assert result.reason == f"step {step}: interrupted"
+    expected = fit(steps=step)
+    np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
+    assert recorder.events[-2:] == [
+        ("checkpoint", step, step // 3 if event != "on_step" else 1),
+        ("end", step, step // 3 if event != "on_step" else 1),
+    ]
+    resumed = fit(validation=(X, T), checkpoint=tmp_path, resume=True)
+    whole = fit(validation=(X, T))
+    np.testing.assert_array_equal(numbers(resumed.model), numbers(whole.model))
+    for name in whole.history:
+        np.testing.assert_array_equal(resumed.history[name], whole.history[name])
+
+
+class OnPurpose(Exception):
+    pass
+
+
+def test_an_error_saves_what_there_is(tmp_path):
+    recorder = Recorder()
+    callbacks = [InterruptAt("on_step", 4, OnPurpose), recorder]
+    with pytest.raises(OnPurpose):
+        fit(callbacks=callbacks, checkpoint=tmp_path)
+    assert recorder.events[-2:] == [("checkpoint", 4, 1), ("end", 4, 1)]
+    resumed = fit(checkpoint=tmp_path, resume=True)
+    np.testing.assert_array_equal(numbers(resumed.model), numbers(fit().model))
+
+
+#
+# Compilations
+#
+
+
+COMPILED = []
+
+
+def _count(name, *_, **__):
+    if name == "/jax/core/compile/backend_compile_duration":
+        COMPILED.append(name)
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def test_other_numbers_do_not_compile_again():
+    def run(seed):
+        solver = gnlin.IterativeLinearisation(5, jnp.asarray(0.01 * (1 + seed)), 0.7)
+        return fit(
+            network(seed, width=5),
+            (X + seed, T * seed),
+            solver,
+            key=jax.random.key(seed),
+            validation=(X * seed, T),
+        )
+
+    run(0)
+    for seed in (1, 2):  # the data themselves are compiled, too
+        network(seed, width=5), X + seed, T * seed, X * seed
+    before = len(COMPILED)
+    assert before > 0
+    run(1)
+    run(2)
+    assert len(COMPILED) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_old_kind_of_key():
+    result = fit(key=jax.random.PRNGKey(3))
+    assert np.all(np.isfinite(result.history["loss"]))
+
+
+#
+# Mistakes
+#
+
+
+class Other(eqx.Module):
+    weight: jax.Array
+
+
+WITH_VALIDATION = {"validation": (X, T)}
+MISTAKES = {
+    "solver": ({"solver": optax.sgd(0.1)}, "`solver` must be one of gnlin's"),
+    "optimistix": ({"solver": optx.BFGS(1e-6, 1e-6)}, "`solver` must be one of gnlin's"),
+    "loss": ({"loss": "mse"}, "`loss` must be one of gnlin's"),
+    "batch size 0": ({"batch_size": 0}, "`batch_size` must be a whole number"),
+    "batch size 2.5": ({"batch_size": 2.5}, "`batch_size` must be a whole number"),
+    "batch size 13": ({"batch_size": 13}, "13, but there are 12 examples"),
+    "epochs 0": ({"epochs": 0}, "`epochs` must be a whole number"),
+    "steps True": ({"steps": True}, "`steps` must be a whole number"),
+    "steps -1": ({"steps": -1}, "`steps` must be a whole number"),
+    "neither": ({"epochs": None}, "one of `epochs` and `steps`"),
+    "both": ({"epochs": 1, "steps": 1}, "one of `epochs` and `steps`"),
+    "validate every 0": (
+        {**WITH_VALIDATION, "validate_every": 0},
+        "`validate_every` must be a whole number",
+    ),
+    "validate every": ({"validate_every": 5}, "pass `validation`"),
+    "metrics": ({"metrics": {"accuracy": gnlin.accuracy}}, "pass `validation`"),
+    "metric": ({**WITH_VALIDATION, "metrics": {"f1": "f1"}}, "must be functions"),
+    "metric loss": (
+        {**WITH_VALIDATION, "metrics": {"loss": gnlin.accuracy}},
+        'other than "loss"',
+    ),
+    "augment": ({"augment": 3}, "`augment` must be a function"),
+    "callbacks": ({"callbacks": [print]}, "`callbacks` must be"),
+    "resume": ({"resume": True}, "needs `checkpoint`"),
+    "data": ({"data": 3, "batch_size": None}, "`data` must be a tuple of arrays"),
+    "array": ({"data": X, "batch_size": None}, "must be a pair"),
+    "list of arrays": ({"data": [X, T], "batch_size": None}, "must be a pair"),
+    "four arrays": ({"data": (X, T, T, T)}, "must be a pair"),
+    "iterable with a batch size": ({"data": BATCHES, "batch_size": 4}, "leave `batch_s"),
+    "empty iterable": ({"data": [], "batch_size": None}, "holds no batch"),
+    "empty arrays": ({"data": (X[:0], T[:0]), "batch_size": None}, "no data"),
+    "empty batch": ({"data": [(X[:0], T[:0])], "batch_size": None}, "no data"),
+    "lengths": ({"data": (X, T[1:])}, "same number of examples"),
+    "shape": ({"data": (X, T[:, 0])}, "shape of the model's outputs"),
+    "shape of a first batch": (
+        {"data": [(X, T[:, :1])], "batch_size": None},
+        "shape of the model's outputs",
+    ),
+    "shape of a later batch": (
+        {"data": [BATCHES[0], (X[:5], T[:5, :1])], "batch_size": None},
+        "shape of the model's outputs",
+    ),
+    "weights": ({"data": (X, T, -jnp.ones(12))}, "weights must be finite"),
+    "complex": ({"data": (X, 1j * T)}, "must be real"),
+    "validation": ({"validation": 3}, "must be a tuple of arrays, .* but a int"),
+    "validation, shape": ({"validation": (X, T[:, 0])}, "shape of the model's outputs"),
+    "validation, empty": ({"validation": []}, "holds no batch"),
+    "validation, iterator": ({"validation": iter(BATCHES)}, "can be iterated only once"),
+    "nothing to train": ({"filter_spec": lambda leaf: False}, "no trainable array"),
+    "not callable": ({"model": Other(jnp.ones(3))}, "must be callable"),
+    "curvature batch of fewer": ({"curvature_batch_size": 4}, "more than `batch_size`"),
+    "curvature batch of too many": ({"curvature_batch_size": 13}, "at most the number"),
+    "curvature batch of all": (
+        {"batch_size": None, "curvature_batch_size": 12},
+        "more than `batch_size`",
+    ),
+    "curvature batch of an iterable": (
+        {"data": BATCHES, "batch_size": None, "curvature_batch_size": 12},
+        "must be arrays",
+    ),
+    "curvature batch of descent": (
+        {"curvature_batch_size": 8},
+        "leave `curvature_batch_size` out",
+    ),
+    "curvature batch of the loss itself": (
+        {
+            "curvature_batch_size": 8,
+            "solver": gnlin.DampedGaussNewton(1.0, form="prox-linear"),
+        },
+        'form="quadratic"',
+    ),
+    "method": (
+        {"solver": gnlin.IterativeLinearisation(3, 0.1, method="eigh")},
+        '`method` must be "auto" or "matrix-free"',
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered_in_one_sentence(changes, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        fit(**changes)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+
+
+def test_no_warning_without_a_reason():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(validation=(X, T))
