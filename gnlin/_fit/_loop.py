@@ -24,7 +24,6 @@ from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError
 from ._history import COLUMNS, FitHistory, Rows
 from ._step import (
-    AnyArray,
     begin,
     Carry,
     checked_outputs,
@@ -580,13 +579,13 @@ def _name_of(result: optx.RESULTS) -> str:
     return "nonlinear_divergence"
 
 
-def as_numpy(x: AnyArray) -> np.ndarray:
+def as_numpy(x: Any) -> np.ndarray:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x)
 
 
-def like_array(x: np.ndarray, like: AnyArray) -> Array:
+def like_array(x: np.ndarray, like: Any) -> Array:
     if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
     return jnp.asarray(x)

@@ -176,7 +176,7 @@ class Compiled:
         self._fixed = [jnp.asarray(x) for x in arrays]
         self._jitted = _jitted(fn, static, tuple(split(part)[1] for part in changing))
 
-    def __call__(self, *changing: list[AnyArray]):
+    def __call__(self, *changing: Sequence[Any]):
         return self._jitted(self._fixed, *changing)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
@@ -128,8 +129,10 @@ class ProxLinear(AbstractSubproblem):
             num_passes,
             num_passes,
             solved.decrease,
-            result=optx.RESULTS.where(
-                solved.stuck, optx.RESULTS.singular, optx.RESULTS.successful
+            result=optx.RESULTS.promote(
+                lx.RESULTS.where(
+                    solved.stuck, lx.RESULTS.singular, lx.RESULTS.successful
+                )
             ),
         )
 
