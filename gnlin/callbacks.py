@@ -59,7 +59,8 @@ class Callback:
         """After the last step, however the run has ended."""
 
     def state(self) -> PyTree:
-        """Arrays that a checkpoint is to carry, of the same shapes always."""
+        """Arrays that a checkpoint is to carry, of the same shapes always; asked for
+        after each step."""
         return None
 
     def restore(self, state: PyTree) -> None:
@@ -111,6 +112,10 @@ class EarlyStop(Callback):
             raise ValueError(
                 f"`EarlyStop` was to watch {self.monitor!r}, but the history's columns "
                 f"are {', '.join(run.history.columns)}."
+            )
+        if "validation_loss" not in run.history.columns:
+            raise ValueError(
+                "`EarlyStop` looks when validation data are looked at: pass `validation`."
             )
         self.best, self.num_worse = np.array(np.inf), np.array(0)
         self.best_arrays = run.arrays() if self.restore_best else None

@@ -9,7 +9,7 @@ from scipy.signal import correlate
 from sklearn.datasets import load_digits
 
 from benchmarks.data import digits
-from benchmarks.networks.cnn import digits_cnn, lenet, max_pool
+from benchmarks.networks.cnn import digits_cnn, lenet, max_pool, smooth_digits_cnn
 
 
 def sizes(layers):
@@ -37,12 +37,21 @@ def test_digits_cnn_has_the_size_that_it_is_said_to():
     assert sizes([network]) == [6_090]
 
 
+def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
+    network = smooth_digits_cnn(jax.random.key(0))
+    assert sizes(network.convolutions) == [160, 4_640]
+    assert sizes(network.dense) == [1_290]
+    assert sizes([network]) == [6_090]
+
+
 @pytest.mark.parametrize(
     ("make", "image", "num_classes"),
     [
         (lenet, (3, 32, 32), 10),
         (lambda key: lenet(key, 4, (1, 28, 28), 7), (1, 28, 28), 7),
         (digits_cnn, (1, 8, 8), 10),
+        (smooth_digits_cnn, (1, 8, 8), 10),
+        (lambda key: smooth_digits_cnn(key, 5), (1, 8, 8), 5),
     ],
 )
 def test_networks_are_of_one_example(make, image, num_classes):
@@ -53,12 +62,16 @@ def test_networks_are_of_one_example(make, image, num_classes):
     np.testing.assert_allclose(outputs[1], network(images[1]), rtol=1e-12)
 
 
-def literal(network, image, padding):
+def relu(x):
+    return np.maximum(x, 0)
+
+
+def literal(network, image, padding, activation):
     """The network, by SciPy's correlations and a loop over windows."""
     for layer in network.convolutions:
         image = np.pad(image, [(0, 0), (padding, padding), (padding, padding)])
         image = np.concatenate([correlate(image, w, "valid") for w in layer.weight])
-        image = np.maximum(image + layer.bias, 0)
+        image = activation(image + layer.bias)
         side = image.shape[1] // 2
         windows = [
             [image[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2] for j in range(side)]
@@ -68,20 +81,21 @@ def literal(network, image, padding):
     x = image.ravel()
     for layer in network.dense:
         activated, x = x, layer.weight @ x + layer.bias
-        x = np.maximum(x, 0)
+        x = activation(x)
     return network.dense[-1].weight @ activated + network.dense[-1].bias
 
 
 @pytest.mark.parametrize(
-    ("network", "image", "padding"),
+    ("network", "image", "padding", "activation"),
     [
-        (lenet(jax.random.key(0), 2, (3, 16, 16), 4), (3, 16, 16), 0),
-        (digits_cnn(jax.random.key(0)), (1, 8, 8), 1),
+        (lenet(jax.random.key(0), 2, (3, 16, 16), 4), (3, 16, 16), 0, relu),
+        (digits_cnn(jax.random.key(0)), (1, 8, 8), 1, relu),
+        (smooth_digits_cnn(jax.random.key(0)), (1, 8, 8), 1, np.tanh),
     ],
 )
-def test_networks_against_a_literal_loop(network, image, padding):
+def test_networks_against_a_literal_loop(network, image, padding, activation):
     image = jax.random.normal(jax.random.key(1), image)
-    expected = literal(network, np.asarray(image), padding)
+    expected = literal(network, np.asarray(image), padding, activation)
     np.testing.assert_allclose(network(image), expected, rtol=1e-12)
 
 

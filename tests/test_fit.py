@@ -717,6 +717,39 @@ def test_augmentation_that_crops():
     assert np.all(np.isfinite(result.history["loss"]))
 
 
+class Several(eqx.Module):
+    """From a tree to a tree."""
+
+    weight: jax.Array
+    count: jax.Array
+
+    def __call__(self, x):
+        product = self.weight * x["in"] * self.count
+        return {"product": product, "pair": (jnp.sum(product),)}
+
+
+@pytest.mark.parametrize(
+    "solver", [gnlin.IterativeLinearisation(3, 0.003), gnlin.DampedGaussNewton(0.3)]
+)
+def test_trees_of_inputs_and_outputs(solver):
+    model = Several(jnp.ones(3), jnp.asarray(2))
+    targets = {"product": 6 * X, "pair": (6 * jnp.sum(X, axis=1),)}
+    data = {"in": X}, targets
+    result = fit(
+        model,
+        data,
+        solver,
+        epochs=20,
+        validation=data,
+        metrics={"pair": lambda f, t: jnp.mean(jnp.abs(f["pair"][0] - t["pair"][0]))},
+        augment=lambda x, key: {"in": x["in"]},
+    )
+    column = result.history["validation_pair"]
+    assert column[-1] < 0.2 * column[2]
+    np.testing.assert_allclose(result.model.weight, 3.0, rtol=0.1)
+    assert int(result.model.count) == 2
+
+
 def test_only_the_chosen_leaves_change():
     model = network()
     spec = jax.tree.map(lambda _: False, model)

@@ -270,6 +270,66 @@ def test_keys_as_state(tmp_path):
 
 
 #
+# Interrupted, or broken off by an error
+#
+
+
+class OnPurpose(Exception):
+    pass
+
+
+class Raise(Callback):
+    def __init__(self, event, step, error):
+        def interrupt(run):
+            if run.step == step:
+                raise error
+
+        setattr(self, event, interrupt)
+
+
+def improving_twice(epoch):
+    return [(X, T + [4.0, 3.0, 5.0, 2.0, 5.0, 5.0, 5.0, 1.0][epoch])]
+
+
+@pytest.mark.parametrize(
+    "event", ["on_step", "on_feature_update", "validation", "on_validation", "on_epoch"]
+)
+@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.parametrize(("place", "error"), [(0, KeyboardInterrupt), (1, OnPurpose)])
+def test_broken_off_while_callbacks_are_told(event, every, place, error, tmp_path):
+    """What some of them have seen, and others have not, is no part of the checkpoint."""
+
+    def run(broken, **arguments):
+        callbacks, validation = [EarlyStop(patience=4)], improving_twice
+        if broken and event == "validation":
+
+            def validation(epoch):
+                if epoch == 2:
+                    raise error
+                return improving_twice(epoch)
+
+        elif broken:
+            step = 4 if event == "on_feature_update" else 6
+            callbacks.insert(place, Raise(event, step, error))
+        return fit(
+            data=BATCHES,
+            epochs=6,
+            solver=gnlin.IterativeLinearisation(3, 1e-9),
+            validation=validation,
+            validate_every=every,
+            callbacks=callbacks,
+            **arguments,
+        )
+
+    warned = pytest.warns(UserWarning, match="interrupted after step")
+    with warned if error is KeyboardInterrupt else pytest.raises(error):
+        run(True, checkpoint=tmp_path)
+    assert len(names(tmp_path)) == 2
+    result = run(False, checkpoint=tmp_path, resume=True)
+    assert_same_run(result, run(False))
+
+
+#
 # When and what is written
 #
 

@@ -247,12 +247,22 @@ def accuracy(outputs: Array, targets: Array) -> Array:
 
 
 class _Now(NamedTuple):
-    """Where the run stands, replaced as a whole, so that no interruption can tear it."""
+    """Where the run stands."""
 
     step: int
     epoch: int
     index: int  # of the next batch in the epoch
     arrays: list[Array]  # of the carry
+
+
+class _Settled(NamedTuple):
+    """Where the run stood when all callbacks had been told of all events: what a
+    checkpoint holds. Replaced as a whole, so that no interruption can tear it."""
+
+    now: _Now
+    states: list[PyTree]  # of the callbacks
+    result: optx.RESULTS
+    reason: str
 
 
 class _Stopped(Exception):
@@ -355,6 +365,7 @@ class _Run:
         if self._saver is not None:
             self._saver.start(resume)
         self._tell("on_start")
+        self._all_told()
         if self._saver is not None:
             self._saver.begin()
         try:
@@ -441,7 +452,12 @@ class _Run:
         self._tell("on_epoch")
         self._go_on()
 
+    def _all_told(self) -> None:
+        states = [callback.state() for callback in self._callbacks]
+        self.settled = _Settled(self._now, states, self.result, self.reason)
+
     def _go_on(self) -> None:
+        self._all_told()
         if self.reason:
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
@@ -507,8 +523,8 @@ class _Run:
     #
 
     def snapshot(self) -> tuple[list[np.ndarray], dict]:
-        now = self._now
-        of_callbacks = split([callback.state() for callback in self._callbacks])[0]
+        now, states, result, reason = self.settled
+        of_callbacks, _ = split(states)
         table = self._rows.as_array()[: now.step]
         arrays = [*map(as_numpy, [*now.arrays, *of_callbacks]), table]
         meta = {
@@ -516,8 +532,8 @@ class _Run:
             "step": now.step,
             "epoch": now.epoch,
             "index": now.index,
-            "reason": self.reason,
-            "result": _RESULTS.index(_name_of(self.result)),
+            "reason": reason,
+            "result": _RESULTS.index(_name_of(result)),
         }
         return arrays, meta
 
@@ -550,12 +566,13 @@ class _Run:
 
     def restore_callbacks(self, arrays: list[np.ndarray]) -> bool:
         """Whether they are these callbacks'."""
-        own, static = split([callback.state() for callback in self._callbacks])
+        own, static = split(self.settled.states)
         if [np.shape(x) for x in own] != [x.shape for x in arrays]:
             return False
         states = join(arrays, static)
         for callback, state in zip(self._callbacks, states, strict=True):
             callback.restore(state)
+        self._all_told()
         return True
 
     def num_bytes(self) -> int:
@@ -711,7 +728,8 @@ class _Saver:
 
     def save(self) -> bool:
         """Whether it was written. One that fails is no reason to lose the run."""
-        if self._run.step == self._saved_step and not self._run.reason:
+        settled = self._run.settled
+        if settled.now.step == self._saved_step and not settled.reason:
             return False
         try:
             self._write()
@@ -723,7 +741,7 @@ class _Saver:
 
     def _write(self) -> None:
         arrays, meta = self._run.snapshot()
-        step, keep = self._run.step, self._checkpoint.keep
+        step, keep = meta["step"], self._checkpoint.keep
         _checkpoint.save(self._folder, step, arrays, meta, keep)
         self._saved_step, self._saved_at = step, time.monotonic()
 

@@ -68,6 +68,11 @@ class IterableStream:
             first = next(batches)
         except StopIteration:
             raise ValueError("There is no data: the iterable holds no batch.") from None
+        if not isinstance(first, tuple | list):
+            raise ValueError(
+                "`data` must be a tuple of arrays, `(inputs, targets)`, or an iterable "
+                f"of such batches, but it holds one of type {type(first).__name__}."
+            )
         self._example = as_batch(first)
         # The first batch of something that can be iterated once only is not lost.
         self._kept = [first] if one_shot else []

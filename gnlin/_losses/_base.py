@@ -160,7 +160,9 @@ def _derivative(fn, x: Array) -> Array:
     return jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
-def check_between(name: str, values: PyTree[Array], least: float, most: float) -> None:
+def check_between(
+    name: str, values: PyTree, least: float | int, most: float | int
+) -> None:
     """Traced values pass: they are not known yet."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, Tracer):

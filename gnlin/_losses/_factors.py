@@ -63,9 +63,10 @@ class IdentityFactor(AbstractFactor):
 
 
 def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
-    """Whether `gradient / root` has the square of a loss greater than 1/eps units."""
+    """Whether `gradient / root` has the square of a loss greater than 1/eps units (or is
+    not a number)."""
     eps = jnp.finfo(gradient.dtype).eps
-    return jnp.abs(gradient) * eps**0.5 > root * unit**0.5
+    return ~(jnp.abs(gradient) * eps**0.5 <= root * unit**0.5)
 
 
 def _quotient(x: Array, y: Array, where: Array) -> Array:

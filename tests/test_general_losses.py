@@ -1,0 +1,1453 @@
+"""The solvers on losses that are not squared error, against dense linear algebra, SciPy's
+minimisers and literal steps."""
+
+import functools
+import math
+import subprocess
+import sys
+import textwrap
+import warnings
+from typing import NamedTuple
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+import scipy.linalg
+import scipy.optimize
+
+import gnlin
+from gnlin._objective import BatchLoss
+from gnlin._subproblem import prepare, prepare_form, prepare_prox_linear
+from gnlin.filters import (
+    Damped,
+    GradientDescent,
+    GradientFlow,
+    HeavyBall,
+    Nesterov,
+    PseudoInverse,
+    Tikhonov,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Many programs, each run for a moment only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+#
+# One small problem for each loss
+#
+
+
+class Quartic(gnlin.AbstractElementwiseLoss):
+    """A user's loss, known by its value in each output alone."""
+
+    reduction: str = "sum"
+
+    def elementwise(self, output, target):
+        return (output - target) ** 4 / 4
+
+
+class Problem(NamedTuple):
+    loss: gnlin.AbstractLoss
+    targets: np.ndarray
+    scale: float = 1.0  # of the model's last layer
+
+
+_generator = np.random.default_rng(0)
+X = _generator.normal(size=(7, 3))
+REAL = _generator.normal(size=(7, 4))
+LABELS = _generator.integers(0, 4, 7)
+OUTLIERS = REAL.copy()
+OUTLIERS[0], OUTLIERS[3, 1] = 100, -50
+
+SOFTMAX = Problem(gnlin.SoftmaxCrossEntropy(), LABELS)
+SATURATED = Problem(gnlin.SoftmaxCrossEntropy(), LABELS, 80.0)
+HUBER = Problem(gnlin.Huber(), OUTLIERS)
+POISSON = Problem(gnlin.PoissonNLL(), _generator.poisson(2, (7, 4)).astype(float))
+LOG_COSH = Problem(gnlin.LogCosh(0.5), REAL)
+PROBLEMS = {
+    "softmax": SOFTMAX,
+    "softmax, probabilities": Problem(
+        gnlin.SoftmaxCrossEntropy(0.1), _generator.dirichlet(np.ones(4), 7)
+    ),
+    "softmax, saturated": SATURATED,
+    "sigmoid": Problem(gnlin.SigmoidCrossEntropy(), _generator.uniform(size=(7, 4))),
+    "huber, outliers": HUBER,
+    "pseudo-huber": Problem(gnlin.PseudoHuber(0.5), REAL),
+    "poisson": POISSON,
+    "a user's function of each output": Problem(Quartic(), REAL),
+}
+
+
+class Net(eqx.Module):
+    """44 parameters, 28 outputs in all; in one array, which is quick to compile."""
+
+    w: jax.Array
+
+    def __call__(self, x):
+        hidden = jnp.tanh(self.w[:15].reshape(5, 3) @ x + self.w[15:20])
+        return self.w[20:40].reshape(4, 5) @ hidden + self.w[40:]
+
+
+def start(scale=1.0):
+    w = np.random.default_rng(1).uniform(-0.6, 0.6, 44)
+    w[20:] *= scale
+    return w
+
+
+def outputs_at(w):
+    return jax.vmap(Net(w))(jnp.asarray(X))
+
+
+@functools.cache
+def compiled(loss):
+    """Of the sum over the examples, at w: f, dL/df, phi, d2L/df2 and dL/dw. And L, dL/df
+    at any f. By automatic differentiation of the value."""
+
+    def value(f, targets):
+        return jnp.sum(jax.vmap(loss.value)(f.reshape(7, -1), targets))
+
+    def everything(w, targets):
+        predict = lambda w: outputs_at(w).ravel()
+        f = predict(w)
+        gradient = jax.grad(lambda w: value(predict(w), targets))(w)
+        hessian = jax.hessian(value)(f, targets)
+        return f, jax.grad(value)(f, targets), jax.jacfwd(predict)(w), hessian, gradient
+
+    return jax.jit(everything), jax.jit(jax.value_and_grad(value))
+
+
+class Dense:
+    """A problem linearised at a point, in dense matrices."""
+
+    def __init__(self, problem, w=None):
+        self.w = start(problem.scale) if w is None else np.asarray(w)
+        self.targets = jnp.asarray(problem.targets)
+        everything, self._value_and_gradient = compiled(problem.loss)
+        parts = map(np.asarray, everything(jnp.asarray(self.w), self.targets))
+        self.outputs, self.residual, self.jacobian, self.hessian, self.gradient = parts
+        self.curvature = self.jacobian.T @ self.hessian @ self.jacobian
+
+    def value(self, outputs):
+        return float(self._value_and_gradient(outputs, self.targets)[0])
+
+    def loss_gradient(self, outputs):
+        return self._value_and_gradient(outputs, self.targets)[1]
+
+    def true_loss(self, step):
+        return self.value(np.asarray(outputs_at(self.w + step)).ravel())
+
+    def linearised_loss(self, step, damping=0.0):
+        """L(f + phi delta) + damping/2 |delta|^2, and its gradient."""
+        f = self.outputs + self.jacobian @ step
+        value, gradient = self._value_and_gradient(f, self.targets)
+        value = float(value) + 0.5 * damping * step @ step
+        return value, self.jacobian.T @ np.asarray(gradient) + damping * step
+
+    def remaining(self, step, damping=0.0):
+        """Of the gradient of the linearised problem, that part of the first one."""
+        _, gradient = self.linearised_loss(step, damping)
+        return np.linalg.norm(gradient) / np.linalg.norm(self.gradient)
+
+    def damped_step(self, damping):
+        damped = self.curvature + damping * np.eye(self.w.size)
+        return -np.linalg.solve(damped, self.gradient)
+
+
+@functools.cache
+def dense(name):
+    return Dense(PROBLEMS[name])
+
+
+# Most programs here would run for far less time than they take to compile: these run
+# operation by operation.
+op_by_op = jax.disable_jit
+
+
+def solve(problem, solver, max_steps=1, *, data=None, w=None, compiled=False):
+    """(step, solution), with no word of how it ended."""
+    data = (X, problem.targets) if data is None else data
+    w = start(problem.scale) if w is None else w
+    with warnings.catch_warnings(), op_by_op(not compiled):
+        warnings.simplefilter("ignore", UserWarning)
+        solution = gnlin.solve(
+            Net(jnp.asarray(w)), data, solver, loss=problem.loss, max_steps=max_steps
+        )
+    return np.asarray(solution.model.w) - w, solution
+
+
+def result_is(solution, name):
+    return bool(solution.result == getattr(optx.RESULTS, name))
+
+
+def near(actual, expected, rtol, least=0.0):
+    """In the norm, that of `expected` taken for `least` if it is smaller."""
+    error = np.linalg.norm(np.asarray(actual) - expected)
+    return error <= rtol * max(np.linalg.norm(expected), least)
+
+
+def assert_close(actual, expected, rtol):
+    error = np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
+    assert near(actual, expected, rtol), f"{error:.1e} > {rtol:.1e}"
+
+
+#
+# The second-order expansion
+#
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_the_whitened_linearisation(name):
+    """Of a weighted mean."""
+    problem, oracle = PROBLEMS[name], dense(name)
+    mean = eqx.tree_at(lambda loss: loss.reduction, problem.loss, "mean")
+
+    def run(w, vector, targets, weights):
+        lin = gnlin.linearise(gnlin.PerExample(lambda w, x: Net(w)(x)), w, jnp.asarray(X))
+        objective = BatchLoss(mean, jax.eval_shape(lambda: lin.outputs), targets, weights)
+        quadratic = objective.expand(lin)
+        white, rest = quadratic.lin, quadratic.rest
+        rest = jnp.zeros_like(w) if rest is None else rest
+        product = white.vjp(white.jvp(vector))
+        return product, white.vjp(white.outputs) + rest, rest, white.matrix()
+
+    vector = np.random.default_rng(1).normal(size=oracle.w.size)
+    weights = np.array([1.0, 2.0, 0.0, 0.5, 1.0, 3.0, 0.5])
+    w, *arrays = map(jnp.asarray, (oracle.w, vector, oracle.targets, weights))
+    with op_by_op():
+        product, gradient, rest, matrix = run(w, *arrays)
+    each = np.repeat(weights / weights.sum(), 4)
+    curvature = oracle.jacobian.T @ (each[:, None] * oracle.hessian) @ oracle.jacobian
+    assert_close(product, curvature @ vector, 1e-11)
+    assert_close(gradient, oracle.jacobian.T @ (each * oracle.residual), 1e-12)
+    np.testing.assert_allclose(
+        matrix.T @ matrix, curvature, rtol=1e-9, atol=1e-12 * np.abs(curvature).max()
+    )
+    steep = name in ("huber, outliers", "softmax, saturated")
+    assert bool(np.any(np.asarray(rest) != 0)) == steep
+
+
+#
+# One quadratic step
+#
+
+
+def literal_quadratic(oracle, period, eta, momentum=0.0, nesterov=False, damping=0.0):
+    """Steps on g delta + delta C delta / 2 + damping |delta|^2 / 2."""
+    delta = np.zeros_like(oracle.gradient)
+    velocity = np.zeros_like(delta)
+    for _ in range(period):
+        gradient = oracle.gradient + oracle.curvature @ delta + damping * delta
+        velocity = momentum * velocity - eta * gradient
+        ahead = momentum * velocity - eta * gradient
+        delta = delta + (ahead if nesterov else velocity)
+    return delta
+
+
+def quadratic_flow(oracle, time, damping=0.0):
+    p = oracle.gradient.size
+    system = np.zeros((p + 1, p + 1))
+    system[:p, :p] = -oracle.curvature - damping * np.eye(p)
+    system[:p, p] = -oracle.gradient
+    return scipy.linalg.expm(time * system)[:p, p]
+
+
+# In units of the largest eigenvalue, which differs from problem to problem.
+FILTERS = {
+    "damped": (
+        lambda unit: Tikhonov(0.05 * unit),
+        lambda o, unit: o.damped_step(0.05 * unit),
+    ),
+    "nesterov": (
+        lambda unit: Nesterov(40, 0.3 / unit, 0.8),
+        lambda o, unit: literal_quadratic(o, 40, 0.3 / unit, 0.8, True),
+    ),
+    "damped heavy ball": (
+        lambda unit: Damped(HeavyBall(40, 0.3 / unit, 0.8), 0.1 * unit),
+        lambda o, unit: literal_quadratic(o, 40, 0.3 / unit, 0.8, False, 0.1 * unit),
+    ),
+    "flow": (
+        lambda unit: GradientFlow(9 / unit),
+        lambda o, unit: quadratic_flow(o, 9 / unit),
+    ),
+}
+BY_METHOD = {
+    "svd": list(FILTERS),
+    "eigh": list(FILTERS),
+    "kernel": ["damped"],
+    "curvature": ["damped"],
+    "matrix-free": ["damped", "nesterov", "damped heavy ball"],
+}
+
+
+@pytest.mark.parametrize("name", ["softmax, saturated", "huber, outliers"])
+def test_every_filter_by_every_method(name):
+    """With a part of the gradient that the curvature does not reach."""
+    problem, oracle = PROBLEMS[name], dense(name)
+
+    @jax.jit
+    def run(w, targets, unit):
+        fn = gnlin.PerExample(lambda w, x: Net(w)(x))
+        lin = gnlin.linearise(fn, w, jnp.asarray(X))
+        objective = BatchLoss(problem.loss, jax.eval_shape(lambda: lin.outputs), targets)
+        quadratic = objective.expand(lin)
+        answers = {}
+        for method, names in BY_METHOD.items():
+            subproblem = prepare(quadratic, method, 2**30, damped=True, reuse=True)
+            steps = {n: subproblem.solve(FILTERS[n][0](unit)).step for n in names}
+            answers[method] = steps, subproblem.gradient_norm, subproblem.gradient()
+        return answers
+
+    unit = np.linalg.eigvalsh(oracle.curvature)[-1]
+    for method, (steps, norm, gradient) in run(oracle.w, oracle.targets, unit).items():
+        np.testing.assert_allclose(norm, np.linalg.norm(oracle.gradient), rtol=1e-9)
+        assert_close(gradient, oracle.gradient, 1e-9)
+        for filter, step in steps.items():
+            expected = FILTERS[filter][1](oracle, unit)
+            assert near(step, expected, 1e-8), (method, filter)
+
+
+METHODS = ["svd", "eigh", "kernel", "curvature", "matrix-free"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_damped_gauss_newton_by_every_method(method):
+    for damping in (0.3, 30.0):
+        solver = gnlin.DampedGaussNewton(damping, method=method)
+        step, _ = solve(HUBER, solver)
+        assert_close(step, dense("huber, outliers").damped_step(damping), 1e-8)
+
+
+@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+def test_gauss_newton_is_the_pseudo_inverse(method):
+    """Of a softmax's singular Hessian, in more parameters than outputs."""
+    step, _ = solve(SOFTMAX, gnlin.GaussNewton(method=method))
+    assert_close(step, pseudo_inverse_step(dense("softmax")), 1e-6)
+
+
+def pseudo_inverse_step(oracle):
+    return -np.linalg.pinv(oracle.curvature, rcond=1e-10) @ oracle.gradient
+
+
+SOLVERS = {
+    "damped": (gnlin.DampedGaussNewton(0.3), lambda o: o.damped_step(0.3)),
+    "gauss-newton": (
+        gnlin.GaussNewton(),
+        pseudo_inverse_step,
+    ),
+    "filtered": (
+        gnlin.FilteredGaussNewton(Damped(GradientFlow(3.0), 0.5)),
+        lambda o: quadratic_flow(o, 3.0, 0.5),
+    ),
+    "descent": (
+        gnlin.IterativeLinearisation(40, 0.02, 0.8, nesterov=True, form="quadratic"),
+        lambda o: literal_quadratic(o, 40, 0.02, 0.8, nesterov=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("solver", "expected"), SOLVERS.values(), ids=SOLVERS)
+def test_a_quadratic_step_of_each_solver(solver, expected):
+    step, solution = solve(HUBER, solver)
+    assert result_is(solution, "nonlinear_max_steps_reached")
+    oracle = dense("huber, outliers")
+    assert_close(step, expected(oracle), 1e-7)
+    np.testing.assert_allclose(
+        solution.history.loss,
+        [oracle.value(oracle.outputs), oracle.true_loss(step)],
+        rtol=1e-10,
+    )
+    np.testing.assert_allclose(
+        solution.history.gradient_norm, np.linalg.norm(oracle.gradient), rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.GaussNewton(method="matrix-free"),
+        gnlin.TruncatedGaussNewton(0.1, method="matrix-free"),
+    ],
+    ids=["gauss-newton", "truncated"],
+)
+def test_outliers_without_damping(solver):
+    """What is linear in the parameters for ever has no minimum: it is left alone, as by
+    the other methods, or at least no step is taken."""
+    step, _ = solve(HUBER, solver)
+    assert np.linalg.norm(step) < 1e6
+
+
+@pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
+def test_truncated_gauss_newton_stops_where_it_says(name):
+    problem, oracle = PROBLEMS[name], dense(name)
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None, None))
+    def run(tolerance, damping, w):
+        solver = gnlin.TruncatedGaussNewton(tolerance, damping=damping)
+        data = X, problem.targets
+        solution = gnlin.solve(Net(w), data, solver, loss=problem.loss, max_steps=1)
+        return solution.model.w, solution.history.num_inner_steps[0]
+
+    tolerances, damping = np.array([0.7, 0.3, 0.1, 1e-2, 1e-5]), 0.3
+    results = run(tolerances, jnp.asarray(damping), jnp.asarray(oracle.w))
+    for tolerance, w, num_steps in zip(tolerances, *results, strict=True):
+        expected, count = textbook(oracle, tolerance, damping)
+        assert count == int(num_steps)
+        assert_close(w - oracle.w, expected, 1e-7)
+
+
+def textbook(oracle, tolerance, damping):
+    """Conjugate gradients, (step, number of iterations)."""
+    step = np.zeros_like(oracle.gradient)
+    residual = direction = -oracle.gradient
+    for k in range(200):
+        if np.linalg.norm(residual) <= tolerance * np.linalg.norm(oracle.gradient):
+            return step, k
+        product = oracle.curvature @ direction + damping * direction
+        alpha = residual @ residual / (direction @ product)
+        step = step + alpha * direction
+        new = residual - alpha * product
+        direction = new + (new @ new) / (residual @ residual) * direction
+        residual = new
+    raise AssertionError("The textbook's iteration has not ended.")
+
+
+#
+# Levenberg-Marquardt
+#
+
+LM_PROBLEMS = {
+    "softmax": (SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.1)), {}),
+    "huber, outliers": (HUBER, {}),
+    "poisson, prox-linear": (POISSON, {"form": "prox-linear"}),
+}
+
+
+@pytest.mark.parametrize(("problem", "options"), LM_PROBLEMS.values(), ids=LM_PROBLEMS)
+def test_levenberg_marquardt_descends_to_a_stationary_point(problem, options):
+    step, solution = solve(
+        problem, gnlin.LevenbergMarquardt(**options), 400, compiled=True
+    )
+    history = solution.history
+    assert np.all(np.isfinite(history.loss))
+    moved = np.asarray(history.step_norm) > 0
+    rounding = 1e-12 * np.abs(history.loss[0])
+    assert np.all(np.diff(history.loss)[moved] <= rounding)
+    assert np.all(np.diff(history.loss)[~moved] == 0)
+    before, after = Dense(problem), Dense(problem, np.asarray(solution.model.w))
+    assert np.linalg.norm(after.gradient) < 1e-3 * np.linalg.norm(before.gradient)
+    np.testing.assert_allclose(history.loss[0], before.value(before.outputs), rtol=1e-10)
+    final = after.value(after.outputs)
+    np.testing.assert_allclose(history.loss[-1], final, rtol=1e-9, atol=1e-12)
+    assert np.any(step)
+
+
+class FourSquares(gnlin.AbstractElementwiseLoss):
+    """Squared error in other units: four times as much."""
+
+    reduction: str = "sum"
+
+    def elementwise(self, output, target):
+        return 2 * (output - target) ** 2
+
+
+@pytest.mark.parametrize("by_weights", [False, True])
+def test_accelerated_steps_do_not_depend_on_the_unit_of_the_loss(by_weights):
+    solver = gnlin.LevenbergMarquardt()
+    data = (X, REAL, np.full(7, 4.0)) if by_weights else (X, REAL)
+    loss = gnlin.SquaredError() if by_weights else FourSquares()
+    plain, _ = solve(Problem(gnlin.SquaredError(), REAL), solver)
+    step, _ = solve(Problem(loss, REAL), solver, data=data)
+    assert_close(step, plain, 1e-8)
+
+
+def test_levenberg_marquardt_on_whole_counts_in_single_precision():
+    data = np.float32(X), POISSON.targets.astype(int)
+    solver = gnlin.LevenbergMarquardt()
+    step, _ = solve(POISSON, solver, data=data, w=np.float32(start()), compiled=True)
+    assert step.dtype == np.float32
+    assert np.any(step)
+
+
+#
+# The prox-linear form: the loss itself on the linearised model
+#
+
+
+def minimised(oracle, damping):
+    found = scipy.optimize.minimize(
+        lambda step: oracle.linearised_loss(step, damping),
+        np.zeros_like(oracle.w),
+        jac=True,
+        method="L-BFGS-B",
+        options={"ftol": 1e-16, "gtol": 1e-10, "maxiter": 5000, "maxfun": 10000},
+    )
+    return found.x
+
+
+@pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
+def test_damped_prox_linear_is_the_minimiser_of_scipy(name):
+    """With m coefficients and with p parameters."""
+    problem, oracle = PROBLEMS[name], dense(name)
+
+    @jax.jit
+    def run(w, targets, damping):
+        fn = gnlin.PerExample(lambda w, x: Net(w)(x))
+        lin = gnlin.linearise(fn, w, jnp.asarray(X))
+        objective = BatchLoss(problem.loss, jax.eval_shape(lambda: lin.outputs), targets)
+        answers = []
+        for method in ("kernel", "matrix-free"):
+            subproblem = prepare_prox_linear(objective, lin, method, 2**30, damped=True)
+            answer = subproblem.solve(Tikhonov(damping))
+            answers.append((answer.step, answer.decrease, subproblem.gradient_norm))
+        return answers
+
+    for damping in (0.1, 3.0):
+        expected = minimised(oracle, damping)
+        for step, decrease, norm in run(oracle.w, oracle.targets, damping):
+            np.testing.assert_allclose(norm, np.linalg.norm(oracle.gradient), rtol=1e-9)
+            # The problem is strongly convex, and so this bounds the distance.
+            assert oracle.remaining(np.asarray(step), damping) <= 1e-9
+            assert_close(step, expected, 1e-4)
+            fall = oracle.value(oracle.outputs)
+            fall -= oracle.linearised_loss(np.asarray(step))[0]
+            np.testing.assert_allclose(decrease, fall, rtol=1e-9)
+
+
+PROX = gnlin.DampedGaussNewton(0.3, form="prox-linear")
+
+
+def test_damped_gauss_newton_in_the_prox_linear_form():
+    oracle = dense("softmax")
+    step, solution = solve(SOFTMAX, PROX, compiled=True)
+    assert oracle.remaining(step, 0.3) <= 1e-9
+    loss = solution.history.loss[1]
+    np.testing.assert_allclose(loss, oracle.true_loss(step), rtol=1e-10)
+    assert solution.stats["num_inner_steps"] >= 1
+
+
+@pytest.fixture(scope="module")
+def truncated():
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None, None))
+    def run(tolerance, damping, w):
+        solver = gnlin.TruncatedGaussNewton(tolerance, damping, form="prox-linear")
+        data = X, LABELS
+        solution = gnlin.solve(Net(w), data, solver, loss=SOFTMAX.loss, max_steps=1)
+        num_inner_steps = solution.stats["num_inner_steps"]
+        return solution.model.w, num_inner_steps, solution.history.gradient_norm[0]
+
+    return run
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.3])
+def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
+    oracle = dense("softmax")
+    tolerances = np.array([0.7, 0.3, 0.1, 1e-3, 1e-8])
+    ws, nums_steps, norms = truncated(tolerances, damping, oracle.w)
+    np.testing.assert_allclose(norms, np.linalg.norm(oracle.gradient), rtol=1e-10)
+    for tolerance, w in zip(tolerances, ws, strict=True):
+        remaining = oracle.remaining(np.asarray(w) - oracle.w, damping)
+        assert remaining <= tolerance * (1 + 1e-9)
+    assert np.all(nums_steps >= 1)
+    assert np.all(np.diff(nums_steps) >= 0)
+    assert nums_steps[-1] > nums_steps[0]
+
+
+@pytest.mark.parametrize("form", ["quadratic", "prox-linear"])
+def test_a_warm_start_meets_the_same_tolerance(form):
+    """Of the second linearised problem, begun where the first ended."""
+    solver = gnlin.TruncatedGaussNewton(0.05, 0.3, form=form, warm_start=0.9)
+    fn = gnlin.PerExample(lambda w, x: Net(w)(x))
+    x, targets = jnp.asarray(X), jnp.asarray(LABELS)
+
+    def run(w, state):
+        with op_by_op():
+            lin = gnlin.linearise(fn, w, x)
+            shapes = jax.eval_shape(lambda: lin.outputs)
+            objective = BatchLoss(SOFTMAX.loss, shapes, targets)
+            return solver.advance(objective, lin, lambda w: fn(w, x), state)
+
+    w = jnp.asarray(start())
+    middle, state = run(w, solver.start(w, jax.eval_shape(fn, w, x)))
+    np.testing.assert_allclose(state.memory.step, middle - w, rtol=1e-9)
+    end, warm = run(middle, state)
+    assert float(warm.report.num_inner_steps) >= 1
+    # As the same, begun at zero
+    nothing = eqx.tree_at(lambda s: s.memory.step, state, jnp.zeros_like(w))
+    cold_end, _ = run(middle, nothing)
+    assert not np.allclose(end, cold_end, rtol=1e-6)
+    oracle = Dense(SOFTMAX, middle)
+    for other in (end, cold_end):
+        step = np.asarray(other - middle)
+        if form == "prox-linear":
+            remaining = oracle.remaining(step, 0.3)
+        else:
+            last = oracle.gradient + oracle.curvature @ step + 0.3 * step
+            remaining = np.linalg.norm(last) / np.linalg.norm(oracle.gradient)
+        assert remaining <= 0.05 * (1 + 1e-9)
+
+
+def nesterov_sgd(learning_rate, momentum):
+    return optax.sgd(learning_rate, momentum, nesterov=True)
+
+
+def adamw(learning_rate):
+    return optax.adamw(learning_rate, weight_decay=0.1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _literal_optax(build, loss, numbers, period, damping, state, linearised):
+    w, outputs, jacobian, targets = linearised
+    value = lambda f: jnp.sum(jax.vmap(loss.value)(f.reshape(7, -1), targets))
+    optimiser = build(*numbers)
+
+    def body(_, carry):
+        parameters, state = carry
+        step = parameters - w
+        gradient = jacobian.T @ jax.grad(value)(outputs + jacobian @ step)
+        updates, state = optimiser.update(gradient + damping * step, state, parameters)
+        return optax.apply_updates(parameters, updates), state
+
+    return jax.lax.fori_loop(0, period, body, (w, state))
+
+
+def literal_optax(
+    oracle, build, *numbers, period, damping=0.0, state=None, problem=SOFTMAX
+):
+    """Steps of an optimiser, `build(*numbers)`, on L(f + phi delta) + damping/2
+    |delta|^2, which it sees as a function of the parameters: (step, state)."""
+    linearised = oracle.w, oracle.outputs, oracle.jacobian, oracle.targets
+    linearised = tuple(map(jnp.asarray, linearised))
+    state = build(*numbers).init(linearised[0]) if state is None else state
+    w, state = _literal_optax(
+        build, problem.loss, numbers, period, damping, state, linearised
+    )
+    return np.asarray(w) - oracle.w, state
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_descent_on_the_loss_itself_is_that_of_optax(nesterov):
+    """By steps on m coefficients and on p parameters."""
+    oracle = dense("softmax")
+    momenta, dampings = np.array([0.0, 0.9, 0.9]), np.array([0.0, 0.0, 0.5])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jax.vmap, in_axes=(None, 0, 0, None, None))
+    def run(method, momentum, damping, period, w):
+        solver = gnlin.IterativeLinearisation(
+            period, 0.05, momentum, nesterov=nesterov, damping=damping, method=method
+        )
+        data = X, LABELS
+        solution = gnlin.solve(Net(w), data, solver, loss=SOFTMAX.loss, max_steps=1)
+        return solution.model.w
+
+    methods = ("kernel",) if nesterov else ("kernel", "matrix-free")
+    for period in (1, 100):
+        steps = [
+            run(method, momenta, dampings, jnp.asarray(period), oracle.w) - oracle.w
+            for method in methods
+        ]
+        assert_close(steps[0], np.asarray(steps[-1]), 1e-12)
+        for i in range(3):
+            build = nesterov_sgd if nesterov else optax.sgd
+            expected, _ = literal_optax(
+                oracle, build, 0.05, momenta[i], period=period, damping=dampings[i]
+            )
+            assert_close(steps[0][i], expected, 1e-11)
+
+
+def test_python_numbers_and_the_automatic_method():
+    solver = gnlin.IterativeLinearisation(50, 0.002, 0.5)
+    step, solution = solve(POISSON, solver)
+    expected, _ = literal_optax(
+        dense("poisson"), optax.sgd, 0.002, 0.5, period=50, problem=POISSON
+    )
+    assert_close(step, expected, 1e-11)
+    assert float(solution.stats["num_inner_steps"]) == 50
+
+
+OPTIMISERS = {
+    "adam": (optax.adam, True, 0.3),
+    "adam, kept": (optax.adam, False, 0.3),
+    "adamw": (adamw, True, 0.0),
+    "adamw, kept": (adamw, False, 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "restart", "damping"), OPTIMISERS.values(), ids=OPTIMISERS
+)
+def test_any_optimiser_on_each_linearised_model(build, restart, damping):
+    solver = gnlin.IterativeLinearisation(
+        7, optimiser=build(0.02), restart=restart, damping=damping
+    )
+    _, solution = solve(SOFTMAX, solver, 3)
+    w, state = start(), None
+    for _ in range(3):
+        step, state = literal_optax(
+            Dense(SOFTMAX, w), build, 0.02, period=7, damping=damping, state=state
+        )
+        w = w + step
+        state = None if restart else state
+    np.testing.assert_allclose(solution.model.w, w, rtol=1e-9, atol=1e-10)
+    assert float(solution.stats["num_inner_steps"]) == 21
+    assert int(solution.stats["num_feature_updates"]) == 3
+
+
+def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
+    optimiser = optax.adam(0.05)
+    solver = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
+    _, solution = solve(SOFTMAX, solver, 20)
+    labels = jnp.asarray(LABELS)
+
+    @jax.jit
+    def step(w, state):
+        value = lambda w: jnp.sum(jax.vmap(SOFTMAX.loss.value)(outputs_at(w), labels))
+        updates, state = optimiser.update(jax.grad(value)(w), state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = jnp.asarray(start())
+    state = optimiser.init(w)
+    for _ in range(20):
+        w, state = step(w, state)
+    np.testing.assert_allclose(solution.model.w, w, rtol=1e-9)
+
+
+def test_an_optimiser_on_the_quadratic_form():
+    solver = gnlin.IterativeLinearisation(20, optimiser=optax.sgd(0.1), form="quadratic")
+    step, _ = solve(SOFTMAX, solver)
+    assert_close(step, literal_quadratic(dense("softmax"), 20, 0.1), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["double", "single"])
+def test_flow_is_a_hundred_thousand_small_steps(dtype):
+    period, eta, damping = 10**5, 1e-4, 0.01
+    solver = gnlin.IterativeLinearisation(period, eta, method="flow", damping=damping)
+    data = dtype(X), LABELS
+    step, solution = solve(SOFTMAX, solver, data=data, w=dtype(start()), compiled=True)
+    assert step.dtype == dtype
+    expected = many_steps(dense("softmax"), period, eta, damping)
+    assert_close(step, expected, 1e-4 if dtype == np.float64 else 3e-4)
+    assert float(solution.stats["num_inner_steps"]) == period
+
+
+@functools.cache
+def many_steps(oracle, period, eta, damping):
+    """Literal, on the coefficients of delta = phi^T a."""
+    kernel = jnp.asarray(oracle.jacobian @ oracle.jacobian.T)
+
+    @jax.jit
+    def run(outputs, kernel):
+        def body(_, a):
+            return a - eta * (oracle.loss_gradient(outputs + kernel @ a) + damping * a)
+
+        return jax.lax.fori_loop(0, period, body, jnp.zeros_like(outputs))
+
+    return oracle.jacobian.T @ np.asarray(run(jnp.asarray(oracle.outputs), kernel))
+
+
+def test_a_flow_that_is_not_done_is_no_success(monkeypatch):
+    monkeypatch.setattr(sys.modules["gnlin._subproblem._flow"], "_MAX_STEPS", 2)
+    solver = gnlin.IterativeLinearisation(
+        10**6,
+        1e-2,
+        method="flow",
+        memory_budget=10**6,  # another program
+    )
+    _, solution = solve(SOFTMAX, solver, compiled=True)
+    assert result_is(solution, "nonlinear_divergence")
+
+
+ENDLESS = gnlin.IterativeLinearisation(math.inf, 0.05, damping=0.3)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        ENDLESS,
+        gnlin.IterativeLinearisation(math.inf, 0.1, 0.9, damping=0.3, method="kernel"),
+    ],
+    ids=["plain", "momentum, kernel"],
+)
+def test_steps_without_an_end_are_the_damped_minimiser(solver):
+    step, solution = solve(SOFTMAX, solver)
+    assert dense("softmax").remaining(step, 0.3) <= 1e-9
+    assert int(solution.stats["num_steps"]) == 1
+    assert result_is(solution, "successful")
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(0.0, form="prox-linear", method="kernel"),
+        gnlin.IterativeLinearisation(math.inf, 0.05, method="kernel"),
+        gnlin.TruncatedGaussNewton(0.1, form="prox-linear"),
+    ],
+    ids=["damped", "without an end", "truncated"],
+)
+def test_prox_linear_without_damping_and_with_outliers(solver):
+    """It has a minimum, of zero: the model has more parameters than outputs."""
+    step, _ = solve(HUBER, solver)
+    assert dense("huber, outliers").remaining(step) <= 0.1
+
+
+def test_a_traced_period_may_be_infinite():
+    solver = gnlin.IterativeLinearisation(jnp.asarray(jnp.inf), 0.05, damping=0.3)
+    step, _ = solve(SOFTMAX, solver)
+    assert dense("softmax").remaining(step, 0.3) <= 1e-6
+
+
+def test_gauss_newton_on_the_loss_itself():
+    problem = SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.2))
+    oracle = Dense(problem)
+    step, _ = solve(problem, gnlin.GaussNewton(form="prox-linear"))
+    assert oracle.remaining(step) <= 1e-9
+    # The shortest one: in the range of phi^T
+    _, _, vt = np.linalg.svd(oracle.jacobian)
+    rank = np.linalg.matrix_rank(oracle.jacobian)
+    assert np.linalg.norm(vt[rank:] @ step) <= 1e-8 * np.linalg.norm(step)
+
+
+#
+# Squared error, known as such and not
+#
+
+
+class Disguised(gnlin.AbstractElementwiseLoss):
+    """Squared error, as a user might write it."""
+
+    reduction: str = "sum"
+
+    def elementwise(self, output, target):
+        return 0.5 * (output - target) ** 2
+
+
+class Masked(eqx.Module):
+    """A model of up to 8 parameters: where the mask is zero there is none."""
+
+    w: jax.Array
+    mask: jax.Array
+
+    def __call__(self, x):
+        w = self.w * self.mask
+        return jnp.tanh(w[:6].reshape(2, 3) @ x) + w[6:]
+
+
+def masked(seed, num_examples, num_parameters):
+    """A problem of that size, (w, mask, x, y, weights); of 6 examples the others weigh
+    nothing, so that one program serves all sizes."""
+    generator = np.random.default_rng(seed)
+    x, y = generator.normal(size=(6, 3)), generator.normal(size=(6, 2))
+    mask = generator.permutation(np.arange(8) < num_parameters).astype(float)
+    weights = generator.permutation(np.arange(6) < num_examples).astype(float)
+    return tuple(map(jnp.asarray, (generator.normal(size=8), mask, x, y, weights)))
+
+
+sizes = st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 8)
+
+
+class Linear(NamedTuple):
+    """What `literal_quadratic` and `quadratic_flow` need of a problem."""
+
+    gradient: np.ndarray
+    curvature: np.ndarray
+
+    def damped_step(self, damping):
+        return -np.linalg.solve(self.curvature + damping * np.eye(8), self.gradient)
+
+
+ALIKE = {
+    "damped": (Tikhonov(0.3), lambda o: o.damped_step(0.3), 1e-8),
+    "exact": (
+        PseudoInverse(),
+        lambda o: -np.linalg.pinv(o.curvature, rcond=1e-12) @ o.gradient,
+        1e-5,
+    ),
+    "descent": (
+        GradientDescent(30, 0.02),
+        lambda o: literal_quadratic(o, 30, 0.02),
+        1e-9,
+    ),
+    "damped nesterov": (
+        Damped(Nesterov(30, 0.02, 0.7), 0.3),
+        lambda o: literal_quadratic(o, 30, 0.02, 0.7, True, 0.3),
+        1e-9,
+    ),
+    "flow": (GradientFlow(3.0), lambda o: quadratic_flow(o, 3.0), 1e-4),
+}
+
+
+@jax.jit
+def in_every_form(w, mask, x, y, weights):
+    """The steps of the filters above on squared error in disguise, by form; and the true
+    residuals and Jacobian."""
+    fn = gnlin.PerExample(lambda w, x: Masked(w, mask)(x))
+    lin = gnlin.linearise(fn, w, x)
+    shapes = jax.eval_shape(lambda: lin.outputs)
+    objective = BatchLoss(Disguised(), shapes, y, weights)
+    ways = (
+        ("quadratic", "auto"),
+        ("prox-linear", "kernel"),
+        ("prox-linear", "matrix-free"),
+    )
+    steps = {}
+    for form, method in ways:
+        args = form, objective, lin, method, 2**30
+        subproblem = prepare_form(*args, damped=True, reuse=True)
+        for name, (filter, _, _) in ALIKE.items():
+            if (name, method) != ("exact", "kernel"):  # singular
+                steps[form, method, name] = subproblem.solve(filter).step
+        if form == "prox-linear" and method == "matrix-free":
+            step = subproblem.to_tolerance(1e-10, 0.3).step
+            steps[form, "truncated", "damped"] = step
+    each = jnp.repeat(weights, 2)
+    jacobian = jax.jacfwd(lambda w: fn(w, x))(w).reshape(12, 8)
+    return steps, each * (lin.outputs - y).ravel(), each[:, None] * jacobian
+
+
+@hypothesis.given(*sizes)
+def test_squared_error_in_disguise(seed, n, p):
+    """The general code, of any shape: tall, wide, one example, one parameter."""
+    steps, residual, jacobian = in_every_form(*masked(seed, n, p))
+    residual, jacobian = np.asarray(residual), np.asarray(jacobian)
+    oracle = Linear(jacobian.T @ residual, jacobian.T @ jacobian)
+    for (form, method, name), step in steps.items():
+        _, expected, rtol = ALIKE[name]
+        assert near(step, expected(oracle), rtol, 1e-3), (form, method, name)
+
+
+DISGUISED = {
+    "levenberg-marquardt": (gnlin.LevenbergMarquardt(), gnlin.LevenbergMarquardt()),
+    "levenberg-marquardt, prox-linear": (
+        gnlin.LevenbergMarquardt(form="prox-linear"),
+        gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
+    ),
+}
+
+
+@pytest.mark.parametrize(("solver", "reference"), DISGUISED.values(), ids=DISGUISED)
+@hypothesis.settings(max_examples=3)
+@hypothesis.given(*sizes)
+def test_levenberg_marquardt_in_disguise(solver, reference, seed, n, p):
+    w, mask, x, y, weights = masked(seed, n, p)
+
+    def step(solver, loss):
+        data, trained = (x, y, weights), Masked(True, False)
+        with op_by_op():
+            solution = gnlin.solve(
+                Masked(w, mask), data, solver, loss=loss, max_steps=1, filter_spec=trained
+            )
+        return np.asarray(solution.model.w - w)
+
+    known = step(reference, gnlin.SquaredError())
+    assert near(step(solver, Disguised()), known, 1e-6, 1e-3)
+
+
+def test_squared_error_has_one_form():
+    problem = Problem(gnlin.SquaredError(), REAL)
+    solver = gnlin.TruncatedGaussNewton(0.1, 0.3, form="prox-linear")
+    step, _ = solve(problem, solver)
+    expected, _ = textbook(Dense(problem), 0.1, 0.3)
+    assert_close(step, expected, 1e-8)
+
+
+#
+# The order of the examples
+#
+
+SHARED = {
+    "damped": gnlin.DampedGaussNewton(0.3),
+    "damped, prox-linear": PROX,
+    "without an end": ENDLESS,
+}
+
+
+@pytest.mark.parametrize("solver", SHARED.values(), ids=SHARED)
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(st.permutations(range(7)))
+def test_the_order_of_the_examples_does_not_matter(solver, order):
+    step, _ = solve(SOFTMAX, solver, compiled=True)
+    order = np.array(order)
+    data = X[order], LABELS[order]
+    shuffled, _ = solve(SOFTMAX, solver, data=data, compiled=True)
+    assert_close(shuffled, step, 1e-8)
+
+
+#
+# Line searches
+#
+
+ARMIJO = optx.BacktrackingArmijo()
+
+
+SEARCHING = {
+    "gauss-newton": (gnlin.GaussNewton(search=ARMIJO), pseudo_inverse_step),
+    "damped": (
+        gnlin.DampedGaussNewton(0.03, search=ARMIJO),
+        lambda o: o.damped_step(0.03),
+    ),
+    "truncated": (
+        gnlin.TruncatedGaussNewton(0.1, search=ARMIJO),
+        lambda o: textbook(o, 0.1, 0.0)[0],
+    ),
+}
+
+
+@pytest.mark.parametrize(("solver", "full_step"), SEARCHING.values(), ids=SEARCHING)
+def test_a_search_keeps_the_loss_from_rising(solver, full_step):
+    _, solution = solve(SOFTMAX, solver, 6)
+    losses = solution.history.loss
+    assert len(losses) == 7
+    assert np.all(np.diff(losses) < 0)
+    assert losses[-1] < 0.5 * losses[0]
+    # The first full step would have raised it.
+    oracle = dense("softmax")
+    step = full_step(oracle)
+    assert oracle.true_loss(step) > losses[0]
+    halves = np.log2(np.linalg.norm(step) / solution.history.step_norm[0])
+    np.testing.assert_allclose(halves, np.round(halves), atol=1e-6)
+    assert np.round(halves) >= 1
+
+
+def test_a_search_takes_a_full_step_that_is_good_enough():
+    step, solution = solve(SOFTMAX, gnlin.DampedGaussNewton(10.0, search=ARMIJO), 6)
+    w = start()
+    for k in range(6):
+        oracle = Dense(SOFTMAX, w)
+        np.testing.assert_allclose(
+            solution.history.loss[k], oracle.value(oracle.outputs), rtol=1e-9
+        )
+        w = w + oracle.damped_step(10.0)
+    assert_close(step, w - start(), 1e-8)
+
+
+#
+# Numbers that are not finite
+#
+
+NOT_FINITE = SHARED | {
+    "descent": gnlin.IterativeLinearisation(jnp.asarray(100), 0.05),
+    "truncated, prox-linear": gnlin.TruncatedGaussNewton(0.1, form="prox-linear"),
+}
+
+
+@pytest.mark.parametrize("solver", NOT_FINITE.values(), ids=NOT_FINITE)
+def test_data_that_are_not_finite(solver):
+    for bad in (np.nan, np.inf):
+        x, w = X.copy(), start()
+        x[2, 1] = w[43] = bad
+        for inputs, start_at in ((x, start()), (X, w)):
+            if bad == np.inf and inputs is x:
+                continue  # of which tanh is finite
+            with pytest.warns(UserWarning, match=r"[Nn]onfinite"):
+                solution = gnlin.solve(
+                    Net(jnp.asarray(start_at)),
+                    (inputs, LABELS),
+                    solver,
+                    loss=SOFTMAX.loss,
+                    max_steps=1,
+                )
+            assert result_is(solution, "nonfinite")
+            np.testing.assert_array_equal(solution.model.w, start_at)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        LOG_COSH,
+        HUBER,
+    ],
+    ids=["log-cosh", "huber"],
+)
+def test_targets_that_are_not_finite(problem):
+    targets = REAL.copy()
+    targets[1, 2] = np.nan
+    for solver in (gnlin.DampedGaussNewton(0.3), gnlin.LevenbergMarquardt()):
+        step, solution = solve(problem, solver, data=(X, targets))
+        assert np.isnan(solution.history.loss[0])
+        assert result_is(solution, "nonfinite")
+        assert not np.any(step)
+
+
+DIVERGING = {
+    "poisson, kernel": (POISSON, "kernel", (1.0, 1e200)),
+    "poisson, matrix-free": (POISSON, "matrix-free", (1.0, 1e200)),
+    # Its gradient is bounded: only where the numbers themselves end.
+    "softmax": (SOFTMAX, "kernel", (1e200,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "method", "rates"), DIVERGING.values(), ids=DIVERGING
+)
+def test_steps_that_diverge_end_at_the_last_finite_point(problem, method, rates):
+    for eta in rates:
+        solver = gnlin.IterativeLinearisation(50, eta, method=method)
+        step, solution = solve(problem, solver, 5)
+        diverged = result_is(solution, "nonlinear_divergence")
+        assert diverged or result_is(solution, "nonfinite")
+        assert not np.any(step)
+        assert int(solution.stats["num_steps"]) == 1
+        np.testing.assert_allclose(solution.history.loss[1], solution.history.loss[0])
+    solver = gnlin.IterativeLinearisation(50, 1e-3, method=method)
+    step, solution = solve(problem, solver, 2)
+    assert result_is(solution, "nonlinear_max_steps_reached")
+    assert np.all(np.diff(solution.history.loss) < 0)
+
+
+def test_the_quadratic_form_diverges_by_name():
+    solver = gnlin.IterativeLinearisation(40, 1e3, 0.8, nesterov=True, form="quadratic")
+    step, solution = solve(HUBER, solver)
+    assert result_is(solution, "nonlinear_divergence")
+    assert not np.any(step)
+
+
+def test_outliers_beside_a_perfect_fit():
+    targets = np.array(outputs_at(start()))
+    targets[0] += 100
+    solver = gnlin.IterativeLinearisation(
+        20, 0.02, form="quadratic", method="matrix-free"
+    )
+    step, solution = solve(HUBER, solver, data=(X, targets))
+    expected = literal_quadratic(Dense(Problem(HUBER.loss, targets)), 20, 0.02)
+    assert result_is(solution, "nonlinear_max_steps_reached")
+    assert_close(step, expected, 1e-9)
+
+
+class SoftmaxByValue(gnlin.AbstractLoss):
+    reduction: str = "sum"
+
+    def value(self, outputs, target):
+        return jax.nn.logsumexp(outputs) - outputs[target]
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        30.0,
+        600.0,
+    ],
+)
+def test_saturated_outputs_of_a_loss_of_one_s_own(scale):
+    oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
+    own = Problem(SoftmaxByValue(), LABELS, scale)
+    step, solution = solve(own, gnlin.DampedGaussNewton(10.0))
+    np.testing.assert_allclose(
+        solution.history.gradient_norm, np.linalg.norm(oracle.gradient), rtol=1e-6
+    )
+    assert_close(step, oracle.damped_step(10.0), 1e-6)
+
+
+#
+# Sweeps, and single precision
+#
+
+SWEEPS = {
+    "damping": (gnlin.DampedGaussNewton, [0.03, 1.0, 100.0]),
+    "learning rate": (
+        lambda eta: gnlin.IterativeLinearisation(jnp.asarray(100), eta),
+        [1e-3, 1e-2, 1e-1],
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "values"), SWEEPS.values(), ids=SWEEPS)
+def test_a_sweep_of_cross_entropy_is_one_program(build, values):
+    num_traces = []
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    def run(value, w):
+        num_traces.append(0)
+        data, loss = (X, LABELS), SOFTMAX.loss
+        return gnlin.solve(Net(w), data, build(value), loss=loss, max_steps=1).model.w
+
+    w = start()
+    together = run(jnp.asarray(values), w)
+    run(jnp.asarray(values[::-1]), w)
+    assert len(num_traces) == 1
+    for value, other in zip(values, together, strict=True):
+        step, _ = solve(SOFTMAX, build(value), compiled=True)
+        assert_close(other - w, step, 1e-8)
+    assert not np.allclose(together[0], together[1])
+
+
+def test_single_precision():
+    """Of saturated outputs, in both forms."""
+    oracle = dense("softmax, saturated")
+    data, w = (np.float32(X), LABELS), np.float32(start(SATURATED.scale))
+    run = functools.partial(solve, SATURATED, data=data, w=w, compiled=True)
+    step, solution = run(gnlin.DampedGaussNewton(10.0))
+    assert step.dtype == solution.history.loss.dtype == np.float32
+    assert_close(step, oracle.damped_step(10.0), 1e-3)
+    step, solution = run(PROX)
+    assert step.dtype == solution.history.loss.dtype == np.float32
+    # To 10 eps^(2/3), and the rounding of a check in double precision
+    assert oracle.remaining(np.float64(step), 0.3) <= 1e-3
+
+
+#
+# Filters: Nesterov, and any one damped
+#
+
+
+@jax.jit
+def literal_nesterov(w, period, eta, momentum, damping):
+    """By optax, on theta w theta / 2 - theta + damping theta^2 / 2."""
+    optimiser = optax.sgd(eta, momentum, nesterov=True)
+
+    def body(_, carry):
+        theta, state = carry
+        updates, state = optimiser.update((w + damping) * theta - 1, state)
+        return theta + updates, state
+
+    zero = jnp.zeros_like(w)
+    return jax.lax.fori_loop(0, period, body, (zero, optimiser.init(zero)))[0]
+
+
+@jax.jit
+def nesterov_filters(w, period, eta, momentum, damping):
+    filter = Nesterov(period, eta, momentum)
+    return filter(w), Damped(filter, damping)(w)
+
+
+@hypothesis.given(
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    st.integers(1, 60),
+    st.floats(0, 0.99),
+    st.floats(1e-3, 1e3),
+    st.floats(0, 0.3),
+)
+def test_nesterov_is_that_of_optax(fractions, period, momentum, eta, damping):
+    """At any eigenvalue for which it converges, and at zero."""
+    stable = 2 * (1 + momentum) / (1 + 2 * momentum)
+    w = 0.69 * stable / eta * np.append(fractions, 0.0)
+    damping = damping * stable / eta
+    numbers = jnp.asarray(period), eta, momentum
+    plain, with_damping = nesterov_filters(w, *numbers, damping)
+    np.testing.assert_allclose(
+        plain, literal_nesterov(w, *numbers, 0.0), rtol=1e-10, atol=1e-12 * eta * period
+    )
+    np.testing.assert_allclose(
+        with_damping,
+        literal_nesterov(w, *numbers, damping),
+        rtol=1e-10,
+        atol=1e-12 * eta * period,
+    )
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_where_nesterov_converges(momentum):
+    threshold = 2 * (1 + momentum) / (1 + 2 * momentum)
+    np.testing.assert_allclose(Nesterov(1, 1.0, momentum).largest_stable(), threshold)
+    eta = 0.3
+    w = np.array([0.5, 0.99, 1.01, 2.0]) * threshold / eta
+    numbers = eta, momentum
+    many, _ = nesterov_filters(w, jnp.asarray(10**5), *numbers, 0.0)
+    np.testing.assert_allclose(many[:2], 1 / w[:2], rtol=1e-9)
+    assert np.all(np.abs(many[2:]) > 1e10)
+    few, _ = nesterov_filters(w, jnp.asarray(50), *numbers, 0.0)
+    np.testing.assert_allclose(
+        few, literal_nesterov(w, jnp.asarray(50), *numbers, 0.0), rtol=1e-9
+    )
+    endless = nesterov_filters(np.append(w, 0.0), jnp.asarray(jnp.inf), *numbers, 0.0)[0]
+    python = Nesterov(math.inf, *numbers)(jnp.asarray(np.append(w, 0.0)))
+    np.testing.assert_array_equal(endless, python)
+    np.testing.assert_allclose(endless[:2], 1 / w[:2], rtol=1e-15)
+    assert np.all(np.isposinf(endless[2:4]))
+    assert endless[4] == 0
+
+
+@hypothesis.given(st.integers(1, 10**9), st.floats(0, 0.99))
+def test_nesterov_at_any_period_is_never_nan(period, momentum):
+    w = np.array([0.0, 1e-300, 1e-8, 0.5, 1.0, 10.0, 1e10, 1e300])
+    value, _ = nesterov_filters(w, jnp.asarray(period), 1.0, momentum, 0.0)
+    assert not np.any(np.isnan(value))
+    assert np.all(np.isfinite(value[:4]))
+
+
+def test_nesterov_without_momentum_is_gradient_descent():
+    w = np.linspace(0.0, 1.9, 5)
+    for period in (1, 5, 1000):
+        nesterov, _ = nesterov_filters(w, jnp.asarray(period), 1.0, 0.0, 0.0)
+        descent = GradientDescent(period, 1.0)(jnp.asarray(w))
+        np.testing.assert_allclose(nesterov, descent, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "filter",
+    [
+        Tikhonov(0.2),
+        PseudoInverse(),
+        GradientFlow(2.0),
+        HeavyBall(9, 0.3, 0.5),
+    ],
+    ids=lambda filter: type(filter).__name__,
+)
+def test_a_damped_filter_is_that_of_larger_eigenvalues(filter):
+    w = jnp.asarray([0.0, 1e-3, 0.5, 2.0])
+    np.testing.assert_allclose(Damped(filter, 0.7)(w), filter(w + 0.7), rtol=1e-15)
+    np.testing.assert_array_equal(Damped(filter, 0.0)(w), filter(w))
+
+
+def test_damped_descent_is_descent_with_the_penalty():
+    w = np.array([0.0, 1e-3, 0.5, 2.0])
+    g = np.zeros_like(w)
+    for _ in range(25):
+        g = g - 0.3 * (w * g - 1 + 0.7 * g)
+    filter = Damped(GradientDescent(25, 0.3), 0.7)
+    np.testing.assert_allclose(filter(jnp.asarray(w)), g, rtol=1e-12)
+
+
+#
+# Mistakes
+#
+
+nan, inf = math.nan, math.inf
+IL = gnlin.IterativeLinearisation
+MISTAKES = {
+    "form": [
+        lambda: gnlin.GaussNewton(form="linear"),
+        lambda: gnlin.DampedGaussNewton(1.0, form="proxlinear"),
+        lambda: gnlin.TruncatedGaussNewton(0.1, form=""),
+        lambda: gnlin.LevenbergMarquardt(form=None),
+        lambda: gnlin.FilteredGaussNewton(Tikhonov(1.0), form="full"),
+        lambda: IL(1, 0.1, form="newton"),
+    ],
+    "method": [
+        lambda: IL(1, 0.1, method="kernel", form="quadratic"),
+        lambda: IL(1, 0.1, method="curvature"),
+        lambda: IL(1, 0.1, method="newton"),
+        lambda: gnlin.GaussNewton(method="kernel", form="prox-linear"),
+        lambda: gnlin.GaussNewton(method="flow"),
+        lambda: gnlin.TruncatedGaussNewton(0.1, method="kernel", form="prox-linear"),
+    ],
+    'form="prox-linear"': [
+        *(
+            lambda m=m: gnlin.DampedGaussNewton(1.0, form="prox-linear", method=m)
+            for m in ("svd", "eigh", "curvature")
+        ),
+        lambda: gnlin.GaussNewton(form="prox-linear", method="svd"),
+        lambda: gnlin.LevenbergMarquardt(form="prox-linear", method="eigh"),
+        lambda: gnlin.FilteredGaussNewton(
+            GradientFlow(1.0), form="prox-linear", method="svd"
+        ),
+        lambda: gnlin.DampedGaussNewton(1.0, scaling="more", form="prox-linear"),
+        lambda: gnlin.LevenbergMarquardt(scaling="marquardt", form="prox-linear"),
+    ],
+    "acceleration": [
+        lambda: gnlin.LevenbergMarquardt(acceleration=True, form="prox-linear"),
+    ],
+    "learning_rate": [
+        lambda: IL(1),
+        lambda: IL(1, 0.1, optimiser=optax.sgd(0.1)),
+        lambda: IL(1, -0.1),
+        lambda: IL(1, inf),
+    ],
+    "optimiser": [
+        lambda: IL(1, restart=False, optimiser=None, learning_rate=0.1),
+        lambda: IL(1, optimiser="adam"),
+        lambda: IL(1, optimiser=0.1),
+        lambda: IL(1, optimiser=optax.adam),
+        lambda: IL(1, optimiser=optax.sgd(0.1), momentum=0.9),
+        lambda: IL(1, optimiser=optax.sgd(0.1), nesterov=True),
+        lambda: IL(inf, optimiser=optax.sgd(0.1)),
+        *(
+            lambda m=m: IL(1, optimiser=optax.sgd(0.1), method=m)
+            for m in ("svd", "eigh", "kernel", "flow")
+        ),
+    ],
+    "momentum": [
+        lambda: IL(1, 0.1, 1.0, nesterov=True),
+        lambda: Nesterov(1, 0.1, 1.0),
+        lambda: Nesterov(1, 0.1, nan),
+        lambda: Nesterov(1, 0.1, -0.5),
+    ],
+    "period": [lambda: Nesterov(0, 0.1, 0.5), lambda: Nesterov(1.5, 0.1, 0.5)],
+    "damping": [
+        *(lambda v=v: IL(1, 0.1, damping=v) for v in (-1.0, nan, inf)),
+        *(lambda v=v: Damped(GradientFlow(1.0), v) for v in (-1.0, nan, inf)),
+    ],
+    "warm_start": [
+        *(
+            lambda v=v: gnlin.TruncatedGaussNewton(0.1, warm_start=v)
+            for v in (-0.1, 1.1, nan)
+        ),
+    ],
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
+)
+def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+    with pytest.raises(ValueError, match=f"`[^`]*{name}|{name}[^`]*`") as caught:
+        build()
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert ". " not in message
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: IL(9, 0.1, method="svd"), 'for this loss use `form="quadratic"`'),
+        (lambda: IL(9, 0.1, method="eigh"), 'for this loss use `form="quadratic"`'),
+        (
+            lambda: gnlin.GaussNewton(rcond=0.1, form="prox-linear"),
+            'use `form="quadratic"`',
+        ),
+        (
+            lambda: gnlin.FilteredGaussNewton(jnp.ones_like, form="prox-linear"),
+            'use `form="quadratic"`',
+        ),
+        (
+            lambda: gnlin.FilteredGaussNewton(Damped(GradientFlow(1.0), 1.0), method="x"),
+            "must be one of",
+        ),
+    ],
+)
+def test_what_cannot_serve_this_loss_says_what_to_use(build, words):
+    with pytest.raises(ValueError, match=words):
+        solve(SOFTMAX, build())
+
+
+def test_the_filter_of_an_optimiser():
+    with pytest.raises(ValueError, match="no spectral filter"):
+        IL(3, optimiser=optax.adam(0.1)).filter()
+
+
+def test_with_double_precision_disabled():
+    script = """
+        import warnings
+        warnings.simplefilter("error")
+        import equinox as eqx, gnlin, jax, jax.numpy as jnp
+
+        assert not jax.config.jax_enable_x64
+        jax.config.update("jax_disable_most_optimizations", True)
+        model = eqx.nn.MLP(2, 3, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+        x = jnp.linspace(-1, 1, 10).reshape(5, 2)
+        labels = jnp.array([0, 1, 2, 1, 0])
+        solver = gnlin.IterativeLinearisation(10, 0.1, damping=0.1)
+        loss = gnlin.SoftmaxCrossEntropy()
+        solution = gnlin.solve(model, (x, labels), solver, loss=loss, max_steps=2)
+        assert solution.stats["num_accepted_steps"] == 2
+        assert solution.history.loss.dtype == jnp.float32
+        assert solution.history.loss[-1] < solution.history.loss[0]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)

@@ -1,0 +1,1054 @@
+"""Each loss against SciPy, dense matrices, and decimals in many digits."""
+
+import decimal
+import fractions
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.scipy.special
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+import scipy.special
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+from gnlin._objective import BatchLoss
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Many programs, each run for a moment only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def optimised():
+    """As a user's programs are, where it is about the last digits."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+class Hinge(gnlin.AbstractLoss):
+    """A user's loss, known by its value alone."""
+
+    reduction: str = "sum"
+
+    def value(self, outputs, target):
+        margin = 1.0 * (jnp.arange(outputs.size) != target)
+        return jax.nn.logsumexp(outputs + margin) - outputs[target]
+
+
+class Quartic(gnlin.AbstractElementwiseLoss):
+    """A user's loss, known by its value in each output alone."""
+
+    reduction: str = "sum"
+
+    def elementwise(self, output, target):
+        return (output - target) ** 4 / 4
+
+
+class Case(NamedTuple):
+    """A loss of one example, its value once more in SciPy and naively in JAX, and
+    targets for it."""
+
+    loss: gnlin.AbstractLoss
+    scipy: Callable
+    naive: Callable
+    target: Callable
+    shape: tuple[int, ...] = (4,)
+    optax: Callable | None = None
+
+
+def softmax_case(loss, target, shape=(4,)):
+    """Labels and probabilities, smoothed or not, are all the cross-entropy with y."""
+
+    def y_of(t):
+        y = jnp.asarray(t)
+        if jnp.issubdtype(y.dtype, jnp.integer):
+            y = jnp.eye(shape[-1])[y]
+        return smooth(y, loss.label_smoothing)
+
+    return Case(
+        loss,
+        lambda f, t: -np.sum(y_of(t) * scipy.special.log_softmax(f, axis=-1)),
+        lambda f, t: jnp.sum(
+            y_of(t) * (jnp.log(jnp.sum(jnp.exp(f), -1, keepdims=True)) - f)
+        ),
+        target,
+        shape,
+        lambda f, t: optax.softmax_cross_entropy(f, y_of(t)),
+    )
+
+
+def smooth(y, smoothing):
+    return (1 - smoothing) * y + smoothing / y.shape[-1]
+
+
+def labels(generator, shape):
+    return generator.integers(0, shape[-1], shape[:-1])
+
+
+def probabilities(generator, shape):
+    return generator.dirichlet(np.ones(shape[-1]), shape[:-1])
+
+
+def normal(generator, shape):
+    return generator.normal(size=shape)
+
+
+DELTA = 0.7
+CASES = {
+    "squared error": Case(
+        gnlin.SquaredError(),
+        lambda f, t: 0.5 * np.sum((f - t) ** 2),
+        lambda f, t: 0.5 * jnp.sum((f - t) ** 2),
+        normal,
+        optax=optax.l2_loss,
+    ),
+    "softmax, labels": softmax_case(gnlin.SoftmaxCrossEntropy(), labels),
+    "softmax, probabilities": softmax_case(gnlin.SoftmaxCrossEntropy(), probabilities),
+    "softmax, smoothed labels": softmax_case(gnlin.SoftmaxCrossEntropy(0.3), labels),
+    "softmax, a sequence of labels": softmax_case(
+        gnlin.SoftmaxCrossEntropy(), labels, (2, 3)
+    ),
+    "softmax, a sequence of probabilities": softmax_case(
+        gnlin.SoftmaxCrossEntropy(0.1), probabilities, (2, 3)
+    ),
+    "sigmoid": Case(
+        gnlin.SigmoidCrossEntropy(),
+        lambda f, t: (
+            -np.sum(
+                t * scipy.special.log_expit(f) + (1 - t) * scipy.special.log_expit(-f)
+            )
+        ),
+        lambda f, t: jnp.sum(jnp.log(1 + jnp.exp(f)) - t * f),
+        lambda generator, shape: generator.uniform(size=shape),
+        optax=optax.sigmoid_binary_cross_entropy,
+    ),
+    "huber": Case(
+        gnlin.Huber(DELTA),
+        lambda f, t: np.sum(scipy.special.huber(DELTA, f - t)),
+        lambda f, t: jnp.sum(
+            jnp.where(
+                jnp.abs(f - t) <= DELTA,
+                0.5 * (f - t) ** 2,
+                DELTA * (jnp.abs(f - t) - 0.5 * DELTA),
+            )
+        ),
+        normal,
+        optax=lambda f, t: optax.huber_loss(f, t, delta=DELTA),
+    ),
+    "pseudo-huber": Case(
+        gnlin.PseudoHuber(DELTA),
+        lambda f, t: np.sum(scipy.special.pseudo_huber(DELTA, f - t)),
+        lambda f, t: DELTA**2 * jnp.sum(jnp.sqrt(1 + ((f - t) / DELTA) ** 2) - 1),
+        normal,
+    ),
+    "log-cosh": Case(
+        gnlin.LogCosh(DELTA),
+        lambda f, t: DELTA**2 * np.sum(np.log(np.cosh((f - t) / DELTA))),
+        lambda f, t: DELTA**2 * jnp.sum(jnp.log(jnp.cosh((f - t) / DELTA))),
+        normal,
+        optax=lambda f, t: DELTA**2 * optax.log_cosh(f / DELTA, t / DELTA),
+    ),
+    "poisson": Case(
+        gnlin.PoissonNLL(),
+        lambda f, t: np.sum(np.exp(f) - t * f - t + scipy.special.xlogy(t, t)),
+        lambda f, t: jnp.sum(jnp.exp(f) - t * f - t + jax.scipy.special.xlogy(t, t)),
+        lambda generator, shape: generator.poisson(1.5, shape).astype(float),
+    ),
+    "a user's value": Case(
+        Hinge(),
+        lambda f, t: scipy.special.logsumexp(f + 1.0 * (np.arange(4) != t)) - f[t],
+        lambda f, t: jnp.log(jnp.sum(jnp.exp(f + 1.0 * (jnp.arange(4) != t)))) - f[t],
+        lambda generator, shape: generator.integers(0, 4),
+    ),
+    "a user's function of each output": Case(
+        Quartic(),
+        lambda f, t: np.sum((f - t) ** 4) / 4,
+        lambda f, t: jnp.sum((f - t) ** 2 * (f - t) ** 2) / 4,
+        normal,
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def examples(case, num=3, seed=0):
+    """(outputs, target) in NumPy, of moderate size."""
+    generator = np.random.default_rng(seed)
+    for _ in range(num):
+        yield 1.5 * generator.normal(size=case.shape), case.target(generator, case.shape)
+
+
+def dense(product, like):
+    """The matrix of a linear map between trees of the structure of `like`."""
+    flat, unravel = ravel_pytree(like)
+    columns = jax.vmap(lambda v: ravel_pytree(product(unravel(v)))[0], 1, 1)
+    return columns(jnp.eye(flat.size, dtype=flat.dtype))
+
+
+def everything(loss, naive, outputs, target):
+    """What the loss says, as flat vectors and dense matrices, and the same naively."""
+    flat, unravel = ravel_pytree(outputs)
+    value = lambda flat: naive(unravel(flat), target)
+    factor, gradient = loss.factor(outputs, target), loss.gradient(outputs, target)
+    residual, remainder = factor.whiten(gradient)
+    assert isinstance(factor, gnlin.AbstractFactor)
+    assert jax.tree.structure(gradient) == jax.tree.structure(outputs)
+    assert jax.tree.structure(residual) == jax.tree.structure(outputs)
+    if isinstance(loss, gnlin.SquaredError):
+        assert remainder is None
+    if remainder is None:
+        remainder = jax.tree.map(jnp.zeros_like, outputs)
+    return {
+        "value": loss.value(outputs, target),
+        "gradient": ravel_pytree(gradient)[0],
+        "root": dense(factor.mv, outputs),
+        "transpose": dense(factor.transpose_mv, outputs),
+        "pseudo-inverse": dense(factor.pseudo_inverse_mv, outputs),
+        "residual": ravel_pytree(residual)[0],
+        "remainder": ravel_pytree(remainder)[0],
+        "naive gradient": jax.grad(value)(flat),
+        "naive hessian": jax.hessian(value)(flat),
+    }
+
+
+@pytest.fixture(scope="module")
+def everything_of():
+    """Compiled once a case, for all tests."""
+    compiled = {}
+
+    def of(case, outputs, target):
+        if id(case) not in compiled:
+            run = lambda f, t: everything(case.loss, case.naive, f, t)
+            compiled[id(case)] = jax.jit(run)
+        return jax.tree.map(np.asarray, compiled[id(case)](outputs, target))
+
+    return of
+
+
+#
+# Moderate outputs
+#
+
+
+@every_case
+def test_value_is_that_of_scipy_and_of_optax(case, everything_of):
+    for outputs, target in examples(case):
+        value = everything_of(case, outputs, target)["value"]
+        assert value.shape == ()
+        np.testing.assert_allclose(value, case.scipy(outputs, target), rtol=1e-13)
+        if case.optax is not None:
+            expected = jnp.sum(case.optax(jnp.asarray(outputs), target))
+            np.testing.assert_allclose(value, expected, rtol=1e-12)
+
+
+@every_case
+def test_gradient_is_that_of_the_naive_formula(case, everything_of):
+    for example in examples(case):
+        of = everything_of(case, *example)
+        np.testing.assert_allclose(
+            of["gradient"], of["naive gradient"], rtol=1e-11, atol=1e-14
+        )
+
+
+@every_case
+def test_factor_against_dense_matrices(case, everything_of):
+    for outputs, target in examples(case):
+        of = everything_of(case, outputs, target)
+        root = of["root"]
+        np.testing.assert_allclose(
+            root.T @ root, of["naive hessian"], rtol=1e-10, atol=1e-13
+        )
+        np.testing.assert_allclose(of["transpose"], root.T, atol=1e-14)
+        np.testing.assert_allclose(
+            of["pseudo-inverse"],
+            np.linalg.pinv(root, rcond=1e-10),
+            rtol=1e-8,
+            atol=1e-12,
+        )
+        gradient, remainder = of["gradient"], of["remainder"]
+        if isinstance(case.loss, gnlin.Huber):  # all of an outlier's pull
+            outlier = np.abs(outputs - target) > DELTA
+            assert outlier.any()
+            np.testing.assert_array_equal(remainder, np.where(outlier, gradient, 0))
+        else:
+            assert not remainder.any()
+        whole = root.T @ of["residual"] + remainder
+        np.testing.assert_allclose(whole, gradient, rtol=1e-9, atol=1e-13)
+        shortest = np.linalg.pinv(root.T, rcond=1e-10) @ (gradient - remainder)
+        np.testing.assert_allclose(of["residual"], shortest, rtol=1e-8, atol=1e-12)
+
+
+class TreeOfSquares(gnlin.AbstractLoss):
+    reduction: str = "sum"
+
+    def value(self, outputs, target):
+        a, b = outputs["a"] - target["a"], outputs["b"] - target["b"]
+        return jnp.sum(a**2) + jnp.sum(b**2) * (1 + jnp.sum(jnp.exp(a)))
+
+
+@pytest.mark.parametrize(
+    "loss", [gnlin.PseudoHuber(), gnlin.SigmoidCrossEntropy(), TreeOfSquares()], ids=repr
+)
+def test_outputs_may_be_a_tree(loss):
+    generator = np.random.default_rng(1)
+    outputs = {"a": jnp.asarray(generator.normal(size=3)), "b": jnp.asarray(0.3)}
+    target = {"a": jnp.asarray(generator.uniform(size=3)), "b": jnp.asarray(0.1)}
+    of = jax.jit(lambda f, t: everything(loss, loss.value, f, t))(outputs, target)
+    np.testing.assert_allclose(of["gradient"], of["naive gradient"], rtol=1e-9)
+    root = np.asarray(of["root"])
+    w, v = np.linalg.eigh(of["naive hessian"])
+    convex = v * np.maximum(w, 0) @ v.T
+    np.testing.assert_allclose(root.T @ root, convex, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(of["transpose"], root.T, rtol=1e-13, atol=1e-15)
+    whole = root.T @ of["residual"] + of["remainder"]
+    np.testing.assert_allclose(whole, of["gradient"], rtol=1e-10)
+
+
+def test_negative_curvature_counts_as_none():
+    class Wave(gnlin.AbstractElementwiseLoss):
+        reduction: str = "sum"
+
+        def elementwise(self, output, target):
+            return jnp.cos(output - target)
+
+    class WaveByValue(gnlin.AbstractLoss):
+        reduction: str = "sum"
+
+        def value(self, outputs, target):
+            return jnp.sum(jnp.cos(outputs - target))
+
+    outputs, target = jnp.asarray([0.1, 3.0]), jnp.zeros(2)
+    for loss in (Wave(), WaveByValue()):
+        of = jax.jit(lambda f, t, loss=loss: everything(loss, loss.value, f, t))
+        of = jax.tree.map(np.asarray, of(outputs, target))
+        root, expected = of["root"], np.diag([0, -np.cos(3.0)])
+        np.testing.assert_allclose(root.T @ root, expected, rtol=1e-14, atol=1e-15)
+        np.testing.assert_allclose(of["remainder"], [-np.sin(0.1), 0], rtol=1e-14)
+        within = root.T @ of["residual"]
+        np.testing.assert_allclose(within, [0, -np.sin(3.0)], rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, bool])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        gnlin.SquaredError(),
+        gnlin.SigmoidCrossEntropy(),
+        gnlin.Huber(),
+        gnlin.PseudoHuber(),
+        gnlin.LogCosh(),
+        gnlin.PoissonNLL(),
+        Quartic(),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_whole_numbers_as_targets_leave_the_outputs_precision(loss, dtype):
+    outputs = jnp.asarray([0.5, -1.5, 2.0], jnp.float32)
+    target = np.array([0, 1, 1])
+    whole = jnp.asarray(target, dtype)
+    real = jnp.asarray(target, jnp.float32)
+    value = loss.value(outputs, whole)
+    np.testing.assert_allclose(value, loss.value(outputs, real), rtol=1e-6)
+    np.testing.assert_array_equal(
+        loss.gradient(outputs, whole), loss.gradient(outputs, real)
+    )
+    assert loss.gradient(outputs, whole).dtype == jnp.float32
+    assert loss.decrease(outputs, 2 * outputs, whole).dtype == jnp.float32
+    assert value.dtype == jnp.float32
+
+
+#
+# Saturated outputs, in as many digits as it takes
+#
+
+D = decimal.Decimal
+_DIGITS = 700
+
+
+@pytest.fixture(autouse=True)
+def _many_digits():
+    with decimal.localcontext() as context:
+        context.prec = _DIGITS
+        context.Emin, context.Emax = -(10**6), 10**6
+        yield
+
+
+def exact(x):
+    return [D(float(v)) for v in np.ravel(x)]
+
+
+class Exact(NamedTuple):
+    """Value, gradient and Hessian-vector product in many digits; `size` is what the
+    product's terms add up to, their signs aside."""
+
+    value: Any
+    gradient: list
+    product: list
+    size: list
+
+
+def exact_softmax(outputs, y, v):
+    f, y, v = exact(outputs), exact(y), exact(v)
+    top = f.index(max(f))
+    e = [(x - f[top]).exp() for x in f]
+    p = [x / sum(e) for x in e]
+    log_total = sum(e).ln() + f[top]
+    total = sum(y)
+    mean = sum(a * b for a, b in zip(p, v, strict=True))
+    spread = sum(a * abs(b - v[top]) for a, b in zip(p, v, strict=True))
+    return Exact(
+        sum(a * (log_total - x) for a, x in zip(y, f, strict=True)),
+        [total * a - b for a, b in zip(p, y, strict=True)],
+        [total * a * (b - mean) for a, b in zip(p, v, strict=True)],
+        [total * a * (abs(b - v[top]) + spread) for a, b in zip(p, v, strict=True)],
+    )
+
+
+def exact_sigmoid(f, t):
+    e = (-f).exp()
+    p = 1 / (1 + e)
+    return t * (1 + e).ln() + (1 - t) * (1 + f.exp()).ln(), p - t, p * (1 - p)
+
+
+def exact_huber(f, t, delta):
+    r = f - t
+    if abs(r) <= delta:
+        return r * r / 2, r, D(1)
+    return delta * (abs(r) - delta / 2), delta.copy_sign(r), D(0)
+
+
+def exact_pseudo_huber(f, t, delta):
+    r = f - t
+    slope = (1 + (r / delta) ** 2).sqrt()
+    return delta**2 * (slope - 1), r / slope, slope**-3
+
+
+def exact_log_cosh(f, t, delta):
+    x = (f - t) / delta
+    cosh = (x.exp() + (-x).exp()) / 2
+    sinh = (x.exp() - (-x).exp()) / 2
+    return delta**2 * cosh.ln(), delta * sinh / cosh, cosh**-2
+
+
+def exact_poisson(f, t):
+    return f.exp() - t * f - t + (t * t.ln() if t > 0 else 0), f.exp() - t, f.exp()
+
+
+def assert_near(actual, expected, rtol, size=None):
+    """To `rtol` of `size`, the expected number itself unless given; numbers that the
+    precision cannot hold are zero, or what is next to it."""
+    actual = np.asarray(actual)
+    tiny = 4 * D(float(np.finfo(actual.dtype).smallest_normal))
+    assert np.all(np.isfinite(actual))
+    expected = [expected] if isinstance(expected, D) else expected
+    size = expected if size is None else size
+    for a, e, s in zip(exact(actual), expected, size, strict=True):
+        assert abs(a - e) <= D(rtol) * abs(s) + tiny, f"{a:.20e} is not {e:.20e}"
+
+
+# Halves and powers of two: their differences are exact in single precision, too.
+LOGITS = {
+    "the likeliest by 30": [30.0, 0.0, -30.0, 8.5],
+    "the likeliest by 80": [-80.0, 80.0, 0.5, 0.0],
+    "the likeliest by 150": [-150.0, 0.0, 150.0, 64.0],
+    "two nearly as likely": [80.0, 80.0625, -80.0, 0.0],
+    "two alike": [150.0, -30.0, 150.0, -150.0],
+    "moderate": [0.5, -1.25, 2.0, 0.0],
+}
+LOGITS_IN_DOUBLE = {
+    "the likeliest by 300": [-300.0, 300.0, 0.0, 299.0],
+    "the likeliest by 700": [700.0, -700.0, 0.0, 350.0],
+    "seven hundred below": [-700.0, 0.0, -700.0, 0.0],
+}
+PRODUCT = eqx.filter_jit(lambda factor, v: factor.transpose_mv(factor.mv(v)))
+
+
+def tolerance(dtype, roundings):
+    return roundings * float(np.finfo(dtype).eps)
+
+
+def softmax_tolerance(outputs):
+    """A few roundings of the result, and one of the outputs."""
+    return tolerance(outputs.dtype, 8 + float(np.ptp(outputs)) / 2)
+
+
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("smoothing", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
+def test_saturated_softmax(dtype, smoothing):
+    loss = gnlin.SoftmaxCrossEntropy(smoothing)
+    generator = np.random.default_rng(2)
+    cases = LOGITS if dtype == np.float32 else LOGITS | LOGITS_IN_DOUBLE
+    run = jax.jit(
+        lambda f, t, v: (
+            loss.value(f, t),
+            loss.gradient(f, t),
+            PRODUCT(loss.factor(f, t), v),
+        )
+    )
+    for logits in cases.values():
+        outputs = np.array(logits, dtype)
+        rtol = softmax_tolerance(outputs)
+        for label in range(4):
+            v = generator.normal(size=4).astype(dtype)
+            y = smooth(np.eye(4)[label], smoothing)
+            expected = exact_softmax(outputs, y, v)
+            value, gradient, product = run(outputs, jnp.asarray(label), v)
+            assert value.dtype == gradient.dtype == product.dtype == dtype
+            assert_near(value, expected.value, rtol)
+            # p - y of two classes that are both likely is a difference.
+            size = [
+                abs(g)
+                if j == int(np.argmax(outputs)) or y[j] == 0
+                else max(abs(g), D(y[j]))
+                for j, g in enumerate(expected.gradient)
+            ]
+            if smoothing > 0:
+                size = [max(size)] * 4
+            assert_near(gradient, expected.gradient, rtol, size)
+            assert_near(product, expected.product, rtol, expected.size)
+
+
+@pytest.mark.usefixtures("optimised")
+def test_the_likeliest_class_loses_no_digit_to_one():
+    """1 - p, of a class that is as good as certain."""
+    loss = gnlin.SoftmaxCrossEntropy()
+    outputs = jnp.asarray([40.0, 0.0, -3.0], jnp.float32)
+    tail = math.exp(-40) + math.exp(-43)
+    np.testing.assert_allclose(loss.value(outputs, jnp.asarray(0)), tail, rtol=1e-6)
+    np.testing.assert_allclose(
+        loss.gradient(outputs, jnp.asarray(0))[0], -tail, rtol=1e-6
+    )
+    factor = loss.factor(outputs, jnp.asarray(0))
+    product = factor.transpose_mv(factor.mv(jnp.asarray([1.0, 0.0, 0.0], jnp.float32)))
+    np.testing.assert_allclose(product, [tail, -math.exp(-40), -math.exp(-43)], rtol=1e-6)
+
+
+ELEMENTWISE = {
+    "sigmoid": (gnlin.SigmoidCrossEntropy(), exact_sigmoid, (0.0, 1.0, 0.25)),
+    "huber": (
+        gnlin.Huber(0.75),
+        lambda f, t: exact_huber(f, t, D("0.75")),
+        (0.0, 30.0, -79.5),
+    ),
+    "pseudo-huber": (
+        gnlin.PseudoHuber(0.75),
+        lambda f, t: exact_pseudo_huber(f, t, D("0.75")),
+        (0.0, 30.0, -79.5),
+    ),
+    "log-cosh": (
+        gnlin.LogCosh(0.5),  # by which one can divide without rounding
+        lambda f, t: exact_log_cosh(f, t, D("0.5")),
+        (0.0, 30.0, -79.5),
+    ),
+    "poisson": (gnlin.PoissonNLL(), exact_poisson, (0.0, 1.0, 5.0)),
+}
+
+
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
+@pytest.mark.parametrize(
+    ("loss", "formula", "targets"), ELEMENTWISE.values(), ids=ELEMENTWISE
+)
+def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
+    sizes = [0.0, 0.125, 2**-10, 1.0, 30.0, 80.0, 150.0]
+    sizes += [300.0, 700.0] if dtype == np.float64 else []
+    outputs = np.array(sizes + [-x for x in sizes], dtype)
+    if isinstance(loss, gnlin.PoissonNLL) and dtype == np.float32:
+        outputs = outputs[outputs <= 80]  # beyond is infinity
+    rtol = tolerance(dtype, 8)
+    run = jax.jit(
+        lambda f, t: (loss.elementwise(f, t), loss.derivative(f, t), loss.root(f, t))
+    )
+    for target in targets:
+        given = jnp.full(outputs.shape, target, dtype)
+        values, slopes, roots = map(np.asarray, run(outputs, given))
+        assert values.dtype == slopes.dtype == roots.dtype == dtype
+        for i, f in enumerate(exact(outputs)):
+            value, slope, curvature = formula(f, D(target))
+            size = abs(value), abs(slope)
+            if target == 0.25 or isinstance(loss, gnlin.PoissonNLL):
+                # Differences, of terms of the target's size
+                size = (
+                    max(value, abs(D(target) * f), D(target)),
+                    max(abs(slope), D(target)),
+                )
+            assert_near(values[i], value, rtol, [size[0]])
+            assert_near(slopes[i], slope, rtol, [size[1]])
+            assert_near(roots[i], curvature.sqrt(), rtol)
+
+
+SATURATED = {
+    "softmax": (gnlin.SoftmaxCrossEntropy(), np.array(0), 4),
+    "softmax, probabilities": (
+        gnlin.SoftmaxCrossEntropy(),
+        np.array([0.5, 0.5, 0.0, 0.0]),
+        4,
+    ),
+    "smoothed softmax": (gnlin.SoftmaxCrossEntropy(0.125), np.array(0), 4),
+    "sigmoid": (gnlin.SigmoidCrossEntropy(), np.array([0.0, 1.0, 0.0, 1.0]), 4),
+    "huber": (gnlin.Huber(0.75), np.array([0.0, 30.0, -79.5, 0.5]), 4),
+    "pseudo-huber": (gnlin.PseudoHuber(0.75), np.array([0.0, 30.0, -79.5, 0.5]), 4),
+    "log-cosh": (gnlin.LogCosh(0.75), np.array([0.0, 30.0, -79.5, 0.5]), 4),
+    "poisson": (gnlin.PoissonNLL(), np.array([0.0, 1.0, 5.0, 100.0]), 4),
+}
+
+
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
+@pytest.mark.parametrize(("loss", "target", "c"), SATURATED.values(), ids=SATURATED)
+def test_the_gradient_is_whitened_whole(loss, target, c, dtype):
+    """R^T r~ + e is the gradient, and r~ leaves room for other examples beside it."""
+    target = jnp.asarray(target, dtype if target.dtype.kind == "f" else int)
+
+    @jax.jit
+    def run(outputs):
+        gradient, factor = loss.gradient(outputs, target), loss.factor(outputs, target)
+        residual, remainder = factor.whiten(gradient)
+        return gradient, factor.transpose_mv(residual) + remainder, residual
+
+    eps = float(np.finfo(dtype).eps)
+    scales = [1.0, 30.0, 80.0, 150.0] + ([300.0, 700.0] if dtype == np.float64 else [])
+    for scale in scales:
+        for direction in ([1, 0, -1, 0.5], [-1, 1, 0, 0.25], [0, -1, -1, 1]):
+            outputs = np.array(direction, dtype) * dtype(scale)
+            if isinstance(loss, gnlin.PoissonNLL) and dtype == np.float32:
+                outputs = np.minimum(outputs, dtype(80))
+            gradient, whole, residual = run(outputs)
+            assert np.all(np.isfinite(gradient))
+            assert np.all(np.isfinite(residual))
+            largest = float(np.max(np.abs(gradient)))
+            error = np.abs(np.asarray(whole, float) - np.asarray(gradient, float))
+            assert np.all(error <= 16 * eps * largest)
+            if isinstance(loss, gnlin.PoissonNLL):
+                continue  # whose gradient grows beyond all bounds
+            assert np.all(np.abs(residual) <= 100 / eps**0.5)
+
+
+@hypothesis.given(
+    st.lists(st.integers(-400, 400), min_size=3, max_size=3),
+    st.integers(0, 2),
+    st.lists(st.floats(-1, 1), min_size=3, max_size=3),
+)
+def test_softmax_at_any_outputs(halves, label, v):
+    with decimal.localcontext() as context:
+        context.prec = _DIGITS
+        context.Emin, context.Emax = -(10**6), 10**6
+        outputs, v = 0.5 * np.array(halves, float), np.array(v, float)
+        expected = exact_softmax(outputs, np.eye(3)[label], v)
+        value, gradient, product = SOFTMAX(outputs, jnp.asarray(label), v)
+        rtol = softmax_tolerance(outputs)
+        assert_near(value, expected.value, rtol)
+        size = [
+            max(abs(g), D(1) if j == label else D(0))
+            for j, g in enumerate(expected.gradient)
+        ]
+        size[int(np.argmax(outputs))] = abs(expected.gradient[int(np.argmax(outputs))])
+        assert_near(gradient, expected.gradient, rtol, size)
+        assert_near(product, expected.product, rtol, expected.size)
+
+
+#
+# Properties
+#
+
+
+@jax.jit
+def SOFTMAX(f, t, v):
+    loss = gnlin.SoftmaxCrossEntropy()
+    factor = loss.factor(f, t)
+    product = factor.transpose_mv(factor.mv(v))
+    return loss.value(f, t), loss.gradient(f, t), product
+
+
+def three(most):
+    return st.lists(st.floats(-most, most), min_size=3, max_size=3).map(np.array)
+
+
+@hypothesis.given(three(30), three(5), st.floats(-100, 100), st.integers(0, 2))
+def test_softmax_does_not_see_a_shift(outputs, v, shift, label):
+    label = jnp.asarray(label)
+    here = SOFTMAX(outputs, label, v)
+    there = SOFTMAX(outputs + shift, label, v + shift)
+    for a, b in zip(here, there, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+@hypothesis.given(three(30), three(5), st.integers(0, 2**32 - 1), st.floats(0.01, 100))
+def test_softmax_is_homogeneous_in_the_target(outputs, v, seed, size):
+    y = np.random.default_rng(seed).dirichlet(np.ones(3))
+    once, scaled = SOFTMAX(outputs, y, v), SOFTMAX(outputs, size * y, v)
+    for a, b in zip(once, scaled, strict=True):
+        np.testing.assert_allclose(size * np.asarray(a), b, rtol=1e-11, atol=1e-12 * size)
+
+
+@hypothesis.given(three(300), st.integers(0, 2))
+def test_softmax_curvature_is_semidefinite_and_flat_along_ones(outputs, label):
+    label = jnp.asarray(label)
+    columns = [SOFTMAX(outputs, label, v)[2] for v in np.eye(3)]
+    hessian = np.array(columns)
+    np.testing.assert_allclose(hessian, hessian.T, rtol=1e-13, atol=1e-300)
+    assert np.all(np.linalg.eigvalsh(hessian) >= -1e-15 * np.abs(hessian).max())
+    np.testing.assert_array_equal(SOFTMAX(outputs, label, np.ones(3))[2], np.zeros(3))
+
+
+def test_without_any_target_there_is_nothing_to_minimise():
+    value, gradient, product = SOFTMAX(np.arange(3.0), np.zeros(3), np.ones(3))
+    for x in (value, gradient, product):
+        np.testing.assert_array_equal(x, np.zeros_like(x))
+    factor = gnlin.SoftmaxCrossEntropy().factor(jnp.arange(3.0), jnp.zeros(3))
+    for x in (*factor.whiten(jnp.zeros(3)), factor.pseudo_inverse_mv(jnp.ones(3))):
+        np.testing.assert_array_equal(x, np.zeros(3))
+
+
+def test_a_class_that_is_impossible():
+    """Its probability underflows, and nothing divides by it."""
+    loss = gnlin.SoftmaxCrossEntropy()
+    outputs = jnp.asarray([0.0, -2000.0, -1.0])
+    for label in range(3):
+        target = jnp.asarray(label)
+        gradient, factor = loss.gradient(outputs, target), loss.factor(outputs, target)
+        residual, remainder = factor.whiten(gradient)
+        whole = factor.transpose_mv(residual) + remainder
+        np.testing.assert_allclose(whole, gradient, rtol=1e-14, atol=1e-15)
+        assert np.all(np.isfinite(factor.pseudo_inverse_mv(jnp.ones(3))))
+        assert np.all(np.isfinite(loss.value(outputs, target)))
+
+
+@every_case
+def test_decrease_is_the_difference_of_values(case):
+    pairs = list(examples(case, 4))
+    for (here, target), (there, _) in itertools.pairwise(pairs):
+        target = jnp.asarray(target)
+        here, there = jnp.asarray(here), jnp.asarray(there)
+        values = [case.loss.value(f, target) for f in (here, there)]
+        fall = case.loss.decrease(here, there, target)
+        np.testing.assert_allclose(fall, values[0] - values[1], rtol=1e-12, atol=1e-14)
+
+
+@hypothesis.given(three(10), three(10), three(1), st.integers(-14, -1))
+def test_a_small_decrease_of_squared_error_is_known_to_rounding(f, y, change, exponent):
+    g = f + 10.0**exponent * change
+
+    def squares(x):
+        pairs = zip(x, y, strict=True)
+        return sum((fractions.Fraction(a) - fractions.Fraction(b)) ** 2 for a, b in pairs)
+
+    expected = (squares(f) - squares(g)) / 2
+    size = float(np.sum(np.abs(f - g) * (np.abs(f - y) + np.abs(g - y))))
+    actual = gnlin.SquaredError().decrease(*map(jnp.asarray, (f, g, y)))
+    assert abs(float(actual) - float(expected)) <= 2e-15 * size
+
+
+#
+# A thousand classes
+#
+
+
+def all_sizes(jaxpr):
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield math.prod(variable.aval.shape)
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(part, "jaxpr", part)
+                if hasattr(inner, "eqns"):
+                    yield from all_sizes(inner)
+
+
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (gnlin.SquaredError(), np.zeros((3, 1000))),
+        (gnlin.SoftmaxCrossEntropy(), np.zeros(3, int)),
+        (gnlin.SoftmaxCrossEntropy(0.1), np.ones((3, 1000))),
+        (gnlin.SigmoidCrossEntropy(), np.zeros((3, 1000))),
+        (gnlin.Huber(), np.zeros((3, 1000))),
+        (gnlin.PseudoHuber(), np.zeros((3, 1000))),
+        (gnlin.LogCosh(), np.zeros((3, 1000))),
+        (gnlin.PoissonNLL(), np.zeros((3, 1000))),
+        (Quartic(), np.zeros((3, 1000))),
+    ],
+    ids=lambda x: repr(x) if isinstance(x, gnlin.AbstractLoss) else "",
+)
+def test_no_block_of_classes_times_classes(loss, target):
+    def everything(outputs, target):
+        factor = loss.factor(outputs, target)
+        residual, remainder = factor.whiten(loss.gradient(outputs, target))
+        products = factor.mv(outputs), factor.transpose_mv(outputs)
+        return residual, remainder, products, factor.pseudo_inverse_mv(outputs)
+
+    outputs = jnp.zeros((3, 1000))
+    jaxpr = jax.make_jaxpr(jax.vmap(everything))(outputs, jnp.asarray(target)).jaxpr
+    assert max(all_sizes(jaxpr), default=0) <= outputs.size
+
+
+#
+# Batches
+#
+
+
+def batch(case, num_examples, seed=5):
+    pairs = list(examples(case, num_examples, seed))
+    return tuple(jnp.asarray(np.stack(part)) for part in zip(*pairs, strict=True))
+
+
+def parts(loss, outputs, targets, weights, v):
+    objective = BatchLoss(loss, jax.eval_shape(lambda: outputs), targets, weights)
+    fall = objective.decrease(outputs, outputs + v)
+    curved = objective.curvature(outputs)(v)
+    return objective.value(outputs), fall, objective.gradient(outputs), curved
+
+
+@every_case
+def test_weights_and_reduction_of_a_batch(case):
+    outputs, targets = batch(case, 5)
+    v = jnp.asarray(np.random.default_rng(1).normal(size=outputs.shape))
+    mean = eqx.tree_at(lambda loss: loss.reduction, case.loss, "mean")
+
+    @jax.jit
+    def run(outputs, targets, weights):
+        each = jax.vmap(case.loss.value)(outputs, targets)
+        summed = parts(case.loss, outputs, targets, weights, v)
+        return each, summed, parts(mean, outputs, targets, weights, v)
+
+    ones, weights = jnp.ones(5), jnp.asarray([1.0, 2.0, 0.0, 0.5, 1.0])
+    each, plain, plain_mean = run(outputs, targets, ones)
+    _, weighted, weighted_mean = run(outputs, targets, weights)
+    np.testing.assert_allclose(plain[0], np.sum(each), rtol=1e-13)
+    np.testing.assert_allclose(weighted[0], np.sum(weights * each), rtol=1e-13)
+    by_example = weights.reshape(-1, *[1] * (outputs.ndim - 1))
+    for a, b in zip(plain[2:], weighted[2:], strict=True):
+        np.testing.assert_allclose(by_example * a, b, rtol=1e-13)
+    for total, summed, averaged in (
+        (5, plain, plain_mean),
+        (4.5, weighted, weighted_mean),
+    ):
+        for a, b in zip(summed, averaged, strict=True):
+            np.testing.assert_allclose(a / total, b, rtol=1e-12, atol=1e-15)
+
+
+def test_without_weights_all_count_alike():
+    case = CASES["softmax, labels"]
+    outputs, targets = batch(case, 5)
+    for loss in (case.loss, gnlin.SoftmaxCrossEntropy(reduction="mean")):
+        alike = parts(loss, outputs, targets, jnp.ones(5), outputs)
+        for a, b in zip(parts(loss, outputs, targets, None, outputs), alike, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-16)
+
+
+class Affine(eqx.Module):
+    """Small and quick to compile."""
+
+    weight: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(self.weight @ x) + self.bias
+
+
+def affine(num_outputs=3, num_inputs=2, seed=0):
+    generator = np.random.default_rng(seed)
+    return Affine(
+        jnp.asarray(generator.normal(size=(num_outputs, num_inputs))),
+        jnp.asarray(generator.normal(size=num_outputs)),
+    )
+
+
+def numbers(model):
+    return np.asarray(ravel_pytree(model)[0])
+
+
+SOLVED = {
+    "softmax": (
+        gnlin.SoftmaxCrossEntropy,
+        np.array([0, 2, 1, 1, 0, 2]),
+        lambda unit: gnlin.DampedGaussNewton(0.3 * unit),
+    ),
+    "poisson, prox-linear": (
+        gnlin.PoissonNLL,
+        np.random.default_rng(3).poisson(2, (6, 3)).astype(float),
+        lambda unit: gnlin.IterativeLinearisation(20, 0.01 / unit, damping=0.3 * unit),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "targets", "build"), SOLVED.values(), ids=SOLVED)
+def test_weights_and_reduction_in_a_solution(loss, targets, build):
+    x = np.random.default_rng(4).normal(size=(6, 2))
+    weights = np.array([1.0, 2.0, 0.0, 1.0, 1.0, 1.0])
+    instead = np.array([0, 1, 1, 3, 4, 5])  # one example twice, one left out
+
+    def run(data, loss, unit):
+        solution = gnlin.solve(affine(), data, build(unit), loss=loss, max_steps=2)
+        return numbers(solution.model), np.asarray(solution.history.loss)
+
+    twice = (x[instead], targets[instead])
+    expected, losses = run(twice, loss(), 1.0)
+    actual, weighted_losses = run((x, targets, weights), loss(), 1.0)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+    np.testing.assert_allclose(weighted_losses, losses, rtol=1e-9)
+    # The mean is the sum, with all that refers to the loss in units of 1/n.
+    actual, mean_losses = run((x, targets, weights), loss(reduction="mean"), 1 / 6)
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
+    np.testing.assert_allclose(mean_losses, losses / 6, rtol=1e-9)
+
+
+#
+# Mistakes
+#
+
+X = np.linspace(-1.0, 1.0, 10).reshape(5, 2)
+SOFTMAX_LOSS = gnlin.SoftmaxCrossEntropy()
+SIGMOID, POISSON = gnlin.SigmoidCrossEntropy(), gnlin.PoissonNLL()
+WRONG_TARGETS = {
+    "one-hot integers": (
+        SOFTMAX_LOSS,
+        np.eye(3, dtype=int)[[0, 1, 2, 0, 1]],
+        "Labels must",
+    ),
+    "labels in a column": (SOFTMAX_LOSS, np.zeros((5, 1), int), r"shape \(5,\)"),
+    "labels as floats": (SOFTMAX_LOSS, np.zeros(5), "labels must be integers"),
+    "too few probabilities": (SOFTMAX_LOSS, np.ones((5, 2)), r"\(5, 3\).*\(5, 2\)"),
+    "label too large": (SOFTMAX_LOSS, np.array([0, 1, 2, 3, 0]), "between 0 and 2.* 3"),
+    "label negative": (SOFTMAX_LOSS, np.array([0, 1, 2, -1, 0]), "between 0 and 2.* -1"),
+    "negative probability": (SOFTMAX_LOSS, np.full((5, 3), -0.5), "probabilities.*-0.5"),
+    "missing probability": (SOFTMAX_LOSS, np.full((5, 3), np.nan), "probabilities.*nan"),
+    "booleans": (SOFTMAX_LOSS, np.ones((5, 3), bool), "dtype bool"),
+    "a tree of labels": (SOFTMAX_LOSS, {"a": np.zeros(5, int)}, "one array"),
+    "complex": (SOFTMAX_LOSS, np.ones((5, 3)) * 1j, "complex"),
+    "other number of examples": (SOFTMAX_LOSS, np.zeros(4, int), "same number"),
+    "sigmoid, of labels": (SIGMOID, np.zeros(5), "SoftmaxCrossEntropy"),
+    "sigmoid, above one": (SIGMOID, np.full((5, 3), 1.5), "between 0 and 1.*1.5"),
+    "sigmoid, below zero": (SIGMOID, np.full((5, 3), -1), "between 0 and 1.*-1"),
+    "sigmoid, missing": (SIGMOID, np.full((5, 3), np.nan), "between 0 and 1.*nan"),
+    "sigmoid, complex": (SIGMOID, np.ones((5, 3)) * 1j, "complex"),
+    "negative count": (POISSON, np.full((5, 3), -2.0), "counts.*-2"),
+    "negative whole count": (POISSON, np.full((5, 3), -2), "counts.*-2"),
+    "missing count": (POISSON, np.full((5, 3), np.nan), "counts.*nan"),
+    "counts of another shape": (POISSON, np.ones((5, 1)), r"\(5, 3\).*\(5, 1\)"),
+    "huber": (gnlin.Huber(), np.ones(5), r"\(5, 3\).*\(5,\)"),
+    "pseudo-huber": (gnlin.PseudoHuber(), np.ones((5, 4)), r"\(5, 3\).*\(5, 4\)"),
+    "log-cosh": (gnlin.LogCosh(), np.ones((5, 3, 1)), r"\(5, 3\).*\(5, 3, 1\)"),
+    "log-cosh, a tree": (gnlin.LogCosh(), {"a": np.ones((5, 3))}, "shape"),
+    "squared error": (gnlin.SquaredError(), np.ones(5), r"\(5, 3\).*\(5,\)"),
+    "a user's own": (Quartic(), np.ones(5), r"\(5, 3\).*\(5,\)"),
+}
+
+
+def is_one_sentence(message):
+    return message.endswith(".") and "\n" not in message and ". " not in message
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("loss", "targets", "words"), WRONG_TARGETS.values(), ids=WRONG_TARGETS
+)
+def test_a_wrong_target_is_named_in_one_sentence(loss, targets, words):
+    solver = gnlin.DampedGaussNewton(1.0)
+    with pytest.raises(ValueError, match=words) as caught:
+        gnlin.solve(affine(), (X, targets), solver, loss=loss)
+    assert is_one_sentence(str(caught.value)), str(caught.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_outputs_that_have_no_classes():
+    solver = gnlin.DampedGaussNewton(1.0)
+
+    class Tree(Affine):
+        def __call__(self, x):
+            return {"a": super().__call__(x), "b": x}
+
+    class Number(Affine):
+        def __call__(self, x):
+            return self.bias[0] + self.weight[0] @ x
+
+    for model in (Tree(*jax.tree.leaves(affine())), Number(*jax.tree.leaves(affine()))):
+        with pytest.raises(ValueError, match="last axis is over the classes"):
+            gnlin.solve(model, (X, np.zeros(5, int)), solver, loss=SOFTMAX_LOSS)
+
+
+WRONG_LOSSES = {
+    "reduction": [
+        lambda: gnlin.SquaredError(reduction="average"),
+        lambda: gnlin.SoftmaxCrossEntropy(reduction=None),
+        lambda: gnlin.SigmoidCrossEntropy("none"),
+        lambda: gnlin.Huber(reduction="max"),
+        lambda: gnlin.PoissonNLL(""),
+        lambda: Hinge("mena"),
+        lambda: Quartic("SUM"),
+    ],
+    "delta": [
+        lambda build=build, v=v: build(v)
+        for build in (gnlin.Huber, gnlin.PseudoHuber, gnlin.LogCosh)
+        for v in (0, 0.0, -1.0, math.nan, math.inf, "1", None)
+    ],
+    "label_smoothing": [
+        *(lambda v=v: gnlin.SoftmaxCrossEntropy(v) for v in (-0.1, 1, 1.0, 2, math.nan)),
+    ],
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [(name, build) for name in WRONG_LOSSES for build in WRONG_LOSSES[name]],
+)
+def test_a_wrong_number_of_a_loss_is_named_in_one_sentence(name, build):
+    with pytest.raises(ValueError, match=f"`{name}`") as caught:
+        build()
+    assert is_one_sentence(str(caught.value)), str(caught.value)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "loss", ["softmax", None, optax.l2_loss, gnlin.SoftmaxCrossEntropy]
+)
+def test_what_is_no_loss(loss):
+    with pytest.raises(ValueError, match=r"`loss` must be one of gnlin's"):
+        gnlin.solve(affine(), (X, np.zeros(5, int)), gnlin.GaussNewton(), loss=loss)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 100])
+def test_a_label_out_of_range_has_no_loss(label):
+    outputs, target = jnp.zeros(3), jnp.asarray(label)
+    loss = gnlin.SoftmaxCrossEntropy(0.1)
+    assert np.isnan(loss.value(outputs, target))
+    assert np.all(np.isnan(loss.gradient(outputs, target)))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(0.1),
+        gnlin.LevenbergMarquardt(),
+        gnlin.IterativeLinearisation(5, 0.1),
+    ],
+    ids=lambda solver: type(solver).__name__,
+)
+def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success(solver):
+    @jax.jit
+    def run(labels):
+        model = affine()
+        data = (jnp.asarray(X), labels)
+        solution = gnlin.solve(model, data, solver, loss=SOFTMAX_LOSS, max_steps=2)
+        return solution.model, solution.result == optx.RESULTS.nonfinite
+
+    model, nonfinite = run(jnp.asarray([0, 1, 2, 3, 0]))
+    assert nonfinite
+    np.testing.assert_array_equal(numbers(model), numbers(affine()))
+    assert not run(jnp.asarray([0, 1, 2, 2, 0]))[1]
