@@ -1,5 +1,11 @@
 """Double precision and run-time shape checks, both before gnlin is imported."""
 
+import os
+
+
+# Before SciPy is: the threads of several workers wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import jaxtyping

@@ -101,8 +101,25 @@ def test_docstring_runs(name, doc, namespace):
         namespace["model"] = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))
         namespace["x"] = jnp.linspace(-1, 1, 5)[:, None]
         namespace["y"] = namespace["x"] ** 2
+    if name in ("gnlin.fit", "gnlin.FitHistory"):
+        namespace |= _trained()
     for block in _python_blocks(doc):
         exec(compile(block, name, "exec"), namespace)
+
+
+def _trained() -> dict:
+    images = jax.random.normal(jax.random.key(0), (64, 4))
+    labels = (images[:, 0] > 0).astype(int)
+    model = eqx.nn.MLP(4, 2, 5, 1, key=jax.random.key(1))
+    result = gnlin.fit(
+        model,
+        (images, labels),
+        gnlin.DampedGaussNewton(1.0),
+        loss=gnlin.SoftmaxCrossEntropy(),
+        steps=1,
+    )
+    test = {"test_images": images, "test_labels": labels}
+    return {"images": images, "labels": labels, "model": model, "result": result} | test
 
 
 def test_every_public_name_is_in_the_reference():

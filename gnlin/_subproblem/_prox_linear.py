@@ -130,9 +130,7 @@ class ProxLinear(AbstractSubproblem):
             num_passes,
             solved.decrease,
             result=optx.RESULTS.promote(
-                lx.RESULTS.where(
-                    solved.stuck, lx.RESULTS.singular, lx.RESULTS.successful
-                )
+                lx.RESULTS.where(solved.stuck, lx.RESULTS.singular, lx.RESULTS.successful)
             ),
         )
 
