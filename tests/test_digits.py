@@ -20,8 +20,8 @@ SOLVERS = {
     "damped": (gnlin.DampedGaussNewton(0.3, search=ARMIJO), 32, 6),
     "adaptive": (
         gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
-        128,
-        4,
+        256,
+        10,
     ),
     "truncated": (
         gnlin.TruncatedGaussNewton(0.1, damping=0.3, search=ARMIJO),
