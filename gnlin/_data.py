@@ -8,13 +8,13 @@ from jaxtyping import Array, Float, PyTree
 
 
 def as_batch(
-    data: object,
+    data: object, name: str = "data"
 ) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
     """(inputs, targets, weights or None) of one batch, checked."""
     if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
         raise ValueError(
-            "`data` must be a pair, `(inputs, targets)`, or with weights of the examples "
-            "`(inputs, targets, weights)`."
+            f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
+            "examples `(inputs, targets, weights)`."
         )
     inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data[:2])
     lengths = {

@@ -74,6 +74,8 @@ def make_network(
             "The model has state, such as batch normalisation's: make it by "
             "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`."
         )
+    if state is not None and not _has_state(model):
+        raise ValueError("The model has no state: leave `state` out.")
     return parameters, Network(frozen, _takes_key(model), state is not None, axis_name)
 
 
@@ -95,7 +97,15 @@ def _apply_with_state(
     batched = jax.vmap(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
     )
-    return batched(inputs, keys, state)
+    try:
+        return batched(inputs, keys, state)
+    except NameError as error:  # JAX's, of an axis that is not there
+        if "axis name" not in str(error):
+            raise
+        raise ValueError(
+            "The model normalises over another axis than "
+            f"{network.axis_name!r}: pass its `axis_name`."
+        ) from error
 
 
 def _has_state(model: PyTree) -> bool:

@@ -1,5 +1,6 @@
 """Double precision and run-time shape checks, both before gnlin is imported."""
 
+import gc
 import os
 
 
@@ -28,3 +29,12 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten():
+    """What was compiled: each program keeps some memory mappings, of which a process may
+    have 65,530, and XLA crashes where it gets no more."""
+    yield
+    jax.clear_caches()
+    gc.collect()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import speed_training
 from benchmarks._options import Options
 from benchmarks.data import nist
 from benchmarks.experiments import nist as nist_experiment
@@ -215,3 +216,14 @@ def test_picture_and_tables(task, tmp_path, capsys):
 )
 def test_verdicts(required, measured, verdict):
     assert _figure("it", required, measured)["verdict"] == verdict
+
+
+def test_training_speed_quick_writes_its_results(tmp_path, capsys):
+    speed_training.run(Options(seeds=None, out=tmp_path, quick=True))
+    assert "at sizes too small to judge them by" in capsys.readouterr().out
+    with (tmp_path / "speed_training.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 6
+    for row in rows:
+        assert math.isfinite(float(row["measured"])), row["what"]
+    assert json.loads((tmp_path / "settings.json").read_text())["quick"] is True

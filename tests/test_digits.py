@@ -1,4 +1,4 @@
-"""Every kind of solver trains classifiers of handwritten digits: in single precision, on
+"""Every kind of solver learns to read handwritten digits: in single precision, on
 mini-batches, with cross-entropy."""
 
 import equinox as eqx
@@ -14,33 +14,46 @@ from benchmarks.data import digits
 from benchmarks.networks.cnn import smooth_digits_cnn
 
 
-LOSS = gnlin.SoftmaxCrossEntropy(reduction="mean")
-ARMIJO = optx.BacktrackingArmijo()
-SOLVERS = {
-    "damped": (gnlin.DampedGaussNewton(0.3, search=ARMIJO), 32, 6),
-    "adaptive": (
-        gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
-        256,
-        10,
-    ),
-    "truncated": (
-        gnlin.TruncatedGaussNewton(0.1, damping=0.3, search=ARMIJO),
-        32,
-        6,
-    ),
-    "iterative linearisation": (
-        gnlin.IterativeLinearisation(10, optimiser=optax.adam(5e-3), restart=False),
-        32,
-        20,
-    ),
-}
-
-
 def mlp(key):
-    return eqx.nn.MLP(64, 10, 32, 1, activation=jnp.tanh, key=key)
+    return eqx.nn.MLP(64, 10, 24, 1, activation=jnp.tanh, key=key)
 
 
-NETWORKS = {"MLP": (mlp, True, 0.96), "CNN": (smooth_digits_cnn, False, 0.98)}
+def shift(image, key):
+    """By up to a pixel, sideways: digits of 8 x 8 fill the height."""
+    return jnp.roll(image, jax.random.randint(key, (), -1, 2), axis=2)
+
+
+def adaptive(damping):
+    return gnlin.LevenbergMarquardt(
+        damping=damping, scaling="identity", acceleration=False
+    )
+
+
+ARMIJO = optx.BacktrackingArmijo()
+DAMPED = gnlin.DampedGaussNewton(0.3, search=ARMIJO)
+TRUNCATED = gnlin.TruncatedGaussNewton(0.1, damping=0.3, search=ARMIJO)
+LINEARISED = gnlin.IterativeLinearisation(10, optimiser=optax.adam(5e-3), restart=False)
+
+# With these settings the bars are met from each of the seeds 0 to 4.
+BARS = {mlp: 0.96, smooth_digits_cnn: 0.98}
+RUNS = {
+    "damped MLP": (mlp, DAMPED, {"batch_size": 64, "epochs": 8}),
+    "adaptive MLP": (mlp, adaptive(1e-3), {"batch_size": 448, "epochs": 5}),
+    "truncated MLP": (mlp, TRUNCATED, {"batch_size": 64, "epochs": 8}),
+    "linearised MLP": (mlp, LINEARISED, {"batch_size": 32, "epochs": 20}),
+    "damped CNN": (
+        smooth_digits_cnn,
+        DAMPED,
+        {"batch_size": 32, "epochs": 7, "augment": shift},
+    ),
+    "adaptive CNN": (smooth_digits_cnn, adaptive(0.1), {"batch_size": 128, "epochs": 4}),
+    "truncated CNN": (
+        smooth_digits_cnn,
+        TRUNCATED,
+        {"batch_size": 32, "epochs": 7, "augment": shift},
+    ),
+    "linearised CNN": (smooth_digits_cnn, LINEARISED, {"batch_size": 32, "epochs": 20}),
+}
 
 
 def single(tree):
@@ -52,33 +65,29 @@ def single(tree):
     return jax.tree.map(lambda x: cast(x) if eqx.is_array_like(x) else x, tree)
 
 
-def train(network, solver, seed):
-    """Test accuracy after training, and the run."""
-    make, flat, _ = NETWORKS[network]
-    solver, batch_size, epochs = SOLVERS[solver]
+def train(run, seed):
+    """The test accuracy, and the run."""
+    make, solver, how = RUNS[run]
     key = jax.random.key(seed)
-    data, test = single(digits.classification(flat))
+    data, (images, labels) = single(digits.classification(flat=make is mlp))
     result = gnlin.fit(
         single(make(key)),
         data,
         solver,
-        loss=LOSS,
-        batch_size=batch_size,
-        epochs=epochs,
+        loss=gnlin.SoftmaxCrossEntropy(reduction="mean"),
         key=key,
+        **how,
     )
-    images, labels = test
     outputs = jax.vmap(result.model)(images)
     assert outputs.dtype == jnp.float32
     return float(gnlin.accuracy(outputs, labels)), result
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("network", NETWORKS)
-def test_digits_are_learnt(network, solver):
-    accuracy, result = train(network, solver, seed=3)
-    assert accuracy >= NETWORKS[network][2]
+@pytest.mark.parametrize("run", RUNS)
+def test_digits_are_learnt(run):
+    accuracy, result = train(run, seed=3)
+    assert accuracy >= BARS[RUNS[run][0]]
     assert result.result == optx.RESULTS.nonlinear_max_steps_reached
     loss = result.history["loss"]
     assert np.all(np.isfinite(loss))
-    assert np.mean(loss[-10:]) < 0.1 * loss[0]
+    assert np.mean(loss[-5:]) < 0.1 * loss[0]

@@ -34,7 +34,7 @@ from jax.flatten_util import ravel_pytree
 from problems import damped_step, gauss_newton_step, truncated_step
 
 import gnlin
-from gnlin._fit import _loop
+from gnlin._fit import _run
 from gnlin.filters import GradientFlow
 
 
@@ -358,12 +358,12 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
 ):
     seen = []
 
-    class Seen(_loop.Compiled):
+    class Seen(_run.Compiled):
         def __call__(self, *changing):
             seen.append(self._jitted.trace(self._fixed, *changing))
             return super().__call__(*changing)
 
-    monkeypatch.setattr(_loop, "Compiled", Seen)
+    monkeypatch.setattr(_run, "Compiled", Seen)
     n, inputs, width, classes = 128, 20, 64, 10
     key = jax.random.key(0)
     model = eqx.nn.MLP(inputs, classes, width, 1, jnp.tanh, key=key)
@@ -575,6 +575,23 @@ def test_the_full_batch_with_state():
         flat = flat + damped_step(f - np.ravel(T), jacobian, 0.3)
     assert_close(numbers(result.model), flat, rtol=1e-7)
     assert_same_state(result.state, state)
+
+
+def test_another_axis_than_the_models():
+    with pytest.raises(
+        ValueError, match=r"another axis than 'rows': pass its `axis_name`"
+    ):
+        fit(NORMALISED, state=STATE, axis_name="rows")
+
+
+def test_an_optimisers_steps_may_be_endless_across_batches_only():
+    solver = gnlin.IterativeLinearisation(math.inf, optimiser=ADAM)
+    result = fit(data=BATCHES, solver=solver, steps=8)
+    expected, *_ = inner_steps(ADAM, math.inf, BATCHES, 8, restart=True, damping=0.0)
+    assert_close(numbers(result.model), expected)
+    assert result.stats["num_feature_updates"] == 1
+    with pytest.raises(ValueError, match="must be finite"):
+        fit(data=(X, T), batch_size=None, solver=solver, steps=1)
 
 
 def test_a_state_that_is_forgotten():

@@ -22,7 +22,7 @@ from fit_problems import BATCHES, Dropped, fit, network, Normalised, numbers, T,
 
 import gnlin
 from gnlin import CheckpointError
-from gnlin._fit import _checkpoint, _loop
+from gnlin._fit import _checkpoint, _saver
 from gnlin.callbacks import Callback, EarlyStop
 
 
@@ -346,7 +346,7 @@ def test_every_so_many_seconds(tmp_path, monkeypatch):
         def on_step(self, run):
             now[0] += 1.0
 
-    monkeypatch.setattr(_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(_saver, "time", SimpleNamespace(monotonic=lambda: now[0]))
     saving = gnlin.Checkpoint(tmp_path, every_seconds=2.5, keep=10)
     fit(steps=8, checkpoint=saving, callbacks=Clock())
     assert names(tmp_path) == [checkpoint(step) for step in (0, 3, 6, 8)]
@@ -388,12 +388,12 @@ OTHERS = {
     "batch size": ({"batch_size": 6}, "its batch_size is 4, and here it is 6"),
     "full batch": (
         {"batch_size": None, "solver": DAMPED},
-        "its solver is IterativeLinearisation, and here it is DampedGaussNewton",
+        "and here it is DampedGaussNewton(damping=",
     ),
     "key": ({"key": jax.random.key(1)}, "its key is"),
     "loss": (
         {"loss": gnlin.Huber(1.0)},
-        "its loss is SquaredError, and here it is Huber",
+        "its loss is SquaredError(reduction='sum'), and here it is Huber(",
     ),
     "width": (
         {"model": network(width=5)},
@@ -406,6 +406,11 @@ OTHERS = {
     "examples": (
         {"data": (X[:8], T[:8])},
         "its num_examples is 12, and here it is 8",
+    ),
+    "other examples": ({"data": (X, T + 1)}, "its data's checksum is "),
+    "hyperparameter": (
+        {"solver": gnlin.IterativeLinearisation(3, optimiser=ADAM, damping=0.5)},
+        "damping=0.5",
     ),
     "batches": ({"data": BATCHES, "batch_size": None}, "is of another run: its "),
     "metrics": (

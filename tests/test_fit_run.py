@@ -92,8 +92,10 @@ def test_an_iterator_is_good_for_one_epoch():
     expected = fit(data=BATCHES, epochs=1)
     result = fit(data=iter(BATCHES), epochs=1)
     np.testing.assert_array_equal(numbers(result.model), numbers(expected.model))
-    with pytest.raises(ValueError, match=r"ended in epoch 1 after 0 batches: pass some"):
-        fit(data=iter(BATCHES), epochs=2)
+    with pytest.warns(UserWarning, match=r"ended in epoch 1 after 0 batches: pass some"):
+        ended = fit(data=iter(BATCHES), epochs=2)
+    np.testing.assert_array_equal(numbers(ended.model), numbers(expected.model))
+    assert ended.reason == f"step {len(BATCHES)}: the data ended"
 
 
 def test_a_stream_without_an_end():
@@ -711,6 +713,10 @@ MISTAKES = {
     ),
     "augment": ({"augment": 3}, "`augment` must be a function"),
     "callbacks": ({"callbacks": [print]}, "`callbacks` must be"),
+    "callback class": ({"callbacks": gnlin.callbacks.Progress}, "must be instances"),
+    "key": ({"key": 0}, "`key` must be one key"),
+    "keys": ({"key": jax.random.split(jax.random.key(0))}, "`key` must be one key"),
+    "state of none": ({"state": 3}, "has no state: leave `state` out"),
     "resume": ({"resume": True}, "needs `checkpoint`"),
     "data": ({"data": 3, "batch_size": None}, "`data` must be a tuple of arrays"),
     "array": ({"data": X, "batch_size": None}, "must be a tuple of arrays"),
@@ -737,7 +743,10 @@ MISTAKES = {
     ),
     "weights": ({"data": (X, T, -jnp.ones(12))}, "weights must be finite"),
     "complex": ({"data": (X, 1j * T)}, "must be real"),
-    "validation": ({"validation": 3}, "must be a tuple of arrays, .* but a int"),
+    "validation": (
+        {"validation": 3},
+        "`validation` must be a tuple .* but a int",
+    ),
     "validation, shape": ({"validation": (X, T[:, 0])}, "shape of the model's outputs"),
     "validation, empty": ({"validation": []}, "holds no batch"),
     "validation, iterator": ({"validation": iter(BATCHES)}, "can be iterated only once"),

@@ -290,10 +290,9 @@ BY_METHOD = {
 }
 
 
-@pytest.mark.parametrize("name", ["softmax, saturated", "huber, outliers"])
-def test_every_filter_by_every_method(name):
+def test_every_filter_by_every_method():
     """With a part of the gradient that the curvature does not reach."""
-    problem, oracle = PROBLEMS[name], dense(name)
+    problem, oracle = SATURATED, dense("softmax, saturated")
 
     @jax.jit
     def run(w, targets, unit):
@@ -353,6 +352,23 @@ SOLVERS = {
         gnlin.IterativeLinearisation(40, 0.02, 0.8, nesterov=True, form="quadratic"),
         lambda o: literal_quadratic(o, 40, 0.02, 0.8, nesterov=True),
     ),
+    "damped, marquardt": (
+        gnlin.DampedGaussNewton(0.3, scaling="marquardt"),
+        lambda o: (
+            -np.linalg.solve(
+                o.curvature + 0.3 * np.diag(np.diag(o.curvature)), o.gradient
+            )
+        ),
+    ),
+    # The kernel fits into the budget, the Jacobian does not.
+    "kernel in chunks": (
+        gnlin.DampedGaussNewton(0.3, method="kernel", memory_budget=8000),
+        lambda o: o.damped_step(0.3),
+    ),
+    "spectrum in chunks": (
+        gnlin.FilteredGaussNewton(GradientFlow(3.0), method="eigh", memory_budget=8000),
+        lambda o: quadratic_flow(o, 3.0),
+    ),
 }
 
 
@@ -372,6 +388,30 @@ def test_a_quadratic_step_of_each_solver(solver, expected):
     )
 
 
+class Split(Net):
+    def __call__(self, x):
+        f = super().__call__(x)
+        return {"one": f[0], "more": f[1:]}
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(0.3),
+        gnlin.DampedGaussNewton(0.3, method="matrix-free"),
+        gnlin.DampedGaussNewton(0.3, form="prox-linear", method="kernel"),
+    ],
+    ids=["quadratic", "matrix-free", "prox-linear"],
+)
+def test_outputs_may_be_a_tree(solver):
+    split = {"one": OUTLIERS[:, 0], "more": OUTLIERS[:, 1:]}
+    whole, _ = solve(HUBER, solver)
+    with op_by_op():
+        model = Split(jnp.asarray(start()))
+        solution = gnlin.solve(model, (X, split), solver, loss=HUBER.loss, max_steps=1)
+    assert_close(solution.model.w - start(), whole, 1e-8)
+
+
 @pytest.mark.parametrize(
     "solver",
     [
@@ -387,9 +427,8 @@ def test_outliers_without_damping(solver):
     assert np.linalg.norm(step) < 1e6
 
 
-@pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
-def test_truncated_gauss_newton_stops_where_it_says(name):
-    problem, oracle = PROBLEMS[name], dense(name)
+def test_truncated_gauss_newton_stops_where_it_says():
+    problem, oracle = HUBER, dense("huber, outliers")
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None, None))
@@ -709,7 +748,7 @@ def test_any_optimiser_on_each_linearised_model(build, restart, damping):
 def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
     optimiser = optax.adam(0.05)
     solver = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
-    _, solution = solve(SOFTMAX, solver, 20)
+    _, solution = solve(SOFTMAX, solver, 8)
     labels = jnp.asarray(LABELS)
 
     @jax.jit
@@ -720,7 +759,7 @@ def test_a_period_of_one_that_keeps_its_state_is_the_optimiser_itself():
 
     w = jnp.asarray(start())
     state = optimiser.init(w)
-    for _ in range(20):
+    for _ in range(8):
         w, state = step(w, state)
     np.testing.assert_allclose(solution.model.w, w, rtol=1e-9)
 
@@ -798,8 +837,11 @@ def test_steps_without_an_end_are_the_damped_minimiser(solver):
     ids=["damped", "without an end", "truncated"],
 )
 def test_prox_linear_without_damping_and_with_outliers(solver):
-    """It has a minimum, of zero: the model has more parameters than outputs."""
-    step, _ = solve(HUBER, solver)
+    """It has a minimum, of zero: the model has more parameters than outputs. Where the
+    residuals are large there is a slope to follow, and no curvature."""
+    step, solution = solve(HUBER, solver, compiled=True)
+    fine = ("successful", "nonlinear_max_steps_reached")
+    assert any(result_is(solution, name) for name in fine)
     assert dense("huber, outliers").remaining(step) <= 0.1
 
 
@@ -812,7 +854,7 @@ def test_a_traced_period_may_be_infinite():
 def test_gauss_newton_on_the_loss_itself():
     problem = SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.2))
     oracle = Dense(problem)
-    step, _ = solve(problem, gnlin.GaussNewton(form="prox-linear"))
+    step, _ = solve(problem, gnlin.GaussNewton(form="prox-linear"), compiled=True)
     assert oracle.remaining(step) <= 1e-9
     # The shortest one: in the range of phi^T
     _, _, vt = np.linalg.svd(oracle.jacobian)
@@ -929,8 +971,8 @@ def test_squared_error_in_disguise(seed, n, p):
 
 
 DISGUISED = {
-    "levenberg-marquardt": (gnlin.LevenbergMarquardt(), gnlin.LevenbergMarquardt()),
-    "levenberg-marquardt, prox-linear": (
+    "quadratic": (gnlin.LevenbergMarquardt(), gnlin.LevenbergMarquardt()),
+    "prox-linear": (
         gnlin.LevenbergMarquardt(form="prox-linear"),
         gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
     ),
@@ -938,21 +980,10 @@ DISGUISED = {
 
 
 @pytest.mark.parametrize(("solver", "reference"), DISGUISED.values(), ids=DISGUISED)
-@hypothesis.settings(max_examples=3)
-@hypothesis.given(*sizes)
-def test_levenberg_marquardt_in_disguise(solver, reference, seed, n, p):
-    w, mask, x, y, weights = masked(seed, n, p)
-
-    def step(solver, loss):
-        data, trained = (x, y, weights), Masked(True, False)
-        with op_by_op():
-            solution = gnlin.solve(
-                Masked(w, mask), data, solver, loss=loss, max_steps=1, filter_spec=trained
-            )
-        return np.asarray(solution.model.w - w)
-
-    known = step(reference, gnlin.SquaredError())
-    assert near(step(solver, Disguised()), known, 1e-6, 1e-3)
+def test_levenberg_marquardt_in_disguise(solver, reference):
+    step, _ = solve(Problem(Disguised(), REAL), solver)
+    known, _ = solve(Problem(gnlin.SquaredError(), REAL), reference)
+    assert_close(step, known, 1e-7)
 
 
 def test_squared_error_has_one_form():
@@ -1039,28 +1070,20 @@ def test_a_search_takes_a_full_step_that_is_good_enough():
 
 NOT_FINITE = SHARED | {
     "descent": gnlin.IterativeLinearisation(jnp.asarray(100), 0.05),
-    "truncated, prox-linear": gnlin.TruncatedGaussNewton(0.1, form="prox-linear"),
 }
 
 
 @pytest.mark.parametrize("solver", NOT_FINITE.values(), ids=NOT_FINITE)
 def test_data_that_are_not_finite(solver):
-    for bad in (np.nan, np.inf):
-        x, w = X.copy(), start()
-        x[2, 1] = w[43] = bad
-        for inputs, start_at in ((x, start()), (X, w)):
-            if bad == np.inf and inputs is x:
-                continue  # of which tanh is finite
-            with pytest.warns(UserWarning, match=r"[Nn]onfinite"):
-                solution = gnlin.solve(
-                    Net(jnp.asarray(start_at)),
-                    (inputs, LABELS),
-                    solver,
-                    loss=SOFTMAX.loss,
-                    max_steps=1,
-                )
-            assert result_is(solution, "nonfinite")
-            np.testing.assert_array_equal(solution.model.w, start_at)
+    x, not_a_number, infinite = X.copy(), start(), start()
+    x[2, 1] = not_a_number[43] = np.nan
+    infinite[43] = np.inf
+    for inputs, w in ((x, start()), (X, not_a_number), (X, infinite)):
+        model, data = Net(jnp.asarray(w)), (inputs, LABELS)
+        with pytest.warns(UserWarning, match=r"[Nn]on-?finite"):
+            solution = gnlin.solve(model, data, solver, loss=SOFTMAX.loss, max_steps=1)
+        assert w is infinite or result_is(solution, "nonfinite")
+        np.testing.assert_array_equal(solution.model.w, w)
 
 
 @pytest.mark.parametrize(
@@ -1081,30 +1104,36 @@ def test_targets_that_are_not_finite(problem):
         assert not np.any(step)
 
 
-DIVERGING = {
-    "poisson, kernel": (POISSON, "kernel", (1.0, 1e200)),
-    "poisson, matrix-free": (POISSON, "matrix-free", (1.0, 1e200)),
-    # Its gradient is bounded: only where the numbers themselves end.
-    "softmax": (SOFTMAX, "kernel", (1e200,)),
-}
-
-
-@pytest.mark.parametrize(
-    ("problem", "method", "rates"), DIVERGING.values(), ids=DIVERGING
-)
-def test_steps_that_diverge_end_at_the_last_finite_point(problem, method, rates):
-    for eta in rates:
-        solver = gnlin.IterativeLinearisation(50, eta, method=method)
-        step, solution = solve(problem, solver, 5)
+@pytest.mark.parametrize("method", ["kernel", "matrix-free"])
+def test_steps_that_diverge_are_not_taken(method):
+    """Of Poisson's loss, whose gradient grows without bound."""
+    for eta in (1.0, 1e200):
+        solver = gnlin.IterativeLinearisation(15, eta, method=method)
+        step, solution = solve(POISSON, solver, 5)
         diverged = result_is(solution, "nonlinear_divergence")
         assert diverged or result_is(solution, "nonfinite")
         assert not np.any(step)
         assert int(solution.stats["num_steps"]) == 1
         np.testing.assert_allclose(solution.history.loss[1], solution.history.loss[0])
-    solver = gnlin.IterativeLinearisation(50, 1e-3, method=method)
-    step, solution = solve(problem, solver, 2)
+    solver = gnlin.IterativeLinearisation(15, 1e-3, method=method)
+    step, solution = solve(POISSON, solver, 2)
     assert result_is(solution, "nonlinear_max_steps_reached")
     assert np.all(np.diff(solution.history.loss) < 0)
+
+
+def test_cross_entropy_ends_where_the_numbers_do():
+    """Its gradient is bounded, and its steps are as long as they are told to be."""
+    step, solution = solve(SOFTMAX, gnlin.IterativeLinearisation(15, 1e308), 10)
+    diverged = result_is(solution, "nonlinear_divergence")
+    assert diverged or result_is(solution, "nonfinite")
+    assert np.all(np.isfinite(step))
+    assert np.all(np.isfinite(solution.history.loss))
+
+
+def test_a_circle_is_no_convergence():
+    _, solution = solve(SOFTMAX, gnlin.IterativeLinearisation(15, 1e3), 10)
+    gradients = solution.history.gradient_norm
+    assert not result_is(solution, "successful") or gradients[-1] < gradients[0]
 
 
 def test_the_quadratic_form_diverges_by_name():
@@ -1253,18 +1282,16 @@ def test_where_nesterov_converges(momentum):
     threshold = 2 * (1 + momentum) / (1 + 2 * momentum)
     np.testing.assert_allclose(Nesterov(1, 1.0, momentum).largest_stable(), threshold)
     eta = 0.3
-    w = np.array([0.5, 0.99, 1.01, 2.0]) * threshold / eta
-    numbers = eta, momentum
-    many, _ = nesterov_filters(w, jnp.asarray(10**5), *numbers, 0.0)
+    w = np.array([0.5, 0.99, 1.01, 2.0, 0.0]) * threshold / eta
+    numbers = eta, momentum, 0.0
+    many, _ = nesterov_filters(w, jnp.asarray(10**5), *numbers)
     np.testing.assert_allclose(many[:2], 1 / w[:2], rtol=1e-9)
-    assert np.all(np.abs(many[2:]) > 1e10)
-    few, _ = nesterov_filters(w, jnp.asarray(50), *numbers, 0.0)
-    np.testing.assert_allclose(
-        few, literal_nesterov(w, jnp.asarray(50), *numbers, 0.0), rtol=1e-9
-    )
-    endless = nesterov_filters(np.append(w, 0.0), jnp.asarray(jnp.inf), *numbers, 0.0)[0]
-    python = Nesterov(math.inf, *numbers)(jnp.asarray(np.append(w, 0.0)))
-    np.testing.assert_array_equal(endless, python)
+    assert np.all(np.abs(many[2:4]) > 1e10)
+    np.testing.assert_allclose(many[4], eta * 10**5 / (1 - momentum), rtol=1e-3)
+    few, _ = nesterov_filters(w, jnp.asarray(50), *numbers)
+    expected = literal_nesterov(w, jnp.asarray(50), *numbers)
+    np.testing.assert_allclose(few, expected, rtol=1e-9)
+    endless, _ = nesterov_filters(w, jnp.asarray(math.inf), *numbers)
     np.testing.assert_allclose(endless[:2], 1 / w[:2], rtol=1e-15)
     assert np.all(np.isposinf(endless[2:4]))
     assert endless[4] == 0
@@ -1272,10 +1299,10 @@ def test_where_nesterov_converges(momentum):
 
 @hypothesis.given(st.integers(1, 10**9), st.floats(0, 0.99))
 def test_nesterov_at_any_period_is_never_nan(period, momentum):
-    w = np.array([0.0, 1e-300, 1e-8, 0.5, 1.0, 10.0, 1e10, 1e300])
+    w = np.array([1e-300, 1e-8, 0.5, 10.0, 1e300])
     value, _ = nesterov_filters(w, jnp.asarray(period), 1.0, momentum, 0.0)
     assert not np.any(np.isnan(value))
-    assert np.all(np.isfinite(value[:4]))
+    assert np.all(np.isfinite(value[:3]))
 
 
 def test_nesterov_without_momentum_is_gradient_descent():
@@ -1286,20 +1313,19 @@ def test_nesterov_without_momentum_is_gradient_descent():
         np.testing.assert_allclose(nesterov, descent, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "filter",
-    [
-        Tikhonov(0.2),
-        PseudoInverse(),
-        GradientFlow(2.0),
-        HeavyBall(9, 0.3, 0.5),
-    ],
-    ids=lambda filter: type(filter).__name__,
-)
-def test_a_damped_filter_is_that_of_larger_eigenvalues(filter):
+def test_a_damped_filter_is_that_of_larger_eigenvalues():
     w = jnp.asarray([0.0, 1e-3, 0.5, 2.0])
-    np.testing.assert_allclose(Damped(filter, 0.7)(w), filter(w + 0.7), rtol=1e-15)
-    np.testing.assert_array_equal(Damped(filter, 0.0)(w), filter(w))
+    filters = Tikhonov(0.2), PseudoInverse(), GradientFlow(2.0), HeavyBall(9, 0.3, 0.5)
+
+    @jax.jit
+    def run(w):
+        for_each = lambda damping: [Damped(f, damping)(w) for f in filters]
+        return for_each(0.7), for_each(0.0), [f(w + 0.7) for f in filters]
+
+    damped, undamped, shifted = run(w)
+    np.testing.assert_allclose(damped, shifted, rtol=1e-15)
+    for filter, values in zip(filters, undamped, strict=True):
+        np.testing.assert_allclose(values, filter(w), rtol=1e-14)
 
 
 def test_damped_descent_is_descent_with_the_penalty():
@@ -1363,7 +1389,6 @@ MISTAKES = {
         lambda: IL(1, optimiser=optax.adam),
         lambda: IL(1, optimiser=optax.sgd(0.1), momentum=0.9),
         lambda: IL(1, optimiser=optax.sgd(0.1), nesterov=True),
-        lambda: IL(inf, optimiser=optax.sgd(0.1)),
         *(
             lambda m=m: IL(1, optimiser=optax.sgd(0.1), method=m)
             for m in ("svd", "eigh", "kernel", "flow")

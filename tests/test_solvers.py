@@ -630,7 +630,7 @@ MISTAKES = {
         lambda: gnlin.LevenbergMarquardt(method=""),
         lambda: gnlin.TruncatedGaussNewton(0.1, method="svd"),
         lambda: gnlin.IterativeLinearisation(1, 0.1, method="cg"),
-        lambda: gnlin.IterativeLinearisation(1, 0.1, method="kernel"),
+        lambda: gnlin.IterativeLinearisation(1, 0.1, method="curvature"),
         lambda: gnlin.FilteredGaussNewton(Tikhonov(1.0), method="cg"),
     ],
     "scaling": [

@@ -4,5 +4,7 @@ from ._checkpoint import (
     Checkpoint as Checkpoint,
     CheckpointError as CheckpointError,
 )
+from ._fit import fit as fit
 from ._history import FitHistory as FitHistory
-from ._loop import accuracy as accuracy, fit as fit, FitResult as FitResult
+from ._run import FitResult as FitResult
+from ._validation import accuracy as accuracy

@@ -1,11 +1,13 @@
 """Where batches come from: arrays, shuffled anew each epoch, or the user's iterable."""
 
 import functools
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import as_batch
@@ -22,11 +24,15 @@ class Batch(NamedTuple):
         return self.data, self.order
 
 
+class DataEnded(ValueError):
+    """There are no more batches, and there should have been."""
+
+
 class ArrayStream:
     """Batches of a data set in memory, drawn without replacement within an epoch."""
 
-    def __init__(self, data, batch_size: int | None, key: Key[Array, ""]):
-        self.data = as_batch(data)
+    def __init__(self, data, batch_size: int | None, key: Key[Array, ""], name: str):
+        self.data = as_batch(data, name)
         self.num_examples = jax.tree.leaves(self.data[0])[0].shape[0]
         if batch_size is not None and batch_size > self.num_examples:
             raise ValueError(
@@ -50,7 +56,11 @@ class ArrayStream:
             yield Batch(self.data, order, index)
 
     def settings(self) -> dict:
-        return {"num_examples": self.num_examples, "batch_size": self.batch_size}
+        return {
+            "num_examples": self.num_examples,
+            "batch_size": self.batch_size,
+            "data's checksum": _checksum(self.data),
+        }
 
 
 class IterableStream:
@@ -59,21 +69,25 @@ class IterableStream:
     batch_size = None
     num_batches = None
 
-    def __init__(self, data: Any):
+    def __init__(self, data: Any, name: str):
         self._data = data
+        self._name = name
         one_shot = isinstance(data, Iterator)
         self._once = data if one_shot else None
         batches = iter(self._iterable(0))
         try:
             first = next(batches)
         except StopIteration:
-            raise ValueError("There is no data: the iterable holds no batch.") from None
+            raise ValueError(
+                f"There is no data: the iterable `{name}` holds no batch."
+            ) from None
         if not isinstance(first, tuple | list):
             raise ValueError(
-                "`data` must be a tuple of arrays, `(inputs, targets)`, or an iterable "
-                f"of such batches, but it holds one of type {type(first).__name__}."
+                f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
+                "iterable of such batches, but it holds one of type "
+                f"{type(first).__name__}."
             )
-        self._example = as_batch(first)
+        self._example = as_batch(first, name)
         # The first batch of something that can be iterated once only is not lost.
         self._kept = [first] if one_shot else []
 
@@ -88,9 +102,9 @@ class IterableStream:
         for index, batch in enumerate(self._from_the_beginning(epoch)):
             num_batches += 1
             if index >= first:
-                yield Batch(as_batch(batch))
+                yield Batch(as_batch(batch, self._name))
         if num_batches < max(first, 1):
-            raise ValueError(
+            raise DataEnded(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
                 "something that can be iterated again and again, such as a list, a "
                 "loader, or a function of the epoch that returns an iterable."
@@ -106,20 +120,29 @@ class IterableStream:
         return {"shapes": str(shapes), "batch_size": None}
 
 
-def make_stream(data: Any, batch_size: int | None, key: Key[Array, ""]):
+def make_stream(
+    data: Any, batch_size: int | None, key: Key[Array, ""], name: str = "data"
+):
     """A tuple is arrays; anything else is batches."""
     if isinstance(data, tuple):
-        return ArrayStream(data, batch_size, key)
+        return ArrayStream(data, batch_size, key, name)
     if not (isinstance(data, Iterable) or callable(data)):
         raise ValueError(
-            "`data` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
+            f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
             f"such batches, but a {type(data).__name__} was given."
         )
     if batch_size is not None:
         raise ValueError(
             "An iterable of batches has its own batch size: leave `batch_size` out."
         )
-    return IterableStream(data)
+    return IterableStream(data, name)
+
+
+def _checksum(data: PyTree[Array]) -> str:
+    of_all = 0
+    for leaf in jax.tree.leaves(data):
+        of_all = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, of_all)
+    return f"{of_all:08x}"
 
 
 @functools.partial(jax.jit, static_argnums=2)

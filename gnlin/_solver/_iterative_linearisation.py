@@ -69,7 +69,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     **Arguments:**
 
     - `period`: K, a whole number of at least 1, or `math.inf`; a number or a traced
-        scalar. (A Python number is static: another one compiles again.)
+        scalar. (A Python number is static: another one compiles again.) An optimiser's
+        steps may be endless on mini-batches only.
     - `learning_rate`: $\eta > 0$, a number or a traced scalar; or instead of it
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity
@@ -147,7 +148,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         if learning_rate is not None:
             check_finite_positive("learning_rate", learning_rate)
         if optimiser is not None:
-            _check_optimiser(optimiser, period, momentum, nesterov, method)
+            _check_optimiser(optimiser, momentum, nesterov, method)
         elif not restart:
             raise ValueError(
                 "`restart=False` keeps an optimiser's state: pass "
@@ -218,10 +219,16 @@ class IterativeLinearisation(AbstractGaussNewton):
         period = jnp.asarray(_as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
         update = step_if_finite(self, objective, lin, evaluate, subproblem, answer)
+        terminate = update.terminate
+        if isinstance(subproblem, ProxLinear):
+            # Steps that go round in a circle, and end where they began, have not settled.
+            first = _tree.scale(-jnp.asarray(self.learning_rate), subproblem.gradient())
+            same = objective.residual(lin.outputs)
+            terminate &= self.converged(lin.point, first, same, same)
         # Descent without an end is never linearised again: its point is the answer.
         solved = update.result == optx.RESULTS.successful
-        finished = solved & jnp.isinf(period)
-        return eqx.tree_at(lambda u: u.terminate, update, update.terminate | finished)
+        terminate |= solved & jnp.isinf(period)
+        return eqx.tree_at(lambda u: u.terminate, update, terminate)
 
     def _prepare(
         self, objective: AbstractObjective, lin: Linearisation
@@ -264,6 +271,11 @@ class IterativeLinearisation(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: PyTree,
     ) -> Update:
+        if isinstance(self.period, float) and math.isinf(self.period):
+            raise ValueError(
+                "On one batch an `optimiser` takes `period` steps, which must be finite; "
+                'to solve the linearised problem use `GaussNewton(form="prox-linear")`.'
+            )
         if self.form == "quadratic":
             quadratic = objective.expand(lin)
             on, rest = quadratic.lin, quadratic.rest
@@ -301,7 +313,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             )
         state = self.start(y, outputs)
         inner = self._optimiser().init(y)
-        stream = Stream(y, inner, jnp.zeros((), float))
+        stream = Stream(y, inner, jnp.array(0))
         return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
 
     def _optimiser(self) -> Any:
@@ -393,7 +405,7 @@ class Stream(eqx.Module):
 
     point: PyTree[Array]  # theta_s
     inner: PyTree  # the optimiser's state, or the velocity
-    num_steps: Scalar  # since theta_s was linearised at
+    num_steps: Int[Array, ""]  # since theta_s was linearised at
 
 
 class _Momentum(eqx.Module):
@@ -422,7 +434,7 @@ def _as_float(period: ScalarLike) -> ScalarLike:
     return float(period) if isinstance(period, int) else period
 
 
-def _check_optimiser(optimiser, period, momentum, nesterov, method) -> None:
+def _check_optimiser(optimiser, momentum, nesterov, method) -> None:
     if not (hasattr(optimiser, "init") and hasattr(optimiser, "update")):
         raise ValueError(
             "`optimiser` must be one of optax's, such as `optax.adam(1e-3)`, but "
@@ -437,9 +449,4 @@ def _check_optimiser(optimiser, period, momentum, nesterov, method) -> None:
         raise ValueError(
             "An `optimiser` takes its steps on the parameters: the method must be "
             f'"auto" or "matrix-free", but {method!r} was given.'
-        )
-    if isinstance(period, float) and math.isinf(period):
-        raise ValueError(
-            "An `optimiser` takes `period` steps, which must be finite; to solve the "
-            'linearised problem use `GaussNewton(form="prox-linear")`.'
         )

@@ -36,8 +36,10 @@ class _Iterate(NamedTuple):
     pushed: PyTree[Array]
     gradient: PyTree[Array]
     norm: Scalar
+    proximal: Scalar  # what is added to the curvature, to step on from here
     num_steps: Array
     num_products: Array
+    moved: Bool[Array, ""]
     stalled: Bool[Array, ""]
 
 
@@ -54,7 +56,10 @@ def minimise(
     most `tolerance` times what it is at the linearisation point, in the 2-norm.
 
     Newton's method, each system solved only as well as it pays (Eisenstat and Walker,
-    1996), with a backtracking line search: the problem is convex.
+    1996), with a backtracking line search: the problem is convex. Along the outliers of
+    a robust loss there is a slope and no curvature; where the gradient does not fall, a
+    proximal term $\frac\mu2|\delta - \delta_k|^2$ stands in for it. It starts as that of
+    a Polyak step, $\mu = |g|^2/L$, and fades with every full step.
     """
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
     dtype = _tree.dtype(outputs)
@@ -77,15 +82,16 @@ def minimise(
         progress = it.norm / jnp.where(first_norm > 0, first_norm, 1)
         last = 0.5 * target / jnp.where(it.norm > 0, it.norm, 1)
         forcing = jnp.maximum(last, jnp.minimum(0.5, progress))
+        here = at(it.pushed)
         direction, num_products = space.newton(
-            objective, at(it.pushed), it.gradient, damping, forcing
+            objective, here, it.gradient, damping + it.proximal, forcing
         )
         pushed = space.push(direction)
         slope = space.dot(it.gradient, direction, pushed)
         along = space.dot(it.z, direction, pushed)
         squared = space.dot(direction, direction, pushed)
-        here = at(it.pushed)
-        rounding = _ROUNDINGS * eps * jnp.abs(objective.value(here))
+        value = jnp.abs(objective.value(here))
+        rounding = _ROUNDINGS * eps * value
 
         def falls(t):
             fall = objective.decrease(here, _tree.axpy(t, pushed, here))
@@ -103,26 +109,43 @@ def minimise(
         total = space.push(z)
         gradient, norm = gradient_at(z, total)
         sound = _tree.all_finite((z, norm)) & (halvings < _MAX_HALVINGS) & (slope < 0)
+        halved = norm <= 0.5 * it.norm
+        polyak = it.norm**2 / jnp.where(value > 0, value, 1)
+        more = jnp.maximum(16 * it.proximal, polyak)
+        fading = jnp.where(t < 1, it.proximal, it.proximal / 4)
+        proximal = jnp.where(sound & (halved | (it.proximal > 0)), fading, more)
         # What the line search cannot see any more has met the limits of the precision.
-        stalled = ~sound | ((-slope <= rounding) & (norm > 0.5 * it.norm))
-        new = _Iterate(
-            z, total, gradient, norm, it.num_steps + 1, it.num_products, stalled
+        lost = ~(-slope > rounding) & (it.proximal > 0)
+        stalled = ~(sound & halved) & lost
+        there = it._replace(z=z, pushed=total, gradient=gradient, norm=norm)
+        return _tree.where(sound, there, it)._replace(
+            proximal=proximal,
+            num_steps=it.num_steps + 1,
+            num_products=it.num_products + num_products,
+            moved=it.moved | sound,
+            stalled=stalled,
         )
-        it = it._replace(stalled=jnp.array(True))
-        kept = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, it)
-        return kept._replace(num_products=it.num_products + num_products)
 
     def unfinished(it: _Iterate) -> Bool[Array, ""]:
         return (it.norm > target) & ~it.stalled & (it.num_steps < max_steps)
 
     count = jnp.array(0)
-    if start is None:
-        first = zero, at_zero, first_gradient, first_norm
-    else:
+    begin = _Iterate(
+        zero,
+        at_zero,
+        first_gradient,
+        first_norm,
+        proximal=jnp.zeros((), dtype),
+        num_steps=count,
+        num_products=count,
+        moved=jnp.array(False),
+        stalled=~jnp.isfinite(first_norm),
+    )
+    if start is not None:
         pushed = space.push(start)
-        first = start, pushed, *gradient_at(start, pushed)
-    begin = _Iterate(*first, count, count, ~jnp.isfinite(first_norm))
+        gradient, norm = gradient_at(start, pushed)
+        begin = begin._replace(z=start, pushed=pushed, gradient=gradient, norm=norm)
     it = jax.lax.while_loop(unfinished, iterate, begin)
     decrease = objective.decrease(outputs, at(it.pushed))
-    stuck = (it.norm > target) & it.stalled & (it.num_steps == 0)
+    stuck = (it.norm > target) & it.stalled & ~it.moved
     return Solved(it.z, decrease, it.num_steps, it.num_products, stuck)

@@ -1,0 +1,121 @@
+"""Transfer learning: from the digits 0 to 4 to the digits 5 to 9, in four ways.
+
+    python docs/examples/transfer.py [--quick]
+
+A CNN that has learnt the first five digits is to learn the others from a few images of
+each: by its last layer alone (a linear probe), by its linearisation (K = infinity: the
+features stay as they are), by all its parameters, and, for comparison, from scratch.
+"""
+
+import argparse
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import gnlin
+
+
+LOSS = gnlin.SoftmaxCrossEntropy(reduction="mean")
+DAMPED = gnlin.DampedGaussNewton(0.1)
+
+
+class CNN(eqx.Module):
+    first: eqx.nn.Conv2d
+    second: eqx.nn.Conv2d
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.first = eqx.nn.Conv2d(1, 8, 3, stride=2, padding=1, key=keys[0])
+        self.second = eqx.nn.Conv2d(8, 16, 3, stride=2, padding=1, key=keys[1])
+        self.head = eqx.nn.Linear(64, 5, key=keys[2])
+
+    def __call__(self, image):
+        features = jnp.tanh(self.second(jnp.tanh(self.first(image))))
+        return self.head(jnp.ravel(features))
+
+
+def with_new_head(model, key):
+    return eqx.tree_at(lambda m: m.head, model, eqx.nn.Linear(64, 5, key=key))
+
+
+def only_the_head(model):
+    """True for the leaves of the last layer: what `filter_spec` selects."""
+    nothing = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
+
+
+def accuracy(model, data):
+    images, labels = data
+    return float(gnlin.accuracy(jax.vmap(model)(images), labels))
+
+
+def main(quick: bool):
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.float32(pixels / 16).reshape(-1, 1, 8, 8)
+    old, new = labels < 5, labels >= 5
+    key, head_key = jax.random.split(jax.random.key(0))
+
+    pretrained = gnlin.fit(
+        CNN(key),
+        (images[old], labels[old]),
+        DAMPED,
+        loss=LOSS,
+        batch_size=64,
+        epochs=1 if quick else 5,
+        progress=False,
+    ).model
+    print(f"0 to 4: {accuracy(pretrained, (images[old], labels[old])):.1%} fitted")
+
+    ways = "linear probe | linearised | all parameters | from scratch"
+    print(f"| images of each | {ways} |")
+    print("|---|---|---|---|---|")
+    for per_class in (4,) if quick else (2, 4, 8, 16, 32):
+        few, rest, few_labels, rest_labels = train_test_split(
+            images[new],
+            labels[new] - 5,
+            train_size=5 * per_class,
+            stratify=labels[new],
+            random_state=0,
+        )
+
+        def learnt(model, solver, steps, data=(few, few_labels), **how):
+            result = gnlin.fit(
+                model, data, solver, loss=LOSS, steps=steps, progress=False, **how
+            )
+            return result
+
+        start = with_new_head(pretrained, head_key)
+        steps = 3 if quick else 30
+        probe = learnt(start, DAMPED, steps, filter_spec=only_the_head(start)).model
+        kept = gnlin.IterativeLinearisation(math.inf, optimiser=optax.adam(3e-3))
+        linearised = learnt(
+            start,
+            kept,
+            10 * steps,
+            batch_size=5 * per_class,
+            validation=(rest, rest_labels),
+            validate_every=10 * steps,
+            metrics={"accuracy": gnlin.accuracy},
+        )
+        everything = learnt(start, DAMPED, steps).model
+        scratch = learnt(CNN(key), DAMPED, steps).model
+        print(
+            f"| {per_class} "
+            f"| {accuracy(probe, (rest, rest_labels)):.1%} "
+            f"| {linearised.history['validation_accuracy_linearised'][-1]:.1%} "
+            f"| {accuracy(everything, (rest, rest_labels)):.1%} "
+            f"| {accuracy(scratch, (rest, rest_labels)):.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few steps of each")
+    main(parser.parse_args().quick)

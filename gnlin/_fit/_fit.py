@@ -1,0 +1,246 @@
+"""Training on batches, as the user calls it."""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Key, PyTree
+
+from .._losses import AbstractLoss, check_loss, SquaredError
+from .._model import make_network
+from .._solver import AbstractGaussNewton, IterativeLinearisation, Stream
+from ..callbacks import Callback, Progress
+from ._checkpoint import Checkpoint
+from ._run import FitResult, Run
+from ._step import begin, Setting
+from ._stream import IterableStream, make_stream
+from ._validation import Validation
+
+
+def fit(
+    model: PyTree,
+    data: Any,
+    solver: AbstractGaussNewton,
+    *,
+    loss: AbstractLoss = SquaredError(),
+    batch_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    key: Key[Array, ""] | None = None,
+    state: PyTree = None,
+    validation: Any = None,
+    validate_every: int | None = None,
+    metrics: Mapping[str, Callable] | None = None,
+    augment: Callable[..., PyTree[Array]] | None = None,
+    curvature_batch_size: int | None = None,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    axis_name: str = "batch",
+    callbacks: Iterable[Callback] | Callback = (),
+    progress: bool = True,
+    checkpoint: Checkpoint | str | Path | None = None,
+    resume: bool = False,
+) -> FitResult:
+    r"""Train an Equinox model on batches of data by a solver of this library.
+
+    One step of a Gauss-Newton solver is an outer step on the batch: it linearises there,
+    solves as far as it does, and steps. One step of [`gnlin.IterativeLinearisation`][] is
+    an inner step on the batch: $\theta_s$ stays for K of them, across batches, each of
+    whose linearised outputs take one forward, one tangent and one transposed pass. On the
+    full batch (`batch_size=None`) one step of any solver is an outer step.
+
+    **Arguments:**
+
+    - `model`: any callable pytree from one input to one output. A `key` argument, if it
+        has one (for dropout), is given a key of its own for each example.
+    - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, a *tuple* of arrays
+        with a leading axis over examples; or any iterable of such batches, such as a list
+        or a loader of tf.data, grain or torch; or a function of the epoch (0, 1, ...)
+        that returns an iterable.
+    - `solver`: any solver of gnlin.
+    - `loss`: of the outputs, on the targets.
+    - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
+        left of an epoch, less than a batch, is left out. `None` for all of them.
+    - `epochs`, `steps`: how long to train; one of the two.
+    - `key`: of shuffling, augmentation and dropout; `jax.random.key(0)` by default.
+    - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
+        The linearisation includes the statistics of the batch.
+    - `validation`: data to look at, likewise; in inference mode, on the network and,
+        where one is trained across batches, on its linearisation.
+    - `validate_every`: steps from one look to the next; by default once an epoch.
+    - `metrics`: names and functions of `(outputs, targets)`, of many examples, such as
+        [`gnlin.accuracy`][]; means over the validation data go to the history. Weights
+        of the examples are the loss's only.
+    - `augment`: `augment(inputs, key)` of one example.
+    - `curvature_batch_size`: examples, more than the batch, from which the curvature is
+        estimated, while the gradient is the batch's; quadratic form only.
+    - `filter_spec`: which leaves to train, as for `equinox.partition`.
+    - `axis_name`: of the batch, as the model's batch normalisation was given it.
+    - `callbacks`: of `gnlin.callbacks`, or your own.
+    - `progress`: whether to draw a bar, where there is a terminal. Without it and without
+        callbacks nothing is printed or called.
+    - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder to write one to every ten
+        minutes.
+    - `resume`: whether to go on from the folder's latest checkpoint, if it has one. Then
+        the history and the parameters become, bit for bit, what they had been without the
+        interruption, if `data`, `solver` and the rest are what they were.
+
+    **Returns:** a [`gnlin.FitResult`][]. Non-finite numbers and divergence end the run at
+    the last finite point, with a warning; so does Ctrl-C.
+
+    **Raises:** `ValueError` if an argument cannot be meant; [`gnlin.CheckpointError`][],
+    before training, if a checkpoint cannot be written, is damaged, or is another run's.
+
+    !!! example
+
+        ```python
+        result = gnlin.fit(
+            model,
+            (images, labels),
+            gnlin.DampedGaussNewton(1.0),
+            loss=gnlin.SoftmaxCrossEntropy(),
+            batch_size=32,
+            epochs=2,
+            validation=(test_images, test_labels),
+            metrics={"accuracy": gnlin.accuracy},
+        )
+        result.model, result.history["validation_accuracy"][-1]
+        ```
+    """
+    _check_solver(solver)
+    check_loss(loss)
+    for name, value in (
+        ("batch_size", batch_size),
+        ("epochs", epochs),
+        ("steps", steps),
+        ("validate_every", validate_every),
+        ("curvature_batch_size", curvature_batch_size),
+    ):
+        _check_count(name, value)
+    if (epochs is None) == (steps is None):
+        raise ValueError("Pass one of `epochs` and `steps`: how long to train.")
+    if augment is not None and not callable(augment):
+        raise ValueError("`augment` must be a function, `augment(inputs, key)`.")
+    metrics = dict(metrics or {})
+    if not all(callable(metric) for metric in metrics.values()):
+        raise ValueError("`metrics` must be functions of `(outputs, targets)`, by name.")
+    if (metrics or validate_every) and validation is None:
+        raise ValueError(
+            "`metrics` and `validate_every` are of validation data: pass `validation`."
+        )
+    if "loss" in metrics:
+        raise ValueError(
+            "The validation loss has a column of its own: call the metric other than "
+            '"loss".'
+        )
+    callbacks = _as_list(callbacks)
+    if resume and checkpoint is None:
+        raise ValueError("`resume=True` needs `checkpoint`, the folder to resume from.")
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+        checkpoint = Checkpoint(checkpoint)
+
+    key = jax.random.key(0) if key is None else _checked_key(key)
+    data_key, step_key = jax.random.split(key)
+    stream = make_stream(data, batch_size, data_key)
+    streaming = batch_size is not None or isinstance(stream, IterableStream)
+    _check_curvature_batch(curvature_batch_size, stream, solver)
+    parameters, network = make_network(model, filter_spec, state, axis_name)
+    setting = Setting(
+        solver,
+        loss,
+        network,
+        step_key,
+        augment,
+        batch_size,
+        curvature_batch_size,
+        streaming,
+    )
+    carry = begin(setting, parameters, state, stream.example())
+    looks = None
+    if validation is not None:
+        linearised = isinstance(carry.solver_state.memory, Stream)
+        looks = Validation(setting, carry, validation, metrics, linearised)
+    if progress and _on_a_terminal():
+        callbacks.append(Progress())
+    run = Run(
+        setting,
+        carry,
+        stream,
+        epochs,
+        steps,
+        callbacks,
+        looks,
+        validate_every,
+        checkpoint,
+    )
+    run.train(resume)
+    if run.complaint:
+        warnings.warn(run.complaint, stacklevel=2)
+    return run.as_result()
+
+
+def _on_a_terminal() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def _check_solver(solver: object) -> None:
+    if not isinstance(solver, AbstractGaussNewton):
+        raise ValueError(
+            "`solver` must be one of gnlin's, such as `gnlin.DampedGaussNewton(1.0)`, "
+            f"but a {type(solver).__name__} was given."
+        )
+
+
+def _as_list(callbacks: Any) -> list[Callback]:
+    several = isinstance(callbacks, Iterable)
+    callbacks = list(callbacks) if several else [callbacks]
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ValueError(
+                "`callbacks` must be instances of `gnlin.callbacks.Callback`, such as "
+                f"`gnlin.callbacks.Progress()`, but {callback!r} was given."
+            )
+    return callbacks
+
+
+def _checked_key(key: Any) -> Array:
+    if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
+        return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
+    is_key = eqx.is_array(key) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_key or key.shape != ():
+        raise ValueError(
+            f"`key` must be one key, such as `jax.random.key(0)`, but {key!r} was given."
+        )
+    return key
+
+
+def _check_count(name: str, value: Any) -> None:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= 1):
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1, but {value!r} was given."
+        )
+
+
+def _check_curvature_batch(size, stream, solver) -> None:
+    if size is None:
+        return
+    if stream.batch_size is None or not stream.batch_size < size <= stream.num_examples:
+        raise ValueError(
+            f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
+            "at most the number of examples, which must be arrays."
+        )
+    if isinstance(solver, IterativeLinearisation):
+        raise ValueError(
+            "Iterative linearisation takes its steps across batches, with each batch's "
+            "own loss: leave `curvature_batch_size` out."
+        )
+    if getattr(solver, "form", "quadratic") != "quadratic":
+        raise ValueError(
+            "`curvature_batch_size` is of quadratic problems: pass a solver with "
+            '`form="quadratic"`.'
+        )

@@ -1,0 +1,433 @@
+"""The loop on the host: steps, history, callbacks."""
+
+import dataclasses
+import functools
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, PyTree
+
+from .._solver import statistics, Stream
+from ..callbacks import Callback
+from ._checkpoint import Checkpoint
+from ._history import COLUMNS, FitHistory, Rows
+from ._saver import Saver
+from ._step import Carry, Compiled, join, Setting, split, step
+from ._stream import ArrayStream, Batch, DataEnded, IterableStream
+from ._validation import Validation
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """What [`gnlin.fit`][] returns.
+
+    **Attributes:**
+
+    - `model`: the trained model: the last finite one, or the best, if a callback has
+        asked for it.
+    - `state`: the model's state, `None` if it has none.
+    - `history`: a [`gnlin.FitHistory`][].
+    - `stats`: `num_steps`, `num_epochs`, `num_feature_updates`, `num_inner_steps`,
+        `num_jvps`, `num_vjps`, `num_accepted_steps`, `num_rejected_steps`.
+    - `result`: an `optimistix.RESULTS`: `successful` if it has converged or a callback
+        has stopped it, `nonlinear_max_steps_reached` if all steps were made, `nonfinite`
+        or `nonlinear_divergence` if the run ended early.
+    - `reason`: why it ended, in words.
+    - `linearisation_point`: the model at $\\theta_s$, where iterative linearisation has
+        kept it across batches; else `None`.
+    """
+
+    model: PyTree
+    state: PyTree
+    history: FitHistory
+    stats: dict[str, Any]
+    result: optx.RESULTS
+    reason: str
+    linearisation_point: PyTree
+
+
+class _Now(NamedTuple):
+    """Where the run stands."""
+
+    step: int
+    epoch: int
+    index: int  # of the next batch in the epoch
+    arrays: list[Array]  # of the carry
+
+
+class _Settled(NamedTuple):
+    """Where the run stood when all callbacks had been told of all events: what a
+    checkpoint holds. Replaced as a whole, so that no interruption can tear it."""
+
+    now: _Now
+    states: list[PyTree]  # of the callbacks
+    result: optx.RESULTS
+    reason: str
+
+
+class _Stopped(Exception):
+    """Raised inside the loop, when the run is over before its time."""
+
+
+class Run:
+    """One run, as its callbacks see it."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        carry: Carry,
+        stream: ArrayStream | IterableStream,
+        epochs: int | None,
+        steps: int | None,
+        callbacks: list[Callback],
+        validation: Validation | None,
+        validate_every: int | None,
+        checkpoint: Checkpoint | None,
+    ):
+        self._setting = setting
+        arrays, self._static = split(carry)
+        self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
+        self._stream = stream
+        self._num_epochs = epochs
+        self.num_steps = steps
+        if epochs is not None and stream.num_batches is not None:
+            self.num_steps = epochs * stream.num_batches
+        self._callbacks = callbacks
+        self._validation = validation
+        self._validate_every = validate_every
+        self._rows = Rows([*COLUMNS, *(validation.columns if validation else ())])
+        self._saver = None if checkpoint is None else Saver(checkpoint, self)
+        self._advance: Compiled | None = None
+        self._chosen: list[np.ndarray] | None = None
+        self.result = optx.RESULTS.nonlinear_max_steps_reached
+        self.reason = ""
+        self.complaint = ""
+
+    #
+    # What callbacks may use
+    #
+
+    @property
+    def step(self) -> int:
+        return self._now.step
+
+    @property
+    def epoch(self) -> int:
+        return self._now.epoch
+
+    @property
+    def row(self) -> dict[str, float]:
+        return self._rows.latest()
+
+    @property
+    def history(self) -> FitHistory:
+        return self._rows.as_history()
+
+    @property
+    def model(self) -> PyTree:
+        return self._with_frozen(self._carry().parameters)
+
+    @property
+    def model_state(self) -> PyTree:
+        return self._carry().model_state
+
+    def stop(self, reason: str) -> None:
+        """End the run after this event, if it has not ended for another reason."""
+        if not self.reason:
+            self.result = optx.RESULTS.successful
+            self.reason = f"step {self.step}: {reason}"
+
+    def arrays(self) -> list[np.ndarray]:
+        """The model's parameters and state, as arrays."""
+        carry = self._carry()
+        arrays, _ = split((carry.parameters, carry.model_state))
+        return [as_numpy(x) for x in arrays]
+
+    def set_arrays(self, arrays: list[np.ndarray]) -> None:
+        """The parameters and state to hand back in place of the last."""
+        self._chosen = arrays
+
+    #
+    # The loop
+    #
+
+    def _carry(self) -> Carry:
+        return join(self._now.arrays, self._static)
+
+    def _with_frozen(self, parameters: PyTree) -> PyTree:
+        return eqx.combine(parameters, self._setting.network.frozen)
+
+    def _tell(self, event: str) -> None:
+        for callback in self._callbacks:
+            getattr(callback, event)(self)
+
+    def train(self, resume: bool) -> None:
+        if self._saver is not None:
+            self._saver.start(resume)
+        self._tell("on_start")
+        self._all_told()
+        if self._saver is not None:
+            self._saver.begin()
+        try:
+            with suppress(_Stopped):
+                self._train(first=self.step)
+            self._save()
+            self._validate_if_not_yet()
+        except KeyboardInterrupt:
+            self._save()
+            self.reason = f"step {self.step}: interrupted"
+            self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
+        except BaseException:
+            self._save()
+            self._tell("on_end")
+            raise
+        self._tell("on_end")
+
+    def _train(self, first: int) -> None:
+        if self.reason:  # of a run that had ended before it was resumed
+            raise _Stopped
+        try:
+            while not self._enough(self._now):
+                if self._train_epoch():
+                    self._end_epoch()
+        except DataEnded as error:
+            if self.step == first:
+                raise
+            self.reason = f"step {self.step}: the data ended"
+            self.complaint = f"`gnlin.fit` stopped after step {self.step}. {error}"
+
+    def _enough(self, now: _Now) -> bool:
+        if self.num_steps is not None:
+            return now.step >= self.num_steps
+        assert self._num_epochs is not None
+        return now.epoch >= self._num_epochs
+
+    def _train_epoch(self) -> bool:
+        """The epoch's batches from here on; whether it was trained to its end.
+
+        A step is started before the one before it is taken note of, so that the host's
+        work is done while the device does its own.
+        """
+        now, row = self._now, None
+        whole = True
+        for batch in self._stream.epoch(now.epoch, now.index):
+            if self._enough(now):
+                whole = False
+                break
+            arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
+            advance = self._advance or self._compile(batch)
+            new, new_row = advance(now.arrays, arrays, [np.array(numbers, np.int32)])
+            if row is not None:
+                self._settle(now, row)
+            now = _Now(now.step + 1, now.epoch, now.index + 1, new)
+            row = new_row
+        if row is not None:
+            self._settle(now, row)
+        return whole
+
+    def _compile(self, batch: Batch) -> Compiled:
+        numbers = [np.zeros(2, np.int32)]
+        carry = self._carry()
+        advance = Compiled(step, (self._setting,), carry, batch.arrays(), numbers)
+        # Batches of an iterable may differ in what they hold.
+        if isinstance(self._stream, ArrayStream):
+            self._advance = advance
+        return advance
+
+    def _settle(self, now: _Now, row: Array) -> None:
+        """Take note of a step that has been made."""
+        *figures, failed, converged = map(float, np.asarray(row))
+        before = self.row["num_feature_updates"]
+        self._rows.append([float(now.step), float(now.epoch), *figures])
+        self._now = now
+        if failed:
+            self._fail(loss=figures[0])
+        elif converged:
+            self.stop("converged")
+        self._tell("on_step")
+        if figures[-1] != before:
+            self._tell("on_feature_update")
+        if self._validate_every and now.step % self._validate_every == 0:
+            self._validate()
+        self._go_on()
+
+    def _end_epoch(self) -> None:
+        self._now = self._now._replace(epoch=self.epoch + 1, index=0)
+        if self._validation is not None and self._validate_every is None:
+            self._validate()
+        self._tell("on_epoch")
+        self._go_on()
+
+    def _all_told(self) -> None:
+        states = [callback.state() for callback in self._callbacks]
+        self.settled = _Settled(self._now, states, self.result, self.reason)
+
+    def _go_on(self) -> None:
+        self._all_told()
+        if self.reason:
+            raise _Stopped
+        if self._saver is not None and self._saver.is_due(self.step):
+            self._save()
+
+    def _fail(self, loss: float) -> None:
+        self.result = self._carry().solver_state.result
+        if self.result == optx.RESULTS.nonfinite:
+            what = "the step" if np.isfinite(loss) else "the loss"
+            why = f"{what} is not finite"
+        else:
+            why = optx.RESULTS[self.result].splitlines()[0]
+        self.reason = f"step {self.step}: {why}"
+        self.complaint = (
+            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one."
+        )
+
+    def _validate(self) -> None:
+        assert self._validation is not None
+        if self._rows:
+            self._rows.amend(self._validation.look(self._now.arrays, self.epoch))
+            self._tell("on_validation")
+
+    def _validate_if_not_yet(self) -> None:
+        if self._validation is not None and np.isnan(self.row["validation_loss"]):
+            self._validate()
+
+    def _save(self) -> None:
+        if self._saver is not None and self._saver.save():
+            self._tell("on_checkpoint")
+
+    def as_result(self) -> FitResult:
+        carry = self._carry()
+        parameters, state = carry.parameters, carry.model_state
+        if self._chosen is not None:
+            own, static = split((parameters, state))
+            chosen = map(like_array, self._chosen, own)
+            parameters, state = join(list(chosen), static)
+        memory = carry.solver_state.memory
+        point = None
+        if isinstance(memory, Stream):
+            point = self._with_frozen(memory.point)
+        stats = {
+            "num_steps": self.step,
+            "num_epochs": self.epoch,
+            **{
+                name: np.asarray(count).item()
+                for name, count in statistics(carry.solver_state.counts).items()
+            },
+        }
+        return FitResult(
+            self._with_frozen(parameters),
+            state,
+            self.history,
+            stats,
+            self.result,
+            self.reason or f"all {self.step} steps were made",
+            point,
+        )
+
+    #
+    # What a checkpoint carries
+    #
+
+    def snapshot(self) -> tuple[list[np.ndarray], dict]:
+        now, states, result, reason = self.settled
+        of_callbacks, _ = split(states)
+        table = self._rows.as_array()[: now.step]
+        arrays = [*map(as_numpy, [*now.arrays, *of_callbacks]), table]
+        meta = {
+            "settings": self.settings,
+            "step": now.step,
+            "epoch": now.epoch,
+            "index": now.index,
+            "reason": reason,
+            "result": _RESULTS.index(_name_of(result)),
+        }
+        return arrays, meta
+
+    @functools.cached_property
+    def settings(self) -> dict[str, str]:
+        """What must be the same for a run to be continued."""
+        setting, arrays = self._setting, self._now.arrays
+        return {
+            "solver": _described(setting.solver),
+            "loss": _described(setting.loss),
+            "key": str(np.asarray(jax.random.key_data(setting.key)).tolist()),
+            "list of columns": str(self._rows.columns),
+            **{name: str(value) for name, value in self._stream.settings().items()},
+            "number of arrays": str(len(arrays)),
+            **{f"array {i}": f"{x.shape} {x.dtype}" for i, x in enumerate(arrays)},
+        }
+
+    def restore(self, arrays: list[Any], meta: dict) -> list[np.ndarray]:
+        """Go on from there; returns what is the callbacks'."""
+        *arrays, table = arrays
+        num_own = len(self._now.arrays)
+        own = [
+            like_array(x, of)
+            for x, of in zip(arrays[:num_own], self._now.arrays, strict=True)
+        ]
+        self._now = _Now(meta["step"], meta["epoch"], meta["index"], own)
+        self._rows.restore(table)
+        self.reason = meta["reason"]
+        self.result = getattr(optx.RESULTS, _RESULTS[meta["result"]])
+        return arrays[num_own:]
+
+    def restore_callbacks(self, arrays: list[np.ndarray]) -> bool:
+        """Whether they are these callbacks'."""
+        own, static = split(self.settled.states)
+        if [np.shape(x) for x in own] != [x.shape for x in arrays]:
+            return False
+        states = join(arrays, static)
+        for callback, state in zip(self._callbacks, states, strict=True):
+            callback.restore(state)
+        self._all_told()
+        return True
+
+    def num_bytes(self) -> int:
+        """Of a checkpoint at the end, callbacks apart."""
+        table = 8 * len(self._rows.columns) * (self.num_steps or 0)
+        return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
+
+
+def _described(thing: Any) -> str:
+    """A solver or a loss, its kind and its numbers: the same in every process."""
+    if dataclasses.is_dataclass(thing):
+        fields = dataclasses.fields(thing)
+        values = (f"{f.name}={_described(getattr(thing, f.name))}" for f in fields)
+        return f"{type(thing).__qualname__}({', '.join(values)})"
+    if eqx.is_array_like(thing):
+        return str(np.asarray(thing).tolist())
+    if isinstance(thing, str | None):
+        return repr(thing)
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+_RESULTS = (
+    "successful",
+    "nonlinear_max_steps_reached",
+    "nonfinite",
+    "nonlinear_divergence",
+)
+
+
+def _name_of(result: optx.RESULTS) -> str:
+    for name in _RESULTS:
+        if bool(result == getattr(optx.RESULTS, name)):
+            return name
+    return "nonlinear_divergence"
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def like_array(x: np.ndarray, like: Any) -> Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
+    return jnp.asarray(x)

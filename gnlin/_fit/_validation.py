@@ -1,0 +1,91 @@
+"""Looks at data that are not trained on."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ._step import Carry, checked_outputs, Compiled, evaluate, Setting, split
+from ._stream import ArrayStream, make_stream
+
+
+# Examples that are looked at together, where there is no batch size to go by.
+_VALIDATION_BATCH = 1000
+
+
+def accuracy(outputs: Array, targets: Array) -> Array:
+    """The part of the examples whose likeliest class is the target's: labels, or
+    probabilities.
+
+    !!! example
+
+        ```python
+        gnlin.accuracy(jnp.array([[0.1, 2.0], [3.0, 1.0]]), jnp.array([1, 1]))  # 0.5
+        ```
+    """
+    labels = targets if targets.ndim < outputs.ndim else jnp.argmax(targets, axis=-1)
+    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
+
+
+class Validation:
+    """Data that are not trained on, and the figures that are asked of them."""
+
+    def __init__(self, setting: Setting, carry: Carry, data, metrics, linearised: bool):
+        self._setting = setting
+        self._structure = carry
+        self._linearised = linearised
+        self._metrics = metrics
+        names = ["loss", *metrics]
+        self.columns = [f"validation_{name}" for name in names]
+        if linearised:
+            self.columns += [f"validation_{name}_linearised" for name in names]
+        if isinstance(data, Iterator):
+            raise ValueError(
+                "`validation` is looked at again and again, but can be iterated only "
+                "once: pass a list, a loader, or a function of the epoch that returns an "
+                "iterable."
+            )
+        self._stream = make_stream(data, None, setting.key, "validation")
+        example = self._stream.example()
+        checked_outputs(
+            setting._replace(network=setting.network.in_inference()),
+            carry.parameters,
+            carry.model_state,
+            example,
+        )
+        self._chunks = None
+        if isinstance(self._stream, ArrayStream):
+            self._chunks = _chunks(example, setting.batch_size)
+
+    def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
+        """The means over all examples, of a carry."""
+        batches = self._chunks
+        if batches is None:
+            batches = (batch.data for batch in self._stream.epoch(epoch, 0))
+        fixed = (self._setting, tuple(self._metrics.values()), self._linearised)
+        sums = []
+        for batch in batches:
+            look = Compiled(evaluate, fixed, self._structure, batch)
+            ((sum_,),) = look(arrays, split(batch)[0])
+            sums.append(sum_)
+        weight, num_examples, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
+        per_look = 1 + len(self._metrics)
+        totals = [
+            weight if i % per_look == 0 else num_examples for i in range(len(figures))
+        ]
+        return {
+            name: float(figure / total)
+            for name, figure, total in zip(self.columns, figures, totals, strict=True)
+        }
+
+
+def _chunks(data, batch_size: int | None) -> list:
+    num_examples = jax.tree.leaves(data[0])[0].shape[0]
+    size = batch_size or _VALIDATION_BATCH
+    size = max(size, min(_VALIDATION_BATCH, num_examples) // 4)
+    return [
+        jax.tree.map(lambda x, i=i: x[i : i + size], data)
+        for i in range(0, num_examples, size)
+    ]

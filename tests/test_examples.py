@@ -1,0 +1,51 @@
+"""The example scripts run, and say and draw what they promise."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def run(name, *arguments):
+        path = str(EXAMPLES / name)
+        monkeypatch.setattr(sys, "argv", [path, "--quick", *map(str, arguments)])
+        runpy.run_path(path, run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def percentages(text):
+    """Of each row of a table, by its first cell."""
+    rows = (line.strip("| ").split(" | ") for line in text.splitlines() if "%" in line)
+    return {
+        first: [float(x) for x in re.findall(r"([\d.]+)%", " | ".join(rest))]
+        for first, *rest in rows
+    }
+
+
+def test_digits(run, tmp_path):
+    run("digits.py", "--out", tmp_path)
+    assert (tmp_path / "digits_training.png").stat().st_size > 10_000
+    rows = percentages((tmp_path / "digits_training.md").read_text())
+    assert len(rows) == 10
+    assert rows["damped Gauss-Newton"][0] > 85
+    assert rows["Adam"][0] > 60
+
+
+def test_linear_probe(run):
+    rows = percentages(run("linear_probe.py"))
+    assert rows["layer 3"][1] > rows["layer 3"][0] + 5
+
+
+def test_transfer(run):
+    rows = percentages(run("transfer.py"))
+    assert len(rows["4"]) == 4
+    assert all(x > 60 for x in rows["4"])
