@@ -223,7 +223,7 @@ def test_training_speed_quick_writes_its_results(tmp_path, capsys):
     assert "at sizes too small to judge them by" in capsys.readouterr().out
     with (tmp_path / "speed_training.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 6
+    assert len(rows) == 7
     for row in rows:
         assert math.isfinite(float(row["measured"])), row["what"]
     assert json.loads((tmp_path / "settings.json").read_text())["quick"] is True
