@@ -8,12 +8,13 @@ A callback is told of the events of a run, and given the run:
 | `row` | the latest row of the history, by column |
 | `history` | all rows so far, a [`gnlin.FitHistory`][] |
 | `model`, `model_state` | as trained so far |
+| `record(figures)` | figures by column, of the callback's `columns`, to the latest row |
 | `stop(reason)` | ends the run after this event |
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ from ._checks import check_nonnegative, check_period
 
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
+_EVENTS = "step", "feature_update", "validation", "epoch"
 
 
 class Callback:
@@ -35,7 +37,13 @@ class Callback:
             def on_epoch(self, run):
                 print(run.epoch, run.row["loss"])
         ```
+
+    **Attributes:**
+
+    - `columns`: of the history, which it fills.
     """
+
+    columns: tuple[str, ...] = ()
 
     def on_start(self, run: Any) -> None:
         """Before the first step, or the first after a resumption."""
@@ -182,6 +190,66 @@ class Log(Callback):
         for name, value in run.row.items():
             if name != "step" and wanted(name) and not np.isnan(value):
                 self.write(name, float(value), run.step)
+
+
+class Measure(Callback):
+    """Puts figures of the model into the history, each a column of its own, such as those
+    of [`gnlin.features`][].
+
+    **Arguments:**
+
+    - `measures`: names, and functions of the model.
+    - `every`: when: after each `"step"`, `"feature_update"`, `"validation"` or `"epoch"`,
+        or after each so many steps. In between the columns are NaN.
+
+    !!! example
+
+        ```python
+        gnlin.callbacks.Measure(
+            {"distance": lambda now: gnlin.features.distance(now, model)}, every=10
+        )
+        ```
+    """
+
+    def __init__(
+        self,
+        measures: Mapping[str, Callable[[PyTree], Any]],
+        every: Literal["step", "feature_update", "validation", "epoch"] | int = "epoch",
+    ):
+        if not measures or not all(callable(f) for f in measures.values()):
+            raise ValueError("`measures` must be functions of the model, by name.")
+        if isinstance(every, str) and every not in _EVENTS:
+            raise ValueError(
+                f"`every` must be one of {', '.join(map(repr, _EVENTS))} or a number of "
+                f"steps, but {every!r} was given."
+            )
+        if not isinstance(every, str):
+            check_period("every", every)
+        self.measures = dict(measures)
+        self.every = every
+        self.columns = tuple(measures)
+
+    def on_step(self, run: Any) -> None:
+        if self.every == "step" or (
+            not isinstance(self.every, str) and run.step % self.every == 0
+        ):
+            self._measure(run)
+
+    def on_feature_update(self, run: Any) -> None:
+        if self.every == "feature_update":
+            self._measure(run)
+
+    def on_validation(self, run: Any) -> None:
+        if self.every == "validation":
+            self._measure(run)
+
+    def on_epoch(self, run: Any) -> None:
+        if self.every == "epoch":
+            self._measure(run)
+
+    def _measure(self, run: Any) -> None:
+        model = run.model
+        run.record({name: float(f(model)) for name, f in self.measures.items()})
 
 
 class Progress(Callback):

@@ -21,6 +21,11 @@ PUBLIC |= {
     for name, value in public_names(gnlin.filters, "gnlin.filters.")
     if getattr(value, "__module__", "").startswith("gnlin.filters")
 }
+PUBLIC |= {
+    name: value
+    for name, value in public_names(gnlin.features, "gnlin.features.")
+    if getattr(value, "__module__", "") == "gnlin.features"
+}
 
 METHODS = {
     f"{name}.{member}": value

@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
@@ -210,7 +211,7 @@ def _as_list(callbacks: Any) -> list[Callback]:
 def _checked_key(key: Any) -> Array:
     if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
         return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
-    is_key = eqx.is_array(key) and jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_key = eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_key or key.shape != ():
         raise ValueError(
             f"`key` must be one key, such as `jax.random.key(0)`, but {key!r} was given."

@@ -36,8 +36,10 @@ class FitHistory(Mapping):
     | `validation_loss` | mean over the validation examples, after the step |
     | `validation_...` | each of `metrics`, likewise |
     | `validation_..._linearised` | the same, of the linearised model |
+    | others | of the callbacks, such as [`gnlin.callbacks.Measure`][] |
 
-    Where the validation data were not looked at their columns are NaN. Where iterative
+    Where the validation data were not looked at, or a callback did not measure, their
+    columns are NaN. Where iterative
     linearisation keeps $\theta_s$ across batches, `loss` and `gradient_norm` are of the
     linearised model, and the last kind of columns is there.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ class Run:
         self._callbacks = callbacks
         self._validation = validation
         self._validate_every = validate_every
-        self._rows = Rows([*COLUMNS, *(validation.columns if validation else ())])
+        own = [*COLUMNS, *(validation.columns if validation else ())]
+        self._rows = Rows(_with_callbacks(own, callbacks))
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
         self._advance: Compiled | None = None
         self._chosen: list[np.ndarray] | None = None
@@ -135,6 +137,11 @@ class Run:
     @property
     def model_state(self) -> PyTree:
         return self._carry().model_state
+
+    def record(self, figures: Mapping[str, float]) -> None:
+        """Figures of the latest row."""
+        if self._rows:
+            self._rows.amend(figures)
 
     def stop(self, reason: str) -> None:
         """End the run after this event, if it has not ended for another reason."""
@@ -391,6 +398,18 @@ class Run:
         """Of a checkpoint at the end, callbacks apart."""
         table = 8 * len(self._rows.columns) * (self.num_steps or 0)
         return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
+
+
+def _with_callbacks(columns: list[str], callbacks: list[Callback]) -> list[str]:
+    for callback in callbacks:
+        for name in callback.columns:
+            if name in columns:
+                raise ValueError(
+                    f"The history has a column {name!r} already: give that of "
+                    f"{type(callback).__name__} another name."
+                )
+            columns = [*columns, name]
+    return columns
 
 
 def _described(thing: Any) -> str:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, Scalar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from threadpoolctl import threadpool_limits
@@ -151,45 +151,26 @@ def _measure(
     test_error: Callable[[Array, Array], Scalar],
 ) -> dict[str, Array]:
     """What is to be known of the models along a leading axis that began as one."""
-    first, _ = eqx.partition(initial, eqx.is_inexact_array)
-    first_kernel = _kernel(initial, train[0])
+    first_kernel = gnlin.features.kernel(initial, train[0])
 
     def one(model):
-        kernel = _kernel(model, train[0])
+        kernel = gnlin.features.kernel(model, train[0])
         residual = jax.vmap(model)(train[0]) - train[1]
-        now, _ = eqx.partition(model, eqx.is_inexact_array)
-        moved = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), now, first)
         return {
             "train_loss": 0.5 * jnp.sum(residual**2),
             "test_error": test_error(jax.vmap(model)(test[0]), test[1]),
-            "distance": jnp.sqrt(sum(jax.tree.leaves(moved))),
-            "kernel_alignment": _alignment(kernel, first_kernel, len(train[0])),
-            "spectrum": jnp.linalg.eigvalsh(kernel),
+            "distance": gnlin.features.distance(model, initial),
+            "kernel_alignment": gnlin.features.kernel_alignment(kernel, first_kernel),
+            "spectrum": _eigenvalues(kernel),
         }
 
-    spectrum = jnp.linalg.eigvalsh(first_kernel)
+    spectrum = _eigenvalues(first_kernel)
     return eqx.filter_vmap(one)(trained) | {"initial_spectrum": spectrum}
 
 
-def _kernel(model: PyTree, inputs: Float[Array, "n inputs"]) -> Float[Array, "m m"]:
-    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
-    outputs = gnlin.PerExample(lambda p, x: eqx.combine(p, frozen)(x))
-    return gnlin.linearise(outputs, parameters, inputs).kernel()
-
-
-def _alignment(
-    a: Float[Array, "m m"], b: Float[Array, "m m"], num_examples: int
-) -> Scalar:
-    """Cosine of two kernels, of features whose mean over the examples is taken away."""
-
-    def centred(kernel):
-        num_outputs = len(kernel) // num_examples
-        blocks = kernel.reshape(num_examples, num_outputs, num_examples, num_outputs)
-        blocks = blocks - blocks.mean(axis=0, keepdims=True)
-        return blocks - blocks.mean(axis=2, keepdims=True)
-
-    a, b = centred(a), centred(b)
-    return jnp.sum(a * b) / jnp.sqrt(jnp.sum(a**2) * jnp.sum(b**2))
+def _eigenvalues(kernel: Float[Array, "n c n c"]) -> Float[Array, " m"]:
+    m = kernel.shape[0] * kernel.shape[1]
+    return jnp.linalg.eigvalsh(kernel.reshape(m, m))
 
 
 def _names(results: Any) -> list[str]:

@@ -1,0 +1,239 @@
+r"""How far the features of a network have moved: measures of its kernel, parameters and
+activations.
+
+Each is a function of models or of kernels, and any function of a model goes into the
+history of a training run by [`gnlin.callbacks.Measure`][]:
+
+```python
+first = gnlin.features.kernel(model, inputs)
+measures = {
+    "distance": lambda now: gnlin.features.distance(now, model),
+    "alignment": lambda now: gnlin.features.kernel_alignment(
+        gnlin.features.kernel(now, inputs), first
+    ),
+}
+gnlin.fit(..., callbacks=gnlin.callbacks.Measure(measures, every="feature_update"))
+```
+
+A kernel here is an array of shape `(n, c, n, c)`, by examples and outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, Int, Key, PyTree, Scalar
+
+from . import _tree
+from ._checks import check_nonnegative
+from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise, PerExample
+from ._losses import SoftmaxCrossEntropy
+from ._model import partition
+from ._solve import solve
+from ._solver import DampedGaussNewton
+
+
+Kernel = Float[Array, "n c n c"]
+
+
+def linearise_model(
+    model: PyTree,
+    inputs: PyTree[Array],
+    *,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+) -> Linearisation:
+    """The outputs of an Equinox model on a batch of inputs, linearised at its parameters.
+
+    !!! example
+
+        ```python
+        lin = gnlin.features.linearise_model(model, inputs)
+        lin.shape, lin.spectrum().eigenvalues
+        ```
+    """
+    parameters, frozen = partition(model, filter_spec)
+    outputs = PerExample(eqx.Partial(_apply, frozen))
+    return linearise(outputs, parameters, inputs)
+
+
+def _apply(frozen, parameters, x):
+    return eqx.combine(parameters, frozen)(x)
+
+
+@eqx.filter_jit
+def kernel(
+    model: PyTree,
+    inputs: PyTree[Array],
+    *,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+) -> Kernel:
+    r"""The empirical neural tangent kernel of an Equinox model on a batch of n inputs,
+    $\Theta = \phi\phi^\top$, of shape `(n, c, n, c)` where the model has c outputs.
+
+    ??? cite "Reference"
+
+        A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
+        Generalization in Neural Networks*, 2018, equation 4.
+    """
+    lin = linearise_model(model, inputs, filter_spec=filter_spec)
+    if len(jax.tree.leaves(lin.outputs)) != 1:
+        raise ValueError("The model's output must be one array for a kernel by outputs.")
+    m, _ = lin.shape
+    n = jax.tree.leaves(inputs)[0].shape[0]
+    return lin.kernel(memory_budget).reshape(n, m // n, n, m // n)
+
+
+def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
+    r"""The centred alignment of two kernels, 1 where they are multiples of each other:
+
+    $$\frac{\langle HaH, HbH\rangle}{|HaH|\,|HbH|},$$
+
+    with Frobenius' inner product, and H taking away the features' means over examples.
+
+    ??? cite "Reference"
+
+        C. Cortes, M. Mohri and A. Rostamizadeh, *Algorithms for Learning Kernels Based on
+        Centered Alignment*, JMLR 13, 2012, definition 4; of tangent kernels: A. Baratin
+        et al., *Implicit Regularization via Neural Feature Alignment*, 2021.
+    """
+    return _cosine(_centred(a), _centred(b))
+
+
+def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
+    r"""$1 - \langle a, b\rangle / (|a|\,|b|)$: 0 where they are multiples of each other.
+
+    ??? cite "Reference"
+
+        S. Fort et al., *Deep Learning versus Kernel Learning*, 2020, equation 3.
+    """
+    return 1 - _cosine(a, b)
+
+
+def target_alignment(
+    kernel: Kernel, targets: Float[Array, "n c"] | Int[Array, " n"]
+) -> Scalar:
+    """The centred alignment of a kernel with that of its targets, $y y^T$ over examples:
+    how much of what the kernel can learn fast is what is to be learnt. Labels count as
+    one-hot targets.
+
+    ??? cite "Reference"
+
+        N. Cristianini et al., *On Kernel-Target Alignment*, 2001.
+    """
+    num_examples, num_outputs = kernel.shape[:2]
+    if jnp.issubdtype(targets.dtype, jnp.integer):
+        targets = jax.nn.one_hot(targets, num_outputs, dtype=kernel.dtype)
+    targets = targets.reshape(num_examples, num_outputs)
+    return kernel_alignment(kernel, jnp.einsum("ic,jd->icjd", targets, targets))
+
+
+def kernel_drift(
+    now: Linearisation, then: Linearisation, *, key: Key[Array, ""], num_probes: int = 1
+) -> Scalar:
+    r"""How far the kernel has moved, relative to what it was, without forming it:
+
+    $$\frac{|\Theta - \Theta_s|_F}{|\Theta_s|_F},$$
+
+    each norm estimated by $E\,|\Theta u|^2 = |\Theta|_F^2$ with standard normal probes u,
+    the same in both. A probe takes a transposed and a tangent pass of each linearisation.
+
+    ??? cite "Reference"
+
+        M. Hutchinson, *A Stochastic Estimator of the Trace of the Influence Matrix for
+        Laplacian Smoothing Splines*, 1990.
+    """
+    _, unravel = ravel_pytree(then.outputs)
+    m, _ = then.shape
+
+    def probe(key):
+        u = unravel(jax.random.normal(key, (m,), _tree.dtype(then.outputs)))
+        of_now, of_then = now.jvp(now.vjp(u)), then.jvp(then.vjp(u))
+        moved = jax.tree.map(jnp.subtract, of_now, of_then)
+        return _tree.dot(moved, moved), _tree.dot(of_then, of_then)
+
+    moved, was = jax.lax.map(probe, jax.random.split(key, num_probes))
+    return jnp.sqrt(jnp.sum(moved) / jnp.sum(was))
+
+
+def distance(a: PyTree, b: PyTree) -> Scalar:
+    """The 2-norm of the difference of two models' parameters, all their floating-point
+    arrays: how far one has travelled from the other."""
+    a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
+    return _tree.norm(jax.tree.map(jnp.subtract, a, b))
+
+
+def direction_alignment(
+    rows: Float[Array, "rows d"], directions: Float[Array, "k d"]
+) -> Float[Array, " rows"]:
+    r"""How well each row, such as a hidden unit's weights, points along one of some given
+    directions: $\max_c \cos(w, c)$. A row of zeros points nowhere, and has 0."""
+
+    def unit(x):
+        size = jnp.linalg.norm(x, axis=1, keepdims=True)
+        return x / jnp.where(size > 0, size, 1)
+
+    return jnp.max(_tree.matmul(unit(rows), unit(directions).T), axis=1)
+
+
+def linear_probe(
+    train: tuple[Float[Array, "n d"], Int[Array, " n"]],
+    test: tuple[Float[Array, "k d"], Int[Array, " k"]],
+    *,
+    num_classes: int | None = None,
+    damping: float = 1e-3,
+    max_steps: int = 20,
+) -> Scalar:
+    """The test accuracy of a linear softmax classifier of given features, such as a
+    layer's activations, trained by Newton's method on the mean cross-entropy.
+
+    **Arguments:**
+
+    - `train`, `test`: features and labels.
+    - `num_classes`: by default as many as the labels name.
+    - `damping`: of each Newton step; the features are scaled to unit variance before.
+    - `max_steps`: Newton steps.
+
+    ??? cite "Reference"
+
+        G. Alain and Y. Bengio, *Understanding Intermediate Layers Using Linear Classifier
+        Probes*, 2016.
+    """
+    check_nonnegative("damping", damping)
+    (features, labels), (test_features, test_labels) = (
+        (jnp.asarray(x), jnp.asarray(y)) for x, y in (train, test)
+    )
+    if features.ndim != 2:
+        raise ValueError(
+            "The features must have two axes, over examples and features, but have the "
+            f"shape {features.shape}; ravel those of each example."
+        )
+    if num_classes is None:
+        num_classes = int(jnp.maximum(jnp.max(labels), jnp.max(test_labels))) + 1
+    mean, deviation = features.mean(axis=0), features.std(axis=0)
+    scale = jnp.where(deviation > 0, deviation, 1)
+    classifier = eqx.nn.Linear(features.shape[1], num_classes, key=jax.random.key(0))
+    classifier = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, features.dtype), classifier, is_leaf=eqx.is_array
+    )
+    solution = solve(
+        classifier,
+        ((features - mean) / scale, labels),
+        DampedGaussNewton(damping),
+        loss=SoftmaxCrossEntropy(reduction="mean"),
+        max_steps=max_steps,
+    )
+    outputs = jax.vmap(solution.model)((test_features - mean) / scale)
+    return jnp.mean(jnp.argmax(outputs, axis=-1) == test_labels)
+
+
+def _centred(kernel: Kernel) -> Kernel:
+    kernel = kernel - kernel.mean(axis=0, keepdims=True)
+    return kernel - kernel.mean(axis=2, keepdims=True)
+
+
+def _cosine(a: Kernel, b: Kernel) -> Scalar:
+    return _tree.dot(a, b) / (_tree.norm(a) * _tree.norm(b))

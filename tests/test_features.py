@@ -1,0 +1,223 @@
+"""Measures of features, against formulas written out in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+from scipy.optimize import minimize
+
+import gnlin
+from gnlin import features
+
+
+N, C = 5, 2
+X = jax.random.normal(jax.random.key(0), (N, 3))
+LABELS = jnp.array([0, 1, 1, 0, 1])
+
+
+def network(seed):
+    return eqx.nn.MLP(3, C, 4, 1, activation=jnp.tanh, key=jax.random.key(seed))
+
+
+ONE, OTHER = network(1), network(2)
+
+
+def dense_kernel(model):
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(parameters)
+    outputs = lambda p: jax.vmap(eqx.combine(unravel(p), static))(X)
+    rows = np.reshape(jax.jacrev(outputs)(flat), (N * C, -1))
+    return np.asarray(rows @ rows.T)
+
+
+def dense_centred(matrix):
+    centring = np.kron(np.eye(N) - np.ones((N, N)) / N, np.eye(C))
+    return centring @ matrix @ centring
+
+
+def cosine(a, b):
+    return float(np.sum(a * b) / (np.linalg.norm(a) * np.linalg.norm(b)))
+
+
+def test_the_kernel_of_a_model():
+    kernel = features.kernel(ONE, X)
+    assert kernel.shape == (N, C, N, C)
+    np.testing.assert_allclose(
+        np.reshape(kernel, (N * C, N * C)), dense_kernel(ONE), rtol=1e-10, atol=1e-12
+    )
+    lin = features.linearise_model(ONE, X)
+    np.testing.assert_allclose(lin.outputs, jax.vmap(ONE)(X), rtol=1e-12)
+    np.testing.assert_allclose(lin.kernel(), dense_kernel(ONE), rtol=1e-10, atol=1e-12)
+
+
+def test_a_part_of_the_parameters():
+    spec = jax.tree.map(lambda _: False, ONE)
+    spec = eqx.tree_at(lambda m: m.layers[1].bias, spec, True)
+    kernel = features.kernel(ONE, X, filter_spec=spec)
+    expected = np.tile(np.eye(C), (N, N))
+    np.testing.assert_allclose(np.reshape(kernel, (N * C, N * C)), expected)
+
+
+def test_an_output_of_several_arrays_has_no_kernel_by_outputs():
+    class Two(eqx.Module):
+        w: jax.Array
+
+        def __call__(self, x):
+            return self.w * x[0], x[1]
+
+    with pytest.raises(ValueError, match="must be one array"):
+        features.kernel(Two(jnp.ones(())), X)
+
+
+def test_alignment_and_distance_of_kernels():
+    a, b = features.kernel(ONE, X), features.kernel(OTHER, X)
+    dense_a, dense_b = dense_kernel(ONE), dense_kernel(OTHER)
+    expected = cosine(dense_centred(dense_a), dense_centred(dense_b))
+    assert float(features.kernel_alignment(a, b)) == pytest.approx(expected, rel=1e-9)
+    expected = 1 - cosine(dense_a, dense_b)
+    assert float(features.kernel_distance(a, b)) == pytest.approx(expected, rel=1e-9)
+    assert float(features.kernel_alignment(a, 3 * a)) == pytest.approx(1)
+    assert float(features.kernel_distance(a, 3 * a)) == pytest.approx(0, abs=1e-12)
+
+
+def test_alignment_with_targets():
+    kernel = features.kernel(ONE, X)
+    y = np.eye(C)[np.asarray(LABELS)]
+    expected = cosine(
+        dense_centred(dense_kernel(ONE)), dense_centred(np.outer(y.ravel(), y.ravel()))
+    )
+    for targets in (LABELS, jnp.asarray(y)):
+        found = float(features.target_alignment(kernel, targets))
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_drift_is_the_relative_change_of_the_kernel():
+    now, then = features.linearise_model(OTHER, X), features.linearise_model(ONE, X)
+    a, b = dense_kernel(OTHER), dense_kernel(ONE)
+    expected = np.linalg.norm(a - b) / np.linalg.norm(b)
+    key = jax.random.key(3)
+    estimate = features.kernel_drift(now, then, key=key, num_probes=4000)
+    assert float(estimate) == pytest.approx(expected, rel=0.1)
+    assert float(features.kernel_drift(then, then, key=key)) == 0
+    # One probe is that of the same numbers, by hand.
+    u = jax.random.normal(jax.random.split(key, 1)[0], (N * C,))
+    by_hand = np.linalg.norm((a - b) @ u) / np.linalg.norm(b @ u)
+    found = float(features.kernel_drift(now, then, key=key))
+    assert found == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_distance_of_models():
+    flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
+    expected = float(np.linalg.norm(flat(ONE) - flat(OTHER)))
+    assert float(features.distance(ONE, OTHER)) == pytest.approx(expected)
+    assert float(features.distance(ONE, ONE)) == 0
+
+
+def test_rows_along_directions():
+    corners = jnp.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
+    rows = jnp.array([[2.0, 2.0], [-3.0, 3.0], [1.0, 0.0], [0.0, 0.0]])
+    found = features.direction_alignment(rows, corners)
+    np.testing.assert_allclose(found, [1, 1, np.sqrt(0.5), 0], rtol=1e-12)
+
+
+def test_a_linear_probe_is_softmax_regression():
+    key = jax.random.key(4)
+    points = jax.random.normal(key, (60, 2)) + jnp.arange(60)[:, None] % 3
+    labels = jnp.arange(60) % 3
+    constant = jnp.concatenate([points, jnp.ones((60, 1))], axis=1)  # no variance
+    train, test = (constant[:40], labels[:40]), (constant[40:], labels[40:])
+    found = float(features.linear_probe(train, test, damping=1e-6))
+
+    standard = lambda x: (x - points[:40].mean(0)) / points[:40].std(0)
+    value = jax.value_and_grad(_cross_entropy)
+    fit = minimize(
+        lambda w: jax.tree.map(
+            np.asarray, value(jnp.asarray(w), standard(points[:40]), labels[:40])
+        ),
+        np.zeros(9),
+        jac=True,
+    )
+    outputs = _outputs(fit.x, standard(points[40:]))
+    expected = float(np.mean(np.argmax(outputs, axis=1) == np.asarray(labels[40:])))
+    assert found == expected
+
+
+def _outputs(w, x):
+    return x @ w[:6].reshape(2, 3) + w[6:]
+
+
+def _cross_entropy(w, x, labels):
+    logits = jax.nn.log_softmax(_outputs(w, x))
+    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_probe_of_images_is_refused():
+    images = jnp.ones((4, 2, 2)), jnp.zeros(4, int)
+    with pytest.raises(ValueError, match="ravel those of each example"):
+        features.linear_probe(images, images)
+
+
+MEASURES = {"distance": lambda model: features.distance(model, ONE)}
+
+
+def measured(every, **changes):
+    arguments = {"batch_size": 2, "epochs": 2, "progress": False, **changes}
+    result = gnlin.fit(
+        ONE,
+        (X[:4], jnp.ones((4, C))),
+        gnlin.IterativeLinearisation(3, 0.05),
+        callbacks=gnlin.callbacks.Measure(MEASURES, every),
+        **arguments,
+    )
+    return result, result.history["distance"]
+
+
+@pytest.mark.parametrize(
+    ("every", "filled"),
+    [
+        ("step", [0, 1, 2, 3]),
+        ("feature_update", [0, 3]),
+        ("epoch", [1, 3]),
+        (3, [2]),
+    ],
+)
+def test_measures_are_columns_of_the_history(every, filled):
+    result, column = measured(every)
+    np.testing.assert_array_equal(np.nonzero(np.isfinite(column))[0], filled)
+    if filled[-1] == 3:
+        assert column[-1] == features.distance(result.model, ONE)
+
+
+def test_measures_at_validations():
+    data = X[:4], jnp.ones((4, C))
+    _, column = measured("validation", validation=data, validate_every=2)
+    np.testing.assert_array_equal(np.nonzero(np.isfinite(column))[0], [1, 3])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: gnlin.callbacks.Measure({}), "must be functions of the model"),
+        (lambda: gnlin.callbacks.Measure({"a": 1}), "must be functions of the model"),
+        (lambda: gnlin.callbacks.Measure(MEASURES, "batch"), "`every` must be one of"),
+        (lambda: gnlin.callbacks.Measure(MEASURES, 0), "`every` must be"),
+    ],
+)
+def test_a_bad_measure_is_named(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_a_column_that_is_there_already():
+    with pytest.raises(ValueError, match="has a column 'loss' already"):
+        gnlin.fit(
+            ONE,
+            (X, jnp.ones((N, C))),
+            gnlin.GaussNewton(),
+            steps=1,
+            callbacks=gnlin.callbacks.Measure({"loss": lambda model: 0.0}),
+        )
