@@ -41,6 +41,7 @@ from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solve import History as History, Solution as Solution, solve as solve
 from ._solver import (
     AbstractGaussNewton as AbstractGaussNewton,
+    AdaptiveLinearisation as AdaptiveLinearisation,
     DampedGaussNewton as DampedGaussNewton,
     FilteredGaussNewton as FilteredGaussNewton,
     GaussNewton as GaussNewton,

@@ -14,7 +14,12 @@ from jaxtyping import Array, Key, PyTree
 
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
-from .._solver import AbstractGaussNewton, IterativeLinearisation, Stream
+from .._solver import (
+    AbstractGaussNewton,
+    AdaptiveLinearisation,
+    IterativeLinearisation,
+    Stream,
+)
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
 from ._run import FitResult, Run
@@ -235,7 +240,7 @@ def _check_curvature_batch(size, stream, solver) -> None:
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
             "at most the number of examples, which must be arrays."
         )
-    if isinstance(solver, IterativeLinearisation):
+    if isinstance(solver, IterativeLinearisation | AdaptiveLinearisation):
         raise ValueError(
             "Iterative linearisation takes its steps across batches, with each batch's "
             "own loss: leave `curvature_batch_size` out."

@@ -1,5 +1,6 @@
 """The solvers: one loop, and how far each solves the linearised problem in it."""
 
+from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
 from ._base import (
     AbstractGaussNewton as AbstractGaussNewton,
     linearised as linearised,

@@ -48,6 +48,9 @@ from ._trajectory import Trajectory
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
 
+# Whether, after so many inner steps, the linearised outputs are trusted no more.
+Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
+
 # Up to this many multiplications the kernel and its eigenvalues take a millisecond.
 _CHEAP_SPECTRUM = 10**8
 
@@ -214,7 +217,9 @@ class IterativeLinearisation(AbstractGaussNewton):
     ) -> Update:
         if self.optimiser is not None:
             return self._optimised(objective, lin, evaluate, memory)
-        subproblem = self._prepare(objective, lin)
+        endless = isinstance(self.period, float) and math.isinf(self.period)
+        known = float(self.period) if isinstance(self.period, int) else math.inf
+        subproblem = self.subproblem(objective, lin, known, endless=endless)
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(_as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
@@ -230,10 +235,19 @@ class IterativeLinearisation(AbstractGaussNewton):
         terminate |= solved & jnp.isinf(period)
         return eqx.tree_at(lambda u: u.terminate, update, terminate)
 
-    def _prepare(
-        self, objective: AbstractObjective, lin: Linearisation
+    def subproblem(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        num_steps: float,
+        *,
+        endless: bool = False,
     ) -> AbstractSubproblem:
-        endless = isinstance(self.period, float) and math.isinf(self.period)
+        """The linearised problem, ready for `filter`.
+
+        - `num_steps`: so many, as far as is known, will be taken on it.
+        - `endless`: whether its solution is asked for instead.
+        """
         steps = self.form == "prox-linear" and not objective.is_quadratic
         if steps or self.method == "kernel":
             method = "auto" if self.method == "flow" else self.method
@@ -244,7 +258,6 @@ class IterativeLinearisation(AbstractGaussNewton):
                 )
             if endless and self.method == "auto":
                 method = "matrix-free"
-            num_steps = float(self.period) if isinstance(self.period, int) else math.inf
             return prepare_prox_linear(
                 objective,
                 lin,
@@ -254,7 +267,7 @@ class IterativeLinearisation(AbstractGaussNewton):
                 num_steps=num_steps,
             )
         method = "auto" if self.method == "flow" else self.method
-        if self.method == "auto" and self._literal_is_cheaper(lin):
+        if self.method == "auto" and self._literal_is_cheaper(lin, num_steps):
             method = "matrix-free"
         return prepare(
             objective.expand(lin),
@@ -291,13 +304,13 @@ class IterativeLinearisation(AbstractGaussNewton):
             return update
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
 
-    def _literal_is_cheaper(self, lin: Linearisation) -> bool:
+    def _literal_is_cheaper(self, lin: Linearisation, num_steps: float) -> bool:
         """K known to be so small that its steps take fewer passes than the Jacobian,
         where its factorisation is more than the work of a moment."""
         m, p = lin.shape
-        if not isinstance(self.period, int) or m * p * min(m, p) <= _CHEAP_SPECTRUM:
+        if m * p * min(m, p) <= _CHEAP_SPECTRUM:
             return False
-        return 2 * self.period - 1 <= sum(lin.num_row_passes())
+        return 2 * num_steps - 1 <= sum(lin.num_row_passes())
 
     #
     # Mini-batches: one step is one inner step, and theta_s stays for K of them
@@ -330,7 +343,10 @@ class IterativeLinearisation(AbstractGaussNewton):
         state: State,
         *,
         has_aux: bool,
+        trigger: Trigger | None = None,
     ) -> tuple[PyTree[Array], State, Scalar, Any]:
+        """One inner step. With a `trigger`, it says when to linearise anew before the
+        period is over."""
         stream: Stream = state.memory
         delta = jax.tree.map(jnp.subtract, y, stream.point)
         # One forward, one tangent and one transposed pass.
@@ -352,6 +368,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         new_y = _tree.where(finite, new_y, y)
         num_steps = stream.num_steps + 1
         renew = num_steps >= jnp.asarray(_as_float(self.period), float)
+        if trigger is not None:
+            renew |= trigger(lin, outputs, num_steps)
         point = _tree.where(renew, new_y, stream.point)
         if self.restart:
             inner = _tree.where(renew, optimiser.init(new_y), inner)
