@@ -80,6 +80,20 @@ def write_csv(path: Path, rows: Sequence[Any]) -> None:
     write_whole(path, write)
 
 
+def write_run(
+    out: Path,
+    name: str,
+    rows: Sequence[Any],
+    verdicts: Sequence[Any],
+    settings: dict[str, Any],
+) -> None:
+    """What lasts of an experiment beside its figures: NAME.csv, a row a run;
+    verdicts.csv; and settings.json, with all that the numbers may depend on."""
+    write_csv(out / f"{name}.csv", rows)
+    write_csv(out / "verdicts.csv", verdicts)
+    write_json(out / "settings.json", {**settings, **circumstances()})
+
+
 def versions() -> dict[str, str]:
     """Raises `PackageNotFoundError` where one is not installed."""
     return {"python": platform.python_version()} | {

@@ -29,16 +29,22 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.5,
     "legend.frameon": False,
+    "pdf.fonttype": 42,  # letters, not curves, so that text in a PDF can be found
 }
 
 
 @contextmanager
 def figure(path: Path, width: float = 10.0, height: float = 6.0) -> Iterator[Figure]:
-    """A figure in the common style (inches, at 150 dots each), saved as PNG on leaving.
+    """A figure in the common style (inches, at 150 dots each), saved on leaving: as PNG,
+    and beside it as PDF, in vectors for print.
 
     It belongs to no window system, and needs none.
     """
     with matplotlib.rc_context(_STYLE):
         drawing = Figure(figsize=(width, height))
         yield drawing
-        write_whole(path, lambda part: drawing.savefig(part, format="png"))
+        for kind in ("png", "pdf"):
+            write_whole(
+                path.with_suffix(f".{kind}"),
+                lambda part, kind=kind: drawing.savefig(part, format=kind),
+            )

@@ -115,8 +115,10 @@ def results(tmp_path_factory):
 
 def test_nothing_else_is_left_in_the_folder(results):
     assert {path.name for path in results.iterdir()} == {
+        "filters.pdf",
         "filters.png",
         "k_vs_lambda.csv",
+        "k_vs_lambda.pdf",
         "k_vs_lambda.png",
         "settings.json",
     }
