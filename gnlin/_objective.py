@@ -131,10 +131,11 @@ class BatchLoss(AbstractObjective):
         every = leading = given.astype(dtype)
         if num_leading is not None:
             leading = jnp.where(jnp.arange(num_examples) < num_leading, every, 0)
-        total = jnp.sum(leading)
-        unit = total if loss.reduction == "mean" else 1
+        total, total_of_all = jnp.sum(leading), jnp.sum(every)
+        unit = jnp.where(total > 0, total, 1) if loss.reduction == "mean" else 1
         self.weights = leading / unit
-        self.curvature_weights = every * (total / jnp.sum(every)) / unit
+        share = total / jnp.where(total_of_all > 0, total_of_all, 1)
+        self.curvature_weights = every * share / unit
 
     @property
     def is_quadratic(self) -> bool:

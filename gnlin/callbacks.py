@@ -137,10 +137,9 @@ class EarlyStop(Callback):
             return
         self.num_worse = self.num_worse + 1
         if self.num_worse >= self.patience:
-            run.stop(
-                f"{self.monitor} has not improved on {self.sign * float(self.best):.4g} "
-                f"in {self.patience} validations"
-            )
+            what = f"has not improved on {self.sign * float(self.best):.4g}"
+            what = what if np.isfinite(self.best) else "has not been finite"
+            run.stop(f"{self.monitor} {what} in {self.patience} validations")
 
     def on_end(self, run: Any) -> None:
         if self.restore_best and np.isfinite(self.best):

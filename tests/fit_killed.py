@@ -8,6 +8,7 @@ Trains what has not been trained yet, tells each step, and leaves a
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import equinox as eqx
@@ -97,7 +98,7 @@ def levenberg_marquardt():
         "data": (IMAGES, TARGETS),
         "solver": gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
         "batch_size": 10,
-        "steps": 150,
+        "steps": 200,
         "curvature_batch_size": 15,
     }
 
@@ -107,7 +108,7 @@ def full_batch():
         "model": network(),
         "data": (IMAGES, TARGETS, np.linspace(0, 1, 96)),
         "solver": gnlin.DampedGaussNewton(lambda step: 30 / (1 + step), scaling="more"),
-        "epochs": 150,
+        "epochs": 200,
         "validation": (IMAGES, TARGETS),
         "validate_every": 4,
     }
@@ -150,6 +151,7 @@ class Tell(gnlin.callbacks.Callback):
 
     def on_step(self, run):
         print(self.name, "trains", run.step, flush=True)
+        time.sleep(0.002)  # or it might be done before it is killed
 
 
 def train(case, folder):

@@ -106,7 +106,7 @@ def test_killed_at_any_moment(tmp_path):
                     starts.append((name, int(step)))
                 elif kills[name] and int(step) >= kills[name][0]:
                     del kills[name][0]
-                    time.sleep(draw.uniform(0, 0.02))
+                    time.sleep(draw.uniform(0, 0.01))
                     child.kill()
                     break
         if child.returncode != -signal.SIGKILL:
@@ -388,12 +388,12 @@ OTHERS = {
     "batch size": ({"batch_size": 6}, "its batch_size is 4, and here it is 6"),
     "full batch": (
         {"batch_size": None, "solver": DAMPED},
-        "and here it is DampedGaussNewton(damping=",
+        "its solver is IterativeLinearisation, and here it is DampedGaussNewton",
     ),
     "key": ({"key": jax.random.key(1)}, "its key is"),
     "loss": (
         {"loss": gnlin.Huber(1.0)},
-        "its loss is SquaredError(reduction='sum'), and here it is Huber(",
+        "its loss is SquaredError, and here it is Huber",
     ),
     "width": (
         {"model": network(width=5)},
@@ -401,7 +401,7 @@ OTHERS = {
     ),
     "optimiser": (
         {"solver": gnlin.IterativeLinearisation(3, optimiser=ADAM)},
-        "its number of arrays is 22, and here it is 31",
+        "its solver's learning_rate is 0.05, and here it is None",
     ),
     "examples": (
         {"data": (X[:8], T[:8])},
@@ -409,8 +409,16 @@ OTHERS = {
     ),
     "other examples": ({"data": (X, T + 1)}, "its data's checksum is "),
     "hyperparameter": (
-        {"solver": gnlin.IterativeLinearisation(3, optimiser=ADAM, damping=0.5)},
-        "damping=0.5",
+        {"solver": gnlin.IterativeLinearisation(3, 0.07)},
+        "its solver's learning_rate is 0.05, and here it is 0.07",
+    ),
+    "momentum": (
+        {"solver": gnlin.IterativeLinearisation(3, 0.05, 0.9)},
+        "its solver's momentum is 0.0, and here it is 0.9",
+    ),
+    "augmentation": (
+        {"augment": lambda x, key: x + 1e-3},
+        "its augmentation is None, and here it is",
     ),
     "batches": ({"data": BATCHES, "batch_size": None}, "is of another run: its "),
     "metrics": (

@@ -303,6 +303,7 @@ def test_the_order_of_events(tmp_path):
         ("checkpoint", 6, 1),
         ("validation", 6, 2),
         ("epoch", 6, 2),
+        ("checkpoint", 6, 2),
         ("end", 6, 2),
     ]
 
@@ -402,7 +403,9 @@ def test_an_early_stop(arguments, figures, stopped, best):
     np.testing.assert_allclose(result.model.bias, 0.1 * (best or stopped), rtol=1e-6)
     if stopped < len(figures):
         assert result.result == optx.RESULTS.successful
-        assert "validation_loss has not improved on" in result.reason
+        seen = np.isfinite(figures[:stopped]).any()
+        what = "improved on" if seen else "been finite in"
+        assert f"validation_loss has not {what}" in result.reason
         assert result.reason.endswith(f"in {arguments['patience']} validations")
     result = drifting(figures, callbacks=EarlyStop(**arguments, restore_best=False))
     np.testing.assert_allclose(result.model.bias, 0.1 * stopped, rtol=1e-6)
@@ -794,3 +797,59 @@ def test_no_warning_without_a_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit(validation=(X, T))
+
+
+def test_the_last_batch_is_all_that_is_asked_for():
+    def endless(epoch):
+        yield from BATCHES[:2]
+        raise AssertionError("One batch too many was asked for.")
+
+    assert fit(data=endless, steps=2).stats["num_steps"] == 2
+
+
+def test_a_run_may_be_stopped_when_it_is_saved(tmp_path):
+    class Stop(Callback):
+        def on_checkpoint(self, run):
+            run.stop("enough")
+
+    saving = gnlin.Checkpoint(tmp_path, every_steps=2)
+    result = fit(checkpoint=saving, callbacks=Stop())
+    assert result.stats["num_steps"] == 2
+    assert result.reason == "step 2: enough"
+
+
+def test_an_iterator_that_is_handed_out_once_is_used_from_its_first_batch():
+    batches = iter(BATCHES)
+    result = fit(data=lambda epoch: batches, epochs=1)
+    assert result.stats["num_steps"] == len(BATCHES)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_batches_of_no_weight_are_no_steps(reduction):
+    weights = np.zeros(12)
+    weights[5] = 1
+    result = fit(
+        data=(X, T, weights),
+        solver=gnlin.DampedGaussNewton(1.0),
+        loss=gnlin.SquaredError(reduction=reduction),
+        epochs=1,
+    )
+    assert result.stats["num_steps"] == 3
+    np.testing.assert_array_equal(np.sort(result.history["step_norm"] > 0), [0, 0, 1])
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    by: int | float
+
+    def __call__(self, x):
+        return (x * self.by).astype(float) @ self.weight
+
+
+def test_a_whole_number_and_a_float_are_two_programs():
+    x, t = np.full((4, 3), 100, np.uint8), np.ones((4, 2))
+    losses = [
+        fit(Scaled(jnp.ones((3, 2)), by), (x, t), steps=1, batch_size=None).history
+        for by in (3, 3.0)
+    ]
+    assert losses[0]["loss"] != losses[1]["loss"]  # of which the first overflows

@@ -20,6 +20,7 @@ import optimistix as optx
 import pytest
 import scipy.linalg
 import scipy.optimize
+from scipy.special import expit
 
 import gnlin
 from gnlin._objective import BatchLoss
@@ -1476,3 +1477,64 @@ def test_with_double_precision_disabled():
         assert solution.history.loss[-1] < solution.history.loss[0]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+class Slope(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return (x @ self.w)[None]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
+@pytest.mark.parametrize("method", ["auto", "svd", "eigh", "curvature", "matrix-free"])
+@pytest.mark.parametrize("start", [15.0, 30.0, 40.0])
+def test_a_large_count_is_no_outlier(dtype, method, start):
+    """Where the gradient and the curvature are large alike: each step is one of one."""
+    data = dtype(np.ones((4, 1))), dtype(np.ones((4, 1)))
+    model = Slope(jnp.asarray([start], dtype))
+    solver = gnlin.DampedGaussNewton(1.0, method=method)
+    solution = gnlin.solve(model, data, solver, loss=gnlin.PoissonNLL(), max_steps=3)
+    assert float(solution.model.w[0]) == pytest.approx(start - 3, rel=1e-6)
+
+
+REGRESSIONS = {
+    "sigmoid": (
+        gnlin.SigmoidCrossEntropy(),
+        lambda f, rng: rng.random(f.shape) < expit(f),
+    ),
+    "pseudo-huber": (
+        gnlin.PseudoHuber(),
+        lambda f, rng: f + rng.standard_t(1.5, f.shape),
+    ),
+    "huber": (gnlin.Huber(), lambda f, rng: f + rng.standard_t(1.5, f.shape)),
+    "poisson": (gnlin.PoissonNLL(), lambda f, rng: rng.poisson(np.exp(3 + 0.3 * f))),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_a_regression_of_few_parameters_by_newton(name, dtype):
+    """Tall, and next to no damping: the linearised problem is the problem itself."""
+    loss, draw = REGRESSIONS[name]
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((50, 5)).astype(dtype)
+    y = np.asarray(draw(x @ np.ones((5, 1)), rng), dtype)
+
+    def value(w):
+        each = jax.vmap(loss.value)(
+            jnp.asarray(x, float) @ w[:, None], jnp.asarray(y, float)
+        )
+        return jnp.sum(each)
+
+    known = scipy.optimize.minimize(
+        jax.value_and_grad(value), np.zeros(5), jac=True, options={"gtol": 1e-9}
+    )
+    for damping in (0.0, 1e-6):
+        solver = gnlin.DampedGaussNewton(damping, form="prox-linear")
+        model = Slope(jnp.zeros(5, dtype))
+        solution = gnlin.solve(model, (x, y), solver, loss=loss, max_steps=6)
+        rtol = 1e-3 if dtype == np.float32 else 1e-6
+        np.testing.assert_allclose(solution.model.w, known.x, rtol=rtol, atol=rtol)
+        assert not result_is(solution, "nonlinear_divergence")
+        assert np.all(solution.history.num_inner_steps < 100)

@@ -131,8 +131,8 @@ def fit(
         raise ValueError("Pass one of `epochs` and `steps`: how long to train.")
     if augment is not None and not callable(augment):
         raise ValueError("`augment` must be a function, `augment(inputs, key)`.")
-    metrics = dict(metrics or {})
-    if not all(callable(metric) for metric in metrics.values()):
+    metrics = {} if metrics is None else metrics
+    if not (isinstance(metrics, Mapping) and all(map(callable, metrics.values()))):
         raise ValueError("`metrics` must be functions of `(outputs, targets)`, by name.")
     if (metrics or validate_every) and validation is None:
         raise ValueError(
@@ -146,8 +146,13 @@ def fit(
     callbacks = _as_list(callbacks)
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the folder to resume from.")
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+    if isinstance(checkpoint, str | Path):
         checkpoint = Checkpoint(checkpoint)
+    if not isinstance(checkpoint, Checkpoint | None):
+        raise ValueError(
+            "`checkpoint` must be a folder or a `gnlin.Checkpoint`, but "
+            f"{checkpoint!r} was given."
+        )
 
     key = jax.random.key(0) if key is None else _checked_key(key)
     data_key, step_key = jax.random.split(key)
@@ -219,9 +224,15 @@ def _checked_key(key: Any) -> Array:
     is_key = eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if not is_key or key.shape != ():
         raise ValueError(
-            f"`key` must be one key, such as `jax.random.key(0)`, but {key!r} was given."
+            "`key` must be one key, such as `jax.random.key(0)`, but "
+            f"{_shown(key)} was given."
         )
     return key
+
+
+def _shown(x: Any) -> str:
+    is_array = isinstance(x, jax.Array | np.ndarray)
+    return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 
 
 def _check_count(name: str, value: Any) -> None:

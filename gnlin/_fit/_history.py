@@ -119,6 +119,10 @@ class Rows:
             return dict.fromkeys(self.columns, np.nan)
         return dict(zip(self.columns, self._rows[-1], strict=True))
 
+    def cut(self, num_rows: int) -> None:
+        """Leave out what came after so many."""
+        del self._rows[num_rows:]
+
     def as_array(self) -> np.ndarray:
         return np.array(self._rows, float).reshape(len(self._rows), len(self.columns))
 

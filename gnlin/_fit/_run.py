@@ -17,6 +17,7 @@ from .._solver import statistics, Stream
 from ..callbacks import Callback
 from ._checkpoint import Checkpoint
 from ._history import COLUMNS, FitHistory, Rows
+from ._identity import as_numpy, checksum, described, described_by_field
 from ._saver import Saver
 from ._step import Carry, Compiled, join, Setting, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
@@ -102,7 +103,7 @@ class Run:
         self._validation = validation
         self._validate_every = validate_every
         own = [*COLUMNS, *(validation.columns if validation else ())]
-        self._rows = Rows(_with_callbacks(own, callbacks))
+        self._rows = Rows(_checked_columns(own, callbacks))
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
         self._advance: Compiled | None = None
         self._chosen: list[np.ndarray] | None = None
@@ -186,6 +187,7 @@ class Run:
             self._save()
             self._validate_if_not_yet()
         except KeyboardInterrupt:
+            self._rows.cut(self.step)
             self._save()
             self.reason = f"step {self.step}: interrupted"
             self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
@@ -199,6 +201,8 @@ class Run:
         if self.reason:  # of a run that had ended before it was resumed
             raise _Stopped
         try:
+            if self._now.index == self._stream.num_batches:
+                self._end_epoch()  # which had not been told of when it was saved
             while not self._enough(self._now):
                 if self._train_epoch():
                     self._end_epoch()
@@ -223,9 +227,6 @@ class Run:
         now, row = self._now, None
         whole = True
         for batch in self._stream.epoch(now.epoch, now.index):
-            if self._enough(now):
-                whole = False
-                break
             arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
             advance = self._advance or self._compile(batch)
             new, new_row = advance(now.arrays, arrays, [np.array(numbers, np.int32)])
@@ -233,6 +234,10 @@ class Run:
                 self._settle(now, row)
             now = _Now(now.step + 1, now.epoch, now.index + 1, new)
             row = new_row
+            # Before another batch is asked for, which may take its time.
+            if self._enough(now):
+                whole = now.index == self._stream.num_batches
+                break
         if row is not None:
             self._settle(now, row)
         return whole
@@ -280,6 +285,8 @@ class Run:
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
             self._save()
+            if self.reason:  # of a callback that was told of it
+                raise _Stopped
 
     def _fail(self, loss: float) -> None:
         self.result = self._carry().solver_state.result
@@ -287,7 +294,7 @@ class Run:
             what = "the step" if np.isfinite(loss) else "the loss"
             why = f"{what} is not finite"
         else:
-            why = optx.RESULTS[self.result].splitlines()[0]
+            why = " ".join(optx.RESULTS[self.result].split()).split(". ")[0]
         self.reason = f"step {self.step}: {why}"
         self.complaint = (
             f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one."
@@ -360,8 +367,11 @@ class Run:
         """What must be the same for a run to be continued."""
         setting, arrays = self._setting, self._now.arrays
         return {
-            "solver": _described(setting.solver),
-            "loss": _described(setting.loss),
+            **described_by_field("solver", setting.solver),
+            **described_by_field("loss", setting.loss),
+            "augmentation": described(setting.augment),
+            "curvature_batch_size": str(setting.curvature_batch_size),
+            "network's frozen part": checksum(setting.network.frozen),
             "key": str(np.asarray(jax.random.key_data(setting.key)).tolist()),
             "list of columns": str(self._rows.columns),
             **{name: str(value) for name, value in self._stream.settings().items()},
@@ -400,29 +410,15 @@ class Run:
         return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
 
 
-def _with_callbacks(columns: list[str], callbacks: list[Callback]) -> list[str]:
-    for callback in callbacks:
-        for name in callback.columns:
-            if name in columns:
-                raise ValueError(
-                    f"The history has a column {name!r} already: give that of "
-                    f"{type(callback).__name__} another name."
-                )
-            columns = [*columns, name]
+def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
+    columns = [*own, *(name for callback in callbacks for name in callback.columns)]
+    for i, name in enumerate(columns):
+        if name in columns[:i]:
+            raise ValueError(
+                f"The history would have two columns {name!r}: give a metric, or what a "
+                "callback measures, another name."
+            )
     return columns
-
-
-def _described(thing: Any) -> str:
-    """A solver or a loss, its kind and its numbers: the same in every process."""
-    if dataclasses.is_dataclass(thing):
-        fields = dataclasses.fields(thing)
-        values = (f"{f.name}={_described(getattr(thing, f.name))}" for f in fields)
-        return f"{type(thing).__qualname__}({', '.join(values)})"
-    if eqx.is_array_like(thing):
-        return str(np.asarray(thing).tolist())
-    if isinstance(thing, str | None):
-        return repr(thing)
-    return getattr(thing, "__qualname__", type(thing).__qualname__)
 
 
 _RESULTS = (
@@ -438,12 +434,6 @@ def _name_of(result: optx.RESULTS) -> str:
         if bool(result == getattr(optx.RESULTS, name)):
             return name
     return "nonlinear_divergence"
-
-
-def as_numpy(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:

@@ -22,7 +22,7 @@ class Saver:
         self._checkpoint = checkpoint
         self._run = run
         self._folder = Path(checkpoint.folder)
-        self._saved_step = -1
+        self._saved: tuple[int, ...] = ()  # where the run stood
         self._saved_at = time.monotonic()
         # What is to be given back to the callbacks, once they have started
         self._resumed: tuple[Path, list[np.ndarray]] | None = None
@@ -41,7 +41,7 @@ class Saver:
             arrays, meta = _checkpoint.load(latest)
             self._check_same(latest, meta)
             self._resumed = latest, self._run.restore(arrays, meta)
-            self._saved_step = self._run.step
+            self._saved = _position(meta)
 
     def begin(self) -> None:
         """The callbacks' part of the same."""
@@ -64,6 +64,8 @@ class Saver:
                 )
 
     def is_due(self, step: int) -> bool:
+        if self._saved and step == self._saved[0]:
+            return False
         every_steps = self._checkpoint.every_steps
         every_seconds = self._checkpoint.every_seconds
         if every_steps is not None and step % every_steps == 0:
@@ -74,7 +76,7 @@ class Saver:
     def save(self) -> bool:
         """Whether it was written. One that fails is no reason to lose the run."""
         settled = self._run.settled
-        if settled.now.step == self._saved_step and not settled.reason:
+        if settled.now[:3] == self._saved and not settled.reason:
             return False
         try:
             self._write()
@@ -88,4 +90,8 @@ class Saver:
         arrays, meta = self._run.snapshot()
         step, keep = meta["step"], self._checkpoint.keep
         _checkpoint.save(self._folder, step, arrays, meta, keep)
-        self._saved_step, self._saved_at = step, time.monotonic()
+        self._saved, self._saved_at = _position(meta), time.monotonic()
+
+
+def _position(meta: dict) -> tuple[int, ...]:
+    return meta["step"], meta["epoch"], meta["index"]

@@ -199,6 +199,7 @@ class Static(NamedTuple):
 
     structure: Any
     leaves: tuple
+    types: tuple[type, ...]  # of the leaves: 3 and 3.0 are equal, and not the same
 
 
 _AN_ARRAY = object()
@@ -208,7 +209,7 @@ def split(tree: PyTree) -> tuple[list[AnyArray], Static]:
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_array(leaf)]
     rest = tuple(_AN_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
-    return arrays, Static(structure, rest)
+    return arrays, Static(structure, rest, tuple(map(type, rest)))
 
 
 def join(arrays: Sequence[AnyArray], static: Static) -> PyTree:

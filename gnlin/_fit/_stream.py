@@ -1,16 +1,16 @@
 """Where batches come from: arrays, shuffled anew each epoch, or the user's iterable."""
 
 import functools
-import zlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import as_batch
+from ._identity import checksum
 
 
 class Batch(NamedTuple):
@@ -59,7 +59,7 @@ class ArrayStream:
         return {
             "num_examples": self.num_examples,
             "batch_size": self.batch_size,
-            "data's checksum": _checksum(self.data),
+            "data's checksum": checksum(self.data),
         }
 
 
@@ -72,8 +72,6 @@ class IterableStream:
     def __init__(self, data: Any, name: str):
         self._data = data
         self._name = name
-        one_shot = isinstance(data, Iterator)
-        self._once = data if one_shot else None
         batches = iter(self._iterable(0))
         try:
             first = next(batches)
@@ -88,8 +86,8 @@ class IterableStream:
                 f"{type(first).__name__}."
             )
         self._example = as_batch(first, name)
-        # The first batch of something that can be iterated once only is not lost.
-        self._kept = [first] if one_shot else []
+        # The first batch may not come a second time.
+        self._begun: Iterator | None = itertools.chain([first], batches)
 
     def _iterable(self, epoch: int) -> Any:
         return self._data(epoch) if callable(self._data) else self._data
@@ -111,9 +109,8 @@ class IterableStream:
             )
 
     def _from_the_beginning(self, epoch: int) -> Iterator:
-        kept, self._kept = self._kept, []
-        yield from kept
-        yield from self._iterable(epoch)
+        begun, self._begun = self._begun, None
+        return begun if begun and epoch == 0 else iter(self._iterable(epoch))
 
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
@@ -136,13 +133,6 @@ def make_stream(
             "An iterable of batches has its own batch size: leave `batch_size` out."
         )
     return IterableStream(data, name)
-
-
-def _checksum(data: PyTree[Array]) -> str:
-    of_all = 0
-    for leaf in jax.tree.leaves(data):
-        of_all = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, of_all)
-    return f"{of_all:08x}"
 
 
 @functools.partial(jax.jit, static_argnums=2)

@@ -63,10 +63,12 @@ class IdentityFactor(AbstractFactor):
 
 
 def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
-    """Whether `gradient / root` has the square of a loss greater than 1/eps units (or is
-    not a number)."""
+    """Whether `gradient / root` has the square of a loss greater than 1/eps units, and a
+    Newton step would be longer than 1/sqrt(eps): a slope with next to no curvature. (Or
+    is not a number.)"""
     eps = jnp.finfo(gradient.dtype).eps
-    return ~(jnp.abs(gradient) * eps**0.5 <= root * unit**0.5)
+    slope = jnp.abs(gradient) * eps**0.5
+    return ~((slope <= root * unit**0.5) | (slope <= root**2))
 
 
 def _quotient(x: Array, y: Array, where: Array) -> Array:

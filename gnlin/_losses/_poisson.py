@@ -1,10 +1,12 @@
 """Counts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import xlogy
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, PyTree, Scalar
 
+from .. import _tree
 from ._base import AbstractElementwiseLoss, check_between, Reduction
 
 
@@ -22,6 +24,15 @@ class PoissonNLL(AbstractElementwiseLoss):
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target * output - (target - xlogy(target, target))
+
+    def decrease(
+        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
+    ) -> Scalar:
+        def each(f, g, y):
+            return jnp.sum(y * (g - f) - jnp.exp(f) * jnp.expm1(g - f))
+
+        parts = jax.tree.map(each, outputs, new_outputs, target)
+        return sum(jax.tree.leaves(parts), jnp.zeros((), _tree.dtype(outputs)))
 
     def derivative(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target

@@ -381,7 +381,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         report = Report(
             loss.astype(dtype),
             _tree.norm(gradient).astype(dtype),
-            _tree.norm(updates).astype(dtype),
+            jnp.where(finite, _tree.norm(updates), 0).astype(dtype),
             jnp.asarray(self.damping, dtype),
             one,
         )

@@ -28,7 +28,7 @@ class Solved(NamedTuple):
     decrease: Scalar  # of the loss on the linearised outputs
     num_steps: Array  # of Newton
     num_products: Array  # with the curvature
-    stuck: Bool[Array, ""]  # without having taken a step
+    stuck: Bool[Array, ""]  # where there is no finite direction
 
 
 class _Iterate(NamedTuple):
@@ -39,7 +39,7 @@ class _Iterate(NamedTuple):
     proximal: Scalar  # what is added to the curvature, to step on from here
     num_steps: Array
     num_products: Array
-    moved: Bool[Array, ""]
+    broken: Bool[Array, ""]  # without a direction
     stalled: Bool[Array, ""]
 
 
@@ -71,7 +71,7 @@ def minimise(
 
     def gradient_at(z, pushed):
         g = _tree.axpy(damping, z, space.pull(objective.gradient(at(pushed))))
-        return g, jnp.sqrt(jnp.maximum(space.dot(g, g, space.push(g)), 0))
+        return g, space.norm(g)
 
     zero = space.zero()
     at_zero = _tree.zeros_like(outputs)
@@ -79,9 +79,9 @@ def minimise(
     target = tolerance * first_norm
 
     def iterate(it: _Iterate) -> _Iterate:
-        progress = it.norm / jnp.where(first_norm > 0, first_norm, 1)
+        so_far = it.norm / jnp.where(first_norm > 0, first_norm, 1)
         last = 0.5 * target / jnp.where(it.norm > 0, it.norm, 1)
-        forcing = jnp.maximum(last, jnp.minimum(0.5, progress))
+        forcing = jnp.maximum(last, jnp.minimum(0.5, so_far))
         here = at(it.pushed)
         direction, num_products = space.newton(
             objective, here, it.gradient, damping + it.proximal, forcing
@@ -91,16 +91,18 @@ def minimise(
         along = space.dot(it.z, direction, pushed)
         squared = space.dot(direction, direction, pushed)
         value = jnp.abs(objective.value(here))
-        rounding = _ROUNDINGS * eps * value
+        # Outputs are known to rounding, and the loss to as much as that makes of it.
+        uncertain = jax.tree.map(jnp.multiply, objective.gradient(here), here)
+        rounding = _ROUNDINGS * eps * (value + _tree.norm(uncertain))
 
-        def falls(t):
-            fall = objective.decrease(here, _tree.axpy(t, pushed, here))
-            fall -= jnp.asarray(damping, dtype) * t * (along + 0.5 * t * squared)
-            return fall >= -_SUFFICIENT_DECREASE * t * slope - rounding
+        def fall(t):
+            of_loss = objective.decrease(here, _tree.axpy(t, pushed, here))
+            damped = jnp.asarray(damping, dtype) * t * (along + 0.5 * t * squared)
+            return of_loss - damped + _SUFFICIENT_DECREASE * t * slope
 
         def too_long(carry):
             t, halvings = carry
-            return ~falls(t) & (halvings < _MAX_HALVINGS)
+            return ~(fall(t) >= -rounding) & (halvings < _MAX_HALVINGS)
 
         t, halvings = jax.lax.while_loop(
             too_long, lambda c: (c[0] / 2, c[1] + 1), (jnp.ones((), dtype), 0)
@@ -108,9 +110,12 @@ def minimise(
         z = _tree.axpy(t, direction, it.z)
         total = space.push(z)
         gradient, norm = gradient_at(z, total)
-        sound = _tree.all_finite((z, norm)) & (halvings < _MAX_HALVINGS) & (slope < 0)
+        # A rise within rounding is no progress, unless the gradient falls.
+        progress = (fall(t) >= 0) | (norm < it.norm)
+        sound = _tree.all_finite((z, norm)) & (halvings < _MAX_HALVINGS) & progress
+        sound &= slope < 0
         halved = norm <= 0.5 * it.norm
-        polyak = it.norm**2 / jnp.where(value > 0, value, 1)
+        polyak = it.norm * (it.norm / jnp.where(value > 0, value, 1))
         more = jnp.maximum(16 * it.proximal, polyak)
         fading = jnp.where(t < 1, it.proximal, it.proximal / 4)
         proximal = jnp.where(sound & (halved | (it.proximal > 0)), fading, more)
@@ -122,7 +127,7 @@ def minimise(
             proximal=proximal,
             num_steps=it.num_steps + 1,
             num_products=it.num_products + num_products,
-            moved=it.moved | sound,
+            broken=~jnp.isfinite(slope),
             stalled=stalled,
         )
 
@@ -138,7 +143,7 @@ def minimise(
         proximal=jnp.zeros((), dtype),
         num_steps=count,
         num_products=count,
-        moved=jnp.array(False),
+        broken=~jnp.isfinite(first_norm),
         stalled=~jnp.isfinite(first_norm),
     )
     if start is not None:
@@ -147,5 +152,5 @@ def minimise(
         begin = begin._replace(z=start, pushed=pushed, gradient=gradient, norm=norm)
     it = jax.lax.while_loop(unfinished, iterate, begin)
     decrease = objective.decrease(outputs, at(it.pushed))
-    stuck = (it.norm > target) & it.stalled & ~it.moved
+    stuck = it.stalled & it.broken
     return Solved(it.z, decrease, it.num_steps, it.num_products, stuck)

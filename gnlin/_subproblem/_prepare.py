@@ -169,10 +169,13 @@ def prepare_prox_linear(
     - `damped`: whether it is, or steps are taken on it, so that m coefficients do.
     - `num_steps`: the number of steps that will be taken on it; `None` for Newton's.
     """
-    m, _ = lin.shape
+    m, p = lin.shape
     itemsize = _tree.dtype(lin.point).itemsize
     if method == "auto":
+        # Steps are the same in both, but a kernel of less than full rank leaves Newton's
+        # method with coefficients that say nothing.
         fits = m**2 * itemsize <= memory_budget and damped
+        fits = fits and (m <= p or num_steps is not None)
         cheaper = fits and _outputs_are_cheaper(lin, num_steps)
         method = "kernel" if cheaper else "matrix-free"
     if method == "matrix-free":

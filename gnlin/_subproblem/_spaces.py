@@ -13,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import optimistix as optx
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
@@ -51,6 +52,14 @@ class AbstractSpace(eqx.Module):
     def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
         """The inner product of two steps; `pushed` is `push(b)`."""
 
+    def norm(self, z: PyTree[Array]) -> Scalar:
+        """The 2-norm of a step, without squares that leave the floating-point range."""
+        size = optx.max_norm(z)
+        unit = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+        scaled = _tree.scale(1 / unit, z)
+        squared = self.dot(scaled, scaled, self.push(scaled))
+        return unit * jnp.sqrt(jnp.where(squared < 0, 0, squared))
+
     @abc.abstractmethod
     def newton(
         self,
@@ -84,6 +93,9 @@ class Parameters(AbstractSpace):
 
     def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
         return _tree.dot(a, b)
+
+    def norm(self, z: PyTree[Array]) -> Scalar:
+        return _tree.norm(z)
 
     def newton(self, objective, outputs, gradient, damping, tolerance):
         curvature = objective.curvature(outputs)
