@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
@@ -42,8 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.name == "list":
         _list()
         return 0
+    if options.name == "data":
+        return _data(options.dataset, options.data_dir)
     if options.name not in MODULES:
-        return _refuse(_unknown(options.name))
+        return _refuse(_unknown(options.name, MODULES, "experiment"))
+    if options.dataset is not None or options.data_dir is not None:
+        return _refuse(f"'{options.name}' needs no files; leave them out.")
     if options.seeds is not None and options.name not in TAKE_SEEDS:
         return _refuse(f"'{options.name}' runs from fixed starts; leave --seeds out.")
     out = options.out or Path("results") / options.name
@@ -96,13 +100,29 @@ def _summary(module: str) -> str:
     return (ast.get_docstring(tree) or "").partition("\n")[0]
 
 
-def _unknown(name: str) -> str:
-    nearest = difflib.get_close_matches(name.lower(), MODULES, n=1, cutoff=0.4)
+def _data(name: str | None, data_dir: Path | None) -> int:
+    from .data.standard import DATASETS, run
+
+    known = ", ".join(DATASETS)
+    if name is None or data_dir is None:
+        return _refuse(
+            f"Name a data set ({known}) and its folder: "
+            "`python -m benchmarks data mnist --data-dir DIR`."
+        )
+    if name not in DATASETS:
+        return _refuse(_unknown(name, DATASETS, "data set", f"There are {known}."))
+    return run(name, data_dir)
+
+
+def _unknown(
+    name: str,
+    names: Iterable[str],
+    kind: str,
+    advice: str = "`python -m benchmarks list` names them all.",
+) -> str:
+    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     question = f"; did you mean '{nearest[0]}'?" if nearest else "."
-    return (
-        f"There is no experiment '{name}'{question} "
-        "`python -m benchmarks list` names them all."
-    )
+    return f"There is no {kind} '{name}'{question} {advice}"
 
 
 def _refuse(sentence: str) -> int:
@@ -120,7 +140,14 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         default=DEFAULT,
         metavar="NAME",
-        help=f"what to run: {', '.join(MODULES)}; or `list`, a line on each",
+        help=f"what to run: {', '.join(MODULES)}; `list`, a line on each; or `data`, to "
+        "verify the files of a data set, and download those that are not there",
+    )
+    parser.add_argument(
+        "dataset", nargs="?", metavar="DATASET", help="with `data`: mnist or cifar10"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="with `data`: the files' folder"
     )
     parser.add_argument(
         "--seeds",

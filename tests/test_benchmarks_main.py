@@ -262,3 +262,16 @@ def test_the_digits_are_split_once_and_for_all():
 def test_networks_have_the_parameters_that_they_are_said_to(make, number):
     parameters = eqx.filter(make(jax.random.key(0)), eqx.is_inexact_array)
     assert sum(leaf.size for leaf in jax.tree.leaves(parameters)) == number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["data"], "Name a data set (mnist, cifar10) and its folder"),
+        (["data", "mnits", "--data-dir", "x"], "did you mean 'mnist'?"),
+        (["nist", "mnist"], "'nist' needs no files; leave them out."),
+    ],
+)
+def test_data_sets_are_named_with_their_folder(arguments, words, capsys):
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err

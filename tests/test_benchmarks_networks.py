@@ -1,15 +1,19 @@
-"""The benchmarks' convolutional networks, and the digits that they classify."""
+"""The benchmarks' networks, and the digits that they classify."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from scipy.signal import correlate
 from sklearn.datasets import load_digits
 
+import gnlin
 from benchmarks.data import digits
 from benchmarks.networks.cnn import digits_cnn, lenet, max_pool, smooth_digits_cnn
+from benchmarks.networks.resnet import Block, resnet18
+from benchmarks.networks.transformer import patches, transformer
 
 
 def sizes(layers):
@@ -161,3 +165,211 @@ def test_both_shapes_are_of_the_same_images():
     (flat, labels), (square, same_labels) = partition(flat=True), partition(flat=False)
     np.testing.assert_array_equal(flat, square.reshape(-1, 64))
     np.testing.assert_array_equal(labels, same_labels)
+
+
+#
+# ResNet-18
+#
+
+
+def shapes(make, *arguments):
+    """Of all trained arrays, without computing them."""
+    made, _ = eqx.filter_eval_shape(
+        eqx.nn.make_with_state(make), jax.random.key(0), *arguments
+    )
+    arrays = [x for x in jax.tree.leaves(made) if isinstance(x, jax.ShapeDtypeStruct)]
+    return [x.shape for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def test_resnet18_has_the_published_size():
+    assert sum(map(np.prod, shapes(resnet18))) == 11_173_962
+    # 4,800 channels, each with a bias instead of a scale and a shift.
+    assert sum(map(np.prod, shapes(resnet18, False))) == 11_169_162
+    sides = [shape[-1] for shape in shapes(resnet18) if len(shape) == 4]
+    assert (sides.count(3), sides.count(1)) == (17, 3)
+
+
+@pytest.fixture(scope="module")
+def some_digits():
+    (x, labels), _ = digits.classification(flat=False)
+    return jnp.asarray(x[:64]), jnp.asarray(labels[:64])
+
+
+@pytest.fixture(scope="module")
+def normalised():
+    """The tiniest, its state, and what it gives for a batch."""
+    make = eqx.nn.make_with_state(resnet18)
+    network, state = make(jax.random.key(0), True, 2, 10, 1)
+    over = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
+    return network, state, jax.jit(jax.vmap(network, **over))
+
+
+@pytest.fixture(scope="module")
+def unnormalised():
+    return resnet18(jax.random.key(0), False, 2, 10, 1)
+
+
+def literal_resnet(network, images):
+    """By SciPy's correlations, on all images together; normalised by their own
+    statistics where there is normalisation."""
+
+    def convolve(layer, x, stride):
+        weight = np.asarray(layer.weight)
+        pad = weight.shape[2] // 2
+        x = np.pad(x, [(0, 0), (0, 0), (pad, pad), (pad, pad)])
+        x = [[correlate(image, w, "valid")[0] for w in weight] for image in x]
+        x = np.array(x)[:, :, ::stride, ::stride]
+        if layer.norm is None:
+            return x + layer.bias
+        x = x - x.mean(axis=(0, 2, 3), keepdims=True)
+        return x / np.sqrt(np.mean(x**2, axis=(0, 2, 3), keepdims=True) + 1e-5)
+
+    x = relu(convolve(network.first, images, 1))
+    for i, block in enumerate(network.blocks):
+        stride = 2 if i in (2, 4, 6) else 1
+        residual = convolve(block.second, relu(convolve(block.first, x, stride)), 1)
+        if stride == 2:
+            x = convolve(block.shortcut, x, 2)
+        x = relu(x + residual)
+    return x.mean(axis=(2, 3)) @ network.dense.weight.T + network.dense.bias
+
+
+def test_resnet_against_a_literal_loop(normalised, some_digits):
+    network, state, batched = normalised
+    images, _ = some_digits
+    outputs, _ = batched(images[:16], state)
+    assert outputs.shape == (16, 10)
+    expected = literal_resnet(network, np.asarray(images[:16]))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_unnormalised_resnet_against_a_literal_loop(unnormalised, some_digits):
+    images = some_digits[0][:4]
+    outputs = jax.jit(jax.vmap(unnormalised))(images)
+    expected = literal_resnet(unnormalised, np.asarray(images))
+    np.testing.assert_allclose(outputs, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_no_derivative_of_the_unnormalised_resnet_is_zero(unnormalised, some_digits):
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(network):
+        return jnp.sum(jax.vmap(network)(some_digits[0][:4]) ** 2)
+
+    for leaf in jax.tree.leaves(gradient(unnormalised)):
+        assert jnp.any(leaf != 0)
+
+
+def test_without_normalisation_a_block_keeps_the_scale():
+    block = Block(jax.random.key(0), 64, 64, 1, normalise=False)
+    x = jax.nn.relu(jax.random.normal(jax.random.key(1), (8, 64, 8, 8)))
+    y = jax.jit(jax.vmap(lambda x: block(x, None)[0]))(x)
+    # By a quarter at most, where an unscaled block would nearly treble it.
+    assert 0.9 < jnp.mean(y**2) / jnp.mean(x**2) < 1.25
+
+
+def test_a_resnet_that_normalises_needs_its_state(normalised):
+    network, *_ = normalised
+    with pytest.raises(ValueError, match=r"needs its state: call `model\(x, state\)`"):
+        network(jnp.zeros((1, 8, 8)))
+
+
+CROSS_ENTROPY = gnlin.SoftmaxCrossEntropy(reduction="mean")
+
+
+def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
+    network, state, batched = normalised
+    x, labels = some_digits
+    batches = [(x[i : i + 16], labels[i : i + 16]) for i in (0, 16)]
+    result = gnlin.fit(
+        network,
+        batches,
+        gnlin.IterativeLinearisation(2, 0.03),
+        loss=CROSS_ENTROPY,
+        steps=2,
+        state=state,
+        progress=False,
+    )
+    assert np.all(np.isfinite(result.history["loss"]))
+    assert np.any(result.model.first.weight != network.first.weight)
+    # K = 2: both batches pass through the network as it began.
+    _, expected = batched(batches[1][0], batched(batches[0][0], state)[1])
+    for ours, theirs in zip(*map(jax.tree.leaves, (result.state, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+    mean, _ = result.state.get(network.blocks[-1].second.norm.batch_state_index)
+    assert np.any(mean != 0)
+
+
+#
+# The transformer
+#
+
+
+@pytest.mark.parametrize(
+    ("image", "patch", "width", "depth", "heads", "num_classes"),
+    [((1, 8, 8), 4, 16, 1, 2, 10), ((3, 12, 8), 4, 6, 2, 3, 7)],
+)
+def test_transformer_has_the_size_that_it_is_said_to(
+    image, patch, width, depth, heads, num_classes
+):
+    network = transformer(
+        jax.random.key(0), image, patch, width, depth, heads, num_classes
+    )
+    channels, height, image_width = image
+    embedding = (channels * patch**2 + 1) * width
+    positions = (height // patch) * (image_width // patch) * width
+    norm = 2 * width
+    attention = 4 * width**2
+    dense = (width + 1) * 4 * width + (4 * width + 1) * width
+    last = (width + 1) * num_classes
+    size = embedding + positions + depth * (2 * norm + attention + dense) + norm + last
+    assert sizes([network]) == [size]
+    outputs = eqx.filter_eval_shape(jax.vmap(network), jnp.zeros((2, *image)))
+    assert outputs.shape == (2, num_classes)
+
+
+def test_the_default_transformer_has_the_size_that_it_is_said_to():
+    assert sum(map(np.prod, shapes(transformer))) == 26_218
+
+
+def test_patches_are_squares_row_by_row():
+    x = np.arange(2 * 4 * 6).reshape(2, 4, 6)
+    expected = [x[:, i : i + 2, j : j + 2].ravel() for i in (0, 2) for j in (0, 2, 4)]
+    np.testing.assert_array_equal(patches(jnp.asarray(x), 2), expected)
+
+
+@pytest.fixture(scope="module")
+def tiny_transformer():
+    return transformer(jax.random.key(0), patch=4, width=16, depth=1, heads=2)
+
+
+def test_the_transformer_knows_where_a_patch_is(tiny_transformer):
+    """By its position alone: without, the order of patches makes no difference."""
+    network = tiny_transformer
+    without = eqx.tree_at(lambda n: n.positions, network, jnp.zeros((4, 16)))
+    x = jax.random.normal(jax.random.key(1), (1, 8, 8))
+    moved = jnp.roll(x, 4, axis=2)
+    outputs = eqx.filter_jit(lambda network, x: network(x))
+    assert not np.allclose(outputs(network, x), outputs(network, moved))
+    np.testing.assert_allclose(outputs(without, x), outputs(without, moved), rtol=1e-9)
+
+
+def test_transformer_refuses_what_does_not_divide():
+    with pytest.raises(ValueError, match="3 x 3 do not tile an image of 8 x 8"):
+        transformer(jax.random.key(0), patch=3)
+    with pytest.raises(ValueError, match="3 heads do not share a width of 32 evenly"):
+        transformer(jax.random.key(0), heads=3)
+
+
+def test_fit_of_the_transformer(tiny_transformer, some_digits):
+    result = gnlin.fit(
+        tiny_transformer,
+        some_digits,
+        gnlin.IterativeLinearisation(2, optimiser=optax.adam(1e-2), restart=False),
+        loss=CROSS_ENTROPY,
+        batch_size=16,
+        epochs=10,
+        progress=False,
+    )
+    loss = result.history["loss"]
+    assert np.mean(loss[-4:]) < 0.5 * np.mean(loss[:4])

@@ -218,6 +218,7 @@ def test_verdicts(required, measured, verdict):
     assert _figure("it", required, measured)["verdict"] == verdict
 
 
+@pytest.mark.slow
 def test_training_speed_quick_writes_its_results(tmp_path, capsys):
     speed_training.run(Options(seeds=None, out=tmp_path, quick=True))
     assert "at sizes too small to judge them by" in capsys.readouterr().out

@@ -83,6 +83,7 @@ def train(run, seed):
     return float(gnlin.accuracy(outputs, labels)), result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_digits_are_learnt(run):
     accuracy, result = train(run, seed=3)

@@ -86,6 +86,7 @@ def start(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
 def test_killed_at_any_moment(tmp_path):
     """Every kind of run, some of them twice: a moment after some step."""

@@ -2,12 +2,14 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from problems import least_squares
 
 import gnlin
 from benchmarks.data import nist
 
 
+@pytest.mark.slow
 def test_all_of_nists_problems_are_solved():
     solver = gnlin.LevenbergMarquardt()
     lres = {}

@@ -1,1 +1,1 @@
-"""The data that the experiments fit, each read or computed without a download."""
+"""The data that the experiments fit: computed, scikit-learn's, or standard files."""
