@@ -85,7 +85,7 @@ def test_a_row_of_xor_features_is_one_run(solver, monkeypatch):
     np.testing.assert_allclose(runs.weights[0, 1, :, :2], rows, rtol=1e-6, atol=1e-9)
     cosines = rows @ xor_features.CORNERS.T / np.sqrt(2)
     cosines = cosines.max(axis=1) / np.linalg.norm(rows, axis=1)
-    share = np.abs(output[0]) * np.linalg.norm(rows, axis=1)
+    share = np.abs(output) * np.linalg.norm(rows, axis=1)
     expected = np.sum(share * cosines) / np.sum(share)
     assert runs.alignment[0, 1] == pytest.approx(expected, rel=1e-6)
     assert runs.feature_updates[0, 1] == 3

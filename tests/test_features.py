@@ -213,7 +213,7 @@ def test_a_bad_measure_is_named(build, words):
 
 
 def test_a_column_that_is_there_already():
-    with pytest.raises(ValueError, match="has a column 'loss' already"):
+    with pytest.raises(ValueError, match="two columns 'loss'"):
         gnlin.fit(
             ONE,
             (X, jnp.ones((N, C))),

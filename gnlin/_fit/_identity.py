@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import types
 import zlib
 from collections.abc import Mapping
@@ -51,8 +52,8 @@ def described(thing: Any, seen: tuple[int, ...] = ()) -> str:
     if isinstance(thing, types.MethodType):
         return f"{inner(thing.__func__)} of {inner(thing.__self__)}"
     if isinstance(thing, types.FunctionType):
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
-        parts = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, cells]
+        closed_over = inspect.getclosurevars(thing).nonlocals
+        parts = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, closed_over]
         return f"{thing.__qualname__}<{_short(inner(parts))}>"
     if isinstance(thing, types.CodeType):
         return f"{thing.co_code.hex()} {inner(thing.co_names)} {inner(thing.co_consts)}"

@@ -37,8 +37,8 @@ class FitResult:
     - `stats`: `num_steps`, `num_epochs`, `num_feature_updates`, `num_inner_steps`,
         `num_jvps`, `num_vjps`, `num_accepted_steps`, `num_rejected_steps`.
     - `result`: an `optimistix.RESULTS`: `successful` if it has converged or a callback
-        has stopped it, `nonlinear_max_steps_reached` if all steps were made, `nonfinite`
-        or `nonlinear_divergence` if the run ended early.
+        has stopped it, `nonlinear_max_steps_reached` if all steps were made or the run
+        was interrupted, `nonfinite` or `nonlinear_divergence` if it ended early.
     - `reason`: why it ended, in words.
     - `linearisation_point`: the model at $\\theta_s$, where iterative linearisation has
         kept it across batches; else `None`.

@@ -56,7 +56,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
         ```python
         solver = gnlin.AdaptiveLinearisation(
-            gnlin.IterativeLinearisation(math.inf, learning_rate=1e-3), max_drift=0.3
+            gnlin.IterativeLinearisation(period=10**6, learning_rate=1e-3), max_drift=0.3
         )
         ```
     """
