@@ -19,13 +19,14 @@ DEFAULT = "k-vs-lambda"
 # Imported when run, not before: `list` and `--help` are to be quick.
 MODULES = {
     "k-vs-lambda": "benchmarks.experiments.k_vs_lambda",
+    "k-sweep": "benchmarks.experiments.k_sweep",
     "lambda-sweep": "benchmarks.experiments.lambda_sweep",
     "xor-features": "benchmarks.experiments.xor_features",
     "nist": "benchmarks.experiments.nist",
     "speed": "benchmarks.speed",
     "speed-training": "benchmarks.speed_training",
 }
-TAKE_SEEDS = ("k-vs-lambda", "lambda-sweep", "xor-features")
+TAKE_SEEDS = ("k-vs-lambda", "k-sweep", "lambda-sweep", "xor-features")
 OURS = ("benchmarks.", "gnlin.")
 INTERRUPTED = 130
 """The exit code of shells for what SIGINT ended."""

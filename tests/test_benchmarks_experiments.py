@@ -12,8 +12,8 @@ import pytest
 import gnlin
 from benchmarks.__main__ import main
 from benchmarks.data import quintic, xor
-from benchmarks.experiments import lambda_sweep, xor_features
-from benchmarks.networks.mlp import quintic_mlp, xor_mlp
+from benchmarks.experiments import k_sweep, lambda_sweep, xor_features
+from benchmarks.networks.mlp import digits_mlp, quintic_mlp, xor_mlp
 
 
 def read(path):
@@ -21,8 +21,15 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", ["lambda-sweep", "xor-features"])
-def test_quick_runs_write_what_they_promise(name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "num_verdicts"),
+    [
+        pytest.param("k-sweep", 3, marks=pytest.mark.slow),
+        ("lambda-sweep", 4),
+        ("xor-features", 4),
+    ],
+)
+def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys):
     assert main([name, "--quick", "--seeds", "2", "--out", str(tmp_path)]) == 0
     stem = name.replace("-", "_")
     kinds = {f"{stem}.{kind}" for kind in ("png", "pdf", "csv")}
@@ -34,7 +41,7 @@ def test_quick_runs_write_what_they_promise(name, tmp_path, capsys):
     rows = read(tmp_path / f"{stem}.csv")
     assert {row["seed"] for row in rows} == {"0", "1"}
     verdicts = read(tmp_path / "verdicts.csv")
-    assert len(verdicts) == 4
+    assert len(verdicts) == num_verdicts
     written = capsys.readouterr().out
     for verdict in verdicts:
         assert f"{verdict['outcome']}: {verdict['claim']}." in written
@@ -89,3 +96,21 @@ def test_a_row_of_xor_features_is_one_run(solver, monkeypatch):
     expected = np.sum(share * cosines) / np.sum(share)
     assert runs.alignment[0, 1] == pytest.approx(expected, rel=1e-6)
     assert runs.feature_updates[0, 1] == 3
+
+
+def test_the_looks_of_the_sweep_over_k_are_those_of_one_run():
+    curves = k_sweep.by_period(3.0, num_seeds=2, num_inner=12, fewest=1)
+    np.testing.assert_array_equal(curves.updates, [1, 2, 3, 4])
+    np.testing.assert_array_equal(curves.inner_steps[1], [3, 6, 9, 12])
+    (inputs, labels), (test_inputs, test_labels) = k_sweep._data()
+    solver = gnlin.IterativeLinearisation(3, k_sweep.LEARNING_RATE)
+    solution = gnlin.solve(
+        digits_mlp(jax.random.key(1)),
+        (inputs, labels),
+        solver,
+        loss=gnlin.SoftmaxCrossEntropy(),
+        max_steps=4,
+    )
+    np.testing.assert_allclose(curves.train_loss[1], solution.history.loss[1:], rtol=1e-8)
+    outputs = jax.vmap(solution.model)(test_inputs)
+    assert curves.final[1] == gnlin.accuracy(outputs, test_labels)
