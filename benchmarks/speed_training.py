@@ -179,9 +179,8 @@ def flow(period: int) -> Figure:
     by_flow, literal = stepped("flow"), stepped("kernel")
     end, expected = by_flow.run()[0], literal.run()[0]
     start = network.parameters
-    change = jax.tree.map(jnp.subtract, expected, start)
-    miss = jax.tree.map(jnp.subtract, end, expected)
-    error = optax.global_norm(miss) / optax.global_norm(change)
+    distance = gnlin.features.distance
+    error = distance(end, expected) / distance(expected, start)
     cases = [
         Case("gnlin", "gradient flow", by_flow.run),
         Case("gnlin", "one by one", literal.run, max_rounds=1),

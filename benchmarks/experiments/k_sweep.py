@@ -150,11 +150,11 @@ def by_period(period: float, num_seeds: int, num_inner: int, fewest: int) -> Cur
         jnp.asarray(period), LEARNING_RATE, method=_method(period)
     )
     num_updates = max(round(num_inner / period), fewest)
-    return _curves("iterative linearisation", period, solver, num_updates, num_seeds)
+    return train_curves("iterative linearisation", period, solver, num_updates, num_seeds)
 
 
 def baseline(name: str, num_seeds: int, num_updates: int) -> Curves:
-    return _curves(name, None, BASELINES[name], num_updates, num_seeds)
+    return train_curves(name, None, BASELINES[name], num_updates, num_seeds)
 
 
 def _method(period: float) -> Any:
@@ -163,7 +163,7 @@ def _method(period: float) -> Any:
     return "kernel" if period < SMALL else "flow"
 
 
-def _curves(name, period, solver, num_updates: int, num_seeds: int) -> Curves:
+def train_curves(name, period, solver, num_updates: int, num_seeds: int) -> Curves:
     updates = np.unique(np.round(np.geomspace(1, num_updates, NUM_LOOKS)))
     padded = np.pad(updates, (0, NUM_LOOKS - len(updates)), mode="edge")
     data, test = _data()
