@@ -193,7 +193,7 @@ class Log(Callback):
 
 class Measure(Callback):
     """Puts figures of the model into the history, each a column of its own, such as those
-    of [`gnlin.features`][].
+    of `gnlin.features`.
 
     **Arguments:**
 
