@@ -19,6 +19,7 @@ DEFAULT = "k-vs-lambda"
 # Imported when run, not before: `list` and `--help` are to be quick.
 MODULES = {
     "k-vs-lambda": "benchmarks.experiments.k_vs_lambda",
+    "adaptive": "benchmarks.experiments.adaptive",
     "k-sweep": "benchmarks.experiments.k_sweep",
     "lambda-sweep": "benchmarks.experiments.lambda_sweep",
     "xor-features": "benchmarks.experiments.xor_features",
@@ -26,7 +27,7 @@ MODULES = {
     "speed": "benchmarks.speed",
     "speed-training": "benchmarks.speed_training",
 }
-TAKE_SEEDS = ("k-vs-lambda", "k-sweep", "lambda-sweep", "xor-features")
+TAKE_SEEDS = ("k-vs-lambda", "adaptive", "k-sweep", "lambda-sweep", "xor-features")
 OURS = ("benchmarks.", "gnlin.")
 INTERRUPTED = 130
 """The exit code of shells for what SIGINT ended."""

@@ -24,6 +24,7 @@ def read(path):
 @pytest.mark.parametrize(
     ("name", "num_verdicts"),
     [
+        pytest.param("adaptive", 2, marks=pytest.mark.slow),
         pytest.param("k-sweep", 3, marks=pytest.mark.slow),
         ("lambda-sweep", 4),
         ("xor-features", 4),

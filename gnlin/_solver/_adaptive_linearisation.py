@@ -46,7 +46,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
     - `descent`: the inner steps, a [`gnlin.IterativeLinearisation`][]; its `period`,
         which may be infinite, is the longest.
-    - `max_drift`: $\tau > 0$, or `None` not to look at the kernel.
+    - `max_drift`: $\tau > 0$, or `None` not to look at the kernel. A kernel may drift far
+        while the steps are still good: of the two this is the cautious one.
     - `min_ratio`: $\rho$ from 0 to 1, or `None` not to look at the loss.
     - `check_every`: inner steps from one look to the next, across batches.
 
@@ -56,7 +57,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
         ```python
         solver = gnlin.AdaptiveLinearisation(
-            gnlin.IterativeLinearisation(period=10**6, learning_rate=1e-3), max_drift=0.3
+            gnlin.IterativeLinearisation(period=10**6, learning_rate=1e-3), min_ratio=0.5
         )
         ```
     """
@@ -72,7 +73,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     def __init__(
         self,
         descent: IterativeLinearisation,
-        max_drift: ScalarLike | None = 0.5,
+        max_drift: ScalarLike | None = None,
         min_ratio: ScalarLike | None = 0.25,
         check_every: int = 10,
     ):
