@@ -56,6 +56,25 @@ def checkpoint(step):
     return f"step-{step:012d}.gnlin"
 
 
+def test_a_function_is_the_same_in_every_process():
+    """Whatever the order in which a process keeps its sets."""
+    script = (
+        "from gnlin._fit._identity import described;"
+        "print(described(lambda name: name in {'one', 'two', 'three', 'four'}))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "3")
+    }
+    assert len(found) == 1
+
+
 #
 # Killed
 #

@@ -45,7 +45,9 @@ def described(thing: Any, seen: tuple[int, ...] = ()) -> str:
         return repr(thing)
     if isinstance(thing, Mapping):
         return f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in thing.items())}}}"
-    if isinstance(thing, list | tuple | set | frozenset):
+    if isinstance(thing, set | frozenset):  # whose order is another in each process
+        return f"{type(thing).__qualname__}({', '.join(sorted(map(inner, thing)))})"
+    if isinstance(thing, list | tuple):
         return f"{type(thing).__qualname__}({', '.join(map(inner, thing))})"
     if isinstance(thing, functools.partial):
         return f"partial{inner((thing.func, thing.args, thing.keywords))}"
