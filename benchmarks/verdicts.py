@@ -97,7 +97,7 @@ def rank_correlation(
 
     def of_one(values):
         known = np.isfinite(values)
-        if known.sum() < 3 or np.ptp(values[known]) == 0:
+        if known.sum() < 3 or 0 in (np.ptp(x[known]), np.ptp(values[known])):
             return np.nan
         ranks = stats.rankdata(x[known]), stats.rankdata(values[known])
         return np.corrcoef(*ranks)[0, 1]

@@ -105,3 +105,12 @@ def check_period(name: str, value) -> None:
                 f"`{name}` must be a whole number of at least 1, or `math.inf`, but "
                 f"{value} was given."
             )
+
+
+def check_count(name: str, value) -> None:
+    """A whole number of at least 1."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(
+            f"`{name}` must be a whole number of at least 1, but {value!r} was given."
+        )

@@ -32,6 +32,11 @@ def partition(
     return parameters, frozen
 
 
+def predict(frozen: PyTree, parameters: PyTree, x: PyTree) -> PyTree[Array]:
+    """The output of the model that `partition` has taken apart."""
+    return eqx.combine(parameters, frozen)(x)
+
+
 class Network(eqx.Module):
     """A model as a function of its parameters, a batch of inputs, keys and its state.
 

@@ -7,15 +7,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from ._checks import check_count
 from ._data import as_batch
 from ._linearisation import linearise, PerExample
 from ._losses import AbstractLoss, check_loss, SquaredError
-from ._model import partition
+from ._model import partition, predict
 from ._objective import BatchLoss
 from ._solver import AbstractGaussNewton, statistics
 
@@ -116,16 +116,11 @@ def solve(
             f"a {type(solver).__name__} was given; for other least-squares solvers use "
             "`optimistix.least_squares`."
         )
-    whole = isinstance(max_steps, int | np.integer) and not isinstance(max_steps, bool)
-    if not whole or max_steps < 1:
-        raise ValueError(
-            f"`max_steps` must be a whole number of at least 1, but {max_steps} was "
-            "given."
-        )
+    check_count("max_steps", max_steps)
     check_loss(loss)
     inputs, targets, weights = as_batch(data)
     parameters, frozen = partition(model, filter_spec)
-    fn = PerExample(eqx.Partial(_predict, frozen))
+    fn = PerExample(eqx.Partial(predict, frozen))
     if not loss.is_quadratic:  # which has no values of targets to check
         outputs = eqx.filter_eval_shape(fn, parameters, inputs)
         loss.check(outputs, targets)
@@ -184,10 +179,6 @@ def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps):
         num_inner_steps=rows.num_inner_steps,
     )
     return y, result, history, {"num_steps": num_steps, **statistics(state.counts)}
-
-
-def _predict(frozen, parameters, x):
-    return eqx.combine(parameters, frozen)(x)
 
 
 def _without_unused_rows(solution: Solution) -> Solution:

@@ -31,7 +31,7 @@ from . import _tree
 from ._checks import check_nonnegative
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise, PerExample
 from ._losses import SoftmaxCrossEntropy
-from ._model import partition
+from ._model import partition, predict
 from ._solve import solve
 from ._solver import DampedGaussNewton
 
@@ -55,12 +55,8 @@ def linearise_model(
         ```
     """
     parameters, frozen = partition(model, filter_spec)
-    outputs = PerExample(eqx.Partial(_apply, frozen))
+    outputs = PerExample(eqx.Partial(predict, frozen))
     return linearise(outputs, parameters, inputs)
-
-
-def _apply(frozen, parameters, x):
-    return eqx.combine(parameters, frozen)(x)
 
 
 @eqx.filter_jit

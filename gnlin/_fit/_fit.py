@@ -8,10 +8,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
+from .._checks import check_count
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
 from .._solver import (
@@ -22,6 +22,7 @@ from .._solver import (
 )
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
+from ._identity import is_key
 from ._run import FitResult, Run
 from ._step import begin, Setting
 from ._stream import IterableStream, make_stream
@@ -126,7 +127,8 @@ def fit(
         ("validate_every", validate_every),
         ("curvature_batch_size", curvature_batch_size),
     ):
-        _check_count(name, value)
+        if value is not None:
+            check_count(name, value)
     if (epochs is None) == (steps is None):
         raise ValueError("Pass one of `epochs` and `steps`: how long to train.")
     if augment is not None and not callable(augment):
@@ -221,8 +223,7 @@ def _as_list(callbacks: Any) -> list[Callback]:
 def _checked_key(key: Any) -> Array:
     if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
         return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
-    is_key = eqx.is_array(key) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if not is_key or key.shape != ():
+    if not is_key(key) or key.shape != ():
         raise ValueError(
             "`key` must be one key, such as `jax.random.key(0)`, but "
             f"{_shown(key)} was given."
@@ -233,14 +234,6 @@ def _checked_key(key: Any) -> Array:
 def _shown(x: Any) -> str:
     is_array = isinstance(x, jax.Array | np.ndarray)
     return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
-
-
-def _check_count(name: str, value: Any) -> None:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= 1):
-        raise ValueError(
-            f"`{name}` must be a whole number of at least 1, but {value!r} was given."
-        )
 
 
 def _check_curvature_batch(size, stream, solver) -> None:

@@ -79,10 +79,10 @@ def _short(text: str) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
     return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def as_numpy(x: Any) -> np.ndarray:
     """An array, or the numbers that a random key is."""
-    return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)

@@ -17,7 +17,7 @@ from .._solver import statistics, Stream
 from ..callbacks import Callback
 from ._checkpoint import Checkpoint
 from ._history import COLUMNS, FitHistory, Rows
-from ._identity import as_numpy, checksum, described, described_by_field
+from ._identity import as_numpy, checksum, described, described_by_field, is_key
 from ._saver import Saver
 from ._step import Carry, Compiled, join, Setting, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
@@ -437,6 +437,6 @@ def _name_of(result: optx.RESULTS) -> str:
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:
-    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+    if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
     return jnp.asarray(x)

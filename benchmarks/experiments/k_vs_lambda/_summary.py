@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import rankdata
 
+from ...verdicts import rank_correlation
 from ._sweep import DAMPED, DESCENT, Row, SOLVERS
 from ._tasks import Task
 
@@ -85,17 +85,14 @@ def agreement_of(curves: dict[str, Curve]) -> Agreement:
         num_strengths=int(usable.sum()),
         mean_difference=float(relative.mean()),
         largest_difference=float(relative.max()),
-        correlation=_rank_correlation(a, b),
-        correlation_of_descent_with_damping=_rank_correlation(a, damping),
-        correlation_of_damped_with_damping=_rank_correlation(b, damping),
+        correlation=_or_none(rank_correlation(a, b)),
+        correlation_of_descent_with_damping=_or_none(rank_correlation(a, damping)),
+        correlation_of_damped_with_damping=_or_none(rank_correlation(b, damping)),
     )
 
 
-def _rank_correlation(x: PerStrength, y: PerStrength) -> float | None:
-    """Spearman's: the correlation of the ranks. A constant has none."""
-    if np.ptp(x) == 0 or np.ptp(y) == 0:
-        return None
-    return float(np.corrcoef(rankdata(x), rankdata(y))[0, 1])
+def _or_none(correlation: PerStrength) -> float | None:
+    return None if np.isnan(correlation) else float(correlation)
 
 
 def print_table(
