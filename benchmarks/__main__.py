@@ -1,33 +1,28 @@
 """Run the experiments and benchmarks of gnlin."""
 
 import argparse
-import ast
 import difflib
 import importlib
-import importlib.util
+import math
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
-from ._options import Options
-from ._results import claim_folder, UnusableFolder, versions
+from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary
+from ._options import Options, Refusal
+from ._results import claim_folder, versions
 
 
 DEFAULT = "k-vs-lambda"
-# Imported when run, not before: `list` and `--help` are to be quick.
-MODULES = {
-    "k-vs-lambda": "benchmarks.experiments.k_vs_lambda",
-    "adaptive": "benchmarks.experiments.adaptive",
-    "k-sweep": "benchmarks.experiments.k_sweep",
-    "lambda-sweep": "benchmarks.experiments.lambda_sweep",
-    "xor-features": "benchmarks.experiments.xor_features",
-    "nist": "benchmarks.experiments.nist",
-    "speed": "benchmarks.speed",
-    "speed-training": "benchmarks.speed_training",
+COMMANDS = {
+    "all": "Every experiment, one after another, and then the report.",
+    "report": "One page, as HTML and Markdown, of what the experiments have found.",
+    "data": "Verify the files of MNIST or CIFAR-10, or download them.",
+    "list": "What can be run.",
 }
-TAKE_SEEDS = ("k-vs-lambda", "adaptive", "k-sweep", "lambda-sweep", "xor-features")
+DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
 INTERRUPTED = 130
 """The exit code of shells for what SIGINT ended."""
@@ -38,68 +33,158 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, message + "\n")
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Breaks no name at its hyphens."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
-    options = _parser().parse_args(arguments)
-    if options.name == "list":
-        _list()
-        return 0
-    if options.name == "data":
-        return _data(options.dataset, options.data_dir)
-    if options.name not in MODULES:
-        return _refuse(_unknown(options.name, MODULES, "experiment"))
-    if options.dataset is not None or options.data_dir is not None:
-        return _refuse(f"'{options.name}' needs no files; leave them out.")
-    if options.seeds is not None and options.name not in TAKE_SEEDS:
-        return _refuse(f"'{options.name}' runs from fixed starts; leave --seeds out.")
-    out = options.out or Path("results") / options.name
+    parser = _parser()
+    given, unknown = parser.parse_known_intermixed_args(arguments)
     try:
-        claim_folder(out)
-    except UnusableFolder as error:
-        return _refuse(str(error))
-    try:
-        return _run(MODULES[options.name], Options(options.seeds, out, options.quick))
+        _check_unknown(parser, unknown)
+        return _dispatch(given)
+    except Refusal as refusal:
+        print(refusal, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print("Interrupted before all results were written.", file=sys.stderr)
+        resumable = given.name in EXPERIMENTS or given.name == "all"
+        advice = " --resume goes on from there." if resumable else ""
+        print(f"Interrupted before all results were written.{advice}", file=sys.stderr)
         return INTERRUPTED
 
 
-def _run(module: str, options: Options) -> int:
-    try:
-        experiment = _load(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith(OURS):
-            raise
-        return _refuse(
-            f"The benchmarks need '{error.name}', which is not installed; run "
-            '`python -m pip install -e ".[bench]"`.'
-        )
-    experiment.run(options)
-    return 0
+def _dispatch(given: argparse.Namespace) -> int:
+    name = given.name
+    if name not in MODULES and name not in COMMANDS:
+        raise Refusal(_unknown(name, MODULES | COMMANDS, "experiment"))
+    if given.dataset is not None and name != "data":
+        raise Refusal(f"'{name}' takes no second name; leave '{given.dataset}' out.")
+    if given.quick and given.scale is not None:
+        raise Refusal("--quick is a scale of its own; leave --scale out.")
+    scale = "quick" if given.quick else given.scale or "embedded"
+    _check_apply(given, scale)
+    if name == "list":
+        return _list()
+    if name == "data":
+        return _data(given.dataset, given.data_dir)
+    if name == "report":
+        _prepare(None)
+        return _report(given.out or Path("results"))
+    names = list(EXPERIMENTS) if name == "all" else [name]
+    out = given.out or (Path("results") if name == "all" else Path("results") / name)
+    options = Options(
+        out, scale, given.seeds, given.steps, given.grid, given.data_dir, given.resume
+    )
+    claim_folder(out)
+    _prepare(given.device)
+    if name != "all":
+        _run(name, options)
+        return 0
+    return _all(names, options)
 
 
-def _load(module: str) -> ModuleType:
-    """Raises `ModuleNotFoundError` for all that a run needs: better now than after it."""
+def _check_apply(given: argparse.Namespace, scale: str) -> None:
+    """Options that would have no effect are refused."""
+    name = given.name
+    if name not in EXPERIMENTS and name != "all":
+        for option, value in vars(given).items():
+            if value not in (None, False) and option not in _taken(name):
+                flag = option.replace("_", "-")
+                raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
+        return
+    for option in ("steps", "grid"):
+        if getattr(given, option) is not None and name == "all":
+            raise Refusal(f"--{option} is of one experiment; name it instead of 'all'.")
+    if given.data_dir is not None and scale != "full":
+        raise Refusal("--data-dir is for --scale full; the other scales need no files.")
+
+
+def _taken(name: str) -> tuple[str, ...]:
+    """What a benchmark or a command takes."""
+    options = {"list": (), "data": ("dataset", "data_dir"), "report": ("out",)}
+    return "name", *options.get(name, ("quick", "device", "out"))
+
+
+def _prepare(device: str | None) -> None:
+    """`Refusal` for what a run needs and is not there: better now than after it."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    versions()
-    return importlib.import_module(module)
+    try:
+        versions()
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
+    if device is None:
+        return
+    try:
+        jax.config.update("jax_default_device", jax.devices(device)[0])
+    except RuntimeError:
+        raise Refusal(
+            f"jax finds no {device} here (it has: {jax.default_backend()}); leave "
+            "--device out, or install jax for it."
+        ) from None
 
 
-def _list() -> None:
-    width = max(map(len, MODULES))
-    for name, module in MODULES.items():
-        print(f"{name:<{width}}  {_summary(module)}")
+def _run(name: str, options: Options) -> None:
+    try:
+        module = importlib.import_module(MODULES[name])
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(OURS):
+            raise
+        raise _not_installed(error) from None
+    if name in BENCHMARKS:
+        module.run(options)
+        return
+    from .experiment import run
+
+    run(name, module.EXPERIMENT, options)
 
 
-def _summary(module: str) -> str:
-    """The first line of a module's docstring, read without running the module."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return "(not installed)"
-    tree = ast.parse(Path(spec.origin).read_text())
-    return (ast.get_docstring(tree) or "").partition("\n")[0]
+def _not_installed(error: ModuleNotFoundError) -> Refusal:
+    return Refusal(
+        f"The benchmarks need '{error.name}', which is not installed; run "
+        '`python -m pip install -e ".[bench]"`.'
+    )
+
+
+def _all(names: Sequence[str], options: Options) -> int:
+    """Each in a folder of its own; what is refused does not keep the others from it."""
+    import dataclasses
+
+    import jax
+
+    failed = []
+    for name in names:
+        try:
+            _run(name, dataclasses.replace(options, out=options.out / name))
+        except Refusal as refusal:
+            print(f"{name}: {refusal}", file=sys.stderr)
+            failed.append(name)
+        # A process that keeps some thousand programs runs out of memory mappings.
+        jax.clear_caches()
+    code = _report(options.out)
+    if failed:
+        print(f"Not run: {', '.join(failed)}.", file=sys.stderr)
+    return 2 if failed else code
+
+
+def _report(folder: Path) -> int:
+    from .report import write
+
+    write(folder, list(EXPERIMENTS))
+    return 0
+
+
+def _list() -> int:
+    summaries = {name: summary(module) for name, module in MODULES.items()} | COMMANDS
+    width = max(map(len, summaries))
+    for name, line in summaries.items():
+        print(f"{name:<{width}}  {line}")
+    return 0
 
 
 def _data(name: str | None, data_dir: Path | None) -> int:
@@ -107,12 +192,12 @@ def _data(name: str | None, data_dir: Path | None) -> int:
 
     known = ", ".join(DATASETS)
     if name is None or data_dir is None:
-        return _refuse(
+        raise Refusal(
             f"Name a data set ({known}) and its folder: "
             "`python -m benchmarks data mnist --data-dir DIR`."
         )
     if name not in DATASETS:
-        return _refuse(_unknown(name, DATASETS, "data set", f"There are {known}."))
+        raise Refusal(_unknown(name, DATASETS, "data set", f"There are {known}."))
     return run(name, data_dir)
 
 
@@ -122,55 +207,111 @@ def _unknown(
     kind: str,
     advice: str = "`python -m benchmarks list` names them all.",
 ) -> str:
-    nearest = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-    question = f"; did you mean '{nearest[0]}'?" if nearest else "."
-    return f"There is no {kind} '{name}'{question} {advice}"
+    return f"There is no {kind} '{name}'{_nearest(name.lower(), names)} {advice}"
 
 
-def _refuse(sentence: str) -> int:
-    print(sentence, file=sys.stderr)
-    return 2
+def _nearest(name: str, names: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(name, list(names), n=1, cutoff=0.4)
+    return f"; did you mean '{nearest[0]}'?" if nearest else "."
+
+
+def _check_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    if not unknown:
+        return
+    name = unknown[0].partition("=")[0]
+    if name.startswith("-"):
+        nearest = _nearest(name, parser._option_string_actions)
+        raise Refusal(f"There is no option '{name}'{nearest} --help names them all.")
+    raise Refusal(f"'{name}' is one name too many; --help says what there is.")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m benchmarks",
         description=f"{__doc__} Without arguments, runs {DEFAULT}.",
+        allow_abbrev=False,
+        formatter_class=_Formatter,
     )
     parser.add_argument(
         "name",
         nargs="?",
         default=DEFAULT,
         metavar="NAME",
-        help=f"what to run: {', '.join(MODULES)}; `list`, a line on each; or `data`, to "
-        "verify the files of a data set, and download those that are not there",
+        help=f"an experiment ({', '.join(EXPERIMENTS)}), a benchmark "
+        f"({', '.join(BENCHMARKS)}), or a command ({', '.join(COMMANDS)}); `list` has a "
+        "line on each",
     )
     parser.add_argument(
         "dataset", nargs="?", metavar="DATASET", help="with `data`: mnist or cifar10"
     )
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="with `data`: the files' folder"
+        "--scale",
+        type=_scale,
+        metavar="SCALE",
+        help="embedded (the default: minutes on two cores, no files) or full (the "
+        "paper's settings, on MNIST and CIFAR-10)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a coarse run of a minute or less, to see that it works",
+    )
+    parser.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="the folder of the files, with `data` and with --scale full",
     )
     parser.add_argument(
         "--seeds",
         type=_at_least_one,
         metavar="N",
-        help="how many random initialisations, for an experiment that has some: "
-        f"{', '.join(TAKE_SEEDS)} (default: its own number)",
+        help="how many random initialisations (default: the scale's own number)",
+    )
+    parser.add_argument(
+        "--grid",
+        type=_numbers,
+        metavar="A,B,...",
+        help="the swept values, such as the periods of k-sweep: 1,100,1e6",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_at_least_one,
+        metavar="N",
+        help="how many steps a run makes (default: the scale's own number)",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with what was interrupted, in the folder of the results",
+    )
+    parser.add_argument(
+        "--device", type=_device, metavar="DEVICE", help="cpu or gpu (default: jax's own)"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for the results; files of the same name are overwritten "
-        "(default: results/NAME)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a coarse run of some seconds, to see that it works",
+        help="folder for the results, refused if it has those of other settings "
+        "(default: results/NAME; for `all` and `report` results, with a folder each)",
     )
     return parser
+
+
+def _one_of(names: Sequence[str], text: str) -> str:
+    if text not in names:
+        known = " or ".join(names)
+        nearest = _nearest(text.lower(), names)
+        raise argparse.ArgumentTypeError(f"must be {known}, but is '{text}'{nearest}")
+    return text
+
+
+def _scale(text: str) -> str:
+    return _one_of(("embedded", "full"), text)
+
+
+def _device(text: str) -> str:
+    return _one_of(DEVICES, text)
 
 
 def _at_least_one(text: str) -> int:
@@ -183,6 +324,18 @@ def _at_least_one(text: str) -> int:
             f"must be a whole number of at least 1, but is '{text}'."
         )
     return number
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        numbers = ()
+    if not numbers or any(math.isnan(number) for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"must be numbers with commas between, such as 1,100,1e6, but is '{text}'."
+        )
+    return numbers
 
 
 if __name__ == "__main__":

@@ -1,11 +1,29 @@
-"""What every benchmark is told: how many seeds, where to write, whether to be quick."""
+"""What every benchmark is told on the command line."""
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
+
+
+Scale = Literal["quick", "embedded", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    seeds: int | None
     out: Path
-    quick: bool
+    scale: Scale = "embedded"
+    seeds: int | None = None
+    steps: int | None = None
+    grid: tuple[float, ...] | None = None
+    """In place of the swept values of the scale."""
+    data_dir: Path | None = None
+    """Of MNIST's and CIFAR-10's files."""
+    resume: bool = False
+
+    @property
+    def quick(self) -> bool:
+        return self.scale == "quick"
+
+
+class Refusal(Exception):
+    """Says in one sentence why what was asked for cannot be done, and what can."""

@@ -9,10 +9,12 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ._options import Refusal
 
 
 PACKAGES = (
@@ -30,10 +32,6 @@ PACKAGES = (
 )
 
 
-class UnusableFolder(Exception):
-    """Says in one sentence why nothing can be written there."""
-
-
 def claim_folder(folder: Path) -> None:
     """Make the folder, and write to it: better refused now than after the work."""
     try:
@@ -41,12 +39,12 @@ def claim_folder(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (FileExistsError, NotADirectoryError):
-        raise UnusableFolder(
+        raise Refusal(
             f"Results cannot go to '{folder}', which is a file or lies within one; name "
             "a folder with --out."
         ) from None
     except OSError as error:
-        raise UnusableFolder(
+        raise Refusal(
             f"Results cannot go to '{folder}' ({error.strerror}); name another folder "
             "with --out."
         ) from None
@@ -69,29 +67,37 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
     """One line a dataclass, its fields the columns; `None` is an empty cell."""
+    write_table(path, [dataclasses.asdict(row) for row in rows])
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One line a row; the columns are those of any row, and what one lacks is empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
 
     def write(part: Path) -> None:
-        with part.open("w", newline="") as file:
-            names = [field.name for field in dataclasses.fields(rows[0])]
+        with part.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()
-            writer.writerows(dataclasses.asdict(row) for row in rows)
+            writer.writerows(rows)
 
     write_whole(path, write)
 
 
-def write_run(
-    out: Path,
-    name: str,
-    rows: Sequence[Any],
-    verdicts: Sequence[Any],
-    settings: dict[str, Any],
-) -> None:
-    """What lasts of an experiment beside its figures: NAME.csv, a row a run;
-    verdicts.csv; and settings.json, with all that the numbers may depend on."""
-    write_csv(out / f"{name}.csv", rows)
-    write_csv(out / "verdicts.csv", verdicts)
-    write_json(out / "settings.json", {**settings, **circumstances()})
+def read_settings(folder: Path) -> dict[str, Any] | None:
+    """What `settings.json` says; `None` where there is none."""
+    path = folder / "settings.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no JSON object")
+        return content
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise Refusal(
+            f"'{path}' cannot be read ({error}); name another folder with --out, or "
+            "delete this one."
+        ) from None
 
 
 def versions() -> dict[str, str]:
@@ -105,13 +111,14 @@ def circumstances() -> dict[str, Any]:
     """What the numbers may depend on besides the settings."""
     import jax  # not above: `list` and `--help` are to be quick
 
+    (device,) = jax.numpy.zeros(()).devices()  # by --device not always jax's first
     return {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "platform": platform.platform(),
         "processors": os.cpu_count(),
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
+        "backend": device.platform,
+        "device": device.device_kind,
         "x64": bool(jax.config.read("jax_enable_x64")),
         "versions": versions(),
     }

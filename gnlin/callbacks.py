@@ -8,6 +8,7 @@ A callback is told of the events of a run, and given the run:
 | `row` | the latest row of the history, by column |
 | `history` | all rows so far, a [`gnlin.FitHistory`][] |
 | `model`, `model_state` | as trained so far |
+| `linearisation_point` | the model last linearised at, where it stays across batches |
 | `record(figures)` | figures by column, of the callback's `columns`, to the latest row |
 | `stop(reason)` | ends the run after this event |
 """

@@ -218,7 +218,7 @@ def linear_probe(
     solution = solve(
         classifier,
         ((features - mean) / scale, labels),
-        DampedGaussNewton(damping),
+        DampedGaussNewton(damping, method="matrix-free"),
         loss=SoftmaxCrossEntropy(reduction="mean"),
         max_steps=max_steps,
     )

@@ -2,6 +2,7 @@
 are those of a run by hand."""
 
 import csv
+import dataclasses
 import json
 
 import jax
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 
 import gnlin
+from benchmarks import training
 from benchmarks.__main__ import main
 from benchmarks.data import quintic, xor
-from benchmarks.experiments import k_sweep, lambda_sweep, xor_features
+from benchmarks.experiment import Place, Runs
+from benchmarks.experiments import adaptive, k_sweep, lambda_sweep, xor_features
 from benchmarks.networks.mlp import digits_mlp, quintic_mlp, xor_mlp
 
 
@@ -35,10 +38,11 @@ def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys
     stem = name.replace("-", "_")
     kinds = {f"{stem}.{kind}" for kind in ("png", "pdf", "csv")}
     found = {path.name for path in tmp_path.iterdir()}
-    assert found == kinds | {"verdicts.csv", "settings.json"}
+    assert found == kinds | {"verdicts.csv", "settings.json", "runs"}
     settings = json.loads((tmp_path / "settings.json").read_text())
-    assert settings["quick"] is True
-    assert settings["seeds"] == 2
+    assert settings["scale"] == "quick"
+    assert settings["settings"]["seeds"] == 2
+    assert "2 seeds" in settings["figures"][stem] or "2 init" in settings["figures"][stem]
     rows = read(tmp_path / f"{stem}.csv")
     assert {row["seed"] for row in rows} == {"0", "1"}
     verdicts = read(tmp_path / "verdicts.csv")
@@ -49,19 +53,20 @@ def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys
 
 
 def test_a_row_of_the_sweep_over_lambda_is_one_run():
-    dampings = np.array([0.1, 10.0])
-    sweep = lambda_sweep.train_all(num_seeds=2, dampings=dampings, max_steps=5)
+    settings = lambda_sweep.LambdaSweep(seeds=2, dampings=(0.1, 10.0), num_steps=5)
+    columns = lambda_sweep.train(settings, {}, Place())
     x, y = map(jnp.asarray, quintic.examples(20))
     model = quintic_mlp(jax.random.key(1))
     solver = gnlin.DampedGaussNewton(10.0)
     model = gnlin.solve(model, (x, y), solver, max_steps=5).model
     rmse = lambda data: np.sqrt(np.mean((jax.vmap(model)(data[0]) - data[1]) ** 2))
-    assert sweep.train[1, 1] == pytest.approx(float(rmse((x, y))), rel=1e-6)
-    assert sweep.test[1, 1] == pytest.approx(
+    assert columns["damping"][1, 1] == 10
+    assert columns["train_rmse"][1, 1] == pytest.approx(float(rmse((x, y))), rel=1e-6)
+    assert columns["test_rmse"][1, 1] == pytest.approx(
         float(rmse(quintic.examples(1000))), rel=1e-6
     )
     learnt = jax.vmap(model)(quintic.examples(1000)[0])[:, 0]
-    np.testing.assert_allclose(sweep.functions[1, 1], learnt, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(columns["functions"][1, 1], learnt, rtol=1e-5, atol=1e-7)
 
 
 def test_runs_that_are_not_fitted_are_dropped_and_those_cut_short_not_judged():
@@ -75,12 +80,14 @@ def test_runs_that_are_not_fitted_are_dropped_and_those_cut_short_not_judged():
     np.testing.assert_array_equal(sweep.finished, [True, True, False])
 
 
-@pytest.mark.parametrize("solver", ["iterative-linearisation", "damped-gauss-newton"])
-def test_a_row_of_xor_features_is_one_run(solver, monkeypatch):
-    monkeypatch.setattr(xor_features, "NUM_DAMPED_STEPS", 3)
-    runs = xor_features.train_all(solver, np.array([1e5]), num_seeds=2, fewest=3)
-    eta = xor_features.LEARNING_RATE
-    if solver == "iterative-linearisation":
+@pytest.mark.parametrize("solver", [xor_features.BY_PERIOD, xor_features.BY_DAMPING])
+def test_a_row_of_xor_features_is_one_run(solver):
+    settings = xor_features.XorFeatures(
+        seeds=2, periods=(1e5,), fewest_updates=3, damped_steps=3
+    )
+    eta = settings.learning_rate
+    columns = xor_features.train(settings, {"solver": solver, "period": 1e5}, Place())
+    if solver == xor_features.BY_PERIOD:
         by_hand = gnlin.IterativeLinearisation(10**5, eta)
     else:
         by_hand = gnlin.DampedGaussNewton(1 / (eta * 1e5))
@@ -90,28 +97,74 @@ def test_a_row_of_xor_features_is_one_run(solver, monkeypatch):
         np.asarray(model.layers[0].weight),
         np.asarray(model.layers[1].weight[0]),
     )
-    np.testing.assert_allclose(runs.weights[0, 1, :, :2], rows, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(columns["weights"][1, :, :2], rows, rtol=1e-6, atol=1e-9)
     cosines = rows @ xor_features.CORNERS.T / np.sqrt(2)
     cosines = cosines.max(axis=1) / np.linalg.norm(rows, axis=1)
     share = np.abs(output) * np.linalg.norm(rows, axis=1)
     expected = np.sum(share * cosines) / np.sum(share)
-    assert runs.alignment[0, 1] == pytest.approx(expected, rel=1e-6)
-    assert runs.feature_updates[0, 1] == 3
+    assert columns["alignment"][1] == pytest.approx(expected, rel=1e-6)
+    assert columns["feature_updates"][1] == 3
+    assert columns["damping"][1] == pytest.approx(1 / (eta * 1e5))
 
 
 def test_the_looks_of_the_sweep_over_k_are_those_of_one_run():
-    curves = k_sweep.by_period(3.0, num_seeds=2, num_inner=12, fewest=1)
-    np.testing.assert_array_equal(curves.updates, [1, 2, 3, 4])
-    np.testing.assert_array_equal(curves.inner_steps[1], [3, 6, 9, 12])
-    (inputs, labels), (test_inputs, test_labels) = k_sweep._data()
-    solver = gnlin.IterativeLinearisation(3, k_sweep.LEARNING_RATE)
+    settings = dataclasses.replace(
+        k_sweep.EMBEDDED, seeds=2, num_steps=12, fewest_updates=1
+    )
+    point = {"solver": k_sweep.DESCENT, "learning_rate": 1e-3, "period": 3.0}
+    columns = k_sweep.train(settings, point, Place())
+    np.testing.assert_array_equal(columns["feature_updates"], [[1, 2, 3, 4]] * 2)
+    np.testing.assert_array_equal(columns["inner_steps"][1], [3, 6, 9, 12])
+    train, (test_inputs, test_labels) = training.load(settings, Place())
     solution = gnlin.solve(
         digits_mlp(jax.random.key(1)),
-        (inputs, labels),
-        solver,
+        train,
+        gnlin.IterativeLinearisation(3, 1e-3),
         loss=gnlin.SoftmaxCrossEntropy(),
         max_steps=4,
     )
-    np.testing.assert_allclose(curves.train_loss[1], solution.history.loss[1:], rtol=1e-8)
+    np.testing.assert_allclose(
+        columns["train_loss"][1], solution.history.loss[1:], rtol=1e-8
+    )
     outputs = jax.vmap(solution.model)(test_inputs)
-    assert curves.final[1] == gnlin.accuracy(outputs, test_labels)
+    assert columns["test_accuracy"][1, -1] == gnlin.accuracy(outputs, test_labels)
+
+
+@pytest.mark.slow
+def test_a_triggered_run_is_one_run():
+    settings = dataclasses.replace(adaptive.EMBEDDED, seeds=2, num_updates=3)
+    columns = adaptive.train(settings, {"solver": adaptive.DEFAULT}, Place())
+    train, _ = training.load(settings, Place())
+    descent = gnlin.IterativeLinearisation(10**6, 1e-3, method="flow")
+    solution = gnlin.solve(
+        digits_mlp(jax.random.key(1)),
+        train,
+        gnlin.AdaptiveLinearisation(descent, min_ratio=0.25),
+        loss=gnlin.SoftmaxCrossEntropy(),
+        max_steps=3,
+    )
+    np.testing.assert_array_equal(columns["feature_updates"][1], [1, 2, 3])
+    np.testing.assert_allclose(
+        columns["inner_steps"][1], np.cumsum(solution.history.num_inner_steps)
+    )
+    np.testing.assert_allclose(
+        columns["train_loss"][1], solution.history.loss[1:], rtol=1e-6
+    )
+
+
+def runs_of(updates, accuracy):
+    return Runs(
+        {"solver": adaptive.FIXED, "period": 10.0},
+        {"feature_updates": np.array(updates), "test_accuracy": np.array(accuracy)},
+    )
+
+
+def test_updates_to_an_accuracy_are_those_of_the_first_look_that_has_it():
+    runs = runs_of([[1, 2, 5], [1, 3, 6]], [[0.5, 0.9, 0.8], [0.1, 0.2, 0.3]])
+    np.testing.assert_array_equal(adaptive.updates_to(runs, 0.8), [2, 7])
+
+
+def test_the_accuracy_after_some_updates_is_of_a_look_with_no_more():
+    runs = runs_of([[1, 2, 5], [4, 5, 6]], [[0.5, 0.9, 0.8], [0.1, 0.2, 0.3]])
+    np.testing.assert_array_equal(adaptive.accuracy_after(runs, 3), [0.9, np.nan])
+    np.testing.assert_array_equal(adaptive.accuracy_after(runs, 9), [0.8, 0.3])

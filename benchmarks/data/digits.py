@@ -51,6 +51,22 @@ def examples(
     return (pixels[train], one_hot[train]), (pixels[test], one_hot[test])
 
 
+def labelled(
+    per_class: int, flat: bool = True
+) -> tuple[
+    tuple[Float[ndarray, "n ..."], Int[ndarray, " n"]],
+    tuple[Float[ndarray, "m ..."], Int[ndarray, " m"]],
+]:
+    """As `examples`, but with classes for labels, and images of shape (1, 8, 8) if not
+    `flat`."""
+    image = (64,) if flat else (1, 8, 8)
+    (x, y), (test_x, test_y) = examples(per_class)
+    return (
+        (x.reshape(-1, *image), y.argmax(axis=1)),
+        (test_x.reshape(-1, *image), test_y.argmax(axis=1)),
+    )
+
+
 def classification(
     flat: bool = True,
 ) -> tuple[

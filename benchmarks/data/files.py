@@ -15,6 +15,7 @@ from urllib.parse import urljoin
 from jaxtyping import Int, UInt8
 from numpy import ndarray
 
+from .._options import Refusal
 from .._results import write_whole
 
 
@@ -24,7 +25,7 @@ Examples: TypeAlias = tuple[UInt8[ndarray, "n channels height width"], Int[ndarr
 _TIMEOUT = 60  # seconds without an answer
 
 
-class DataError(Exception):
+class DataError(Refusal):
     """Says in one sentence what is wrong with which file, and what to do."""
 
 

@@ -1,167 +1,174 @@
 """Feature updates when they are due, against the best fixed period.
 
-The digits of `k-sweep`. Fixed periods over six decades, and iterative linearisation that
+The data of `k-sweep`. Fixed periods over six decades, and iterative linearisation that
 linearises anew when the kernel has drifted too far, when the loss does not fall as
 predicted, or at the first of both. Compared at equal feature updates, and at equal test
 accuracy, with the fixed period that is best in hindsight.
 """
 
-import time
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
-from rich.console import Console
-from rich.progress import track
-from threadpoolctl import threadpool_limits
 
 import gnlin
 
-from .. import _results
-from .._options import Options
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
-from ..verdicts import judge, print_verdicts, Verdict
-from .k_sweep import Curves, LEARNING_RATE, train_curves
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
 
 
-NUM_SEEDS, NUM_SEEDS_QUICK = 5, 2
-NUM_UPDATES, NUM_UPDATES_QUICK = 24, 3
-PERIODS = 10.0 ** np.arange(1, 7, 0.5)
-PERIODS_QUICK = 10.0 ** np.array([2, 4])
-LONGEST = 10**6
-DESCENT = gnlin.IterativeLinearisation(LONGEST, LEARNING_RATE, method="flow")
+FIXED = "fixed period"
 DEFAULT = "ratio 0.25"
-TRIGGERS = {
+TRIGGERS: dict[str, tuple[float | None, float | None]] = {
     "drift 0.1": (0.1, None),
     "drift 0.5": (0.5, None),
     "drift 1 or ratio 0.25": (1.0, 0.25),
     DEFAULT: (None, 0.25),
 }
+"""The largest drift and the least ratio."""
 COLOURS = dict(zip(TRIGGERS, (ORANGE, GREEN, BLUE, VERMILION), strict=True))
 SHARE = 0.98
 """Of the accuracy that the best fixed period ends with: the accuracy to be reached."""
-AFTER = 10
-"""Feature updates, at which accuracies are compared."""
 
 
-def run(options: Options) -> None:
-    """Train, draw, judge, and write rows, settings and verdicts."""
-    start = time.perf_counter()
-    num_seeds = options.seeds or (NUM_SEEDS_QUICK if options.quick else NUM_SEEDS)
-    num_updates = NUM_UPDATES_QUICK if options.quick else NUM_UPDATES
-    periods = PERIODS_QUICK if options.quick else PERIODS
-    console = Console()
-    # LAPACK's threads and XLA's wait for each other on matrices as small as these.
-    with threadpool_limits(1, user_api="blas"):
-        fixed = [
-            train_curves(
-                "fixed",
-                float(period),
-                gnlin.IterativeLinearisation(
-                    jnp.asarray(period), LEARNING_RATE, method="flow"
-                ),
-                num_updates,
-                num_seeds,
-            )
-            for period in track(np.round(periods), "fixed periods", console=console)
-        ]
-        adaptive = [
-            train_curves(
-                name,
-                None,
-                gnlin.AdaptiveLinearisation(DESCENT, *trigger),
-                num_updates,
-                num_seeds,
-            )
-            for name, trigger in track(TRIGGERS.items(), "triggers", console=console)
-        ]
-    verdicts = judge_all(fixed, adaptive)
-    print_verdicts(console, verdicts)
-    draw(options.out / "adaptive.png", fixed, adaptive)
-    rows = [row for each in (*fixed, *adaptive) for row in each.rows()]
-    seconds = time.perf_counter() - start
-    settings: dict[str, Any] = {
-        "seeds": num_seeds,
-        "quick": options.quick,
-        "periods": np.round(periods).tolist(),
-        "longest_period": LONGEST,
-        "triggers": {name: list(trigger) for name, trigger in TRIGGERS.items()},
-        "learning_rate": LEARNING_RATE,
-        "feature_updates": num_updates,
-        "best_fixed_period": quickest(fixed).period,
-        "wall_seconds": round(seconds, 1),
-    }
-    _results.write_run(options.out, "adaptive", rows, verdicts, settings)
-    num_runs = num_seeds * (len(fixed) + len(adaptive))
-    console.print(f"{num_runs} runs in {seconds:.0f} s.", highlight=False)
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Images):
+    periods: tuple[float, ...] = tuple(np.round(10 ** np.arange(1, 7, 0.5)).tolist())
+    longest: int = 10**6
+    """The longest period of a trigger."""
+    num_updates: int = 24
+    """Feature updates a run on the full batch; on mini-batches `num_steps` ends it."""
+    after: int = 10
+    """Feature updates, after which accuracies are compared."""
+    num_train: int | None = 50
 
 
-def updates_to(curves: Curves, accuracy: float) -> Float[ndarray, " seeds"]:
+EMBEDDED = Adaptive()
+QUICK = dataclasses.replace(EMBEDDED, seeds=2, periods=(1e2, 1e4), num_updates=3)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    data="cifar10",
+    network="lenet",
+    num_train=None,
+    batch_size=256,
+    learning_rate=1e-2,
+    num_steps=500_000,
+    num_looks=200,
+    after=100,
+)
+
+
+def points(settings: Adaptive) -> list[Point]:
+    fixed = [{"solver": FIXED, "period": period} for period in settings.periods]
+    return [*fixed, *({"solver": name} for name in TRIGGERS)]
+
+
+def train(settings: Adaptive, point: Point, place: Place) -> Columns:
+    data = training.load(settings, place)
+    if settings.batch_size is not None:
+        return training.mini_batches(settings, data, _solver(settings, point), place)
+    solver = _solver(settings, point, method="flow")
+    return training.full_batch(settings, data, solver, settings.num_updates)
+
+
+def _solver(
+    settings: Adaptive, point: Point, **how: Any
+) -> gnlin.IterativeLinearisation | gnlin.AdaptiveLinearisation:
+    """`how` the steps of descent are computed."""
+    rate = settings.learning_rate
+    if point["solver"] != FIXED:
+        descent = gnlin.IterativeLinearisation(settings.longest, rate, **how)
+        trigger = TRIGGERS[str(point["solver"])]
+        return gnlin.AdaptiveLinearisation(descent, *trigger)
+    period: Any = point["period"]
+    # Traced on the full batch, so that all periods share a compiled program.
+    period = int(period) if settings.batch_size is not None else jnp.asarray(period)
+    return gnlin.IterativeLinearisation(period, rate, **how)
+
+
+def updates_to(runs: Runs, accuracy: float) -> Float[ndarray, " seeds"]:
     """Feature updates until a test accuracy is reached; one more than all of them where
     it is not."""
-    reached = curves.test_accuracy >= accuracy
-    first = curves.updates[np.argmax(reached, axis=1)]
-    return np.where(reached.any(axis=1), first, curves.updates[-1] + 1)
+    reached = runs["test_accuracy"] >= accuracy
+    updates = runs["feature_updates"]
+    first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
+    return np.where(reached.any(axis=1), first, updates[:, -1] + 1)
 
 
-def aim(fixed: Sequence[Curves]) -> float:
-    return SHARE * max(curves.final.mean() for curves in fixed)
+def accuracy_after(runs: Runs, num_updates: int) -> Float[ndarray, " seeds"]:
+    """At the last look with no more feature updates; NaN where the first has more."""
+    seen = np.sum(runs["feature_updates"] <= num_updates, axis=1)
+    accuracy = runs["test_accuracy"][np.arange(len(seen)), seen - 1]
+    return np.where(seen > 0, accuracy, np.nan)
 
 
-def quickest(fixed: Sequence[Curves]) -> Curves:
+def aim(fixed: Sequence[Runs]) -> float:
+    return SHARE * max(float(runs.final("test_accuracy").mean()) for runs in fixed)
+
+
+def quickest(fixed: Sequence[Runs]) -> Runs:
     """The fixed period that reaches the aim after the fewest updates, on average over
     the seeds."""
-    return min(fixed, key=lambda curves: updates_to(curves, aim(fixed)).mean())
+    return min(fixed, key=lambda runs: updates_to(runs, aim(fixed)).mean())
 
 
-def judge_all(fixed: Sequence[Curves], adaptive: Sequence[Curves]) -> list[Verdict]:
-    (default,) = (curves for curves in adaptive if curves.solver == DEFAULT)
+def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
+    fixed, default = select(all_runs, solver=FIXED), only(all_runs, solver=DEFAULT)
     best, target = quickest(fixed), aim(fixed)
     ratio = np.log2(updates_to(best, target) / updates_to(default, target))
-    at = np.searchsorted(default.updates, min(AFTER, default.updates[-1]))
-    ahead = max(fixed, key=lambda curves: curves.test_accuracy[:, at].mean())
-    difference = default.test_accuracy[:, at] - ahead.test_accuracy[:, at]
+
+    def mean_after(runs):
+        mean = accuracy_after(runs, settings.after).mean()
+        return -np.inf if np.isnan(mean) else mean
+
+    ahead = max(fixed, key=mean_after)
+    difference = accuracy_after(default, settings.after)
+    difference -= accuracy_after(ahead, settings.after)
     return [
         judge(
             f"A trigger ({DEFAULT}) reaches the accuracy with fewer feature updates",
-            f"log2 of the updates of K = {best.period:.3g}, the quickest, over its own, "
-            f"to {target:.1%}, a seed",
+            f"log2 of the updates of K = {best.point['period']:.3g}, the quickest, over "
+            f"its own, to {target:.1%}, a seed",
             ratio,
             above=0,
         ),
         judge(
-            f"After {default.updates[at]:.0f} updates it is as accurate",
-            f"test accuracy less that of K = {ahead.period:.3g}, then the best, a seed",
+            f"After {settings.after} updates it is as accurate",
+            f"test accuracy less that of K = {ahead.point['period']:.3g}, then the best, "
+            "a seed",
             difference,
             above=-0.02,
         ),
     ]
 
 
-def draw(path: Path, fixed: Sequence[Curves], adaptive: Sequence[Curves]) -> None:
+def draw(settings: Adaptive, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     """Test accuracy over feature updates; and the periods that the triggers chose."""
+    import matplotlib
+
     colours = matplotlib.colormaps["Greys"]
-    with figure(path, width=11, height=4.6) as drawing:
+    fixed = select(all_runs, solver=FIXED)
+    with figure(out / "adaptive.png", width=11, height=4.6) as drawing:
         accuracy, chosen = drawing.subplots(1, 2)
-        for curves in fixed[::2]:
-            assert curves.period is not None
-            colour = colours(0.25 + 0.6 * np.log10(curves.period) / 6)
-            mean = 100 * curves.test_accuracy.mean(axis=0)
-            label = f"K = {curves.period:.3g}"
-            accuracy.plot(curves.updates, mean, color=colour, label=label, linewidth=1)
-        for curves in adaptive:
-            mean = 100 * curves.test_accuracy.mean(axis=0)
-            look = {"color": COLOURS[curves.solver], "label": curves.solver}
-            accuracy.plot(curves.updates, mean, **look)
-            total = np.pad(curves.inner_steps, ((0, 0), (1, 0)))
-            periods = np.diff(total) / np.diff(curves.updates, prepend=0)
-            chosen.plot(curves.updates, np.exp(np.log(periods).mean(axis=0)), **look)
-        best = quickest(fixed).period
+        for runs in fixed[::2]:
+            period = float(runs.point["period"] or 0)
+            colour = colours(0.25 + 0.6 * np.log10(period) / 6)
+            updates, mean = _means(runs)
+            label = f"K = {period:.3g}"
+            accuracy.plot(updates, mean, color=colour, label=label, linewidth=1)
+        for name, colour in COLOURS.items():
+            runs = only(all_runs, solver=name)
+            accuracy.plot(*_means(runs), color=colour, label=name)
+            chosen.plot(*_periods(runs), color=colour, label=name)
+        best = quickest(fixed).point["period"]
         label = f"the quickest fixed K, {best:.3g}"
         chosen.axhline(best, color=BLACK, linestyle="--", linewidth=1, label=label)
         accuracy.set(xscale="log", xlabel="Feature updates", ylabel="Test accuracy (%)")
@@ -169,3 +176,42 @@ def draw(path: Path, fixed: Sequence[Curves], adaptive: Sequence[Curves]) -> Non
         chosen.set_ylabel("Period $K$ (geometric mean over seeds)")
         accuracy.legend(fontsize="x-small")
         chosen.legend(fontsize="small")
+    length = f"{settings.num_updates} feature updates"
+    if settings.batch_size is not None:
+        length = f"{settings.num_steps:,} steps"
+    caption = (
+        "Test accuracy over feature updates at fixed periods K (grey) and with triggers, "
+        "and the periods that the triggers chose: inner steps since the last look over "
+        f"feature updates since then. Means of {settings.seeds} seeds. "
+        f"{training.described(settings)}; learning rate {settings.learning_rate:g}, "
+        f"{length}, periods of up to {settings.longest:,}."
+    )
+    return {"adaptive": caption}
+
+
+def _means(runs: Runs) -> tuple[ndarray, ndarray]:
+    return runs["feature_updates"].mean(axis=0), 100 * runs["test_accuracy"].mean(axis=0)
+
+
+def _periods(runs: Runs) -> tuple[ndarray, ndarray]:
+    """Mean feature updates, and inner steps over feature updates between two looks; at
+    looks before which some seed has none, NaN."""
+    steps = np.diff(runs["inner_steps"], axis=1, prepend=0)
+    updates = np.diff(runs["feature_updates"], axis=1, prepend=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        periods = np.where((updates > 0) & (steps > 0), steps / updates, np.nan)
+    return runs["feature_updates"].mean(axis=0), np.exp(np.log(periods).mean(axis=0))
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Named as future work: feature updates triggered by how far the kernel or the "
+    "model has moved are to give the same accuracy from fewer of them.",
+    grid="periods",
+)

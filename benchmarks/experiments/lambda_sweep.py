@@ -6,36 +6,25 @@ out, as in the paper.
 """
 
 import dataclasses
-import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy import ndarray
-from rich.console import Console
-from threadpoolctl import threadpool_limits
 
 import gnlin
 
-from .. import _results
-from .._options import Options
 from ..data import quintic
+from ..experiment import Columns, Experiment, Place, Point, Runs, Settings
 from ..figures import BLACK, BLUE, figure, GREEN, VERMILION
 from ..networks.mlp import quintic_mlp
-from ..verdicts import judge, print_verdicts, slope, Verdict
+from ..verdicts import judge, slope, Verdict
 
 
-NUM_SEEDS, NUM_SEEDS_QUICK = 100, 4
-DAMPINGS = np.logspace(-3, 3, 24)
-DAMPINGS_QUICK = np.logspace(-3, 3, 5)
-MAX_STEPS, MAX_STEPS_QUICK = 200, 10
-NUM_TRAIN, NUM_TEST = 20, 1000
 LARGEST_TRAIN_RMSE = 2.5
-NUM_GROUPS = 10
-"""Of initialisations, in each of which there is a best and a worst."""
 # As many runs at once: more wait for the slowest of them, fewer for each other's kernels.
 _BATCH = 4
 _SHOWN = 10
@@ -45,14 +34,68 @@ PerRun = Float[ndarray, "seeds dampings"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    seed: int
-    damping: float
-    train_rmse: float
-    test_rmse: float
-    roughness: float
-    """Root mean square of the learnt function's second derivative."""
-    dropped: bool
+class LambdaSweep(Settings):
+    seeds: int = 100
+    dampings: tuple[float, ...] = tuple(np.logspace(-3, 3, 24).tolist())
+    num_steps: int = 200
+    """Outer steps."""
+    num_train: int = 20
+    num_test: int = 1000
+    num_groups: int = 10
+    """Of initialisations, in each of which there is a best and a worst."""
+
+
+EMBEDDED = LambdaSweep()
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=4, dampings=tuple(np.logspace(-3, 3, 5).tolist()), num_steps=10
+)
+FULL = dataclasses.replace(EMBEDDED, num_steps=2000)
+
+
+def points(settings: LambdaSweep) -> list[Point]:
+    """One, of all dampings: they share a compiled program."""
+    return [{}]
+
+
+def train(settings: LambdaSweep, point: Point, place: Place) -> Columns:
+    data = jax.tree.map(jnp.asarray, quintic.examples(settings.num_train))
+    test = jax.tree.map(jnp.asarray, quintic.examples(settings.num_test))
+    shape = settings.seeds, len(settings.dampings)
+    dampings = np.broadcast_to(settings.dampings, shape)
+    seeds = jnp.repeat(jnp.arange(settings.seeds), len(settings.dampings))
+
+    @jax.jit
+    def sweep(runs, data, test):
+        one = lambda run: _run(run, data, test, settings.num_steps)
+        return jax.lax.map(one, runs, batch_size=_BATCH)
+
+    found = sweep((seeds, jnp.asarray(dampings.ravel())), data, test)
+    columns = {
+        name: np.reshape(x, (*shape, *x.shape[1:]))
+        for name, x in jax.device_get(found).items()
+    }
+    dropped = ~(columns["train_rmse"] <= LARGEST_TRAIN_RMSE)
+    return {"damping": dampings, **columns, "dropped": dropped}
+
+
+def _run(run, data, test, num_steps: int) -> dict[str, Array]:
+    seed, damping = run
+    model = quintic_mlp(jax.random.key(seed))
+    solver = gnlin.DampedGaussNewton(damping)
+    model = gnlin.solve(model, data, solver, max_steps=num_steps).model
+    fitted, learnt = jax.vmap(model)(data[0]), jax.vmap(model)(test[0])
+    spacing = test[0][1, 0] - test[0][0, 0]
+    second = jnp.diff(learnt[:, 0], 2) / spacing**2
+    return {
+        "train_rmse": _rms(fitted - data[1]),
+        "test_rmse": _rms(learnt - test[1]),
+        "roughness": _rms(second),
+        "functions": learnt[:, 0],
+    }
+
+
+def _rms(x: Array) -> Array:
+    return jnp.sqrt(jnp.mean(x**2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +104,7 @@ class Sweep:
     train: PerRun
     test: PerRun
     roughness: PerRun
+    """Root mean square of the learnt function's second derivative."""
     functions: Float[ndarray, "seeds dampings points"]
 
     @property
@@ -77,103 +121,22 @@ class Sweep:
         """NaN where a run was dropped."""
         return np.where(self.dropped, np.nan, values)
 
-    def rows(self) -> list[Row]:
-        columns = self.train, self.test, self.roughness, self.dropped
-        return [
-            Row(seed, float(damping), *(column[seed, i].item() for column in columns))
-            for seed in range(len(self.train))
-            for i, damping in enumerate(self.dampings)
-        ]
+
+def sweep_of(all_runs: Sequence[Runs]) -> Sweep:
+    (runs,) = all_runs
+    names = "train_rmse", "test_rmse", "roughness", "functions"
+    return Sweep(runs["damping"][0], *(runs[name] for name in names))
 
 
-def run(options: Options) -> None:
-    """Sweep, draw, judge, and write rows, settings and verdicts."""
-    start = time.perf_counter()
-    num_seeds = options.seeds or (NUM_SEEDS_QUICK if options.quick else NUM_SEEDS)
-    dampings = DAMPINGS_QUICK if options.quick else DAMPINGS
-    max_steps = MAX_STEPS_QUICK if options.quick else MAX_STEPS
-    sweep = train_all(num_seeds, dampings, max_steps)
-    verdicts = judge_all(sweep)
-
-    console = Console()
-    print_verdicts(console, verdicts)
-    draw(options.out / "lambda_sweep.png", sweep)
-    _results.write_csv(options.out / "lambda_sweep.csv", sweep.rows())
-    _results.write_csv(options.out / "verdicts.csv", verdicts)
-    seconds = time.perf_counter() - start
-    settings: dict[str, Any] = {
-        "seeds": num_seeds,
-        "quick": options.quick,
-        "dampings": dampings.tolist(),
-        "max_steps": max_steps,
-        "training_examples": NUM_TRAIN,
-        "test_examples": NUM_TEST,
-        "network": quintic_mlp.__name__,
-        "num_runs": sweep.train.size,
-        "num_dropped": int(sweep.dropped.sum()),
-        "judged_up_to": float(sweep.dampings[sweep.finished][-1]),
-        "wall_seconds": round(seconds, 1),
-    }
-    _results.write_run(options.out, "lambda_sweep", sweep.rows(), verdicts, settings)
-    console.print(
-        f"{sweep.train.size} runs in {seconds:.0f} s; {sweep.dropped.sum()} dropped, "
-        f"with a training RMSE over {LARGEST_TRAIN_RMSE}.",
-        highlight=False,
-    )
-
-
-def train_all(
-    num_seeds: int, dampings: Float[ndarray, " dampings"], max_steps: int
-) -> Sweep:
-    """All runs, in one compiled program."""
-    train = jax.tree.map(jnp.asarray, quintic.examples(NUM_TRAIN))
-    test = jax.tree.map(jnp.asarray, quintic.examples(NUM_TEST))
-    seeds = jnp.repeat(jnp.arange(num_seeds), len(dampings))
-    all_dampings = jnp.tile(jnp.asarray(dampings), num_seeds)
-
-    @jax.jit
-    def sweep(runs, train, test):
-        one = lambda run: _run(run, train, test, max_steps)
-        return jax.lax.map(one, runs, batch_size=_BATCH)
-
-    # LAPACK's threads and XLA's wait for each other on matrices as small as these.
-    with threadpool_limits(1, user_api="blas"):
-        columns = jax.device_get(sweep((seeds, all_dampings), train, test))
-    shape = num_seeds, len(dampings)
-    train_rmse, test_rmse, roughness, functions = (
-        np.reshape(x, (*shape, *x.shape[1:])) for x in columns
-    )
-    return Sweep(dampings, train_rmse, test_rmse, roughness, functions)
-
-
-def _run(run, train, test, max_steps: int) -> tuple[Array, ...]:
-    seed, damping = run
-    model = quintic_mlp(jax.random.key(seed))
-    solver = gnlin.DampedGaussNewton(damping)
-    model = gnlin.solve(model, train, solver, max_steps=max_steps).model
-    fitted, learnt = jax.vmap(model)(train[0]), jax.vmap(model)(test[0])
-    spacing = test[0][1, 0] - test[0][0, 0]
-    second = jnp.diff(learnt[:, 0], 2) / spacing**2
-    return (
-        _rms(fitted - train[1]),
-        _rms(learnt - test[1]),
-        _rms(second),
-        learnt[:, 0],
-    )
-
-
-def _rms(x: Array) -> Array:
-    return jnp.sqrt(jnp.mean(x**2))
-
-
-def judge_all(sweep: Sweep) -> list[Verdict]:
+def judge_all(settings: LambdaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
     """The paper's claim in four numbers: slopes in log10 of damping, over the dampings at
     which the runs have finished training."""
+    sweep = sweep_of(all_runs)
     finished = sweep.finished
     x = np.log10(sweep.dampings[finished])
     error = np.log10(sweep.kept(sweep.test)[:, finished])
     roughness = np.log10(sweep.kept(sweep.roughness)[:, finished])
-    groups = np.array_split(error, min(NUM_GROUPS, len(error)))
+    groups = np.array_split(error, min(settings.num_groups, len(error)))
     with np.errstate(all="ignore"):
         worst = np.array([_or_nan(np.nanmax, group) for group in groups])
         best = np.array([_or_nan(np.nanmin, group) for group in groups])
@@ -212,12 +175,13 @@ def _or_nan(extreme, group: PerRun) -> Float[ndarray, " dampings"]:
     return np.where(missing, np.nan, extreme(np.where(missing, 0, group), axis=0))
 
 
-def draw(path: Path, sweep: Sweep) -> None:
+def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     """Errors against damping, and learnt functions at four of them."""
+    sweep = sweep_of(all_runs)
     shown = np.linspace(0, len(sweep.dampings) - 1, 4).round().astype(int)
-    x, y = quintic.examples(NUM_TEST)
-    points = quintic.examples(NUM_TRAIN)
-    with figure(path, width=11, height=7) as drawing:
+    x, y = quintic.examples(settings.num_test)
+    fitted = quintic.examples(settings.num_train)
+    with figure(out / "lambda_sweep.png", width=11, height=7) as drawing:
         grid = drawing.add_gridspec(2, 4)
         axes = drawing.add_subplot(grid[:, :2])
         kept = sweep.kept(sweep.test)
@@ -246,6 +210,33 @@ def draw(path: Path, sweep: Sweep) -> None:
             for seed in usable:
                 panel.plot(x, sweep.functions[seed, index], color=BLUE, linewidth=0.8)
             panel.plot(x, y, "--", color=BLACK, linewidth=1)
-            panel.plot(*points, "o", color=BLACK, markersize=3)
+            panel.plot(*fitted, "o", color=BLACK, markersize=3)
             panel.set(ylim=(-6, 6))
             panel.set_title(rf"$\lambda = {sweep.dampings[index]:.3g}$")
+    last = sweep.dampings[sweep.finished][-1]
+    caption = (
+        f"Test RMSE against damping, of {settings.seeds} initialisations: every run, and "
+        f"the worst, the mean and the best; {sweep.dropped.sum()} of "
+        f"{sweep.dropped.size} runs with a training RMSE over {LARGEST_TRAIN_RMSE} are "
+        f"dropped. Beside it up to {_SHOWN} of the learnt functions at each of four "
+        "dampings, with the quintic (dashed) and the training points. A 5-layer network "
+        f"on {settings.num_train} points, damped Gauss-Newton, {settings.num_steps:,} "
+        f"outer steps; judged up to a damping of {last:.3g}."
+    )
+    return {"lambda_sweep": caption}
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="A 5-layer network on 20 points of a quintic, exact damped Gauss-Newton, many "
+    "initialisations: mean and worst test error fall as lambda grows, the best stays; "
+    "functions get smoother.",
+    grid="dampings",
+    runs_at_a_point=lambda settings: len(settings.dampings),
+)

@@ -58,9 +58,10 @@ class ConvNet(eqx.Module):
         ]
 
     def features(
-        self, x: Float[Array, "channels height width"]
+        self, x: Float[Array, "channels height width"], num_layers: int | None = None
     ) -> Float[Array, " features"]:
-        for convolution in self.convolutions:
+        """The pooled activations of so many convolutions, by default all."""
+        for convolution in self.convolutions[:num_layers]:
             x = max_pool(self.activation(convolution(x)))
         return jnp.ravel(x)
 

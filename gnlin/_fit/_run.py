@@ -139,6 +139,13 @@ class Run:
     def model_state(self) -> PyTree:
         return self._carry().model_state
 
+    @property
+    def linearisation_point(self) -> PyTree:
+        memory = self._carry().solver_state.memory
+        if not isinstance(memory, Stream):
+            return None
+        return self._with_frozen(memory.point)
+
     def record(self, figures: Mapping[str, float]) -> None:
         """Figures of the latest row."""
         if self._rows:
@@ -321,10 +328,6 @@ class Run:
             own, static = split((parameters, state))
             chosen = map(like_array, self._chosen, own)
             parameters, state = join(list(chosen), static)
-        memory = carry.solver_state.memory
-        point = None
-        if isinstance(memory, Stream):
-            point = self._with_frozen(memory.point)
         stats = {
             "num_steps": self.step,
             "num_epochs": self.epoch,
@@ -340,7 +343,7 @@ class Run:
             stats,
             self.result,
             self.reason or f"all {self.step} steps were made",
-            point,
+            self.linearisation_point,
         )
 
     #

@@ -4,66 +4,125 @@ Two ways to solve each linearised problem only so far, swept over six orders of 
 stop its descent after K steps of size eta, or damp it by lambda. At lambda = 1/(eta K)
 their spectral filters are nearly the same. Are the networks that they train?
 
-Tasks: a quintic by a 5-layer network, and 40 handwritten digits by a small one, both with
-squared error, full batch, a fixed number of outer steps, and several initialisations,
-from each of which both solvers start. Runs that diverge are counted, and no mean is taken
-over what they left.
+Tasks: a quintic by a 5-layer network and 40 handwritten digits by a small one, with
+squared error, where K steps are one formula; and the digits' classes and the quintic's
+sign with cross-entropy, where few steps are taken literally, and many as gradient flow.
+Full batch, a fixed number of outer steps, and several initialisations, from each of which
+both solvers start. Where a run diverges no mean is taken.
 """
 
-import dataclasses
-import time
+from collections.abc import Sequence
 
-from rich.console import Console
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array
 
-from ... import _results
-from ..._options import Options
-from ._figures import draw_filters, draw_sweeps
-from ._summary import agreement_of, curve_of, print_table
-from ._sweep import SOLVERS, sweep
-from ._tasks import make_tasks, strengths
+import gnlin
+
+from ...experiment import Columns, Experiment, only, Place, Point, Runs
+from ...training import FLOW_FROM
+from ...verdicts import judge, Verdict
+from ._curves import DAMPED, DESCENT, difference, eigenvalues, SOLVERS
+from ._figures import draw
+from ._tasks import EMBEDDED, FULL, KVsLambda, make_task, QUICK, Task, TASKS
 
 
-NUM_SEEDS, NUM_SEEDS_QUICK = 5, 2
-PER_DECADE, PER_DECADE_QUICK = 2, 0.5
+def points(settings: KVsLambda) -> list[Point]:
+    """A point has all strengths: with squared error they are one program, batched."""
+    return [{"task": task, "solver": solver} for task in TASKS for solver in SOLVERS]
 
 
-def run(options: Options) -> None:
-    """Sweep; print how well the curves agree; write rows, settings and figures."""
-    start = time.perf_counter()
-    console = Console()
-    num_seeds = options.seeds or (NUM_SEEDS_QUICK if options.quick else NUM_SEEDS)
-    periods = strengths(PER_DECADE_QUICK if options.quick else PER_DECADE)
-    tasks = make_tasks(options.quick)
+def train(settings: KVsLambda, point: Point, place: Place) -> Columns:
+    task = make_task(settings, str(point["task"]))
+    solver, periods = str(point["solver"]), np.array(settings.periods)
+    if task.loss.is_quadratic or solver == DAMPED:
+        return _train_all(settings, task, solver, "auto", periods)
+    literal = periods < FLOW_FROM
+    parts = [
+        _train_all(settings, task, solver, method, periods[chosen])
+        for method, chosen in (("kernel", literal), ("flow", ~literal))
+        if chosen.any()
+    ]
+    return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
-    rows, spectra = sweep(tasks, periods, num_seeds, console)
-    curves = {
-        task.name: {solver: curve_of(rows, task.name, solver) for solver in SOLVERS}
-        for task in tasks
+
+def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Columns:
+    """Of all seeds, at some of the strengths."""
+    shape = settings.seeds, len(periods)
+    seeds = jnp.repeat(jnp.arange(settings.seeds), len(periods))
+    all_periods = np.broadcast_to(periods, shape)
+
+    @jax.jit
+    def sweep(runs, data, test):
+        one = lambda run: _run(task, solver, method, run, data, test)
+        # Without a formula for a step, runs at once would all wait for the slowest.
+        together = len(periods) if task.loss.is_quadratic else None
+        return jax.lax.map(one, runs, batch_size=together)
+
+    found = sweep((seeds, jnp.asarray(all_periods.ravel())), task.train, task.test)
+    dampings = [task.damping(period) for period in periods.tolist()]
+    return {
+        "period": all_periods,
+        "damping": np.broadcast_to(dampings, shape),
+        **{k: np.reshape(v, (*shape, *v.shape[1:])) for k, v in found.items()},
     }
-    agreement = {task.name: agreement_of(curves[task.name]) for task in tasks}
-    for task in tasks:
-        print_table(console, task, curves[task.name], agreement[task.name])
 
-    draw_sweeps(options.out / "k_vs_lambda.png", tasks, curves)
-    draw_filters(options.out / "filters.png", tasks, periods, spectra)
-    _results.write_csv(options.out / "k_vs_lambda.csv", rows)
-    num_diverged = sum(not row.stable for row in rows)
-    seconds = time.perf_counter() - start
-    settings = {
-        "seeds": list(range(num_seeds)),
-        "quick": options.quick,
-        "periods": periods,
-        "tasks": [task.settings() for task in tasks],
-        "num_runs": len(rows),
-        "num_diverged": num_diverged,
-        "agreement": {name: dataclasses.asdict(a) for name, a in agreement.items()},
-        "wall_seconds": round(seconds, 1),
-        **_results.circumstances(),
+
+def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
+    seed, period = run
+    initial = task.make_model(jax.random.key(seed))
+    rate, loss = task.learning_rate, task.loss
+    if solver == DESCENT:
+        solver = gnlin.IterativeLinearisation(period, rate, method=method)
+    else:
+        damping = gnlin.equivalent_damping(period, rate)
+        solver = gnlin.DampedGaussNewton(damping, form="prox-linear")
+    solution = gnlin.solve(initial, train, solver, loss=loss, max_steps=task.num_steps)
+    model, result, stats = solution.model, solution.result, solution.stats
+    kernel = gnlin.features.kernel(model, train[0])
+    first_kernel = gnlin.features.kernel(initial, train[0])
+    spectrum = eigenvalues(kernel)
+    stable = result == optx.RESULTS.successful
+    stable |= result == optx.RESULTS.nonlinear_max_steps_reached
+    return {
+        "train_loss": solution.history.loss[stats["num_steps"]],
+        "test_error": task.test_error(jax.vmap(model)(test[0]), test[1]),
+        "distance": gnlin.features.distance(model, initial),
+        "kernel_alignment": gnlin.features.kernel_alignment(kernel, first_kernel),
+        "largest_eigenvalue": spectrum[-1],
+        "stable": stable,
+        "feature_updates": stats["num_feature_updates"],
+        "inner_steps": stats["num_inner_steps"],
+        "spectrum": spectrum,
     }
-    _results.write_json(options.out / "settings.json", settings)
-    console.print(
-        f"{len(rows)} runs, of which {num_diverged} diverged, in {seconds:.0f} s.\n"
-        f"In {options.out}: k_vs_lambda.png, filters.png, k_vs_lambda.csv, settings.json",
-        highlight=False,
-        soft_wrap=True,
-    )
+
+
+def judge_all(settings: KVsLambda, all_runs: Sequence[Runs]) -> list[Verdict]:
+    verdicts = []
+    for name in TASKS:
+        of_task = [only(all_runs, task=name, solver=solver) for solver in SOLVERS]
+        verdict = judge(
+            f"{make_task(settings, name).title}: the two curves agree",
+            "mean over the strengths at which all runs are stable of |difference of test "
+            "error|, relative to the range of the mean curves, a seed",
+            difference(*of_task),
+            below=0.1,
+        )
+        verdicts.append(verdict)
+    return verdicts
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Not in the paper, which sweeps K and lambda apart from each other.",
+    grid="periods",
+    runs_at_a_point=lambda settings: len(settings.periods),
+)

@@ -1,19 +1,33 @@
 """The two figures: both sweeps on one axis, and the filters behind them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 from matplotlib.axes import Axes
+from numpy import ndarray
 
+import gnlin
 from gnlin import filters
 
+from ...experiment import only, Runs
 from ...figures import BLACK, BLUE, figure, GREEN, SKY, VERMILION
-from ._summary import Curve, PerRun
-from ._sweep import DAMPED, DESCENT, Spectra
-from ._tasks import LARGEST_PERIOD, SMALLEST_PERIOD, Task
+from ...training import FLOW_FROM
+from ._curves import (
+    agreeing,
+    CLOSE,
+    DAMPED,
+    DESCENT,
+    eigenvalues,
+    num_diverged,
+    SOLVERS,
+    where_stable,
+)
+from ._tasks import KVsLambda, make_task, Task, TASKS
 
 
 _ROUNDING = 1e-13
@@ -37,26 +51,114 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_sweeps(
-    path: Path, tasks: Sequence[Task], curves: dict[str, dict[str, Curve]]
+def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    tasks = {name: make_task(settings, name) for name in TASKS}
+    by_task = {
+        name: {solver: only(all_runs, task=name, solver=solver) for solver in SOLVERS}
+        for name in TASKS
+    }
+    _draw_sweeps(out / "k_vs_lambda.png", tasks, by_task)
+    squared = {name: task for name, task in tasks.items() if task.loss.is_quadratic}
+    spectra = {name: by_task[name][DESCENT]["spectrum"][0] for name in squared}
+    shown = _shown(settings)
+    _draw_filters(out / "filters.png", squared, settings.periods, shown, spectra)
+    return {
+        "k_vs_lambda": _caption(settings, tasks, by_task),
+        "filters": (
+            "The fraction of each eigencomponent of a linearised problem with squared "
+            f"error that is solved, by K steps and by damping at {len(shown)} matched "
+            "strengths; below, the kernel's eigenvalues, at initialisation and trained "
+            "by K steps at the middle one, of one seed."
+        ),
+    }
+
+
+def _caption(settings: KVsLambda, tasks, by_task) -> str:
+    error = _flow_error(tasks["digits-cross-entropy"])
+    all_runs = [runs for both in by_task.values() for runs in both.values()]
+    diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
+    number = sum(runs["stable"].size for runs in all_runs)
+    agreement = "; ".join(
+        f"{task.title}: {_agreement(by_task[name])}" for name, task in tasks.items()
+    )
+    return (
+        "Test error, training loss and kernel alignment with initialisation against "
+        f"effective damping, lambda = 1/(eta K), means and ranges of {settings.seeds} "
+        f"seeds. Quintic: 20 points, a 5-layer network, {settings.quintic_steps} outer "
+        f"steps, eta = {settings.quintic_rate:g}. Digits: "
+        f"{10 * settings.images_per_class} images, a 64-40-10 network, "
+        f"{settings.digits_steps} outer steps, eta = {settings.digits_rate:g}. With "
+        f"cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow, which on "
+        f"the digits ends {error:.1e} of a step from {_CHECKED:,} literal ones. "
+        f"{diverged} of {number} runs diverged; where one did, no mean is drawn. The "
+        f"mean errors agree to {CLOSE:.0%} of their range: {agreement}."
+    )
+
+
+def _agreement(both: dict[str, Runs]) -> str:
+    found = agreeing(both[DESCENT], both[DAMPED])
+    if found is None:
+        return "nowhere"
+    low, high = found
+    dampings = both[DESCENT]["damping"][0]
+    everywhere = found == (dampings.min(), dampings.max())
+    return f"lambda = {low:.3g} to {high:.3g}" + (", everywhere" if everywhere else "")
+
+
+_CHECKED = 1000
+
+
+def _flow_error(task: Task) -> float:
+    """How far gradient flow ends from literal steps on the first linearised problem,
+    relative to the step."""
+    model = task.make_model(jax.random.key(0))
+
+    def end(method):
+        solver = gnlin.IterativeLinearisation(_CHECKED, task.learning_rate, method=method)
+        return gnlin.solve(model, task.train, solver, loss=task.loss, max_steps=1).model
+
+    literal, flow = end("kernel"), end("flow")
+    moved = gnlin.features.distance(literal, model)
+    return float(gnlin.features.distance(flow, literal) / moved)
+
+
+#
+# The sweeps
+#
+
+
+def _draw_sweeps(
+    path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
-    """Test error and kernel alignment against strength, a column a task."""
-    num_seeds = len(curves[tasks[0].name][DESCENT].error)
-    with figure(path, height=6.6) as drawing:
-        axes = drawing.subplots(2, len(tasks), sharex="col", squeeze=False)
-        for (top, bottom), task in zip(axes.T, tasks, strict=True):
-            for solver, curve in curves[task.name].items():
-                _draw_curve(top, curve, curve.error, solver)
-                _draw_curve(bottom, curve, curve.alignment, solver)
-                _mark_divergence(top, curve, solver)
-            top.set(xscale="log", yscale="linear" if task.classifies else "log")
-            top.set_ylabel(task.error_label.capitalize().replace("rmse", "RMSE"))
+    """A column a task."""
+    rows = {
+        "test_error": None,
+        "train_loss": "Training loss",
+        "kernel_alignment": "Kernel alignment\nwith initialisation",
+    }
+    with figure(path, width=15, height=8.6) as drawing:
+        axes = drawing.subplots(len(rows), len(tasks), sharex="col", squeeze=False)
+        for i, (panels, (name, task)) in enumerate(
+            zip(axes.T, tasks.items(), strict=True)
+        ):
+            for panel, (column, label) in zip(panels, rows.items(), strict=True):
+                for solver, runs in by_task[name].items():
+                    _draw_curve(panel, runs, column, LOOKS[solver])
+                if i == 0 or label is None:
+                    panel.set_ylabel(label or task.error_label)
+            top, middle, bottom = panels
+            is_rmse = "RMSE" in task.error_label
+            top.set(xscale="log", yscale="log" if is_rmse else "linear")
             top.set_title(task.title)
-            strength = r"Effective damping $\lambda = 1/(\eta K)$"
-            bottom.set_xlabel(f"{strength}, for {task.max_steps} outer steps")
-            bottom.set_ylabel("Kernel alignment\nwith initialisation")
+            middle.set(yscale="log")
+            bottom.set_ylim(top=1.03)
+            strength = r"$\lambda = 1/(\eta K)$"
+            bottom.set_xlabel(f"{strength}, {task.num_steps} outer steps")
             _add_period_axis(top, task.learning_rate)
+            for solver, runs in by_task[name].items():
+                _mark_divergence(top, runs, LOOKS[solver]["color"])
         handles, labels = axes[0, 0].get_legend_handles_labels()
+        num_seeds = len(next(iter(by_task.values()))[DESCENT]["test_error"])
         drawing.legend(
             handles,
             labels,
@@ -66,25 +168,25 @@ def draw_sweeps(
         )
 
 
-def _draw_curve(axes: Axes, curve: Curve, values: PerRun, solver: str) -> None:
-    look = LOOKS[solver]
-    axes.plot(curve.damping, curve.where_stable(values.mean(axis=0)), **look)
+def _draw_curve(axes: Axes, runs: Runs, column: str, look: dict[str, Any]) -> None:
+    damping, values = runs["damping"][0], runs[column]
+    axes.plot(damping, where_stable(runs, values.mean(axis=0)), **look)
     lowest, highest = (
-        curve.where_stable(bound(values, axis=0)) for bound in (np.min, np.max)
+        where_stable(runs, bound(values, axis=0)) for bound in (np.min, np.max)
     )
     axes.fill_between(
-        curve.damping, lowest, highest, color=look["color"], alpha=0.15, linewidth=0
+        damping, lowest, highest, color=look["color"], alpha=0.15, linewidth=0
     )
 
 
-def _mark_divergence(axes: Axes, curve: Curve, solver: str) -> None:
-    for damping, diverged in zip(curve.damping, curve.num_diverged, strict=True):
-        if diverged:
+def _mark_divergence(axes: Axes, runs: Runs, colour: str) -> None:
+    for damping, number in zip(runs["damping"][0], num_diverged(runs), strict=True):
+        if number:
             axes.annotate(
-                f"{diverged} diverged",
+                f"{number} diverged",
                 (damping, 0.98),
                 xycoords=("data", "axes fraction"),
-                color=LOOKS[solver]["color"],
+                color=colour,
                 ha="center",
                 va="top",
                 rotation=90,
@@ -101,27 +203,42 @@ def _add_period_axis(axes: Axes, learning_rate: float) -> None:
     top.set_xlabel(rf"Period $K$, at $\eta = 10^{{{exponent}}}$")
 
 
-def draw_filters(
+#
+# The filters
+#
+
+
+def _shown(settings: KVsLambda) -> list[int]:
+    """Three of the strengths, the middle one second."""
+    indices = range(len(settings.periods))
+    return np.quantile(indices, [1 / 4, 1 / 2, 3 / 4]).astype(int).tolist()
+
+
+def _draw_filters(
     path: Path,
-    tasks: Sequence[Task],
+    tasks: Mapping[str, Task],
     periods: Sequence[float],
-    spectra: dict[str, Spectra],
+    shown: Sequence[int],
+    spectra: Mapping[str, Float[ndarray, "strengths m"]],
 ) -> None:
-    """The fraction of each eigencomponent that is solved, at three matched strengths,
-    above the eigenvalues that the kernel has."""
-    shown = np.quantile(range(len(periods)), [1 / 4, 1 / 2, 3 / 4]).astype(int).tolist()
+    """The fraction of each eigencomponent that is solved, above the eigenvalues that the
+    kernel has."""
     with figure(path, height=5.8) as drawing:
         axes = drawing.subplots(
             2, len(tasks), sharex="col", squeeze=False, height_ratios=(5, 2)
         )
-        for (top, bottom), task in zip(axes.T, tasks, strict=True):
-            _draw_fractions(top, task, [periods[i] for i in shown])
+        for (top, bottom), (name, task) in zip(axes.T, tasks.items(), strict=True):
+            _draw_fractions(top, task, periods, shown)
             top.set(xscale="log", ylim=(-0.03, 1.15), title=task.title)
             top.set_ylabel("Fraction solved, $w\\,g(w)$")
             middle = shown[1]
             trained = f"trained at {_strength(task.damping(periods[middle]))}"
-            first, later = spectra[task.name][0], spectra[task.name][1 + middle]
-            _draw_spectrum(bottom, first, label="at initialisation", color=SKY)
+            model = task.make_model(jax.random.key(0))
+            first = eigenvalues(gnlin.features.kernel(model, task.train[0]))
+            later = spectra[name][middle]
+            _draw_spectrum(
+                bottom, np.asarray(first), label="at initialisation", color=SKY
+            )
             _draw_spectrum(bottom, later, label=trained, color=BLACK, histtype="step")
             bottom.set(xlabel="Eigenvalue $w$ of the kernel", ylabel="Eigenvalues")
             bottom.legend(fontsize="small")
@@ -132,11 +249,13 @@ def draw_filters(
         )
 
 
-def _draw_fractions(axes: Axes, task: Task, periods: Sequence[float]) -> None:
+def _draw_fractions(
+    axes: Axes, task: Task, periods: Sequence[float], shown: Sequence[int]
+) -> None:
     w = jnp.geomspace(
-        task.damping(LARGEST_PERIOD) / 10, task.damping(SMALLEST_PERIOD) * 10, 400
+        task.damping(max(periods)) / 10, task.damping(min(periods)) * 10, 400
     )
-    for period in periods:
+    for period in (periods[i] for i in shown):
         damping = task.damping(period)
         descent = filters.GradientDescent(period, task.learning_rate)
         flow = filters.GradientFlow(1 / damping)
@@ -153,8 +272,8 @@ def _strength(damping: float) -> str:
     return rf"$\lambda = ${float(f'{damping:.3g}'):g}"
 
 
-def _draw_spectrum(axes: Axes, eigenvalues: np.ndarray, **look: Any) -> None:
-    exponents = np.log10(eigenvalues[eigenvalues > _ROUNDING * eigenvalues[-1]])
+def _draw_spectrum(axes: Axes, spectrum: ndarray, **look: Any) -> None:
+    exponents = np.log10(spectrum[spectrum > _ROUNDING * spectrum[-1]])
     first, last = np.floor(exponents.min()), np.ceil(exponents.max())
     edges = 10 ** np.arange(first, last + _BIN, _BIN)
     axes.hist(10**exponents, edges.tolist(), **look)

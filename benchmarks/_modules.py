@@ -1,0 +1,44 @@
+"""What can be run, and what it is, without importing it: `list` and `--help` are to be
+quick."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+
+EXPERIMENTS = {
+    name: f"benchmarks.experiments.{name.replace('-', '_')}"
+    for name in (
+        "k-vs-lambda",
+        "k-sweep",
+        "lambda-sweep",
+        "lambda-sweep-cnn",
+        "large-k-augmented",
+        "linear-probe",
+        "filters",
+        "batch",
+        "data-scaling",
+        "xor-features",
+        "solved-subproblem",
+        "resnet",
+        "mnist-k",
+        "stability",
+        "adaptive",
+        "kernel-drift",
+    )
+}
+BENCHMARKS = {
+    "nist": "benchmarks.experiments.nist",
+    "speed": "benchmarks.speed",
+    "speed-training": "benchmarks.speed_training",
+}
+MODULES = EXPERIMENTS | BENCHMARKS
+
+
+def summary(module: str) -> str:
+    """The first line of a module's docstring, read without running the module."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        return "(not installed)"
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").partition("\n")[0]

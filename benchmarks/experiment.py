@@ -1,0 +1,342 @@
+"""What an experiment is made of, and how its runs are made, kept, judged and drawn.
+
+An experiment is a grid of points, such as the periods K, and its settings at each scale.
+All runs at one point, one a seed, are made together, and written to a file of their own
+as soon as they are there: an interrupted experiment goes on after the last one.
+"""
+
+import dataclasses
+import math
+import shutil
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from jaxtyping import Shaped
+from numpy import ndarray
+from rich.console import Console
+from rich.progress import track
+from threadpoolctl import threadpool_limits
+
+from . import _results
+from ._options import Options, Refusal
+from .verdicts import print_verdicts, Verdict
+
+
+Point = Mapping[str, Any]
+"""What tells the runs at one place of the grid from the others."""
+
+Columns = Mapping[str, Shaped[ndarray, "seeds ..."]]
+"""By name, with axes over seeds and then over looks; what has one axis is the same at
+all looks, and what has more than two is for the figures alone."""
+
+CIRCUMSTANCES = "device", "x64", "versions"
+"""Runs made in others are not mixed."""
+
+# What a damaged archive may raise on being read.
+_DAMAGED = (
+    OSError,
+    ValueError,
+    KeyError,
+    EOFError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """At one point, of all seeds."""
+
+    point: Point
+    columns: Columns
+
+    def __getitem__(self, name: str) -> Shaped[ndarray, "seeds ..."]:
+        return self.columns[name]
+
+    def final(self, name: str) -> Shaped[ndarray, " seeds"]:
+        return self.columns[name][:, -1]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """For a table: one a seed and look."""
+        table = {k: v[:, None] if v.ndim == 1 else v for k, v in self.columns.items()}
+        table = {k: v for k, v in table.items() if v.ndim == 2}
+        shape = np.broadcast_shapes(*(v.shape for v in table.values()))
+        table = {k: np.broadcast_to(v, shape) for k, v in table.items()}
+        return [
+            {**self.point, "seed": seed}
+            | {name: column[seed, look].item() for name, column in table.items()}
+            for seed in range(shape[0])
+            for look in range(shape[1])
+        ]
+
+
+def select(all_runs: Sequence[Runs], **at: Any) -> list[Runs]:
+    """Those at the points that have these values."""
+    return [
+        runs
+        for runs in all_runs
+        if all(runs.point.get(key) == value for key, value in at.items())
+    ]
+
+
+def only(all_runs: Sequence[Runs], **at: Any) -> Runs:
+    (runs,) = select(all_runs, **at)
+    return runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where runs find data, and leave what they need to go on after an interruption."""
+
+    data_dir: Path | None = None
+    checkpoints: Path | None = None
+    """`None` for runs too short to be worth one."""
+    resume: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all experiments have; each adds its own."""
+
+    seeds: int
+
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment(Generic[S]):
+    """The parts. `draw` writes its figures into a folder, and returns a caption for each
+    by the name of its file without an ending."""
+
+    quick: S
+    embedded: S
+    full: S
+    points: Callable[[S], Sequence[Point]]
+    train: Callable[[S, Point, Place], Columns]
+    judge: Callable[[S, Sequence[Runs]], list[Verdict]]
+    draw: Callable[[S, Sequence[Runs], Path], Mapping[str, str]]
+    paper: str
+    """What the paper found, and with which settings: a sentence or two."""
+    grid: str
+    """The setting that `--grid` replaces; empty where there is none."""
+    runs_at_a_point: Callable[[S], int] = lambda settings: 1
+    """Of each seed: more where a point holds a grid of its own."""
+    runs_of: str | None = None
+    """Another experiment with the same settings and runs."""
+
+    def settings(self, options: Options) -> S:
+        """Of the scale, with what the options change."""
+        settings: S = getattr(self, options.scale)
+        changes: dict[str, Any] = {}
+        if options.seeds is not None:
+            changes["seeds"] = options.seeds
+        if options.grid is not None:
+            if not self.grid:
+                raise Refusal("This experiment sweeps no numbers; leave --grid out.")
+            changes[self.grid] = self._grid(settings, options.grid)
+        if options.steps is not None:
+            if not hasattr(settings, "num_steps"):
+                raise Refusal(
+                    "This experiment has no one number of steps; leave --steps out."
+                )
+            changes["num_steps"] = options.steps
+        return dataclasses.replace(settings, **changes)
+
+    def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
+        kind = type(getattr(settings, self.grid)[0])
+        if kind is int and not all(value.is_integer() for value in values):
+            raise Refusal(f"--grid is of whole numbers here: {self.grid}.")
+        if not all(value > 0 for value in values):
+            raise Refusal(f"--grid is of positive numbers: {self.grid}.")
+        return tuple(kind(value) for value in values)
+
+
+class Folder:
+    """Of one experiment: its settings, its runs so far, and in the end its results."""
+
+    def __init__(self, path: Path, name: str, settings: Settings, options: Options):
+        self.path = path
+        self.name = name
+        self.described = {
+            "experiment": name,
+            "scale": options.scale,
+            "settings": plain(dataclasses.asdict(settings)),
+        }
+        self.circumstances = _results.circumstances()
+        _results.claim_folder(path)
+        self._compare(options.resume)
+        if not options.resume:
+            shutil.rmtree(self.path / "runs", ignore_errors=True)
+            shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
+        self.write_settings({"finished": False})
+
+    def _compare(self, resume: bool) -> None:
+        before = _results.read_settings(self.path)
+        if before is None:
+            return
+        for key, value in self.described.items():
+            if before.get(key) != value:
+                raise Refusal(
+                    f"'{self.path}' holds runs with other settings "
+                    f"({difference(before.get(key), value, key)}); name another folder "
+                    "with --out, or delete this one."
+                )
+        if not resume:
+            return
+        for key in CIRCUMSTANCES:
+            if before.get(key) != self.circumstances[key]:
+                old, new = before.get(key), self.circumstances[key]
+                raise Refusal(
+                    f"The runs in '{self.path}' were made otherwise "
+                    f"({difference(old, new, key)}); make them anew, without --resume, "
+                    "or go on there."
+                )
+
+    def write_settings(self, more: Mapping[str, Any]) -> None:
+        content = {**self.described, **more, **self.circumstances}
+        _results.write_json(self.path / "settings.json", content)
+
+    def load(self, point: Point) -> tuple[Runs, float] | None:
+        """And the seconds that they took."""
+        return _load(self.path / "runs", point)
+
+    def borrow(self, other: str, point: Point) -> tuple[Runs, float] | None:
+        """From another experiment's folder beside this one, if its settings are the
+        same, and what made them."""
+        folder = self.path.parent / other
+        settings = _results.read_settings(folder)
+        mine = {"settings": self.described["settings"]} | {
+            key: self.circumstances[key] for key in CIRCUMSTANCES
+        }
+        if settings is None or any(settings.get(k) != v for k, v in mine.items()):
+            return None
+        return _load(folder / "runs", point)
+
+    def save(self, runs: Runs, seconds: float) -> None:
+        path = _path(self.path / "runs", runs.point)
+        path.parent.mkdir(exist_ok=True)
+        columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(seconds)}
+
+        def write(part: Path) -> None:
+            with part.open("wb") as file:
+                np.savez_compressed(file, **columns)
+
+        _results.write_whole(path, write)
+
+
+def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
+    """Make the runs that are not there, and write table, verdicts, figures, settings."""
+    console = Console()
+    settings = experiment.settings(options)
+    points = experiment.points(settings)
+    folder = Folder(options.out, name, settings, options)
+    all_runs, seconds, borrowed = [], 0.0, 0
+    # LAPACK's threads and XLA's wait for each other on matrices as small as these.
+    threads = None if options.scale == "full" else 1
+    with threadpool_limits(threads, user_api="blas"):
+        for point in track(points, name, console=console):
+            found = folder.load(point) if options.resume else None
+            if found is None and experiment.runs_of is not None:
+                found = folder.borrow(experiment.runs_of, point)
+                borrowed += found is not None
+            if found is None:
+                found = _train(experiment, settings, point, folder, options)
+                folder.save(*found)
+            all_runs.append(found[0])
+            seconds += found[1]
+    verdicts = experiment.judge(settings, all_runs)
+    captions = experiment.draw(settings, all_runs, options.out)
+    stem = name.replace("-", "_")
+    rows = [row for runs in all_runs for row in runs.rows()]
+    _results.write_table(options.out / f"{stem}.csv", rows)
+    _results.write_csv(options.out / "verdicts.csv", verdicts)
+    num_runs = settings.seeds * len(points) * experiment.runs_at_a_point(settings)
+    results = {
+        "finished": True,
+        "paper": experiment.paper,
+        "figures": dict(captions),
+        "num_runs": num_runs,
+        "run_seconds": round(seconds, 1),
+        "borrowed": borrowed == len(points),
+    }
+    folder.write_settings(results)
+    print_verdicts(console, verdicts)
+    source = f" (those of {experiment.runs_of})" if borrowed else ""
+    console.print(
+        f"{num_runs} runs{source} in {seconds:.0f} s. In {options.out}: "
+        f"{', '.join(f'{c}.png' for c in captions)}, {stem}.csv, verdicts.csv, "
+        "settings.json",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return verdicts
+
+
+def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
+    start = time.perf_counter()
+    kept = folder.path / "checkpoints" / _name(point) if options.scale == "full" else None
+    place = Place(options.data_dir, kept, options.resume)
+    columns = experiment.train(settings, point, place)
+    columns = {key: np.asarray(column) for key, column in columns.items()}
+    return Runs(point, columns), time.perf_counter() - start
+
+
+def _load(folder: Path, point: Point) -> tuple[Runs, float] | None:
+    path = _path(folder, point)
+    if not path.exists():
+        return None
+    try:
+        with path.open("rb") as file, np.load(file) as archive:
+            columns = {name: archive[name] for name in archive.files}
+        seconds = float(columns.pop("_seconds"))
+    except _DAMAGED as error:
+        raise Refusal(
+            f"'{path}' cannot be read ({error}); delete it, to make those runs again."
+        ) from None
+    return Runs(point, columns), seconds
+
+
+def _path(folder: Path, point: Point) -> Path:
+    return folder / f"{_name(point)}.npz"
+
+
+def _name(point: Point) -> str:
+    def shown(value):
+        if isinstance(value, float) and float(f"{value:g}") == value:
+            return f"{value:g}"
+        return str(value)
+
+    name = ",".join(f"{key}={shown(value)}" for key, value in point.items())
+    return "".join(c if c.isalnum() or c in "=,.+-_" else "-" for c in name) or "all"
+
+
+def plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {key: plain(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def difference(old: Any, new: Any, key: str) -> str:
+    """Where two of them first differ, in a few words."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for each in sorted({*old, *new}):
+            if old.get(each) != new.get(each):
+                return difference(old.get(each), new.get(each), each)
+    return f"{key}: {_short(old)} there, {_short(new)} now"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

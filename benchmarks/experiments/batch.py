@@ -1,0 +1,147 @@
+"""The full batch against mini-batches, at a tenth of the learning rate and ten times K.
+
+Both have then covered the same time (learning rate times steps) after as many feature
+updates, and are compared look by look.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import BLUE, figure, VERMILION
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+FULL_BATCH, MINI_BATCHES = "full batch", "mini-batches"
+FACTOR = 10
+"""Of the period, the steps and, inversely, the learning rate."""
+COLOURS = {FULL_BATCH: BLUE, MINI_BATCHES: VERMILION}
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(Images):
+    periods: tuple[int, ...] = (1, 10, 30, 100, 300, 1_000)
+    """Of the full batch."""
+    batch_size: int | None = 64
+    learning_rate: float = 0.1
+    num_steps: int = 2_000
+    num_looks: int = 20
+
+
+EMBEDDED = Batch()
+QUICK = dataclasses.replace(EMBEDDED, seeds=2, periods=(1, 10), num_steps=40, num_looks=4)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    periods=(1, 10, 100, 1_000, 10_000),
+    data="cifar10",
+    network="lenet",
+    batch_size=256,
+    learning_rate=1e-3,
+    num_steps=100_000,
+    num_looks=100,
+)
+
+
+def points(settings: Batch) -> list[Point]:
+    return [
+        {"batch": batch, "period": period}
+        for batch in (FULL_BATCH, MINI_BATCHES)
+        for period in settings.periods
+    ]
+
+
+def train(settings: Batch, point: Point, place: Place) -> Columns:
+    data = training.load(settings, place)
+    period, rate = point["period"], settings.learning_rate
+    if point["batch"] == FULL_BATCH:
+        settings = dataclasses.replace(settings, batch_size=len(data[0][1]))
+    else:
+        steps = FACTOR * settings.num_steps
+        settings = dataclasses.replace(settings, num_steps=steps)
+        period, rate = FACTOR * period, rate / FACTOR
+    solver = training.descent(period, rate)
+    return training.mini_batches(settings, data, solver, place)
+
+
+def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
+    accuracy = {
+        batch: np.array(
+            [
+                only(all_runs, batch=batch, period=period)["test_accuracy"]
+                for period in settings.periods
+            ]
+        )
+        for batch in (FULL_BATCH, MINI_BATCHES)
+    }
+    apart = np.abs(accuracy[FULL_BATCH] - accuracy[MINI_BATCHES])
+    return [
+        judge(
+            "Full batch and mini-batches end alike",
+            "difference of final test accuracies, its size, mean over K, a seed",
+            apart[:, :, -1].mean(axis=0),
+            below=0.02,
+        ),
+        judge(
+            "Full batch and mini-batches are alike throughout training",
+            "difference of test accuracies, its size, mean over K and looks, a seed",
+            apart.mean(axis=(0, 2)),
+            below=0.03,
+        ),
+    ]
+
+
+def draw(settings: Batch, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    import matplotlib
+
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(settings.periods)))
+    with figure(out / "batch.png", width=13, height=4.6) as drawing:
+        *over_steps, over_k = drawing.subplots(1, 3)
+        over_steps[1].sharey(over_steps[0])
+        for panel, batch in zip(over_steps, COLOURS, strict=True):
+            factor = 1 if batch == FULL_BATCH else FACTOR
+            for period, colour in zip(settings.periods, colours, strict=True):
+                runs = only(all_runs, batch=batch, period=period)
+                label = f"K = {factor * period:,}"
+                training.draw_band(panel, runs, "test_accuracy", colour, label)
+            rate = settings.learning_rate / factor
+            panel.set(title=rf"{batch}, $\eta$ = {rate:g}", xlabel="Steps")
+            panel.legend(fontsize="small")
+        for batch, colour in COLOURS.items():
+            finals = 100 * np.array(
+                [
+                    only(all_runs, batch=batch, period=period).final("test_accuracy")
+                    for period in settings.periods
+                ]
+            )
+            over_k.plot(settings.periods, finals.mean(1), "o-", color=colour, label=batch)
+            low, high = finals.min(axis=1), finals.max(axis=1)
+            over_k.fill_between(settings.periods, low, high, color=colour, alpha=0.1)
+        over_k.set(xscale="log", title="In the end", xlabel="Period $K$ (full batch)")
+        over_k.legend()
+        over_steps[0].set_ylabel("Test accuracy (%)")
+    return {
+        "batch": "Test accuracy on the full batch and on mini-batches of "
+        f"{settings.batch_size}, with K and the steps {FACTOR} times as many at a "
+        f"learning rate {FACTOR} times smaller; {settings.num_steps:,} steps on the full "
+        f"batch. {settings.network} on {settings.data}; means and ranges of "
+        f"{settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="CNN on CIFAR-10, learning rate 10^-3 on the full batch, 10^-4 on mini-batches "
+    "with K ten times larger: the same picture for both.",
+    grid="periods",
+)

@@ -1,0 +1,145 @@
+"""Alignment of the kernel with the first, and with the last, as training goes on."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+import gnlin
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import figure
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+EARLY = 0.2
+"""The share of the steps in which the kernel is claimed to change fastest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelDrift(Images):
+    periods: tuple[int, ...] = (1, 100, 1_000)
+    num_train: int | None = 50
+    num_steps: int = 20_000
+    num_looks: int = 20
+    num_kernel: int = 20
+    """Training images of the kernel."""
+
+
+EMBEDDED = KernelDrift()
+QUICK = dataclasses.replace(EMBEDDED, seeds=2, periods=(1, 10), num_steps=50, num_looks=5)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    periods=(1, 1_000, 100_000),
+    data="cifar10",
+    network="lenet",
+    num_train=None,
+    batch_size=256,
+    learning_rate=1e-3,
+    num_steps=1_000_000,
+    num_kernel=100,
+    num_looks=100,
+)
+
+
+def points(settings: KernelDrift) -> list[Point]:
+    return [{"period": period} for period in settings.periods]
+
+
+def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
+    """On mini-batches or not: the kernels are taken at evenly spaced looks, and what is
+    kept is how they are aligned."""
+    data = training.load(settings, place)
+    images = data[0][0][: settings.num_kernel].astype(jnp.float32)
+    kernel = lambda model: gnlin.features.kernel(model, images)
+    size = len(data[0][1]) if settings.batch_size is None else settings.batch_size
+    loss = training.LOSS if settings.batch_size is None else training.MEAN_LOSS
+    solver = training.descent(point["period"], settings.learning_rate)
+    columns = training.mini_batches(
+        dataclasses.replace(settings, batch_size=size),
+        data,
+        solver,
+        place,
+        loss=loss,
+        callbacks=lambda seed, model: [
+            training.Snapshots("kernels", kernel, model, settings.num_looks)
+        ],
+    )
+    kernels = jnp.asarray(columns.pop("kernels"))
+    first, last = kernels[:, :1], kernels[:, -1:]
+    return columns | {
+        "alignment_with_first": _alignment(kernels[:, 1:], first),
+        "alignment_with_last": _alignment(kernels[:, 1:], last),
+        "alignment_with_before": _alignment(kernels[:, 1:], kernels[:, :-1]),
+    }
+
+
+def _alignment(a, b) -> Float[ndarray, "seeds looks"]:
+    a, b = jnp.broadcast_arrays(a, b)
+    of_each = jax.vmap(jax.vmap(gnlin.features.kernel_alignment))
+    return np.asarray(of_each(a, b))
+
+
+def early_share(runs: Runs) -> Float[ndarray, " seeds"]:
+    """Of all the kernel's change, look by look, what happens early."""
+    change = 1 - runs["alignment_with_before"]
+    early = round(EARLY * change.shape[1])
+    return change[:, :early].sum(axis=1) / change.sum(axis=1)
+
+
+def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
+    return [
+        judge(
+            f"With K = {period:,} the kernel changes fastest early",
+            f"share of its change (1 - alignment, summed over looks) in the first "
+            f"{EARLY:.0%} of the steps, a seed",
+            early_share(only(all_runs, period=period)),
+            above=EARLY,
+        )
+        for period in settings.periods
+    ]
+
+
+def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    import matplotlib
+
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(settings.periods)))
+    titles = {
+        "alignment_with_first": "With the first kernel",
+        "alignment_with_last": "With the last kernel",
+    }
+    with figure(out / "kernel_drift.png", width=11, height=4.6) as drawing:
+        panels = drawing.subplots(1, 2, sharey=True)
+        for panel, (name, title) in zip(panels, titles.items(), strict=True):
+            for period, colour in zip(settings.periods, colours, strict=True):
+                runs, label = only(all_runs, period=period), f"K = {period:,}"
+                training.draw_band(panel, runs, name, colour, label, scale=1)
+            panel.set(title=title, xlabel="Inner steps")
+        panels[0].set_ylabel("Centred kernel alignment")
+        panels[0].legend()
+    return {
+        "kernel_drift": "Centred alignment of the kernel of "
+        f"{settings.num_kernel} training images with the kernel before training, and "
+        f"with that after it. {training.described(settings)}, learning rate "
+        f"{settings.learning_rate:g}; means and ranges of {settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="After Fort et al. (2020): the kernel changes fastest early in training.",
+    grid="periods",
+)

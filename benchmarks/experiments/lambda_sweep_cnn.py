@@ -1,0 +1,131 @@
+"""Test accuracy against damping: a convolutional network, each problem solved by Adam.
+
+`lambda |theta - theta_s|^2` is added to the loss of each linearised problem.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import optax
+from jaxtyping import Bool
+from numpy import ndarray
+
+import gnlin
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import BLUE, figure, VERMILION
+from ..training import Columns, Images
+from ..verdicts import judge, slope, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class LambdaSweepCNN(Images):
+    dampings: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    period: int = 500
+    """Of Adam's steps on each linearised problem."""
+    network: str = "digits-cnn"
+    batch_size: int | None = 64
+    learning_rate: float = 1e-3
+    num_steps: int = 5_000
+    num_looks: int = 10
+
+
+EMBEDDED = LambdaSweepCNN()
+QUICK = dataclasses.replace(
+    EMBEDDED,
+    seeds=2,
+    dampings=(1e-4, 1e-2, 1.0),
+    period=10,
+    num_steps=30,
+    num_looks=3,
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    data="cifar10",
+    network="lenet",
+    period=50_000,
+    batch_size=256,
+    num_steps=1_000_000,
+    num_looks=100,
+)
+
+
+def points(settings: LambdaSweepCNN) -> list[Point]:
+    return [{"damping": damping} for damping in settings.dampings]
+
+
+def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
+    solver = gnlin.IterativeLinearisation(
+        settings.period,
+        optimiser=optax.adam(settings.learning_rate),
+        damping=2 * point["damping"],  # of lambda / 2 |theta - theta_s|^2
+    )
+    data = training.load(settings, place)
+    callbacks = lambda seed, model: [training.TrainAccuracy(data[0])]
+    return training.mini_batches(settings, data, solver, place, callbacks=callbacks)
+
+
+def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
+    """Axes over dampings and seeds."""
+    return np.array([only(all_runs, damping=x).final(name) for x in settings.dampings])
+
+
+def finished(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
+    """Beyond the damping of the best training accuracy the steps are too few."""
+    train = finals(settings, all_runs, "train_accuracy").mean(axis=1)
+    # The last of those that are as good.
+    best = len(train) - 1 - np.argmax(train[::-1])
+    return np.arange(len(train)) <= best
+
+
+def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdict]:
+    usable = finished(settings, all_runs)
+    accuracy = finals(settings, all_runs, "test_accuracy").T[:, usable]
+    x = np.log10(np.asarray(settings.dampings)[usable])
+    return [
+        judge(
+            "More damping generalises better",
+            "slope of the final test accuracy in log10 lambda, up to the damping of the "
+            "best training accuracy, a seed",
+            slope(x, accuracy),
+            above=0,
+        )
+    ]
+
+
+def draw(
+    settings: LambdaSweepCNN, all_runs: Sequence[Runs], out: Path
+) -> Mapping[str, str]:
+    with figure(out / "lambda_sweep_cnn.png", width=7.5, height=5) as drawing:
+        axes = drawing.subplots()
+        for name, colour in (("test_accuracy", BLUE), ("train_accuracy", VERMILION)):
+            values = 100 * finals(settings, all_runs, name)
+            label = name.replace("_", " ").replace("train", "training")
+            axes.plot(settings.dampings, values.mean(1), "o-", color=colour, label=label)
+            low, high = values.min(axis=1), values.max(axis=1)
+            axes.fill_between(settings.dampings, low, high, color=colour, alpha=0.15)
+        axes.set(xscale="log", xlabel=r"Damping $\lambda$", ylabel="Final accuracy (%)")
+        axes.legend()
+    return {
+        "lambda_sweep_cnn": "Final accuracy against damping, each linearised problem "
+        f"solved by {settings.period:,} steps of Adam (learning rate "
+        f"{settings.learning_rate:g}), {settings.num_steps:,} steps in all. "
+        f"{training.described(settings)}; means and ranges of {settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="CNN on CIFAR-10, cross-entropy, Adam on each linearised problem: more damping "
+    "generalises better.",
+    grid="dampings",
+)

@@ -1,0 +1,67 @@
+"""Linear classifiers of the first two layers' activations, K = 1 against large K.
+
+The runs of `large-k-augmented`, of which those are taken that are already there.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from .. import training
+from ..experiment import Runs
+from ..figures import figure
+from ..verdicts import judge, Verdict
+from . import large_k_augmented
+from .large_k_augmented import caption, COLOURS, ends, LargeK, NUM_PROBED, PROBED_LAYERS
+
+
+def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
+    first, last = ends(settings, all_runs)
+    half = settings.num_looks // 2
+    verdicts = []
+    for layer in PROBED_LAYERS:
+        of_first, of_last = first[f"probe_{layer}"], last[f"probe_{layer}"]
+        verdicts += [
+            judge(
+                f"Probes of layer {layer} improve more slowly with large K",
+                "mean probe accuracy over the first half of training less that of "
+                "K = 1, a seed",
+                np.mean(of_last[:, :half] - of_first[:, :half], axis=1),
+                below=0,
+            ),
+            judge(
+                f"Probes of layer {layer} end lower with large K",
+                "final probe accuracy less that of K = 1, a seed",
+                of_last[:, -1] - of_first[:, -1],
+                below=0,
+            ),
+        ]
+    return verdicts
+
+
+def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    with figure(out / "linear_probe.png", width=11, height=4.6) as drawing:
+        panels = drawing.subplots(1, len(PROBED_LAYERS), sharey=True)
+        for panel, layer in zip(panels, PROBED_LAYERS, strict=True):
+            for runs, colour in zip(ends(settings, all_runs), COLOURS, strict=True):
+                label = f"K = {runs.point['period']:,}"
+                training.draw_band(panel, runs, f"probe_{layer}", colour, label)
+            panel.set(title=f"Layer {layer}", xlabel="Steps")
+        panels[0].set_ylabel("Probe's test accuracy (%)")
+        panels[0].legend()
+    return {
+        "linear_probe": "Test accuracy of a linear classifier of each layer's pooled "
+        f"activations, trained on {NUM_PROBED:,} images at most. "
+        f"{caption(settings, all_runs)}"
+    }
+
+
+EXPERIMENT = dataclasses.replace(
+    large_k_augmented.EXPERIMENT,
+    judge=judge_all,
+    draw=draw,
+    paper="The runs of large-k-augmented: large K improves more slowly and ends lower.",
+    runs_of="large-k-augmented",
+)

@@ -1,0 +1,154 @@
+"""Accuracy over steps on handwritten digits, K from 1 to 1,000, and infinity."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import figure, VERMILION
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+ALIKE = 100
+"""K up to here are claimed to be alike."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MnistK(Images):
+    periods: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, math.inf)
+    network: str = "digits-cnn"
+    batch_size: int | None = 64
+    learning_rate: float = 0.01
+    num_steps: int = 10_000
+    num_looks: int = 100
+
+
+EMBEDDED = MnistK()
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=2, periods=(1.0, 10.0, math.inf), num_steps=30, num_looks=6
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    data="mnist",
+    network="lenet-mnist",
+    batch_size=256,
+    learning_rate=1e-4,
+    num_steps=1_000_000,
+    num_looks=1_000,
+)
+
+
+def points(settings: MnistK) -> list[Point]:
+    return [{"period": period} for period in settings.periods]
+
+
+def train(settings: MnistK, point: Point, place: Place) -> Columns:
+    solver = training.descent(point["period"], settings.learning_rate)
+    data = training.load(settings, place)
+    return training.mini_batches(settings, data, solver, place)
+
+
+def levelling(settings: MnistK, runs: Runs) -> Float[ndarray, " seeds"]:
+    """How much more of its rise in accuracy a period brings in its first half than in its
+    second: the mean over periods of the difference. Of the linearised network, which is
+    what is being trained."""
+    every = settings.num_steps // settings.num_looks
+    looks = int(runs.point["period"]) // every
+    accuracy = runs["test_accuracy_linearised"]
+    # The look at the end of a period is the first on the new linearisation.
+    starts = np.arange(looks - 1, accuracy.shape[1] - looks, looks)
+    middles, ends = starts + looks // 2, starts + looks - 1
+    first = accuracy[:, middles] - accuracy[:, starts]
+    second = accuracy[:, ends] - accuracy[:, middles]
+    return (first - second).mean(axis=1)
+
+
+def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
+    finite = [period for period in settings.periods if period < math.inf]
+    final = {k: only(all_runs, period=k).final("test_accuracy") for k in finite}
+    spread = lambda periods: np.ptp([final[k] for k in periods], axis=0)
+    longest = max(finite)
+    verdicts = [
+        judge(
+            f"K up to {ALIKE} end alike",
+            "range of their final test accuracies, a seed",
+            spread([k for k in finite if k <= ALIKE]),
+            below=0.02,
+        ),
+        judge(
+            "All finite K end within 0.4 %",
+            "range of their final test accuracies, a seed",
+            spread(finite),
+            below=0.004,
+        ),
+    ]
+    every = settings.num_steps // settings.num_looks
+    if 2 * every <= longest <= settings.num_steps // 2:
+        verdicts.append(
+            judge(
+                f"K = {longest:,.0f} levels off before each feature update",
+                "rise of the linearised network's accuracy in the first half of a "
+                "period less that in the second, mean over periods, a seed",
+                levelling(settings, only(all_runs, period=longest)),
+                above=0,
+            )
+        )
+    if math.inf in settings.periods:
+        endless = only(all_runs, period=math.inf).final("test_accuracy_linearised")
+        verdicts.append(
+            judge(
+                "K = infinity ends worse than all finite K",
+                "final test accuracy of the linearised network less the worst of theirs",
+                endless - np.min(list(final.values()), axis=0),
+                below=0,
+            )
+        )
+    return verdicts
+
+
+def draw(settings: MnistK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    import matplotlib
+
+    finite = [period for period in settings.periods if period < math.inf]
+    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(finite)))
+    with figure(out / "mnist_k.png", width=11, height=4.6) as drawing:
+        network, linearised = drawing.subplots(1, 2, sharey=True)
+        for period, colour in zip(finite, colours, strict=True):
+            runs, label = only(all_runs, period=period), f"K = {period:,.0f}"
+            training.draw_band(network, runs, "test_accuracy", colour, label)
+            name = "test_accuracy_linearised"
+            training.draw_band(linearised, runs, name, colour, label)
+        if math.inf in settings.periods:
+            runs = only(all_runs, period=math.inf)
+            name, label = "test_accuracy_linearised", r"K = $\infty$"
+            training.draw_band(linearised, runs, name, VERMILION, label)
+        network.set(title="The network", xlabel="Steps", ylabel="Test accuracy (%)")
+        linearised.set(title="The linearised network", xlabel="Steps")
+        linearised.legend()
+    return {
+        "mnist_k": "Test accuracy of the network and of the linearised network, which is "
+        f"what is trained. {training.described(settings)}, learning rate "
+        f"{settings.learning_rate:g}, {settings.num_steps:,} steps; means and ranges of "
+        f"{settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="CNN on MNIST, learning rate 10^-4: K up to 100 alike; K = 1,000 levels off "
+    "before each feature update; all but infinity end within 0.4 %.",
+    grid="periods",
+)

@@ -1,0 +1,145 @@
+"""A residual network, K = 1 against large K, with and without batch normalisation."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import BLUE, figure, VERMILION
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+PLAIN, NORMALISED = "plain", "normalised and augmented"
+COLOURS = BLUE, VERMILION
+
+
+@dataclasses.dataclass(frozen=True)
+class ResNets(Images):
+    periods: tuple[int, ...] = (1, 20)
+    """Of the plain network."""
+    normalised_periods: tuple[int, ...] = (1, 20)
+    network: str = "narrow-resnet18"
+    batch_size: int | None = 64
+    learning_rate: float = 0.01
+    normalised_learning_rate: float = 0.01
+    augmentation: str = "shift"
+    """Of the normalised network's images."""
+    num_steps: int = 1_500
+    num_looks: int = 15
+
+
+EMBEDDED = ResNets()
+QUICK = dataclasses.replace(
+    EMBEDDED,
+    seeds=1,
+    periods=(1, 3),
+    normalised_periods=(1, 3),
+    num_steps=6,
+    num_looks=2,
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    periods=(1, 1_000_000),
+    normalised_periods=(1, 100_000),
+    data="cifar10",
+    network="resnet18",
+    batch_size=256,
+    learning_rate=7e-7,
+    normalised_learning_rate=1e-5,
+    augmentation="flip-and-crop",
+    num_steps=10_000_000,
+    num_looks=200,
+)
+
+
+def points(settings: ResNets) -> Sequence[Point]:
+    return [{"network": PLAIN, "period": k} for k in settings.periods] + [
+        {"network": NORMALISED, "period": k} for k in settings.normalised_periods
+    ]
+
+
+def train(settings: ResNets, point: Point, place: Place) -> Columns:
+    if point["network"] == NORMALISED:
+        settings = dataclasses.replace(
+            settings,
+            network=f"{settings.network}-bn",
+            learning_rate=settings.normalised_learning_rate,
+        )
+    else:
+        settings = dataclasses.replace(settings, augmentation="none")
+    data = training.load(settings, place)
+    solver = training.descent(point["period"], settings.learning_rate)
+    return training.mini_batches(settings, data, solver, place)
+
+
+def both(settings: ResNets, all_runs: Sequence[Runs], network: str) -> list[Runs]:
+    """The smallest period and the largest."""
+    of = settings.periods if network == PLAIN else settings.normalised_periods
+    return [only(all_runs, network=network, period=k) for k in (min(of), max(of))]
+
+
+def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
+    best = lambda runs: runs["test_accuracy"].max(axis=1)
+    fall = lambda runs: best(runs) - runs.final("test_accuracy")
+    verdicts = []
+    for network in (PLAIN, NORMALISED):
+        first, last = both(settings, all_runs, network)
+        verdicts.append(
+            judge(
+                f"The {network} network reaches about the same accuracy with large K",
+                f"best test accuracy with K = {last.point['period']:,} less that with "
+                "K = 1, a seed",
+                best(last) - best(first),
+                above=-0.03,
+            )
+        )
+    plain, normalised = (
+        both(settings, all_runs, network)[1] for network in (PLAIN, NORMALISED)
+    )
+    verdicts.append(
+        judge(
+            "With normalisation large K is less stable",
+            "fall of the test accuracy from its best to its last, less that without "
+            "normalisation, a seed",
+            fall(normalised) - fall(plain),
+            above=0,
+        )
+    )
+    return verdicts
+
+
+def draw(settings: ResNets, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    with figure(out / "resnet.png", width=11, height=4.6) as drawing:
+        panels = drawing.subplots(1, 2, sharey=True)
+        for panel, network in zip(panels, (PLAIN, NORMALISED), strict=True):
+            for runs, colour in zip(
+                both(settings, all_runs, network), COLOURS, strict=True
+            ):
+                label = f"K = {runs.point['period']:,}"
+                training.draw_band(panel, runs, "test_accuracy", colour, label)
+            panel.set(title=network.capitalize(), xlabel="Steps")
+            panel.legend()
+        panels[0].set_ylabel("Test accuracy (%)")
+    return {
+        "resnet": f"Test accuracy of a ResNet-18 ({training.described(settings)}) over "
+        f"steps, without and with batch normalisation and augmentation; learning rates "
+        f"{settings.learning_rate:g} and {settings.normalised_learning_rate:g}; means "
+        f"and ranges of {settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="ResNet-18 on CIFAR-10, without normalisation and augmentation at learning "
+    "rate 7 x 10^-7 and K = 10^6, with both at 10^-5 and K = 10^5: large K reaches about "
+    "the same; batch normalisation is far less stable.",
+    grid="periods",
+)

@@ -1,0 +1,166 @@
+"""Which learning rates and K diverge.
+
+A run has diverged if its numbers are not finite, or if it ends with no less training loss
+than a network that says nothing has.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+from numpy import ndarray
+
+import gnlin
+
+from .. import training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import BLACK, figure
+from ..training import Columns, Images
+from ..verdicts import judge, slope, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Stability(Images):
+    periods: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1_000, 3_000)
+    learning_rates: tuple[float, ...] = tuple(
+        float(f"{rate:.3g}") for rate in np.logspace(-4, 0, 13)
+    )
+    num_train: int | None = 50
+    num_steps: int = 3_000
+    fewest_updates: int = 10
+    num_looks: int = 2
+
+
+EMBEDDED = Stability()
+QUICK = dataclasses.replace(
+    EMBEDDED,
+    seeds=2,
+    periods=(1, 10, 100),
+    learning_rates=(1e-4, 1e-2, 1.0),
+    num_steps=20,
+    fewest_updates=2,
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    periods=(1, 2, 5, 10, 100, 1_000, 20_000),
+    learning_rates=(1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+    data="cifar10",
+    network="lenet",
+    num_train=None,
+    batch_size=256,
+    num_steps=100_000,
+)
+
+
+def points(settings: Stability) -> list[Point]:
+    return [
+        {"period": period, "learning_rate": rate}
+        for period in settings.periods
+        for rate in settings.learning_rates
+    ]
+
+
+def train(settings: Stability, point: Point, place: Place) -> Columns:
+    data = training.load(settings, place)
+    period, rate = point["period"], point["learning_rate"]
+    if settings.batch_size is not None:
+        solver = training.descent(period, rate)
+        # Summed over the batch, as on the full batch.
+        return training.mini_batches(settings, data, solver, place, loss=training.LOSS)
+    # Gradient flow would be stable at any learning rate: only literal steps will do.
+    solver = gnlin.IterativeLinearisation(
+        jnp.asarray(float(period)), jnp.asarray(rate), method=training.literal(period)
+    )
+    num_updates = max(settings.num_steps // period, settings.fewest_updates)
+    return training.full_batch(settings, data, solver, num_updates)
+
+
+def diverged(settings: Stability, runs: Runs) -> Bool[ndarray, " seeds"]:
+    size = settings.batch_size or settings.num_train
+    assert size is not None
+    silent = size * np.log(training.NUM_CLASSES)
+    loss = runs.final("train_loss")
+    return ~(runs.final("stable").astype(bool) & (loss < 0.99 * silent))
+
+
+def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]:
+    return np.array(
+        [
+            [
+                diverged(settings, only(all_runs, period=period, learning_rate=rate))
+                for rate in settings.learning_rates
+            ]
+            for period in settings.periods
+        ]
+    )
+
+
+def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds periods"]:
+    """Of the learning rates below the first that diverges, the largest."""
+    found = table(settings, all_runs)
+    rates = np.asarray(settings.learning_rates)
+    num_stable = np.where(found.any(axis=1), found.argmax(axis=1), len(rates))
+    return np.where(num_stable > 0, rates[num_stable - 1], np.nan).T
+
+
+def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
+    largest = np.log10(largest_stable(settings, all_runs))
+    return [
+        judge(
+            "Divergence depends hardly on K",
+            "slope of log10 of the largest stable learning rate in log10 K, a seed",
+            slope(np.log10(settings.periods), largest),
+            above=-0.1,
+            below=0.1,
+        ),
+        judge(
+            "The largest stable learning rate is within a factor of ten for all K",
+            "range over K of its log10, a seed",
+            np.nanmax(largest, axis=1) - np.nanmin(largest, axis=1),
+            below=1,
+        ),
+    ]
+
+
+def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    share = table(settings, all_runs).mean(axis=2)
+    with figure(out / "stability.png", width=8, height=5) as drawing:
+        axes = drawing.subplots()
+        image = axes.imshow(share.T, cmap="cividis", vmin=0, vmax=1, origin="lower")
+        axes.set_xticks(
+            range(len(settings.periods)), [f"{k:,}" for k in settings.periods]
+        )
+        rates = [f"{rate:.2g}" for rate in settings.learning_rates]
+        axes.set_yticks(range(len(rates)), rates)
+        axes.set(xlabel="Period $K$", ylabel=r"Learning rate $\eta$")
+        axes.grid(visible=False)
+        logs = np.log10(largest_stable(settings, all_runs)).mean(axis=0)
+        known = np.log10(settings.learning_rates)
+        height = np.interp(logs, known, np.arange(len(known)))
+        label = "largest stable, mean over seeds"
+        axes.plot(height, "o-", color="white", markeredgecolor=BLACK, label=label)
+        axes.legend(loc="upper right", labelcolor="white")
+        drawing.colorbar(image, label="Share of the seeds that diverge")
+    return {
+        "stability": "Share of the runs that diverge, by learning rate and K. "
+        f"{training.described(settings)}, loss summed over the batch, "
+        f"{settings.num_steps:,} steps but at least {settings.fewest_updates} feature "
+        f"updates; {settings.seeds} seeds."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="CNN on CIFAR-10: learning rate 10^-4 diverges above K = 5, 10^-5 is stable to "
+    "K = 20,000; divergence depends on the learning rate, hardly on K.",
+    grid="periods",
+)

@@ -1,0 +1,397 @@
+"""One page of what the experiments have found: as Markdown, and as HTML in one file.
+
+Both are written from the same blocks, and are the same for the same results.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ._modules import EXPERIMENTS, summary
+from ._options import Refusal
+from ._page import (
+    Block,
+    Code,
+    Details,
+    Heading,
+    Image,
+    Link,
+    markdown,
+    Outcome,
+    page,
+    Paragraph,
+    Table,
+    Text,
+)
+from ._results import claim_folder, read_settings, write_whole
+from .verdicts import CONFIDENCE, CONFIRMED, REFUTED, UNDECIDED, Verdict
+
+
+TITLE = "What the experiments found"
+OUTCOMES = {CONFIRMED: "confirmed", REFUTED: "refuted", UNDECIDED: "undecided"}
+SCALES = {"quick": ["--quick"], "full": ["--scale", "full"]}
+"""As they are said on the command line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """In the folder of a finished experiment."""
+
+    name: str
+    folder: Path
+    scale: str
+    settings: Mapping[str, Any]
+    paper: str
+    figures: Mapping[str, str]
+    num_runs: int
+    seconds: float
+    borrowed: bool
+    command: str
+    date: str
+    circumstances: Mapping[str, str]
+    verdicts: Sequence[Verdict]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lacking:
+    """An experiment without results, and what makes them."""
+
+    name: str
+    state: Literal["not run", "unfinished", "unreadable"]
+    command: str
+
+
+def write(folder: Path, names: Sequence[str]) -> None:
+    """`report.md` with its figures in `report/`, and `report.html`."""
+    results = [_result(folder, name) for name in names]
+    if not any((folder / name / "settings.json").exists() for name in names):
+        raise Refusal(
+            f"'{folder}' has no results of an experiment in a folder of its own; make "
+            "some by `python -m benchmarks all`, or name another folder with --out."
+        )
+    blocks = _page(folder, results)
+    images = [block for block in blocks if isinstance(block, Image)]
+    claim_folder(folder / "report")
+    for image in images:
+        write_whole(
+            folder / "report" / image.name,
+            lambda part, image=image: shutil.copyfile(image.source, part),
+        )
+    for name, text in (
+        ("report.md", markdown(blocks)),
+        ("report.html", page(blocks, TITLE)),
+    ):
+        write_whole(
+            folder / name, lambda part, text=text: part.write_text(text, encoding="utf-8")
+        )
+    num_found = sum(isinstance(result, Found) for result in results)
+    print(
+        f"{num_found} of {len(results)} experiments, {len(images)} figures. In {folder}: "
+        "report.html, report.md, report/"
+    )
+
+
+def _result(folder: Path, name: str) -> Found | Lacking:
+    out = [] if folder == Path("results") else ["--out", str(folder / name)]
+    anew = shlex.join(["python", "-m", "benchmarks", name, *out])
+    try:
+        content = read_settings(folder / name)
+        if content is None:
+            return Lacking(name, "not run", anew)
+        if content.get("experiment") != name:
+            raise ValueError
+        if content["finished"]:
+            return _found(folder / name, content)
+        command = _command(name, content["command"])
+        return Lacking(name, "unfinished", shlex.join([*command, *out, "--resume"]))
+    except (Refusal, OSError, ValueError, TypeError, KeyError, AttributeError):
+        return Lacking(name, "unreadable", anew)
+
+
+def _found(folder: Path, content: Mapping[str, Any]) -> Found:
+    return Found(
+        content["experiment"],
+        folder,
+        str(content["scale"]),
+        dict(content["settings"]),
+        _line(content.get("paper", "")),
+        {name: _line(caption) for name, caption in content["figures"].items()},
+        int(content["num_runs"]),
+        float(content["run_seconds"]),
+        bool(content["borrowed"]),
+        shlex.join(_command(content["experiment"], content["command"])),
+        str(content["date"])[:10],
+        _circumstances(content),
+        _verdicts(folder / "verdicts.csv"),
+    )
+
+
+def _verdicts(path: Path) -> list[Verdict]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [_verdict(row) for row in csv.DictReader(file)]
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict:
+    if row["outcome"] not in OUTCOMES:
+        raise ValueError
+    return Verdict(
+        _line(row["claim"]),
+        _line(row["quantity"]),
+        row["condition"],
+        float(row["estimate"]),
+        float(row["low"]),
+        float(row["high"]),
+        int(row["num_seeds"]),
+        row["outcome"],
+    )
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _command(name: str, command: str) -> list[str]:
+    """What makes the results again, without the folders of the machine where it ran."""
+    words, given = [], iter(shlex.split(command))
+    for word in given:
+        option, equals, _ = word.partition("=")
+        if option in ("--out", "--data-dir") and not equals:
+            next(given, None)
+        if option == "--data-dir":
+            words += ["--data-dir", "DIR"]
+        elif option not in ("--out", "--resume"):
+            words.append(name if word == "all" else word)
+    return words
+
+
+def _circumstances(content: Mapping[str, Any]) -> dict[str, str]:
+    precision = "double" if content["x64"] else "single"
+    return {
+        "device": str(content["device"]),
+        "precision": f"{precision}, where an experiment does not say otherwise",
+        "platform": f"{content['platform']}, {content['processors']} processors",
+        **{name: str(number) for name, number in content["versions"].items()},
+    }
+
+
+def _page(folder: Path, results: Sequence[Found | Lacking]) -> list[Block]:
+    found = [result for result in results if isinstance(result, Found)]
+    groups = _groups(found)
+    blocks: list[Block] = [
+        Heading(1, TITLE),
+        *_opening(folder, found),
+        Heading(2, "Summary"),
+        _overview(results),
+        Paragraph([_totals(results, found)]),
+        *_where(groups),
+    ]
+    for result in results:
+        if isinstance(result, Lacking):
+            blocks += _lacking(result)
+        else:
+            blocks += _of(result, groups[0][0])
+    return blocks
+
+
+def _opening(folder: Path, found: Sequence[Found]) -> list[Block]:
+    out = [] if folder == Path("results") else ["--out", str(folder)]
+    scales = {result.scale for result in found}
+    (scale,) = scales if len(scales) == 1 else {"embedded"}
+    everything = ["python", "-m", "benchmarks", "all", *SCALES.get(scale, [])]
+    blocks: list[Block] = [
+        Paragraph(
+            [
+                "Made by ",
+                Code(shlex.join(["python", "-m", "benchmarks", "report", *out])),
+                " from the results that each experiment left in its folder; ",
+                Code(shlex.join([*everything, *out])),
+                " runs them all.",
+            ]
+        ),
+        Paragraph(
+            [
+                "A claim of the paper is a statement on one number a seed. It is ",
+                Outcome("confirmed"),
+                f" if Student's {CONFIDENCE:.0%} interval for the mean over the seeds "
+                "lies within what is claimed, ",
+                Outcome("refuted"),
+                " if it lies beyond, and ",
+                Outcome("undecided"),
+                " otherwise.",
+            ]
+        ),
+    ]
+    if len(scales) > 1:
+        counts = Counter(result.scale for result in found)
+        of_each = ", ".join(f"{number} at '{name}'" for name, number in counts.items())
+        blocks.append(
+            Paragraph([f"The experiments are not all at the same scale: {of_each}."])
+        )
+    return blocks
+
+
+def _overview(results: Sequence[Found | Lacking]) -> Table:
+    rows: list[list[Text]] = []
+    for result in results:
+        name = [Link(result.name)]
+        if isinstance(result, Lacking):
+            rows.append([name, [result.state], [""], [""], [""]])
+            continue
+        claims: list[str | Outcome] = []
+        for verdict in result.verdicts:
+            claims += ["\n"] if claims else []
+            claims += [Outcome(OUTCOMES[verdict.outcome]), f": {verdict.claim}"]
+        seconds = "those of another" if result.borrowed else _duration(result.seconds)
+        rows.append(
+            [name, claims or [""], [result.scale], [f"{result.num_runs:,}"], [seconds]]
+        )
+    return Table(["experiment", "claims", "scale", "runs", "time"], rows)
+
+
+def _totals(results: Sequence[Found | Lacking], found: Sequence[Found]) -> str:
+    outcomes = Counter(v.outcome for result in found for v in result.verdicts)
+    counts = ", ".join(f"{outcomes[key]} {word}" for key, word in OUTCOMES.items())
+    own = [result for result in found if not result.borrowed]
+    return (
+        f"{len(found)} of {len(results)} experiments have results. Of "
+        f"{outcomes.total()} claims: {counts}. In total "
+        f"{sum(result.num_runs for result in own):,} runs in "
+        f"{_duration(sum(result.seconds for result in own))}."
+    )
+
+
+def _groups(found: Sequence[Found]) -> list[list[Found]]:
+    """Those in the same circumstances, the largest group first."""
+    groups: dict[str, list[Found]] = {}
+    for result in found:
+        key = json.dumps(result.circumstances, sort_keys=True)
+        groups.setdefault(key, []).append(result)
+    return sorted(groups.values(), key=len, reverse=True)
+
+
+def _where(groups: Sequence[Sequence[Found]]) -> list[Block]:
+    if not groups:
+        return []
+    blocks: list[Block] = [Heading(2, "Where and when")]
+    if len(groups) > 1:
+        blocks.append(Paragraph(["The experiments differ in versions or machine."]))
+    for group in groups:
+        names = ", ".join(result.name for result in group)
+        dates = sorted({result.date for result in group})
+        versions = dict(group[0].circumstances)
+        listed = {
+            "date": " to ".join(dict.fromkeys([dates[0], dates[-1]])),
+            **{key: versions.pop(key) for key in ("device", "precision", "platform")},
+            "versions": ", ".join(f"{name} {n}" for name, n in versions.items()),
+        }
+        rows = [[[name], [value]] for name, value in listed.items()]
+        blocks.append(Table(["experiments", names], rows))
+    return blocks
+
+
+def _lacking(result: Lacking) -> list[Block]:
+    state = {
+        "not run": "Not run: ",
+        "unfinished": "Unfinished: ",
+        "unreadable": "Unreadable: delete its folder, which has other or damaged files; ",
+    }[result.state]
+    return [*_head(result.name), Paragraph([state, Code(result.command), " runs it."])]
+
+
+def _head(name: str) -> list[Block]:
+    line = summary(EXPERIMENTS[name]) if name in EXPERIMENTS else ""
+    return [Heading(2, name), *([Paragraph([line])] if line else [])]
+
+
+def _of(result: Found, usual: Found) -> list[Block]:
+    """Said of it is where it differs from the usual one."""
+    blocks = _head(result.name)
+    if result.paper:
+        blocks.append(Paragraph([f"The paper: {result.paper}"]))
+    time = f"in {_duration(result.seconds)}"
+    if result.borrowed:
+        time = "of another experiment, whose time is not counted again"
+    blocks.append(
+        Paragraph(
+            [
+                f"Scale '{result.scale}', {result.num_runs:,} runs {time}, "
+                f"{result.date}: ",
+                Code(result.command),
+            ]
+        )
+    )
+    known = usual.circumstances
+    other = {k: v for k, v in result.circumstances.items() if v != known.get(k)}
+    if other:
+        listed = ", ".join(f"{name} {value}" for name, value in other.items())
+        blocks.append(Paragraph([f"Made otherwise than {usual.name}: {listed}."]))
+    blocks += [_figure(result, stem, text) for stem, text in result.figures.items()]
+    blocks.append(_judged(result.verdicts))
+    settings = {key: _shown(value) for key, value in result.settings.items()}
+    blocks.append(Details("Settings", settings))
+    return blocks
+
+
+def _figure(result: Found, stem: str, caption: str) -> Block:
+    source = result.folder / f"{stem}.png"
+    if not source.is_file():
+        return Paragraph([f"The figure {stem}.png is not in its folder. {caption}"])
+    own = result.name.replace("-", "_")
+    name = stem if stem.startswith(own) else f"{own}_{stem}"
+    return Image(source, f"{name}.png", f"Figure {stem} of {result.name}", caption)
+
+
+def _judged(verdicts: Sequence[Verdict]) -> Block:
+    if not verdicts:
+        return Paragraph(["It judges no claim."])
+    header = "claim", "quantity", "claimed", "mean", f"{CONFIDENCE:.0%} interval"
+    return Table(
+        [*header, "seeds", "outcome"],
+        [
+            [
+                [v.claim],
+                [v.quantity],
+                [v.condition],
+                [f"{v.estimate:.3g}"],
+                [_interval(v)],
+                [str(v.num_seeds)],
+                [Outcome(OUTCOMES[v.outcome])],
+            ]
+            for v in verdicts
+        ],
+    )
+
+
+def _interval(verdict: Verdict) -> str:
+    if not (math.isfinite(verdict.low) and math.isfinite(verdict.high)):
+        return "none"
+    return f"{verdict.low:.3g} to {verdict.high:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value))
+    return "none" if value is None else _line(str(value))

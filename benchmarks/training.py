@@ -1,0 +1,417 @@
+"""Classifiers of images, trained and looked at: what most experiments do.
+
+On the full batch all seeds are trained by one compiled program, and looked at after given
+numbers of feature updates. On mini-batches it is `gnlin.fit`, a seed after the other,
+looked at after given numbers of steps.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, Float, Int, Key, PyTree
+from numpy import ndarray
+
+import gnlin
+
+from ._options import Refusal
+from .data import augmentation, cifar10, digits, mnist
+from .data.standard import DATASETS, scaled, standardised
+from .experiment import Place, Runs, Settings
+from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
+from .networks.mlp import digits_mlp
+from .networks.resnet import resnet18
+
+
+Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
+Columns = dict[str, ndarray]
+Callbacks = Callable[[int, PyTree], Sequence[gnlin.callbacks.Callback]]
+"""Of a seed and its model before training."""
+
+NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
+    "digits-mlp": digits_mlp,
+    "digits-cnn": digits_cnn,
+    "smooth-digits-cnn": smooth_digits_cnn,
+    "lenet": lenet,
+    "lenet-mnist": functools.partial(lenet, image=(1, 28, 28)),
+    "resnet18": functools.partial(resnet18, normalise=False),
+    "resnet18-bn": resnet18,
+    "narrow-resnet18": functools.partial(
+        resnet18, normalise=False, width=4, image_channels=1
+    ),
+    "narrow-resnet18-bn": functools.partial(resnet18, width=4, image_channels=1),
+}
+AUGMENTATIONS = {
+    "shift": augmentation.shift,
+    "flip-and-crop": augmentation.flip_and_crop,
+    "none": None,
+}
+LOSS = gnlin.SoftmaxCrossEntropy()
+MEAN_LOSS = gnlin.SoftmaxCrossEntropy(reduction="mean")
+
+NUM_CLASSES = 10
+
+# Below, passes through the model are cheaper than a kernel.
+_LITERAL = 30
+FLOW_FROM = 1e4
+"""This period K on, K steps are taken as gradient flow for the time K eta."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Images(Settings):
+    """Settings of an experiment on images."""
+
+    seeds: int = 5
+    data: str = "digits"
+    network: str = "digits-mlp"
+    num_train: int | None = None
+    """Training examples; `None` for all of them."""
+    batch_size: int | None = None
+    """`None` for the full batch."""
+    learning_rate: float = 1e-3
+    num_steps: int = 1000
+    """Inner steps a run."""
+    num_looks: int = 24
+    augmentation: str = "none"
+
+
+def load(settings: Images, place: Place) -> tuple[Labelled, Labelled]:
+    """Training and test images with their classes."""
+    return _load(settings.data, settings.network, settings.num_train, place.data_dir)
+
+
+@functools.lru_cache(maxsize=2)
+def _load(data: str, network: str, num_train: int | None, data_dir: Path | None):
+    flat = network.endswith("mlp")
+    if data == "digits" and num_train is not None:
+        train, test = digits.labelled(num_train // digits.NUM_CLASSES, flat)
+    elif data == "digits":
+        train, test = digits.classification(flat)
+    else:
+        train, test = _standard(data, data_dir)
+        train = tuple(x[:num_train] for x in train)
+    return _on_device(*train), _on_device(*test)
+
+
+def _on_device(images: ndarray, labels: ndarray) -> Labelled:
+    return jnp.asarray(images), jnp.asarray(labels)
+
+
+def _standard(data: str, data_dir: Path | None):
+    if data_dir is None:
+        raise Refusal(
+            f"This scale needs the files of {data}: name their folder with --data-dir."
+        )
+    reader = {"mnist": mnist, "cifar10": cifar10}[data]
+    (images, labels), (test_images, test_labels) = reader.load(data_dir, DATASETS[data])
+    if data == "mnist":
+        return (scaled(images), labels), (scaled(test_images), test_labels)
+    images, test_images = standardised(images, test_images)
+    return (images, labels), (test_images, test_labels)
+
+
+def subset(labelled: Labelled, size: int) -> Labelled:
+    """So many of the examples, drawn without replacement; those of a smaller size are
+    among those of a larger one."""
+    images, labels = labelled
+    drawn = np.random.default_rng(0).permutation(len(labels))[:size]
+    return images[drawn], labels[drawn]
+
+
+def described(settings: Images) -> str:
+    """The network, the data and the batch, for a caption."""
+    number = "all" if settings.num_train is None else f"{settings.num_train:,}"
+    batch = "full batch" if settings.batch_size is None else "mini-batches of "
+    batch += "" if settings.batch_size is None else str(settings.batch_size)
+    return f"{settings.network} on {number} training images of {settings.data}, {batch}"
+
+
+#
+# The full batch
+#
+
+Measure = Callable[[PyTree, PyTree, Labelled], Mapping[str, Array]]
+"""Of the trained and the initial model, and the training data."""
+
+
+def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
+    """Feature updates after which to look, evenly spaced in their logarithm."""
+    return np.unique(np.round(np.geomspace(1, num_updates, num_looks)))
+
+
+def full_batch(
+    settings: Images,
+    data: tuple[Labelled, Labelled],
+    solver: gnlin.AbstractGaussNewton,
+    num_updates: int,
+    *,
+    loss: gnlin.AbstractLoss = LOSS,
+    measure: Measure | None = None,
+) -> Columns:
+    """Of all seeds, at each look."""
+    looks = looks_at(num_updates, settings.num_looks)
+    # As many for all points, so that those alike in all else share a compiled program.
+    padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge")
+    make_model = NETWORKS[settings.network]
+    found = _train_all(
+        make_model, solver, loss, measure, jnp.arange(settings.seeds), padded, *data
+    )
+    return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
+
+
+@eqx.filter_jit
+def _train_all(make_model, solver, loss, measure, seeds, looks, train, test):
+    one = lambda seed: _train(make_model, solver, loss, measure, seed, looks, train, test)
+    return jax.lax.map(one, seeds)
+
+
+def _train(make_model, solver, loss, measure, seed, looks, train, test):
+    (inputs, labels), (test_inputs, test_labels) = train, test
+    model = make_model(jax.random.key(seed))
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
+    outputs = jax.eval_shape(fn, parameters, inputs)
+    objective = gnlin.BatchLoss(loss, outputs, labels)
+    evaluate = lambda y: fn(y, inputs)
+
+    def step(carry):
+        y, _, state, _ = carry
+        lin = gnlin.linearise(fn, y, inputs)
+        new_y, state = solver.advance(objective, lin, evaluate, state)
+        return new_y, y, state, state.result == optx.RESULTS.successful
+
+    def until(carry, updates):
+        def unfinished(carry):
+            _, _, state, stable = carry
+            return stable & (state.counts.num_feature_updates < updates)
+
+        y, point, state, stable = jax.lax.while_loop(unfinished, step, carry)
+        fitted, tested = evaluate(y), fn(y, test_inputs)
+        moved = jax.tree.map(jnp.subtract, y, point)
+
+        def linearised(x):
+            outputs, change = jax.jvp(lambda y: fn(y, x), (point,), (moved,))
+            return outputs + change
+
+        measured = {
+            "feature_updates": state.counts.num_feature_updates,
+            "inner_steps": state.counts.num_inner_steps,
+            "stable": stable,
+            "train_loss": objective.value(fitted),
+            "train_accuracy": gnlin.accuracy(fitted, labels),
+            "test_accuracy": gnlin.accuracy(tested, test_labels),
+            "train_accuracy_linearised": gnlin.accuracy(linearised(inputs), labels),
+            "test_accuracy_linearised": gnlin.accuracy(
+                linearised(test_inputs), test_labels
+            ),
+        }
+        if measure is not None:
+            trained = eqx.combine(y, frozen)
+            measured |= measure(trained, model, train)
+        return (y, point, state, stable), measured
+
+    start = parameters, parameters, solver.start(parameters, outputs), jnp.array(True)
+    return jax.lax.scan(until, start, looks)[1]
+
+
+def literal(period: float) -> Any:
+    """The method of `IterativeLinearisation` that takes so many steps one by one."""
+    return "matrix-free" if period < _LITERAL else "kernel"
+
+
+def descend(
+    settings: Images,
+    data: tuple[Labelled, Labelled],
+    period: float,
+    learning_rate: float,
+    *,
+    fewest_updates: int = 1,
+    measure: Measure | None = None,
+) -> Columns:
+    """Iterative linearisation on the full batch, for `num_steps` inner steps or more: few
+    at a time are taken literally, more of them with the kernel, and very many as gradient
+    flow."""
+    method = literal(period) if period < FLOW_FROM else "flow"
+    solver = gnlin.IterativeLinearisation(
+        jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method
+    )
+    num_updates = max(round(settings.num_steps / period), fewest_updates)
+    return full_batch(settings, data, solver, num_updates, measure=measure)
+
+
+#
+# Mini-batches
+#
+
+
+def descent(period: float, learning_rate: float) -> gnlin.IterativeLinearisation:
+    """By gradient steps on mini-batches. The period is an array, so that all of them
+    share a compiled program."""
+    return gnlin.IterativeLinearisation(jnp.asarray(float(period)), learning_rate)
+
+
+def mini_batches(
+    settings: Images,
+    data: tuple[Labelled, Labelled],
+    solver: gnlin.AbstractGaussNewton,
+    place: Place,
+    *,
+    loss: gnlin.AbstractLoss = MEAN_LOSS,
+    callbacks: Callbacks = lambda seed, model: (),
+) -> Columns:
+    """Of all seeds, at evenly spaced looks; in single precision. What the callbacks
+    record are columns as well."""
+    runs = [
+        _fit(settings, data, solver, place, loss, callbacks, seed)
+        for seed in range(settings.seeds)
+    ]
+    return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+
+
+def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
+    train, test = (_single(labelled) for labelled in data)
+    make_model = NETWORKS[settings.network]
+    state = None
+    if settings.network.endswith("-bn"):
+        model, state = eqx.nn.make_with_state(make_model)(jax.random.key(seed))
+    else:
+        model = make_model(jax.random.key(seed))
+    model = _single(model)
+    told = list(callbacks(seed, model))
+    batch_size = min(settings.batch_size, len(train[1]))
+    every = math.ceil(settings.num_steps / settings.num_looks)
+    checkpoint = None
+    if place.checkpoints is not None:
+        checkpoint = place.checkpoints / f"seed={seed}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what ended early, which `stable` says
+        result = gnlin.fit(
+            model,
+            train,
+            solver,
+            loss=loss,
+            batch_size=batch_size,
+            steps=settings.num_steps,
+            key=jax.random.key(seed),
+            state=_single(state),
+            validation=test,
+            validate_every=every,
+            metrics={"accuracy": gnlin.accuracy},
+            augment=AUGMENTATIONS[settings.augmentation],
+            callbacks=told,
+            progress=place.checkpoints is not None,
+            checkpoint=checkpoint,
+            resume=checkpoint is not None and place.resume,
+        )
+    if result.reason.endswith("interrupted"):
+        raise KeyboardInterrupt
+    history = result.history
+    looked = np.flatnonzero(~np.isnan(history["validation_accuracy"]))
+    ours = {
+        "inner_steps": history["num_inner_steps"].cumsum(),
+        "feature_updates": history["num_feature_updates"],
+        "train_loss": history["loss"],
+        "test_accuracy": history["validation_accuracy"],
+    }
+    if "validation_accuracy_linearised" in history.columns:
+        ours["test_accuracy_linearised"] = history["validation_accuracy_linearised"]
+    for callback in told:
+        ours |= {name: history[name] for name in callback.columns}
+    num_looks = math.ceil(settings.num_steps / every)
+    columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
+    columns["stable"] = np.ones(num_looks)
+    if result.result != optx.RESULTS.nonlinear_max_steps_reached:
+        columns["stable"][-1] = 0.0
+    for callback in told:
+        if isinstance(callback, Snapshots):
+            columns[callback.name] = callback.taken
+    return columns
+
+
+class TrainAccuracy(gnlin.callbacks.Callback):
+    """Of the network and of the linearised network, on training images, at each look."""
+
+    columns = ("train_accuracy", "train_accuracy_linearised")
+
+    def __init__(self, data: Labelled, most: int = 10_000):
+        images, labels = data
+        self.data = images[:most], labels[:most]
+
+    def on_validation(self, run: Any) -> None:
+        both = _accuracies(run.model, run.linearisation_point, self.data)
+        run.record(dict(zip(self.columns, map(float, both), strict=True)))
+
+
+@eqx.filter_jit
+def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
+    """Of the model, and of its linearisation at a point."""
+    images, labels = data
+    parameters, static = eqx.partition(model, eqx.is_inexact_array)
+    start = eqx.filter(point, eqx.is_inexact_array)
+    images = images.astype(jax.tree.leaves(parameters)[0].dtype)
+    fn = lambda y: jax.vmap(eqx.combine(y, static))(images)
+    moved = jax.tree.map(jnp.subtract, parameters, start)
+    outputs, change = jax.jvp(fn, (start,), (moved,))
+    accuracy = lambda outputs: gnlin.accuracy(outputs, labels)
+    return accuracy(fn(parameters)), accuracy(outputs + change)
+
+
+class Snapshots(gnlin.callbacks.Callback):
+    """An array of the model at the start and at each look, for a column of that name."""
+
+    def __init__(self, name: str, take: Callable[[PyTree], Array], model, num_looks: int):
+        first = np.asarray(take(model))
+        self.name = name
+        self.take = take
+        self.taken = np.full((num_looks + 1, *first.shape), np.nan)
+        self.taken[0] = first
+        self.num_taken = np.array(1)
+
+    def on_validation(self, run: Any) -> None:
+        if self.num_taken < len(self.taken):
+            self.taken[self.num_taken] = self.take(run.model)
+            self.num_taken = self.num_taken + 1
+
+    def state(self) -> PyTree:
+        return self.taken, self.num_taken
+
+    def restore(self, state: PyTree) -> None:
+        self.taken, self.num_taken = (np.array(x) for x in state)
+
+
+def _single(tree: Any) -> Any:
+    def cast(x):
+        floats = eqx.is_inexact_array(x)
+        return jnp.asarray(x, jnp.float32) if floats else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _padded(x: ndarray, length: int) -> ndarray:
+    """What an early end has left out is what it ended with."""
+    return np.pad(x, (0, length - len(x)), mode="edge")
+
+
+#
+# Pictures
+#
+
+
+def draw_band(
+    axes: Any, runs: Runs, name: str, colour: Any, label: str, scale: float = 100
+) -> None:
+    """The mean over the seeds, by default in per cent, over inner steps; and their
+    range."""
+    steps, values = runs["inner_steps"].mean(axis=0), scale * runs[name]
+    axes.plot(steps, values.mean(axis=0), color=colour, label=label)
+    low, high = values.min(axis=0), values.max(axis=0)
+    axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)

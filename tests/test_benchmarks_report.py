@@ -1,0 +1,324 @@
+"""The report on results that were made by hand."""
+
+import base64
+import html
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, strategies as st
+
+from benchmarks import _page, report
+from benchmarks._options import Refusal
+from benchmarks._results import write_csv
+from benchmarks.verdicts import CONFIRMED, REFUTED, UNDECIDED, Verdict
+
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJ"
+    "RU5ErkJggg=="
+)
+NAMES = ["k-sweep", "batch", "filters", "resnet"]
+
+
+def verdict(claim, outcome, estimate=0.5, low=0.25, high=0.75):
+    return Verdict(claim, "a number", "> 0", estimate, low, high, 5, outcome)
+
+
+VERDICTS = [
+    verdict("it holds", CONFIRMED),
+    verdict("it fails", REFUTED, -0.5, -0.75, -0.25),
+    verdict("who knows", UNDECIDED, low=-float("inf"), high=float("inf")),
+]
+
+
+def leave(results, name, verdicts=VERDICTS, **changes):
+    """What an experiment leaves behind."""
+    folder = results / name
+    folder.mkdir(parents=True)
+    stem = name.replace("-", "_")
+    content = {
+        "experiment": name,
+        "scale": "embedded",
+        "settings": {"seeds": 5, "periods": [1.0, 1e6], "limit": None, "deep": True},
+        "finished": True,
+        "paper": "All is well.",
+        "figures": {stem: f"Everything about {name}."},
+        "num_runs": 1200,
+        "run_seconds": 61.4,
+        "borrowed": False,
+        "command": f"python -m benchmarks {name}",
+        "date": "2026-01-02T03:04:05+00:00",
+        "platform": "an abacus",
+        "processors": 2,
+        "backend": "cpu",
+        "device": "cpu",
+        "x64": True,
+        "versions": {"jax": "1.2.3"},
+    }
+    content |= changes
+    (folder / "settings.json").write_text(json.dumps(content))
+    for figure in content["figures"]:
+        (folder / f"{figure}.png").write_bytes(PNG)
+    write_csv(folder / "verdicts.csv", verdicts)
+    return folder
+
+
+def written(results, names=NAMES):
+    report.write(results, names)
+    return tuple((results / f"report.{kind}").read_text() for kind in ("md", "html"))
+
+
+def section(markdown, name):
+    return re.split(r"^## ", markdown.partition(f"\n## {name}\n")[2], flags=re.M)[0]
+
+
+class Reader(HTMLParser):
+    """Of tags that are closed in order, and of what they name."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.text, self.ids, self.links, self.sources = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br", "img"):
+            self.open.append(tag)
+        for key, value in attrs:
+            named = {"id": self.ids, "href": self.links, "src": self.sources}
+            named.get(key, []).append(value)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+
+def read(page):
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert not reader.open
+    return reader
+
+
+def test_all_that_was_found_is_in_both_pages(tmp_path, capsys):
+    leave(tmp_path, "k-sweep")
+    markdown, page = written(tmp_path, ["k-sweep"])
+    text = " ".join(read(page).text)
+    for words in (
+        "Test accuracy over K",
+        "All is well.",
+        "Everything about k-sweep.",
+        "1,200",
+        "1 min 1 s",
+        "2026-01-02",
+        "an abacus",
+        "jax 1.2.3",
+        "python -m benchmarks k-sweep",
+        "1 of 1 experiments",
+        "1 confirmed, 1 refuted, 1 undecided",
+        "0.25 to 0.75",
+        "1, 1e+06",
+    ):
+        assert words in markdown, words
+        assert words in text, words
+    for each, outcome in zip(
+        VERDICTS, ("confirmed", "refuted", "undecided"), strict=True
+    ):
+        assert f"**{outcome}**: {each.claim}" in markdown
+        assert f'<span class="outcome {outcome}">{outcome}</span>: {each.claim}' in page
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_a_seed_alone_has_no_interval(tmp_path):
+    leave(tmp_path, "k-sweep")
+    (row,) = (
+        line for line in written(tmp_path)[0].splitlines() if "| who knows |" in line
+    )
+    assert "| none | 5 | **undecided** |" in row
+
+
+def test_figures_are_linked_in_one_page_and_held_in_the_other(tmp_path):
+    leave(tmp_path, "k-sweep", figures={"k_sweep": "", "filters": ""})
+    leave(tmp_path, "filters")
+    markdown, page = written(tmp_path)
+    linked = re.findall(r"\]\((report/.*?)\)", markdown)
+    assert linked == [
+        "report/k_sweep.png",
+        "report/k_sweep_filters.png",
+        "report/filters.png",
+    ]
+    assert all((tmp_path / name).read_bytes() == PNG for name in linked)
+    sources = read(page).sources
+    assert len(sources) == 3
+    assert all(base64.b64decode(source.partition(",")[2]) == PNG for source in sources)
+
+
+def test_a_missing_figure_is_named(tmp_path):
+    folder = leave(tmp_path, "k-sweep")
+    (folder / "k_sweep.png").unlink()
+    markdown, _ = written(tmp_path)
+    assert "figure k\\_sweep.png is not in its folder" in markdown
+
+
+def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(tmp_path):
+    leave(tmp_path, "k-sweep")
+    markdown, page = written(tmp_path)
+    reader = read(page)
+    assert {link[1:] for link in reader.links} <= set(reader.ids)
+    assert len(reader.ids) == len(set(reader.ids))
+    assert all(source.startswith("data:") for source in reader.sources)
+    assert not re.search(r"https?://|@import|url\(|<script", page)
+    headings = re.findall(r"^## (.*)$", markdown, re.M)
+    assert set(re.findall(r"\]\(#(.*?)\)", markdown)) <= set(headings)
+
+
+@pytest.mark.parametrize("state", ["missing", "unfinished", "{", "[]", "{}", "other"])
+def test_what_has_no_results_is_named_with_its_command(state, tmp_path):
+    leave(tmp_path, "k-sweep")
+    folder = tmp_path / "batch"
+    if state == "unfinished":
+        command = "python -m benchmarks all --scale full --resume --out x --data-dir y"
+        leave(tmp_path, "batch", finished=False, command=command)
+    elif state == "other":
+        leave(tmp_path, "batch", experiment="k-sweep")
+    elif state != "missing":
+        folder.mkdir()
+        (folder / "settings.json").write_text(state)
+    markdown, _ = written(tmp_path)
+    known = {"missing": "not run", "unfinished": "unfinished"}
+    word = known.get(state, "unreadable")
+    assert f"| [batch](#batch) | {word} |" in markdown
+    options = " --scale full --data-dir DIR" if state == "unfinished" else ""
+    resume = " --resume" if state == "unfinished" else ""
+    command = f"python -m benchmarks batch{options} --out {folder}{resume}"
+    said = section(markdown, "batch")
+    assert f"`{command}`" in said
+    assert word.capitalize() in said
+    assert "1 of 4 experiments have results" in markdown
+
+
+@pytest.mark.parametrize("damage", ["no file", "no outcome", "no number", "no column"])
+def test_damaged_verdicts_are_not_reported(damage, tmp_path):
+    leave(tmp_path, "k-sweep")
+    path = leave(tmp_path, "batch") / "verdicts.csv"
+    text = path.read_text()
+    path.write_text(
+        {
+            "no file": "",
+            "no outcome": text.replace("refuted", "refutd"),
+            "no number": text.replace("0.25", "a quarter"),
+            "no column": text.replace("condition", "conditio"),
+        }[damage]
+    )
+    if damage == "no file":
+        path.unlink()
+    markdown, _ = written(tmp_path)
+    assert "Unreadable" in section(markdown, "batch")
+    assert "Unreadable" not in section(markdown, "k-sweep")
+
+
+def test_borrowed_runs_are_counted_once(tmp_path):
+    leave(tmp_path, "k-sweep", run_seconds=3600.0, num_runs=30)
+    leave(tmp_path, "batch", run_seconds=1800.0, num_runs=7)
+    leave(tmp_path, "filters", run_seconds=3600.0, num_runs=30, borrowed=True)
+    leave(tmp_path, "resnet", run_seconds=99.0, finished=False)
+    markdown, page = written(tmp_path)
+    for text in (markdown, page):
+        assert "In total 37 runs in 1 h 30 min." in text
+    assert "not counted again" in section(markdown, "filters")
+    assert "3 confirmed, 3 refuted, 3 undecided" in markdown
+
+
+def test_other_scales_and_versions_are_said(tmp_path):
+    leave(tmp_path, "k-sweep")
+    leave(tmp_path, "batch", scale="full")
+    leave(tmp_path, "filters", versions={"jax": "3.2.1"}, device="a GPU")
+    markdown, _ = written(tmp_path)
+    assert "not all at the same scale: 2 at 'embedded', 1 at 'full'" in markdown
+    assert "Scale 'full'" in section(markdown, "batch")
+    assert "otherwise" not in section(markdown, "batch")
+    said = section(markdown, "filters")
+    assert re.search("Made otherwise than k-sweep: device a GPU.*, jax 3.2.1.", said)
+
+
+def test_an_experiment_without_claims_says_so(tmp_path):
+    leave(tmp_path, "k-sweep", verdicts=[])
+    assert "It judges no claim." in section(written(tmp_path)[0], "k-sweep")
+
+
+def test_results_without_what_the_paper_found(tmp_path):
+    leave(tmp_path, "k-sweep", paper="")
+    assert "The paper:" not in written(tmp_path)[0]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_empty_folder_is_refused_and_left_alone(exists, tmp_path):
+    folder = tmp_path / "results"
+    if exists:
+        folder.mkdir()
+    with pytest.raises(Refusal, match="has no results") as refusal:
+        report.write(folder, NAMES)
+    assert str(folder) in str(refusal.value)
+    assert folder.exists() == exists
+    assert not exists or not list(folder.iterdir())
+
+
+def test_the_same_results_give_the_same_pages(tmp_path):
+    leave(tmp_path, "k-sweep")
+    assert written(tmp_path) == written(tmp_path)
+
+
+NASTY = 'a | b <i>&amp;</i> `c` *d* _e_ [f](g) $h$ "i" {: #j } \\ ~~k~~ ## l'
+
+
+def test_text_is_text(tmp_path):
+    leave(
+        tmp_path,
+        "k-sweep",
+        [verdict(NASTY, CONFIRMED)],
+        figures={"k_sweep": NASTY},
+        paper=NASTY,
+        settings={"text": NASTY, "lines": "one\ntwo"},
+    )
+    markdown, page = written(tmp_path)
+    assert " ".join(read(page).text).count(NASTY) == 5
+    bare = r"(?<!\\)(\| b|`c|\*d|_e|\[f\]\(g)|<i>|\$h|~k"
+    assert not re.search(bare, markdown)
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows if "a \\| b" in row}
+    assert widths == {6, 8}
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))
+def test_escaped_text_is_read_back(text):
+    """By what each dialect of Markdown does: no backslash before punctuation, and
+    entities read."""
+    escaped = _page._escaped(text)
+    assert html.unescape(re.sub(r"\\([\\`*_{}\[\]|#])", r"\1", escaped)) == text
+    bare = re.sub(r"\\[\\`*_{}\[\]|#]", "", escaped)
+    assert not re.search(r"[\\`*_{}\[\]|<>$~]|(?<!&)#", bare)
+
+
+@pytest.mark.parametrize("start", ["- ", "+ ", "1. ", "12) "])
+def test_a_paragraph_is_no_list(start):
+    text = _page.markdown([_page.Paragraph([f"{start}one"])])
+    assert text == f"{start[:-2]}\\{start[-2]} one\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (3599.7, "1 h 0 min"),
+        (5400, "1 h 30 min"),
+        (359_990, "100 h 0 min"),
+    ],
+)
+def test_durations(seconds, shown):
+    assert report._duration(seconds) == shown

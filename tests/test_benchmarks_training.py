@@ -1,0 +1,238 @@
+"""What most experiments do: the looks at a training run are those of a run by hand, and
+the full scale runs on files in CIFAR-10's format."""
+
+import csv
+import dataclasses
+import hashlib
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+from benchmarks import training
+from benchmarks.__main__ import main
+from benchmarks.data import augmentation, cifar10, mnist, standard
+from benchmarks.experiment import Place
+from benchmarks.training import Images
+
+
+SETTINGS = Images(
+    seeds=2, num_train=20, batch_size=8, learning_rate=0.05, num_steps=6, num_looks=3
+)
+
+
+def test_mini_batches_are_a_fit_by_hand():
+    data = train, test = training.load(SETTINGS, Place())
+    columns = training.mini_batches(
+        SETTINGS,
+        data,
+        training.descent(2, 0.05),
+        Place(),
+        callbacks=lambda seed, model: [training.TrainAccuracy(train)],
+    )
+    single = lambda labelled: (jnp.asarray(labelled[0], jnp.float32), labelled[1])
+    model = training.NETWORKS["digits-mlp"](jax.random.key(1))
+    model = jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, model)
+    result = gnlin.fit(
+        model,
+        single(train),
+        gnlin.IterativeLinearisation(2, 0.05),
+        loss=gnlin.SoftmaxCrossEntropy(reduction="mean"),
+        batch_size=8,
+        steps=6,
+        key=jax.random.key(1),
+        progress=False,
+    )
+    np.testing.assert_array_equal(columns["inner_steps"][1], [2, 4, 6])
+    np.testing.assert_array_equal(columns["feature_updates"][1], [1, 2, 3])
+    np.testing.assert_array_equal(columns["stable"], np.ones((2, 3)))
+    for name, (images, labels) in (("test", single(test)), ("train", single(train))):
+        accuracy = gnlin.accuracy(jax.vmap(result.model)(images), labels)
+        assert columns[f"{name}_accuracy"][1, -1] == pytest.approx(float(accuracy))
+        # After the last step of a period the network is its own linearisation.
+        linearised = columns[f"{name}_accuracy_linearised"][1, -1]
+        assert linearised == pytest.approx(float(accuracy))
+
+
+def test_the_linearised_network_is_looked_at_within_a_period():
+    data = training.load(SETTINGS, Place())
+    settings = dataclasses.replace(SETTINGS, num_looks=6, learning_rate=1.0)
+    columns = training.mini_batches(settings, data, training.descent(6, 1.0), Place())
+    apart = columns["test_accuracy"] - columns["test_accuracy_linearised"]
+    assert np.any(apart[:, :5] != 0)
+    np.testing.assert_array_equal(apart[:, 5], 0)
+
+
+def test_a_run_that_ends_early_says_so():
+    data = training.load(SETTINGS, Place())
+    solver = training.descent(1, 1e38)
+    columns = training.mini_batches(SETTINGS, data, solver, Place())
+    np.testing.assert_array_equal(columns["stable"][:, -1], 0)
+    assert columns["test_accuracy"].shape == (2, 3)
+
+
+def test_snapshots_are_of_the_model_before_and_at_each_look():
+    data = training.load(SETTINGS, Place())
+    take = lambda model: model.layers[0].weight[:2, :3]
+    columns = training.mini_batches(
+        SETTINGS,
+        data,
+        training.descent(1, 0.05),
+        Place(),
+        callbacks=lambda seed, model: [training.Snapshots("w", take, model, 3)],
+    )
+    model = training.NETWORKS["digits-mlp"](jax.random.key(1))
+    assert columns["w"].shape == (2, 4, 2, 3)
+    np.testing.assert_allclose(columns["w"][1, 0], take(model), rtol=1e-6)
+    assert np.all(np.isfinite(columns["w"]))
+    assert np.all(np.abs(np.diff(columns["w"], axis=1)).max(axis=(0, 2, 3)) > 0)
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    data = training.load(SETTINGS, Place())
+    solver = training.descent(4, 0.05)
+    snapshots = lambda seed, model: [
+        training.Snapshots("w", lambda m: m.layers[0].weight, model, 3)
+    ]
+
+    def run(settings, place):
+        return training.mini_batches(settings, data, solver, place, callbacks=snapshots)
+
+    whole = run(SETTINGS, Place())
+    half = dataclasses.replace(SETTINGS, num_steps=4, num_looks=2)
+    run(half, Place(checkpoints=tmp_path))
+    resumed = run(SETTINGS, Place(checkpoints=tmp_path, resume=True))
+    for name in ("test_accuracy", "train_loss", "inner_steps"):
+        np.testing.assert_array_equal(resumed[name], whole[name])
+
+
+def test_a_subset_is_part_of_a_larger_one():
+    (images, labels), _ = training.load(Images(), Place())
+    small = training.subset((images, labels), 50)
+    large = training.subset((images, labels), 100)
+    np.testing.assert_array_equal(small[0], large[0][:50])
+    np.testing.assert_array_equal(small[1], large[1][:50])
+    assert len(np.unique(np.asarray(small[1]))) == 10
+
+
+@pytest.mark.parametrize("by", [1, 2])
+def test_a_shift_is_a_crop_of_the_padded_image(by):
+    image = jax.random.normal(jax.random.key(0), (2, 5, 6))
+    padded = np.pad(image, ((0, 0), (by, by), (by, by)))
+    crops = {
+        padded[:, i : i + 5, j : j + 6].tobytes()
+        for i in range(2 * by + 1)
+        for j in range(2 * by + 1)
+    }
+    keys = jax.random.split(jax.random.key(1), 200)
+    found = {
+        np.asarray(x).tobytes()
+        for x in jax.vmap(lambda key: augmentation.shift(image, key, by))(keys)
+    }
+    assert found == crops
+
+
+def test_half_of_the_images_are_flipped():
+    image = jnp.arange(3 * 32 * 32, dtype=float).reshape(3, 32, 32)
+    keys = jax.random.split(jax.random.key(1), 200)
+    changed = jax.vmap(lambda key: augmentation.flip_and_crop(image, key))(keys)
+    middle = np.asarray(changed[:, 0, 16, 10:22])
+    flipped = (np.diff(middle, axis=1) < 0).all(axis=1)
+    assert np.all(flipped | (np.diff(middle, axis=1) > 0).all(axis=1))
+    assert 60 < flipped.sum() < 140
+
+
+#
+# The full scale, on files as small as can be
+#
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """Two images a file, in the binary version's format."""
+    generator = np.random.default_rng(0)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        labels = generator.integers(0, 10, (2, 1), np.uint8)
+        pixels = generator.integers(0, 256, (2, 3072), np.uint8)
+        (folder / f"{name}.bin").write_bytes(np.hstack([labels, pixels]).tobytes())
+    monkeypatch.setitem(standard.DATASETS, "cifar10", cifar10.dataset(2))
+    training._load.cache_clear()
+    yield tmp_path
+    training._load.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments", "points"),
+    [
+        ("k-sweep", ["--grid", "1,8,1e8"], 7),
+        ("large-k-augmented", [], 2),
+        ("resnet", [], 4),
+    ],
+)
+def test_the_full_scale_runs_on_files_of_cifar10(
+    name, arguments, points, cifar, tmp_path
+):
+    out = tmp_path / "results"
+    command = [name, "--scale", "full", "--data-dir", str(cifar), "--steps", "20"]
+    command += ["--seeds", "1", "--out", str(out), *arguments]
+    assert main(command) == 0
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["finished"]
+    assert settings["scale"] == "full"
+    assert settings["settings"]["data"] == "cifar10"
+    assert settings["settings"]["num_steps"] == 20
+    assert len(list((out / "runs").glob("*.npz"))) == points
+    with (out / f"{name.replace('-', '_')}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    last = [row for row in rows if float(row["inner_steps"]) == 20]
+    assert last
+    assert all(np.isfinite(float(row["train_loss"])) for row in last)
+    # What is finished is not made again.
+    made = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
+    assert main([*command, "--resume"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == made
+
+
+def test_the_full_scale_asks_for_its_files(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "results")]
+    assert main(["resnet", "--scale", "full", *out]) == 2
+    assert "name their folder with --data-dir" in capsys.readouterr().err
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    out = ["--out", str(tmp_path / "others")]
+    assert main(["resnet", "--scale", "full", "--data-dir", str(empty), *out]) == 2
+    message = capsys.readouterr().err
+    assert "There is no 'cifar-10-binary.tar.gz'" in message
+    assert message.count("\n") == 1
+
+
+def test_mnist_is_read_for_the_full_scale(tmp_path, monkeypatch):
+    generator = np.random.default_rng(0)
+    md5 = {}
+    for part, number in (("train", 12), ("t10k", 5)):
+        for kind, shape, code in (("images-idx3", (28, 28), 3), ("labels-idx1", (), 1)):
+            largest = 256 if code == 3 else 10
+            values = generator.integers(0, largest, (number, *shape), np.uint8)
+            sizes = b"".join(n.to_bytes(4, "big") for n in values.shape)
+            contents = bytes([0, 0, 8, code]) + sizes + values.tobytes()
+            path = tmp_path / f"{part}-{kind}-ubyte"
+            path.write_bytes(contents)
+            md5[path.name] = hashlib.md5(contents).hexdigest()
+    monkeypatch.setitem(standard.DATASETS, "mnist", mnist.dataset(12, 5, md5))
+    training._load.cache_clear()
+    settings = Images(data="mnist", network="lenet-mnist")
+    (images, labels), (test_images, _) = training.load(settings, Place(tmp_path))
+    training._load.cache_clear()
+    assert images.shape == (12, 1, 28, 28)
+    assert labels.shape == (12,)
+    assert test_images.shape == (5, 1, 28, 28)
+    assert float(images.max()) <= 1
+    model = training.NETWORKS["lenet-mnist"](jax.random.key(0))
+    assert model(images[0].astype(float)).shape == (10,)
