@@ -23,6 +23,7 @@ PACKAGES = (
     "equinox",
     "lineax",
     "optimistix",
+    "optax",
     "gnlin",
     "numpy",
     "scipy",

@@ -329,7 +329,8 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
     num_looks = math.ceil(settings.num_steps / every)
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
     columns["stable"] = np.ones(num_looks)
-    if result.result != optx.RESULTS.nonlinear_max_steps_reached:
+    well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
+    if not any(bool(result.result == each) for each in well):
         columns["stable"][-1] = 0.0
     for callback in told:
         if isinstance(callback, Snapshots):

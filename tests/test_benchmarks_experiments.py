@@ -28,7 +28,15 @@ def read(path):
     ("name", "num_verdicts"),
     [
         pytest.param("adaptive", 2, marks=pytest.mark.slow),
+        pytest.param("batch", 2, marks=pytest.mark.slow),
+        pytest.param("data-scaling", 3, marks=pytest.mark.slow),
         pytest.param("k-sweep", 3, marks=pytest.mark.slow),
+        pytest.param("kernel-drift", 2, marks=pytest.mark.slow),
+        pytest.param("lambda-sweep-cnn", 1, marks=pytest.mark.slow),
+        pytest.param("mnist-k", 4, marks=pytest.mark.slow),
+        pytest.param("resnet", 3, marks=pytest.mark.slow),
+        pytest.param("solved-subproblem", 2, marks=pytest.mark.slow),
+        pytest.param("stability", 2, marks=pytest.mark.slow),
         ("lambda-sweep", 4),
         ("xor-features", 4),
     ],
@@ -50,6 +58,20 @@ def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys
     written = capsys.readouterr().out
     for verdict in verdicts:
         assert f"{verdict['outcome']}: {verdict['claim']}." in written
+
+
+@pytest.mark.slow
+def test_probes_and_filters_are_of_the_runs_with_large_k(tmp_path):
+    def run(name):
+        assert main([name, "--quick", "--out", str(tmp_path / name)]) == 0
+        return json.loads((tmp_path / name / "settings.json").read_text())
+
+    assert run("large-k-augmented")["borrowed"] is False
+    for name, num_verdicts in (("linear-probe", 4), ("filters", 2)):
+        assert run(name)["borrowed"] is True
+        assert not (tmp_path / name / "runs").exists()
+        assert len(read(tmp_path / name / "verdicts.csv")) == num_verdicts
+        assert (tmp_path / name / f"{name.replace('-', '_')}.png").exists()
 
 
 def test_a_row_of_the_sweep_over_lambda_is_one_run():

@@ -27,8 +27,8 @@ EARLY = 0.2
 class KernelDrift(Images):
     periods: tuple[int, ...] = (1, 100, 1_000)
     num_train: int | None = 50
-    num_steps: int = 20_000
-    num_looks: int = 20
+    num_steps: int = 4_000
+    num_looks: int = 80
     num_kernel: int = 20
     """Training images of the kernel."""
 

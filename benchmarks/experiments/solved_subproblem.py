@@ -28,7 +28,7 @@ class Solved(Images):
     batch_size: int | None = 64
     learning_rate: float = 0.1
     num_steps: int = 30_000
-    num_looks: int = 30
+    num_looks: int = 60
 
 
 EMBEDDED = Solved()
@@ -94,8 +94,8 @@ def draw(settings: Solved, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         label = f"{SOLVED}: the linearised network"
         steps = runs["inner_steps"].mean(axis=0)
         train.plot(steps, mean, "--", color=VERMILION, label=label)
-        test.set(title="Test", xlabel="Inner steps", ylabel="Accuracy (%)")
-        train.set(title="Training", xlabel="Inner steps")
+        test.set(title="Test", xscale="log", xlabel="Inner steps", ylabel="Accuracy (%)")
+        train.set(title="Training", xscale="log", xlabel="Inner steps")
         train.legend(fontsize="small")
     return {
         "solved_subproblem": f"Each linearised problem solved by {settings.period:,} "
