@@ -22,12 +22,12 @@ class ResNets(Images):
     normalised_periods: tuple[int, ...] = (1, 20)
     network: str = "narrow-resnet18"
     batch_size: int | None = 64
-    learning_rate: float = 0.01
+    learning_rate: float = 5e-4
     normalised_learning_rate: float = 0.01
     augmentation: str = "shift"
     """Of the normalised network's images."""
-    num_steps: int = 1_500
-    num_looks: int = 15
+    num_steps: int = 2_500
+    num_looks: int = 25
 
 
 EMBEDDED = ResNets()

@@ -26,7 +26,7 @@ from ..verdicts import judge, slope, Verdict
 class Stability(Images):
     periods: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1_000, 3_000)
     learning_rates: tuple[float, ...] = tuple(
-        float(f"{rate:.3g}") for rate in np.logspace(-4, 0, 13)
+        float(f"{rate:.3g}") for rate in np.logspace(-3, 0, 10)
     )
     num_train: int | None = 50
     num_steps: int = 3_000
@@ -129,7 +129,8 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     share = table(settings, all_runs).mean(axis=2)
     with figure(out / "stability.png", width=8, height=5) as drawing:
         axes = drawing.subplots()
-        image = axes.imshow(share.T, cmap="cividis", vmin=0, vmax=1, origin="lower")
+        look = {"cmap": "cividis", "vmin": 0, "vmax": 1, "origin": "lower"}
+        image = axes.imshow(share.T, aspect="auto", **look)
         axes.set_xticks(
             range(len(settings.periods)), [f"{k:,}" for k in settings.periods]
         )
@@ -142,7 +143,7 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         height = np.interp(logs, known, np.arange(len(known)))
         label = "largest stable, mean over seeds"
         axes.plot(height, "o-", color="white", markeredgecolor=BLACK, label=label)
-        axes.legend(loc="upper right", labelcolor="white")
+        axes.legend(loc="lower right", labelcolor="white")
         drawing.colorbar(image, label="Share of the seeds that diverge")
     return {
         "stability": "Share of the runs that diverge, by learning rate and K. "
