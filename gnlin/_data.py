@@ -6,6 +6,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
+from ._sharding import automatic, is_here
+
 
 def as_batch(
     data: object, name: str = "data"
@@ -16,7 +18,7 @@ def as_batch(
             f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
             "examples `(inputs, targets, weights)`."
         )
-    inputs, targets = (jax.tree.map(jnp.asarray, part) for part in data[:2])
+    inputs, targets = (jax.tree.map(jnp.asarray, automatic(part)) for part in data[:2])
     lengths = {
         "inputs": _lengths("inputs", inputs),
         "targets": _lengths("targets", targets),
@@ -30,7 +32,7 @@ def as_batch(
     (num_examples,) = lengths["inputs"]
     if num_examples == 0:
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
-    weights = None if len(data) == 2 else _as_weights(data[2], num_examples)
+    weights = None if len(data) == 2 else _as_weights(automatic(data[2]), num_examples)
     return inputs, targets, weights
 
 
@@ -58,7 +60,7 @@ def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
             f"The weights must be one for each of the {num_examples} examples, but have "
             f"the shape {weights.shape}."
         )
-    if not isinstance(weights, Tracer):
+    if not isinstance(weights, Tracer) and is_here(weights):
         known = np.asarray(weights)
         if not (np.all(np.isfinite(known)) and np.all(known >= 0) and known.sum() > 0):
             raise ValueError(

@@ -12,6 +12,7 @@ from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree
 
+from ._sharding import by_columns, is_spread
 from ._spectrum import from_curvature, from_kernel, from_svd, Spectrum
 from ._tree import matmul
 
@@ -25,7 +26,12 @@ def gram(rows: PyTree[Array]) -> Float[Array, "m m"]:
     r"""$\phi\phi^\top$, the rows' inner products."""
     leaves = [leaf for leaf in jax.tree.leaves(rows) if leaf.size > 0]
     blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
-    return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
+    if not is_spread():
+        return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
+    # Summed over leaves on each device, then once over devices.
+    parts = [by_columns(block) for block in blocks]
+    each = [matmul(part, part.swapaxes(1, 2)) for part in parts]
+    return jnp.sum(functools.reduce(jnp.add, each), axis=0)
 
 
 def pull_back(rows: PyTree[Array], a: Float[Array, " m"]) -> PyTree[Array]:

@@ -17,6 +17,16 @@ from ._linearisation import linearise, PerExample
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import partition, predict
 from ._objective import BatchLoss
+from ._sharding import (
+    automatic,
+    choosing,
+    everywhere,
+    keep,
+    mesh_of,
+    on_mesh,
+    places,
+    spread,
+)
 from ._solver import AbstractGaussNewton, statistics
 
 
@@ -119,18 +129,27 @@ def solve(
     check_count("max_steps", max_steps)
     check_loss(loss)
     inputs, targets, weights = as_batch(data)
-    parameters, frozen = partition(model, filter_spec)
+    mesh = mesh_of((model, data))
+    parameters, frozen = partition(automatic(model), filter_spec)
     fn = PerExample(eqx.Partial(predict, frozen))
-    if not loss.is_quadratic:  # which has no values of targets to check
-        outputs = eqx.filter_eval_shape(fn, parameters, inputs)
-        loss.check(outputs, targets)
-
-    parameters, result, history, stats = _run(
-        solver, loss, fn, parameters, inputs, targets, weights, int(max_steps)
-    )
+    with choosing():
+        if not loss.is_quadratic:  # which has no values of targets to check
+            outputs = eqx.filter_eval_shape(fn, parameters, inputs)
+            loss.check(outputs, targets)
+        parameters, result, history, stats = _run(
+            solver,
+            loss,
+            fn,
+            parameters,
+            inputs,
+            targets,
+            weights,
+            int(max_steps),
+            places(parameters, (inputs, targets, weights)),
+        )
     model = eqx.combine(parameters, frozen)
     stats = {**stats, "max_steps": max_steps}
-    solution = Solution(model, result, history, stats)
+    solution = on_mesh(Solution(model, result, history, stats), mesh)
     if not isinstance(stats["num_steps"], Tracer):
         solution = _without_unused_rows(solution)
         if not throw:
@@ -139,7 +158,7 @@ def solve(
 
 
 @eqx.filter_jit
-def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps):
+def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps, places):
     def evaluate(y):
         return fn(y, inputs)
 
@@ -160,7 +179,9 @@ def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps):
     def step(carry):
         y, state, num_steps, rows = carry
         lin = linearise(fn, y, inputs)
-        y, state = solver.advance(objective, lin, evaluate, state)
+        with spread(places):
+            y, state = solver.advance(objective, lin, evaluate, state)
+        y = keep(y, places.carry)
         rows = jax.tree.map(lambda r, x: r.at[num_steps].set(x), rows, state.report)
         return y, state, num_steps + 1, rows
 
@@ -178,7 +199,9 @@ def _run(solver, loss, fn, parameters, inputs, targets, weights, max_steps):
         damping=rows.damping,
         num_inner_steps=rows.num_inner_steps,
     )
-    return y, result, history, {"num_steps": num_steps, **statistics(state.counts)}
+    stats = {"num_steps": num_steps, **statistics(state.counts)}
+    others = everywhere((result, history, stats), places.mesh)
+    return keep(y, places.carry), *others
 
 
 def _without_unused_rows(solution: Solution) -> Solution:

@@ -1,5 +1,6 @@
 """Training on batches, as the user calls it."""
 
+import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from jaxtyping import Array, Key, PyTree
 from .._checks import check_count
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
+from .._sharding import automatic, mesh_of, on_mesh, places
 from .._solver import (
     AbstractGaussNewton,
     AdaptiveLinearisation,
@@ -156,11 +158,13 @@ def fit(
             f"{checkpoint!r} was given."
         )
 
+    mesh = mesh_of((model, data) if isinstance(data, tuple) else model)
     key = jax.random.key(0) if key is None else _checked_key(key)
     data_key, step_key = jax.random.split(key)
     stream = make_stream(data, batch_size, data_key)
     streaming = batch_size is not None or isinstance(stream, IterableStream)
     _check_curvature_batch(curvature_batch_size, stream, solver)
+    model, state = automatic((model, state))
     parameters, network = make_network(model, filter_spec, state, axis_name)
     setting = Setting(
         solver,
@@ -173,6 +177,10 @@ def fit(
         streaming,
     )
     carry = begin(setting, parameters, state, stream.example())
+    where = places(carry, stream.example())
+    if isinstance(stream, IterableStream):  # whose batches are as they are
+        where = where._replace(batch=())
+    setting = setting._replace(places=where)
     looks = None
     if validation is not None:
         linearised = isinstance(carry.solver_state.memory, Stream)
@@ -193,7 +201,12 @@ def fit(
     run.train(resume)
     if run.complaint:
         warnings.warn(run.complaint, stacklevel=2)
-    return run.as_result()
+    result = run.as_result()
+    kept = result.model, result.state, result.linearisation_point
+    model, state, point = on_mesh(kept, mesh)
+    return dataclasses.replace(
+        result, model=model, state=state, linearisation_point=point
+    )
 
 
 def _on_a_terminal() -> bool:

@@ -442,4 +442,6 @@ def _name_of(result: optx.RESULTS) -> str:
 def like_array(x: np.ndarray, like: Any) -> Array:
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
-    return jnp.asarray(x)
+    array = jnp.asarray(x)
+    on_one = len(like.devices()) == 1
+    return array if on_one else jax.device_put(array, like.sharding)

@@ -15,6 +15,7 @@ from .. import _tree
 from .._losses import AbstractLoss
 from .._model import Network
 from .._objective import BatchLoss
+from .._sharding import everywhere, keep, Places, spread
 from .._solver import AbstractGaussNewton, linearised, State
 from ._stream import gather
 
@@ -42,6 +43,7 @@ class Setting(NamedTuple):
     curvature_batch_size: int | None
     # Whether it sees one batch after another, not the same examples every time
     streaming: bool
+    places: Places = Places()
 
 
 def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) -> Carry:
@@ -84,7 +86,9 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
     (index, number), (data, order) = numbers[0], batch
-    inputs, targets, weights = gather(data, order, index, size, wider)
+    places = setting.places
+    data = gather(data, order, index, size, wider)
+    inputs, targets, weights = keep(data, places.batch)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     key, augment_key = jax.random.split(jax.random.fold_in(setting.key, number))
     if setting.augment is not None:
@@ -106,13 +110,15 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     )
 
     if setting.streaming:
-        y, state, loss, aux = solver.advance_stream(
-            objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
-        )
+        with spread(places):
+            y, state, loss, aux = solver.advance_stream(
+                objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
+            )
     else:
         lin, aux = linearised(fn, carry.parameters, args, has_aux)
         evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
-        y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
+        with spread(places):
+            y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
         loss = objective.value(lin.outputs)
     model_state = carry.model_state
     if has_aux:
@@ -120,7 +126,7 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         model_state = _tree.where(failed, model_state, aux)
     new = Carry(y, state, model_state)
     over = carry.solver_state.result != optx.RESULTS.successful
-    new = _tree.where(over, carry, new)
+    new = keep(_tree.where(over, carry, new), places.carry)
     report, counts = state.report, state.counts
     row = [
         loss,
@@ -132,7 +138,8 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         new.solver_state.result != optx.RESULTS.successful,
         state.terminate,
     ]
-    return new, jnp.stack([jnp.asarray(x, float) for x in row])
+    row = jnp.stack([jnp.asarray(x, float) for x in row])
+    return new, everywhere(row, places.mesh)
 
 
 def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, data):
@@ -163,7 +170,8 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         delta = jax.tree.map(jnp.subtract, carry.parameters, point)
         outputs, change = jax.jvp(predict, (point,), (delta,))
         found += figures(_tree.axpy(1, change, outputs))
-    return (jnp.stack([jnp.asarray(x, float) for x in [total, num_examples, *found]]),)
+    sums = jnp.stack([jnp.asarray(x, float) for x in [total, num_examples, *found]])
+    return (everywhere(sums, setting.places.mesh),)
 
 
 class Compiled:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree, Scalar
 
+from .._sharding import is_here
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
 
 
@@ -163,9 +164,9 @@ def _derivative(fn, x: Array) -> Array:
 def check_between(
     name: str, values: PyTree, least: float | int, most: float | int
 ) -> None:
-    """Traced values pass: they are not known yet."""
+    """Traced values pass: they are not known yet. So do those of another process."""
     for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, Tracer):
+        if isinstance(leaf, Tracer) or not is_here(leaf):
             continue
         wrong = np.asarray(leaf)
         wrong = wrong[~((wrong >= least) & (wrong <= most))]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .. import _tree
@@ -207,7 +206,10 @@ class MatrixFree(AbstractSubproblem):
 
 
 def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:
-    flat, unravel = ravel_pytree(outputs)
     # A generator of its own: the signs are to be the same for ever, and mean nothing.
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], flat.size)
-    return unravel(flat * jnp.asarray(signs, flat.dtype))
+    generator = np.random.default_rng(0)
+
+    def with_signs(x):
+        return x * jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)
+
+    return jax.tree.map(with_signs, outputs)
