@@ -6,6 +6,7 @@ import importlib
 import math
 import sys
 import textwrap
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -152,7 +153,7 @@ def _not_installed(error: ModuleNotFoundError) -> Refusal:
 
 
 def _all(names: Sequence[str], options: Options) -> int:
-    """Each in a folder of its own; what is refused does not keep the others from it."""
+    """Each in a folder of its own; one that fails does not keep the others from it."""
     import dataclasses
 
     import jax
@@ -163,6 +164,9 @@ def _all(names: Sequence[str], options: Options) -> int:
             _run(name, dataclasses.replace(options, out=options.out / name))
         except Refusal as refusal:
             print(f"{name}: {refusal}", file=sys.stderr)
+            failed.append(name)
+        except Exception:
+            traceback.print_exc()
             failed.append(name)
         # A process that keeps some thousand programs runs out of memory mappings.
         jax.clear_caches()

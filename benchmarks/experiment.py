@@ -126,6 +126,8 @@ class Experiment(Generic[S]):
     """What the paper found, and with which settings: a sentence or two."""
     grid: str
     """The setting that `--grid` replaces; empty where there is none."""
+    steps: str = "num_steps"
+    """The setting that `--steps` replaces; empty where there is none."""
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
     """Of each seed: more where a point holds a grid of its own."""
     runs_of: str | None = None
@@ -142,20 +144,23 @@ class Experiment(Generic[S]):
                 raise Refusal("This experiment sweeps no numbers; leave --grid out.")
             changes[self.grid] = self._grid(settings, options.grid)
         if options.steps is not None:
-            if not hasattr(settings, "num_steps"):
+            if not hasattr(settings, self.steps):
                 raise Refusal(
                     "This experiment has no one number of steps; leave --steps out."
                 )
-            changes["num_steps"] = options.steps
+            changes[self.steps] = options.steps
         return dataclasses.replace(settings, **changes)
 
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
-        kind = type(getattr(settings, self.grid)[0])
-        if kind is int and not all(value.is_integer() for value in values):
-            raise Refusal(f"--grid is of whole numbers here: {self.grid}.")
+        own = getattr(settings, self.grid)
         if not all(value > 0 for value in values):
             raise Refusal(f"--grid is of positive numbers: {self.grid}.")
-        return tuple(kind(value) for value in values)
+        if math.inf in values and math.inf not in own:
+            raise Refusal(f"--grid is of finite numbers here: {self.grid}.")
+        counted = self.grid == "periods" or isinstance(own[0], int)
+        if counted and any(value % 1 for value in values if math.isfinite(value)):
+            raise Refusal(f"--grid is of whole numbers here: {self.grid}.")
+        return tuple(type(own[0])(value) for value in values)
 
 
 class Folder:
@@ -164,18 +169,36 @@ class Folder:
     def __init__(self, path: Path, name: str, settings: Settings, options: Options):
         self.path = path
         self.name = name
+        self._resume = options.resume
         self.described = {
             "experiment": name,
             "scale": options.scale,
             "settings": plain(dataclasses.asdict(settings)),
         }
         self.circumstances = _results.circumstances()
+        self._begun = False
         _results.claim_folder(path)
         self._compare(options.resume)
-        if not options.resume:
+
+    def _begin(self) -> None:
+        """Before the first run that is kept: what there was is deleted no earlier than it
+        can be replaced."""
+        if self._begun:
+            return
+        if not self._resume:
             shutil.rmtree(self.path / "runs", ignore_errors=True)
             shutil.rmtree(self.path / "checkpoints", ignore_errors=True)
         self.write_settings({"finished": False})
+        self._begun = True
+
+    def checkpoints(self, point: Point) -> Path:
+        """For the runs at a point, until they are finished."""
+        path = self.path / "checkpoints" / _name(point)
+        if not self._resume:
+            shutil.rmtree(path, ignore_errors=True)
+        if not (self.path / "settings.json").exists():
+            self.write_settings({"finished": False})
+        return path
 
     def _compare(self, resume: bool) -> None:
         before = _results.read_settings(self.path)
@@ -220,6 +243,7 @@ class Folder:
         return _load(folder / "runs", point)
 
     def save(self, runs: Runs, seconds: float) -> None:
+        self._begin()
         path = _path(self.path / "runs", runs.point)
         path.parent.mkdir(exist_ok=True)
         columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(seconds)}
@@ -229,6 +253,7 @@ class Folder:
                 np.savez_compressed(file, **columns)
 
         _results.write_whole(path, write)
+        shutil.rmtree(self.path / "checkpoints" / _name(runs.point), ignore_errors=True)
 
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
@@ -281,7 +306,7 @@ def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
 
 def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
     start = time.perf_counter()
-    kept = folder.path / "checkpoints" / _name(point) if options.scale == "full" else None
+    kept = folder.checkpoints(point) if options.scale == "full" else None
     place = Place(options.data_dir, kept, options.resume)
     columns = experiment.train(settings, point, place)
     columns = {key: np.asarray(column) for key, column in columns.items()}

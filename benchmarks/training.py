@@ -259,6 +259,12 @@ def descent(period: float, learning_rate: float) -> gnlin.IterativeLinearisation
     return gnlin.IterativeLinearisation(jnp.asarray(float(period)), learning_rate)
 
 
+def looks(settings: Images) -> tuple[int, int]:
+    """The steps from one look to the next, and how many looks there are."""
+    every = math.ceil(settings.num_steps / settings.num_looks)
+    return every, math.ceil(settings.num_steps / every)
+
+
 def mini_batches(
     settings: Images,
     data: tuple[Labelled, Labelled],
@@ -288,13 +294,14 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
     model = _single(model)
     told = list(callbacks(seed, model))
     batch_size = min(settings.batch_size, len(train[1]))
-    every = math.ceil(settings.num_steps / settings.num_looks)
+    every, num_looks = looks(settings)
     checkpoint = None
     if place.checkpoints is not None:
         checkpoint = place.checkpoints / f"seed={seed}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what ended early, which `stable` says
-        result = gnlin.fit(
+        # Of what ended early, `stable` says so.
+        warnings.filterwarnings("ignore", message="`gnlin.fit` (stopped|was interrupted)")
+        result = _checkpointed(
             model,
             train,
             solver,
@@ -326,7 +333,6 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
         ours["test_accuracy_linearised"] = history["validation_accuracy_linearised"]
     for callback in told:
         ours |= {name: history[name] for name in callback.columns}
-    num_looks = math.ceil(settings.num_steps / every)
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
     columns["stable"] = np.ones(num_looks)
     well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
@@ -369,11 +375,14 @@ def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
 class Snapshots(gnlin.callbacks.Callback):
     """An array of the model at the start and at each look, for a column of that name."""
 
-    def __init__(self, name: str, take: Callable[[PyTree], Array], model, num_looks: int):
+    def __init__(
+        self, name: str, take: Callable[[PyTree], Array], model: PyTree, settings: Images
+    ):
         first = np.asarray(take(model))
         self.name = name
         self.take = take
-        self.taken = np.full((num_looks + 1, *first.shape), np.nan)
+        _, num_looks = looks(settings)
+        self.taken = np.full((num_looks + 1, *first.shape), np.nan, first.dtype)
         self.taken[0] = first
         self.num_taken = np.array(1)
 
@@ -387,6 +396,13 @@ class Snapshots(gnlin.callbacks.Callback):
 
     def restore(self, state: PyTree) -> None:
         self.taken, self.num_taken = (np.array(x) for x in state)
+
+
+def _checkpointed(*arguments: Any, **options: Any) -> gnlin.FitResult:
+    try:
+        return gnlin.fit(*arguments, **options)
+    except gnlin.CheckpointError as error:
+        raise Refusal(str(error)) from None
 
 
 def _single(tree: Any) -> Any:

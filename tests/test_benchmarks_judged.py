@@ -64,7 +64,10 @@ def test_data_scaling_recovers_exponents():
         return dict(zip(names, (other, final) if own else (final, other), strict=True))
 
     runs = [
-        Runs({"period": period, "num_train": size}, columns(period, size))
+        Runs(
+            {"period": period, "learning_rate": 0.05, "num_train": size},
+            columns(period, size),
+        )
         for period in exponent
         for size in sizes
     ]
@@ -129,32 +132,39 @@ def test_updates_that_suffice():
     )
     found = large_k_augmented.updates_to(runs, np.array([0.89, 0.87]))
     np.testing.assert_array_equal(found, [5, 1])
+    found = large_k_augmented.updates_to(runs, np.array([0.95, 0.90]))
+    np.testing.assert_array_equal(found, [8, 7])
 
 
 def test_probes_are_judged_in_the_first_half_and_at_the_end():
     settings = dataclasses.replace(
         linear_probe.large_k_augmented.QUICK, periods=(1, 10), num_looks=4
     )
-    first = np.tile([0.5, 0.9, 0.95, 0.95], (2, 1))
-    last = np.tile([0.4, 0.7, 0.90, 0.96], (2, 1))
+    probed = {
+        1: np.tile([0.5, 0.9, 0.95, 0.95], (2, 1)),
+        10: np.tile([0.4, 0.7, 0.90, 0.96], (2, 1)),
+    }
+    names = "probe_1", "probe_2", "test_accuracy"
     runs = [
-        Runs({"period": 1}, {"probe_1": first, "probe_2": first}),
-        Runs({"period": 10}, {"probe_1": last, "probe_2": last}),
+        Runs({"period": period}, dict.fromkeys(names, of_period))
+        for period, of_period in probed.items()
     ]
     verdicts = linear_probe.judge_all(settings, runs)
     assert [v.estimate for v in verdicts] == pytest.approx([-0.15, 0.01, -0.15, 0.01])
 
 
 def test_levelling_leaves_the_look_after_a_feature_update_out():
-    settings = dataclasses.replace(
-        mnist_k.QUICK, periods=(1.0, 40.0), num_steps=120, num_looks=12
-    )
-    # Rises by 0.2 in the first half of a period and by 0.05 in the second; the look at
-    # its end is of the new linearisation.
-    period = [0.3, 0.4, 0.45, 0.2]
-    accuracy = np.tile(period, (2, 3))
-    runs = Runs({"period": 40.0}, {"test_accuracy_linearised": accuracy})
-    np.testing.assert_allclose(mnist_k.levelling(settings, runs), 0.15)
+    # Rises by 0.1 a look in the first half of a period and by 0.05 in the second; the
+    # look at its end is of the new linearisation.
+    steps = np.tile(np.arange(10.0, 130.0, 10.0), (2, 1))
+
+    def runs(accuracy):
+        columns = {"test_accuracy_linearised": accuracy, "inner_steps": steps}
+        return Runs({"period": 40.0}, columns)
+
+    levels = runs(np.tile([0.3, 0.4, 0.45, 0.2], (2, 3)))
+    np.testing.assert_allclose(mnist_k.levelling(levels, 40.0), 0.05)
+    np.testing.assert_allclose(mnist_k.levelling(runs(steps), 40.0), 0, atol=1e-12)
 
 
 def test_infinity_is_compared_with_the_worst_of_the_others():
@@ -222,7 +232,28 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
         for rate, loss in zip(settings.learning_rates, of_period, strict=True)
     ]
     largest = stability.largest_stable(settings, runs)
-    np.testing.assert_allclose(largest, [[1e-1, 1e-3, np.nan]] * 2)
+    np.testing.assert_allclose(largest, [[np.nan, 1e-3, 1e-4]] * 2)
+
+
+def test_divergence_that_depends_on_k_is_found():
+    settings = dataclasses.replace(
+        stability.QUICK,
+        num_train=10,
+        periods=(1, 10, 100),
+        learning_rates=(1e-3, 1e-2, 1e-1),
+    )
+    runs = [
+        Runs(
+            {"period": period, "learning_rate": rate},
+            {"stable": np.full((2, 2), period * rate < 0.05), "train_loss": looks(1, 1)},
+        )
+        for period in settings.periods
+        for rate in settings.learning_rates
+    ]
+    slope, spread = stability.judge_all(settings, runs)
+    assert slope.estimate == pytest.approx(-1)
+    assert spread.estimate == pytest.approx(2)
+    assert outcomes([slope, spread]) == ["refuted", "refuted"]
 
 
 def test_a_run_that_was_not_stable_has_diverged():

@@ -170,6 +170,19 @@ def test_without_resume_all_runs_are_made_anew(calls, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_what_cannot_be_made_anew_is_not_deleted(calls, tmp_path):
+    calls.run(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def refuse(settings, point, place):
+        raise Refusal("There are no files.")
+
+    made = dataclasses.replace(calls.experiment, train=refuse)
+    with pytest.raises(Refusal, match="no files"):
+        experiment.run("made-up", made, Options(tmp_path, "quick"))
+    assert kept == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
 def test_resume_where_nothing_is_starts(calls, tmp_path):
     calls.run(tmp_path / "new", resume=True)
     assert calls.trained.total() == 3
@@ -323,8 +336,8 @@ def test_options_change_the_settings(calls, tmp_path):
     made = calls.experiment
     assert made.settings(Options(tmp_path)) == made.embedded
     assert made.settings(Options(tmp_path, "full")) == made.full
-    options = Options(tmp_path, "quick", seeds=9, steps=8, grid=(2.0, 3.5))
-    assert made.settings(options) == Made(9, periods=(2.0, 3.5), num_steps=8)
+    options = Options(tmp_path, "quick", seeds=9, steps=8, grid=(2.0, 3.0))
+    assert made.settings(options) == Made(9, periods=(2.0, 3.0), num_steps=8)
 
 
 def test_a_grid_of_whole_numbers_stays_one(tmp_path):
@@ -332,8 +345,8 @@ def test_a_grid_of_whole_numbers_stays_one(tmp_path):
     settings = made.settings(Options(tmp_path, "quick", grid=(2.0, 30.0)))
     assert settings.widths == (2, 30)
     assert all(type(width) is int for width in settings.widths)
-    for grid in (2.5,), (math.inf,):
-        with pytest.raises(Refusal, match="of whole numbers here: widths"):
+    for grid, kind in ((2.5,), "whole"), ((math.inf,), "finite"):
+        with pytest.raises(Refusal, match=f"of {kind} numbers here: widths"):
             made.settings(Options(tmp_path, grid=grid))
 
 

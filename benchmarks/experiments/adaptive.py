@@ -214,4 +214,5 @@ EXPERIMENT = Experiment(
     paper="Named as future work: feature updates triggered by how far the kernel or the "
     "model has moved are to give the same accuracy from fewer of them.",
     grid="periods",
+    steps="",
 )

@@ -41,6 +41,7 @@ FULL = dataclasses.replace(
     data="cifar10",
     network="lenet",
     batch_size=256,
+    num_train=5_000,
     learning_rate=1e-3,
     num_steps=100_000,
     num_looks=100,
@@ -57,6 +58,7 @@ def points(settings: Batch) -> list[Point]:
 
 def train(settings: Batch, point: Point, place: Place) -> Columns:
     data = training.load(settings, place)
+    settings = dataclasses.replace(settings, num_looks=training.looks(settings)[1])
     period, rate = point["period"], settings.learning_rate
     if point["batch"] == FULL_BATCH:
         settings = dataclasses.replace(settings, batch_size=len(data[0][1]))

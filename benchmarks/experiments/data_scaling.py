@@ -24,6 +24,8 @@ class DataScaling(Images):
     periods: tuple[float, ...] = (1.0, 10.0, 100.0, math.inf)
     batch_size: int | None = 64
     learning_rate: float = 0.05
+    endless_learning_rate: float = 0.05
+    """Of K = infinity; the first K is run at it as well."""
     num_steps: int = 6_000
     num_looks: int = 4
 
@@ -44,44 +46,60 @@ FULL = dataclasses.replace(
     data="cifar10",
     network="lenet",
     batch_size=256,
-    learning_rate=1e-3,
+    learning_rate=1e-5,
+    endless_learning_rate=1e-3,
     num_steps=1_000_000,
     num_looks=20,
 )
 
 
 def points(settings: DataScaling) -> list[Point]:
+    curves = [(period, _rate(settings, period)) for period in settings.periods]
+    also = min(settings.periods), settings.endless_learning_rate
+    if math.inf in settings.periods and also not in curves:
+        curves.append(also)
     return [
-        {"period": period, "num_train": size}
-        for period in settings.periods
+        {"period": period, "learning_rate": rate, "num_train": size}
+        for period, rate in curves
         for size in settings.sizes
     ]
+
+
+def _rate(settings: DataScaling, period: float) -> float:
+    endless = math.isinf(period)
+    return settings.endless_learning_rate if endless else settings.learning_rate
 
 
 def train(settings: DataScaling, point: Point, place: Place) -> Columns:
     data, test = training.load(settings, place)
     data = training.subset(data, point["num_train"])
-    solver = training.descent(point["period"], settings.learning_rate)
+    solver = training.descent(point["period"], point["learning_rate"])
     return training.mini_batches(settings, (data, test), solver, place)
 
 
-def errors(settings: DataScaling, all_runs: Sequence[Runs], period: float) -> np.ndarray:
-    """Axes over seeds and sizes."""
+def errors(
+    settings: DataScaling,
+    all_runs: Sequence[Runs],
+    period: float,
+    rate: float | None = None,
+) -> np.ndarray:
+    """Axes over seeds and sizes; by default at the learning rate of the period."""
+    rate = _rate(settings, period) if rate is None else rate
     name = "test_accuracy" + ("_linearised" if math.isinf(period) else "")
     finals = [
-        only(all_runs, period=period, num_train=size).final(name)
+        only(all_runs, period=period, learning_rate=rate, num_train=size).final(name)
         for size in settings.sizes
     ]
-    # One test image wrong at least, for the logarithm.
-    return np.maximum(1 - np.stack(finals, axis=1), 1e-3)
+    # For the logarithm; of ten thousand images one is wrong.
+    return np.maximum(1 - np.stack(finals, axis=1), 1e-4)
 
 
 def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
     x = np.log10(settings.sizes)
     first = min(settings.periods)
 
-    def exponents(period):
-        return slope(x, np.log10(errors(settings, all_runs, period)))
+    def exponents(period, rate=None):
+        return slope(x, np.log10(errors(settings, all_runs, period, rate)))
 
     base = exponents(first)
     verdicts = [
@@ -96,15 +114,16 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
         if first < period < math.inf
     ]
     if math.inf in settings.periods:
+        rate = settings.endless_learning_rate
         largest = {
-            period: np.log10(errors(settings, all_runs, period)[:, -1])
+            period: np.log10(errors(settings, all_runs, period, rate)[:, -1])
             for period in (first, math.inf)
         }
         verdicts += [
             judge(
                 "K = infinity scales worse",
                 "slope of log10 error in log10 n less that of K = 1, a seed",
-                exponents(math.inf) - base,
+                exponents(math.inf) - exponents(first, rate),
                 above=0,
             ),
             judge(
@@ -142,8 +161,10 @@ def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[
     return {
         "data_scaling": "Test error against the number of training images, for several "
         f"K; mini-batches of {settings.batch_size}, {settings.num_steps:,} steps at "
-        f"learning rate {settings.learning_rate:g}, {settings.network} on "
-        f"{settings.data}; means and ranges of {settings.seeds} seeds."
+        f"learning rate {settings.learning_rate:g} (K = infinity: "
+        f"{settings.endless_learning_rate:g}), {settings.network} on "
+        f"{settings.data}, the same images for all seeds; means and ranges of "
+        f"{settings.seeds} seeds."
     }
 
 

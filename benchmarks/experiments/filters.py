@@ -39,9 +39,11 @@ def travelled(runs: Runs) -> Float[ndarray, "seeds looks"]:
 def way_of_the_first(first: Runs, last: Runs) -> Float[ndarray, " seeds"]:
     """After which share of its steps K = 1 has changed its filters by as much as large K
     does in the end: the first look at which it has."""
-    reached = travelled(first) >= travelled(last)[:, -1:]
+    ways, end = travelled(first), travelled(last)[:, -1:]
+    reached = ways >= end
     share = np.argmax(reached, axis=1) / (reached.shape[1] - 1)
-    return np.where(reached.any(axis=1), share, 1.0)
+    share = np.where(reached.any(axis=1), share, 1.0)
+    return np.where(np.isfinite(ways[:, -1:] + end)[:, 0], share, np.nan)
 
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -66,7 +68,8 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     """Of the first seed: a row a filter, a column a look, for both K."""
     both = ends(settings, all_runs)
-    looks = np.linspace(0, settings.num_looks, NUM_SHOWN).round().astype(int)
+    last = both[0]["filters"].shape[1] - 1
+    looks = np.linspace(0, last, NUM_SHOWN).round().astype(int)
     with figure(out / "filters.png", width=10, height=7.5) as drawing:
         rows = 2 * settings.num_filters
         axes = drawing.subplots(rows, NUM_SHOWN, squeeze=False)

@@ -44,7 +44,7 @@ FULL = dataclasses.replace(
     batch_size=256,
     learning_rate=1e-3,
     num_steps=1_000_000,
-    num_kernel=100,
+    num_kernel=30,
     num_looks=100,
 )
 
@@ -69,22 +69,31 @@ def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
         place,
         loss=loss,
         callbacks=lambda seed, model: [
-            training.Snapshots("kernels", kernel, model, settings.num_looks)
+            training.Snapshots("kernels", kernel, model, settings)
         ],
     )
-    kernels = jnp.asarray(columns.pop("kernels"))
-    first, last = kernels[:, :1], kernels[:, -1:]
+    kernels = columns.pop("kernels")
+    num_looks = kernels.shape[1] - 1
+    before = {
+        "alignment_with_first": [0] * num_looks,
+        "alignment_with_last": [num_looks] * num_looks,
+        "alignment_with_before": range(num_looks),
+    }
     return columns | {
-        "alignment_with_first": _alignment(kernels[:, 1:], first),
-        "alignment_with_last": _alignment(kernels[:, 1:], last),
-        "alignment_with_before": _alignment(kernels[:, 1:], kernels[:, :-1]),
+        name: np.array([_alignment(of_seed, list(others)) for of_seed in kernels])
+        for name, others in before.items()
     }
 
 
-def _alignment(a, b) -> Float[ndarray, "seeds looks"]:
-    a, b = jnp.broadcast_arrays(a, b)
-    of_each = jax.vmap(jax.vmap(gnlin.features.kernel_alignment))
-    return np.asarray(of_each(a, b))
+@jax.jit
+def _aligned(pair):
+    return gnlin.features.kernel_alignment(*pair)
+
+
+def _alignment(kernels: ndarray, others: list[int]) -> list[float]:
+    """Of each kernel but the first with another."""
+    pairs = enumerate(others, start=1)
+    return [float(_aligned((kernels[i], kernels[j]))) for i, j in pairs]
 
 
 def early_share(runs: Runs) -> Float[ndarray, " seeds"]:

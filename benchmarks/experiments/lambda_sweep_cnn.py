@@ -23,11 +23,12 @@ from ..verdicts import judge, slope, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class LambdaSweepCNN(Images):
-    dampings: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    dampings: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     period: int = 500
     """Of Adam's steps on each linearised problem."""
     network: str = "digits-cnn"
-    batch_size: int | None = 64
+    num_train: int | None = 100
+    batch_size: int | None = 50
     learning_rate: float = 1e-3
     num_steps: int = 5_000
     num_looks: int = 10
@@ -44,8 +45,10 @@ QUICK = dataclasses.replace(
 )
 FULL = dataclasses.replace(
     EMBEDDED,
+    dampings=(1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0),
     data="cifar10",
     network="lenet",
+    num_train=None,
     period=50_000,
     batch_size=256,
     num_steps=1_000_000,
@@ -74,11 +77,11 @@ def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> nda
 
 
 def finished(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
-    """Beyond the damping of the best training accuracy the steps are too few."""
+    """Where the training accuracy is within 1 % of the best, up to the first that is not:
+    beyond it the steps are too few."""
     train = finals(settings, all_runs, "train_accuracy").mean(axis=1)
-    # The last of those that are as good.
-    best = len(train) - 1 - np.argmax(train[::-1])
-    return np.arange(len(train)) <= best
+    short = train < train.max() - 0.01
+    return (np.cumsum(short) == 0) | (np.arange(len(train)) <= np.argmax(train))
 
 
 def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -88,8 +91,8 @@ def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdic
     return [
         judge(
             "More damping generalises better",
-            "slope of the final test accuracy in log10 lambda, up to the damping of the "
-            "best training accuracy, a seed",
+            "slope of the final test accuracy in log10 lambda, where training has "
+            "finished (within 1 % of the best training accuracy), a seed",
             slope(x, accuracy),
             above=0,
         )

@@ -19,7 +19,7 @@ from .large_k_augmented import caption, COLOURS, ends, LargeK, NUM_PROBED, PROBE
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
-    half = settings.num_looks // 2
+    half = first["test_accuracy"].shape[1] // 2
     verdicts = []
     for layer in PROBED_LAYERS:
         of_first, of_last = first[f"probe_{layer}"], last[f"probe_{layer}"]
@@ -53,7 +53,7 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         panels[0].legend()
     return {
         "linear_probe": "Test accuracy of a linear classifier of each layer's pooled "
-        f"activations, trained on {NUM_PROBED:,} images at most. "
+        f"activations, trained on {NUM_PROBED:,} images at most; means and ranges. "
         f"{caption(settings, all_runs)}"
     }
 

@@ -125,8 +125,9 @@ def draw(settings: ResNets, all_runs: Sequence[Runs], out: Path) -> Mapping[str,
     return {
         "resnet": f"Test accuracy of a ResNet-18 ({training.described(settings)}) over "
         f"steps, without and with batch normalisation and augmentation; learning rates "
-        f"{settings.learning_rate:g} and {settings.normalised_learning_rate:g}; means "
-        f"and ranges of {settings.seeds} seeds."
+        f"{settings.learning_rate:g} and {settings.normalised_learning_rate:g}. It is "
+        "tested with the batch statistics of the linearisation points, up to K steps "
+        f"old. Means and ranges of {settings.seeds} seeds."
     }
 
 

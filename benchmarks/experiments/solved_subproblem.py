@@ -100,7 +100,8 @@ def draw(settings: Solved, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
     return {
         "solved_subproblem": f"Each linearised problem solved by {settings.period:,} "
         f"steps of Adam (learning rate {settings.adam_learning_rate:g}), SGD (learning "
-        f"rate {settings.learning_rate:g}) and Adam. {training.described(settings)}; "
+        f"rate {settings.learning_rate:g}) and Adam. Right after a feature update the "
+        f"linearised network is the network itself. {training.described(settings)}; "
         f"means and ranges of {settings.seeds} seeds."
     }
 

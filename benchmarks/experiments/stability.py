@@ -99,27 +99,31 @@ def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]
 
 
 def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds periods"]:
-    """Of the learning rates below the first that diverges, the largest."""
+    """Of the learning rates below the first that diverges, the largest; where the least
+    of them diverges, one as much less; NaN where none does, and it cannot be told."""
     found = table(settings, all_runs)
     rates = np.asarray(settings.learning_rates)
-    num_stable = np.where(found.any(axis=1), found.argmax(axis=1), len(rates))
-    return np.where(num_stable > 0, rates[num_stable - 1], np.nan).T
+    rates = np.concatenate([[rates[0] ** 2 / rates[1]], rates])
+    num_stable = np.argmax(found, axis=1)
+    return np.where(found.any(axis=1), rates[num_stable], np.nan).T
 
 
 def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
     largest = np.log10(largest_stable(settings, all_runs))
+    known = largest[np.isfinite(largest).all(axis=1)]
+    several = len(settings.periods) > 1
     return [
         judge(
             "Divergence depends hardly on K",
             "slope of log10 of the largest stable learning rate in log10 K, a seed",
-            slope(np.log10(settings.periods), largest),
+            slope(np.log10(settings.periods), known) if several else [],
             above=-0.1,
             below=0.1,
         ),
         judge(
             "The largest stable learning rate is within a factor of ten for all K",
             "range over K of its log10, a seed",
-            np.nanmax(largest, axis=1) - np.nanmin(largest, axis=1),
+            np.ptp(known, axis=1) if several else [],
             below=1,
         ),
     ]
@@ -148,8 +152,13 @@ def draw(settings: Stability, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     return {
         "stability": "Share of the runs that diverge, by learning rate and K. "
         f"{training.described(settings)}, loss summed over the batch, "
-        f"{settings.num_steps:,} steps but at least {settings.fewest_updates} feature "
-        f"updates; {settings.seeds} seeds."
+        f"{settings.num_steps:,} steps"
+        + (
+            f" but at least {settings.fewest_updates} feature updates"
+            if settings.batch_size is None
+            else ""
+        )
+        + f"; {settings.seeds} seeds."
     }
 
 
