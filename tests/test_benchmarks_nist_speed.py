@@ -68,7 +68,7 @@ def test_a_solver_that_raises_has_a_reason_and_no_credit():
 
 
 def test_nist_quick_writes_its_results(tmp_path, capsys):
-    nist_experiment.run(Options(seeds=None, out=tmp_path, quick=True))
+    nist_experiment.run(Options(tmp_path, "quick"))
     with (tmp_path / "nist.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * len(nist_experiment.QUICK)
@@ -220,7 +220,7 @@ def test_verdicts(required, measured, verdict):
 
 @pytest.mark.slow
 def test_training_speed_quick_writes_its_results(tmp_path, capsys):
-    speed_training.run(Options(seeds=None, out=tmp_path, quick=True))
+    speed_training.run(Options(tmp_path, "quick"))
     assert "at sizes too small to judge them by" in capsys.readouterr().out
     with (tmp_path / "speed_training.csv").open() as file:
         rows = list(csv.DictReader(file))

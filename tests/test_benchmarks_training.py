@@ -83,7 +83,7 @@ def test_snapshots_are_of_the_model_before_and_at_each_look():
         data,
         training.descent(1, 0.05),
         Place(),
-        callbacks=lambda seed, model: [training.Snapshots("w", take, model, 3)],
+        callbacks=lambda seed, model: [training.Snapshots("w", take, model, SETTINGS)],
     )
     model = training.NETWORKS["digits-mlp"](jax.random.key(1))
     assert columns["w"].shape == (2, 4, 2, 3)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     data = training.load(SETTINGS, Place())
     solver = training.descent(4, 0.05)
     snapshots = lambda seed, model: [
-        training.Snapshots("w", lambda m: m.layers[0].weight, model, 3)
+        training.Snapshots("w", lambda m: m.layers[0].weight, model, SETTINGS)
     ]
 
     def run(settings, place):
