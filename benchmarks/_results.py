@@ -116,7 +116,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "processors": os.cpu_count(),
         "backend": device.platform,
         "device": device.device_kind,
