@@ -1,12 +1,15 @@
 """One style for all figures: colours that the colour-blind tell apart, legible fonts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
+from jaxtyping import Float
 from matplotlib.figure import Figure
+from numpy import ndarray
 
 from ._results import write_whole
 
@@ -48,3 +51,22 @@ def figure(path: Path, width: float = 10.0, height: float = 6.0) -> Iterator[Fig
                 path.with_suffix(f".{kind}"),
                 lambda part, kind=kind: drawing.savefig(part, format=kind),
             )
+
+
+def band(
+    axes: Any,
+    x: Sequence[float] | Float[ndarray, " points"],
+    values: Float[ndarray, "seeds points"],
+    colour: Any,
+    label: str | None = None,
+    look: str = "-",
+) -> None:
+    """The mean over the seeds as a line, and their range as a band."""
+    axes.plot(x, values.mean(axis=0), look, color=colour, label=label)
+    low, high = values.min(axis=0), values.max(axis=0)
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def shades(number: int) -> Any:
+    """As many colours, from dark to light, for an ordered quantity such as K."""
+    return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number))

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ._options import Refusal
 from .data import augmentation, cifar10, digits, mnist
 from .data.standard import DATASETS, scaled, standardised
 from .experiment import Place, Runs, Settings
+from .figures import band
 from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
 from .networks.mlp import digits_mlp
 from .networks.resnet import resnet18
@@ -139,9 +140,6 @@ def described(settings: Images) -> str:
 # The full batch
 #
 
-Measure = Callable[[PyTree, PyTree, Labelled], Mapping[str, Array]]
-"""Of the trained and the initial model, and the training data."""
-
 
 def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
     """Feature updates after which to look, evenly spaced in their logarithm."""
@@ -153,34 +151,29 @@ def full_batch(
     data: tuple[Labelled, Labelled],
     solver: gnlin.AbstractGaussNewton,
     num_updates: int,
-    *,
-    loss: gnlin.AbstractLoss = LOSS,
-    measure: Measure | None = None,
 ) -> Columns:
     """Of all seeds, at each look."""
     looks = looks_at(num_updates, settings.num_looks)
     # As many for all points, so that those alike in all else share a compiled program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge")
     make_model = NETWORKS[settings.network]
-    found = _train_all(
-        make_model, solver, loss, measure, jnp.arange(settings.seeds), padded, *data
-    )
+    found = _train_all(make_model, solver, jnp.arange(settings.seeds), padded, *data)
     return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
 
 
 @eqx.filter_jit
-def _train_all(make_model, solver, loss, measure, seeds, looks, train, test):
-    one = lambda seed: _train(make_model, solver, loss, measure, seed, looks, train, test)
+def _train_all(make_model, solver, seeds, looks, train, test):
+    one = lambda seed: _train(make_model, solver, seed, looks, train, test)
     return jax.lax.map(one, seeds)
 
 
-def _train(make_model, solver, loss, measure, seed, looks, train, test):
+def _train(make_model, solver, seed, looks, train, test):
     (inputs, labels), (test_inputs, test_labels) = train, test
     model = make_model(jax.random.key(seed))
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
     fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
     outputs = jax.eval_shape(fn, parameters, inputs)
-    objective = gnlin.BatchLoss(loss, outputs, labels)
+    objective = gnlin.BatchLoss(LOSS, outputs, labels)
     evaluate = lambda y: fn(y, inputs)
 
     def step(carry):
@@ -214,9 +207,6 @@ def _train(make_model, solver, loss, measure, seed, looks, train, test):
                 linearised(test_inputs), test_labels
             ),
         }
-        if measure is not None:
-            trained = eqx.combine(y, frozen)
-            measured |= measure(trained, model, train)
         return (y, point, state, stable), measured
 
     start = parameters, parameters, solver.start(parameters, outputs), jnp.array(True)
@@ -234,8 +224,7 @@ def descend(
     period: float,
     learning_rate: float,
     *,
-    fewest_updates: int = 1,
-    measure: Measure | None = None,
+    fewest_updates: int,
 ) -> Columns:
     """Iterative linearisation on the full batch, for `num_steps` inner steps or more: few
     at a time are taken literally, more of them with the kernel, and very many as gradient
@@ -245,7 +234,26 @@ def descend(
         jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method
     )
     num_updates = max(round(settings.num_steps / period), fewest_updates)
-    return full_batch(settings, data, solver, num_updates, measure=measure)
+    return full_batch(settings, data, solver, num_updates)
+
+
+def flow_error(
+    model: PyTree,
+    data: Labelled,
+    loss: gnlin.AbstractLoss,
+    learning_rate: float,
+    num_steps: int,
+) -> float:
+    """How far gradient flow ends from literal steps on the first linearised problem,
+    relative to the step."""
+
+    def end(method):
+        solver = gnlin.IterativeLinearisation(num_steps, learning_rate, method=method)
+        return gnlin.solve(model, data, solver, loss=loss, max_steps=1).model
+
+    literal, flow = end("kernel"), end("flow")
+    moved = gnlin.features.distance(literal, model)
+    return float(gnlin.features.distance(flow, literal) / moved)
 
 
 #
@@ -419,8 +427,19 @@ def _padded(x: ndarray, length: int) -> ndarray:
 
 
 #
-# Pictures
+# What is read off the runs
 #
+
+
+def updates_to(
+    runs: Runs, accuracy: float | Float[ndarray, " seeds"]
+) -> Float[ndarray, " seeds"]:
+    """Feature updates until a test accuracy is reached, a seed; one more than all of them
+    where it is not."""
+    reached = runs["test_accuracy"] >= np.asarray(accuracy)[..., None]
+    updates = runs["feature_updates"]
+    first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
+    return np.where(reached.any(axis=1), first, updates[:, -1] + 1)
 
 
 def draw_band(
@@ -428,7 +447,5 @@ def draw_band(
 ) -> None:
     """The mean over the seeds, by default in per cent, over inner steps; and their
     range."""
-    steps, values = runs["inner_steps"].mean(axis=0), scale * runs[name]
-    axes.plot(steps, values.mean(axis=0), color=colour, label=label)
-    low, high = values.min(axis=0), values.max(axis=0)
-    axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    steps = runs["inner_steps"].mean(axis=0)
+    band(axes, steps, scale * runs[name], colour, label)

@@ -183,7 +183,7 @@ def runs_of(updates, accuracy):
 
 def test_updates_to_an_accuracy_are_those_of_the_first_look_that_has_it():
     runs = runs_of([[1, 2, 5], [1, 3, 6]], [[0.5, 0.9, 0.8], [0.1, 0.2, 0.3]])
-    np.testing.assert_array_equal(adaptive.updates_to(runs, 0.8), [2, 7])
+    np.testing.assert_array_equal(training.updates_to(runs, 0.8), [2, 7])
 
 
 def test_the_accuracy_after_some_updates_is_of_a_look_with_no_more():

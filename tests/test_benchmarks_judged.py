@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks import training
 from benchmarks.experiment import Runs
 from benchmarks.experiments import (
     batch,
@@ -14,7 +15,6 @@ from benchmarks.experiments import (
     filters,
     kernel_drift,
     lambda_sweep_cnn,
-    large_k_augmented,
     linear_probe,
     mnist_k,
     resnet,
@@ -130,9 +130,9 @@ def test_updates_that_suffice():
             "feature_updates": np.array([[1, 3, 5, 7], [1, 3, 5, 7]]),
         },
     )
-    found = large_k_augmented.updates_to(runs, np.array([0.89, 0.87]))
+    found = training.updates_to(runs, np.array([0.89, 0.87]))
     np.testing.assert_array_equal(found, [5, 1])
-    found = large_k_augmented.updates_to(runs, np.array([0.95, 0.90]))
+    found = training.updates_to(runs, np.array([0.95, 0.90]))
     np.testing.assert_array_equal(found, [8, 7])
 
 

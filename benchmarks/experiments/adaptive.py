@@ -94,15 +94,6 @@ def _solver(
     return gnlin.IterativeLinearisation(period, rate, **how)
 
 
-def updates_to(runs: Runs, accuracy: float) -> Float[ndarray, " seeds"]:
-    """Feature updates until a test accuracy is reached; one more than all of them where
-    it is not."""
-    reached = runs["test_accuracy"] >= accuracy
-    updates = runs["feature_updates"]
-    first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
-    return np.where(reached.any(axis=1), first, updates[:, -1] + 1)
-
-
 def accuracy_after(runs: Runs, num_updates: int) -> Float[ndarray, " seeds"]:
     """At the last look with no more feature updates; NaN where the first has more."""
     seen = np.sum(runs["feature_updates"] <= num_updates, axis=1)
@@ -117,13 +108,14 @@ def aim(fixed: Sequence[Runs]) -> float:
 def quickest(fixed: Sequence[Runs]) -> Runs:
     """The fixed period that reaches the aim after the fewest updates, on average over
     the seeds."""
-    return min(fixed, key=lambda runs: updates_to(runs, aim(fixed)).mean())
+    return min(fixed, key=lambda runs: training.updates_to(runs, aim(fixed)).mean())
 
 
 def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
     fixed, default = select(all_runs, solver=FIXED), only(all_runs, solver=DEFAULT)
     best, target = quickest(fixed), aim(fixed)
-    ratio = np.log2(updates_to(best, target) / updates_to(default, target))
+    of_best, own = (training.updates_to(runs, target) for runs in (best, default))
+    ratio = np.log2(of_best / own)
 
     def mean_after(runs):
         mean = accuracy_after(runs, settings.after).mean()

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import BLUE, figure, VERMILION
+from ..figures import band, BLUE, figure, shades, VERMILION
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -98,9 +98,7 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: Batch, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    import matplotlib
-
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(settings.periods)))
+    colours = shades(len(settings.periods))
     with figure(out / "batch.png", width=13, height=4.6) as drawing:
         *over_steps, over_k = drawing.subplots(1, 3)
         over_steps[1].sharey(over_steps[0])
@@ -120,9 +118,7 @@ def draw(settings: Batch, all_runs: Sequence[Runs], out: Path) -> Mapping[str, s
                     for period in settings.periods
                 ]
             )
-            over_k.plot(settings.periods, finals.mean(1), "o-", color=colour, label=batch)
-            low, high = finals.min(axis=1), finals.max(axis=1)
-            over_k.fill_between(settings.periods, low, high, color=colour, alpha=0.1)
+            band(over_k, settings.periods, finals.T, colour, batch, "o-")
         over_k.set(xscale="log", title="In the end", xlabel="Period $K$ (full batch)")
         over_k.legend()
         over_steps[0].set_ylabel("Test accuracy (%)")

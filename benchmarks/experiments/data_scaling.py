@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import figure, VERMILION
+from ..figures import band, figure, shades, VERMILION
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
@@ -137,10 +137,8 @@ def judge_all(settings: DataScaling, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    import matplotlib
-
     finite = [period for period in settings.periods if period < math.inf]
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(finite)))
+    colours = shades(len(finite))
     with figure(out / "data_scaling.png", width=7.5, height=5.2) as drawing:
         axes = drawing.subplots()
         for period in settings.periods:
@@ -148,9 +146,7 @@ def draw(settings: DataScaling, all_runs: Sequence[Runs], out: Path) -> Mapping[
             colour = colours[finite.index(period)] if ours else VERMILION
             label = f"K = {period:,.0f}" if ours else r"K = $\infty$"
             values = 100 * errors(settings, all_runs, period)
-            axes.plot(settings.sizes, values.mean(0), "o-", color=colour, label=label)
-            low, high = values.min(axis=0), values.max(axis=0)
-            axes.fill_between(settings.sizes, low, high, color=colour, alpha=0.15, lw=0)
+            band(axes, settings.sizes, values, colour, label, "o-")
         axes.set(xscale="log", yscale="log", xlabel="Training images $n$")
         axes.set_ylabel("Test error (%)")
         low, high = axes.get_ylim()

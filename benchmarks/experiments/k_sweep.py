@@ -8,7 +8,6 @@ stand beside them, on the same axes; other learning rates on a coarser grid of K
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import gnlin
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs, select
-from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -111,22 +110,13 @@ def _baseline(settings: KSweep, name: str) -> gnlin.AbstractGaussNewton:
     return gnlin.TruncatedGaussNewton(settings.tolerance, form="prox-linear")
 
 
-@functools.lru_cache
-def flow_error(settings: KSweep, num_steps: int = 10_000) -> float:
-    """How far gradient flow ends from literal steps on the first linearised problem,
-    relative to the step."""
+def _flow_error(settings: KSweep) -> float:
+    """Of as many steps as the longest period that is not gradient flow."""
     data, _ = training.load(settings, Place())
     model = training.NETWORKS[settings.network](jax.random.key(0))
-
-    def end(method):
-        solver = gnlin.IterativeLinearisation(
-            num_steps, settings.learning_rate, method=method
-        )
-        return gnlin.solve(model, data, solver, loss=training.LOSS, max_steps=1).model
-
-    literal, flow = end("kernel"), end("flow")
-    moved = gnlin.features.distance(literal, model)
-    return float(gnlin.features.distance(flow, literal) / moved)
+    return training.flow_error(
+        model, data, training.LOSS, settings.learning_rate, int(training.FLOW_FROM)
+    )
 
 
 def _descents(settings: KSweep, all_runs: Sequence[Runs]) -> list[Runs]:
@@ -181,12 +171,11 @@ def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             period = runs.point["period"]
             colour = colours(np.log10(period) / 8.5)
             accuracy = 100 * runs["test_accuracy"]
-            mean, low, high = accuracy.mean(0), accuracy.min(0), accuracy.max(0)
             steps = runs["inner_steps"].mean(axis=0)
             updates = runs["feature_updates"].mean(axis=0)
-            over_steps.plot(steps, mean, color=colour)
-            over_steps.fill_between(steps, low, high, color=colour, alpha=0.1, lw=0)
-            over_updates.plot(updates, mean, color=colour, label=f"K = {period:.3g}")
+            band(over_steps, steps, accuracy, colour)
+            label = f"K = {period:.3g}"
+            over_updates.plot(updates, accuracy.mean(axis=0), color=colour, label=label)
         for name, look in looks.items():
             runs = only(all_runs, solver=name)
             accuracy = 100 * runs["test_accuracy"].mean(axis=0)
@@ -199,9 +188,7 @@ def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             periods = [runs.point["period"] for runs in of_rate]
             finals = 100 * np.array([runs.final("test_accuracy") for runs in of_rate])
             label = rf"$\eta$ = {rate:g}"
-            over_k.plot(periods, finals.mean(axis=1), "o-", color=colour, label=label)
-            low, high = finals.min(axis=1), finals.max(axis=1)
-            over_k.fill_between(periods, low, high, alpha=0.15, lw=0, color=colour)
+            band(over_k, periods, finals.T, colour, label, "o-")
         over_steps.set(xscale="log", xlabel="Inner steps", ylabel="Test accuracy (%)")
         over_updates.set(xscale="log", xlabel="Feature updates")
         over_k.set(xscale="log", xlabel="Period $K$", title="In the end")
@@ -218,7 +205,7 @@ def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         caption += (
             f" At least {settings.fewest_updates} feature updates. From K = "
             f"{training.FLOW_FROM:g} on the steps are gradient flow, which "
-            f"ends {flow_error(settings):.1e} of a step from 10,000 literal ones."
+            f"ends {_flow_error(settings):.1e} of a step from 10,000 literal ones."
         )
     else:
         caption += " A longer K than that is one linearisation."

@@ -14,7 +14,7 @@ import gnlin
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import figure
+from ..figures import figure, shades
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -117,9 +117,7 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    import matplotlib
-
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(settings.periods)))
+    colours = shades(len(settings.periods))
     titles = {
         "alignment_with_first": "With the first kernel",
         "alignment_with_last": "With the last kernel",

@@ -16,7 +16,7 @@ import gnlin
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import BLUE, figure, VERMILION
+from ..figures import band, BLUE, figure, VERMILION
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
@@ -107,9 +107,7 @@ def draw(
         for name, colour in (("test_accuracy", BLUE), ("train_accuracy", VERMILION)):
             values = 100 * finals(settings, all_runs, name)
             label = name.replace("_", " ").replace("train", "training")
-            axes.plot(settings.dampings, values.mean(1), "o-", color=colour, label=label)
-            low, high = values.min(axis=1), values.max(axis=1)
-            axes.fill_between(settings.dampings, low, high, color=colour, alpha=0.15)
+            band(axes, settings.dampings, values.T, colour, label, "o-")
         axes.set(xscale="log", xlabel=r"Damping $\lambda$", ylabel="Final accuracy (%)")
         axes.legend()
     return {

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 from jaxtyping import Array
 
 import gnlin
@@ -114,18 +113,10 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "8 to 12 feature updates suffice",
             f"feature updates after which K = {period:,} is within 3 % of the best of "
             f"K = {first.point['period']}, one more than all where it never is, a seed",
-            updates_to(last, best(first) - 0.03),
+            training.updates_to(last, best(first) - 0.03),
             below=12,
         ),
     ]
-
-
-def updates_to(runs: Runs, accuracy: np.ndarray) -> np.ndarray:
-    """Feature updates until an accuracy, a seed; one more than all where it is not
-    reached."""
-    reached, updates = runs["test_accuracy"] >= accuracy[:, None], runs["feature_updates"]
-    first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
-    return np.where(reached.any(axis=1), first, updates[:, -1] + 1)
 
 
 def caption(settings: LargeK, all_runs: Sequence[Runs]) -> str:

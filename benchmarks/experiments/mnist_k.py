@@ -11,7 +11,7 @@ from numpy import ndarray
 
 from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import figure, VERMILION
+from ..figures import figure, shades, VERMILION
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -118,10 +118,8 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: MnistK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    import matplotlib
-
     finite = [period for period in settings.periods if period < math.inf]
-    colours = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(finite)))
+    colours = shades(len(finite))
     with figure(out / "mnist_k.png", width=11, height=4.6) as drawing:
         network, linearised = drawing.subplots(1, 2, sharey=True)
         for period, colour in zip(finite, colours, strict=True):

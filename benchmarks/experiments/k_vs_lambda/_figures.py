@@ -16,7 +16,7 @@ from gnlin import filters
 
 from ...experiment import only, Runs
 from ...figures import BLACK, BLUE, figure, GREEN, SKY, VERMILION
-from ...training import FLOW_FROM
+from ...training import flow_error, FLOW_FROM
 from ._curves import (
     agreeing,
     CLOSE,
@@ -74,7 +74,9 @@ def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[st
 
 
 def _caption(settings: KVsLambda, tasks, by_task) -> str:
-    error = _flow_error(tasks["digits-cross-entropy"])
+    digits = tasks["digits-cross-entropy"]
+    model = digits.make_model(jax.random.key(0))
+    error = flow_error(model, digits.train, digits.loss, digits.learning_rate, _CHECKED)
     all_runs = [runs for both in by_task.values() for runs in both.values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
@@ -106,20 +108,6 @@ def _agreement(both: dict[str, Runs]) -> str:
 
 
 _CHECKED = 1000
-
-
-def _flow_error(task: Task) -> float:
-    """How far gradient flow ends from literal steps on the first linearised problem,
-    relative to the step."""
-    model = task.make_model(jax.random.key(0))
-
-    def end(method):
-        solver = gnlin.IterativeLinearisation(_CHECKED, task.learning_rate, method=method)
-        return gnlin.solve(model, task.train, solver, loss=task.loss, max_steps=1).model
-
-    literal, flow = end("kernel"), end("flow")
-    moved = gnlin.features.distance(literal, model)
-    return float(gnlin.features.distance(flow, literal) / moved)
 
 
 #
