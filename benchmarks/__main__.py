@@ -1,6 +1,7 @@
 """Run the experiments and benchmarks of gnlin."""
 
 import argparse
+import dataclasses
 import difflib
 import importlib
 import math
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary
+from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
 from ._options import Options, Refusal
 from ._results import claim_folder, versions
 
@@ -62,8 +63,8 @@ def _dispatch(given: argparse.Namespace) -> int:
     name = given.name
     if name not in MODULES and name not in COMMANDS:
         raise Refusal(_unknown(name, MODULES | COMMANDS, "experiment"))
-    if given.dataset is not None and name != "data":
-        raise Refusal(f"'{name}' takes no second name; leave '{given.dataset}' out.")
+    if given.part is not None and name not in ("data", "speed"):
+        raise Refusal(f"'{name}' takes no second name; leave '{given.part}' out.")
     if given.quick and given.scale is not None:
         raise Refusal("--quick is a scale of its own; leave --scale out.")
     scale = "quick" if given.quick else given.scale or "embedded"
@@ -71,7 +72,7 @@ def _dispatch(given: argparse.Namespace) -> int:
     if name == "list":
         return _list()
     if name == "data":
-        return _data(given.dataset, given.data_dir)
+        return _data(given.part, given.data_dir)
     if name == "report":
         _prepare(None)
         return _report(given.out or Path("results"))
@@ -80,6 +81,8 @@ def _dispatch(given: argparse.Namespace) -> int:
     options = Options(
         out, scale, given.seeds, given.steps, given.grid, given.data_dir, given.resume
     )
+    if name == "speed" and given.part is not None:
+        options = dataclasses.replace(options, tables=(_table(given.part),))
     claim_folder(out)
     _prepare(given.device)
     if name != "all":
@@ -106,8 +109,8 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 def _taken(name: str) -> tuple[str, ...]:
     """What a benchmark or a command takes."""
-    options = {"list": (), "data": ("dataset", "data_dir"), "report": ("out",)}
-    return "name", *options.get(name, ("quick", "device", "out"))
+    options = {"list": (), "data": ("part", "data_dir"), "report": ("out",)}
+    return "name", *options.get(name, ("part", "quick", "device", "out"))
 
 
 def _prepare(device: str | None) -> None:
@@ -154,8 +157,6 @@ def _not_installed(error: ModuleNotFoundError) -> Refusal:
 
 def _all(names: Sequence[str], options: Options) -> int:
     """Each in a folder of its own; one that fails does not keep the others from it."""
-    import dataclasses
-
     import jax
 
     failed = []
@@ -205,6 +206,13 @@ def _data(name: str | None, data_dir: Path | None) -> int:
     return run(name, data_dir)
 
 
+def _table(name: str) -> str:
+    if name not in TABLES:
+        known = f"There are {', '.join(TABLES)}."
+        raise Refusal(_unknown(name, TABLES, "table", known))
+    return name
+
+
 def _unknown(
     name: str,
     names: Iterable[str],
@@ -246,7 +254,11 @@ def _parser() -> argparse.ArgumentParser:
         "line on each",
     )
     parser.add_argument(
-        "dataset", nargs="?", metavar="DATASET", help="with `data`: mnist or cifar10"
+        "part",
+        nargs="?",
+        metavar="PART",
+        help="with `data`: mnist or cifar10; with `speed`: one of its tables "
+        f"({', '.join(TABLES)})",
     )
     parser.add_argument(
         "--scale",

@@ -33,6 +33,13 @@ BENCHMARKS = {
     "speed-training": "benchmarks.speed_training",
 }
 MODULES = EXPERIMENTS | BENCHMARKS
+TABLES = {
+    "damped": "benchmarks.speed.damped_step",
+    "inner-steps": "benchmarks.speed.inner_steps",
+    "sweep": "benchmarks.speed.sweep",
+    "start": "benchmarks.speed.start",
+}
+"""Of `speed`: each module has `comparisons(quick)`."""
 
 
 def summary(module: str) -> str:

@@ -19,6 +19,8 @@ class Options:
     data_dir: Path | None = None
     """Of MNIST's and CIFAR-10's files."""
     resume: bool = False
+    tables: tuple[str, ...] = ()
+    """Those of a benchmark that are wanted; none for all."""
 
     @property
     def quick(self) -> bool:

@@ -14,7 +14,6 @@ from benchmarks._options import Options
 from benchmarks.data import nist
 from benchmarks.experiments import nist as nist_experiment
 from benchmarks.speed import (
-    _figure,
     damped_step,
     inner_steps,
     picture,
@@ -189,7 +188,9 @@ def test_sweeps_have_finite_ratios(task):
 
 def test_picture_and_tables(task, tmp_path, capsys):
     rows = [
-        report.Row("t", "gnlin", "auto", 1e-3, 1.2, 1.0, 1e-12, 1e-13, "the default"),
+        report.Row(
+            "t", "gnlin", "auto", 1e-3, 1.2, 1.0, 1e-12, 1e-13, note="the default"
+        ),
         report.Row("t", "other", "LM", 1.0, 1200.0, 1.0, 1e-12, 1e-13),
         report.Row("t", "wrong", "LM", 1e-6, 0.1, 1.0, 1.0, 1.0),
         damped_step.skipped(task, "slow", "LM", "hours"),
@@ -215,7 +216,7 @@ def test_picture_and_tables(task, tmp_path, capsys):
     ],
 )
 def test_verdicts(required, measured, verdict):
-    assert _figure("it", required, measured)["verdict"] == verdict
+    assert report.Figure("it", required, measured).verdict == verdict
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """One damped Gauss-Newton step, gnlin beside the hand-written limit and the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,14 +10,84 @@ import optimistix as optx
 import gnlin
 
 from . import floor, opponents
-from .report import damped_row, Row
-from .task import DAMPING, Task
+from .report import Comparison, damped_row, Figure, find, quotient, Row
+from .task import DAMPING, quintic, Task
 from .timing import alternate, Case
 
 
 LIMIT = "hand-written"
 LOOP = "in a loop"
 NUM_STEPS = 200
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    rounds = 5 if quick else 15
+    task = quintic(width=50, num_examples=20)
+    rows = _all_libraries(task, quick, rounds)
+    title = f"One damped step in a compiled loop; {task.name}"
+    yield Comparison(title, rows, bars=task.name, figures=_figures(rows))
+    yield Comparison("The same in one call", one_call(task, 3 * rounds))
+    if quick:
+        return
+    task = quintic(width=200, num_examples=100)
+    title = f"One damped step in a compiled loop; {task.name}"
+    yield Comparison(title, _wider(task), bars=task.name)
+
+
+def _figures(rows: Sequence[Row]) -> list[Figure]:
+    gnlin = find(rows, "gnlin", lambda row: row.note == "the default")
+    default = find(rows, "optimistix", lambda row: "default" in row.variant)
+    by_cg = find(rows, "optimistix", lambda row: row.variant == "LM, Normal(CG)")
+    errors = quotient(gnlin.step_error, by_cg.step_error)
+    as_exact = gnlin.solved and errors is not None and errors <= 1
+    return [
+        Figure("damped step over the hand-written limit", "<= 1.3", gnlin.ratio),
+        Figure(
+            "optimistix LM, default, over gnlin's damped step",
+            ">= 1000",
+            quotient(default.ratio, gnlin.ratio),
+        ),
+        Figure(
+            "optimistix LM, Normal(CG), over gnlin's damped step, no less accurate",
+            "> 1",
+            quotient(by_cg.ratio, gnlin.ratio) if as_exact else 0.0,
+        ),
+    ]
+
+
+def _all_libraries(task: Task, quick: bool, rounds: int) -> list[Row]:
+    rows = in_a_loop(task, rounds)
+    lm = "SciPy", "lm", "it needs at least as many residuals as parameters"
+    if quick:
+        reason = "seconds a step"
+        return [
+            *rows,
+            skipped(task, "optimistix", "LM, default (QR)", reason),
+            skipped(task, *lm),
+        ]
+    return [
+        *rows,
+        *jaxopt_in_a_loop(task, 5),
+        *slower_in_a_loop(task, 5),
+        *default_levenberg_marquardt(task),
+        skipped(task, *lm),
+    ]
+
+
+def _wider(task: Task) -> list[Row]:
+    p, m = task.num_parameters, task.num_outputs
+    stacked, square = (8 * n * p / 2**30 for n in (m + p, p))
+    hopeless = (
+        ("optimistix", "LM, default (QR)", f"{m + p:,} x {p:,}, {stacked:,.0f} GiB"),
+        ("jaxopt", "LM, Cholesky", f"p x p, {square:,.0f} GiB"),
+        ("jaxopt", "LM, CG", f"its start forms p x p numbers, {square:,.0f} GiB"),
+        ("SciPy", "lm", "it needs at least as many residuals as parameters"),
+    )
+    return [
+        *in_a_loop(task, 3, num_steps=5),
+        *slower_in_a_loop(task, 1, num_steps=2),
+        *(skipped(task, *what) for what in hopeless),
+    ]
 
 
 def in_a_loop(

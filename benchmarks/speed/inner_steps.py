@@ -1,5 +1,7 @@
 """K inner steps of gradient descent at one linearisation point: K costs nothing."""
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 from jax.flatten_util import ravel_pytree
@@ -8,8 +10,8 @@ import gnlin
 
 from . import floor
 from .oracle import relative_error
-from .report import Row, timed_row
-from .task import Task
+from .report import Comparison, Figure, find, Row, timed_row
+from .task import quintic, Task
 from .timing import alternate, Case, Timing
 
 
@@ -17,6 +19,19 @@ PERIODS = tuple(10**k for k in range(9))
 LEARNING_RATE = 1e-5
 MAX_LITERAL = 10**5
 """Literal steps beyond this take minutes."""
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    task = quintic(width=50, num_examples=20)
+    alone, outer = by_formula(task, 15 if quick else 45)
+    yield Comparison("K inner steps on a spectrum at hand", alone, "K = 1")
+    last = find(outer, "gnlin", lambda row: row.variant == f"K = {PERIODS[-1]:,}")
+    figure = Figure("outer step, K = 10^8 over K = 1", "<= 1.2", last.ratio)
+    yield Comparison(
+        "K inner steps, the whole outer step", outer, "K = 1", figures=[figure]
+    )
+    literal = literally(task, 10**3 if quick else MAX_LITERAL)
+    yield Comparison("K inner steps, one by one", literal, "K = 1")
 
 
 def by_formula(task: Task, num_rounds: int) -> tuple[list[Row], list[Row]]:

@@ -1,7 +1,7 @@
 """Rows of results: printed as a table, and written as they are."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rich.console import Console
@@ -25,6 +25,8 @@ class Row:
     """Relative, against the dense oracle."""
     linear_residual: float | None = None
     """Relative to the gradient."""
+    peak_bytes: int | None = None
+    """Of memory, beyond what was taken before."""
     note: str = ""
 
     @property
@@ -43,6 +45,7 @@ def timed_row(
         seconds=timing.median,
         ratio=None if reference is None else ratio(timing, reference),
         compile_seconds=timing.compile_seconds,
+        peak_bytes=timing.peak_bytes,
         note=case.note,
         **accuracy,
     )
@@ -62,10 +65,70 @@ def damped_row(task, timing, reference, oracle, damping) -> Row:
     )
 
 
+def find(rows: Sequence[Row], library: str, which: Callable[[Row], bool]) -> Row:
+    """The one row of a library that is asked for."""
+    (row,) = (row for row in rows if row.library == library and which(row))
+    return row
+
+
+def quotient(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
+
+
 def wide_console(width: int = 130) -> Console:
     """As wide as the terminal; wide enough for the tables where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """What the library promises, and what came out; `None` where this run is too quick
+    to tell."""
+
+    what: str
+    required: str
+    """A comparison and a bound, such as "<= 1.3"."""
+    measured: float | None
+
+    @property
+    def verdict(self) -> str:
+        if self.measured is None:
+            return "not measured"
+        comparison, bound = self.required.split()
+        met = {
+            "<=": self.measured <= float(bound),
+            ">=": self.measured >= float(bound),
+            ">": self.measured > float(bound),
+            "<": self.measured < float(bound),
+        }[comparison]
+        return "met" if met else "missed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A table: one task, a row a program.
+
+    With `bars`, its best rows stand under that title in the picture of all tasks.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    ratio_to: str = "the limit"
+    bars: str | None = None
+    figures: Sequence[Figure] = ()
+
+
+def print_figures(console: Console, figures: Sequence[Figure]) -> None:
+    table = Table(title="Required figures", title_justify="left")
+    table.add_column("what")
+    table.add_column("required", justify="right")
+    table.add_column("measured", justify="right")
+    table.add_column("")
+    for figure in figures:
+        shown = "" if figure.measured is None else f"{figure.measured:,.2f}"
+        table.add_row(figure.what, figure.required, shown, figure.verdict)
+    console.print(table)
 
 
 def print_rows(
@@ -77,6 +140,7 @@ def print_rows(
         ("variant", "left", [row.variant for row in rows]),
         ("time", "right", [duration(row.seconds) for row in rows]),
         (f"ratio to {ratio_to}", "right", [_number(row.ratio, ",.2f") for row in rows]),
+        ("peak memory", "right", [size(row.peak_bytes) for row in rows]),
         ("compile", "right", [_compile_time(row.compile_seconds) for row in rows]),
         ("error", "right", [_number(row.step_error, ".0e") for row in rows]),
         ("lin. residual", "right", [_number(row.linear_residual, ".0e") for row in rows]),
@@ -103,6 +167,16 @@ def duration(seconds: float | None) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def size(num_bytes: int | None) -> str:
+    if num_bytes is None:
+        return ""
+    if num_bytes < 2**20:
+        return "< 1 MiB"
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:,.0f} MiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def _number(value: float | None, form: str) -> str:

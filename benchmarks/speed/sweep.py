@@ -1,6 +1,6 @@
 """64 dampings, or 64 periods, at one linearisation point, against one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 import gnlin
 
 from .inner_steps import LEARNING_RATE
-from .report import Row, timed_row
-from .task import Task
+from .report import Comparison, Figure, find, Row, timed_row
+from .task import quintic, Task
 from .timing import alternate, Case, Timing
 
 
@@ -19,6 +19,29 @@ _REPEATS = 50
 
 DAMPINGS = f"{NUMBER} dampings"
 PERIODS = f"{NUMBER} periods"
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    rounds = 5 if quick else 15
+    task = quintic(width=50, num_examples=20)
+    looped = in_a_loop(task, rounds)
+    title = "A sweep at one linearisation point, in a compiled loop"
+    yield Comparison(title, looped, "one", figures=_figures(looped, "in a loop"))
+    called = one_call(task, 3 * rounds)
+    title = "The same in one call, its memory allocated anew"
+    yield Comparison(title, called, "one", figures=_figures(called, "in one call"))
+    yield Comparison("Shares of such a call", shares(task, 3 * rounds), "the first")
+
+
+def _figures(rows: Sequence[Row], where: str) -> list[Figure]:
+    return [
+        Figure(
+            f"{variant} over one, {where}",
+            "<= 2",
+            find(rows, "gnlin", lambda row, v=variant: row.variant == v).ratio,
+        )
+        for variant in (DAMPINGS, PERIODS)
+    ]
 
 
 def in_a_loop(task: Task, num_rounds: int) -> list[Row]:

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .memory import PeakMemory
+
 
 def _one(output: Any) -> int:
     del output
@@ -46,11 +48,13 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per step, one a round, and what the first run took beyond that."""
+    """Seconds per step, one a round, what the first run took beyond that, and the most
+    memory that a later run took."""
 
     case: Case
     seconds: tuple[float, ...]
     compile_seconds: float
+    peak_bytes: int | None = None
 
     @property
     def median(self) -> float:
@@ -68,13 +72,18 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
     first = [_clock(case.compile or case.run)[0] for case in cases]
     whole: list[list[float]] = [[] for _ in cases]
     per_step: list[list[float]] = [[] for _ in cases]
+    peaks: list[list[int]] = [[] for _ in cases]
     for i in range(num_rounds):
         order = list(enumerate(cases))
         for k, case in order if i % 2 == 0 else reversed(order):
             if case.max_rounds is None or i < case.max_rounds:
-                seconds, output = _clock(case.run)
+                with PeakMemory() as peak:
+                    seconds, output = _clock(case.run)
                 whole[k].append(seconds)
                 per_step[k].append(seconds / case.count(output))
+                del output
+                if peak.bytes is not None:
+                    peaks[k].append(peak.bytes)
     return [
         Timing(
             case,
@@ -82,6 +91,7 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
             first[k]
             if case.compile
             else max(0.0, first[k] - statistics.median(whole[k])),
+            max(peaks[k], default=None),
         )
         for k, case in enumerate(cases)
     ]

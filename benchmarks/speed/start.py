@@ -2,11 +2,18 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from .report import Row, timed_row
+from .report import Comparison, Figure, Row, timed_row
 from .timing import alternate, Case
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    rows = against_dependencies(3 if quick else 9)
+    figure = Figure("import gnlin over its dependencies", "<= 1.2", rows[1].ratio)
+    yield Comparison("Import", rows, "the dependencies", figures=[figure])
 
 
 def against_dependencies(num_rounds: int) -> list[Row]:

@@ -1,0 +1,39 @@
+"""Peak memory of a run: by how much the process grows, whichever library runs in it."""
+
+import re
+from pathlib import Path
+
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+class PeakMemory:
+    """`with PeakMemory() as peak: ...`, then `peak.bytes`: of resident memory, beyond
+    what was resident before. `None` where the system does not tell (it takes Linux).
+
+    What the allocator had kept for itself is not seen, so that less than a few MiB says
+    nothing.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        self._before = None
+        try:
+            _CLEAR.write_text(_RESET_PEAK)
+            self._before = _read("VmRSS")
+        except OSError:
+            pass
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._before is not None:
+            self.bytes = max(0, _read("VmHWM") - self._before)
+
+
+def _read(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
