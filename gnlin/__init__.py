@@ -15,7 +15,6 @@ from ._fit import (
 from ._linearisation import (
     Linearisation as Linearisation,
     linearise as linearise,
-    PerExample as PerExample,
 )
 from ._losses import (
     AbstractElementwiseLoss as AbstractElementwiseLoss,
@@ -37,6 +36,7 @@ from ._objective import (
     Quadratic as Quadratic,
     SumOfSquares as SumOfSquares,
 )
+from ._per_example import PerExample as PerExample
 from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solve import History as History, Solution as Solution, solve as solve
 from ._solver import (

@@ -12,19 +12,6 @@ def num_flops(fn, *args: PyTree) -> float:
     return _of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-def is_heavy_convolution(fn, *args: PyTree) -> bool:
-    """Whether a function is a network of convolutions that keep a CPU busy: several
-    transposed passes one after the other then take less time than all of them at once,
-    which are grouped convolutions (LeNet, 10 outputs: 574 ms against 816)."""
-    if jax.default_backend() != "cpu":
-        return False
-    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    return _convolves(jaxpr) and _of_jaxpr(jaxpr) > _HEAVY
-
-
-_HEAVY = 10**6
-
-
 def loops_slowly(fn, *args: PyTree) -> bool:
     """Whether a function is many times slower inside a loop: XLA's convolutions are, on a
     CPU, where they take fourteen times as long in a `while` as outside (jax 0.10)."""

@@ -1,76 +1,23 @@
 """A function's linearisation at a point: the one object that every solver starts from."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from . import _rows, _tree
-from ._cost import is_heavy_convolution
+from ._per_example import forward_is_cheaper, PerExample
 from ._spectrum import from_kernel, Spectrum
 
 
 DEFAULT_MEMORY_BUDGET = 2**31
 """Bytes that one linearisation's largest matrix may take, unless told otherwise."""
-
-
-class PerExample(eqx.Module):
-    """A function of one example, lifted to a batch of independent ones.
-
-    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading
-    axis of every array in `args`. What it adds over `jax.vmap` is the knowledge that
-    outputs of one example do not depend on another: the dense Jacobian then takes as
-    many reverse passes as *one example* has outputs, not as all of them have together.
-
-    **Arguments:**
-
-    - `fn`: `fn(y, example)` returning a pytree of arrays.
-
-    !!! example
-
-        ```python
-        residuals = gnlin.PerExample(lambda w, xy: jnp.tanh(w @ xy[0]) - xy[1])
-        lin = gnlin.linearise(residuals, w, (inputs, targets))
-        ```
-    """
-
-    fn: Callable[[Any, Any], PyTree[Array]]
-
-    def __call__(self, y, args):
-        return jax.vmap(self.fn, in_axes=(None, 0))(y, args)
-
-    def rows(self, y: PyTree[Array], args: PyTree[Array]) -> PyTree[Array]:
-        """The Jacobian, as parameters with a leading axis over all outputs."""
-        example = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
-        outputs = jax.eval_shape(self.fn, y, example)
-        if _forward_is_cheaper(_tree.size(outputs), _tree.size(y)):
-            of_example = functools.partial(_rows_forward, self.fn)
-        else:
-            # Looped over by Python, or batched
-            one_by_one = _tree.size(outputs) <= _FEW_OUTPUTS and is_heavy_convolution(
-                self.fn, y, example
-            )
-            of_example = functools.partial(_rows_reverse, self.fn, one_by_one)
-        blocks = jax.vmap(of_example, in_axes=(None, 0))(y, args)
-        # (n, c, ...) -> (m, ...), one output leaf after the other
-        ends = np.cumsum([leaf.size for leaf in jax.tree.leaves(outputs)])[:-1]
-
-        def stack(leaf, block):
-            parts = [
-                part.reshape(part.shape[0] * part.shape[1], *leaf.shape)
-                for part in jnp.split(block, ends, axis=1)
-            ]
-            return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-
-        return jax.tree.map(stack, y, blocks)
 
 
 class Linearisation(eqx.Module):
@@ -124,17 +71,16 @@ class Linearisation(eqx.Module):
         if self._examples is not None:
             _, args = self._examples
             num_outputs = m // jax.tree.leaves(args)[0].shape[0]
-        return (p, 0) if _forward_is_cheaper(num_outputs, p) else (0, num_outputs)
+        return (p, 0) if forward_is_cheaper(num_outputs, p) else (0, num_outputs)
 
     def rows(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree[Array]:
         r"""The dense Jacobian, as the parameters' structure with a leading axis of
         length m: m x p numbers. By forward mode if p < m, else by reverse mode, in
         chunks that stay within the memory budget (bytes)."""
         if self._examples is not None:
-            fn, args = self._examples
-            return fn.rows(self.point, args)
+            return _rows.dense(self.blocks(memory_budget))
         m, p = self.shape
-        if _forward_is_cheaper(m, p):
+        if forward_is_cheaper(m, p):
             flat, unravel = ravel_pytree(self.point)
             columns = self._chunked(
                 lambda v: ravel_pytree(self.jvp(unravel(v)))[0],
@@ -147,6 +93,26 @@ class Linearisation(eqx.Module):
             lambda u: self.vjp(unravel(u)), jnp.eye(m, dtype=flat.dtype), memory_budget
         )
 
+    def blocks(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree:
+        """The Jacobian like `rows`, but of dense and convolutional layers their factors,
+        where these are smaller: see `gnlin._layers`."""
+        if self._examples is None:
+            return self.rows(memory_budget)
+        fn, args = self._examples
+        blocks = fn.blocks(self.point, args, memory_budget)
+        return jax.tree.unflatten(jax.tree.structure(self.point), blocks)
+
+    def num_block_bytes(self) -> list[int]:
+        """What `blocks` take in memory, for each array of parameters."""
+        if self._examples is None:
+            m, _ = self.shape
+            return [m * leaf.nbytes for leaf in jax.tree.leaves(self.point)]
+        fn, args = self._examples
+        return fn.num_bytes(self.point, args)
+
+    def blocks_fit(self, memory_budget: int) -> bool:
+        return sum(self.num_block_bytes()) <= memory_budget
+
     def matrix(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m p"]:
         r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
         return _rows.matrix(self.rows(memory_budget))
@@ -157,10 +123,10 @@ class Linearisation(eqx.Module):
         return m * p * _tree.dtype(self.point).itemsize
 
     def materialise(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> "Linearisation":
-        """The same linearisation with its Jacobian dense, so that products with it are
-        products with a matrix."""
+        """The same linearisation with its Jacobian at hand, so that products with it are
+        products with matrices."""
         _, unravel = ravel_pytree(self.outputs)
-        jvp = Partial(_jvp_of_rows, Partial(unravel), self.rows(memory_budget))
+        jvp = Partial(_jvp_of_rows, Partial(unravel), self.blocks(memory_budget))
         return Linearisation(self.point, self.outputs, jvp, None)
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
@@ -190,19 +156,61 @@ class Linearisation(eqx.Module):
     def kernel(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m m"]:
         r"""The empirical neural tangent kernel $\phi\phi^\top$.
 
-        The m x p Jacobian is held only if it fits the memory budget (bytes); else each
-        chunk of rows is pulled back and pushed forward again, which takes twice the
-        passes and no more memory than a chunk.
+        Of a [`gnlin.PerExample`][] (a model is one) it takes as many reverse passes as
+        one example has outputs, and for dense and convolutional layers no rows of the
+        Jacobian: products of what went into a layer and what came back. The memory
+        budget (bytes) is kept by some arrays of parameters at a time; for an array whose
+        part is too large by itself, or another function whose m x p Jacobian is, each
+        chunk of rows is pulled back and pushed forward again, m passes each way.
         """
+        groups, left = self._groups(memory_budget)
         m, _ = self.shape
-        if self.num_bytes() <= memory_budget:
-            return _rows.gram(self.rows(memory_budget))
+        kernel = jnp.zeros((m, m), _tree.dtype((self.point, self.outputs)))
+        for group in groups:
+            # One group after the other, so that they share their memory.
+            point, kernel = jax.lax.optimization_barrier((self.point, kernel))
+            kernel += _rows.gram(self._blocks_of(group, point, memory_budget))
+        return kernel + self._chunked_kernel(left, memory_budget) if left else kernel
+
+    def num_kernel_passes(self, memory_budget: int) -> tuple[int, int]:
+        """(Jacobian-vector, vector-Jacobian) products that `kernel` takes."""
+        m, _ = self.shape
+        groups, left = self._groups(memory_budget)
+        jvps, vjps = self.num_row_passes()
+        of_left = m if left else 0
+        return len(groups) * jvps + of_left, len(groups) * vjps + of_left
+
+    def num_kernel_multiplications(self) -> float:
+        """In `kernel`, once the passes are made."""
+        m, p = self.shape
+        if self._examples is None:
+            return float(m) ** 2 * p
+        fn, args = self._examples
+        return fn.num_kernel_multiplications(self.point, args)
+
+    def _groups(self, memory_budget: int) -> tuple[list[list[int]], list[int]]:
+        """Arrays of parameters whose blocks fit together, and those too large."""
+        groups, left = _grouped(self.num_block_bytes(), memory_budget)
+        if self._examples is None and (left or len(groups) > 1):
+            return [], list(range(len(jax.tree.leaves(self.point))))
+        return groups, left
+
+    def _blocks_of(self, leaves, point, memory_budget) -> list[Any]:
+        if self._examples is None:
+            return jax.tree.leaves(self.rows(memory_budget))
+        fn, args = self._examples
+        return fn.blocks(point, args, memory_budget, leaves)
+
+    def _chunked_kernel(self, leaves: Sequence[int], memory_budget: int):
+        """By some of the arrays of parameters, a chunk of rows at a time."""
         flat, unravel = ravel_pytree(self.outputs)
-        return self._chunked(
-            lambda u: ravel_pytree(self.jvp(self.vjp(unravel(u))))[0],
-            jnp.eye(m, dtype=flat.dtype),
-            memory_budget,
-        )
+
+        def row(u):
+            pulled, structure = jax.tree.flatten(self.vjp(unravel(u)))
+            kept = [x if k in leaves else jnp.zeros_like(x) for k, x in enumerate(pulled)]
+            return ravel_pytree(self.jvp(structure.unflatten(kept)))[0]
+
+        return self._chunked(row, jnp.eye(flat.size, dtype=flat.dtype), memory_budget)
 
     def spectrum(
         self,
@@ -231,9 +239,11 @@ class Linearisation(eqx.Module):
                 f'`method` must be "svd" or "eigh", but {method!r} was given.'
             )
         residual, _ = ravel_pytree(self.outputs)
-        if method == "eigh" and self.num_bytes() > memory_budget:
-            return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
-        return _rows.spectrum(self.rows(memory_budget), residual, method)
+        if method == "svd" or (m > p and self.num_bytes() <= memory_budget):
+            return _rows.spectrum(self.rows(memory_budget), residual, method)
+        if self.blocks_fit(memory_budget):
+            return _rows.spectrum(self.blocks(memory_budget), residual, method)
+        return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
         r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
@@ -314,36 +324,20 @@ def linearise(
     return (lin, aux) if has_aux else lin
 
 
-# Up to so many outputs of an example, passes are written out one after the other.
-_FEW_OUTPUTS = 16
-
-
-def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
-    """The Jacobian of one example, as parameters with a leading axis of outputs."""
-    flat, unravel = ravel_pytree(y)
-
-    def push(v):
-        return ravel_pytree(jax.jvp(lambda y_: fn(y_, example), (y,), (unravel(v),))[1])[
-            0
-        ]
-
-    columns = jax.vmap(push, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
-    return jax.vmap(unravel)(columns.astype(flat.dtype))
-
-
-def _rows_reverse(fn, one_by_one: bool, y: PyTree[Array], example) -> PyTree[Array]:
-    outputs, pull = jax.vjp(lambda y_: fn(y_, example), y)
-    flat, unravel = ravel_pytree(outputs)
-    pull_flat = lambda u: pull(unravel(u))[0]
-    basis = jnp.eye(flat.size, dtype=flat.dtype)
-    if not one_by_one:
-        return jax.vmap(pull_flat)(basis)
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *map(pull_flat, basis))
-
-
-def _forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:
-    """Whether a dense Jacobian takes fewer passes by forward mode."""
-    return num_parameters < num_outputs
+def _grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
+    """Indices in groups of at most that size together, and those that are larger."""
+    groups: list[list[int]] = []
+    left, room = [], 0
+    for k, size in enumerate(sizes):
+        if size > most:
+            left.append(k)
+        elif groups and size <= room:
+            groups[-1].append(k)
+            room -= size
+        else:
+            groups.append([k])
+            room = most - size
+    return groups, left
 
 
 def check_parameters(y: PyTree) -> None:

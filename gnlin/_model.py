@@ -8,7 +8,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
 
-from ._linearisation import check_parameters, PerExample
+from ._linearisation import check_parameters
+from ._per_example import PerExample
 
 
 def partition(

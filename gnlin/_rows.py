@@ -1,10 +1,12 @@
-"""A dense Jacobian, kept by rows: the parameters' structure with a leading axis of m.
+"""A Jacobian at hand, by rows: the parameters' structure with a leading axis of m.
 
-Leaf by leaf, so that no m x p matrix is put together where none is needed.
+Leaf by leaf, so that no m x p matrix is put together where none is needed. In place of
+the rows of a leaf there may be a layer's factors of them, a `Layer`.
 """
 
 import functools
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,54 +14,84 @@ from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree
 
+from ._layer import Layer
 from ._sharding import by_columns, is_spread
 from ._spectrum import from_curvature, from_kernel, from_svd, Spectrum
 from ._tree import matmul
 
 
+def is_layer(x: Any) -> bool:
+    return isinstance(x, Layer)
+
+
+def dense(rows: PyTree) -> PyTree[Array]:
+    """With all rows themselves."""
+    return jax.tree.map(lambda x: x.rows() if is_layer(x) else x, rows, is_leaf=is_layer)
+
+
 def matrix(rows: PyTree[Array]) -> Float[Array, "m p"]:
-    """As one matrix, parameters in `ravel_pytree` order."""
+    """As one matrix, parameters in `ravel_pytree` order; of rows themselves."""
     return jax.vmap(lambda row: ravel_pytree(row)[0])(rows)
 
 
-def gram(rows: PyTree[Array]) -> Float[Array, "m m"]:
+def gram(rows: PyTree) -> Float[Array, "m m"]:
     r"""$\phi\phi^\top$, the rows' inner products."""
-    leaves = [leaf for leaf in jax.tree.leaves(rows) if leaf.size > 0]
-    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+    leaves = jax.tree.leaves(rows, is_leaf=is_layer)
     if not is_spread():
-        return functools.reduce(jnp.add, [matmul(block, block.T) for block in blocks])
+        return functools.reduce(jnp.add, map(_gram_of_leaf, leaves))
     # Summed over leaves on each device, then once over devices.
+    blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size > 0]
     parts = [by_columns(block) for block in blocks]
     each = [matmul(part, part.swapaxes(1, 2)) for part in parts]
     return jnp.sum(functools.reduce(jnp.add, each), axis=0)
 
 
-def pull_back(rows: PyTree[Array], a: Float[Array, " m"]) -> PyTree[Array]:
+def _gram_of_leaf(rows: Array | Layer) -> Float[Array, "m m"]:
+    if isinstance(rows, Layer):
+        return rows.gram()
+    block = rows.reshape(rows.shape[0], -1)
+    return matmul(block, block.T)
+
+
+def pull_back(rows: PyTree, a: Float[Array, " m"]) -> PyTree[Array]:
     r"""$\phi^\top a$."""
     precise = jax.lax.Precision.HIGHEST
-    return jax.tree.map(
-        lambda row: jnp.tensordot(a, row, axes=1, precision=precise).astype(row.dtype),
-        rows,
-    )
+
+    def of_leaf(rows):
+        if is_layer(rows):
+            return rows.pull_back(a)
+        return jnp.tensordot(a, rows, axes=1, precision=precise).astype(rows.dtype)
+
+    return jax.tree.map(of_leaf, rows, is_leaf=is_layer)
 
 
-def push_forward(rows: PyTree[Array], tangent: PyTree[Array]) -> Float[Array, " m"]:
+def push_forward(rows: PyTree, tangent: PyTree[Array]) -> Float[Array, " m"]:
     r"""$\phi v$."""
     precise = jax.lax.Precision.HIGHEST
-    of_leaf = jax.tree.map(
-        lambda row, v: jnp.tensordot(row, v, axes=v.ndim, precision=precise),
-        rows,
-        tangent,
-    )
-    return functools.reduce(jnp.add, jax.tree.leaves(of_leaf))
+
+    def of_leaf(rows, v):
+        if is_layer(rows):
+            return rows.push_forward(v)
+        return jnp.tensordot(rows, v, axes=v.ndim, precision=precise)
+
+    parts = jax.tree.map(of_leaf, rows, tangent, is_leaf=is_layer)
+    return functools.reduce(jnp.add, jax.tree.leaves(parts))
 
 
 def spectrum(
-    rows: PyTree[Array], residual: Float[Array, " m"], method: Literal["svd", "eigh"]
+    rows: PyTree, residual: Float[Array, " m"], method: Literal["svd", "eigh"]
 ) -> Spectrum:
-    """The spectrum of the Jacobian; `eigh` on the smaller side."""
-    first_row, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
-    if method == "eigh" and residual.size <= first_row.size:
+    """The spectrum of the Jacobian; `eigh` on the smaller side. Layers serve on the
+    side of the outputs alone."""
+    m, p = residual.size, num_parameters(rows)
+    if method == "eigh" and m <= p:
         return from_kernel(gram(rows), residual, Partial(pull_back, rows))
+    _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
     factorise = from_svd if method == "svd" else from_curvature
     return factorise(matrix(rows), residual, Partial(unravel))
+
+
+def num_parameters(rows: PyTree) -> int:
+    leaves = jax.tree.leaves(rows, is_leaf=is_layer)
+    shapes = [leaf.shape if is_layer(leaf) else leaf.shape[1:] for leaf in leaves]
+    return sum(map(math.prod, shapes))

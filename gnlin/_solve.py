@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_count
 from ._data import as_batch
-from ._linearisation import linearise, PerExample
+from ._linearisation import linearise
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import partition, predict
 from ._objective import BatchLoss
+from ._per_example import PerExample
 from ._sharding import (
     automatic,
     choosing,

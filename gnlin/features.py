@@ -29,9 +29,10 @@ from jaxtyping import Array, Float, Int, Key, PyTree, Scalar
 
 from . import _tree
 from ._checks import check_nonnegative
-from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise, PerExample
+from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
 from ._losses import SoftmaxCrossEntropy
 from ._model import partition, predict
+from ._per_example import PerExample
 from ._solve import solve
 from ._solver import DampedGaussNewton
 

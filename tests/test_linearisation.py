@@ -17,7 +17,7 @@ from problems import (
 )
 
 import gnlin
-from gnlin import linearise, PerExample
+from gnlin import _per_example, _program, linearise, PerExample
 from gnlin._objective import Quadratic
 from gnlin._subproblem import prepare
 from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
@@ -147,15 +147,15 @@ def test_the_mode_is_the_one_with_fewer_passes(monkeypatch):
 
 def test_the_mode_per_example_is_the_one_with_fewer_passes(monkeypatch):
     taken = []
-    for name in ("_rows_forward", "_rows_reverse"):
-        original = getattr(gnlin._linearisation, name)
+    reverse, forward = "blocks", "_rows_forward"
+    for module, name in ((_program, reverse), (_per_example, forward)):
+        original = getattr(module, name)
 
         def spy(*args, name=name, original=original):
             taken.append(name)
             return original(*args)
 
-        monkeypatch.setattr(gnlin._linearisation, name, spy)
-    reverse, forward = "_rows_reverse", "_rows_forward"
+        monkeypatch.setattr(module, name, spy)
     for num_outputs, mode in ((2, reverse), (3, reverse), (4, forward)):
         fn = gnlin.PerExample(
             lambda y, x, n=num_outputs: jnp.tanh(x * y.sum()) * jnp.ones(n)

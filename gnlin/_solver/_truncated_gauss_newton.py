@@ -190,7 +190,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         return eqx.tree_at(lambda u: u.memory, update, memory)
 
     def _dense_is_cheaper(self, lin: Linearisation) -> bool:
-        if lin.num_bytes() > self.memory_budget:
+        if not lin.blocks_fit(self.memory_budget):
             return False
         return lin.num_bytes() <= _SMALL_JACOBIAN or loops_slowly(lin.jvp, lin.point)
 

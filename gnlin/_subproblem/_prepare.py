@@ -63,6 +63,7 @@ def choose_method(
     itemsize: int,
     memory_budget: int,
     *,
+    blocks_fit: bool,
     damped: bool,
     reuse: bool,
 ) -> Method:
@@ -70,6 +71,7 @@ def choose_method(
 
     - `damped`: whether small singular values are damped away, so that forming
         phi phi^T, which squares the condition number, does no harm.
+    - `blocks_fit`: whether the Jacobian's blocks do, which take less than its rows.
     - `reuse`: whether one factorisation serves several filters, or a filter that needs
         the spectrum; otherwise a Cholesky factorisation is cheaper than `eigh`.
     """
@@ -82,8 +84,8 @@ def choose_method(
         return "svd"
     if jacobian_fits:
         return "eigh" if reuse or not damped else "kernel" if m <= p else "curvature"
-    if reuse and gram_fits and m <= p:
-        return "eigh"
+    if gram_fits and m <= p and (reuse or blocks_fit):
+        return "eigh" if reuse or not damped else "kernel"
     return "matrix-free"
 
 
@@ -105,7 +107,12 @@ def prepare(
     itemsize = _tree.dtype(lin.point).itemsize
     if method == "auto":
         method = choose_method(
-            lin.shape, itemsize, memory_budget, damped=damped, reuse=reuse
+            lin.shape,
+            itemsize,
+            memory_budget,
+            blocks_fit=lin.blocks_fit(memory_budget),
+            damped=damped,
+            reuse=reuse,
         )
     if scale is not None and rows is not None:
         rows = jax.tree.map(lambda row, d: row / d, rows, scale)
@@ -114,8 +121,11 @@ def prepare(
         return Scaled(_dense(lin, rest, rows, method), scale)
     if method == "matrix-free":
         return MatrixFree(lin, rest)
-    if lin.num_bytes() > memory_budget and method in ("eigh", "kernel"):
-        return _without_jacobian(lin, rest, method, memory_budget)
+    m, p = lin.shape
+    if method == "kernel" or (method == "eigh" and m <= p):
+        if not lin.blocks_fit(memory_budget):
+            return _without_jacobian(lin, rest, method, memory_budget)
+        return _dense(lin, rest, lin.blocks(memory_budget), method)
     return _dense(lin, rest, lin.rows(memory_budget), method)
 
 
@@ -139,19 +149,19 @@ def _dense(lin, rest, rows, method) -> AbstractSubproblem:
 
 
 def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:
-    """The kernel in chunks: each row pulled back and pushed forward again."""
-    m, _ = lin.shape
+    """The kernel alone, of more of the Jacobian than fits at once."""
+    num_passes = lin.num_kernel_passes(memory_budget)
 
     def push_forward(v):
         return ravel_pytree(lin.jvp(v))[0]
 
     if method == "eigh":
         spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
-        return Spectral(spectrum, m, m, rest=rest, push_forward=push_forward)
+        return Spectral(spectrum, *num_passes, rest=rest, push_forward=push_forward)
     residual, _ = ravel_pytree(lin.outputs)
     kernel = lin.kernel(memory_budget)
     return OnOutputs(
-        kernel, residual, lin.pull_back, m, m, rest=rest, push_forward=push_forward
+        kernel, residual, lin.pull_back, *num_passes, rest=rest, push_forward=push_forward
     )
 
 
@@ -180,10 +190,9 @@ def prepare_prox_linear(
         method = "kernel" if cheaper else "matrix-free"
     if method == "matrix-free":
         return ProxLinear(objective, lin, Parameters(lin))
-    kernel = lin.kernel(memory_budget)
-    jacobian_fits = lin.num_bytes() <= memory_budget
-    num_passes = lin.num_row_passes() if jacobian_fits else (m, m)
-    return ProxLinear(objective, lin, Outputs(lin, kernel), *num_passes)
+    outputs = Outputs(lin, lin.kernel(memory_budget))
+    num_passes = lin.num_kernel_passes(memory_budget)
+    return ProxLinear(objective, lin, outputs, *num_passes)
 
 
 # A matrix product takes about this part of the time of as many operations in a network's
@@ -197,12 +206,12 @@ _NEWTON_STEPS = 10
 def _outputs_are_cheaper(lin: Linearisation, num_steps: float | None) -> bool:
     """Whether steps with the kernel, its making included, take fewer operations than
     steps with two passes each."""
-    m, p = lin.shape
+    m, _ = lin.shape
     one_pass = num_flops(lin.jvp, lin.point)
     rows = sum(lin.num_row_passes()) * one_pass
     if loops_slowly(lin.jvp, lin.point):
         one_pass *= _LOOPED_CONVOLUTION
-    kernel = rows + 2 * m**2 * p * _MATMUL_COST
+    kernel = rows + 2 * lin.num_kernel_multiplications() * _MATMUL_COST
     if num_steps is None:
         newton = 2 / 3 * m**3 * _MATMUL_COST
         passes = _NEWTON_PRODUCTS * 2 * one_pass

@@ -1,0 +1,140 @@
+r"""Dense and convolutional layers: their part of the Jacobian as products.
+
+Where an array of parameters does nothing but multiply, once, as the weights of a dense
+or a convolutional layer do, its rows of the Jacobian are sums of outer products of what
+comes back to the layer and what went into it,
+
+$$\phi_{(n,c),(o,q)} = \sum_t s_{n,c,o,t}\,a_{n,t,q},$$
+
+with $s$ the backward signals of output $c$ of example $n$ at the layer's output $o$ in
+position $t$, and $a$ the activations that position $t$ sees (a dense layer has one
+position, a convolution as many as its image, $q$ then running over a patch). They are
+much smaller than the rows, and so is the work for the kernel.
+"""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ._tree import matmul
+
+
+# One multiplication by itself, in memory, takes as long as so many in a matrix product.
+_ELEMENTWISE = 8
+# Of the rows that are formed a part at a time for the kernel.
+_PART_BYTES = 2**27
+
+
+class Layer(eqx.Module):
+    """The Jacobian by the weights of one layer, of all outputs of n examples."""
+
+    signals: Float[Array, "n c o t"]
+    activations: Float[Array, "n t q"]
+    shape: tuple[int, ...] = eqx.field(static=True)  # of the weights
+    axes: tuple[int, ...] = eqx.field(static=True)  # theirs, those of o before those of q
+
+    @property
+    def num_rows(self) -> int:
+        n, c, _, _ = self.signals.shape
+        return n * c
+
+    def is_smaller(self) -> bool:
+        """Whether it takes less memory than its rows."""
+        rows = self.num_rows * math.prod(self.shape)
+        return self.signals.size + self.activations.size < rows
+
+    def rows(self) -> Float[Array, "m ..."]:
+        """The rows themselves, of all examples one after the other."""
+        n, c, o, t = self.signals.shape
+        rows = matmul(self.signals.reshape(n, c * o, t), self.activations)
+        return jax.vmap(self._as_weights)(rows.reshape(n * c, -1))
+
+    def gram(self) -> Float[Array, "m m"]:
+        """Their inner products."""
+        n, c, o, t = self.signals.shape
+        if t == 1:
+            signals = self.signals.reshape(n * c, o)
+            activations = self.activations.reshape(n, -1)
+            of_signals = matmul(signals, signals.T).reshape(n, c, n, c)
+            of_activations = matmul(activations, activations.T)
+            return (of_signals * of_activations[:, None, :, None]).reshape(n * c, n * c)
+        by_positions, by_rows = gram_multiplications(n, c, o, t, self.num_inputs)
+        if by_positions < by_rows:
+            return self._gram_of_positions()
+        return self._gram_by_rows()
+
+    @property
+    def num_inputs(self) -> int:
+        """Of one output, in one position: q."""
+        return self.activations.shape[-1]
+
+    def _gram_of_positions(self):
+        """The inner products of all positions of all rows, an example at a time."""
+        n, c, o, t = self.signals.shape
+        all_signals = self.signals.swapaxes(2, 3).reshape(n * c * t, o)
+        all_activations = self.activations.reshape(n * t, -1)
+
+        def of_example(example):
+            signals, activations = example
+            signals = signals.swapaxes(1, 2).reshape(c * t, o)
+            of_signals = matmul(signals, all_signals.T).reshape(c, t, n, c, t)
+            of_activations = matmul(activations, all_activations.T).reshape(t, n, t)
+            products = of_signals * of_activations[None, :, :, None, :]
+            return jnp.sum(products, axis=(1, 4)).reshape(c, n * c)
+
+        rows = jax.lax.map(of_example, (self.signals, self.activations))
+        return rows.reshape(n * c, n * c)
+
+    def _gram_by_rows(self):
+        """By the rows, for a few outputs of the layer at a time."""
+        n, c, o, t = self.signals.shape
+        num_bytes = n * c * self.num_inputs * self.signals.dtype.itemsize
+        part = _largest_divisor(o, max(1, _PART_BYTES // num_bytes))
+
+        def of_part(k):
+            signals = jax.lax.dynamic_slice_in_dim(self.signals, k * part, part, axis=2)
+            rows = matmul(signals.reshape(n, c * part, t), self.activations)
+            rows = rows.reshape(n * c, part * self.num_inputs)
+            return matmul(rows, rows.T)
+
+        if part == o:
+            return of_part(0)
+        zero = jnp.zeros((n * c, n * c), self.signals.dtype)
+        return jax.lax.fori_loop(0, o // part, lambda k, sum: sum + of_part(k), zero)
+
+    def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
+        r"""$\phi^\top a$, as weights."""
+        n, c, _, _ = self.signals.shape
+        precise = jax.lax.Precision.HIGHEST
+        signals = jnp.einsum("nc,ncot->ont", a.reshape(n, c), self.signals)
+        product = jnp.tensordot(signals, self.activations, 2, precision=precise)
+        return self._as_weights(product)
+
+    def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
+        r"""$\phi v$, of weights."""
+        precise = jax.lax.Precision.HIGHEST
+        o = self.signals.shape[2]
+        matrix = tangent.transpose(self.axes).reshape(o, -1)
+        through = jnp.einsum("ntq,oq->not", self.activations, matrix, precision=precise)
+        products = jnp.einsum("ncot,not->nc", self.signals, through, precision=precise)
+        return products.reshape(-1)
+
+    def _as_weights(self, matrix: Array) -> Array:
+        sizes = [self.shape[axis] for axis in self.axes]
+        return matrix.reshape(sizes).transpose(np.argsort(self.axes))
+
+
+def gram_multiplications(n: int, c: int, o: int, t: int, q: int) -> tuple[float, float]:
+    """(by positions, by rows): of one layer."""
+    m = float(n * c)
+    elementwise = _ELEMENTWISE * m**2 if t > 1 else 0
+    by_positions = t**2 * (m**2 * o + n**2 * q + elementwise)
+    return by_positions, m * t * o * q + m**2 * o * q
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(k for k in range(min(number, most), 0, -1) if number % k == 0)

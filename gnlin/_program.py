@@ -1,0 +1,330 @@
+"""A function's program: the dense and convolutional layers in it, and passes through it.
+
+Found in the program, a layer is one whatever library it was written with, and whether
+it is called on one vector or on many.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal, Var
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+from ._layer import gram_multiplications, Layer
+
+
+class _Use(NamedTuple):
+    """An equation that takes parameters, and as which of its operands."""
+
+    equation: JaxprEqn
+    operand: int
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.equation.primitive.name == "conv_general_dilated"
+
+    @property
+    def weights(self) -> jax.ShapeDtypeStruct:
+        return _struct(self.equation.invars[self.operand])
+
+    @property
+    def output(self) -> jax.ShapeDtypeStruct:
+        (out,) = self.equation.outvars
+        return _struct(out)
+
+    @property
+    def out_axes(self) -> tuple[int, ...]:
+        """The axes of the weights that are axes of the output."""
+        dimensions = self.equation.params["dimension_numbers"]
+        if self.is_convolution:
+            return (dimensions.rhs_spec[0],)
+        contracted = dimensions[0][self.operand]
+        axes = range(len(self.weights.shape))
+        return tuple(axis for axis in axes if axis not in contracted)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(o, t, q) of the layer."""
+        o = math.prod(self.weights.shape[axis] for axis in self.out_axes)
+        return o, self.output.size // o, self.weights.size // o
+
+
+def _struct(atom: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
+
+
+class Program(NamedTuple):
+    """A function of parameters and one example, and the layers in it."""
+
+    jaxpr: ClosedJaxpr
+    layers: dict[int, _Use]  # by the parameters' leaf
+
+    def num_bytes_passed(self, num_outputs: int) -> int:
+        """What passing one example there and back takes: all that the way there leaves,
+        and for each output the most that the way back has at once."""
+        made = [_struct(v) for equation in self.jaxpr.eqns for v in equation.outvars]
+        sizes = [x.size * x.dtype.itemsize for x in made]
+        return sum(sizes) + num_outputs * max(sizes, default=1)
+
+
+def find(
+    fn: Callable, y: PyTree[Array], example: PyTree, *, layers: bool = True
+) -> Program:
+    """`fn(y, example)`, with `example` by its shapes. There are no layers for more than
+    one array of outputs, or where a program does more than compute."""
+    leaves, structure = jax.tree.flatten(y)
+    parts, of_example = jax.tree.flatten(example)
+
+    def flat(*args):
+        y_, example_ = args[: len(leaves)], args[len(leaves) :]
+        return jax.tree.leaves(
+            fn(structure.unflatten(y_), of_example.unflatten(example_))
+        )
+
+    closed = jax.make_jaxpr(flat)(*leaves, *parts)
+    if not layers or closed.effects or len(closed.out_avals) > 1:
+        return Program(closed, {})
+    names = dict(zip(closed.jaxpr.invars, range(len(leaves)), strict=False))
+    uses: dict[int, list[_Use | None]] = {leaf: [] for leaf in range(len(leaves))}
+    _note_uses(closed.jaxpr, names, uses)
+    alone = {
+        leaf: found[0]
+        for leaf, found in uses.items()
+        if len(found) == 1 and found[0] is not None
+    }
+    return Program(closed, alone)
+
+
+def _note_uses(jaxpr: Jaxpr, names: dict[Var, int], uses: dict[int, list]) -> None:
+    """Of each leaf of parameters, the equations that take it; `None` for those that are
+    no layer's."""
+    for atom in jaxpr.outvars:
+        if not isinstance(atom, Literal) and atom in names:
+            uses[names[atom]].append(None)
+    for equation in jaxpr.eqns:
+        taken = _taken(equation, names)
+        inner = _inlined(equation)
+        if taken and inner is not None:
+            inner_names = {inner.jaxpr.invars[k]: leaf for k, leaf in taken.items()}
+            _note_uses(inner.jaxpr, inner_names, uses)
+            continue
+        for operand, leaf in taken.items():
+            use = _Use(equation, operand)
+            uses[leaf].append(use if len(taken) == 1 and _is_layer(use) else None)
+
+
+def _taken(equation: JaxprEqn, names: dict[Var, int]) -> dict[int, int]:
+    """The operands that are parameters, and which."""
+    return {
+        k: names[atom]
+        for k, atom in enumerate(equation.invars)
+        if not isinstance(atom, Literal) and atom in names
+    }
+
+
+def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """The program of a `jax.jit` within."""
+    return (
+        equation.params["jaxpr"] if equation.primitive.name in ("jit", "pjit") else None
+    )
+
+
+def _is_layer(use: _Use) -> bool:
+    params = use.equation.params
+    match use.equation.primitive.name:
+        case "dot_general":
+            _, (batch, _) = params["dimension_numbers"]
+            return not batch
+        case "conv_general_dilated":
+            ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
+            spread = any(d != 1 for d in params["lhs_dilation"])
+            cropped = any(low < 0 or high < 0 for low, high in params["padding"])
+            return use.operand == 1 and ungrouped and not spread and not cropped
+    return False
+
+
+#
+# Passing through a program
+#
+
+
+def evaluate(
+    program: Program,
+    leaves: Sequence[Array],
+    example: Sequence[Array],
+    added: dict[int, Array],
+) -> tuple[list[Array], dict[int, Array]]:
+    """The outputs with something added to those of each layer, and what goes into it."""
+    activations = {}
+
+    if not added:
+        return jaxpr_as_fun(program.jaxpr)(*leaves, *example), activations
+
+    def run(jaxpr: Jaxpr, consts, args, names):
+        values = dict(zip(jaxpr.constvars, consts, strict=True))
+        values |= dict(zip(jaxpr.invars, args, strict=True))
+        for equation in jaxpr.eqns:
+            taken = _taken(equation, names)
+            inner = _inlined(equation)
+            if taken and inner is not None:
+                operands = [_read(values, atom) for atom in equation.invars]
+                inner_names = {inner.jaxpr.invars[k]: leaf for k, leaf in taken.items()}
+                outs = run(inner.jaxpr, inner.consts, operands, inner_names)
+            else:
+                outs = _apply(jaxpr, equation, values)
+                for operand, leaf in taken.items():
+                    activations[leaf] = _read(values, equation.invars[1 - operand])
+                    outs = [outs[0] + added[leaf]]
+            values.update(zip(equation.outvars, outs, strict=True))
+        return [_read(values, atom) for atom in jaxpr.outvars]
+
+    jaxpr = program.jaxpr.jaxpr
+    names = {v: k for k, v in enumerate(jaxpr.invars[: len(leaves)]) if k in added}
+    outputs = run(jaxpr, program.jaxpr.consts, [*leaves, *example], names)
+    return outputs, activations
+
+
+def _read(values: dict[Var, Array], atom) -> Array:
+    return atom.val if isinstance(atom, Literal) else values[atom]
+
+
+def _apply(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
+    """One equation, as a program of its own."""
+    operands = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+    operands = list(dict.fromkeys(operands))
+    alone = jaxpr.replace(
+        constvars=[], invars=operands, outvars=list(equation.outvars), eqns=[equation]
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[v] for v in operands])
+
+
+def num_numbers(program: Program, y: PyTree[Array], num_outputs: int) -> list[int]:
+    """That an example's block takes in memory, for each leaf of the parameters."""
+    sizes = []
+    for k, leaf in enumerate(jax.tree.leaves(y)):
+        sizes.append(num_outputs * leaf.size)
+        if k in program.layers:
+            o, t, q = program.layers[k].sizes
+            sizes[k] = min(sizes[k], t * (num_outputs * o + q))
+    return sizes
+
+
+def num_gram_multiplications(
+    program: Program, y: PyTree[Array], shape: tuple[int, int]
+) -> float:
+    """Of the blocks of n examples with c outputs each, all leaves together."""
+    n, c = shape
+    total = 0.0
+    for k, leaf in enumerate(jax.tree.leaves(y)):
+        by_rows = float(n * c) ** 2 * leaf.size
+        if k in program.layers:
+            by_rows = min(gram_multiplications(n, c, *program.layers[k].sizes))
+        total += by_rows
+    return total
+
+
+def blocks(
+    program: Program,
+    y: PyTree[Array],
+    args: PyTree[Array],
+    wanted: Sequence[int],
+    batch_size: int | None = None,
+) -> list[Any]:
+    """The Jacobian of a batch of n examples by the `wanted` leaves of the parameters: for
+    each a [`Layer`][], or its rows, (n, c, ...).
+
+    - `batch_size`: how many examples are passed at once; `None` for all.
+    """
+    leaves = jax.tree.leaves(y)
+    layers = {leaf: program.layers[leaf] for leaf in wanted if leaf in program.layers}
+    plain = [leaf for leaf in wanted if leaf not in layers]
+
+    def of_example(example):
+        def run(added, chosen):
+            all_leaves = list(leaves)
+            for leaf, value in zip(plain, chosen, strict=True):
+                all_leaves[leaf] = value
+            return evaluate(program, all_leaves, example, added)
+
+        nothing = {
+            leaf: jnp.zeros(use.output.shape, use.output.dtype)
+            for leaf, use in layers.items()
+        }
+        chosen = [leaves[leaf] for leaf in plain]
+        outputs, pull, activations = jax.vjp(run, nothing, chosen, has_aux=True)
+        flat, unravel = ravel_pytree(outputs)
+        basis = jnp.eye(flat.size, dtype=flat.dtype)
+        return activations, *jax.vmap(lambda u: pull(unravel(u)))(basis)
+
+    examples = jax.tree.leaves(args)
+    if batch_size is None or batch_size >= examples[0].shape[0]:
+        activations, signals, rows = jax.vmap(of_example)(examples)
+    else:
+        activations, signals, rows = jax.lax.map(
+            of_example, examples, batch_size=batch_size
+        )
+    found = dict(zip(plain, rows, strict=True))
+    for leaf, use in layers.items():
+        layer = _layer(use, activations[leaf], signals[leaf])
+        found[leaf] = layer if layer.is_smaller() else _by_example(layer)
+    return [found[leaf] for leaf in wanted]
+
+
+def _by_example(layer: Layer) -> Float[Array, "n c ..."]:
+    n, c, _, _ = layer.signals.shape
+    return layer.rows().reshape(n, c, *layer.shape)
+
+
+def _layer(use: _Use, x: Array, signals: Array) -> Layer:
+    """From what went into a layer, (n, ...), and what came back, (n, c, ...)."""
+    o, t, _ = use.sizes
+    params = use.equation.params
+    n, c = signals.shape[:2]
+    if not use.is_convolution:
+        contracted = params["dimension_numbers"][0]
+        of_x = contracted[1 - use.operand]
+        free = [axis for axis in range(x.ndim - 1) if axis not in of_x]
+        activations = x.transpose(0, *(axis + 1 for axis in (*free, *of_x)))
+        if use.operand == 0:
+            signals = signals.reshape(n, c, o, t)
+        else:
+            signals = signals.reshape(n, c, t, o).swapaxes(2, 3)
+        axes = (*use.out_axes, *contracted[use.operand])
+    else:
+        dimensions = params["dimension_numbers"]
+        x = x.transpose(0, *(axis + 1 for axis in dimensions.lhs_spec))[:, 0]
+        signals = signals.transpose(0, 1, *(axis + 2 for axis in dimensions.out_spec))
+        axes = dimensions.rhs_spec
+        size = [use.weights.shape[axis] for axis in axes[2:]]
+        activations = _patches(x, size, signals.shape[4:], params)
+    return Layer(
+        signals.reshape(n, c, o, t),
+        activations.reshape(n, t, -1),
+        use.weights.shape,
+        tuple(axes),
+    )
+
+
+def _patches(
+    x: Float[Array, "n i ..."], size: Sequence[int], positions: Sequence[int], params
+) -> Float[Array, "n t q"]:
+    """What each position of a convolution's output sees, channel by channel."""
+    padding = [(0, 0, 0), (0, 0, 0), *((a, b, 0) for a, b in params["padding"])]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
+    strides, dilations = params["window_strides"], params["rhs_dilation"]
+    parts = []
+    for offset in np.ndindex(*size):
+        starts = [k * d for k, d in zip(offset, dilations, strict=True)]
+        within = [
+            slice(a, a + (t - 1) * s + 1, s)
+            for a, t, s in zip(starts, positions, strides, strict=True)
+        ]
+        parts.append(x[:, :, *within])
+    patches = jnp.stack(parts, axis=2)  # n, i, window, *positions
+    n, i, window = patches.shape[:3]
+    return patches.reshape(n, i * window, -1).swapaxes(1, 2)
