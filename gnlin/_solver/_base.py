@@ -62,6 +62,7 @@ class Update(eqx.Module):
     y: PyTree[Array]
     outputs: PyTree[Array]
     step: PyTree[Array]  # zero where none was taken
+    step_norm: Scalar
     memory: PyTree
     gradient_norm: Scalar
     damping: ScalarLike
@@ -146,7 +147,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=update.gradient_norm.astype(dtype),
-            step_norm=_tree.norm(update.step).astype(dtype),
+            step_norm=update.step_norm.astype(dtype),
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
@@ -210,7 +211,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
         def small_step():
             each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
-            return self.norm(each) < 1
+            # A step may be finite, and the point it leads to not.
+            return (self.norm(each) < 1) & _tree.all_finite(y)
 
         small_change = relative(self.norm(change), self.norm(residual)) < 1
         # There may be many parameters, and mostly the residuals settle it.
@@ -281,12 +283,13 @@ def step_if_finite(
         result = optx.RESULTS.where(missed, result, optx.RESULTS.nonlinear_divergence)
     solved = result == optx.RESULTS.successful
     candidate = _tree.axpy(1, step, y)
-    # A step that is not finite makes a point that is not: one look at the point does.
-    sound = jnp.isfinite(subproblem.gradient_norm) & _tree.all_finite(candidate)
+    step_norm = _tree.norm(step)
+    sound = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(step_norm)
     new_outputs = evaluate(_tree.where(sound & solved, candidate, y))
     finite = sound & _tree.all_finite((new_outputs, outputs))
     good = finite & solved
     step = _tree.where(good, _tree.cast_like(step, y), _tree.zeros_like(y))
+    step_norm = jnp.where(good, step_norm, 0)
     new_y = _tree.where(good, candidate, y)
     new_outputs = _tree.where(good, new_outputs, outputs)
     settled = solver.converged(
@@ -300,6 +303,7 @@ def step_if_finite(
         y=new_y,
         outputs=new_outputs,
         step=step,
+        step_norm=step_norm,
         memory=memory,
         gradient_norm=subproblem.gradient_norm,
         damping=damping,

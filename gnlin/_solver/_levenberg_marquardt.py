@@ -204,10 +204,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
             success, optx.RESULTS.successful, optx.RESULTS.nonlinear_divergence
         )
         result = optx.RESULTS.where(finite, result, optx.RESULTS.nonfinite)
+        step = _tree.where(good, trial.step, _tree.zeros_like(trial.step))
         return Update(
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
-            step=_tree.where(good, trial.step, _tree.zeros_like(trial.step)),
+            step=step,
+            step_norm=_tree.norm(step),
             memory=_Memory(trial.next_damping, num_idle, norms),
             gradient_norm=subproblem.gradient_norm,
             damping=trial.damping,
