@@ -1,0 +1,304 @@
+"""Dense and convolutional layers: found in programs, and their products, against dense
+Jacobians by `jax.jacrev`."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+from gnlin import _layer, _program, _rows
+from gnlin._layer import Layer
+
+
+def in_double(model):
+    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, model)
+
+
+class Tower(eqx.Module):
+    """One layer, made into a vector of three outputs by fixed numbers."""
+
+    layer: eqx.Module
+
+    def __call__(self, x):
+        z = jnp.tanh(self.layer(x)).ravel()
+        mixing = jnp.sin(jnp.arange(3.0)[:, None] * jnp.arange(z.size) + 1)
+        return jnp.cos(mixing.astype(z.dtype) @ z)
+
+
+class Positions(eqx.Module):
+    """A dense layer on each column, by a `jit` within; its weights on the right."""
+
+    weights: jax.Array
+
+    def __call__(self, x):
+        return jax.jit(lambda a, b: a.T @ b)(x, self.weights)
+
+
+key = jax.random.key(0)
+LAYERS = {
+    "dense": (eqx.nn.Linear(6, 5, key=key), (6,)),
+    "dense, no bias": (eqx.nn.Linear(6, 5, use_bias=False, key=key), (6,)),
+    "dense, of one number": (eqx.nn.Linear("scalar", 5, key=key), ()),
+    "positions": (Positions(jax.random.normal(key, (4, 7))), (4, 9)),
+    "convolution": (eqx.nn.Conv2d(2, 3, 3, key=key), (2, 6, 5)),
+    "padded": (eqx.nn.Conv2d(2, 3, 3, padding=1, key=key), (2, 4, 4)),
+    "unevenly padded": (eqx.nn.Conv2d(2, 3, 2, padding=((1, 0), (0, 2)), key=key),
+                        (2, 4, 4)),
+    "strided": (eqx.nn.Conv2d(2, 8, (3, 2), stride=(2, 3), key=key), (2, 7, 8)),
+    "dilated": (eqx.nn.Conv1d(4, 6, 3, dilation=2, stride=2, key=key), (4, 11)),
+    "three axes": (eqx.nn.Conv3d(1, 2, 2, key=key), (1, 3, 3, 4)),
+    "one position": (eqx.nn.Conv2d(2, 3, 4, key=key), (2, 4, 4)),
+}  # fmt: skip
+
+
+def case(name, num_examples=4, dtype=float):
+    layer, shape = LAYERS[name]
+    model = jax.tree.map(
+        lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, Tower(layer)
+    )
+    x = jax.random.normal(jax.random.key(1), (num_examples, *shape), dtype)
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    fn = lambda p, x: eqx.combine(p, frozen)(x)
+    return fn, parameters, x
+
+
+def dense(fn, parameters, x):
+    flat, unravel = ravel_pytree(parameters)
+    batched = lambda v: jax.vmap(lambda e: fn(unravel(v), e))(x).ravel()
+    return np.asarray(jax.jacrev(batched)(flat))
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Layers of any size by their factors."""
+    monkeypatch.setattr(Layer, "is_smaller", lambda self: True)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_its_rows(name):
+    fn, parameters, x = case(name)
+    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    blocks = lin.blocks()
+    found = [b for b in jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
+             if _rows.is_layer(b)]  # fmt: skip
+    assert len(found) == 1
+    jacobian = dense(fn, parameters, x)
+    rounding = 1e-13 * np.abs(jacobian).max() * jacobian.shape[1]
+    np.testing.assert_allclose(_rows.matrix(_rows.dense(blocks)), jacobian, atol=rounding)
+    np.testing.assert_allclose(lin.matrix(), jacobian, atol=rounding)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=10 * rounding)
+    a = np.random.default_rng(0).normal(size=jacobian.shape[0])
+    v = np.random.default_rng(1).normal(size=jacobian.shape[1])
+    _, unravel = ravel_pytree(parameters)
+    pulled, _ = ravel_pytree(_rows.pull_back(blocks, jnp.asarray(a)))
+    pushed = _rows.push_forward(blocks, unravel(jnp.asarray(v)))
+    np.testing.assert_allclose(pulled, jacobian.T @ a, atol=10 * rounding)
+    np.testing.assert_allclose(pushed, jacobian @ v, atol=10 * rounding)
+    at_hand = lin.materialise()
+    np.testing.assert_allclose(
+        ravel_pytree(at_hand.vjp(jnp.asarray(a).reshape(lin.outputs.shape)))[0],
+        jacobian.T @ a,
+        atol=10 * rounding,
+    )
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", ["positions", "padded", "dilated", "dense"])
+@pytest.mark.parametrize("way", ["_gram_of_positions", "_gram_by_rows"])
+def test_both_ways_to_inner_products(name, way, monkeypatch):
+    monkeypatch.setattr(_layer, "_PART_BYTES", 1)  # an output of the layer at a time
+    fn, parameters, x = case(name)
+    blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
+    for block in jax.tree.leaves(blocks, is_leaf=_rows.is_layer):
+        if _rows.is_layer(block):
+            rows = block.rows().reshape(block.num_rows, -1)
+            np.testing.assert_allclose(
+                getattr(block, way)(), rows @ rows.T, rtol=1e-12, atol=1e-12
+            )
+
+
+@pytest.mark.usefixtures("always")
+def test_in_single_precision():
+    fn, parameters, x = case("padded", dtype=jnp.float32)
+    kernel = gnlin.linearise(gnlin.PerExample(fn), parameters, x).kernel()
+    assert kernel.dtype == jnp.float32
+    jacobian = dense(fn, parameters, x)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-4, atol=1e-4)
+
+
+class Shared(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.layer(jnp.tanh(self.layer(x)))
+
+
+class Transposed(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.layer.weight.T @ x
+
+
+class Penalised(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return self.layer(x) + jnp.sum(self.layer.weight**2)
+
+
+class Product(eqx.Module):
+    left: jax.Array
+    right: jax.Array
+
+    def __call__(self, x):
+        return (self.left @ self.right) @ x
+
+
+class Looped(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        body = lambda _, z: jnp.tanh(self.layer.weight @ z)
+        return jax.lax.fori_loop(0, 2, body, x)
+
+
+square = eqx.nn.Linear(4, 4, use_bias=False, key=key)
+UNLIKE = {
+    "shared": Shared(square),
+    "transposed": Transposed(square),
+    "penalised": Penalised(square),
+    "product": Product(jax.random.normal(key, (4, 4)), jax.random.normal(key, (4, 4))),
+    "looped": Looped(square),
+    "grouped": lambda: Tower(eqx.nn.Conv1d(4, 4, 2, groups=2, key=key)),
+    "transposed convolution": lambda: Tower(
+        eqx.nn.ConvTranspose1d(2, 2, 2, stride=2, key=key)
+    ),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_is_no_layer_keeps_its_rows(name):
+    model, shape = UNLIKE[name], (4,)
+    if callable(model) and not isinstance(model, eqx.Module):
+        model, shape = model(), (4, 5) if name == "grouped" else (2, 3)
+    parameters, frozen = eqx.partition(in_double(model), eqx.is_inexact_array)
+    fn = lambda p, x: eqx.combine(p, frozen)(x)
+    x = jax.random.normal(jax.random.key(1), (3, *shape))
+    program = _program.find(fn, parameters, x[0])
+    assert not program.layers
+    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    jacobian = dense(fn, parameters, x)
+    np.testing.assert_allclose(
+        lin.kernel(), jacobian @ jacobian.T, rtol=1e-10, atol=1e-12
+    )
+
+
+def test_a_program_with_effects_keeps_its_rows(capfd):
+    def fn(w, x):
+        jax.debug.print("seen")
+        return jnp.tanh(w @ x)
+
+    w, x = jnp.ones((2, 5)), jnp.ones((3, 5))
+    assert not _program.find(fn, w, x[0]).layers
+    kernel = gnlin.linearise(gnlin.PerExample(fn), w, x).kernel()
+    jacobian = jax.jacrev(lambda w: jax.vmap(lambda e: jnp.tanh(w @ e))(x))(w)
+    jacobian = jacobian.reshape(6, 10)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "smaller"), [("dense", True), ("convolution", False)])
+def test_factors_only_where_they_are_smaller(name, smaller):
+    fn, parameters, x = case(name)  # the convolution: 12 positions of 18 numbers each
+    blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
+    found = map(_rows.is_layer, jax.tree.leaves(blocks, is_leaf=_rows.is_layer))
+    assert any(found) == smaller
+
+
+@pytest.mark.parametrize("name", ["dense", "convolution", "positions"])
+def test_the_bytes_of_blocks_are_foretold(name):
+    fn, parameters, x = case(name)
+    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    blocks = jax.tree.leaves(lin.blocks(), is_leaf=_rows.is_layer)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(block)) for block in blocks]
+    assert lin.num_block_bytes() == sizes
+
+
+def test_the_kernel_within_a_budget():
+    """A few arrays of parameters at a time; those too large by rows; examples one by
+    one."""
+    mlp = in_double(eqx.nn.MLP(3, 2, 16, 3, key=key))
+    parameters, frozen = eqx.partition(mlp, eqx.is_inexact_array)
+    fn = lambda p, x: eqx.combine(p, frozen)(x)
+    x = jax.random.normal(jax.random.key(1), (5, 3))
+    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    jacobian = dense(fn, parameters, x)
+    sizes = lin.num_block_bytes()
+    passes = []
+    for budget in (sum(sizes), sum(sizes) - 1, max(sizes), max(sizes) - 1, 1):
+        kernel = lin.kernel(budget)
+        np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
+        passes.append(lin.num_kernel_passes(budget))
+    assert passes[0] == (0, 2)
+    assert passes[1] == (0, 4)
+    assert passes[3][0] == 10
+    assert passes[4] == (10, 10)
+
+
+@pytest.mark.parametrize("method", ["kernel", "eigh"])
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.SoftmaxCrossEntropy()])
+def test_a_damped_step_beyond_the_jacobians_memory(method, loss):
+    """The step through factors, in groups, and through dense rows are one."""
+    model = in_double(eqx.nn.MLP(5, 3, 24, 2, activation=jnp.tanh, key=key))
+    x = jax.random.normal(jax.random.key(1), (6, 5))
+    target = jnp.arange(6) % 3
+    if isinstance(loss, gnlin.SquaredError):
+        target = jax.nn.one_hot(target, 3, dtype=float)
+
+    def step(**settings):
+        solver = gnlin.DampedGaussNewton(0.1, **settings)
+        solution = gnlin.solve(model, (x, target), solver, loss=loss, max_steps=2)
+        return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+
+    by_svd = step(method="svd")
+    for budget in (2**31, 3000):
+        np.testing.assert_allclose(
+            step(method=method, memory_budget=budget), by_svd, rtol=1e-8, atol=1e-10
+        )
+
+
+def test_layers_under_vmap_and_grad():
+    fn, parameters, x = case("padded")
+
+    def trace(parameters, x):
+        return jnp.trace(gnlin.linearise(gnlin.PerExample(fn), parameters, x).kernel())
+
+    xs = jnp.stack([x, 2 * x])
+    both = jax.jit(jax.vmap(trace, (None, 0)))(parameters, xs)
+    np.testing.assert_allclose(both, [trace(parameters, x) for x in xs], rtol=1e-12)
+    flat, unravel = ravel_pytree(parameters)
+    slope = jax.grad(lambda v: trace(unravel(v), x))(flat)
+    along = jnp.sin(jnp.arange(flat.size))
+    ahead, behind = (trace(unravel(flat + h * along), x) for h in (1e-5, -1e-5))
+    np.testing.assert_allclose(slope @ along, (ahead - behind) / 2e-5, rtol=1e-6)
+
+
+def test_one_example_one_output():
+    w, x = jnp.arange(6.0).reshape(1, 6), jnp.ones((1, 6))
+    lin = gnlin.linearise(gnlin.PerExample(lambda w, x: (w @ x)[0]), w, x)
+    np.testing.assert_allclose(lin.kernel(), [[6.0]])
+
+
+def test_a_wide_network_is_solved_by_its_kernel():
+    """Its Jacobian is beyond the budget, its factors are not: no conjugate gradients."""
+    model = in_double(eqx.nn.MLP(2, 1, 300, 3, key=key))
+    x = jax.random.normal(jax.random.key(1), (8, 2))
+    solver = gnlin.DampedGaussNewton(0.1, memory_budget=10**6)
+    solution = gnlin.solve(model, (x, jnp.sin(x[:, :1])), solver, max_steps=1)
+    assert float(solution.stats["num_vjps"]) == 1
