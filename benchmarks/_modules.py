@@ -35,6 +35,8 @@ BENCHMARKS = {
 MODULES = EXPERIMENTS | BENCHMARKS
 TABLES = {
     "damped": "benchmarks.speed.damped_step",
+    "wide": "benchmarks.speed.wide",
+    "kernel": "benchmarks.speed.kernels",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "start": "benchmarks.speed.start",

@@ -2,7 +2,12 @@
 
 from importlib.metadata import version as _version
 
-from . import callbacks as callbacks, features as features, filters as filters
+from . import (
+    callbacks as callbacks,
+    features as features,
+    filters as filters,
+    preconditioners as preconditioners,
+)
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
 from ._fit import (
     accuracy as accuracy,

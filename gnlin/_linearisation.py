@@ -14,10 +14,16 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from . import _rows, _tree
 from ._per_example import forward_is_cheaper, PerExample
 from ._spectrum import from_kernel, Spectrum
+from ._tree import matmul
 
 
 DEFAULT_MEMORY_BUDGET = 2**31
 """Bytes that one linearisation's largest matrix may take, unless told otherwise."""
+
+# The curvature is summed from parts of the Jacobian of so many bytes, or so many times as
+# many as the sum takes, so that summing costs little.
+_PART_BYTES = 2**20
+_ROWS_A_SUM = 8
 
 
 class Linearisation(eqx.Module):
@@ -212,6 +218,33 @@ class Linearisation(eqx.Module):
 
         return self._chunked(row, jnp.eye(flat.size, dtype=flat.dtype), memory_budget)
 
+    def curvature(
+        self, memory_budget: int = DEFAULT_MEMORY_BUDGET
+    ) -> Float[Array, "p p"]:
+        r"""$\phi^\top\phi$, parameters in `ravel_pytree` order.
+
+        Of a [`gnlin.PerExample`][] by some examples at a time, so that no more of the
+        Jacobian is held than the nearer memories take."""
+
+        def gram(blocks: list[Any]) -> Float[Array, "p p"]:
+            matrix = _rows.matrix(_rows.dense(blocks))
+            return matmul(matrix.T, matrix)
+
+        _, p = self.shape
+        of_sum = p**2 * _tree.dtype(self.point).itemsize
+        part = max(_PART_BYTES, _ROWS_A_SUM * of_sum)
+        return self.summed(gram, min(memory_budget, part))
+
+    def summed(
+        self, of_blocks: Callable[[list[Any]], PyTree[Array]], memory_budget: int
+    ) -> PyTree[Array]:
+        """What a function makes of the Jacobian's blocks (in the order of the leaves of
+        the parameters), summed over parts of the examples where these are independent."""
+        if self._examples is None:
+            return of_blocks(jax.tree.leaves(self.rows(memory_budget)))
+        fn, args = self._examples
+        return fn.summed(of_blocks, self.point, args, memory_budget)
+
     def spectrum(
         self,
         method: Literal["svd", "eigh"] | None = None,
@@ -368,7 +401,7 @@ def check_outputs(outputs: PyTree) -> None:
 
 # An SVD is dearer than `eigh` of the smaller Gram matrix, and far more accurate. Below
 # this many multiplications (about a tenth of a millisecond) accuracy is taken for free.
-_CHEAP_SVD = 10**6
+_CHEAP_SVD = 50_000
 
 
 def svd_is_cheap(m: int, p: int) -> bool:

@@ -74,6 +74,36 @@ class PerExample(eqx.Module):
 
         return list(map(stack, found))
 
+    def summed(
+        self,
+        of_blocks: Callable[[list[Any]], PyTree[Array]],
+        y: PyTree[Array],
+        args: PyTree[Array],
+        memory_budget: int,
+    ) -> PyTree[Array]:
+        """What a function makes of the blocks of some examples, summed over all: so many
+        at a time that their blocks stay within the budget (bytes)."""
+        n = jax.tree.leaves(args)[0].shape[0]
+        of_one = max(1, sum(self.num_bytes(y, args)) // n)
+        size = min(n, max(1, memory_budget // of_one))
+
+        def part(args):
+            return of_blocks(self.blocks(y, args, memory_budget))
+
+        if size == n or is_spread():
+            return part(args)
+        whole = n - n % size
+        parts = jax.tree.map(lambda x: x[:whole].reshape(-1, size, *x.shape[1:]), args)
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, args)
+        )
+        add = lambda total, args: (jax.tree.map(jnp.add, total, part(args)), None)
+        total, _ = jax.lax.scan(add, zero, parts)
+        if whole == n:
+            return total
+        total, _ = add(total, jax.tree.map(lambda x: x[whole:], args))
+        return total
+
     def num_bytes(self, y: PyTree[Array], args: PyTree[Array]) -> list[int]:
         """What the block of each leaf takes in memory."""
         outputs = jax.eval_shape(self.fn, y, _example_of(args))

@@ -28,6 +28,7 @@ from .._subproblem import (
     Parameters,
     ProxLinear,
 )
+from ..preconditioners import AbstractPreconditioner
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 
 
@@ -64,6 +65,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         gradients, until its gradient is $\beta$ times what it was.
     - `warm_start`: begin each linearised problem at this part of the last step, between
         0 and 1 (Martens, 2010).
+    - `preconditioner`: of [`gnlin.preconditioners`][], for the quadratic form.
     - `max_inner_steps`: the most iterations at one linearisation (of Newton's method, in
         the prox-linear form); `None` for ten times the number of parameters (for 100).
     - `method`: `"matrix-free"` multiplies by Jacobian-vector and vector-Jacobian
@@ -94,6 +96,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     form: Form
     search: optx.AbstractSearch | None
     warm_start: float
+    preconditioner: AbstractPreconditioner | None
     max_inner_steps: int | None
     method: Literal["auto", "dense", "matrix-free"]
     memory_budget: int
@@ -109,6 +112,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         form: Form = "quadratic",
         search: optx.AbstractSearch | None = None,
         warm_start: float = 0.0,
+        preconditioner: AbstractPreconditioner | None = None,
         max_inner_steps: int | None = None,
         method: Literal["auto", "dense", "matrix-free"] = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -131,9 +135,20 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         self.norm = norm
         check_form(form, method)
         check_between("warm_start", warm_start, 0.0, 1.0)
+        if not isinstance(preconditioner, AbstractPreconditioner | None):
+            raise ValueError(
+                "`preconditioner` must be one of `gnlin.preconditioners`, but "
+                f"{preconditioner!r} was given."
+            )
+        if preconditioner is not None and form == "prox-linear":
+            raise ValueError(
+                'The "prox-linear" form has no preconditioner: leave `preconditioner` '
+                'out, or use `form="quadratic"`.'
+            )
         self.form = form
         self.search = search
         self.warm_start = warm_start
+        self.preconditioner = preconditioner
         self.max_inner_steps = max_inner_steps
         self.method = method
         self.memory_budget = memory_budget
@@ -150,29 +165,43 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
-        num_jvps, num_vjps = 0, 0
+        num_jvps, num_vjps, given = 0, 0, lin
         dense = self.method == "dense" or (
             self.method == "auto" and self._dense_is_cheaper(lin)
         )
         if dense:
             num_jvps, num_vjps = lin.num_row_passes()
             lin = lin.materialise(self.memory_budget)
+        options = {}
         if self.form == "prox-linear" and not objective.is_quadratic:
             subproblem = ProxLinear(objective, lin, Parameters(lin))
         else:
             quadratic = objective.expand(lin)
             subproblem = MatrixFree(quadratic.lin, quadratic.rest)
+            if self.preconditioner is not None:
+                # Of the linearisation as it came, whose examples are known
+                of_examples = objective.expand(given).lin
+                damping = value_at(self.damping, num_steps)
+                inverse = self.preconditioner.inverse(of_examples, damping)
+                options["preconditioner"] = inverse
+                more_jvps, more_vjps = self.preconditioner.num_passes(of_examples)
+                num_jvps, num_vjps = num_jvps + more_jvps, num_vjps + more_vjps
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = value_at(self.damping, num_steps)
         start = None
         if memory.step is not None:
             start = _tree.scale(self.warm_start, memory.step)
-        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps, start)
+        answer = subproblem.to_tolerance(
+            tolerance, damping, self.max_inner_steps, start, **options
+        )
         if dense:  # products with a matrix are no passes through the function
-            answer = eqx.tree_at(
-                lambda a: (a.num_jvps, a.num_vjps), answer, (num_jvps, num_vjps - 1)
-            )
+            num_vjps -= 1
+        else:
+            num_jvps, num_vjps = num_jvps + answer.num_jvps, num_vjps + answer.num_vjps
+        answer = eqx.tree_at(
+            lambda a: (a.num_jvps, a.num_vjps), answer, (num_jvps, num_vjps)
+        )
         update = step_if_finite(
             self,
             objective,

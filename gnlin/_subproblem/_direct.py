@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
 from jax.flatten_util import ravel_pytree
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _tree
@@ -110,23 +111,22 @@ class OnOutputs(AbstractSubproblem):
 class OnParameters(AbstractSubproblem):
     r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$."""
 
-    jacobian: Float[Array, "m p"]
     curvature: Float[Array, "p p"]
     flat_gradient: Float[Array, " p"]
+    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]]  # a -> phi^T a
     unravel: Callable[[Float[Array, " p"]], PyTree[Array]]
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
     num_vjps: int = eqx.field(static=True)
 
-    def __init__(
-        self, jacobian, curvature, residual, unravel, num_jvps, num_vjps, *, rest=None
-    ):
-        self.jacobian = jacobian
+    def __init__(self, curvature, residual, pull_back, num_jvps, num_vjps, *, rest=None):
         self.curvature = curvature
-        self.flat_gradient = matmul(jacobian.T, residual)
+        self.pull_back = pull_back
+        gradient = pull_back(residual)
         if rest is not None:
-            self.flat_gradient += ravel_pytree(rest)[0]
-        self.unravel = unravel
+            gradient = _tree.axpy(1, rest, gradient)
+        self.flat_gradient, unravel = ravel_pytree(gradient)
+        self.unravel = Partial(unravel)
         self.gradient_norm = _tree.norm(self.flat_gradient)
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
@@ -143,7 +143,7 @@ class OnParameters(AbstractSubproblem):
 
     def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
         flat, _ = ravel_pytree(residual)
-        return OnParameters(self.jacobian, self.curvature, flat, self.unravel, 0, 0)
+        return OnParameters(self.curvature, flat, self.pull_back, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
         step, result = _solve_damped(self.curvature, self.flat_gradient, filter)

@@ -89,6 +89,7 @@ class MatrixFree(AbstractSubproblem):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
+        preconditioner: lx.AbstractLinearOperator | None = None,
     ) -> Answer:
         r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
         from `start` (or zero), until the linear residual is at most `tolerance` times the
@@ -108,11 +109,12 @@ class MatrixFree(AbstractSubproblem):
             jax.eval_shape(lambda: lin.point),
             lx.positive_semidefinite_tag,
         )
+        options = {"y0": start, "preconditioner": preconditioner}
         solution = lx.linear_solve(
             curvature,
             _tree.scale(-1, gradient),
             ConjugateGradients(tolerance, max_steps),
-            options={} if start is None else {"y0": start},
+            options={k: v for k, v in options.items() if v is not None},
             throw=False,
         )
         # A tolerance below what the precision allows is met as far as it does.

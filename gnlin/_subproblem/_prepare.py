@@ -58,6 +58,11 @@ def check_form(form: str, method: str) -> None:
 _SVD_SIDE = 1000
 
 
+# A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one
+# the curvature is summed over parts.
+_SMALL_JACOBIAN = 2**20
+
+
 def choose_method(
     shape: tuple[int, int],
     itemsize: int,
@@ -84,6 +89,8 @@ def choose_method(
         return "svd"
     if jacobian_fits:
         return "eigh" if reuse or not damped else "kernel" if m <= p else "curvature"
+    if gram_fits and m > p and damped and not reuse:
+        return "curvature"
     if gram_fits and m <= p and (reuse or blocks_fit):
         return "eigh" if reuse or not damped else "kernel"
     return "matrix-free"
@@ -126,6 +133,12 @@ def prepare(
         if not lin.blocks_fit(memory_budget):
             return _without_jacobian(lin, rest, method, memory_budget)
         return _dense(lin, rest, lin.blocks(memory_budget), method)
+    if method == "curvature" and lin.num_bytes() > _SMALL_JACOBIAN:
+        num_jvps, num_vjps = lin.num_row_passes()
+        residual, _ = ravel_pytree(lin.outputs)
+        curvature = lin.curvature(memory_budget)
+        passes = num_jvps, num_vjps + 1
+        return OnParameters(curvature, residual, lin.pull_back, *passes, rest=rest)
     return _dense(lin, rest, lin.rows(memory_budget), method)
 
 
@@ -142,10 +155,10 @@ def _dense(lin, rest, rows, method) -> AbstractSubproblem:
         return OnOutputs(
             kernel, residual, pull_back, *num_passes, rest=rest, push_forward=push_forward
         )
-    unravel = Partial(ravel_pytree(lin.point)[1])
     matrix = _rows.matrix(rows)
     curvature = matmul(matrix.T, matrix)
-    return OnParameters(matrix, curvature, residual, unravel, *num_passes, rest=rest)
+    pull_back = Partial(_rows.pull_back, rows)
+    return OnParameters(curvature, residual, pull_back, *num_passes, rest=rest)
 
 
 def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:

@@ -1,0 +1,219 @@
+r"""Preconditioners for conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = b$.
+
+Each is made anew at every linearisation, which costs something; the fewer iterations have
+to make up for it. "How to choose" in the documentation has cases of both.
+
+!!! example
+
+    ```python
+    solver = gnlin.TruncatedGaussNewton(
+        1e-3, damping=1e-2, preconditioner=gnlin.preconditioners.Nystrom(rank=50)
+    )
+    ```
+"""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree, ScalarLike
+
+from . import _lapack, _rows, _tree
+from ._checks import check_count
+from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from ._tree import matmul
+
+
+class AbstractPreconditioner(eqx.Module):
+    """Something near the inverse of the damped curvature."""
+
+    @abc.abstractmethod
+    def inverse(
+        self, lin: Linearisation, damping: ScalarLike
+    ) -> lx.FunctionLinearOperator:
+        r"""A positive definite operator near $(\phi^\top\phi + \lambda I)^{-1}$, on the
+        parameters' structure. Of a linearisation that is not finite it is not either."""
+
+    @abc.abstractmethod
+    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
+        """(Jacobian-vector, vector-Jacobian) products that making it takes."""
+
+
+class Nystrom(AbstractPreconditioner):
+    r"""The largest eigenvalues of the curvature, from random products with it.
+
+    $\phi^\top\phi \approx U\hat\Lambda U^\top$ of rank $\ell$ by the randomised Nyström
+    method, and
+
+    $$P^{-1} = (\hat\lambda_\ell + \lambda)\,U(\hat\Lambda + \lambda I)^{-1}U^\top
+    + (I - UU^\top).$$
+
+    It pays where few eigenvalues are large and the rest are below the damping or of one
+    size, and the subproblem is solved to a small tolerance; not where a handful of
+    iterations suffice. It takes `rank` products with $\phi$ and with $\phi^\top$, and
+    p x `rank` numbers.
+
+    **Arguments:**
+
+    - `rank`: $\ell$, at least 1; a larger one than p, the number of parameters, serves as
+        p.
+    - `seed`: of the random vectors, the same at each linearisation.
+
+    **Raises:** `ValueError` if `rank` is no whole number of at least 1.
+
+    ??? cite "Reference"
+
+        Z. Frangella, J. A. Tropp and M. Udell, *Randomized Nyström preconditioning*, SIAM
+        J. Matrix Anal. Appl. 44 (2023), Algorithm 2.1 and equation (1.3).
+    """
+
+    rank: int = eqx.field(static=True)
+    seed: int = eqx.field(static=True, default=0)
+
+    def __check_init__(self):
+        check_count("rank", self.rank)
+
+    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
+        rank = self._rank(lin)
+        return rank, rank
+
+    def _rank(self, lin: Linearisation) -> int:
+        _, p = lin.shape
+        return min(self.rank, p)
+
+    def inverse(
+        self, lin: Linearisation, damping: ScalarLike
+    ) -> lx.FunctionLinearOperator:
+        flat, unravel = ravel_pytree(lin.point)
+        dtype, p = flat.dtype, flat.size
+        eps = jnp.finfo(dtype).eps
+
+        def product(v):
+            return ravel_pytree(lin.vjp(lin.jvp(unravel(v))))[0]
+
+        # Algorithm 2.1: A Omega, shifted so that rounding leaves it positive definite
+        omega = jax.random.normal(jax.random.key(self.seed), (p, self._rank(lin)), dtype)
+        omega, _ = jnp.linalg.qr(omega)
+        sketch = jax.vmap(product, 1, 1)(omega)
+        shift = eps * jnp.sqrt(jnp.asarray(p, dtype)) * jnp.linalg.norm(sketch)
+        shift = jnp.where(shift > 0, shift, 1)
+        sketch = sketch + shift * omega
+        finite = _tree.all_finite(sketch)
+        core = jnp.where(
+            finite, matmul(omega.T, sketch), jnp.eye(omega.shape[1], dtype=dtype)
+        )
+        factor = jnp.linalg.cholesky((core + core.T) / 2)
+        half = jax.scipy.linalg.solve_triangular(factor, sketch.T, lower=True).T
+        u, s, _ = _lapack.svd(half)
+        eigenvalues = jnp.maximum(s**2 - shift, 0)
+
+        # Equation (1.3)
+        damped = eigenvalues + jnp.asarray(damping, dtype)
+        largest = jnp.max(damped)
+        damped = jnp.where(largest > 0, jnp.maximum(damped, eps * largest), 1)
+        weights = damped[-1] / damped - 1
+
+        def apply(v: PyTree[Array]) -> PyTree[Array]:
+            x = ravel_pytree(v)[0]
+            return unravel(x + matmul(u, weights * matmul(u.T, x)))
+
+        return _operator(apply, lin)
+
+
+class BlockDiagonal(AbstractPreconditioner):
+    r"""The blocks of the curvature on its diagonal, each factorised.
+
+    An array of parameters is one block if it is small enough; else each of its rows is
+    one (the weights of a neuron, of a channel), if these are; else its diagonal serves.
+    It pays where parameters are of very different scale, and in layers; not where the
+    damping hides that. It takes as many passes as the dense Jacobian, some examples at a
+    time, and p times the size of a block in numbers.
+
+    **Arguments:**
+
+    - `max_size`: of a block, at least 1; with 1 it is the diagonal alone.
+    - `memory_budget`: bytes that may be held of the Jacobian at a time.
+
+    **Raises:** `ValueError` if `max_size` is no whole number of at least 1.
+    """
+
+    max_size: int = eqx.field(static=True, default=256)
+    memory_budget: int = eqx.field(static=True, default=DEFAULT_MEMORY_BUDGET)
+
+    def __check_init__(self):
+        check_count("max_size", self.max_size)
+        check_count("memory_budget", self.memory_budget)
+
+    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
+        return lin.num_row_passes()
+
+    def inverse(
+        self, lin: Linearisation, damping: ScalarLike
+    ) -> lx.FunctionLinearOperator:
+        leaves, structure = jax.tree.flatten(lin.point)
+        shapes = [_blocks(leaf.shape, self.max_size) for leaf in leaves]
+
+        def grams(blocks: list[Any]) -> list[Array]:
+            rows = jax.tree.leaves(_rows.dense(blocks))
+            return [
+                jnp.einsum("mki,mkj->kij", x, x, precision=jax.lax.Precision.HIGHEST)
+                for x in map(_split, rows, shapes)
+            ]
+
+        factors = [
+            _factors(gram, damping) for gram in lin.summed(grams, self.memory_budget)
+        ]
+
+        def apply(v: PyTree[Array]) -> PyTree[Array]:
+            solved = [
+                _solve(factor, x.reshape(shape)).reshape(x.shape)
+                for factor, x, shape in zip(
+                    factors, jax.tree.leaves(v), shapes, strict=True
+                )
+            ]
+            return structure.unflatten(solved)
+
+        return _operator(apply, lin)
+
+
+def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
+    """(number of blocks, their size) of an array of parameters."""
+    size = 1
+    for n in shape:
+        size *= n
+    if size <= max_size:
+        return 1, size
+    first = shape[0]
+    return (first, size // first) if size // first <= max_size else (size, 1)
+
+
+def _split(rows: Array, shape: tuple[int, int]) -> Float[Array, "m k i"]:
+    return rows.reshape(rows.shape[0], *shape)
+
+
+def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
+    """Each block's, of Cholesky; one that rounding leaves singular is damped by it."""
+    size = gram.shape[-1]
+    identity = jnp.eye(size, dtype=gram.dtype)
+    traces = jnp.trace(gram, axis1=-2, axis2=-1)
+    rounding = size * jnp.finfo(gram.dtype).eps * traces
+    shift = jnp.asarray(damping, gram.dtype) + rounding
+    # A parameter that nothing depends on, undamped
+    shift = jnp.where(shift > 0, shift, 1)
+    finite = _tree.all_finite(gram)
+    damped = jnp.where(finite, gram + shift[:, None, None] * identity, identity)
+    return jnp.where(finite, jnp.linalg.cholesky(damped), jnp.nan)
+
+
+def _solve(factor: Float[Array, "k i i"], b: Float[Array, "k i"]) -> Float[Array, "k i"]:
+    solve = jax.vmap(lambda c, x: jax.scipy.linalg.cho_solve((c, True), x))
+    return b / factor[..., 0] ** 2 if factor.shape[-1] == 1 else solve(factor, b)
+
+
+def _operator(apply, lin: Linearisation) -> lx.FunctionLinearOperator:
+    structure = jax.eval_shape(lambda: lin.point)
+    return lx.FunctionLinearOperator(apply, structure, lx.positive_semidefinite_tag)

@@ -1,0 +1,223 @@
+"""Preconditioners: against their formulas in NumPy, and that the solution is the same."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+from gnlin.preconditioners import BlockDiagonal, Nystrom
+
+
+P, M = 30, 50
+SCALES = np.geomspace(1, 1e-4, P)
+
+
+def problem(m=M, p=P, dtype=float):
+    """Residuals whose Jacobian at zero has the given singular values."""
+    generator = np.random.default_rng(0)
+    k = min(m, p)
+    u, _ = np.linalg.qr(generator.normal(size=(m, k)))
+    v, _ = np.linalg.qr(generator.normal(size=(p, k)))
+    matrix = jnp.asarray(u @ np.diag(SCALES[:k]) @ v.T, dtype)
+    target = jnp.asarray(generator.normal(size=m), dtype)
+    fn = lambda y, args: jnp.concatenate([args[0] @ y["a"], jnp.zeros(0, dtype)])
+    residual = lambda y, args: fn(y, args) - args[1]
+    return residual, {"a": jnp.zeros(p, dtype)}, (matrix, target)
+
+
+def dense_inverse(preconditioner, lin, damping):
+    operator = preconditioner.inverse(lin, damping)
+    return np.asarray(operator.as_matrix())
+
+
+def nystrom_numpy(a, omega, damping):
+    """Frangella, Tropp and Udell (2023), from the definition, without its shift."""
+    core = omega.T @ a @ omega
+    approximation = a @ omega @ np.linalg.pinv(core) @ omega.T @ a
+    w, u = np.linalg.eigh(approximation)
+    w, u = w[::-1][: omega.shape[1]], u[:, ::-1][:, : omega.shape[1]]
+    inverse = u @ np.diag((w[-1] + damping) / (w + damping)) @ u.T
+    return inverse + np.eye(len(a)) - u @ u.T
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_nystrom_is_its_formula(rank):
+    residual, y, args = problem()
+    lin = gnlin.linearise(residual, y, args)
+    omega = np.asarray(jax.random.normal(jax.random.key(3), (P, rank), float))
+    phi = np.asarray(args[0])
+    expected = nystrom_numpy(phi.T @ phi, omega, 1e-3)
+    found = dense_inverse(Nystrom(rank, seed=3), lin, 1e-3)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert Nystrom(rank).num_passes(lin) == (rank, rank)
+
+
+def test_nystrom_of_full_rank_is_the_inverse():
+    """Up to a factor, whatever the rank asked for beyond p."""
+    residual, y, args = problem()
+    lin = gnlin.linearise(residual, y, args)
+    inverse = dense_inverse(Nystrom(10 * P), lin, 0.1)
+    phi = np.asarray(args[0])
+    product = inverse @ (phi.T @ phi + 0.1 * np.eye(P))
+    np.testing.assert_allclose(product / product[0, 0], np.eye(P), atol=1e-6)
+
+
+class Scaled(eqx.Module):
+    """Neurons of very different scale."""
+
+    weights: jax.Array
+    bias: jax.Array
+
+    def __call__(self, x):
+        z = self.weights @ x + self.bias
+        return jnp.sin(z) * 10.0 ** -jnp.arange(z.size)
+
+
+def scaled_network(dtype=float):
+    generator = np.random.default_rng(1)
+    model = Scaled(jnp.asarray(generator.normal(size=(4, 6)), dtype), jnp.zeros(4, dtype))
+    x = jnp.asarray(generator.normal(size=(20, 6)), dtype)
+    return model, x
+
+
+@pytest.mark.parametrize(
+    ("max_size", "blocks"),
+    [
+        (100, [slice(0, 24), slice(24, 28)]),
+        (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)]),
+        (3, [slice(k, k + 1) for k in range(28)]),
+        (1, [slice(k, k + 1) for k in range(28)]),
+    ],
+)
+@pytest.mark.parametrize("memory_budget", [2**31, 1])
+def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_budget):
+    model, x = scaled_network()
+    fn = gnlin.PerExample(lambda model, x: model(x))
+    lin = gnlin.linearise(fn, model, x)
+    jacobian = np.asarray(lin.matrix())
+    curvature = jacobian.T @ jacobian + 0.1 * np.eye(28)
+    expected = np.zeros((28, 28))
+    for block in blocks:
+        expected[block, block] = np.linalg.inv(curvature[block, block])
+    preconditioner = BlockDiagonal(max_size, memory_budget)
+    found = dense_inverse(preconditioner, lin, 0.1)
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+
+
+CASES = [Nystrom(8), BlockDiagonal(), BlockDiagonal(1)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("preconditioner", CASES)
+@pytest.mark.parametrize("shape", [(M, P), (10, P), (P, P), (1, P), (M, 1)])
+def test_the_solution_is_the_same(preconditioner, shape, dtype):
+    residual, y, args = problem(*shape, dtype=dtype)
+    damping = 1e-2
+    phi, target = (np.asarray(x, float) for x in args)
+    p = shape[1]
+    expected = np.linalg.solve(phi.T @ phi + damping * np.eye(p), phi.T @ target)
+    solver = gnlin.TruncatedGaussNewton(
+        1e-5, damping, preconditioner=preconditioner, method="matrix-free"
+    )
+    state = solver.start(y, jax.eval_shape(residual, y, args))
+    lin = gnlin.linearise(residual, y, args)
+    new, state = solver.advance(
+        gnlin.SumOfSquares(), lin, lambda y: residual(y, args), state
+    )
+    np.testing.assert_allclose(new["a"], expected, rtol=2e-2, atol=2e-3)
+    left = (phi.T @ phi + damping * np.eye(p)) @ np.asarray(new["a"], float)
+    left -= phi.T @ target
+    assert np.linalg.norm(left) <= 1.5e-5 * np.linalg.norm(phi.T @ target)
+
+
+def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
+    solver = gnlin.TruncatedGaussNewton(
+        tolerance, damping, preconditioner=preconditioner, method="matrix-free"
+    )
+    lin = gnlin.linearise(fn, y, args)
+    state = solver.start(y, jax.eval_shape(fn, y, args))
+    _, state = solver.advance(gnlin.SumOfSquares(), lin, lambda y: fn(y, args), state)
+    return float(state.report.num_inner_steps), state.counts
+
+
+def test_they_spare_iterations_where_they_should():
+    residual, y, args = problem()
+    few = Nystrom(15)
+    plain, _ = num_inner_steps(None, residual, y, args, 1e-8, 1e-6)
+    helped, counts = num_inner_steps(few, residual, y, args, 1e-8, 1e-6)
+    assert helped < 0.6 * plain
+    assert float(counts.num_jvps) >= 15 + helped
+    model, x = scaled_network()
+    fn = gnlin.PerExample(lambda model, x: model(x))
+    plain, _ = num_inner_steps(None, fn, model, x, 1e-8, 1e-8)
+    helped, _ = num_inner_steps(BlockDiagonal(), fn, model, x, 1e-8, 1e-8)
+    assert helped < 0.5 * plain
+
+
+@pytest.mark.parametrize("preconditioner", CASES)
+def test_with_a_loss_and_a_network(preconditioner):
+    """Whole runs, whitened, with methods chosen; and no number for what has none."""
+    model = eqx.nn.MLP(3, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+    model = jax.tree.map(
+        lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, model
+    )
+    x = jax.random.normal(jax.random.key(1), (12, 3))
+    labels = jnp.arange(12) % 4
+
+    def run(preconditioner, method):
+        solver = gnlin.TruncatedGaussNewton(
+            1e-9, 0.1, preconditioner=preconditioner, method=method
+        )
+        solution = gnlin.solve(
+            model, (x, labels), solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=2
+        )
+        return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+
+    expected = run(None, "matrix-free")
+    for method in ("matrix-free", "dense"):
+        np.testing.assert_allclose(run(preconditioner, method), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("preconditioner", CASES)
+def test_of_nothing_and_of_what_is_not_finite(preconditioner):
+    residual, y, (matrix, target) = problem()
+    zero = gnlin.linearise(residual, y, (0 * matrix, target))
+    inverse = dense_inverse(preconditioner, zero, 0.0)
+    assert np.all(np.isfinite(inverse))
+    assert np.all(np.linalg.eigvalsh((inverse + inverse.T) / 2) > 0)
+    solver = gnlin.TruncatedGaussNewton(0.1, 0.1, preconditioner=preconditioner)
+    args = (matrix.at[0, 0].set(jnp.nan), target)
+    lin = gnlin.linearise(residual, y, args)
+    state = solver.start(y, jax.eval_shape(residual, y, args))
+    new, state = solver.advance(
+        gnlin.SumOfSquares(), lin, lambda y: residual(y, args), state
+    )
+    assert state.result != gnlin._solver._base.optx.RESULTS.successful
+    np.testing.assert_array_equal(new["a"], y["a"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Nystrom(0), "`rank` must be a whole number of at least 1"),
+        (lambda: Nystrom(2.5), "`rank` must be a whole number of at least 1"),
+        (lambda: BlockDiagonal(0), "`max_size` must be a whole number of at least 1"),
+        (
+            lambda: gnlin.TruncatedGaussNewton(
+                0.1, form="prox-linear", preconditioner=Nystrom(3)
+            ),
+            'The "prox-linear" form has no preconditioner',
+        ),
+        (
+            lambda: gnlin.TruncatedGaussNewton(0.1, preconditioner="jacobi"),
+            "`preconditioner` must be one of `gnlin.preconditioners`",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
