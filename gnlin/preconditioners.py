@@ -109,7 +109,8 @@ class Nystrom(AbstractPreconditioner):
         factor = jnp.linalg.cholesky((core + core.T) / 2)
         half = jax.scipy.linalg.solve_triangular(factor, sketch.T, lower=True).T
         u, s, _ = _lapack.svd(half)
-        eigenvalues = jnp.maximum(s**2 - shift, 0)
+        excess = s**2 - shift
+        eigenvalues = jnp.where(excess > s.size * eps * shift, excess, 0)
 
         # Equation (1.3)
         damped = eigenvalues + jnp.asarray(damping, dtype)
