@@ -35,6 +35,7 @@ BENCHMARKS = {
 MODULES = EXPERIMENTS | BENCHMARKS
 TABLES = {
     "damped": "benchmarks.speed.damped_step",
+    "small": "benchmarks.speed.small_fits",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "start": "benchmarks.speed.start",
