@@ -36,6 +36,7 @@ MODULES = EXPERIMENTS | BENCHMARKS
 TABLES = {
     "damped": "benchmarks.speed.damped_step",
     "small": "benchmarks.speed.small_fits",
+    "tall": "benchmarks.speed.tall",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "start": "benchmarks.speed.start",
