@@ -37,6 +37,7 @@ TABLES = {
     "damped": "benchmarks.speed.damped_step",
     "small": "benchmarks.speed.small_fits",
     "tall": "benchmarks.speed.tall",
+    "large": "benchmarks.speed.large",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "start": "benchmarks.speed.start",
