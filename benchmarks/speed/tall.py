@@ -53,7 +53,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 def _num_rounds(m: int, p: int, quick: bool) -> int:
     if m * p >= 4 * 10**7:
-        return 2
+        return 1
     return 3 if quick or m * p >= 10**6 else 15
 
 
