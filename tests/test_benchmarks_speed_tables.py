@@ -10,9 +10,6 @@ from benchmarks.data import nist
 from benchmarks.speed import fits, large, picture, report, small_fits, tall
 
 
-# Compiled as for users: without XLA's optimisations Jacobians in loops take long.
-
-
 def _libraries(rows):
     return {row.library for row in rows}
 

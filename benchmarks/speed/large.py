@@ -159,7 +159,12 @@ def _noted(row: Row, contender: Contender, products: int | None) -> Row:
 def _explained(rows: Sequence[Row]) -> list[Row]:
     """With a reason where gnlin's default is not the fastest of the libraries."""
     default = next(row for row in rows if row.note.startswith("the default"))
-    others = [row for row in rows if row.library not in ("gnlin", LIMIT)]
+    others = [
+        row
+        for row in rows
+        if row.library not in ("gnlin", LIMIT)
+        and (row.solved or row.linear_residual is None)
+    ]
     first = all((row.ratio or np.inf) >= (default.ratio or np.inf) for row in others)
     why = f"{default.note}; {LOOPED}, so it forms the Jacobian"
     return [
