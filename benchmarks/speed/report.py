@@ -28,10 +28,14 @@ class Row:
     peak_bytes: int | None = None
     """Of memory, beyond what was taken before."""
     note: str = ""
+    tolerance: float = SOLVED
+    """Up to which it counts as solved: the linear residual, or the error if there is
+    none."""
 
     @property
     def solved(self) -> bool:
-        return self.linear_residual is not None and self.linear_residual <= SOLVED
+        missed = self.step_error if self.linear_residual is None else self.linear_residual
+        return missed is not None and missed <= self.tolerance
 
 
 def timed_row(

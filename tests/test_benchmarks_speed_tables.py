@@ -1,0 +1,158 @@
+"""The tables of small, tall and large problems: that what is timed is right."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.data import nist
+from benchmarks.speed import fits, large, picture, report, small_fits, tall
+
+
+def _libraries(rows):
+    return {row.library for row in rows}
+
+
+def _sound(rows):
+    measured = [row for row in rows if row.ratio is not None]
+    assert all(row.note.startswith("skipped") for row in rows if row.ratio is None)
+    assert all(0 < row.ratio < math.inf for row in measured)
+    return measured
+
+
+#
+# Rows
+#
+
+
+def test_without_a_linear_residual_the_error_decides():
+    row = report.Row("t", "gnlin", "LM", 1.0, 1.0, step_error=1e-5, tolerance=1e-4)
+    assert row.solved
+    assert not report.Row("t", "gnlin", "LM", 1.0, 1.0, step_error=1e-5).solved
+    assert not report.Row("t", "gnlin", "LM", 1.0, 1.0).solved
+
+
+def test_an_unsolved_fit_has_no_bar_but_another_step_has():
+    fit = report.Row("t", "SciPy", "lm", 1.0, 2.0, step_error=1.0, tolerance=1e-4)
+    assert picture.best_of_each([fit]) == []
+    other = report.Row("t", "SciPy", "trf", 1.0, 2.0)
+    assert picture.best_of_each([fit, other]) == [other]
+
+
+#
+# Small
+#
+
+
+def test_fits_of_a_certified_problem():
+    rows = _sound(small_fits.certified("Misra1a", 1, (1e-10,)))
+    assert _libraries(rows) == {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy"}
+    own, by_hand = (
+        next(row for row in rows if row.library == name)
+        for name in ("gnlin", "hand-written")
+    )
+    assert own.solved
+    assert own.step_error < 1e-9
+    assert by_hand.step_error < 1e-6
+    assert "LRE" in own.note
+
+
+def test_a_fit_that_is_not_solved_says_so():
+    problem = nist.load("Misra1a")
+
+    def lost(residuals, tolerance):
+        return lambda b, data: fits.End(0 * b, np.array(1))
+
+    choice = small_fits._choose(
+        small_fits.Contender(
+            "lost",
+            "",
+            lambda tolerance: lambda: lost(None, tolerance)(problem.starts[1], None),
+        ),
+        problem.certified,
+        (1e-8, 1e-10),
+    )
+    assert choice.error == pytest.approx(1)
+    assert choice.case.note.endswith("not solved")
+
+
+def test_curves_have_their_solutions():
+    starts, data, solutions = small_fits.logistic_curves(3)
+    assert starts.shape == solutions.shape
+    gradient = jax.vmap(
+        jax.grad(lambda b, data: 0.5 * (small_fits.residuals(b, data) ** 2).sum())
+    )
+    assert np.abs(gradient(solutions, data)).max() < 1e-12
+
+
+def test_fits_at_once():
+    rows = _sound(small_fits.batched(5, 1, (1e-8,)))
+    assert _libraries(rows) == {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy"}
+    solved = {(row.library, row.variant) for row in rows if row.solved}
+    assert {("gnlin", "LM"), ("hand-written", "LM, Cholesky")} <= solved
+    assert {("jaxopt", "LM, Cholesky"), ("SciPy", "lm")} <= solved
+
+
+#
+# Tall
+#
+
+
+def test_oracle_of_a_tall_problem():
+    problem = tall.Problem(60, 4)
+    jacobian = np.asarray(jax.jacfwd(problem.residuals)(problem.parameters, problem.args))
+    residual = np.asarray(problem.residuals(problem.parameters, problem.args))
+    stacked = np.concatenate([jacobian, np.sqrt(tall.DAMPING) * np.eye(4)])
+    padded = np.concatenate([residual, np.zeros(4)])
+    step = -np.linalg.lstsq(stacked, padded, rcond=None)[0]
+    np.testing.assert_allclose(problem.exact_step, step, rtol=1e-12)
+    assert problem.linear_residual(step) < 1e-13
+    assert problem.linear_residual(np.zeros(4)) == pytest.approx(1)
+
+
+def test_tall_steps_are_solved():
+    rows = tall.one_step(tall.Problem(3000, 6), 1)
+    names = {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy", "somax"}
+    assert _libraries(rows) == names
+    steps = [row for row in _sound(rows) if row.step_error is not None]
+    assert all(row.solved and row.step_error < 1e-5 for row in steps)
+    own = next(row for row in steps if row.library == "gnlin")
+    assert own.step_error < 1e-12
+
+
+def test_what_would_take_minutes_is_left_out_with_a_reason(monkeypatch):
+    monkeypatch.setattr(tall, "MOST_WORK", 0)
+    rows = tall.one_step(tall.Problem(50, 3), 1)
+    left_out = {row.variant for row in rows if row.note.startswith("skipped")}
+    assert {"LM, QR", "LM, default (QR)", "trf, exact", "lm"} <= left_out
+
+
+#
+# Large
+#
+
+
+def test_large_steps_are_solved():
+    (comparison,) = large.comparisons(quick=True)
+    rows = comparison.rows
+    names = {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy", "somax"}
+    assert _libraries(rows) == names
+    measured = _sound(rows)
+    assert all(row.solved for row in measured if row.linear_residual is not None)
+    best = picture.best_of_each(rows)
+    assert {"gnlin", "optimistix", "jaxopt"} <= _libraries(best)
+
+
+def test_linear_residual_of_a_large_problem():
+    problem = large.Problem(3, channels=(2,))
+    assert problem.linear_residual(problem.parameters) == pytest.approx(1)
+    flat, args = problem.flat.astype(float), problem.args
+    residuals = lambda v: problem.residuals(problem.unravel(v), args).ravel()
+    phi, r = (
+        np.asarray(jax.jacrev(residuals)(problem.flat), float),
+        residuals(problem.flat),
+    )
+    damped = phi.T @ phi + large.DAMPING * np.eye(flat.size)
+    step = -np.linalg.solve(damped, phi.T @ np.asarray(r, float))
+    assert problem.linear_residual(problem.unravel((flat + step).astype("f4"))) < 1e-4
