@@ -56,6 +56,7 @@ from ._solver import (
     TruncatedGaussNewton as TruncatedGaussNewton,
 )
 from ._spectrum import Spectrum as Spectrum
+from ._subproblem import MixedPrecision as MixedPrecision
 from .filters import (
     equivalent_damping as equivalent_damping,
     equivalent_period as equivalent_period,

@@ -103,7 +103,7 @@ class Layer(eqx.Module):
 
         if part == o:
             return of_part(0)
-        zero = jnp.zeros((n * c, n * c), self.signals.dtype)
+        zero = jnp.zeros((n * c, n * c), jax.eval_shape(of_part, 0).dtype)
         return jax.lax.fori_loop(0, o // part, lambda k, sum: sum + of_part(k), zero)
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:

@@ -23,8 +23,11 @@ def eps(tree: PyTree) -> float:
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16."""
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16.
+    Half precision is summed in single."""
+    dtype = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    precise = jax.lax.Precision.HIGHEST
+    return jnp.matmul(a, b, precision=precise, preferred_element_type=dtype)
 
 
 def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:

@@ -10,7 +10,14 @@ from .._checks import as_scalar, check_finite_nonnegative, check_tolerances
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._schedules import Schedule, value_at
-from .._subproblem import check_form, check_method, Form, Method
+from .._subproblem import (
+    check_form,
+    check_method,
+    Form,
+    Method,
+    MixedPrecision,
+    prepare_refined,
+)
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
 from ._scaling import check_scaling, first_scale, prepare_scaled, Scaling
@@ -38,6 +45,7 @@ class DampedGaussNewton(AbstractGaussNewton):
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
         minimises $L(f + \phi\delta) + \frac\lambda2|\delta|^2$, and `scaling` must be
         `"identity"`.
+    - `mixed_precision`: a [`gnlin.MixedPrecision`][], for a kernel in lower precision.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
         on the m x m side), `"curvature"` (on the p x p side) or `"matrix-free"`
         (conjugate gradients).
@@ -60,6 +68,7 @@ class DampedGaussNewton(AbstractGaussNewton):
     scaling: Scaling
     form: Form
     search: optx.AbstractSearch | None
+    mixed_precision: MixedPrecision | None
     method: Method
     memory_budget: int
 
@@ -73,6 +82,7 @@ class DampedGaussNewton(AbstractGaussNewton):
         scaling: Scaling = "identity",
         form: Form = "quadratic",
         search: optx.AbstractSearch | None = None,
+        mixed_precision: MixedPrecision | None = None,
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
@@ -80,6 +90,13 @@ class DampedGaussNewton(AbstractGaussNewton):
         check_method(method)
         check_form(form, method)
         check_scaling(scaling, method, form)
+        plain = scaling == "identity" and form == "quadratic"
+        if mixed_precision is not None and not (plain and method in ("auto", "kernel")):
+            raise ValueError(
+                "`mixed_precision` is of the kernel of a quadratic problem: use "
+                '`method="kernel"` or "auto", `form="quadratic"` and '
+                '`scaling="identity"` with it.'
+            )
         self.damping = as_scalar(damping)
         check_tolerances(rtol, atol)
         self.rtol = rtol
@@ -88,6 +105,7 @@ class DampedGaussNewton(AbstractGaussNewton):
         self.scaling = scaling
         self.form = form
         self.search = search
+        self.mixed_precision = mixed_precision
         self.method = method
         self.memory_budget = memory_budget
 
@@ -103,17 +121,25 @@ class DampedGaussNewton(AbstractGaussNewton):
         num_steps: Int[Array, ""],
     ) -> Update:
         damping = value_at(self.damping, num_steps)
-        norms, subproblem = prepare_scaled(
-            self.scaling,
-            memory,
-            self.form,
-            objective,
-            lin,
-            self.method,
-            self.memory_budget,
-            damped=True,
-            reuse=False,
-        )
+        if self.mixed_precision is not None:
+            norms, subproblem = (
+                None,
+                prepare_refined(
+                    objective.expand(lin), self.mixed_precision, self.memory_budget
+                ),
+            )
+        else:
+            norms, subproblem = prepare_scaled(
+                self.scaling,
+                memory,
+                self.form,
+                objective,
+                lin,
+                self.method,
+                self.memory_budget,
+                damped=True,
+                reuse=False,
+            )
         answer = subproblem.solve(Tikhonov(damping))
         return step_if_finite(
             self,

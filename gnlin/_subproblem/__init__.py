@@ -2,6 +2,10 @@
 
 from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
 from ._matrix_free import MatrixFree as MatrixFree
+from ._mixed_precision import (
+    MixedPrecision as MixedPrecision,
+    prepare_refined as prepare_refined,
+)
 from ._prepare import (
     check_form as check_form,
     check_method as check_method,

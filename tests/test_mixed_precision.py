@@ -1,0 +1,149 @@
+"""A kernel in lower precision: the step is as accurate as was asked for."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+
+
+def network(num_outputs=2, width=16):
+    model = eqx.nn.MLP(
+        3, num_outputs, width, 2, activation=jnp.tanh, key=jax.random.key(0)
+    )
+    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, model)
+
+
+def first_step(model, data, solver, loss=None):
+    solution = gnlin.solve(
+        model, data, solver, loss=loss or gnlin.SquaredError(), max_steps=1
+    )
+    flat = lambda m: np.asarray(ravel_pytree(eqx.filter(m, eqx.is_inexact_array))[0])
+    return flat(solution.model) - flat(model), solution
+
+
+X = jax.random.normal(jax.random.key(1), (15, 3))
+Y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", jnp.float32])
+@pytest.mark.parametrize("damping", [10.0, 0.1, 1e-4])
+@pytest.mark.parametrize("memory_budget", [2**31, 3000])
+def test_the_step_is_that_of_double_precision(dtype, damping, memory_budget):
+    model = network()
+    exact, _ = first_step(model, (X, Y), gnlin.DampedGaussNewton(damping, method="svd"))
+    solver = gnlin.DampedGaussNewton(
+        damping,
+        mixed_precision=gnlin.MixedPrecision(dtype, 1e-11),
+        memory_budget=memory_budget,
+    )
+    step, solution = first_step(model, (X, Y), solver)
+    assert solution.result != optx.RESULTS.singular
+    np.testing.assert_allclose(step, exact, atol=1e-7 * np.linalg.norm(exact))
+    assert float(solution.history.num_inner_steps[0]) > 0
+
+
+def test_a_coarse_tolerance_takes_fewer_refinements():
+    steps = []
+    for tolerance in (1e-2, 1e-11):
+        solver = gnlin.DampedGaussNewton(
+            0.1, mixed_precision=gnlin.MixedPrecision("bfloat16", tolerance)
+        )
+        _, solution = first_step(network(), (X, Y), solver)
+        steps.append(float(solution.history.num_inner_steps[0]))
+    assert steps[0] < steps[1]
+
+
+def test_of_a_general_loss():
+    model, labels = network(4), jnp.arange(15) % 4
+    loss = gnlin.SoftmaxCrossEntropy()
+    exact, _ = first_step(model, (X, labels), gnlin.DampedGaussNewton(0.1), loss)
+    solver = gnlin.DampedGaussNewton(0.1, mixed_precision=gnlin.MixedPrecision())
+    step, _ = first_step(model, (X, labels), solver, loss)
+    np.testing.assert_allclose(step, exact, atol=1e-7 * np.linalg.norm(exact))
+
+
+def test_single_parameters_with_a_bfloat16_kernel():
+    cast = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
+    model, data = jax.tree.map(cast, (network(), (X, Y)))
+    exact, _ = first_step(network(), (X, Y), gnlin.DampedGaussNewton(0.5))
+    solver = gnlin.DampedGaussNewton(
+        0.5, mixed_precision=gnlin.MixedPrecision("bfloat16", 1e-5)
+    )
+    step, _ = first_step(model, data, solver)
+    np.testing.assert_allclose(step, exact, atol=1e-3 * np.linalg.norm(exact))
+
+
+def residuals(y, args):
+    return args @ y - 1
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (4, 4), (1, 6), (6, 1)])
+def test_shapes_and_ranks(shape):
+    matrix = np.random.default_rng(0).normal(size=shape)
+    matrix[:, -1] = matrix[:, 0]
+    solver = gnlin.DampedGaussNewton(0.1, mixed_precision=gnlin.MixedPrecision())
+    y = jnp.zeros(shape[1])
+    solution = optx.least_squares(
+        residuals, solver, y, jnp.asarray(matrix), max_steps=1, throw=False
+    )
+    damped = matrix.T @ matrix + 0.1 * np.eye(shape[1])
+    expected = np.linalg.solve(damped, matrix.T @ np.ones(shape[0]))
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-7, atol=1e-9)
+
+
+def test_zero_residual_and_what_is_not_finite():
+    solver = gnlin.DampedGaussNewton(0.1, mixed_precision=gnlin.MixedPrecision())
+    y = jnp.ones(2)
+    solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
+    np.testing.assert_array_equal(solution.value, y)
+    broken = jnp.eye(2).at[0, 0].set(jnp.nan)
+    solution = optx.least_squares(residuals, solver, y, broken, max_steps=5, throw=False)
+    assert solution.result != optx.RESULTS.successful
+    np.testing.assert_array_equal(solution.value, y)
+
+
+def test_a_tolerance_that_is_not_met_is_no_success():
+    generator = np.random.default_rng(0)
+    u, _ = np.linalg.qr(generator.normal(size=(8, 8)))
+    matrix = jnp.asarray(u @ np.diag(np.geomspace(1, 1e-9, 8)) @ u.T)
+    precision = gnlin.MixedPrecision("float32", 1e-300)
+    solver = gnlin.DampedGaussNewton(1e-14, mixed_precision=precision)
+    solution = optx.least_squares(
+        residuals, solver, jnp.zeros(8), matrix, max_steps=1, throw=False
+    )
+    assert solution.result not in (optx.RESULTS.successful,)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gnlin.MixedPrecision("float64"), "`kernel_dtype` must be one of"),
+        (lambda: gnlin.MixedPrecision("int8"), "`kernel_dtype` must be one of"),
+        (lambda: gnlin.MixedPrecision(3), "`kernel_dtype` must be one of"),
+        (lambda: gnlin.MixedPrecision(tolerance=0.0), "`tolerance` must be greater"),
+        *(
+            (
+                lambda setting=setting: gnlin.DampedGaussNewton(
+                    1.0, mixed_precision=gnlin.MixedPrecision(), **setting
+                ),
+                "`mixed_precision` is of the kernel of a quadratic problem",
+            )
+            for setting in (
+                {"method": "svd"},
+                {"method": "matrix-free"},
+                {"form": "prox-linear"},
+                {"scaling": "more"},
+            )
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
