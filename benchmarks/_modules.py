@@ -43,6 +43,7 @@ TABLES = {
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "start": "benchmarks.speed.start",
+    "device": "benchmarks.speed.device",
 }
 """Of `speed`: each module has `comparisons(quick)`."""
 

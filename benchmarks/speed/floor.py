@@ -5,6 +5,8 @@ the kernel from what goes into each layer and what comes back to it, LAPACK, upd
 library that comes near it leaves little to gain.
 """
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from .task import Task
 
 
-def _passes(parameters: eqx.nn.MLP, args):
+def _passes(parameters: Any, args):
     """Each layer's inputs, what comes back to it, and the residual."""
     inputs, targets = args
     *hidden, last = parameters.layers
@@ -110,9 +112,9 @@ def spectrum(task: Task, parameters, args):
 
 def descent_step(factors, period, learning_rate):
     """K steps of gradient descent by one formula, for eigenvalues below 1 / eta."""
-    layers, w, u, coefficients = factors
+    (parameters, activations, signals), w, u, coefficients = factors
     g = -jnp.expm1(period * jnp.log1p(-learning_rate * w)) / w
-    return _minus_pull_back(*layers, u @ (g * coefficients))
+    return _minus_pull_back(parameters, activations, signals, u @ (g * coefficients))
 
 
 def literal_descent(task: Task):

@@ -1,0 +1,55 @@
+"""The tables of wide problems, of kernels and of the device: right numbers, no times."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.networks.cnn import digits_cnn
+from benchmarks.speed import device, kernels, memory, task as tasks, wide
+
+
+def test_wide_steps_are_solved():
+    task = tasks.quintic(width=5, num_examples=6)
+    rows = wide.damped(task)
+    measured = [row for row in rows if row.seconds is not None]
+    assert [row.library for row in measured[:2]] == ["hand-written", "gnlin"]
+    assert all(row.solved for row in measured[:2])
+    assert all(0 < row.ratio < math.inf for row in measured)
+    assert {row.library for row in rows} >= {"optimistix", "jaxopt"}
+
+
+def test_the_linear_residual_by_products_is_that_of_the_oracle():
+    task = tasks.quintic(width=5, num_examples=6)
+    step = 0.5 * task.oracle.damped(tasks.DAMPING)
+    case = kernels.Case("", "", lambda: None, step=lambda: step)
+    found = wide._linear_residual(task)(case)
+    expected = task.oracle.linear_residual(step, tasks.DAMPING)
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+def test_kernels_agree(monkeypatch):
+    monkeypatch.setattr(kernels, "CHUNK", 7)
+    images = jax.random.normal(jax.random.key(1), (3, 1, 8, 8))
+    model = kernels._cast(digits_cnn(jax.random.key(0)), float)
+    rows = kernels.of_digits(model, images, 1)
+    assert len(rows) == 3
+    assert all(row.step_error < 1e-12 for row in rows)
+    (row,) = kernels.of_resnet(2, 2)
+    assert row.step_error < 1e-5
+
+
+def test_the_device_is_told_of():
+    comparisons = list(device.comparisons(quick=True))
+    assert [comparison.rows[0].library for comparison in comparisons] == ["jax", "jax"]
+    for comparison in comparisons:
+        assert all("GFLOP/s" in row.note for row in comparison.rows)
+
+
+def test_peak_memory_sees_what_is_held():
+    with memory.PeakMemory() as peak:
+        x = jnp.ones(2**24).block_until_ready()  # 128 MiB
+    if peak.bytes is not None:  # on Linux
+        assert 2**26 < peak.bytes < 2**29
+    del x
