@@ -37,6 +37,8 @@ TABLES = {
     "damped": "benchmarks.speed.damped_step",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
+    "growth": "benchmarks.speed.growth",
+    "training": "benchmarks.speed.time_to_loss",
     "start": "benchmarks.speed.start",
 }
 """Of `speed`: each module has `comparisons(quick)`."""
