@@ -13,6 +13,8 @@ from benchmarks.speed import (
     contenders,
     devices,
     growth,
+    least_squares,
+    problem,
     start,
     sweeps,
     task as tasks,
@@ -70,8 +72,8 @@ def test_all_reach_the_line_and_stop_there(line):
         *contenders.first_order(line),
         contenders.lbfgs(line),
         contenders.levenberg_marquardt(line),
-        contenders.optimistix(line),
-        contenders.scipy(line),
+        least_squares.optimistix(line),
+        least_squares.scipy(line),
     ):
         tuned = time_to_loss.tune(contender, line)
         assert tuned is not None, contender
@@ -90,9 +92,9 @@ def test_what_does_not_get_there_has_no_time(line):
 
 def test_problems_have_their_sizes():
     sinc = time_to_loss.sinc(0.03, num_starts=1)
-    assert contenders.num_parameters(sinc) == 61
-    assert contenders.small(sinc)
-    assert contenders.num_parameters(time_to_loss.quintic(0.1)) == 7801
+    assert problem.num_parameters(sinc) == 61
+    assert problem.small(sinc)
+    assert problem.num_parameters(time_to_loss.quintic(0.1)) == 7801
     cnn = time_to_loss.digits_by("cnn", 0.1)
     value = cnn.value(cnn.starts[0], cnn.data)
     assert value == pytest.approx(np.log(10), rel=0.2)

@@ -12,9 +12,9 @@ from ..data import digits
 from ..networks.cnn import smooth_digits_cnn
 from ..networks.mlp import digits_mlp, quintic_mlp
 from . import contenders
-from .contenders import Contender, cross_entropy, Problem, squared_error
+from .problem import Contender, cross_entropy, Problem, squared_error
 from .report import Comparison, Row, timed_row
-from .timing import alternate, Case
+from .timing import alternate, Case, Timing
 
 
 BEST = "gnlin's best"
@@ -26,7 +26,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
         rows = times_to(problem, field, rounds)
         title = (
             f"Time to a training loss of {problem.target:.3g}{problem.says} in double "
-            f"precision; {problem.name}"
+            f"precision; {problem.name}; {problem.num_starts}"
         )
         yield Comparison(title, rows, BEST)
 
@@ -103,6 +103,14 @@ class Tuned:
     setting: str
     steps: list[int]
 
+    @property
+    def name(self) -> str:
+        return f"{self.contender.library} {self.variant}"
+
+    @property
+    def variant(self) -> str:
+        return f"{self.contender.variant} {self.setting}".strip()
+
 
 def tune(contender: Contender, problem: Problem) -> Tuned | None:
     """Fewest steps from the first start; `None` if it does not get there from each."""
@@ -131,9 +139,23 @@ def times_to(problem: Problem, field: Sequence[Contender], num_rounds: int) -> l
     ours = [timing for timing in timings if timing.case.library == "gnlin"]
     best = min(ours, key=lambda timing: timing.median, default=None)
     task = f"time to {problem.target:.3g}: {problem.name}"
+    timings.sort(key=lambda timing: timing.median)
     rows = [timed_row(task, timing, best) for timing in timings]
-    rows.sort(key=lambda row: row.seconds or np.inf)
+    if best is not None and best is not timings[0]:
+        why = _why(best, timings[0], reached)
+        place = timings.index(best)
+        rows[place] = dataclasses.replace(rows[place], note=rows[place].note + why)
     return [*rows, *(_missed(task, each) for each, found in tuned if found is None)]
+
+
+def _why(ours: Timing, first: Timing, reached: Sequence[Tuned]) -> str:
+    """In what steps cost, which fewer of them do not make up for."""
+    per_step = []
+    for timing in (ours, first):
+        name = timing.case.name
+        (steps,) = (np.mean(tuned.steps) for tuned in reached if tuned.name == name)
+        per_step.append(timing.median / steps)
+    return f"; a step takes as long as {per_step[0] / per_step[1]:.0f} of the first's"
 
 
 def _case(tuned: Tuned, problem: Problem) -> Case:
@@ -142,7 +164,7 @@ def _case(tuned: Tuned, problem: Problem) -> Case:
     steps = ", ".join(f"{n:,}" for n in tuned.steps)
     return Case(
         contender.library,
-        f"{contender.variant} {tuned.setting}".strip(),
+        tuned.variant,
         lambda: [contender.run(tuned.setting, start, n) for start, n in pairs],
         count=len,
         note=f"{steps} steps{contender.note}",
@@ -150,6 +172,6 @@ def _case(tuned: Tuned, problem: Problem) -> Case:
 
 
 def _missed(task: str, contender: Contender) -> Row:
-    settings = ", ".join(contender.settings)
+    settings = "; ".join(filter(None, contender.settings))
     note = f"not reached in {contender.most_steps:,} steps from each start: {settings}"
     return Row(task, contender.library, contender.variant, note=note)
