@@ -72,7 +72,7 @@ def test_all_reach_the_line_and_stop_there(line):
         *contenders.first_order(line),
         contenders.lbfgs(line),
         contenders.levenberg_marquardt(line),
-        least_squares.optimistix(line),
+        *least_squares.optimistix(line),
         least_squares.scipy(line),
     ):
         tuned = time_to_loss.tune(contender, line)

@@ -20,7 +20,6 @@ from .problem import Contender, cross_entropy, Problem, small, squared_error
 RATES = (0.01, 0.03, 0.1, 0.003, 0.001, 0.0003)
 DAMPINGS = (0.1, 0.01)
 MOMENTUM = 0.9
-MOST_NEWTON_STEPS = 300
 
 OURS = {
     squared_error: gnlin.SquaredError(),
@@ -35,7 +34,7 @@ def of_regression(problem: Problem) -> list[Contender]:
         truncated(problem),
         *first_order(problem),
         lbfgs(problem),
-        optimistix(problem),
+        *optimistix(problem),
         scipy(problem),
     ]
     return [*field, by_cholesky(problem), jaxopt(problem)] if small(problem) else field
@@ -84,6 +83,8 @@ def truncated(problem: Problem) -> Contender:
 
 
 def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contender:
+    most = problem.most_newton_steps
+
     def run(setting, start, num_steps):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`gnlin.solve` stopped")
@@ -96,11 +97,12 @@ def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contend
             ).history.loss
 
     def find(setting, start, most_steps):
-        del most_steps  # each number of steps is another program
-        reached = np.asarray(run(setting, start, MOST_NEWTON_STEPS)) <= problem.target
+        # Each number of steps is another program: there are two, of all and of these.
+        del most_steps
+        reached = np.asarray(run(setting, start, most)) <= problem.target
         return int(np.argmax(reached)) if reached.any() else None
 
-    return Contender("gnlin", variant, tuple(solvers), MOST_NEWTON_STEPS, run, find)
+    return Contender("gnlin", variant, tuple(solvers), most, run, find)
 
 
 #

@@ -41,16 +41,18 @@ class _Until(optx.AbstractGaussNewton):
         return there & ~state.first_step, optx.RESULTS.successful
 
 
-def optimistix(problem: Problem) -> Contender:
-    """Its own QR where that is feasible."""
-    linear: dict[str, Any] = {"Normal(CG)": opponents.CG}
-    if small(problem):
-        linear["QR"] = lx.QR()
+def optimistix(problem: Problem) -> list[Contender]:
+    """With its own QR where that is feasible."""
+    field = [_optimistix(problem, "Normal(CG)", opponents.CG)]
+    return [*field, _optimistix(problem, "QR", lx.QR())] if small(problem) else field
+
+
+def _optimistix(problem: Problem, name: str, linear: Any) -> Contender:
     most_steps = 5_000
 
     def run(setting, start, num_steps):
-        del num_steps
-        solver = _Until(linear[setting], problem.target)
+        del setting, num_steps
+        solver = _Until(linear, problem.target)
         solution = optx.least_squares(
             problem.residuals,
             solver,
@@ -67,7 +69,7 @@ def optimistix(problem: Problem) -> Contender:
             int(count) if problem.value(value, problem.data) <= problem.target else None
         )
 
-    return Contender("optimistix", "LM", tuple(linear), most_steps, run, find)
+    return Contender("optimistix", f"LM, {name}", ("",), most_steps, run, find)
 
 
 def jaxopt(problem: Problem) -> Contender:
@@ -151,5 +153,5 @@ def scipy(problem: Problem) -> Contender:
         return count if count > 0 else None
 
     settings = ("trf", "lm") if small(problem) else ("trf, lsmr",)
-    note = ", of which each evaluates once; a loop in Python"
+    note = " that evaluate, in a loop in Python"
     return Contender("SciPy", "", settings, most_steps, run, find, note)

@@ -33,6 +33,8 @@ class Problem:
     target: float
     most_steps: int
     """Of a first-order method."""
+    most_newton_steps: int = 300
+    """Outer steps of gnlin's solvers."""
     says: str = ""
 
     @property

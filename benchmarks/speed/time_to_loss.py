@@ -82,7 +82,8 @@ def digits_by(kind: str, target: float) -> Problem:
         (jnp.asarray(images), jnp.asarray(labels)),
         cross_entropy,
         target,
-        most_steps=3_000,
+        most_steps=1_000,
+        most_newton_steps=20,
         says=" a digit",
     )
 
