@@ -95,7 +95,7 @@ def test_problems_have_their_sizes():
     assert problem.num_parameters(sinc) == 61
     assert problem.small(sinc)
     assert problem.num_parameters(time_to_loss.quintic(0.1)) == 7801
-    cnn = time_to_loss.digits_by("cnn", 0.1)
+    cnn = time_to_loss.digits_by("cnn", 1, 0.1)
     value = cnn.value(cnn.starts[0], cnn.data)
     assert value == pytest.approx(np.log(10), rel=0.2)
 

@@ -37,7 +37,7 @@ def problems(quick: bool) -> list[tuple[Problem, list[Contender]]]:
         field = [contenders.levenberg_marquardt(small), *contenders.first_order(small)]
         return [(small, field)]
     regressions = [sinc(0.03, num_starts=3), sinc(0.001, num_starts=3), quintic(0.1)]
-    classifiers = [digits_by("mlp", 0.1), digits_by("cnn", 0.1)]
+    classifiers = [digits_by("mlp", 30, 0.1), digits_by("cnn", 10, 0.1)]
     return [
         *((problem, contenders.of_regression(problem)) for problem in regressions),
         *((problem, contenders.of_classification(problem)) for problem in classifiers),
@@ -72,12 +72,12 @@ def _regression(name, make, data, num_starts, rms, most_steps) -> Problem:
     )
 
 
-def digits_by(kind: str, target: float) -> Problem:
-    """300 images by a dense or a convolutional network."""
-    (images, labels), _ = digits.labelled(30, flat=kind == "mlp")
+def digits_by(kind: str, per_class: int, target: float) -> Problem:
+    """Images by a dense or a convolutional network."""
+    (images, labels), _ = digits.labelled(per_class, flat=kind == "mlp")
     make = {"mlp": digits_mlp, "cnn": smooth_digits_cnn}[kind]
     return Problem(
-        f"300 digits, {kind}",
+        f"{len(labels)} digits, {kind}",
         *_starts(make, 1),
         (jnp.asarray(images), jnp.asarray(labels)),
         cross_entropy,
