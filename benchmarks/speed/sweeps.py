@@ -26,6 +26,7 @@ LOOP = "a loop over the compiled run"
 SMALL = 5
 """At this width a run is mostly its call, and its many small operations."""
 BOUND = "no call to save: a step is 7 million operations, of which a run has several"
+TOO_LARGE = "100 Jacobians, 125 MB, leave the caches"
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -153,6 +154,7 @@ def _one_program(grid: Grid, run: Callable, batch_size: int, note: str) -> Case:
         return jax.lax.map(one, runs, batch_size=batch_size)
 
     runs = jax.tree.map(jnp.asarray, grid.runs)
+    note = TOO_LARGE if note and batch_size > 10 else note
     how = "one after another" if batch_size == 1 else f"{batch_size} at once"
     return Case(
         "gnlin",
