@@ -42,6 +42,8 @@ TABLES = {
     "large": "benchmarks.speed.large",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
+    "growth": "benchmarks.speed.growth",
+    "training": "benchmarks.speed.time_to_loss",
     "start": "benchmarks.speed.start",
     "device": "benchmarks.speed.device",
 }

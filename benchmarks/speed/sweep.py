@@ -1,4 +1,4 @@
-"""64 dampings, or 64 periods, at one linearisation point, against one."""
+"""64 dampings, or 64 periods, at one point, against one; and sweeps of whole runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 import gnlin
 
+from . import sweeps
 from .inner_steps import LEARNING_RATE
 from .report import Comparison, Figure, find, Row, timed_row
 from .task import quintic, Task
@@ -31,6 +32,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     title = "The same in one call, its memory allocated anew"
     yield Comparison(title, called, "one", figures=_figures(called, "in one call"))
     yield Comparison("Shares of such a call", shares(task, 3 * rounds), "the first")
+    yield from sweeps.comparisons(quick)
 
 
 def _figures(rows: Sequence[Row], where: str) -> list[Figure]:

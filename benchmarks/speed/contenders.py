@@ -1,0 +1,166 @@
+"""Who runs to a given loss: each with the settings among which the best is chosen."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gnlin
+
+from .least_squares import jaxopt, optimistix, scipy
+from .problem import Contender, cross_entropy, Problem, small, squared_error
+
+
+RATES = (0.01, 0.03, 0.1, 0.003, 0.001, 0.0003)
+DAMPINGS = (0.1, 0.01)
+MOMENTUM = 0.9
+
+OURS = {
+    squared_error: gnlin.SquaredError(),
+    cross_entropy: gnlin.SoftmaxCrossEntropy(reduction="mean"),
+}
+
+
+def of_regression(problem: Problem) -> list[Contender]:
+    field = [
+        levenberg_marquardt(problem),
+        damped(problem),
+        truncated(problem),
+        *first_order(problem),
+        lbfgs(problem),
+        *optimistix(problem),
+        scipy(problem),
+    ]
+    return [*field, by_cholesky(problem), jaxopt(problem)] if small(problem) else field
+
+
+def of_classification(problem: Problem) -> list[Contender]:
+    return [truncated(problem), *first_order(problem), lbfgs(problem)]
+
+
+#
+# gnlin
+#
+
+
+def levenberg_marquardt(problem: Problem) -> Contender:
+    solvers = {
+        '"more"': gnlin.LevenbergMarquardt(0.0, 0.0),
+        '"identity"': gnlin.LevenbergMarquardt(0.0, 0.0, scaling="identity"),
+    }
+    return _ours(problem, "LevenbergMarquardt", solvers)
+
+
+def by_cholesky(problem: Problem) -> Contender:
+    """Of the p x p matrix: with squared conditions, in less time than by an SVD."""
+    solver = gnlin.LevenbergMarquardt(0.0, 0.0, scaling="identity", method="curvature")
+    solvers = {'"identity", "curvature"': solver}
+    return _ours(problem, "LevenbergMarquardt", solvers)
+
+
+def damped(problem: Problem) -> Contender:
+    solvers = {f"{d:g}": gnlin.DampedGaussNewton(d, 0.0, 0.0) for d in DAMPINGS}
+    return _ours(problem, "DampedGaussNewton", solvers)
+
+
+def truncated(problem: Problem) -> Contender:
+    pairs, method = ((0.1, 0.1), (0.1, 0.01)), "auto"
+    if problem.loss is not squared_error:
+        # By itself it would make a Jacobian of thousands of rows.
+        pairs, method = ((0.3, 0.03), (0.1, 0.1)), "matrix-free"
+    solvers = {
+        f"{tolerance:g}, damping {d:g}": gnlin.TruncatedGaussNewton(
+            tolerance, d, 0.0, 0.0, method=method
+        )
+        for tolerance, d in pairs
+    }
+    return _ours(problem, "TruncatedGaussNewton", solvers)
+
+
+def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contender:
+    most = problem.most_newton_steps
+
+    def run(setting, start, num_steps):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="`gnlin.solve` stopped")
+            return gnlin.solve(
+                eqx.combine(start, problem.model),
+                problem.data,
+                solvers[setting],
+                loss=OURS[problem.loss],
+                max_steps=num_steps,
+            ).history.loss
+
+    def find(setting, start, most_steps):
+        # Each number of steps is another program: there are two, of all and of these.
+        del most_steps
+        reached = np.asarray(run(setting, start, most)) <= problem.target
+        return int(np.argmax(reached)) if reached.any() else None
+
+    return Contender("gnlin", variant, tuple(solvers), most, run, find)
+
+
+#
+# Gradients
+#
+
+
+def first_order(problem: Problem) -> list[Contender]:
+    """Adam and momentum; the rates of the latter as of a mean over the examples."""
+    share = 1.0
+    if problem.loss is squared_error:
+        share = 1 / len(problem.data[1])
+    rates = {f"{rate:g}": rate for rate in RATES}
+    adam, sgd = optax.adam, lambda rate: optax.sgd(share * rate, MOMENTUM, nesterov=True)
+    return [
+        _descent(problem, "Adam", rates, adam),
+        _descent(problem, "SGD, momentum 0.9", rates, sgd),
+    ]
+
+
+def lbfgs(problem: Problem) -> Contender:
+    return _descent(problem, "L-BFGS, zoom", {"": 0.0}, lambda _: optax.lbfgs())
+
+
+def _descent(problem: Problem, variant: str, settings, make: Callable) -> Contender:
+    """The whole loop compiled. The loss is that of the gradient: one step late."""
+
+    @jax.jit
+    def program(rate, start, data, most_steps):
+        optimiser = optax.with_extra_args_support(make(rate))
+        value_of = functools.partial(problem.value, data=data)
+
+        def step(carry):
+            y, state, _, count = carry
+            value, gradient = jax.value_and_grad(value_of)(y)
+            updates, state = optimiser.update(
+                gradient, state, y, value=value, grad=gradient, value_fn=value_of
+            )
+            # Once there it stays.
+            there = value <= problem.target
+            new = optax.apply_updates(y, updates)
+            y = jax.tree.map(lambda a, b: jnp.where(there, a, b), y, new)
+            return y, state, value, count + 1
+
+        def unfinished(carry):
+            _, _, value, count = carry
+            return (value > problem.target) & (count <= most_steps)
+
+        first = start, optimiser.init(start), jnp.array(jnp.inf), jnp.array(0)
+        _, _, value, count = jax.lax.while_loop(unfinished, step, first)
+        return value, count - 1
+
+    def run(setting, start, most_steps):
+        return program(settings[setting], start, problem.data, most_steps)
+
+    def find(setting, start, most_steps):
+        value, count = run(setting, start, most_steps)
+        return int(count) if value <= problem.target else None
+
+    return Contender("optax", variant, tuple(settings), problem.most_steps, run, find)

@@ -1,0 +1,169 @@
+"""How time grows: with m, p, K, the dampings of a sweep, and devices."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gnlin
+
+from . import devices, floor
+from .inner_steps import LEARNING_RATE
+from .report import Comparison, Row, timed_row
+from .task import DAMPING, quintic, Task
+from .timing import alternate, Case, Timing
+
+
+NUM_STEPS = 3
+FITTED = 3
+"""The exponent is that of so many of the largest sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """What grows, how far, and the exponent that is expected of the time."""
+
+    symbol: str
+    sizes: Sequence[int]
+    expected: str
+    programs: Sequence[Callable[[int], Case]]
+    """One a library, each of a size."""
+    fitted: int = FITTED
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    rounds = 3 if quick else 5
+    for axis in axes(quick):
+        title = f"Growth with {axis.symbol}: {axis.expected}"
+        yield Comparison(title, grown(axis, rounds), "the smallest")
+    yield Comparison(devices.TITLE, devices.rows(quick), "one device")
+
+
+def axes(quick: bool) -> list[Axis]:
+    examples = (16, 32) if quick else (32, 64, 128, 256, 512)
+    widths = (25, 50) if quick else (50, 100, 200, 400)
+    wide = 25 if quick else 100
+    return [
+        Axis(
+            "m",
+            examples,
+            "expected 1 to 2: the Jacobian 1, the kernel 2 (and Cholesky 3, small here)",
+            [lambda m: damped(quintic(wide, m)), lambda m: limit(quintic(wide, m))],
+        ),
+        Axis(
+            "p",
+            [quintic(width, 1).num_parameters for width in widths],
+            "expected 1, and more where the Jacobian leaves the caches",
+            [
+                lambda p: damped(quintic(_width(p), 32)),
+                lambda p: limit(quintic(_width(p), 32)),
+            ],
+        ),
+        Axis(
+            "K",
+            [10**k for k in range(0, 9, 2)],
+            "expected 0, by formula",
+            [inner_steps(quintic(50, 20))],
+            fitted=5,
+        ),
+        Axis(
+            "dampings",
+            (1, 4, 16) if quick else (1, 4, 16, 64, 256),
+            "expected between 0, all of them from one spectrum, and 1",
+            [sweep(quintic(50, 20))],
+        ),
+    ]
+
+
+def _width(num_parameters: int) -> int:
+    """Of the network of so many parameters, 3 w^2 + 6 w + 1."""
+    return round(np.sqrt((num_parameters + 2) / 3) - 1)
+
+
+def grown(axis: Axis, num_rounds: int) -> list[Row]:
+    """A row a size, and the exponent at the end, of each library."""
+    cases = [program(size) for program in axis.programs for size in axis.sizes]
+    timings = alternate(cases, num_rounds)
+    rows = []
+    for k in range(0, len(timings), len(axis.sizes)):
+        of_library = timings[k : k + len(axis.sizes)]
+        task = f"growth with {axis.symbol}"
+        for size, timing in zip(axis.sizes, of_library, strict=True):
+            row = timed_row(task, timing, of_library[0])
+            rows.append(dataclasses.replace(row, variant=f"{axis.symbol} = {size:,}"))
+        found = exponent(axis.sizes[-axis.fitted :], of_library[-axis.fitted :])
+        variant = f"exponent in {axis.symbol}: {found:.2f}"
+        note = f"{axis.expected}; of the last {len(axis.sizes[-axis.fitted :])}"
+        rows.append(Row(task, of_library[0].case.library, variant, note=note))
+    return rows
+
+
+def exponent(sizes: Sequence[int], timings: Sequence[Timing]) -> float:
+    """Least squares in log-log, in each round by itself: the median."""
+    rounds = zip(*(timing.seconds for timing in timings), strict=True)
+    slopes = [np.polyfit(np.log(sizes), np.log(seconds), 1)[0] for seconds in rounds]
+    return statistics.median(map(float, slopes))
+
+
+def damped(task: Task) -> Case:
+    """A step of damped Gauss-Newton, by Cholesky, in a compiled loop."""
+    solver = gnlin.DampedGaussNewton(DAMPING, rtol=0.0, atol=0.0, method="kernel")
+
+    @jax.jit
+    def run(parameters, args):
+        model = eqx.combine(parameters, task.model)
+        return gnlin.solve(model, args, solver, max_steps=NUM_STEPS).history.loss
+
+    return Case(
+        "gnlin",
+        "DampedGaussNewton",
+        lambda: run(task.parameters, task.args),
+        count=lambda losses: int(np.isfinite(losses).sum()) - 1,
+    )
+
+
+def limit(task: Task) -> Case:
+    run = floor.damped_loop(task)
+    return Case(
+        "hand-written",
+        "",
+        lambda: run(task.parameters, task.args, DAMPING, NUM_STEPS),
+        count=lambda _: NUM_STEPS,
+    )
+
+
+def inner_steps(task: Task) -> Callable[[int], Case]:
+    """The whole outer step of K inner steps."""
+    solver = lambda period: gnlin.IterativeLinearisation(period, LEARNING_RATE)
+
+    @jax.jit
+    def run(parameters, args, period):
+        model = eqx.combine(parameters, task.model)
+        return gnlin.solve(model, args, solver(period), max_steps=1).history.loss
+
+    def case(period: int) -> Case:
+        arrays = task.parameters, task.args, jnp.asarray(float(period))
+        return Case("gnlin", "IterativeLinearisation", lambda: run(*arrays))
+
+    return case
+
+
+def sweep(task: Task) -> Callable[[int], Case]:
+    """Linearise once, and a damped step for each damping."""
+    residuals = task.per_example()
+
+    @jax.jit
+    def run(parameters, args, dampings):
+        spectrum = gnlin.linearise(residuals, parameters, args).spectrum()
+        step = lambda damping: spectrum.step(gnlin.filters.Tikhonov(damping))
+        return jax.vmap(step)(dampings)
+
+    def case(number: int) -> Case:
+        arrays = task.parameters, task.args, jnp.logspace(-3, 3, number)
+        return Case("gnlin", "Spectrum.step", lambda: run(*arrays))
+
+    return case
