@@ -131,8 +131,8 @@ class Linearisation(eqx.Module):
     def materialise(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> "Linearisation":
         """The same linearisation with its Jacobian at hand, so that products with it are
         products with matrices."""
-        _, unravel = ravel_pytree(self.outputs)
-        jvp = Partial(_jvp_of_rows, Partial(unravel), self.blocks(memory_budget))
+        structure = jax.tree.map(jnp.zeros_like, self.outputs)
+        jvp = Partial(_jvp_of_rows, structure, self.blocks(memory_budget))
         return Linearisation(self.point, self.outputs, jvp, None)
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
@@ -408,8 +408,9 @@ def svd_is_cheap(m: int, p: int) -> bool:
     return m * p * min(m, p) <= _CHEAP_SVD
 
 
-def _jvp_of_rows(unravel, rows, tangent):
-    return unravel(_rows.push_forward(rows, tangent))
+def _jvp_of_rows(outputs, rows, tangent):
+    flat, unravel = ravel_pytree(outputs)
+    return unravel(_rows.push_forward(rows, tangent).astype(flat.dtype))
 
 
 def _transformed_jvp(matrices, jvp, tangent):

@@ -302,3 +302,21 @@ def test_a_wide_network_is_solved_by_its_kernel():
     solver = gnlin.DampedGaussNewton(0.1, memory_budget=10**6)
     solution = gnlin.solve(model, (x, jnp.sin(x[:, :1])), solver, max_steps=1)
     assert float(solution.stats["num_vjps"]) == 1
+
+
+def test_outputs_of_higher_precision_than_the_parameters():
+    def fn(w, x):
+        return jnp.tanh(w @ x.astype(w.dtype)).astype(float) * x[0]
+
+    w = jax.random.normal(key, (3, 5), jnp.float32)
+    x = jax.random.normal(jax.random.key(1), (4, 5))
+    lin = gnlin.linearise(gnlin.PerExample(fn), w, x).materialise()
+    jacobian = np.asarray(jax.jacrev(lambda w: jax.vmap(lambda x: fn(w, x))(x))(w))
+    pushed = lin.jvp(w)
+    assert pushed.dtype == jnp.float64
+    expected = np.tensordot(jacobian, np.asarray(w), 2)
+    np.testing.assert_allclose(pushed, expected, rtol=1e-5)
+    pulled = lin.vjp(lin.outputs)
+    assert pulled.dtype == jnp.float32
+    expected = np.tensordot(np.asarray(lin.outputs), jacobian, 2)
+    np.testing.assert_allclose(pulled, expected, rtol=1e-4)

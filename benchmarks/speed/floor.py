@@ -5,6 +5,7 @@ the kernel from what goes into each layer and what comes back to it, LAPACK, upd
 library that comes near it leaves little to gain.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -110,11 +111,17 @@ def spectrum(task: Task, parameters, args):
     return (parameters, activations, signals), w, u, u.T @ residual
 
 
+def filtered_step(factors, g: Callable[[Array], Array]):
+    """Of any filter of the eigenvalues."""
+    (parameters, activations, signals), w, u, coefficients = factors
+    return _minus_pull_back(parameters, activations, signals, u @ (g(w) * coefficients))
+
+
 def descent_step(factors, period, learning_rate):
     """K steps of gradient descent by one formula, for eigenvalues below 1 / eta."""
-    (parameters, activations, signals), w, u, coefficients = factors
-    g = -jnp.expm1(period * jnp.log1p(-learning_rate * w)) / w
-    return _minus_pull_back(parameters, activations, signals, u @ (g * coefficients))
+    return filtered_step(
+        factors, lambda w: -jnp.expm1(period * jnp.log1p(-learning_rate * w)) / w
+    )
 
 
 def literal_descent(task: Task):
