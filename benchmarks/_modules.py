@@ -37,6 +37,8 @@ TABLES = {
     "damped": "benchmarks.speed.damped_step",
     "wide": "benchmarks.speed.wide",
     "kernel": "benchmarks.speed.kernels",
+    "preconditioners": "benchmarks.speed.preconditioners",
+    "rejected": "benchmarks.speed.rejected",
     "small": "benchmarks.speed.small_fits",
     "tall": "benchmarks.speed.tall",
     "large": "benchmarks.speed.large",

@@ -1,0 +1,227 @@
+"""Preconditioned conjugate gradients: where it pays, and where it does not."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+import gnlin
+from gnlin.preconditioners import BlockDiagonal, Nystrom
+
+from ..data import digits
+from ..networks.mlp import digits_mlp
+from .report import Comparison, Figure, Row, timed_row
+from .timing import alternate, Case, ratio, Timing
+
+
+PER_CLASS = 50
+"""Images: 5,000 outputs in all, of 3,010 parameters."""
+RANKS = (50, 200)
+NUM_FEATURES = 200
+SMALLEST_SCALE = 1e-3
+NUM_OUTER_STEPS = 10
+MAX_OUTER_STEPS = 30
+WARMTH = 0.9
+
+_Data = tuple[Float[Array, "n inputs"], Float[Array, "n outputs"]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setting:
+    """A network and its data, and how far it is solved."""
+
+    name: str
+    model: eqx.nn.MLP
+    data: _Data
+    tolerance: float
+    damping: float
+    pays: str = ""
+    """The preconditioner that is to pay here, by the beginning of its variant."""
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    num_rounds = 2 if quick else 5
+    for setting in settings(quick):
+        rows = of_one_linearisation(setting, num_rounds)
+        figures = []
+        if setting.pays and not quick:
+            best = min(
+                row.ratio
+                for row in rows
+                if row.ratio is not None and row.variant.startswith(setting.pays)
+            )
+            what = f"{setting.pays} over no preconditioner, {setting.name}"
+            figures.append(Figure(what, "< 1", best))
+        title = f"Conjugate gradients at one linearisation; {_described(setting)}"
+        yield Comparison(title, rows, "none", figures=figures)
+    for setting in warm_settings(quick):
+        title = f"Outer steps to the same loss; {_described(setting)}"
+        yield Comparison(title, to_the_same_loss(setting, num_rounds), "none")
+
+
+def settings(quick: bool) -> Iterator[Setting]:
+    fresh, data = _network(), _digits(quick)
+    trained = _trained(fresh, data, 5 if quick else 30)
+    near = f"digits MLP, {'5' if quick else '30'} outer steps trained"
+    yield Setting(near, trained, data, 1e-6, 1e-2, pays="Nystrom")
+    yield Setting(near, trained, data, 0.1, 1e-2)
+    yield Setting(near, trained, data, 1e-6, 1e2)
+    yield Setting("digits MLP, fresh", fresh, data, 1e-6, 1.0)
+    name = f"one layer of tanh, features on scales of 1 to {SMALLEST_SCALE:g}"
+    layer, unlike = _layer(300 if quick else 2000)
+    yield Setting(name, layer, unlike, 1e-6, 1e-4, pays="BlockDiagonal")
+    yield Setting(name, layer, unlike, 1e-6, 1e2)
+
+
+def warm_settings(quick: bool) -> Iterator[Setting]:
+    fresh, data = _network(), _digits(quick)
+    yield Setting("digits MLP, fresh, long steps", fresh, data, 0.1, 1e-1)
+    yield Setting("digits MLP, fresh, short steps", fresh, data, 0.1, 1e3)
+
+
+def of_one_linearisation(setting: Setting, num_rounds: int) -> list[Row]:
+    tolerance, damping = jnp.asarray(setting.tolerance), jnp.asarray(setting.damping)
+    cases, residuals = [], []
+    for variant, preconditioner in _preconditioners().items():
+        run = lambda preconditioner=preconditioner: _outer_step(
+            setting.model, setting.data, tolerance, damping, preconditioner
+        )
+        end, counts = run()
+        passes = f"{counts.num_jvps:.0f} + {counts.num_vjps:.0f} passes"
+        note = f"{counts.num_inner_steps:.0f} iterations, {passes}"
+        cases.append(Case("gnlin", variant, run, note=note))
+        residuals.append(
+            float(relative_residual(setting.model, end, setting.data, setting.damping))
+        )
+    rows = _rows(setting, alternate(cases, num_rounds))
+    return [
+        dataclasses.replace(row, linear_residual=residual, tolerance=setting.tolerance)
+        for row, residual in zip(rows, residuals, strict=True)
+    ]
+
+
+def to_the_same_loss(setting: Setting, num_rounds: int) -> list[Row]:
+    """As many outer steps as it takes to get below the loss that `NUM_OUTER_STEPS` begun
+    at zero end with; with a warm start from a part of the last step."""
+
+    def solved(warmth: float, num_steps: int) -> gnlin.Solution:
+        solver = gnlin.TruncatedGaussNewton(
+            setting.tolerance,
+            setting.damping,
+            rtol=0.0,
+            atol=0.0,
+            method="matrix-free",
+            warm_start=warmth,
+        )
+        return gnlin.solve(setting.model, setting.data, solver, max_steps=num_steps)
+
+    goal = solved(0.0, NUM_OUTER_STEPS).history.loss[-1]
+    cases = []
+    for variant, warmth in (("none", 0.0), (f"warm_start={WARMTH}", WARMTH)):
+        below = np.asarray(solved(warmth, MAX_OUTER_STEPS).history.loss <= goal)
+        num_steps = int(below.argmax()) if below.any() else MAX_OUTER_STEPS
+        run = lambda warmth=warmth, num_steps=num_steps: solved(warmth, num_steps)
+        solution = run()
+        counts, loss = solution.stats, solution.history.loss[-1]
+        note = (
+            f"{num_steps} outer steps, {counts['num_inner_steps']:.0f} iterations, "
+            f"{counts['num_jvps']:.0f} + {counts['num_vjps']:.0f} passes, loss {loss:.3g}"
+        )
+        cases.append(Case("gnlin", variant, run, note=note))
+    return _rows(setting, alternate(cases, num_rounds))
+
+
+def _preconditioners() -> dict[str, gnlin.preconditioners.AbstractPreconditioner | None]:
+    return {
+        "none": None,
+        **{f"Nystrom({rank})": Nystrom(rank) for rank in RANKS},
+        "BlockDiagonal()": BlockDiagonal(),
+        "BlockDiagonal(1)": BlockDiagonal(1),
+    }
+
+
+def _rows(setting: Setting, timings: list[Timing]) -> list[Row]:
+    """The first is the one that the others are to be quicker than."""
+    first, *others = timings
+    task = f"preconditioners: {_described(setting)}"
+    rows = [timed_row(task, first, first)]
+    for timing in others:
+        verdict = "pays" if ratio(timing, first) < 1 else "does not pay"
+        row = timed_row(task, timing, first)
+        rows.append(dataclasses.replace(row, note=f"{verdict}: {row.note}"))
+    return rows
+
+
+def _described(setting: Setting) -> str:
+    return f"{setting.name}; tolerance {setting.tolerance:g}, damping {setting.damping:g}"
+
+
+@eqx.filter_jit
+def _outer_step(model, data: _Data, tolerance, damping, preconditioner):
+    """From a network and its data; compiled once for all dampings and tolerances."""
+    fn, y = _residuals(model)
+    solver = gnlin.TruncatedGaussNewton(
+        tolerance, damping, method="matrix-free", preconditioner=preconditioner
+    )
+    lin = gnlin.linearise(fn, y, data)
+    state = solver.start(y, jax.eval_shape(fn, y, data))
+    evaluate = lambda y_: fn(y_, data)
+    y, state = solver.advance(gnlin.SumOfSquares(), lin, evaluate, state)
+    return y, state.counts
+
+
+@eqx.filter_jit
+def relative_residual(
+    model, end: PyTree[Array], data: _Data, damping
+) -> Float[Array, ""]:
+    """|phi^T phi s + phi^T r + lambda s| / |phi^T r|, by JAX's own products."""
+    fn, y = _residuals(model)
+    flat, unravel = ravel_pytree(y)
+    step = ravel_pytree(end)[0] - flat
+    residual, push = jax.linearize(lambda v: fn(unravel(v), data), flat)
+    pull = jax.linear_transpose(push, flat)
+    (left,), (gradient,) = pull(residual + push(step)), pull(residual)
+    return jnp.linalg.norm(left + damping * step) / jnp.linalg.norm(gradient)
+
+
+def _residuals(model) -> tuple[gnlin.PerExample, PyTree[Array]]:
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    return gnlin.PerExample(
+        lambda y, xt: eqx.combine(y, frozen)(xt[0]) - xt[1]
+    ), parameters
+
+
+def _network() -> eqx.nn.MLP:
+    return _in_double_precision(digits_mlp(jax.random.key(0)))
+
+
+def _digits(quick: bool) -> _Data:
+    (images, labels), _ = digits.examples(5 if quick else PER_CLASS)
+    return jnp.asarray(images), jnp.asarray(labels)
+
+
+def _trained(model: eqx.nn.MLP, data: _Data, num_steps: int) -> eqx.nn.MLP:
+    solver = gnlin.TruncatedGaussNewton(0.1, damping=1.0, rtol=0.0, atol=0.0)
+    return gnlin.solve(model, data, solver, max_steps=num_steps).model
+
+
+def _layer(num_examples: int) -> tuple[eqx.nn.MLP, _Data]:
+    """Independent features, as measured in units that have nothing to do with another."""
+    layer, features, targets = jax.random.split(jax.random.key(0), 3)
+    model = eqx.nn.MLP(NUM_FEATURES, 5, 1, 0, final_activation=jnp.tanh, key=layer)
+    x = jax.random.normal(features, (num_examples, NUM_FEATURES), float)
+    x = x * jnp.geomspace(1, SMALLEST_SCALE, NUM_FEATURES)
+    return _in_double_precision(model), (
+        x,
+        jnp.tanh(jax.random.normal(targets, (num_examples, 5), float)),
+    )
+
+
+def _in_double_precision(model: eqx.nn.MLP) -> eqx.nn.MLP:
+    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, model)
