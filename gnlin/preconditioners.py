@@ -28,6 +28,10 @@ from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from ._tree import matmul
 
 
+# Of the rows that blocks are summed from: they stay near the processor.
+_PART_BYTES = 2**24
+
+
 class AbstractPreconditioner(eqx.Module):
     """Something near the inverse of the damped curvature."""
 
@@ -130,9 +134,11 @@ class BlockDiagonal(AbstractPreconditioner):
 
     An array of parameters is one block if it is small enough; else each of its rows is
     one (the weights of a neuron, of a channel), if these are; else its diagonal serves.
-    It pays where parameters are of very different scale, and in layers; not where the
-    damping hides that. It takes as many passes as the dense Jacobian, some examples at a
-    time, and p times the size of a block in numbers.
+    It pays where parameters in different blocks have nearly independent effects of very
+    different scale, as of features in different units; of networks with hidden layers it
+    mostly does not, nor where the damping hides the scales. It takes as many passes as
+    the dense Jacobian, some examples at a time, and p times the size of a block in
+    numbers.
 
     **Arguments:**
 
@@ -166,7 +172,8 @@ class BlockDiagonal(AbstractPreconditioner):
             ]
 
         factors = [
-            _factors(gram, damping) for gram in lin.summed(grams, self.memory_budget)
+            _factors(gram, damping)
+            for gram in lin.summed(grams, min(self.memory_budget, _PART_BYTES))
         ]
 
         def apply(v: PyTree[Array]) -> PyTree[Array]:

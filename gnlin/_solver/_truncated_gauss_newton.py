@@ -64,7 +64,9 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         loss on the linearised model is minimised by Newton's method with conjugate
         gradients, until its gradient is $\beta$ times what it was.
     - `warm_start`: begin each linearised problem at this part of the last step, between
-        0 and 1 (Martens, 2010).
+        0 and 1 (Martens, 2010). It costs a product each way, and is for small
+        `max_inner_steps`: where subproblems are solved to a tolerance it mostly does not
+        pay.
     - `preconditioner`: of [`gnlin.preconditioners`][], for the quadratic form.
     - `max_inner_steps`: the most iterations at one linearisation (of Newton's method, in
         the prox-linear form); `None` for ten times the number of parameters (for 100).
