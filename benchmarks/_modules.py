@@ -38,6 +38,7 @@ TABLES = {
     "wide": "benchmarks.speed.wide",
     "kernel": "benchmarks.speed.kernels",
     "preconditioners": "benchmarks.speed.preconditioners",
+    "precision": "benchmarks.speed.precision",
     "rejected": "benchmarks.speed.rejected",
     "small": "benchmarks.speed.small_fits",
     "tall": "benchmarks.speed.tall",

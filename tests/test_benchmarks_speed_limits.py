@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.networks.cnn import digits_cnn
-from benchmarks.speed import device, kernels, memory, task as tasks, wide
+from benchmarks.speed import device, kernels, memory, precision, task as tasks, wide
 
 
 def test_wide_steps_are_solved():
@@ -24,7 +24,7 @@ def test_the_linear_residual_by_products_is_that_of_the_oracle():
     task = tasks.quintic(width=5, num_examples=6)
     step = 0.5 * task.oracle.damped(tasks.DAMPING)
     case = kernels.Case("", "", lambda: None, step=lambda: step)
-    found = wide._linear_residual(task)(case)
+    found = wide.linear_residual(task)(case)
     expected = task.oracle.linear_residual(step, tasks.DAMPING)
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
@@ -38,6 +38,12 @@ def test_kernels_agree(monkeypatch):
     assert all(row.step_error < 1e-12 for row in rows)
     (row,) = kernels.of_resnet(2, 2)
     assert row.step_error < 1e-5
+
+
+def test_a_step_in_mixed_precision_is_solved():
+    rows = precision.steps(tasks.quintic(width=5, num_examples=6), 1)
+    assert [row.solved for row in rows[:3]] == [True, True, True]
+    assert all("refinements" in row.note for row in rows[1:])
 
 
 def test_the_device_is_told_of():

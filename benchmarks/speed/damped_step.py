@@ -275,6 +275,11 @@ def _lm() -> optx.LevenbergMarquardt:
     return optx.LevenbergMarquardt(rtol=0.0, atol=0.0, linear_solver=opponents.CG)
 
 
+def arrays(model):
+    """A model's parameters, in the structure of a task's."""
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
 def _solve(model, data, solver, num_steps) -> gnlin.Solution:
     return gnlin.solve(model, data, solver, max_steps=num_steps)
 

@@ -59,13 +59,13 @@ def damped(task: Task) -> list[Row]:
     if work <= MAX_PRODUCT:
         cases += damped_step.optimistix_loops(task, min(num_steps, 5))
     timings = alternate(cases, rounds)
-    linear_residual = _linear_residual(task)
+    linear_residual_of = linear_residual(task)
     rows = [
         timed_row(
             f"damped step: {task.name}",
             timing,
             timings[0],
-            linear_residual=linear_residual(timing.case),
+            linear_residual=linear_residual_of(timing.case),
         )
         for timing in timings
     ]
@@ -83,7 +83,7 @@ def damped(task: Task) -> list[Row]:
     return rows
 
 
-def _linear_residual(task: Task):
+def linear_residual(task: Task):
     """|phi^T phi s + phi^T r + lambda s| / |phi^T r|, by products with phi: the whole of
     it would not fit."""
     flat, unravel = ravel_pytree(task.parameters)
