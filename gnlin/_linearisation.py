@@ -117,6 +117,7 @@ class Linearisation(eqx.Module):
         return fn.num_bytes(self.point, args)
 
     def blocks_fit(self, memory_budget: int) -> bool:
+        """Whether `blocks` stay within so many bytes."""
         return sum(self.num_block_bytes()) <= memory_budget
 
     def matrix(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> Float[Array, "m p"]:
