@@ -93,7 +93,7 @@ class Layer(eqx.Module):
         """By the rows, for a few outputs of the layer at a time."""
         n, c, o, t = self.signals.shape
         num_bytes = n * c * self.num_inputs * self.signals.dtype.itemsize
-        part = _largest_divisor(o, max(1, _PART_BYTES // num_bytes))
+        part = _largest_divisor(o, max(1, _PART_BYTES // max(1, num_bytes)))
 
         def of_part(k):
             signals = jax.lax.dynamic_slice_in_dim(self.signals, k * part, part, axis=2)

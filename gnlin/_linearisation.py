@@ -359,10 +359,13 @@ def linearise(
 
 
 def _grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
-    """Indices in groups of at most that size together, and those that are larger."""
+    """Indices in groups of at most that size together, and those that are larger; none
+    of what has no size."""
     groups: list[list[int]] = []
     left, room = [], 0
     for k, size in enumerate(sizes):
+        if size == 0:
+            continue
         if size > most:
             left.append(k)
         elif groups and size <= room:

@@ -136,6 +136,8 @@ def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 def _is_layer(use: _Use) -> bool:
     params = use.equation.params
+    if 0 in (use.weights.size, use.output.size):
+        return False
     match use.equation.primitive.name:
         case "dot_general":
             _, (batch, _) = params["dimension_numbers"]
@@ -144,7 +146,10 @@ def _is_layer(use: _Use) -> bool:
             ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
             spread = any(d != 1 for d in params["lhs_dilation"])
             cropped = any(low < 0 or high < 0 for low, high in params["padding"])
-            return use.operand == 1 and ungrouped and not spread and not cropped
+            axis = params["dimension_numbers"].lhs_spec[0]
+            (image, _) = map(_struct, use.equation.invars)
+            plain = ungrouped and not spread and not cropped
+            return plain and use.operand == 1 and image.shape[axis] == 1
     return False
 
 
@@ -178,7 +183,10 @@ def evaluate(
             else:
                 outs = _apply(jaxpr, equation, values)
                 for operand, leaf in taken.items():
-                    activations[leaf] = _read(values, equation.invars[1 - operand])
+                    entered = _read(values, equation.invars[1 - operand])
+                    weights = _struct(equation.invars[operand])
+                    dtype = jnp.promote_types(entered.dtype, weights.dtype)
+                    activations[leaf] = entered.astype(dtype)
                     outs = [outs[0] + added[leaf]]
             values.update(zip(equation.outvars, outs, strict=True))
         return [_read(values, atom) for atom in jaxpr.outvars]

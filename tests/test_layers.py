@@ -320,3 +320,61 @@ def test_outputs_of_higher_precision_than_the_parameters():
     assert pulled.dtype == jnp.float32
     expected = np.tensordot(np.asarray(lin.outputs), jacobian, 2)
     np.testing.assert_allclose(pulled, expected, rtol=1e-4)
+
+
+def of(fn, w, x):
+    lin = gnlin.linearise(gnlin.PerExample(fn), w, x)
+    return lin, dense(fn, w, x)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("num_images", [2, 5])
+def test_a_convolution_of_several_images_in_one_example(num_images):
+    def fn(w, x):
+        z = jax.lax.conv(x, w, (1, 1), "SAME") / 9
+        return jnp.tanh(z).mean((0, 2, 3))
+
+    w = jax.random.normal(key, (8, 4, 3, 3))
+    x = jax.random.normal(jax.random.key(1), (3, num_images, 4, 4, 4))
+    lin, jacobian = of(fn, w, x)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, rtol=1e-11)
+    np.testing.assert_allclose(lin.matrix(), jacobian, atol=1e-13)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("dtype", ["int64", "int8", "float32", "bool"])
+def test_inputs_of_another_dtype(dtype):
+    w = jax.random.normal(key, (3, 6))
+    x = (7 * jax.random.normal(jax.random.key(1), (4, 6))).astype(dtype)
+    lin, jacobian = of(lambda w, x: jnp.tanh(0.1 * (w @ x)), w, x)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (6, 0)])
+@pytest.mark.parametrize("budget", [2**31, 1])
+def test_layers_of_nothing(shape, budget):
+    def fn(y, x):
+        return jnp.tanh(y["a"] @ x) + jnp.sum(y["b"] @ jnp.ones(shape[1]))
+
+    y = {"a": jnp.ones((2, 5)), "b": jnp.ones(shape)}
+    lin, jacobian = of(fn, y, jax.random.normal(key, (3, 5)))
+    np.testing.assert_allclose(lin.kernel(budget), jacobian @ jacobian.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature", "eigh", "mixed"])
+def test_outputs_of_lower_precision_than_the_parameters(method):
+    settings = {"method": method}
+    if method == "mixed":
+        precision = gnlin.MixedPrecision("float32", 1e-5)
+        settings = {"mixed_precision": precision}
+    mlp = in_double(eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=key))
+    model = eqx.nn.Sequential([mlp, eqx.nn.Lambda(lambda x: x.astype(jnp.float32))])
+    x = jax.random.normal(jax.random.key(1), (6, 3))
+    data = x, jnp.sin(x[:, :2])
+
+    def step(model, **settings):
+        solver = gnlin.DampedGaussNewton(0.5, **settings)
+        solution = gnlin.solve(model, data, solver, max_steps=1)
+        return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+
+    np.testing.assert_allclose(step(model, **settings), step(mlp), atol=1e-5)

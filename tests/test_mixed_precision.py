@@ -147,3 +147,24 @@ def test_a_tolerance_that_is_not_met_is_no_success():
 def test_bad_arguments(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def huber_step(**settings):
+    x = jnp.linspace(-1, 1, 20)[:, None]
+    y = (3 * x + 1).at[::5].add(50.0)
+    model = eqx.nn.Linear(1, 1, key=jax.random.key(0), dtype=jnp.float64)
+    solver = gnlin.DampedGaussNewton(**settings)
+    return first_step(model, (x, y), solver, gnlin.Huber(5.0))[0]
+
+
+@pytest.mark.parametrize("damping", [1e-2, 1e-4])
+def test_a_gradient_that_the_curvature_does_not_reach(damping):
+    step = huber_step(damping=damping, mixed_precision=gnlin.MixedPrecision())
+    exact = huber_step(damping=damping, method="svd")
+    np.testing.assert_allclose(step, exact, rtol=1e-3)
+
+
+def test_such_a_gradient_with_next_to_no_damping_is_a_failure_that_is_told():
+    with pytest.warns(UserWarning, match="linear solve"):
+        step = huber_step(damping=1e-12, mixed_precision=gnlin.MixedPrecision())
+    np.testing.assert_array_equal(step, 0)

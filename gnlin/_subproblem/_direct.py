@@ -26,7 +26,9 @@ def _solve_damped(
             'The methods "kernel" and "curvature" solve a damped problem only; use '
             f'"svd", "eigh" or "auto" for `{type(filter).__name__}`.'
         )
-    identity = jnp.eye(vector.size, dtype=matrix.dtype)
+    dtype = jnp.promote_types(matrix.dtype, vector.dtype)
+    matrix, vector = matrix.astype(dtype), vector.astype(dtype)
+    identity = jnp.eye(vector.size, dtype=dtype)
     damped = matrix + jnp.asarray(filter.damping, matrix.dtype) * identity
     finite = _tree.all_finite((damped, vector))
     operator = lx.MatrixLinearOperator(

@@ -42,7 +42,8 @@ class MixedPrecision(eqx.Module):
 
     - `kernel_dtype`: `"float32"`, `"bfloat16"` or `"float16"` (which ends at 65,504).
     - `tolerance`: of the refinement, relative. One that is not met ends a run as a failed
-        linear solve.
+        linear solve; so may a small damping of a loss whose gradient the curvature does
+        not reach, such as Huber's.
 
     **Raises:** `ValueError` for another dtype, or a tolerance that is not positive.
 
@@ -167,17 +168,22 @@ class Refined(AbstractSubproblem):
             raise ValueError("Mixed precision is for damped problems only.")
         damping = jnp.asarray(filter.damping, self.residual.dtype)
         vector, rest = self.residual, self.rest
-        inverse = jnp.zeros_like(damping)
+        inverse, tolerance = jnp.zeros_like(damping), self.precision.tolerance
         if rest is not None:  # by Woodbury's identity, as in `OnOutputs`
             stray = _tree.any_nonzero(rest)
             inverse = jnp.where(stray, 1 / damping, 0)
-            vector = vector - inverse * self.push_forward(rest)
+            pushed = self.push_forward(rest)
+            vector = vector - inverse * pushed
+            # Of what 1/lambda blows up the most is taken back in the step.
+            unit = _tree.norm(pushed) / self.largest_curvature()
+            size = jnp.fmax(_tree.norm(self.residual), unit)
+            tolerance = tolerance * jnp.fmin(size / _tree.norm(vector), 1)
         finite = _tree.all_finite((self.kernel, vector, damping))
         structure = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
         factor = self._factor(damping, finite)
 
         def product(u):
-            return self.push_forward(self.pull_back(u)) + damping * u
+            return (self.push_forward(self.pull_back(u)) + damping * u).astype(u.dtype)
 
         def precondition(u):
             solved = jax.scipy.linalg.cho_solve((factor, True), u.astype(factor.dtype))
@@ -186,7 +192,7 @@ class Refined(AbstractSubproblem):
         solution = lx.linear_solve(
             lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag),
             jnp.where(finite, vector, 0),
-            ConjugateGradients(self.precision.tolerance),
+            ConjugateGradients(tolerance),
             options={
                 "preconditioner": lx.FunctionLinearOperator(
                     precondition, structure, lx.positive_semidefinite_tag
