@@ -136,12 +136,10 @@ def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 def _is_layer(use: _Use) -> bool:
     params = use.equation.params
-    if 0 in (use.weights.size, use.output.size):
-        return False
     match use.equation.primitive.name:
         case "dot_general":
             _, (batch, _) = params["dimension_numbers"]
-            return not batch
+            return not batch and 0 not in (use.weights.size, use.output.size)
         case "conv_general_dilated":
             ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
             spread = any(d != 1 for d in params["lhs_dilation"])
@@ -149,6 +147,7 @@ def _is_layer(use: _Use) -> bool:
             axis = params["dimension_numbers"].lhs_spec[0]
             (image, _) = map(_struct, use.equation.invars)
             plain = ungrouped and not spread and not cropped
+            plain = plain and 0 not in (use.weights.size, use.output.size)
             return plain and use.operand == 1 and image.shape[axis] == 1
     return False
 

@@ -49,7 +49,7 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Seconds per step, one a round, what the first run took beyond that, and the most
-    memory that a later run took."""
+    memory that one more run took."""
 
     case: Case
     seconds: tuple[float, ...]
@@ -72,18 +72,16 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
     first = [_clock(case.compile or case.run)[0] for case in cases]
     whole: list[list[float]] = [[] for _ in cases]
     per_step: list[list[float]] = [[] for _ in cases]
-    peaks: list[list[int]] = [[] for _ in cases]
     for i in range(num_rounds):
         order = list(enumerate(cases))
         for k, case in order if i % 2 == 0 else reversed(order):
             if case.max_rounds is None or i < case.max_rounds:
-                with PeakMemory() as peak:
-                    seconds, output = _clock(case.run)
+                seconds, output = _clock(case.run)
                 whole[k].append(seconds)
                 per_step[k].append(seconds / case.count(output))
                 del output
-                if peak.bytes is not None:
-                    peaks[k].append(peak.bytes)
+    # By themselves: memory that is given back first takes time to be had again.
+    peaks = [_peak(case) for case in cases]
     return [
         Timing(
             case,
@@ -91,10 +89,16 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
             first[k]
             if case.compile
             else max(0.0, first[k] - statistics.median(whole[k])),
-            max(peaks[k], default=None),
+            peaks[k],
         )
         for k, case in enumerate(cases)
     ]
+
+
+def _peak(case: Case) -> int | None:
+    with PeakMemory() as peak:
+        jax.block_until_ready(case.run())
+    return peak.bytes
 
 
 def _clock(run: Callable[[], Any]) -> tuple[float, Any]:
