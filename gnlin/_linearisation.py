@@ -274,9 +274,14 @@ class Linearisation(eqx.Module):
             )
         residual, _ = ravel_pytree(self.outputs)
         if method == "svd" or (m > p and self.num_bytes() <= memory_budget):
-            return _rows.spectrum(self.rows(memory_budget), residual, method)
-        if self.blocks_fit(memory_budget):
-            return _rows.spectrum(self.blocks(memory_budget), residual, method)
+            rows = self.rows(memory_budget)
+        elif self.blocks_fit(memory_budget):
+            rows = self.blocks(memory_budget)
+        else:
+            rows = None
+        if rows is not None:
+            pull_back = Partial(_rows.pull_back, rows)
+            return _rows.spectrum(rows, residual, method, pull_back)
         return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:

@@ -6,6 +6,7 @@ the rows of a leaf there may be a layer's factors of them, a `Layer`.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -79,13 +80,16 @@ def push_forward(rows: PyTree, tangent: PyTree[Array]) -> Float[Array, " m"]:
 
 
 def spectrum(
-    rows: PyTree, residual: Float[Array, " m"], method: Literal["svd", "eigh"]
+    rows: PyTree,
+    residual: Float[Array, " m"],
+    method: Literal["svd", "eigh"],
+    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]],
 ) -> Spectrum:
     """The spectrum of the Jacobian; `eigh` on the smaller side. Layers serve on the
     side of the outputs alone."""
     m, p = residual.size, num_parameters(rows)
     if method == "eigh" and m <= p:
-        return from_kernel(gram(rows), residual, Partial(pull_back, rows))
+        return from_kernel(gram(rows), residual, pull_back)
     _, unravel = ravel_pytree(jax.tree.map(lambda x: x[0], rows))
     factorise = from_svd if method == "svd" else from_curvature
     return factorise(matrix(rows), residual, Partial(unravel))

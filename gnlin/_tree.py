@@ -41,13 +41,20 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
 
 
 def norm(a: PyTree[Array]) -> Scalar:
-    """The Euclidean norm, without squares that leave the floating-point range."""
-    largest = functools.reduce(
-        jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
-    )
-    unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    scaled = scale(1 / unit, a)
-    return unit * jnp.sqrt(dot(scaled, scaled))
+    """The Euclidean norm, also where squares leave the floating-point range."""
+    squared = dot(a, a)
+    limits = jnp.finfo(squared.dtype)
+
+    def by_largest():
+        largest = functools.reduce(
+            jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
+        )
+        unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+        scaled = scale(1 / unit, a)
+        return (unit * jnp.sqrt(dot(scaled, scaled))).astype(squared.dtype)
+
+    in_range = (squared > limits.tiny / limits.eps**2) & (squared <= limits.max)
+    return jax.lax.cond(in_range, lambda: jnp.sqrt(squared), by_largest)
 
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:

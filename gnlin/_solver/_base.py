@@ -288,13 +288,13 @@ def step_if_finite(
     new_outputs = evaluate(_tree.where(sound & solved, candidate, y))
     finite = sound & _tree.all_finite((new_outputs, outputs))
     good = finite & solved
+    settled = solver.converged(
+        candidate, step, objective.residual(new_outputs), objective.residual(outputs)
+    )
     step = _tree.where(good, _tree.cast_like(step, y), _tree.zeros_like(y))
     step_norm = jnp.where(good, step_norm, 0)
     new_y = _tree.where(good, candidate, y)
     new_outputs = _tree.where(good, new_outputs, outputs)
-    settled = solver.converged(
-        new_y, step, objective.residual(new_outputs), objective.residual(outputs)
-    )
     at_point = jnp.isfinite(subproblem.gradient_norm)
     result = optx.RESULTS.where(
         at_point & (finite | ~solved), result, optx.RESULTS.nonfinite

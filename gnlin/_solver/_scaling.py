@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .. import _tree
+from .. import _rows, _tree
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._subproblem import AbstractSubproblem, Form, Method, prepare, prepare_form
@@ -62,7 +62,7 @@ def prepare_scaled(
         )
         return None, subproblem
     quadratic = objective.expand(lin)
-    norms, rows = next_scale(scaling, scale, quadratic.lin, memory_budget)
+    norms, blocks = next_scale(scaling, scale, quadratic.lin, memory_budget)
     subproblem = prepare(
         quadratic,
         method,
@@ -70,7 +70,7 @@ def prepare_scaled(
         damped=damped,
         reuse=reuse,
         scale=without_zeros(norms),
-        rows=rows,
+        blocks=blocks,
     )
     return norms, subproblem
 
@@ -81,7 +81,7 @@ def next_scale(
     lin: Linearisation,
     memory_budget: int,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
-    """The diagonal of D, and the dense rows that it was read off.
+    """The diagonal of D, and the Jacobian's blocks that it was read off.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
     they have been lately, so that a column that vanishes for a while stays damped.
@@ -92,11 +92,12 @@ def next_scale(
             f"{lin.num_bytes():,} bytes exceed the memory budget of {memory_budget:,}: "
             'use `scaling="identity"`, or raise `memory_budget`.'
         )
-    rows = lin.rows(memory_budget)
+    blocks = lin.blocks(memory_budget)
+    rows = _rows.dense(blocks)
     norms = jax.tree.map(lambda row: jnp.sqrt(jnp.sum(row**2, axis=0)), rows)
     if scaling == "more":
         norms = jax.tree.map(lambda n, s: jnp.maximum(n, _FADING * s), norms, scale)
-    return norms, rows
+    return norms, blocks
 
 
 def without_zeros(scale: PyTree[Array] | None) -> PyTree[Array] | None:

@@ -104,11 +104,11 @@ def prepare(
     damped: bool,
     reuse: bool,
     scale: PyTree[Array] | None = None,
-    rows: PyTree[Array] | None = None,
+    blocks: PyTree | None = None,
 ) -> AbstractSubproblem:
     """Make a quadratic problem ready for filters.
 
-    With `scale` D (and the dense `rows`), in the variables `D delta`.
+    With `scale` D (and the Jacobian's `blocks`), in the variables `D delta`.
     """
     lin, rest = quadratic.lin, quadratic.rest
     itemsize = _tree.dtype(lin.point).itemsize
@@ -121,11 +121,12 @@ def prepare(
             damped=damped,
             reuse=reuse,
         )
-    if scale is not None and rows is not None:
-        rows = jax.tree.map(lambda row, d: row / d, rows, scale)
+    if scale is not None and blocks is not None:
+        rows = jax.tree.map(lambda row, d: row / d, _rows.dense(blocks), scale)
         if rest is not None:
             rest = jax.tree.map(jnp.divide, rest, scale)
-        return Scaled(_dense(lin, rest, rows, method), scale)
+        pull_back = Partial(_scaled_pull_back, blocks, scale)
+        return Scaled(_dense(lin, rest, rows, method, pull_back), scale)
     if method == "matrix-free":
         return MatrixFree(lin, rest)
     m, p = lin.shape
@@ -142,22 +143,26 @@ def prepare(
     return _dense(lin, rest, lin.rows(memory_budget), method)
 
 
-def _dense(lin, rest, rows, method) -> AbstractSubproblem:
+def _scaled_pull_back(blocks, scale, a):
+    return jax.tree.map(jnp.divide, _rows.pull_back(blocks, a), scale)
+
+
+def _dense(lin, rest, rows, method, pull_back=None) -> AbstractSubproblem:
+    """From the Jacobian at hand; `pull_back` where there is a faster one than by rows."""
+    pull_back = Partial(_rows.pull_back, rows) if pull_back is None else pull_back
     num_passes = lin.num_row_passes()
     residual, _ = ravel_pytree(lin.outputs)
     push_forward = Partial(_rows.push_forward, rows)
     if method in ("svd", "eigh"):
-        spectrum = _rows.spectrum(rows, residual, method)
+        spectrum = _rows.spectrum(rows, residual, method, pull_back)
         return Spectral(spectrum, *num_passes, rest=rest, push_forward=push_forward)
     if method == "kernel":
-        pull_back = Partial(_rows.pull_back, rows)
         kernel = _rows.gram(rows)
         return OnOutputs(
             kernel, residual, pull_back, *num_passes, rest=rest, push_forward=push_forward
         )
     matrix = _rows.matrix(rows)
     curvature = matmul(matrix.T, matrix)
-    pull_back = Partial(_rows.pull_back, rows)
     return OnParameters(curvature, residual, pull_back, *num_passes, rest=rest)
 
 
