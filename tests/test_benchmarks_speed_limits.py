@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.networks.cnn import digits_cnn
-from benchmarks.speed import device, kernels, memory, precision, task as tasks, wide
+from benchmarks.speed import (
+    cross_entropy_steps,
+    device,
+    kernels,
+    memory,
+    precision,
+    task as tasks,
+    wide,
+)
 
 
 def test_wide_steps_are_solved():
@@ -59,3 +67,12 @@ def test_peak_memory_sees_what_is_held():
     if peak.bytes is not None:  # on Linux
         assert 2**26 < peak.bytes < 2**29
     del x
+
+
+def test_inner_steps_on_cross_entropy_agree(monkeypatch):
+    powers = {how: [4] for how in cross_entropy_steps.PERIODS}
+    monkeypatch.setattr(cross_entropy_steps, "PERIODS", powers)
+    rows = cross_entropy_steps.rows(10**4, 1, num_images=4)
+    assert len(rows) == 3
+    (flow,) = [row for row in rows if row.note == "gradient flow"]
+    assert flow.step_error < 1e-3

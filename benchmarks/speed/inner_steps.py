@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 import gnlin
 
-from . import floor
+from . import cross_entropy_steps, floor
 from .oracle import relative_error
 from .report import Comparison, Figure, find, Row, timed_row
 from .task import quintic, Task
@@ -32,6 +32,9 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     )
     literal = literally(task, 10**3 if quick else MAX_LITERAL)
     yield Comparison("K inner steps, one by one", literal, "K = 1")
+    entropy = cross_entropy_steps.rows(10**4 if quick else PERIODS[-1], 3)
+    title = "K inner steps on cross-entropy, the whole outer step; digits MLP, m = 500"
+    yield Comparison(title, entropy, "the first of each")
 
 
 def by_formula(task: Task, num_rounds: int) -> tuple[list[Row], list[Row]]:
