@@ -101,7 +101,7 @@ def test_alternate_takes_turns_and_divides_by_the_steps():
         return Case(name, "", run, **kwargs)
 
     a, b = alternate([case("a", count=lambda _: 10), case("b", max_rounds=1)], 2)
-    assert ran == ["a", "b", "a", "b", "a"]
+    assert ran == ["a", "b", "a", "b", "a", "a", "b"]  # the last two for their memory
     assert len(a.seconds) == 2
     assert len(b.seconds) == 1
     assert all(s > 0 for s in a.seconds + b.seconds)

@@ -6,6 +6,7 @@ cancels, which it does not in a ratio of two medians. Every other round goes bac
 what runs after a program with many threads finds them still awake.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -72,16 +73,22 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
     first = [_clock(case.compile or case.run)[0] for case in cases]
     whole: list[list[float]] = [[] for _ in cases]
     per_step: list[list[float]] = [[] for _ in cases]
+    peaks: list[int | None] = [None for _ in cases]
     for i in range(num_rounds):
         order = list(enumerate(cases))
         for k, case in order if i % 2 == 0 else reversed(order):
             if case.max_rounds is None or i < case.max_rounds:
-                seconds, output = _clock(case.run)
+                with _peak_of(case) as peak:
+                    seconds, output = _clock(case.run)
                 whole[k].append(seconds)
                 per_step[k].append(seconds / case.count(output))
                 del output
-    # By themselves: memory that is given back first takes time to be had again.
-    peaks = [_peak(case) for case in cases]
+                if peak is not None:
+                    peaks[k] = peak.bytes
+    # By itself: memory that is given back first takes time to be had again.
+    for k, case in enumerate(cases):
+        if case.compile is None:
+            peaks[k] = _peak(case)
     return [
         Timing(
             case,
@@ -93,6 +100,11 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
         )
         for k, case in enumerate(cases)
     ]
+
+
+def _peak_of(case: Case) -> contextlib.AbstractContextManager[PeakMemory | None]:
+    """Of what runs only once, in that run, which takes seconds."""
+    return contextlib.nullcontext() if case.compile is None else PeakMemory()
 
 
 def _peak(case: Case) -> int | None:
