@@ -89,7 +89,7 @@ class Linearisation(eqx.Module):
         if forward_is_cheaper(m, p):
             flat, unravel = ravel_pytree(self.point)
             columns = self._chunked(
-                lambda v: ravel_pytree(self.jvp(unravel(v)))[0],
+                lambda v: self.push_forward(unravel(v)),
                 jnp.eye(p, dtype=flat.dtype),
                 memory_budget,
             )
@@ -101,11 +101,8 @@ class Linearisation(eqx.Module):
 
     def blocks(self, memory_budget: int = DEFAULT_MEMORY_BUDGET) -> PyTree:
         """The Jacobian like `rows`, but of dense and convolutional layers their factors,
-        where these are smaller: see `gnlin._layers`."""
-        if self._examples is None:
-            return self.rows(memory_budget)
-        fn, args = self._examples
-        blocks = fn.blocks(self.point, args, memory_budget)
+        where these are smaller: see `gnlin._layer`."""
+        blocks = self._blocks_of(None, self.point, memory_budget)
         return jax.tree.unflatten(jax.tree.structure(self.point), blocks)
 
     def num_block_bytes(self) -> list[int]:
@@ -203,6 +200,8 @@ class Linearisation(eqx.Module):
         return groups, left
 
     def _blocks_of(self, leaves, point, memory_budget) -> list[Any]:
+        """By some of the arrays of parameters, or all; of a function that is not of
+        independent examples always by all."""
         if self._examples is None:
             return jax.tree.leaves(self.rows(memory_budget))
         fn, args = self._examples
@@ -210,12 +209,12 @@ class Linearisation(eqx.Module):
 
     def _chunked_kernel(self, leaves: Sequence[int], memory_budget: int):
         """By some of the arrays of parameters, a chunk of rows at a time."""
-        flat, unravel = ravel_pytree(self.outputs)
+        flat, _ = ravel_pytree(self.outputs)
 
         def row(u):
-            pulled, structure = jax.tree.flatten(self.vjp(unravel(u)))
+            pulled, structure = jax.tree.flatten(self.pull_back(u))
             kept = [x if k in leaves else jnp.zeros_like(x) for k, x in enumerate(pulled)]
-            return ravel_pytree(self.jvp(structure.unflatten(kept)))[0]
+            return self.push_forward(structure.unflatten(kept))
 
         return self._chunked(row, jnp.eye(flat.size, dtype=flat.dtype), memory_budget)
 
@@ -283,6 +282,10 @@ class Linearisation(eqx.Module):
             pull_back = Partial(_rows.pull_back, rows)
             return _rows.spectrum(rows, residual, method, pull_back)
         return from_kernel(self.kernel(memory_budget), residual, self.pull_back)
+
+    def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
+        r"""$\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
+        return ravel_pytree(self.jvp(tangent))[0]
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
         r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""

@@ -240,12 +240,12 @@ def blocks(
     y: PyTree[Array],
     args: PyTree[Array],
     wanted: Sequence[int],
-    batch_size: int | None = None,
+    batch_size: int,
 ) -> list[Any]:
     """The Jacobian of a batch of n examples by the `wanted` leaves of the parameters: for
     each a [`Layer`][], or its rows, (n, c, ...).
 
-    - `batch_size`: how many examples are passed at once; `None` for all.
+    - `batch_size`: how many examples are passed at once.
     """
     leaves = jax.tree.leaves(y)
     layers = {leaf: program.layers[leaf] for leaf in wanted if leaf in program.layers}
@@ -269,7 +269,7 @@ def blocks(
         return activations, *jax.vmap(lambda u: pull(unravel(u)))(basis)
 
     examples = jax.tree.leaves(args)
-    if batch_size is None or batch_size >= examples[0].shape[0]:
+    if batch_size >= examples[0].shape[0]:
         activations, signals, rows = jax.vmap(of_example)(examples)
     else:
         activations, signals, rows = jax.lax.map(

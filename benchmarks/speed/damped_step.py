@@ -215,7 +215,7 @@ def gnlin_loop(task: Task, method: Any, num_steps: int) -> Case:
 
 
 def optimistix_loops(task: Task, num_steps: int) -> list[Case]:
-    damped = opponents.OptimistixDamped(opponents.CG)
+    damped = opponents.optimistix_damped(opponents.CG)
     lm = _lm()
     return [
         Case(

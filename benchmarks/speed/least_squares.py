@@ -1,7 +1,6 @@
 """Other libraries' least-squares solvers, run to a given loss."""
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,31 +9,15 @@ import lineax as lx
 import numpy as np
 import optimistix as optx
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, PyTree
 
 from . import opponents
 from .problem import Contender, Problem, small
 
 
-class _Until(optx.AbstractGaussNewton):
+class _Until(opponents.OptimistixParts):
     """optimistix's Levenberg-Marquardt, which ends at a loss and nowhere else."""
 
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Array]
-    descent: optx.AbstractDescent
-    search: optx.AbstractSearch
-    verbose: Callable[..., None]
-    target: float
-
-    def __init__(self, linear_solver: lx.AbstractLinearSolver, target: float):
-        plain = optx.LevenbergMarquardt(0.0, 0.0, linear_solver=linear_solver)
-        self.rtol = self.atol = 0.0
-        self.norm = plain.norm
-        self.descent = plain.descent
-        self.search = plain.search
-        self.verbose = plain.verbose
-        self.target = target
+    target: float = 0.0
 
     def terminate(self, fn, y, args, options, state, tags):
         there = state.f_info.as_min() <= self.target
@@ -52,7 +35,8 @@ def _optimistix(problem: Problem, name: str, linear: Any) -> Contender:
 
     def run(setting, start, num_steps):
         del setting, num_steps
-        solver = _Until(linear, problem.target)
+        plain = optx.LevenbergMarquardt(0.0, 0.0, linear_solver=linear)
+        solver = _Until(descent=plain.descent, search=plain.search, target=problem.target)
         solution = optx.least_squares(
             problem.residuals,
             solver,

@@ -20,28 +20,28 @@ CG = lx.Normal(lx.CG(rtol=1e-10, atol=1e-10))
 """Conjugate gradients on the normal equations: optimistix's way around its m + p rows."""
 
 
-class OptimistixDamped(optx.AbstractGaussNewton):
-    """optimistix's parts put together to damped Gauss-Newton with lambda = 1 throughout:
-    its own Levenberg-Marquardt lowers lambda as it goes, which is other work."""
-
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Array]
-    descent: optx.AbstractDescent
-    search: optx.AbstractSearch
-    verbose: Callable[..., None]
-
-    def __init__(self, linear_solver: lx.AbstractLinearSolver):
-        self.rtol = 0.0
-        self.atol = 0.0
-        self.norm = optx.max_norm
-        self.descent = optx.DampedNewtonDescent(linear_solver)
-        self.search = optx.LearningRate(1.0)
-        self.verbose = _silent
-
-
 def _silent(**kwargs) -> None:
     del kwargs
+
+
+class OptimistixParts(optx.AbstractGaussNewton):
+    """optimistix's Gauss-Newton methods, as the parts that they are put together from;
+    tolerances of zero: none ends before its last step."""
+
+    descent: optx.AbstractDescent
+    search: optx.AbstractSearch
+    rtol: float = 0.0
+    atol: float = 0.0
+    norm: Callable[[PyTree], Array] = optx.max_norm
+    verbose: Callable[..., None] = _silent
+
+
+def optimistix_damped(linear_solver: lx.AbstractLinearSolver) -> OptimistixParts:
+    """Damped Gauss-Newton with lambda = 1 throughout: its own Levenberg-Marquardt lowers
+    lambda as it goes, which is other work."""
+    return OptimistixParts(
+        descent=optx.DampedNewtonDescent(linear_solver), search=optx.LearningRate(1.0)
+    )
 
 
 def optimistix_solution(fn, solver, max_steps, y, args) -> optx.Solution:

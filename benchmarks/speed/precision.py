@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import gnlin
 
 from . import damped_step, wide
-from .report import Comparison, Row, timed_row
+from .report import Comparison, Row
 from .task import DAMPING, quintic, Task
 from .timing import alternate, Case
 
@@ -31,16 +31,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 def steps(task: Task, num_rounds: int) -> list[Row]:
     cases = [_case(task, name, precision) for name, precision in WAYS.items()]
     timings = alternate(cases, num_rounds)
-    linear_residual = wide.linear_residual(task)
-    return [
-        timed_row(
-            f"mixed precision: {task.name}",
-            timing,
-            timings[0],
-            linear_residual=linear_residual(timing.case),
-        )
-        for timing in timings
-    ]
+    return wide.solved_rows(f"mixed precision: {task.name}", task, timings)
 
 
 def _case(task: Task, name: str, precision: gnlin.MixedPrecision | None) -> Case:

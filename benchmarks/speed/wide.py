@@ -1,6 +1,6 @@
 """The damped step of wide problems: 10^3 to 10^7 parameters, 20 to 2,000 outputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jax.flatten_util import ravel_pytree
 from . import damped_step
 from .report import Comparison, Figure, find, Row, timed_row
 from .task import DAMPING, quintic, Task
-from .timing import alternate, Case
+from .timing import alternate, Case, Timing
 
 
 # (width, outputs): with four hidden layers a width w makes 3 w^2 + 6 w + 1 parameters.
@@ -63,16 +63,7 @@ def damped(task: Task) -> list[Row]:
     if work <= MAX_PRODUCT:
         cases += damped_step.optimistix_loops(task, min(num_steps, 5))
     timings = alternate(cases, rounds)
-    linear_residual_of = linear_residual(task)
-    rows = [
-        timed_row(
-            f"damped step: {task.name}",
-            timing,
-            timings[0],
-            linear_residual=linear_residual_of(timing.case),
-        )
-        for timing in timings
-    ]
+    rows = solved_rows(f"damped step: {task.name}", task, timings)
     if work > MAX_PRODUCT:
         reason = "minutes of conjugate gradients a step"
         rows.append(damped_step.skipped(task, "optimistix", "LM, Normal(CG)", reason))
@@ -85,6 +76,15 @@ def damped(task: Task) -> list[Row]:
         reason = f"a matrix of {num_rows:,} x {p:,}, {num_bytes:,.2g} GiB"
         rows.append(damped_step.skipped(task, library, variant, reason))
     return rows
+
+
+def solved_rows(title: str, task: Task, timings: Sequence[Timing]) -> list[Row]:
+    """Each with the linear residual that it reached; ratios are to the first."""
+    residual_of = linear_residual(task)
+    return [
+        timed_row(title, timing, timings[0], linear_residual=residual_of(timing.case))
+        for timing in timings
+    ]
 
 
 def linear_residual(task: Task):

@@ -8,7 +8,7 @@ import lineax as lx
 import optimistix as optx
 from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._spectrum import Filter
@@ -40,10 +40,36 @@ def _solve_damped(
     )
 
 
+Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
+"""Coefficients, the inner steps that they took, and whether they solve."""
+
+
+def through_outputs(
+    solve: Callable[[Float[Array, " m"]], Solved],
+    residual: Float[Array, " m"],
+    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]],
+    damping: ScalarLike,
+    rest: tuple[PyTree[Array], Float[Array, " m"]] | None,
+) -> Answer:
+    r"""The step, with `solve` for products with $(\phi\phi^\top + \lambda I)^{-1}$:
+    $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, and for a part $g_0$ of the gradient
+    that is no $\phi^\top r$, `rest`, by Woodbury's identity
+    $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$, with
+    one solution for both; `rest` is $g_0$ and $\phi g_0$."""
+    if rest is None:
+        a, num_steps, result = solve(residual)
+        return Answer(pull_back(-a), num_steps, result=result)
+    stray, pushed = rest
+    inverse = 1 / jnp.asarray(damping, residual.dtype)
+    inverse = jnp.where(_tree.any_nonzero(stray), inverse, 0)
+    a, num_steps, result = solve(residual - inverse * pushed)
+    step = _tree.axpy(-inverse, stray, pull_back(-a))
+    return Answer(step, num_steps, result=result)
+
+
 class OnOutputs(AbstractSubproblem):
-    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, and for a part $g_0$ of
-    the gradient that is no $\phi^\top r$, `rest`, by Woodbury's identity
-    $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$."""
+    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$: see
+    `through_outputs`."""
 
     kernel: Float[Array, "m m"]
     residual: Float[Array, " m"]
@@ -95,19 +121,14 @@ class OnOutputs(AbstractSubproblem):
         return OnOutputs(self.kernel, flat, self.pull_back, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
-        if self.rest is None:
-            a, result = _solve_damped(self.kernel, self.residual, filter)
-            return Answer(self.pull_back(-a), result=result)
-        # (phi phi^T + lambda I)^-1 (r - phi g_0 / lambda): one factorisation for both
+        def solve(vector):
+            a, result = _solve_damped(self.kernel, vector, filter)
+            return a, 0, result
+
+        # Another filter ends as an error in `solve`.
         damping = filter.damping if isinstance(filter, Tikhonov) else 1.0
-        inverse = 1 / jnp.asarray(damping, self.residual.dtype)
-        stray = _tree.any_nonzero(self.rest)
-        inverse = jnp.where(stray, inverse, 0)
-        a, result = _solve_damped(
-            self.kernel, self.residual - inverse * self.pushed, filter
-        )
-        step = self.pull_back(-a)
-        return Answer(_tree.axpy(-inverse, self.rest, step), result=result)
+        rest = None if self.rest is None else (self.rest, self.pushed)
+        return through_outputs(solve, self.residual, self.pull_back, damping, rest)
 
 
 class OnParameters(AbstractSubproblem):

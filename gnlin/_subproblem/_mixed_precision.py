@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, PyTree, Scalar
 from .. import _rows, _tree
 from .._checks import check_finite_positive
 from .._conjugate_gradients import ConjugateGradients
-from .._linearisation import Linearisation
 from .._objective import Quadratic
 from .._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractSubproblem, Answer
+from ._direct import Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -92,7 +92,7 @@ def prepare_refined(
         )
     else:
         kernel = lin.kernel(memory_budget).astype(dtype)
-        pull_back, push_forward = lin.pull_back, Partial(_push_forward, lin)
+        pull_back, push_forward = lin.pull_back, lin.push_forward
     single = jnp.promote_types(dtype, jnp.float32)
     residual, _ = ravel_pytree(lin.outputs)
     return Refined(
@@ -104,10 +104,6 @@ def prepare_refined(
         quadratic.rest,
         *num_passes,
     )
-
-
-def _push_forward(lin: Linearisation, v: PyTree[Array]) -> Float[Array, " m"]:
-    return ravel_pytree(lin.jvp(v))[0]
 
 
 class Refined(AbstractSubproblem):
@@ -167,19 +163,23 @@ class Refined(AbstractSubproblem):
         if not isinstance(filter, Tikhonov):
             raise ValueError("Mixed precision is for damped problems only.")
         damping = jnp.asarray(filter.damping, self.residual.dtype)
-        vector, rest = self.residual, self.rest
-        inverse, tolerance = jnp.zeros_like(damping), self.precision.tolerance
-        if rest is not None:  # by Woodbury's identity, as in `OnOutputs`
-            stray = _tree.any_nonzero(rest)
-            inverse = jnp.where(stray, 1 / damping, 0)
-            pushed = self.push_forward(rest)
-            vector = vector - inverse * pushed
+        pushed = None if self.rest is None else self.push_forward(self.rest)
+        return through_outputs(
+            lambda vector: self._solve(vector, damping, pushed),
+            self.residual,
+            self.pull_back,
+            damping,
+            None if pushed is None else (self.rest, pushed),
+        )
+
+    def _solve(self, vector, damping, pushed) -> Solved:
+        tolerance = self.precision.tolerance
+        if pushed is not None:
             # Of what 1/lambda blows up the most is taken back in the step.
             unit = _tree.norm(pushed) / self.largest_curvature()
             size = jnp.fmax(_tree.norm(self.residual), unit)
             tolerance = tolerance * jnp.fmin(size / _tree.norm(vector), 1)
         finite = _tree.all_finite((self.kernel, vector, damping))
-        structure = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
         factor = self._factor(damping, finite)
 
         def product(u):
@@ -189,26 +189,19 @@ class Refined(AbstractSubproblem):
             solved = jax.scipy.linalg.cho_solve((factor, True), u.astype(factor.dtype))
             return solved.astype(u.dtype)
 
+        def operator(fn):
+            structure = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
+            return lx.FunctionLinearOperator(fn, structure, lx.positive_semidefinite_tag)
+
         solution = lx.linear_solve(
-            lx.FunctionLinearOperator(product, structure, lx.positive_semidefinite_tag),
+            operator(product),
             jnp.where(finite, vector, 0),
             ConjugateGradients(tolerance),
-            options={
-                "preconditioner": lx.FunctionLinearOperator(
-                    precondition, structure, lx.positive_semidefinite_tag
-                )
-            },
+            options={"preconditioner": operator(precondition)},
             throw=False,
         )
         a = jnp.where(finite, solution.value, jnp.nan)
-        step = self.pull_back(-a)
-        if rest is not None:
-            step = _tree.axpy(-inverse, rest, step)
-        return Answer(
-            step,
-            num_inner_steps=solution.stats["num_steps"],
-            result=optx.RESULTS.promote(solution.result),
-        )
+        return a, solution.stats["num_steps"], optx.RESULTS.promote(solution.result)
 
     def _factor(self, damping: Scalar, finite: Array) -> Float[Array, "m m"]:
         """Of Cholesky, shifted by as much of the kernel's rounding as it takes."""

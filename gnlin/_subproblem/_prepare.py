@@ -169,10 +169,7 @@ def _dense(lin, rest, rows, method, pull_back=None) -> AbstractSubproblem:
 def _without_jacobian(lin, rest, method, memory_budget) -> AbstractSubproblem:
     """The kernel alone, of more of the Jacobian than fits at once."""
     num_passes = lin.num_kernel_passes(memory_budget)
-
-    def push_forward(v):
-        return ravel_pytree(lin.jvp(v))[0]
-
+    push_forward = lin.push_forward
     if method == "eigh":
         spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
         return Spectral(spectrum, *num_passes, rest=rest, push_forward=push_forward)
