@@ -1,5 +1,6 @@
 """Vector-space operations on pytrees of arrays: parameters, outputs and steps."""
 
+import collections
 import functools
 
 import jax
@@ -31,13 +32,16 @@ def matmul(a: Array, b: Array) -> Array:
 
 
 def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
-    """The Euclidean inner product of two trees of one structure."""
+    """The Euclidean inner product of two trees of one structure. Half precision is summed
+    in single."""
     # Not of flat vectors: to flatten a matrix that is sharded by columns is to gather it.
-    precise = jax.lax.Precision.HIGHEST
-    products = jax.tree.map(
-        lambda x, y: jnp.tensordot(x, y, axes=x.ndim, precision=precise), a, b
-    )
-    return sum(jax.tree.leaves(products), jnp.zeros((), dtype(a)))
+    # But leaves of one shape, such as a network's inner layers, are summed in one pass.
+    wide = jnp.promote_types(dtype((a, b)), jnp.float32)
+    products = collections.defaultdict(list)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        products[x.shape].append(x.astype(wide) * y)
+    sums = [jnp.sum(functools.reduce(jnp.add, alike)) for alike in products.values()]
+    return sum(sums, jnp.zeros((), wide)).astype(dtype(a))
 
 
 def norm(a: PyTree[Array]) -> Scalar:

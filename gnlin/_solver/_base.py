@@ -282,10 +282,10 @@ def step_if_finite(
         missed = found | (result != optx.RESULTS.successful)
         result = optx.RESULTS.where(missed, result, optx.RESULTS.nonlinear_divergence)
     solved = result == optx.RESULTS.successful
-    candidate = _tree.axpy(1, step, y)
     step_norm = _tree.norm(step)
     sound = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(step_norm)
-    new_outputs = evaluate(_tree.where(sound & solved, candidate, y))
+    candidate = _tree.where(sound & solved, _tree.axpy(1, step, y), y)
+    new_outputs = evaluate(candidate)
     finite = sound & _tree.all_finite((new_outputs, outputs))
     good = finite & solved
     settled = solver.converged(
