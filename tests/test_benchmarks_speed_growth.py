@@ -53,13 +53,13 @@ def test_one_program_gives_the_losses_of_the_loop(task):
     rows = sweeps.whole_runs(grid, 1, num_steps=2, batch_sizes=(4,))
     assert [row.variant for row in rows] == [
         "a loop over the compiled run",
+        "the same steps in one run, with no call",
         "a loop over gnlin.solve",
         "one program, 4 at once",
     ]
-    assert all(row.step_error < 1e-10 and 0 < row.ratio < math.inf for row in rows)
-    assert sweeps._figure(grid, rows).measured == pytest.approx(
-        1 / min(row.ratio for row in rows[2:])
-    )
+    assert all(0 < row.ratio < math.inf for row in rows)
+    assert all(row.step_error < 1e-10 for row in rows if row.library == "gnlin")
+    assert sweeps._figure(grid, rows).measured == pytest.approx(1 / rows[-1].ratio)
 
 
 #
