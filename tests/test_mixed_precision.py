@@ -138,6 +138,13 @@ def test_a_tolerance_that_is_not_met_is_no_success():
         (lambda: gnlin.MixedPrecision(tolerance=0.0), "`tolerance` must be greater"),
         *(
             (
+                lambda given=given: gnlin.DampedGaussNewton(1.0, mixed_precision=given),
+                "`mixed_precision` must be a `gnlin.MixedPrecision`",
+            )
+            for given in (True, "float32", gnlin.MixedPrecision)
+        ),
+        *(
+            (
                 lambda setting=setting: gnlin.DampedGaussNewton(
                     1.0, mixed_precision=gnlin.MixedPrecision(), **setting
                 ),

@@ -90,6 +90,11 @@ class DampedGaussNewton(AbstractGaussNewton):
         check_method(method)
         check_form(form, method)
         check_scaling(scaling, method, form)
+        if not isinstance(mixed_precision, MixedPrecision | None):
+            raise ValueError(
+                "`mixed_precision` must be a `gnlin.MixedPrecision`, but "
+                f"{mixed_precision!r} was given."
+            )
         plain = scaling == "identity" and form == "quadratic"
         if mixed_precision is not None and not (plain and method in ("auto", "kernel")):
             raise ValueError(
