@@ -24,6 +24,7 @@ import gnlin
 MAX_STEPS = 5000
 
 LIMIT = "hand-written"
+PLAIN = "no acceleration; as accurate as normal equations are"
 SCIPY = "lm", "trf"
 
 Residuals = Callable[[Float[Array, " p"], PyTree[Array]], Float[Array, " m"]]
@@ -51,6 +52,7 @@ class Method:
 def methods() -> list[Method]:
     """Those in JAX. The first is the limit, the second gnlin's default."""
     lm = gnlin.LevenbergMarquardt
+    plain_lm = functools.partial(lm, method="curvature", acceleration=False)
     cholesky = lx.Normal(lx.Cholesky())
     damped_by_cholesky = functools.partial(
         optx.LevenbergMarquardt, linear_solver=cholesky
@@ -59,6 +61,7 @@ def methods() -> list[Method]:
         Method(LIMIT, "LM, Cholesky", _by_hand),
         Method("gnlin", "LM", _optimistix(lambda *_: lm()), "the default"),
         Method("gnlin", "LM, other tolerance", _optimistix(lm)),
+        Method("gnlin", 'LM, "curvature", plain', _optimistix(plain_lm), PLAIN),
         Method("optimistix", "LM (QR)", _optimistix(optx.LevenbergMarquardt)),
         Method("optimistix", "LM, Normal(Cholesky)", _optimistix(damped_by_cholesky)),
         Method("optimistix", "Dogleg", _optimistix(optx.Dogleg)),
