@@ -50,8 +50,20 @@ class Layer(eqx.Module):
     def rows(self) -> Float[Array, "m ..."]:
         """The rows themselves, of all examples one after the other."""
         n, c, o, t = self.signals.shape
-        rows = matmul(self.signals.reshape(n, c * o, t), self.activations)
+        signals = self.signals.reshape(n, c * o, t)
+        # With one position they are outer products, which are fused with what follows.
+        one = t == 1
+        rows = signals * self.activations if one else matmul(signals, self.activations)
         return jax.vmap(self._as_weights)(rows.reshape(n * c, -1))
+
+    def squared_columns(self) -> Float[Array, "..."]:
+        """The squared norms of the Jacobian's columns, as weights."""
+        n, _, o, t = self.signals.shape
+        if t > 1:
+            return jnp.sum(self.rows() ** 2, axis=0)
+        signals = jnp.sum(self.signals**2, axis=1).reshape(n, o)
+        activations = self.activations.reshape(n, -1) ** 2
+        return self._as_weights(matmul(signals.T, activations))
 
     def gram(self) -> Float[Array, "m m"]:
         """Their inner products."""

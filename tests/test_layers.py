@@ -97,6 +97,8 @@ def test_a_layer_is_its_rows(name):
     _, unravel = ravel_pytree(parameters)
     pulled, _ = ravel_pytree(_rows.pull_back(blocks, jnp.asarray(a)))
     pushed = _rows.push_forward(blocks, unravel(jnp.asarray(v)))
+    columns, _ = ravel_pytree(_rows.squared_columns(blocks))
+    np.testing.assert_allclose(columns, np.sum(jacobian**2, axis=0), atol=10 * rounding)
     np.testing.assert_allclose(pulled, jacobian.T @ a, atol=10 * rounding)
     np.testing.assert_allclose(pushed, jacobian @ v, atol=10 * rounding)
     at_hand = lin.materialise()
@@ -120,6 +122,17 @@ def test_both_ways_to_inner_products(name, way, monkeypatch):
             np.testing.assert_allclose(
                 getattr(block, way)(), rows @ rows.T, rtol=1e-12, atol=1e-12
             )
+
+
+@pytest.mark.parametrize("num_columns", [8, 9, 11, 12, 17])
+def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
+    monkeypatch.setattr(_rows, "_LONG", 9)
+    monkeypatch.setattr(_rows, "_SLICE", 4)
+    rows = np.random.default_rng(0).normal(size=(3, num_columns))
+    shapes = str(jax.make_jaxpr(_rows.gram)(jnp.asarray(rows)))
+    assert ("f64[3,4]" in shapes) == (num_columns >= 9)
+    gram = _rows.gram(jnp.asarray(rows))
+    np.testing.assert_allclose(gram, rows @ rows.T, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.usefixtures("always")

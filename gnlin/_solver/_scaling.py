@@ -93,8 +93,7 @@ def next_scale(
             'use `scaling="identity"`, or raise `memory_budget`.'
         )
     blocks = lin.blocks(memory_budget)
-    rows = _rows.dense(blocks)
-    norms = jax.tree.map(lambda row: jnp.sqrt(jnp.sum(row**2, axis=0)), rows)
+    norms = jax.tree.map(jnp.sqrt, _rows.squared_columns(blocks))
     if scaling == "more":
         norms = jax.tree.map(lambda n, s: jnp.maximum(n, _FADING * s), norms, scale)
     return norms, blocks
