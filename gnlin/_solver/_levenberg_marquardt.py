@@ -254,22 +254,25 @@ class LevenbergMarquardt(AbstractGaussNewton):
         def scaled(step):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
 
+        def damped_norm(answer):
+            known = answer.damped_norm
+            return _tree.norm(scaled(answer.step)) if known is None else known
+
         def attempt(last: _Trial) -> _Trial:
             damping = last.next_damping
             answer = subproblem.solve(Tikhonov(damping))
             predicted = answer.decrease
             if predicted is None:
                 predicted = 0.5 * (
-                    damping * _tree.dot(scaled(answer.step), scaled(answer.step))
-                    - _tree.dot(answer.step, gradient)
+                    damping * damped_norm(answer) ** 2 - _tree.dot(answer.step, gradient)
                 )
             step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
             if self.acceleration:
                 bend = self._acceleration(
                     root, evaluate, lin.point, subproblem, damping, step
                 )
-                longest = 0.5 * _MAX_ACCELERATION * _tree.norm(scaled(step))
-                gentle = _tree.norm(scaled(bend.step)) <= longest
+                longest = 0.5 * _MAX_ACCELERATION * damped_norm(answer)
+                gentle = damped_norm(bend) <= longest
                 step = _tree.axpy(0.5, bend.step, step)
 
             y = _tree.axpy(1, step, lin.point)

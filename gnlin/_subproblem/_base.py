@@ -16,7 +16,9 @@ class Answer(eqx.Module):
 
     Counts are of this answer alone, beyond what setting the subproblem up took.
     `decrease` is what the linearised objective, without damping, falls by; `None` where
-    the step solves a damped quadratic problem, and two products tell.
+    the step solves a damped quadratic problem, and two products tell. `damped_norm` is
+    the step's in the variables in which the subproblem is damped; `None` where it is not
+    known without a look at the step.
     """
 
     step: PyTree[Array]
@@ -24,6 +26,7 @@ class Answer(eqx.Module):
     num_jvps: ScalarLike = 0
     num_vjps: ScalarLike = 0
     decrease: Scalar | None = None
+    damped_norm: Scalar | None = None
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
 
 

@@ -61,10 +61,11 @@ class Spectral(AbstractSubproblem):
         return Spectral(self.spectrum.with_residual(residual), 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
-        w = self.spectrum.eigenvalues
+        w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
+        g = filter(w)
         # The linearised residual is left with the factor 1 - w g(w). One that has grown
         # past 1/eps says nothing any more but that the steps diverge.
-        growth = jnp.abs(1 - w * filter(w))
+        growth = jnp.abs(1 - w * g)
         diverged = jnp.any(~(growth < 1 / jnp.finfo(w.dtype).eps))
         result = optx.RESULTS.where(
             diverged & self.spectrum.finite(),
@@ -72,9 +73,13 @@ class Spectral(AbstractSubproblem):
             optx.RESULTS.successful,
         )
         if self.rest is None:
-            return Answer(self.spectrum.step(filter), result=result)
-        values = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))
-        at_zero, g = values[0], values[1:]
+            return Answer(
+                self.spectrum.lift(-g * c),
+                decrease=0.5 * jnp.sum(w * g * (2 - w * g) * c**2),
+                damped_norm=_tree.norm(jnp.sqrt(w) * g * c),
+                result=result,
+            )
+        at_zero = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
         slope = jnp.where(w > 0, (g - at_zero) / jnp.where(w > 0, w, 1), 0)
-        within = self.spectrum.lift(-g * self.spectrum.coefficients - slope * self.pushed)
+        within = self.spectrum.lift(-g * c - slope * self.pushed)
         return Answer(_tree.axpy(-at_zero, self.rest, within), result=result)
