@@ -36,14 +36,6 @@ from gnlin.filters import (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Many programs, each run for a moment only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 #
 # One small problem for each loss
 #
