@@ -2,6 +2,7 @@
 
 import decimal
 import fractions
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -24,20 +25,16 @@ import gnlin
 from gnlin._objective import BatchLoss
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Many programs, each run for a moment only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def optimised():
-    """As a user's programs are, where it is about the last digits."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+# As a user's programs are, whatever conftest.py asks of XLA: where it is about the last
+# digits.
+as_for_users = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 3,
+        "xla_llvm_disable_expensive_passes": False,
+        "xla_cpu_use_fusion_emitters": True,
+    },
+)
 
 
 class Hinge(gnlin.AbstractLoss):
@@ -474,7 +471,6 @@ LOGITS_IN_DOUBLE = {
     "the likeliest by 700": [700.0, -700.0, 0.0, 350.0],
     "seven hundred below": [-700.0, 0.0, -700.0, 0.0],
 }
-PRODUCT = eqx.filter_jit(lambda factor, v: factor.transpose_mv(factor.mv(v)))
 
 
 def tolerance(dtype, roundings):
@@ -486,20 +482,20 @@ def softmax_tolerance(outputs):
     return tolerance(outputs.dtype, 8 + float(np.ptp(outputs)))
 
 
-@pytest.mark.usefixtures("optimised")
+def derivatives(loss, f, t, v):
+    """(value, gradient, second derivative times v)"""
+    factor = loss.factor(f, t)
+    product = factor.transpose_mv(factor.mv(v))
+    return loss.value(f, t), loss.gradient(f, t), product
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.25])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
 def test_saturated_softmax(dtype, smoothing):
     loss = gnlin.SoftmaxCrossEntropy(smoothing)
     generator = np.random.default_rng(2)
     cases = LOGITS if dtype == np.float32 else LOGITS | LOGITS_IN_DOUBLE
-    run = jax.jit(
-        lambda f, t, v: (
-            loss.value(f, t),
-            loss.gradient(f, t),
-            PRODUCT(loss.factor(f, t), v),
-        )
-    )
+    run = as_for_users(functools.partial(derivatives, loss))
     for logits in cases.values():
         outputs = np.array(logits, dtype)
         rtol = softmax_tolerance(outputs)
@@ -523,18 +519,16 @@ def test_saturated_softmax(dtype, smoothing):
             assert_near(product, expected.product, rtol, expected.size)
 
 
-@pytest.mark.usefixtures("optimised")
 def test_the_likeliest_class_loses_no_digit_to_one():
     """1 - p, of a class that is as good as certain."""
     loss = gnlin.SoftmaxCrossEntropy()
     outputs = jnp.asarray([40.0, 0.0, -3.0], jnp.float32)
     tail = math.exp(-40) + math.exp(-43)
-    np.testing.assert_allclose(loss.value(outputs, jnp.asarray(0)), tail, rtol=1e-6)
-    np.testing.assert_allclose(
-        loss.gradient(outputs, jnp.asarray(0))[0], -tail, rtol=1e-6
-    )
-    factor = loss.factor(outputs, jnp.asarray(0))
-    product = factor.transpose_mv(factor.mv(jnp.asarray([1.0, 0.0, 0.0], jnp.float32)))
+    run = as_for_users(functools.partial(derivatives, loss))
+    first = jnp.asarray([1.0, 0.0, 0.0], jnp.float32)
+    value, gradient, product = run(outputs, jnp.asarray(0), first)
+    np.testing.assert_allclose(value, tail, rtol=1e-6)
+    np.testing.assert_allclose(gradient[0], -tail, rtol=1e-6)
     np.testing.assert_allclose(product, [tail, -math.exp(-40), -math.exp(-43)], rtol=1e-6)
 
 
@@ -559,7 +553,6 @@ ELEMENTWISE = {
 }
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
 @pytest.mark.parametrize(
     ("loss", "formula", "targets"), ELEMENTWISE.values(), ids=ELEMENTWISE
@@ -571,7 +564,7 @@ def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
     if isinstance(loss, gnlin.PoissonNLL) and dtype == np.float32:
         outputs = outputs[outputs <= 80]  # beyond is infinity
     rtol = tolerance(dtype, 8)
-    run = jax.jit(
+    run = as_for_users(
         lambda f, t: (loss.elementwise(f, t), loss.derivative(f, t), loss.root(f, t))
     )
     for target in targets:
@@ -608,14 +601,13 @@ SATURATED = {
 }
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["single", "double"])
 @pytest.mark.parametrize(("loss", "target", "c"), SATURATED.values(), ids=SATURATED)
 def test_the_gradient_is_whitened_whole(loss, target, c, dtype):
     """R^T r~ + e is the gradient, and r~ leaves room for other examples beside it."""
     target = jnp.asarray(target, dtype if target.dtype.kind == "f" else int)
 
-    @jax.jit
+    @as_for_users
     def run(outputs):
         gradient, factor = loss.gradient(outputs, target), loss.factor(outputs, target)
         residual, remainder = factor.whiten(gradient)
@@ -667,12 +659,7 @@ def test_softmax_at_any_outputs(halves, label, v):
 #
 
 
-@jax.jit
-def softmax_parts(f, t, v):
-    loss = gnlin.SoftmaxCrossEntropy()
-    factor = loss.factor(f, t)
-    product = factor.transpose_mv(factor.mv(v))
-    return loss.value(f, t), loss.gradient(f, t), product
+softmax_parts = jax.jit(functools.partial(derivatives, gnlin.SoftmaxCrossEntropy()))
 
 
 def three(most):
