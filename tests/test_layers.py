@@ -69,7 +69,13 @@ def case(name, num_examples=4, dtype=float):
 def dense(fn, parameters, x):
     flat, unravel = ravel_pytree(parameters)
     batched = lambda v: jax.vmap(lambda e: fn(unravel(v), e))(x).ravel()
-    return np.asarray(jax.jacrev(batched)(flat))
+    return np.asarray(jax.jit(jax.jacrev(batched))(flat))
+
+
+def kernel_of(fn, parameters, x, *budget):
+    """In one program: an operation at a time there would be a hundred to compile."""
+    kernel = lambda p, x: gnlin.linearise(gnlin.PerExample(fn), p, x).kernel(*budget)
+    return jax.jit(kernel)(parameters, x)
 
 
 @pytest.fixture
@@ -82,31 +88,40 @@ def always(monkeypatch):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_its_rows(name):
     fn, parameters, x = case(name)
-    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
-    blocks = lin.blocks()
-    found = [b for b in jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
-             if _rows.is_layer(b)]  # fmt: skip
-    assert len(found) == 1
     jacobian = dense(fn, parameters, x)
     rounding = 1e-13 * np.abs(jacobian).max() * jacobian.shape[1]
-    np.testing.assert_allclose(_rows.matrix(_rows.dense(blocks)), jacobian, atol=rounding)
-    np.testing.assert_allclose(lin.matrix(), jacobian, atol=rounding)
-    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=10 * rounding)
     a = np.random.default_rng(0).normal(size=jacobian.shape[0])
     v = np.random.default_rng(1).normal(size=jacobian.shape[1])
-    _, unravel = ravel_pytree(parameters)
-    pulled, _ = ravel_pytree(_rows.pull_back(blocks, jnp.asarray(a)))
-    pushed = _rows.push_forward(blocks, unravel(jnp.asarray(v)))
-    columns, _ = ravel_pytree(_rows.squared_columns(blocks))
-    np.testing.assert_allclose(columns, np.sum(jacobian**2, axis=0), atol=10 * rounding)
-    np.testing.assert_allclose(pulled, jacobian.T @ a, atol=10 * rounding)
-    np.testing.assert_allclose(pushed, jacobian @ v, atol=10 * rounding)
-    at_hand = lin.materialise()
-    np.testing.assert_allclose(
-        ravel_pytree(at_hand.vjp(jnp.asarray(a).reshape(lin.outputs.shape)))[0],
-        jacobian.T @ a,
-        atol=10 * rounding,
-    )
+
+    @jax.jit
+    def run(parameters, x, a, v):
+        lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+        blocks = lin.blocks()
+        leaves = jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
+        assert sum(map(_rows.is_layer, leaves)) == 1
+        unravel = ravel_pytree(parameters)[1]
+        cotangent = a.reshape(lin.outputs.shape)
+        return {
+            "matrix": (_rows.matrix(_rows.dense(blocks)), lin.matrix()),
+            "kernel": lin.kernel(),
+            "pulled": (
+                ravel_pytree(_rows.pull_back(blocks, a))[0],
+                ravel_pytree(lin.materialise().vjp(cotangent))[0],
+            ),
+            "pushed": _rows.push_forward(blocks, unravel(v)),
+            "columns": ravel_pytree(_rows.squared_columns(blocks))[0],
+        }
+
+    found = run(parameters, x, a, v)
+    for matrix in found["matrix"]:
+        np.testing.assert_allclose(matrix, jacobian, atol=rounding)
+    kernel = jacobian @ jacobian.T
+    np.testing.assert_allclose(found["kernel"], kernel, atol=10 * rounding)
+    for pulled in found["pulled"]:
+        np.testing.assert_allclose(pulled, jacobian.T @ a, atol=10 * rounding)
+    np.testing.assert_allclose(found["pushed"], jacobian @ v, atol=10 * rounding)
+    squares = np.sum(jacobian**2, axis=0)
+    np.testing.assert_allclose(found["columns"], squares, atol=10 * rounding)
 
 
 @pytest.mark.usefixtures("always")
@@ -115,13 +130,16 @@ def test_a_layer_is_its_rows(name):
 def test_both_ways_to_inner_products(name, way, monkeypatch):
     monkeypatch.setattr(_layer, "_PART_BYTES", 1)  # an output of the layer at a time
     fn, parameters, x = case(name)
-    blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
-    for block in jax.tree.leaves(blocks, is_leaf=_rows.is_layer):
-        if _rows.is_layer(block):
-            rows = block.rows().reshape(block.num_rows, -1)
-            np.testing.assert_allclose(
-                getattr(block, way)(), rows @ rows.T, rtol=1e-12, atol=1e-12
-            )
+
+    @jax.jit
+    def run(parameters, x):
+        blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
+        leaves = jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
+        (layer,) = filter(_rows.is_layer, leaves)
+        return layer.rows().reshape(layer.num_rows, -1), getattr(layer, way)()
+
+    rows, products = map(np.asarray, run(parameters, x))
+    np.testing.assert_allclose(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_columns", [8, 9, 11, 12, 17])
@@ -138,7 +156,7 @@ def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
 @pytest.mark.usefixtures("always")
 def test_in_single_precision():
     fn, parameters, x = case("padded", dtype=jnp.float32)
-    kernel = gnlin.linearise(gnlin.PerExample(fn), parameters, x).kernel()
+    kernel = kernel_of(fn, parameters, x)
     assert kernel.dtype == jnp.float32
     jacobian = dense(fn, parameters, x)
     np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-4, atol=1e-4)
@@ -206,11 +224,9 @@ def test_what_is_no_layer_keeps_its_rows(name):
     x = jax.random.normal(jax.random.key(1), (3, *shape))
     program = _program.find(fn, parameters, x[0])
     assert not program.layers
-    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    kernel = kernel_of(fn, parameters, x)
     jacobian = dense(fn, parameters, x)
-    np.testing.assert_allclose(
-        lin.kernel(), jacobian @ jacobian.T, rtol=1e-10, atol=1e-12
-    )
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-10, atol=1e-12)
 
 
 def test_a_program_with_effects_keeps_its_rows(capfd):
@@ -255,7 +271,7 @@ def test_the_kernel_within_a_budget():
     sizes = lin.num_block_bytes()
     passes = []
     for budget in (sum(sizes), sum(sizes) - 1, max(sizes), max(sizes) - 1, 1):
-        kernel = lin.kernel(budget)
+        kernel = kernel_of(fn, parameters, x, budget)
         np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
         passes.append(lin.num_kernel_passes(budget))
     assert passes[0] == (0, 2)
@@ -289,6 +305,7 @@ def test_a_damped_step_beyond_the_jacobians_memory(method, loss):
 def test_layers_under_vmap_and_grad():
     fn, parameters, x = case("padded")
 
+    @jax.jit
     def trace(parameters, x):
         return jnp.trace(gnlin.linearise(gnlin.PerExample(fn), parameters, x).kernel())
 
@@ -335,11 +352,6 @@ def test_outputs_of_higher_precision_than_the_parameters():
     np.testing.assert_allclose(pulled, expected, rtol=1e-4)
 
 
-def of(fn, w, x):
-    lin = gnlin.linearise(gnlin.PerExample(fn), w, x)
-    return lin, dense(fn, w, x)
-
-
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("num_images", [2, 5])
 def test_a_convolution_of_several_images_in_one_example(num_images):
@@ -349,9 +361,16 @@ def test_a_convolution_of_several_images_in_one_example(num_images):
 
     w = jax.random.normal(key, (8, 4, 3, 3))
     x = jax.random.normal(jax.random.key(1), (3, num_images, 4, 4, 4))
-    lin, jacobian = of(fn, w, x)
-    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, rtol=1e-11)
-    np.testing.assert_allclose(lin.matrix(), jacobian, atol=1e-13)
+
+    @jax.jit
+    def run(w, x):
+        lin = gnlin.linearise(gnlin.PerExample(fn), w, x)
+        return lin.kernel(), lin.matrix()
+
+    kernel, matrix = run(w, x)
+    jacobian = dense(fn, w, x)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-11)
+    np.testing.assert_allclose(matrix, jacobian, atol=1e-13)
 
 
 @pytest.mark.usefixtures("always")
@@ -359,8 +378,9 @@ def test_a_convolution_of_several_images_in_one_example(num_images):
 def test_inputs_of_another_dtype(dtype):
     w = jax.random.normal(key, (3, 6))
     x = (7 * jax.random.normal(jax.random.key(1), (4, 6))).astype(dtype)
-    lin, jacobian = of(lambda w, x: jnp.tanh(0.1 * (w @ x)), w, x)
-    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, rtol=1e-12)
+    fn = lambda w, x: jnp.tanh(0.1 * (w @ x))
+    kernel, jacobian = kernel_of(fn, w, x), dense(fn, w, x)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (6, 0)])
@@ -370,8 +390,9 @@ def test_layers_of_nothing(shape, budget):
         return jnp.tanh(y["a"] @ x) + jnp.sum(y["b"] @ jnp.ones(shape[1]))
 
     y = {"a": jnp.ones((2, 5)), "b": jnp.ones(shape)}
-    lin, jacobian = of(fn, y, jax.random.normal(key, (3, 5)))
-    np.testing.assert_allclose(lin.kernel(budget), jacobian @ jacobian.T, rtol=1e-12)
+    x = jax.random.normal(key, (3, 5))
+    kernel, jacobian = kernel_of(fn, y, x, budget), dense(fn, y, x)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["kernel", "curvature", "eigh", "mixed"])
