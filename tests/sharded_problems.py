@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before jax starts
     DEVICES = 2 if sys.argv[1] == "processes" else 8
     os.environ["XLA_FLAGS"] = (
         f"--xla_force_host_platform_device_count={DEVICES} "
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
     )
     # Of the threads that the virtual devices share. One that waits for the others keeps
     # its own, and a batch of LAPACK calls needs one more.
