@@ -17,7 +17,9 @@ from .timing import alternate, Case
 
 LIMIT = "hand-written"
 LOOP = "in a loop"
-NUM_STEPS = 200
+# So many of the fastest that a call, which looks at its arguments, is no part of a step's
+# time; of those that take ten times as long a tenth, and of the slowest a hundredth.
+NUM_STEPS = 2000
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -84,7 +86,7 @@ def _wider(task: Task) -> list[Row]:
         ("SciPy", "lm", "it needs at least as many residuals as parameters"),
     )
     return [
-        *in_a_loop(task, 3, num_steps=5),
+        *in_a_loop(task, 3, num_steps=100),
         *slower_in_a_loop(task, 1, num_steps=2),
         *(skipped(task, *what) for what in hopeless),
     ]
@@ -100,7 +102,7 @@ def in_a_loop(
     cases = [
         *_limits(task, num_steps),
         *(gnlin_loop(task, method, num_steps) for method in methods),
-        *optimistix_loops(task, num_steps),
+        *optimistix_loops(task, max(1, num_steps // 10)),
     ]
     return _rows(task, cases, num_rounds, LOOP)
 
@@ -108,12 +110,12 @@ def in_a_loop(
 def slower_in_a_loop(task: Task, num_rounds: int, num_steps: int = 5) -> list[Row]:
     """Those that take many times as long, by themselves: they would disturb the rest."""
     slow = [gnlin_loop(task, method, num_steps) for method in ("matrix-free", "svd")]
-    cases = [*_limits(task, num_steps)[:1], *slow, *_scipy_loops(task)]
+    cases = [limit(task, 100 * num_steps), *slow, *_scipy_loops(task)]
     return _rows(task, cases, num_rounds, LOOP)[1:]
 
 
 def jaxopt_in_a_loop(task: Task, num_rounds: int) -> list[Row]:
-    cases = [*_limits(task, NUM_STEPS)[:1], *_jaxopt_loops(task)]
+    cases = [limit(task, NUM_STEPS), *_jaxopt_loops(task)]
     return _rows(task, cases, num_rounds, LOOP)[1:]
 
 
@@ -157,7 +159,7 @@ def default_levenberg_marquardt(task: Task) -> list[Row]:
         compile=lambda: compiled.append(program.lower(*call, *data).compile()),
         note="run once, for one iteration",
     )
-    return _rows(task, [*_limits(task, NUM_STEPS)[:1], case], 1, LOOP)[1:]
+    return _rows(task, [limit(task, NUM_STEPS), case], 1, LOOP)[1:]
 
 
 def skipped(task: Task, library: str, variant: str, reason: str) -> Row:
@@ -240,8 +242,8 @@ def _jaxopt_loops(task: Task) -> list[Case]:
         Case(
             "jaxopt",
             "LM, CG",
-            lambda: by_cg(NUM_STEPS),
-            count=lambda _: NUM_STEPS,
+            lambda: by_cg(NUM_STEPS // 10),
+            count=lambda _: NUM_STEPS // 10,
             step=lambda: np.asarray(by_cg(1)) - task.flat_parameters,
             note="its damping adapts, from 1; its start, of p^2 numbers, not counted",
         ),

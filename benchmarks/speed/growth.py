@@ -18,7 +18,8 @@ from .task import DAMPING, quintic, Task
 from .timing import alternate, Case, Timing
 
 
-NUM_STEPS = 3
+NUM_STEPS = 50
+"""So many that a call is no part of a step's time."""
 FITTED = 3
 """The exponent is that of so many of the largest sizes."""
 
@@ -51,13 +52,13 @@ def axes(quick: bool) -> list[Axis]:
         Axis(
             "m",
             examples,
-            "expected 1 to 2: the Jacobian 1, the kernel 2 (and Cholesky 3, small here)",
+            "expected 1 to 2: the passes 1, the kernel 2 (and Cholesky 3, small here)",
             [lambda m: damped(quintic(wide, m)), lambda m: limit(quintic(wide, m))],
         ),
         Axis(
             "p",
             [quintic(width, 1).num_parameters for width in widths],
-            "expected 1, and more where the Jacobian leaves the caches",
+            "expected 1/2 (kernels of layers) to 1 (the passes), more beyond the caches",
             [
                 lambda p: damped(quintic(_width(p), 32)),
                 lambda p: limit(quintic(_width(p), 32)),

@@ -61,7 +61,7 @@ def damped(task: Task) -> list[Row]:
         damped_step.gnlin_loop(task, "auto", num_steps),
     ]
     if work <= MAX_PRODUCT:
-        cases += damped_step.optimistix_loops(task, min(num_steps, 5))
+        cases += damped_step.optimistix_loops(task, max(5, num_steps // 10))
     timings = alternate(cases, rounds)
     rows = solved_rows(f"damped step: {task.name}", task, timings)
     if work > MAX_PRODUCT:
