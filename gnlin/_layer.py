@@ -52,8 +52,8 @@ class Layer(eqx.Module):
         n, c, o, t = self.signals.shape
         signals = self.signals.reshape(n, c * o, t)
         # With one position they are outer products, which are fused with what follows.
-        one = t == 1
-        rows = signals * self.activations if one else matmul(signals, self.activations)
+        product = jnp.multiply if t == 1 else matmul
+        rows = product(signals, self.activations)
         return jax.vmap(self._as_weights)(rows.reshape(n * c, -1))
 
     def squared_columns(self) -> Float[Array, "..."]:
@@ -61,9 +61,11 @@ class Layer(eqx.Module):
         n, _, o, t = self.signals.shape
         if t > 1:
             return jnp.sum(self.rows() ** 2, axis=0)
-        signals = jnp.sum(self.signals**2, axis=1).reshape(n, o)
-        activations = self.activations.reshape(n, -1) ** 2
-        return self._as_weights(matmul(signals.T, activations))
+        # Their squares may be out of range where those of their products are not.
+        unit_s, unit_a = _largest(self.signals), _largest(self.activations)
+        signals = jnp.sum((self.signals / unit_s) ** 2, axis=1).reshape(n, o)
+        activations = (self.activations.reshape(n, -1) / unit_a) ** 2
+        return self._as_weights(matmul(signals.T, activations)) * (unit_s * unit_a) ** 2
 
     def gram(self) -> Float[Array, "m m"]:
         """Their inner products."""
@@ -146,6 +148,12 @@ def gram_multiplications(n: int, c: int, o: int, t: int, q: int) -> tuple[float,
     elementwise = _ELEMENTWISE * m**2 if t > 1 else 0
     by_positions = t**2 * (m**2 * o + n**2 * q + elementwise)
     return by_positions, m * t * o * q + m**2 * o * q
+
+
+def _largest(x: Array) -> Array:
+    """By absolute value; 1 of zeros."""
+    largest = jnp.max(jnp.abs(x), initial=0)
+    return jnp.where(largest == 0, 1, largest)
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -57,7 +57,9 @@ def _gram_of_leaf(rows: Array | Layer) -> Float[Array, "m m"]:
     if isinstance(rows, Layer):
         return rows.gram()
     block = rows.reshape(rows.shape[0], -1)
-    if block.shape[1] < _LONG or jax.default_backend() != "cpu":
+    # Of several devices each may have some of the columns.
+    one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    if block.shape[1] < _LONG or not one_cpu:
         return matmul(block, block.T)
 
     def add(k, total):

@@ -35,13 +35,17 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
     """The Euclidean inner product of two trees of one structure. Half precision is summed
     in single."""
     # Not of flat vectors: to flatten a matrix that is sharded by columns is to gather it.
-    # But leaves of one shape, such as a network's inner layers, are summed in one pass.
-    wide = jnp.promote_types(dtype((a, b)), jnp.float32)
+    # But leaves of one shape, such as a network's inner layers, are summed in one pass,
+    # where there is one device, and they cannot lie on several in different ways.
     products = collections.defaultdict(list)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        products[x.shape].append(x.astype(wide) * y)
-    sums = [jnp.sum(functools.reduce(jnp.add, alike)) for alike in products.values()]
-    return sum(sums, jnp.zeros((), wide)).astype(dtype(a))
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    for k, (x, y) in enumerate(pairs):
+        wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
+        alike = (x.shape, wide) if jax.device_count() == 1 else k
+        products[alike].append(x.astype(wide) * y)
+    sums = [jnp.sum(functools.reduce(jnp.add, some)) for some in products.values()]
+    out = dtype((a, b))
+    return sum(sums, jnp.zeros((), jnp.promote_types(out, jnp.float32))).astype(out)
 
 
 def norm(a: PyTree[Array]) -> Scalar:

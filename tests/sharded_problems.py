@@ -16,8 +16,9 @@ import sys
 if __name__ == "__main__":  # before jax starts
     DEVICES = 2 if sys.argv[1] == "processes" else 8
     os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={DEVICES} "
-        "--xla_backend_optimization_level=0 " + os.environ.get("XLA_FLAGS", "")
+        os.environ.get("XLA_FLAGS", "")
+        + f" --xla_force_host_platform_device_count={DEVICES}"
+        + " --xla_backend_optimization_level=0"
     )
     # Of the threads that the virtual devices share. One that waits for the others keeps
     # its own, and a batch of LAPACK calls needs one more.

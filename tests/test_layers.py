@@ -142,6 +142,20 @@ def test_both_ways_to_inner_products(name, way, monkeypatch):
     np.testing.assert_allclose(products, rows @ rows.T, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1e-10, 1.0, 1e10, 1e20])
+def test_columns_whose_factors_squares_are_out_of_range(size):
+    signals = np.array([[1.0, 0.0], [2.0, 3.0]]) * 1e20 / size
+    activations = np.array([[1.0, 2.0, 0.0], [4.0, 0.0, 0.0]]) * 1e-20 * size
+    layer = Layer(
+        jnp.asarray(signals[:, None, :, None], jnp.float32),
+        jnp.asarray(activations[:, None], jnp.float32),
+        shape=(2, 3),
+        axes=(0, 1),
+    )
+    expected = (signals**2).T @ activations**2
+    np.testing.assert_allclose(layer.squared_columns(), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("num_columns", [8, 9, 11, 12, 17])
 def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
     monkeypatch.setattr(_rows, "_LONG", 9)

@@ -255,8 +255,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
 
         def damped_norm(answer):
-            known = answer.damped_norm
-            return _tree.norm(scaled(answer.step)) if known is None else known
+            if answer.damped_norm is not None:
+                return answer.damped_norm
+            return _tree.norm(scaled(answer.step))
 
         def attempt(last: _Trial) -> _Trial:
             damping = last.next_damping

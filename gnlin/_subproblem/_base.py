@@ -18,7 +18,7 @@ class Answer(eqx.Module):
     `decrease` is what the linearised objective, without damping, falls by; `None` where
     the step solves a damped quadratic problem, and two products tell. `damped_norm` is
     the step's in the variables in which the subproblem is damped; `None` where it is not
-    known without a look at the step.
+    known without a look at the step. Both are of the numerical range of phi.
     """
 
     step: PyTree[Array]
