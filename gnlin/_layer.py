@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from . import _tree
 from ._tree import matmul
 
 
@@ -62,7 +63,7 @@ class Layer(eqx.Module):
         if t > 1:
             return jnp.sum(self.rows() ** 2, axis=0)
         # Their squares may be out of range where those of their products are not.
-        unit_s, unit_a = _largest(self.signals), _largest(self.activations)
+        unit_s, unit_a = _tree.unit(self.signals), _tree.unit(self.activations)
         signals = jnp.sum((self.signals / unit_s) ** 2, axis=1).reshape(n, o)
         activations = (self.activations.reshape(n, -1) / unit_a) ** 2
         return self._as_weights(matmul(signals.T, activations)) * (unit_s * unit_a) ** 2
@@ -148,12 +149,6 @@ def gram_multiplications(n: int, c: int, o: int, t: int, q: int) -> tuple[float,
     elementwise = _ELEMENTWISE * m**2 if t > 1 else 0
     by_positions = t**2 * (m**2 * o + n**2 * q + elementwise)
     return by_positions, m * t * o * q + m**2 * o * q
-
-
-def _largest(x: Array) -> Array:
-    """By absolute value; 1 of zeros."""
-    largest = jnp.max(jnp.abs(x), initial=0)
-    return jnp.where(largest == 0, 1, largest)
 
 
 def _largest_divisor(number: int, most: int) -> int:

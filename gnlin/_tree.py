@@ -54,15 +54,21 @@ def norm(a: PyTree[Array]) -> Scalar:
     limits = jnp.finfo(squared.dtype)
 
     def by_largest():
-        largest = functools.reduce(
-            jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
-        )
-        unit = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-        scaled = scale(1 / unit, a)
-        return (unit * jnp.sqrt(dot(scaled, scaled))).astype(squared.dtype)
+        largest = unit(a)
+        scaled = scale(1 / largest, a)
+        return (largest * jnp.sqrt(dot(scaled, scaled))).astype(squared.dtype)
 
     in_range = (squared > limits.tiny / limits.eps**2) & (squared <= limits.max)
     return jax.lax.cond(in_range, lambda: jnp.sqrt(squared), by_largest)
+
+
+def unit(a: PyTree[Array]) -> Scalar:
+    """The largest entry by absolute value, to divide by before squaring; 1 where that is
+    zero or not finite."""
+    largest = functools.reduce(
+        jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
+    )
+    return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:

@@ -5,6 +5,7 @@ import fractions
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,14 +28,13 @@ from gnlin._objective import BatchLoss
 
 # As a user's programs are, whatever conftest.py asks of XLA: where it is about the last
 # digits.
-as_for_users = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 3,
-        "xla_llvm_disable_expensive_passes": False,
-        "xla_cpu_use_fusion_emitters": True,
-    },
-)
+OPTIONS = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
+if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
+    OPTIONS["xla_cpu_use_fusion_emitters"] = True
+as_for_users = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 class Hinge(gnlin.AbstractLoss):

@@ -14,6 +14,7 @@ from ..data import digits
 from ..networks.mlp import digits_mlp
 from .oracle import relative_error
 from .report import Row, timed_row
+from .task import in_double
 from .timing import alternate, Case
 
 
@@ -37,9 +38,7 @@ def rows(largest: int, num_rounds: int, num_images: int = NUM_IMAGES) -> list[Ro
     steps, where both are run. Ratios are to the first of each kind."""
     (images, labels), _ = digits.classification()
     data = jnp.asarray(images[:num_images]), jnp.asarray(labels[:num_images])
-    model = digits_mlp(jax.random.key(0))
-    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
-    model = jax.tree.map(cast, model)
+    model = in_double(digits_mlp(jax.random.key(0)))
     cases = [
         _case(model, data, how, 10**power)
         for how, powers in PERIODS.items()

@@ -16,6 +16,7 @@ from gnlin.preconditioners import BlockDiagonal, Nystrom
 from ..data import digits
 from ..networks.mlp import digits_mlp
 from .report import Comparison, Figure, Row, timed_row
+from .task import in_double
 from .timing import alternate, Case, ratio, Timing
 
 
@@ -197,7 +198,7 @@ def _residuals(model) -> tuple[gnlin.PerExample, PyTree[Array]]:
 
 
 def _network() -> eqx.nn.MLP:
-    return _in_double_precision(digits_mlp(jax.random.key(0)))
+    return in_double(digits_mlp(jax.random.key(0)))
 
 
 def _digits(quick: bool) -> _Data:
@@ -216,12 +217,7 @@ def _layer(num_examples: int) -> tuple[eqx.nn.MLP, _Data]:
     model = eqx.nn.MLP(NUM_FEATURES, 5, 1, 0, final_activation=jnp.tanh, key=layer)
     x = jax.random.normal(features, (num_examples, NUM_FEATURES), float)
     x = x * jnp.geomspace(1, SMALLEST_SCALE, NUM_FEATURES)
-    return _in_double_precision(model), (
+    return in_double(model), (
         x,
         jnp.tanh(jax.random.normal(targets, (num_examples, 5), float)),
     )
-
-
-def _in_double_precision(model: eqx.nn.MLP) -> eqx.nn.MLP:
-    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(cast, model)

@@ -79,12 +79,15 @@ class Task:
         return Oracle(np.asarray(jacobian), np.asarray(residual))
 
 
+def in_double(model: PyTree) -> PyTree:
+    """Its floating-point arrays in double precision."""
+    cast = lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(cast, model)
+
+
 def quintic(width: int, num_examples: int) -> Task:
     """Four hidden layers; 50 neurons and 20 examples are the published regression."""
-    model = eqx.nn.MLP(1, 1, width, 4, key=jax.random.key(0))
-    model = jax.tree.map(
-        lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf, model
-    )
+    model = in_double(eqx.nn.MLP(1, 1, width, 4, key=jax.random.key(0)))
     x, y = (jnp.asarray(values, float) for values in examples(num_examples))
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
 

@@ -14,6 +14,7 @@ from ..networks.mlp import digits_mlp, quintic_mlp
 from . import contenders
 from .problem import Contender, cross_entropy, Problem, squared_error
 from .report import Comparison, Row, timed_row
+from .task import in_double
 from .timing import alternate, Case, Timing
 
 
@@ -89,9 +90,7 @@ def digits_by(kind: str, per_class: int, target: float) -> Problem:
 
 
 def _starts(make, number: int):
-    models = [make(jax.random.key(seed)) for seed in range(number)]
-    double = lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf
-    models = [jax.tree.map(double, model) for model in models]
+    models = [in_double(make(jax.random.key(seed))) for seed in range(number)]
     starts = [eqx.filter(model, eqx.is_inexact_array) for model in models]
     return models[0], starts
 

@@ -53,8 +53,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 def damped(task: Task) -> list[Row]:
     """The limit knows its loss and that it is finite, as a solver must: the first row."""
     work = task.num_parameters * task.num_outputs
-    # So many that a call, which looks at its arguments, is no part of a step's time.
-    num_steps = int(np.clip(10**9 // work, 5, 2000))
+    num_steps = int(np.clip(10**9 // work, 5, damped_step.NUM_STEPS))
     rounds = int(np.clip(10**9 // work, 3, 15))
     cases = [
         damped_step.limit(task, num_steps),

@@ -17,19 +17,23 @@ from ..filters import Tikhonov
 from ._base import AbstractSubproblem, Answer
 
 
-def _solve_damped(
-    matrix: Float[Array, "n n"], vector: Float[Array, " n"], filter: Filter
-) -> tuple[Float[Array, " n"], optx.RESULTS]:
-    """`(matrix + lambda I)^-1 vector`; NaN in, NaN out, and none of it to LAPACK."""
+def damping_of(filter: Filter) -> ScalarLike:
     if not isinstance(filter, Tikhonov):
         raise ValueError(
             'The methods "kernel" and "curvature" solve a damped problem only; use '
             f'"svd", "eigh" or "auto" for `{type(filter).__name__}`.'
         )
+    return filter.damping
+
+
+def _solve_damped(
+    matrix: Float[Array, "n n"], vector: Float[Array, " n"], damping: ScalarLike
+) -> tuple[Float[Array, " n"], optx.RESULTS]:
+    """`(matrix + lambda I)^-1 vector`; NaN in, NaN out, and none of it to LAPACK."""
     dtype = jnp.promote_types(matrix.dtype, vector.dtype)
     matrix, vector = matrix.astype(dtype), vector.astype(dtype)
     identity = jnp.eye(vector.size, dtype=dtype)
-    damped = matrix + jnp.asarray(filter.damping, matrix.dtype) * identity
+    damped = matrix + jnp.asarray(damping, matrix.dtype) * identity
     finite = _tree.all_finite((damped, vector))
     operator = lx.MatrixLinearOperator(
         jnp.where(finite, damped, identity), lx.positive_semidefinite_tag
@@ -121,12 +125,12 @@ class OnOutputs(AbstractSubproblem):
         return OnOutputs(self.kernel, flat, self.pull_back, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
+        damping = damping_of(filter)
+
         def solve(vector):
-            a, result = _solve_damped(self.kernel, vector, filter)
+            a, result = _solve_damped(self.kernel, vector, damping)
             return a, 0, result
 
-        # Another filter ends as an error in `solve`.
-        damping = filter.damping if isinstance(filter, Tikhonov) else 1.0
         rest = None if self.rest is None else (self.rest, self.pushed)
         return through_outputs(solve, self.residual, self.pull_back, damping, rest)
 
@@ -169,5 +173,6 @@ class OnParameters(AbstractSubproblem):
         return OnParameters(self.curvature, flat, self.pull_back, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
-        step, result = _solve_damped(self.curvature, self.flat_gradient, filter)
+        damping = damping_of(filter)
+        step, result = _solve_damped(self.curvature, self.flat_gradient, damping)
         return Answer(self.unravel(-step), result=result)

@@ -18,9 +18,8 @@ from .._checks import check_finite_positive
 from .._conjugate_gradients import ConjugateGradients
 from .._objective import Quadratic
 from .._spectrum import Filter
-from ..filters import Tikhonov
 from ._base import AbstractSubproblem, Answer
-from ._direct import Solved, through_outputs
+from ._direct import damping_of, Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -160,9 +159,7 @@ class Refined(AbstractSubproblem):
         return Refined(self.kernel, flat, *passes, self.precision, None, 0, 0)
 
     def solve(self, filter: Filter) -> Answer:
-        if not isinstance(filter, Tikhonov):
-            raise ValueError("Mixed precision is for damped problems only.")
-        damping = jnp.asarray(filter.damping, self.residual.dtype)
+        damping = jnp.asarray(damping_of(filter), self.residual.dtype)
         pushed = None if self.rest is None else self.push_forward(self.rest)
         return through_outputs(
             lambda vector: self._solve(vector, damping, pushed),
