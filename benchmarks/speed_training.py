@@ -100,7 +100,7 @@ def damped_step(channels: int, num_rounds: int) -> Figure:
     """Of damped Gauss-Newton: a per-example Jacobian and a kernel."""
     network = _lenet(channels, NUM_CURVED)
     sgd = network.sgd_step()
-    step = network.stream_step(gnlin.DampedGaussNewton(1.0))
+    step = network.stream_step(gnlin.DampedGaussNewton(1.0, search=None))
     taken, plain = _alternate(step, sgd, num_rounds)
     return _figure(
         f"damped step on {NUM_CURVED} images, LeNet, over SGD's",

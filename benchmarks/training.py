@@ -56,7 +56,7 @@ AUGMENTATIONS = {
     "flip-and-crop": augmentation.flip_and_crop,
     "none": None,
 }
-LOSS = gnlin.SoftmaxCrossEntropy()
+LOSS = gnlin.SoftmaxCrossEntropy(reduction="sum")
 MEAN_LOSS = gnlin.SoftmaxCrossEntropy(reduction="mean")
 
 NUM_CLASSES = 10

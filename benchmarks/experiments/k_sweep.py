@@ -106,8 +106,8 @@ def train(settings: KSweep, point: Point, place: Place) -> Columns:
 
 def _baseline(settings: KSweep, name: str) -> gnlin.AbstractGaussNewton:
     if name == DAMPED:
-        return gnlin.DampedGaussNewton(settings.damping, form="prox-linear")
-    return gnlin.TruncatedGaussNewton(settings.tolerance, form="prox-linear")
+        return gnlin.DampedGaussNewton(settings.damping, form="prox-linear", search=None)
+    return gnlin.TruncatedGaussNewton(settings.tolerance, form="prox-linear", search=None)
 
 
 def _flow_error(settings: KSweep) -> float:

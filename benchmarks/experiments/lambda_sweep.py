@@ -81,7 +81,7 @@ def train(settings: LambdaSweep, point: Point, place: Place) -> Columns:
 def _run(run, data, test, num_steps: int) -> dict[str, Array]:
     seed, damping = run
     model = quintic_mlp(jax.random.key(seed))
-    solver = gnlin.DampedGaussNewton(damping)
+    solver = gnlin.DampedGaussNewton(damping, search=None)
     model = gnlin.solve(model, data, solver, max_steps=num_steps).model
     fitted, learnt = jax.vmap(model)(data[0]), jax.vmap(model)(test[0])
     spacing = test[0][1, 0] - test[0][0, 0]

@@ -118,7 +118,7 @@ def _solvers() -> dict[str, Solve]:
         "gnlin LM": _optimistix(gnlin.LevenbergMarquardt()),
         "gnlin LM marquardt": _optimistix(gnlin.LevenbergMarquardt(scaling="marquardt")),
         "gnlin LM identity": _optimistix(gnlin.LevenbergMarquardt(scaling="identity")),
-        "gnlin GN": _optimistix(gnlin.GaussNewton()),
+        "gnlin GN": _optimistix(gnlin.GaussNewton(search=None)),
         "optimistix LM": _optimistix(optx.LevenbergMarquardt(**tight)),
         "optimistix Dogleg": _optimistix(optx.Dogleg(**tight)),
         "optimistix GN": _optimistix(optx.GaussNewton(**tight)),

@@ -73,7 +73,7 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
     period: Any = point["period"]
     damping = gnlin.equivalent_damping(jnp.asarray(period), settings.learning_rate)
     num_steps = settings.damped_steps
-    solver = gnlin.DampedGaussNewton(damping)
+    solver = gnlin.DampedGaussNewton(damping, search=None)
     if point["solver"] == BY_PERIOD:
         num_steps = max(int(settings.num_steps / period), settings.fewest_updates)
         method = "matrix-free" if period < _SPECTRUM_PAYS else "auto"

@@ -22,7 +22,7 @@ DAMPINGS = (0.1, 0.01)
 MOMENTUM = 0.9
 
 OURS = {
-    squared_error: gnlin.SquaredError(),
+    squared_error: gnlin.SquaredError(reduction="sum"),
     cross_entropy: gnlin.SoftmaxCrossEntropy(reduction="mean"),
 }
 
@@ -50,9 +50,10 @@ def of_classification(problem: Problem) -> list[Contender]:
 
 
 def levenberg_marquardt(problem: Problem) -> Contender:
+    dense: Any = {"method": "svd" if small(problem) else "eigh"}
     solvers = {
-        '"more"': gnlin.LevenbergMarquardt(0.0, 0.0),
-        '"identity"': gnlin.LevenbergMarquardt(0.0, 0.0, scaling="identity"),
+        f'"{scaling}"': gnlin.LevenbergMarquardt(0.0, 0.0, scaling=scaling, **dense)
+        for scaling in ("more", "identity")
     }
     return _ours(problem, "LevenbergMarquardt", solvers)
 
@@ -65,7 +66,9 @@ def by_cholesky(problem: Problem) -> Contender:
 
 
 def damped(problem: Problem) -> Contender:
-    solvers = {f"{d:g}": gnlin.DampedGaussNewton(d, 0.0, 0.0) for d in DAMPINGS}
+    solvers = {
+        f"{d:g}": gnlin.DampedGaussNewton(d, 0.0, 0.0, search=None) for d in DAMPINGS
+    }
     return _ours(problem, "DampedGaussNewton", solvers)
 
 
@@ -76,7 +79,7 @@ def truncated(problem: Problem) -> Contender:
         pairs, method = ((0.3, 0.03), (0.1, 0.1)), "matrix-free"
     solvers = {
         f"{tolerance:g}, damping {d:g}": gnlin.TruncatedGaussNewton(
-            tolerance, d, 0.0, 0.0, method=method
+            tolerance, d, 0.0, 0.0, search=None, method=method
         )
         for tolerance, d in pairs
     }

@@ -69,7 +69,11 @@ def _case(model, data, how: str, period: int) -> Case:
 
     def run():
         return gnlin.solve(
-            model, data, solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=1
+            model,
+            data,
+            solver,
+            loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
+            max_steps=1,
         ).model
 
     return Case(

@@ -122,7 +122,7 @@ def jaxopt_in_a_loop(task: Task, num_rounds: int) -> list[Row]:
 def one_call(task: Task, num_rounds: int) -> list[Row]:
     """Time of a call from Python that makes one step, dispatch and all."""
     run = floor.damped_loop(task)
-    solver = gnlin.DampedGaussNewton(DAMPING)
+    solver = gnlin.DampedGaussNewton(DAMPING, search=None)
     data = task.inputs, task.targets
     residuals = task.per_example()
     cases = [
@@ -203,7 +203,9 @@ def _limits(task: Task, num_steps: int) -> list[Case]:
 
 
 def gnlin_loop(task: Task, method: Any, num_steps: int) -> Case:
-    solver = gnlin.DampedGaussNewton(DAMPING, rtol=0.0, atol=0.0, method=method)
+    solver = gnlin.DampedGaussNewton(
+        DAMPING, rtol=0.0, atol=0.0, search=None, method=method
+    )
     data = task.inputs, task.targets
     note = "the default" if method == "auto" else ""
     return Case(

@@ -108,7 +108,9 @@ def measure(task: str, num_steps: int, num_rounds: int) -> float:
     x = jax.random.normal(jax.random.key(1), (NUM_EXAMPLES, 16))
 
     def solve(damping, data, method):
-        solver = gnlin.DampedGaussNewton(damping, rtol=0.0, atol=0.0, method=method)
+        solver = gnlin.DampedGaussNewton(
+            damping, rtol=0.0, atol=0.0, search=None, method=method
+        )
         return gnlin.solve(model_there, data, solver, max_steps=num_steps).history.loss
 
     place = lambda tree, where: jax.tree.map(

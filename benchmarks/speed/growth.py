@@ -112,7 +112,9 @@ def exponent(sizes: Sequence[int], timings: Sequence[Timing]) -> float:
 
 def damped(task: Task) -> Case:
     """A step of damped Gauss-Newton, by Cholesky, in a compiled loop."""
-    solver = gnlin.DampedGaussNewton(DAMPING, rtol=0.0, atol=0.0, method="kernel")
+    solver = gnlin.DampedGaussNewton(
+        DAMPING, rtol=0.0, atol=0.0, search=None, method="kernel"
+    )
 
     @jax.jit
     def run(parameters, args):

@@ -277,7 +277,7 @@ def _looped_by_hand(problem: Problem, tolerance: float) -> Contender:
 def _gnlin(problem: Problem, tolerance: float, method: Any) -> Contender:
     """A step by itself: inside the loop of a whole solve the Jacobian, too, would be made
     many times more slowly."""
-    solver = gnlin.TruncatedGaussNewton(tolerance, DAMPING, method=method)
+    solver = gnlin.TruncatedGaussNewton(tolerance, DAMPING, search=None, method=method)
     residuals = gnlin.PerExample(problem.residual)
 
     @jax.jit

@@ -36,7 +36,12 @@ def steps(task: Task, num_rounds: int) -> list[Row]:
 
 def _case(task: Task, name: str, precision: gnlin.MixedPrecision | None) -> Case:
     solver = gnlin.DampedGaussNewton(
-        DAMPING, rtol=0.0, atol=0.0, mixed_precision=precision, method="kernel"
+        DAMPING,
+        rtol=0.0,
+        atol=0.0,
+        search=None,
+        mixed_precision=precision,
+        method="kernel",
     )
     data = task.inputs, task.targets
 

@@ -116,6 +116,7 @@ def to_the_same_loss(setting: Setting, num_rounds: int) -> list[Row]:
             setting.damping,
             rtol=0.0,
             atol=0.0,
+            search=None,
             method="matrix-free",
             warm_start=warmth,
         )
@@ -167,7 +168,11 @@ def _outer_step(model, data: _Data, tolerance, damping, preconditioner):
     """From a network and its data; compiled once for all dampings and tolerances."""
     fn, y = _residuals(model)
     solver = gnlin.TruncatedGaussNewton(
-        tolerance, damping, method="matrix-free", preconditioner=preconditioner
+        tolerance,
+        damping,
+        search=None,
+        method="matrix-free",
+        preconditioner=preconditioner,
     )
     lin = gnlin.linearise(fn, y, data)
     state = solver.start(y, jax.eval_shape(fn, y, data))
@@ -207,7 +212,7 @@ def _digits(quick: bool) -> _Data:
 
 
 def _trained(model: eqx.nn.MLP, data: _Data, num_steps: int) -> eqx.nn.MLP:
-    solver = gnlin.TruncatedGaussNewton(0.1, damping=1.0, rtol=0.0, atol=0.0)
+    solver = gnlin.TruncatedGaussNewton(0.1, damping=1.0, rtol=0.0, atol=0.0, search=None)
     return gnlin.solve(model, data, solver, max_steps=num_steps).model
 
 

@@ -90,7 +90,7 @@ def _outer_steps(task: Task, options: dict[str, Any], num_repeats: int):
 
     @jax.jit
     def run(y, args, damping):
-        solver = gnlin.LevenbergMarquardt(damping=damping, **options)
+        solver = gnlin.LevenbergMarquardt(damping=damping, method="eigh", **options)
 
         def body(i, carry):
             rejected, _ = carry

@@ -71,9 +71,9 @@ def _by_hand(task: Task) -> Case:
 
 def _ours(task: Task) -> list[Case]:
     solvers = {
-        "DampedGaussNewton": gnlin.DampedGaussNewton(DAMPING),
+        "DampedGaussNewton": gnlin.DampedGaussNewton(DAMPING, search=None),
         "LevenbergMarquardt": gnlin.LevenbergMarquardt(),
-        "TruncatedGaussNewton": gnlin.TruncatedGaussNewton(0.1, DAMPING),
+        "TruncatedGaussNewton": gnlin.TruncatedGaussNewton(0.1, DAMPING, search=None),
     }
     return [
         Case(

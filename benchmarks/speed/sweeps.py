@@ -142,7 +142,7 @@ def _last_loss(
     task: Task, num_steps: int, method: Any, parameters: PyTree[Array], damping: Any
 ) -> Float[Array, ""]:
     model = eqx.combine(parameters, task.model)
-    solver = gnlin.DampedGaussNewton(damping, method=method)
+    solver = gnlin.DampedGaussNewton(damping, search=None, method=method)
     solution = gnlin.solve(model, task.args, solver, max_steps=num_steps)
     return solution.history.loss[solution.stats["num_steps"]]
 

@@ -251,7 +251,7 @@ def _case(
 
 
 def _gnlin(problem: Problem) -> Case:
-    solver = gnlin.DampedGaussNewton(DAMPING)
+    solver = gnlin.DampedGaussNewton(DAMPING, search=None)
 
     @jax.jit
     def run(w, args):

@@ -78,7 +78,7 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
         solver = gnlin.IterativeLinearisation(period, rate, method=method)
     else:
         damping = gnlin.equivalent_damping(period, rate)
-        solver = gnlin.DampedGaussNewton(damping, form="prox-linear")
+        solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
     solution = gnlin.solve(initial, train, solver, loss=loss, max_steps=task.num_steps)
     model, result, stats = solution.model, solution.result, solution.stats
     kernel = gnlin.features.kernel(model, train[0])

@@ -85,7 +85,7 @@ def _quintic(settings: KVsLambda) -> Task:
         "Quintic, squared error",
         *(_on_device(quintic.examples(number)) for number in (20, 1000)),
         make_model=quintic_mlp,
-        loss=gnlin.SquaredError(),
+        loss=gnlin.SquaredError(reduction="sum"),
         test_error=_root_mean_square,
         error_label="Test error (RMSE)",
         learning_rate=settings.quintic_rate,
@@ -101,7 +101,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
         title="Quintic's sign, cross-entropy",
         train=(x, jnp.where(y > 0, 1.0, 0.0)),
         test=(test_x, jnp.where(test_y > 0, 1.0, 0.0)),
-        loss=gnlin.SigmoidCrossEntropy(),
+        loss=gnlin.SigmoidCrossEntropy(reduction="sum"),
         test_error=_wrong_signs,
         error_label="Test error (fraction wrong)",
     )
@@ -112,7 +112,7 @@ def _digits(settings: KVsLambda) -> Task:
         "Digits, squared error",
         *map(_on_device, digits.examples(settings.images_per_class)),
         make_model=digits_mlp,
-        loss=gnlin.SquaredError(),
+        loss=gnlin.SquaredError(reduction="sum"),
         test_error=_error_rate,
         error_label="Test error (fraction wrong)",
         learning_rate=settings.digits_rate,
@@ -127,7 +127,7 @@ def _digits_classes(settings: KVsLambda) -> Task:
         title="Digits, cross-entropy",
         train=train,
         test=test,
-        loss=gnlin.SoftmaxCrossEntropy(),
+        loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         test_error=lambda outputs, labels: 1 - gnlin.accuracy(outputs, labels),
     )
 
