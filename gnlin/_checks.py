@@ -107,10 +107,13 @@ def check_period(name: str, value) -> None:
             )
 
 
+def is_whole(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def check_count(name: str, value) -> None:
     """A whole number of at least 1."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(
             f"`{name}` must be a whole number of at least 1, but {value!r} was given."
         )

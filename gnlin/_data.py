@@ -32,8 +32,10 @@ def as_batch(
     (num_examples,) = lengths["inputs"]
     if num_examples == 0:
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
-    weights = None if len(data) == 2 else _as_weights(automatic(data[2]), num_examples)
-    return inputs, targets, weights
+    if len(data) == 2:
+        return inputs, targets, None
+    weights = _as_weights(automatic(data[2]), num_examples)
+    return (*_unmasked((inputs, targets), weights), weights)
 
 
 def _lengths(name: str, tree: PyTree[Array]) -> set[int]:
@@ -67,3 +69,17 @@ def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
                 "The weights must be finite and not negative, and not all of them zero."
             )
     return weights
+
+
+def _unmasked(tree: PyTree[Array], weights: Float[Array, " n"]) -> PyTree[Array]:
+    """An example that counts in place of each that does not: what is there may be no
+    number, and zero times that is none either."""
+    if not isinstance(weights, Tracer) and is_here(weights) and np.all(weights > 0):
+        return tree
+    first = jnp.argmax(weights > 0)
+
+    def replaced(x):
+        counts = (weights > 0).reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.where(counts, x, x[first])
+
+    return jax.tree.map(replaced, tree)

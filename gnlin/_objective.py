@@ -118,21 +118,22 @@ class BatchLoss(AbstractObjective):
     ):
         """`outputs`: their shapes, and the dtypes in which the loss is computed."""
         dtype = _tree.dtype(outputs)
-        self.loss = loss
+        self.loss = loss.reduced("sum")
         self.targets = jax.tree.map(
             lambda t: t.astype(dtype) if jnp.issubdtype(t.dtype, jnp.floating) else t,
             targets,
         )
         self.weights = self.curvature_weights = None
-        if weights is None and loss.reduction == "sum" and num_leading is None:
+        if weights is None and self.loss.reduction == "sum" and num_leading is None:
             return
         num_examples = jax.tree.leaves(outputs)[0].shape[0]
         given = jnp.ones(num_examples) if weights is None else weights
         every = leading = given.astype(dtype)
         if num_leading is not None:
             leading = jnp.where(jnp.arange(num_examples) < num_leading, every, 0)
-        total, total_of_all = jnp.sum(leading), jnp.sum(every)
-        unit = jnp.where(total > 0, total, 1) if loss.reduction == "mean" else 1
+        counts = counted(loss, self.targets).astype(dtype)
+        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, every))
+        unit = jnp.where(total > 0, total, 1) if self.loss.reduction == "mean" else 1
         self.weights = leading / unit
         share = total / jnp.where(total_of_all > 0, total_of_all, 1)
         self.curvature_weights = every * share / unit
@@ -191,6 +192,11 @@ class BatchLoss(AbstractObjective):
         if isinstance(factors, IdentityFactor):
             return Quadratic(lin.with_outputs(residual), rest)
         return Quadratic(lin.transformed(factors, residual), rest)
+
+
+def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:
+    """What each example counts in a mean."""
+    return jax.vmap(lambda target: jnp.sum(loss.target_weights(target)))(targets)
 
 
 class _Weighted(eqx.Module):

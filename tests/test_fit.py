@@ -277,7 +277,12 @@ def test_inner_steps_across_batches(name):
 @pytest.mark.parametrize("form", ["prox-linear", "quadratic"])
 def test_inner_steps_of_another_loss(form):
     solver = gnlin.IterativeLinearisation(3, 0.1, form=form)
-    result = fit(data=LABELLED, solver=solver, loss=gnlin.SoftmaxCrossEntropy(), steps=8)
+    result = fit(
+        data=LABELLED,
+        solver=solver,
+        loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
+        steps=8,
+    )
     quadratic = form == "quadratic"
     expected, _, losses = inner_steps(
         optax.sgd(0.1), 3, LABELLED, 8, loss=cross_entropy, quadratic=quadratic

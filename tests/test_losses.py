@@ -974,7 +974,7 @@ def test_outputs_that_have_no_classes():
 WRONG_LOSSES = {
     "reduction": [
         lambda: gnlin.SquaredError(reduction="average"),
-        lambda: gnlin.SoftmaxCrossEntropy(reduction=None),
+        lambda: gnlin.SoftmaxCrossEntropy(reduction="tokens"),
         lambda: gnlin.SigmoidCrossEntropy("none"),
         lambda: gnlin.Huber(reduction="max"),
         lambda: gnlin.PoissonNLL(""),

@@ -71,7 +71,8 @@ def fit(
         or a loader of tf.data, grain or torch; or a function of the epoch (0, 1, ...)
         that returns an iterable.
     - `solver`: any solver of gnlin.
-    - `loss`: of the outputs, on the targets.
+    - `loss`: of the outputs, on the targets; unless its `reduction` says otherwise the
+        mean, so that damping and learning rate mean the same on batches of any size.
     - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
         left of an epoch, less than a batch, is left out. `None` for all of them.
     - `epochs`, `steps`: how long to train; one of the two.
@@ -82,8 +83,9 @@ def fit(
         where one is trained across batches, on its linearisation.
     - `validate_every`: steps from one look to the next; by default once an epoch.
     - `metrics`: names and functions of `(outputs, targets)`, of many examples, such as
-        [`gnlin.accuracy`][]; means over the validation data go to the history. Weights
-        of the examples are the loss's only.
+        [`gnlin.accuracy`][]; means over the validation data go to the history, with each
+        batch by the number of its targets that count. Weights of the examples are the
+        loss's only.
     - `augment`: `augment(inputs, key)` of one example.
     - `curvature_batch_size`: examples, more than the batch, from which the curvature is
         estimated, while the gradient is the batch's; quadratic form only.
@@ -168,7 +170,7 @@ def fit(
     parameters, network = make_network(model, filter_spec, state, axis_name)
     setting = Setting(
         solver,
-        loss,
+        loss.reduced("mean"),
         network,
         step_key,
         augment,

@@ -143,15 +143,18 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
 
 
 def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, data):
-    """Sums over some validation examples, of their weights, their number, the losses and
-    each metric; the latter again of the linearised model, where one is trained."""
+    """Sums over some validation examples: of what their targets count in a mean, of the
+    number that count, of the losses and each metric; the latter again of the linearised
+    model, where one is trained."""
     inputs, targets, weights = data
     network = setting.network.in_inference()
     fn = network.function()
     args = network.args(inputs, None, carry.model_state)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
-    total = jnp.sum(weights)
+    counts = jax.vmap(setting.loss.target_weights)(targets).astype(weights.dtype)
+    total = _tree.matmul(weights, jnp.sum(counts.reshape(num_examples, -1), axis=1))
+    number = jnp.sum(counts != 0)
 
     def predict(y):
         return fn(y, args)[0] if network.has_state else fn(y, args)
@@ -162,7 +165,8 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         objective = BatchLoss(setting.loss, shapes, targets)
         losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
         means = [metric(outputs, targets) for metric in metrics]
-        return [jnp.sum(weights * losses), *(num_examples * mean for mean in means)]
+        sums = [jnp.where(number > 0, number * mean, 0) for mean in means]
+        return [jnp.sum(weights * losses), *sums]
 
     found = figures(predict(carry.parameters))
     if with_linearised:
@@ -170,7 +174,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         delta = jax.tree.map(jnp.subtract, carry.parameters, point)
         outputs, change = jax.jvp(predict, (point,), (delta,))
         found += figures(_tree.axpy(1, change, outputs))
-    sums = jnp.stack([jnp.asarray(x, float) for x in [total, num_examples, *found]])
+    sums = jnp.stack([jnp.asarray(x, float) for x in [total, number, *found]])
     return (everywhere(sums, setting.places.mesh),)
 
 

@@ -1,5 +1,6 @@
 """Looks at data that are not trained on."""
 
+import math
 from collections.abc import Iterator
 
 import jax
@@ -60,7 +61,7 @@ class Validation:
             self._chunks = _chunks(example, setting.batch_size)
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
-        """The means over all examples, of a carry."""
+        """The means over all targets that count, of a carry."""
         batches = self._chunks
         if batches is None:
             batches = (batch.data for batch in self._stream.epoch(epoch, 0))
@@ -70,13 +71,11 @@ class Validation:
             look = Compiled(evaluate, fixed, self._structure, batch)
             ((sum_,),) = look(arrays, split(batch)[0])
             sums.append(sum_)
-        weight, num_examples, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
+        weight, number, *figures = np.sum([np.asarray(x) for x in sums], axis=0)
         per_look = 1 + len(self._metrics)
-        totals = [
-            weight if i % per_look == 0 else num_examples for i in range(len(figures))
-        ]
+        totals = [weight if i % per_look == 0 else number for i in range(len(figures))]
         return {
-            name: float(figure / total)
+            name: float(figure / total) if total > 0 else math.nan
             for name, figure, total in zip(self.columns, figures, totals, strict=True)
         }
 

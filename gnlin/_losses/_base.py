@@ -11,7 +11,7 @@ import numpy as np
 from equinox import AbstractVar
 from jax.core import Tracer
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._sharding import is_here
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
@@ -32,14 +32,15 @@ class AbstractLoss(eqx.Module):
     **Attributes:**
 
     - `reduction`: over the examples, `"sum"` or `"mean"` (with weights: the weighted
-        mean). Damping and learning rate refer to the loss as reduced.
+        mean); by default the mean in [`gnlin.fit`][], and the sum of least squares in
+        [`gnlin.solve`][]. Damping and learning rate refer to the loss as reduced.
 
     !!! example
 
         ```python
         class Hinge(gnlin.AbstractLoss):
             "Crammer and Singer's, smoothed."
-            reduction: str = "sum"
+            reduction: str | None = None
 
             def value(self, outputs, target):
                 margin = 1.0 * (jnp.arange(outputs.size) != target)
@@ -47,15 +48,24 @@ class AbstractLoss(eqx.Module):
         ```
     """
 
-    reduction: AbstractVar[Reduction]
+    reduction: AbstractVar[Reduction | None]
     # Whether the second-order expansion is the loss itself.
     is_quadratic: ClassVar[bool] = False
 
     def __check_init__(self):
-        if self.reduction not in get_args(Reduction):
+        if self.reduction not in (None, *get_args(Reduction)):
             raise ValueError(
-                f'`reduction` must be "sum" or "mean", but {self.reduction!r} was given.'
+                '`reduction` must be "sum" or "mean", or None for the default, but '
+                f"{self.reduction!r} was given."
             )
+
+    def reduced(self, default: Reduction) -> "AbstractLoss":
+        """The same loss, with a `reduction` where it has none."""
+        if self.reduction is not None:
+            return self
+        return eqx.tree_at(
+            lambda loss: loss.reduction, self, default, is_leaf=lambda x: x is None
+        )
 
     @abc.abstractmethod
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
@@ -78,6 +88,11 @@ class AbstractLoss(eqx.Module):
         a closed form may know it to more digits than the difference of the values."""
         return self.value(outputs, target) - self.value(new_outputs, target)
 
+    def target_weights(self, target: PyTree[Array]) -> Float[Array, "..."]:
+        """What each target of one example counts in a mean: an example as one, unless it
+        is a sequence."""
+        return jnp.ones(())
+
     def check(
         self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]
     ) -> None:
@@ -94,7 +109,7 @@ class AbstractElementwiseLoss(AbstractLoss):
 
         ```python
         class Quartic(gnlin.AbstractElementwiseLoss):
-            reduction: str = "sum"
+            reduction: str | None = None
 
             def elementwise(self, output, target):
                 return (output - target) ** 4 / 4

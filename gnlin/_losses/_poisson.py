@@ -17,10 +17,11 @@ class PoissonNLL(AbstractElementwiseLoss):
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
     """
 
-    reduction: Reduction = "sum"
+    reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target * output - (target - xlogy(target, target))

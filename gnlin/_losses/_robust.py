@@ -31,7 +31,8 @@ class Huber(_Robust):
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -40,7 +41,7 @@ class Huber(_Robust):
     """
 
     delta: float = 1.0
-    reduction: Reduction = "sum"
+    reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
         size = jnp.abs(output - target)
@@ -61,7 +62,8 @@ class PseudoHuber(_Robust):
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -70,7 +72,7 @@ class PseudoHuber(_Robust):
     """
 
     delta: float = 1.0
-    reduction: Reduction = "sum"
+    reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
         residual = output - target
@@ -92,11 +94,12 @@ class LogCosh(_Robust):
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
     """
 
     delta: float = 1.0
-    reduction: Reduction = "sum"
+    reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
         x = jnp.abs(output - target) / self.delta

@@ -17,10 +17,11 @@ class SquaredError(AbstractElementwiseLoss):
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
     """
 
-    reduction: Reduction = "sum"
+    reduction: Reduction | None = None
     is_quadratic: ClassVar[bool] = True
 
     def elementwise(self, output: Array, target: Array) -> Array:
