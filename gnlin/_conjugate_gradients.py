@@ -30,10 +30,11 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
     r"""Conjugate gradients for a positive semidefinite `A x = b` (Hestenes and Stiefel,
     1952), as a [lineax](https://docs.kidger.site/lineax) solver.
 
-    It stops at $|b - A x|_2 \le \beta\,|b|_2$, and checks that inequality on the true
-    residual before it says so; where the recurrence has drifted from it, it restarts
-    from the true residual. (`lx.CG` stops on an elementwise criterion and on the step
-    size, so that its `rtol` is not $\beta$.) The test for breakdown is free of scale.
+    It stops at $\lVert b - A x\rVert_2 \le \beta\,\lVert b\rVert_2$, and checks that
+    inequality on the true residual before it says so; where the recurrence has drifted
+    from it, it restarts from the true residual. (`lx.CG` stops on an elementwise
+    criterion and on the step size, so that its `rtol` is not $\beta$.) The test for
+    breakdown is free of scale.
 
     **Arguments:**
 

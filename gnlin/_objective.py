@@ -15,7 +15,7 @@ from ._losses import AbstractFactor, AbstractLoss, IdentityFactor
 
 class Quadratic(eqx.Module):
     r"""A linearised problem with the loss expanded to second order: least squares,
-    $\frac12|R\phi\,\delta + \tilde r|^2 + g_0^\top\delta$.
+    $\frac12\lVert R\phi\,\delta + \tilde r\rVert^2 + g_0^\top\delta$.
 
     - `lin`: whitened: its outputs are the residual $\tilde r = R^{-\top}\nabla L$, its
         Jacobian is $R\phi$.

@@ -22,7 +22,7 @@ class EisenstatWalker(eqx.Module):
     r"""The forcing sequence of Eisenstat and Walker for the tolerance of
     [`gnlin.TruncatedGaussNewton`][].
 
-    $$\beta_k = \gamma\,(|g_k| / |g_{k-1}|)^\alpha$$
+    $$\beta_k = \gamma\,(\lVert g_k\rVert / \lVert g_{k-1}\rVert)^\alpha$$
 
     with $g$ the gradient: solve loosely while far from the solution, tightly near it. As
     the paper advises, $\beta_k$ falls no faster than $\gamma\beta_{k-1}^\alpha$ while

@@ -84,7 +84,7 @@ class Spectrum(eqx.Module):
         return self._lift(self.coefficients)
 
     def gradient_norm(self) -> Scalar:
-        r"""$|\phi^\top r|$, from the eigenvalues alone."""
+        r"""$\lVert\phi^\top r\rVert$, from the eigenvalues alone."""
         return _tree.norm(jnp.sqrt(self.eigenvalues) * self.coefficients)
 
     def finite(self) -> Array:

@@ -87,7 +87,7 @@ def kernel(
 def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
     r"""The centred alignment of two kernels, 1 where they are multiples of each other:
 
-    $$\frac{\langle HaH, HbH\rangle}{|HaH|\,|HbH|},$$
+    $$\frac{\langle HaH, HbH\rangle}{\lVert HaH\rVert\,\lVert HbH\rVert},$$
 
     with Frobenius' inner product, and H taking away the features' means over examples.
 
@@ -101,7 +101,8 @@ def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
 
 
 def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
-    r"""$1 - \langle a, b\rangle / (|a|\,|b|)$: 0 where they are multiples of each other.
+    r"""$1 - \langle a, b\rangle / (\lVert a\rVert\,\lVert b\rVert)$: 0 where they are
+    multiples of each other.
 
     ??? cite "Reference"
 
@@ -133,10 +134,11 @@ def kernel_drift(
 ) -> Scalar:
     r"""How far the kernel has moved, relative to what it was, without forming it:
 
-    $$\frac{|\Theta - \Theta_s|_F}{|\Theta_s|_F},$$
+    $$\frac{\lVert\Theta - \Theta_s\rVert_F}{\lVert\Theta_s\rVert_F},$$
 
-    each norm estimated by $E\,|\Theta u|^2 = |\Theta|_F^2$ with standard normal probes u,
-    the same in both. A probe takes a transposed and a tangent pass of each linearisation.
+    each norm estimated by $E\,\lVert\Theta u\rVert^2 = \lVert\Theta\rVert_F^2$ with
+    standard normal probes u, the same in both. A probe takes a transposed and a tangent
+    pass of each linearisation.
 
     ??? cite "Reference"
 

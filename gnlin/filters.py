@@ -238,7 +238,8 @@ class Nesterov(AbstractFilter):
 class Damped(AbstractFilter):
     r"""Any filter on the damped problem: $g(w + \lambda)$ in place of $g(w)$.
 
-    Descent with $\frac\lambda2|\theta - \theta_s|^2$ added to the loss, for one.
+    Descent with $\frac\lambda2\lVert\theta - \theta_s\rVert^2$ added to the loss, for
+    one.
 
     **Arguments:**
 

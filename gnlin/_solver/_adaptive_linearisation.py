@@ -29,8 +29,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
     A linearisation is trusted while
 
-    - $|\Theta u - \Theta_s u| \le \tau\,|\Theta_s u|$, with one random probe u: the
-        kernel has not moved further than `max_drift`, as
+    - $\lVert\Theta u - \Theta_s u\rVert \le \tau\,\lVert\Theta_s u\rVert$, with one
+        random probe u: the kernel has not moved further than `max_drift`, as
         [`gnlin.features.kernel_drift`][] estimates it;
     - $L(f_s) - L(f) \ge \rho\,(L(f_s) - L(f_\mathrm{lin}))$: the loss of the network has
         fallen by at least `min_ratio` of what its linearisation says.

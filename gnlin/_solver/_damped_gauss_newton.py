@@ -25,7 +25,7 @@ from ._scaling import check_scaling, first_scale, prepare_scaled, Scaling
 
 class DampedGaussNewton(AbstractGaussNewton):
     r"""Gauss-Newton on the damped problem: $\delta$ minimises
-    $\frac12|\phi\delta + r|^2 + \frac\lambda2|\delta|^2$.
+    $\frac12\lVert\phi\delta + r\rVert^2 + \frac\lambda2\lVert\delta\rVert^2$.
 
     Every step is taken; for a damping that adapts, and steps that can be rejected, use
     [`gnlin.LevenbergMarquardt`][].
@@ -38,13 +38,13 @@ class DampedGaussNewton(AbstractGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `scaling`: `"identity"` damps $|\delta|^2$; `"marquardt"` and `"more"` damp
-        $|D\delta|^2$ with the norms of the Jacobian's columns (the present ones, or the
-        largest lately: earlier ones fade by 0.8 an outer step), so that the parameters'
-        units do not matter.
+    - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$; `"marquardt"` and `"more"`
+        damp $\lVert D\delta\rVert^2$ with the norms of the Jacobian's columns (the
+        present ones, or the largest lately: earlier ones fade by 0.8 an outer step), so
+        that the parameters' units do not matter.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
-        minimises $L(f + \phi\delta) + \frac\lambda2|\delta|^2$, and `scaling` must be
-        `"identity"`.
+        minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
+        must be `"identity"`.
     - `mixed_precision`: a [`gnlin.MixedPrecision`][], for a kernel in lower precision.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
         on the m x m side), `"curvature"` (on the p x p side) or `"matrix-free"`

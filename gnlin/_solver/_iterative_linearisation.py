@@ -83,7 +83,7 @@ class IterativeLinearisation(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `nesterov`: whether the momentum is Nesterov's.
     - `damping`: $\lambda \ge 0$: the steps descend on the loss with
-        $\frac\lambda2|\theta - \theta_s|^2$ added.
+        $\frac\lambda2\lVert\theta - \theta_s\rVert^2$ added.
     - `optimiser`: any of optax, whose steps are then the inner steps, in place of
         `learning_rate` and `momentum`.
     - `restart`: whether the optimiser's state starts anew at each linearisation. If not,

@@ -88,11 +88,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
     - `damping`: the first $\lambda$, relative to the curvature along the gradient.
-    - `scaling`: the $D$ of $\frac\lambda2|D\delta|^2$. `"more"`: the largest norms that
-        the Jacobian's columns have had lately (Moré, 1978; earlier ones fade by 0.8 an
-        outer step), `"marquardt"`: their present norms,
-        both of which make the steps independent of the parameters' units, but need the
-        dense Jacobian; `"identity"`: none.
+    - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
+        norms that the Jacobian's columns have had lately (Moré, 1978; earlier ones fade
+        by 0.8 an outer step), `"marquardt"`: their present norms, both of which make the
+        steps independent of the parameters' units, but need the dense Jacobian;
+        `"identity"`: none.
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The

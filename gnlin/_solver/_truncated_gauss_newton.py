@@ -47,7 +47,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     r"""Gauss-Newton whose linearised problem is solved to a tolerance: conjugate
     gradients stop at the first $\delta$ with
 
-    $$|\phi^\top\phi\,\delta + \phi^\top r + \lambda\delta| \le \beta\,|\phi^\top r|$$
+    $$\lVert\phi^\top\phi\,\delta + \phi^\top r + \lambda\delta\rVert
+    \le \beta\,\lVert\phi^\top r\rVert$$
 
     in the 2-norm.
 

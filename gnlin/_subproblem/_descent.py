@@ -33,7 +33,7 @@ def descend(
     rest: PyTree[Array] | None = None,
 ) -> Descent:
     r"""`period` steps from the linearisation point on
-    $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2|\delta|^2$.
+    $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2\lVert\delta\rVert^2$.
 
     Heavy ball (Polyak, 1964): $v \leftarrow \mu v - \eta g$, $z \leftarrow z + v$;
     Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$. `gradient` is the

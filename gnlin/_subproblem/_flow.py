@@ -55,7 +55,7 @@ def flow(
 ) -> Flowed:
     r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - \lambda\delta$ for a time, from
     zero, by the Runge-Kutta-Chebyshev method of order 2; `tolerance` is of the local
-    error, relative to $|\delta|$.
+    error, relative to $\lVert\delta\rVert$.
 
     B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
     parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).

@@ -34,8 +34,9 @@ class MixedPrecision(eqx.Module):
     precision they cost half as much on a CPU, and a small part on many GPUs. What they
     give is refined: conjugate gradients on
     $(\phi\phi^\top + \lambda I)a = r$, with products in full precision, preconditioned by
-    that factorisation, until the linear residual is at most `tolerance` times $|r|$. That
-    takes a few products, more the smaller the damping is beside the kernel's rounding.
+    that factorisation, until the linear residual is at most `tolerance` times
+    $\lVert r\rVert$. That takes a few products, more the smaller the damping is beside
+    the kernel's rounding.
 
     **Arguments:**
 

@@ -52,14 +52,15 @@ def minimise(
     max_steps: int | None = None,
     start: PyTree[Array] | None = None,
 ) -> Solved:
-    r"""Minimise $L(f + \phi\delta) + \frac\lambda2|\delta|^2$ until its gradient is at
-    most `tolerance` times what it is at the linearisation point, in the 2-norm.
+    r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$ until its
+    gradient is at most `tolerance` times what it is at the linearisation point, in the
+    2-norm.
 
     Newton's method, each system solved only as well as it pays (Eisenstat and Walker,
     1996), with a backtracking line search: the problem is convex. Along the outliers of
     a robust loss there is a slope and no curvature; where the gradient does not fall, a
-    proximal term $\frac\mu2|\delta - \delta_k|^2$ stands in for it. It starts as that of
-    a Polyak step, $\mu = |g|^2/L$, and fades with every full step.
+    proximal term $\frac\mu2\lVert\delta - \delta_k\rVert^2$ stands in for it. It starts
+    as that of a Polyak step, $\mu = \lVert g\rVert^2/L$, and fades with every full step.
     """
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
     dtype = _tree.dtype(outputs)
