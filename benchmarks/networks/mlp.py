@@ -1,8 +1,8 @@
-"""Fully connected ReLU networks."""
+"""Fully connected networks, ReLU where nothing else is said."""
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key
+from jaxtyping import Array, Float, Key
 
 
 def quintic_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -20,3 +20,31 @@ def xor_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
     model = eqx.nn.MLP(2, 1, width_size=50, depth=1, key=key)
     smaller = lambda leaf: 0.3 * leaf if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(smaller, model)
+
+
+class DropoutMLP(eqx.Module):
+    """Two hidden layers, each followed by dropout."""
+
+    layers: tuple[eqx.nn.Linear, eqx.nn.Linear, eqx.nn.Linear]
+    dropout: eqx.nn.Dropout
+
+    def __init__(
+        self, key: Key[Array, ""], sizes: tuple[int, int, int, int], rate: float
+    ):
+        first, second, last = jax.random.split(key, 3)
+        size, width, other_width, num_outputs = sizes
+        self.layers = (
+            eqx.nn.Linear(size, width, key=first),
+            eqx.nn.Linear(width, other_width, key=second),
+            eqx.nn.Linear(other_width, num_outputs, key=last),
+        )
+        self.dropout = eqx.nn.Dropout(rate)
+
+    def __call__(
+        self, x: Float[Array, " size"], key: Key[Array, ""] | None = None
+    ) -> Float[Array, " outputs"]:
+        keys = (None, None) if key is None else jax.random.split(key)
+        *hidden, last = self.layers
+        for layer, key in zip(hidden, keys, strict=True):
+            x = self.dropout(jax.nn.relu(layer(x)), key=key)
+        return last(x)

@@ -1,9 +1,9 @@
-"""A small vision transformer, of one example."""
+"""Small transformers, of images and of sequences, of one example."""
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int, Key
 
 
 _POSITION_SCALE = 0.02  # as in the vision transformer
@@ -87,6 +87,39 @@ class Transformer(eqx.Module):
         for block in self.blocks:
             x = block(x)
         return self.dense(jnp.mean(jax.vmap(self.norm)(x), axis=0))
+
+
+class TokenTransformer(eqx.Module):
+    """Tokens, each embedded with its position; blocks, in which each sees all; and classes
+    for each."""
+
+    embedding: Float[Array, "tokens width"]
+    positions: Float[Array, "length width"]
+    blocks: list[Block]
+    norm: eqx.nn.LayerNorm
+    dense: eqx.nn.Linear
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        num_tokens: int,
+        length: int,
+        width: int,
+        depth: int,
+        heads: int,
+    ):
+        embedding, positions, dense, *blocks = jax.random.split(key, 3 + depth)
+        self.embedding = jax.random.normal(embedding, (num_tokens, width))
+        self.positions = jax.random.normal(positions, (length, width))
+        self.blocks = [Block(block, width, heads) for block in blocks]
+        self.norm = eqx.nn.LayerNorm(width)
+        self.dense = eqx.nn.Linear(width, num_tokens, key=dense)
+
+    def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length tokens"]:
+        x = self.embedding[tokens] + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.dense)(jax.vmap(self.norm)(x))
 
 
 def patches(

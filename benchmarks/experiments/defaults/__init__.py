@@ -1,0 +1,1 @@
+"""Ordinary networks, trained by `gnlin.fit` as it comes."""
