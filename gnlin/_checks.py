@@ -4,16 +4,19 @@ A traced value cannot be looked at before the program runs, and passes; so does 
 schedule, whose values are not known yet.
 """
 
+import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, ScalarLike
 
 
 def as_scalar(value):
     """A number as a 0-dimensional NumPy array, anything else (an array, a traced value,
     a schedule) as it is: equinox traces arrays, so that another number of the same
     solver does not compile again."""
-    return np.asarray(value, float) if isinstance(value, int | float) else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return np.asarray(value, float) if is_number else value
 
 
 def _known(value: object) -> bool:
@@ -33,9 +36,23 @@ def check_positive(name: str, value) -> None:
         raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
 
 
-def check_tolerances(rtol: object, atol: object) -> None:
+def check_settings(
+    rtol: object, atol: object, norm: object, memory_budget: object, search: object = None
+) -> None:
+    """What solvers have in common."""
     check_nonnegative("rtol", rtol)
     check_nonnegative("atol", atol)
+    if not callable(norm):
+        raise ValueError(
+            "`norm` must be a function of a pytree, such as `optimistix.max_norm`, but "
+            f"{norm!r} was given."
+        )
+    check_count("memory_budget", memory_budget)
+    if not (search == "auto" or isinstance(search, optx.AbstractSearch | None)):
+        raise ValueError(
+            "`search` must be one of optimistix's, such as "
+            f"`optimistix.BacktrackingArmijo()`, or `None`, but {search!r} was given."
+        )
 
 
 def check_nonnegative(name: str, value) -> None:
@@ -117,3 +134,39 @@ def check_count(name: str, value) -> None:
         raise ValueError(
             f"`{name}` must be a whole number of at least 1, but {value!r} was given."
         )
+
+
+def check_whole(name: str, value) -> None:
+    if not is_whole(value):
+        raise ValueError(f"`{name}` must be a whole number, but {value!r} was given.")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"`{name}` must be `True` or `False`, but {value!r} was given.")
+
+
+#
+# The same inside a program, where a number is not known until it runs
+#
+
+
+def nonnegative(x: ScalarLike) -> Bool[Array, ""]:
+    return (jnp.asarray(x) >= 0) & jnp.isfinite(x)
+
+
+def positive(x: ScalarLike) -> Bool[Array, ""]:
+    return (jnp.asarray(x) > 0) & jnp.isfinite(x)
+
+
+def fraction(x: ScalarLike) -> Bool[Array, ""]:
+    return (jnp.asarray(x) > 0) & (jnp.asarray(x) < 1)
+
+
+def nan_unless(sound: Bool[Array, ""], value: ScalarLike) -> Array:
+    """NaN in place of a number that cannot be meant: the run then ends as not finite, and
+    not as if it had found something."""
+    value = jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        value = value.astype(float)
+    return jnp.where(sound, value, jnp.asarray(jnp.nan, value.dtype))

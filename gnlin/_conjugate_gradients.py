@@ -10,7 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from . import _tree
-from ._checks import check_nonnegative
+from ._checks import check_nonnegative, nan_unless, nonnegative
 
 
 # A curvature p^T A p below this many roundings of its factors may as well be zero.
@@ -63,7 +63,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         self, operator: lx.AbstractLinearOperator, options: dict[str, Any]
     ) -> lx.AbstractLinearOperator:
         del options
-        if operator.in_structure() != operator.out_structure():
+        # Not by `!=`: what a pytree's structure carries besides may not be comparable.
+        if not eqx.tree_equal(operator.in_structure(), operator.out_structure()):
             raise ValueError("`ConjugateGradients` needs a square operator.")
         if not lx.is_positive_semidefinite(operator):
             raise ValueError(
@@ -151,6 +152,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             lx.RESULTS.where(stalled, lx.RESULTS.breakdown, lx.RESULTS.max_steps_reached),
         )
         stats = {"num_steps": it.num_steps, "num_products": it.num_steps + num_rounds}
+        # A tolerance that is none has no solution.
+        unit = nan_unless(nonnegative(self.tolerance), unit)
         return _tree.scale(unit, it.x), result, stats
 
     def transpose(self, state, options):

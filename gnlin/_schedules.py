@@ -4,18 +4,28 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
-from ._checks import as_scalar, check_fraction, check_range
+from ._checks import as_scalar, check_fraction, check_range, nan_unless
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]
 """A function of the number of outer steps made so far, such as one of optax's."""
 
 
-def value_at(value: ScalarLike | Schedule, num_steps: Int[Array, ""]) -> ScalarLike:
-    """A constant, or the schedule's value at an outer step."""
-    return value(num_steps) if callable(value) else value
+def value_at(
+    value: ScalarLike | Schedule,
+    num_steps: Int[Array, ""],
+    within: Callable[[ScalarLike], Bool[Array, ""]],
+) -> ScalarLike:
+    """A constant, or the schedule's value at an outer step; NaN outside its range."""
+    if callable(value):
+        value = value(num_steps)
+        array_like = eqx.is_array_like(value) and not jnp.iscomplexobj(value)
+        if not array_like or jnp.shape(value) != ():
+            what = f"the shape {jnp.shape(value)}" if array_like else repr(value)
+            raise ValueError(f"A schedule must return one number, but returned {what}.")
+    return nan_unless(within(value), value)
 
 
 class EisenstatWalker(eqx.Module):

@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from . import _lapack, _rows, _tree
-from ._checks import check_count
+from ._checks import check_count, check_whole
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from ._tree import matmul
 
@@ -80,6 +80,7 @@ class Nystrom(AbstractPreconditioner):
 
     def __check_init__(self):
         check_count("rank", self.rank)
+        check_whole("seed", self.seed)
 
     def num_passes(self, lin: Linearisation) -> tuple[int, int]:
         rank = self._rank(lin)

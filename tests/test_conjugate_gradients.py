@@ -7,6 +7,7 @@ import lineax as lx
 import numpy as np
 import pytest
 
+import gnlin
 from gnlin import ConjugateGradients
 
 
@@ -260,3 +261,48 @@ def test_mistakes():
     tall = lx.MatrixLinearOperator(jnp.ones((3, 2)))
     with pytest.raises(ValueError, match="square"):
         lx.linear_solve(tall, jnp.ones(3), ConjugateGradients(0.1))
+
+
+@jax.tree_util.register_pytree_node_class
+class Incomparable:
+    """A container as of some libraries: two of them are never equal."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __eq__(self, other):
+        raise TypeError("Cannot be compared.")
+
+    __hash__ = None
+
+    def tree_flatten(self):
+        return (self.weights,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def __call__(self, x):
+        return jnp.tanh(self.weights @ x)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Incomparable(jnp.ones((1, 2))),
+        jax.tree_util.Partial(lambda w, x: jnp.tanh(w @ x), jnp.ones((1, 2))),
+    ],
+    ids=["incomparable", "partial"],
+)
+def test_models_that_are_pytrees_of_any_kind(model):
+    inputs = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.3, 0.1]])
+    targets = jnp.array([[0.5], [-0.5], [0.1]])
+    preconditioner = gnlin.preconditioners.Nystrom(1)
+    damped = gnlin.TruncatedGaussNewton(0.1, 0.1, preconditioner=preconditioner)
+    for solver, loss in [
+        (damped, gnlin.SquaredError()),
+        (gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"), gnlin.Huber()),
+    ]:
+        solution = gnlin.solve(model, (inputs, targets), solver, loss=loss, max_steps=3)
+        assert type(solution.model) is type(model)
+        assert solution.history.loss[-1] < solution.history.loss[0]

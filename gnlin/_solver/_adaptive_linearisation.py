@@ -154,7 +154,14 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
         update = step_if_finite(
-            self, objective, lin, evaluate, subproblem, answer, memory=search.best
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            memory=search.best,
+            damping=descent.damping_now(),
         )
         drifts = 0 if self.max_drift is None else 1
         return eqx.tree_at(

@@ -283,7 +283,9 @@ def step_if_finite(
         result = optx.RESULTS.where(missed, result, optx.RESULTS.nonlinear_divergence)
     solved = result == optx.RESULTS.successful
     step_norm = _tree.norm(step)
-    sound = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(step_norm)
+    # A damping that is not finite stands for hyperparameters out of their range.
+    at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
+    sound = at_point & jnp.isfinite(step_norm)
     candidate = _tree.where(sound & solved, _tree.axpy(1, step, y), y)
     new_outputs = evaluate(candidate)
     finite = sound & _tree.all_finite((new_outputs, outputs))
@@ -295,7 +297,6 @@ def step_if_finite(
     step_norm = jnp.where(good, step_norm, 0)
     new_y = _tree.where(good, candidate, y)
     new_outputs = _tree.where(good, new_outputs, outputs)
-    at_point = jnp.isfinite(subproblem.gradient_norm)
     result = optx.RESULTS.where(
         at_point & (finite | ~solved), result, optx.RESULTS.nonfinite
     )

@@ -6,7 +6,12 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import as_scalar, check_finite_nonnegative, check_tolerances
+from .._checks import (
+    as_scalar,
+    check_finite_nonnegative,
+    check_settings,
+    nonnegative,
+)
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._schedules import Schedule, value_at
@@ -103,7 +108,7 @@ class DampedGaussNewton(AbstractGaussNewton):
                 '`scaling="identity"` with it.'
             )
         self.damping = as_scalar(damping)
-        check_tolerances(rtol, atol)
+        check_settings(rtol, atol, norm, memory_budget, search)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -125,7 +130,7 @@ class DampedGaussNewton(AbstractGaussNewton):
         memory: PyTree[Array],
         num_steps: Int[Array, ""],
     ) -> Update:
-        damping = value_at(self.damping, num_steps)
+        damping = value_at(self.damping, num_steps, nonnegative)
         if self.mixed_precision is not None:
             norms, subproblem = (
                 None,

@@ -5,7 +5,13 @@ from collections.abc import Callable
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import as_scalar, check_nonnegative, check_tolerances
+from .._checks import (
+    as_scalar,
+    check_nonnegative,
+    check_settings,
+    nan_unless,
+    nonnegative,
+)
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._spectrum import Filter
@@ -78,7 +84,7 @@ class GaussNewton(AbstractGaussNewton):
             check_nonnegative("rcond", rcond)
         check_method(method, damped=False)
         check_form(form, method)
-        check_tolerances(rtol, atol)
+        check_settings(rtol, atol, norm, memory_budget, search)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -106,8 +112,16 @@ class GaussNewton(AbstractGaussNewton):
             reuse=True,
         )
         answer = subproblem.solve(PseudoInverse(self.rcond))
+        sound = nonnegative(0.0 if self.rcond is None else self.rcond)
         return step_if_finite(
-            self, objective, lin, evaluate, subproblem, answer, search=self.search
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            search=self.search,
+            damping=nan_unless(sound, 0.0),
         )
 
 
@@ -162,7 +176,7 @@ class FilteredGaussNewton(AbstractGaussNewton):
         self.filter = filter
         self.form = form
         self.search = search
-        check_tolerances(rtol, atol)
+        check_settings(rtol, atol, norm, memory_budget, search)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm

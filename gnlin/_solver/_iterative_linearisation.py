@@ -15,9 +15,13 @@ from .._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
+    check_flag,
     check_less_than_one,
     check_period,
-    check_tolerances,
+    check_settings,
+    nan_unless,
+    nonnegative,
+    positive,
 )
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective, SumOfSquares
@@ -158,6 +162,8 @@ class IterativeLinearisation(AbstractGaussNewton):
                 "`optimiser=optax.sgd(learning_rate, momentum)`."
             )
         check_less_than_one("momentum", momentum)
+        check_flag("nesterov", nesterov)
+        check_flag("restart", restart)
         check_finite_nonnegative("damping", damping)
         check_method(method, damped=False, also=("kernel", "flow"))
         if form == "quadratic" and method == "kernel":
@@ -169,7 +175,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         self.period = period
         self.learning_rate = as_scalar(learning_rate)
         self.momentum = momentum
-        check_tolerances(rtol, atol)
+        check_settings(rtol, atol, norm, memory_budget)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -202,6 +208,14 @@ class IterativeLinearisation(AbstractGaussNewton):
             return filter
         return Damped(filter, self.damping)
 
+    def damping_now(self) -> Scalar:
+        """The damping; NaN where any of the numbers is out of its range."""
+        eta = 1.0 if self.learning_rate is None else self.learning_rate
+        period, momentum = jnp.asarray(_as_float(self.period)), jnp.asarray(self.momentum)
+        sound = (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
+        sound &= positive(eta) & (momentum >= 0) & (momentum < 1)
+        return nan_unless(sound & nonnegative(self.damping), self.damping)
+
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
         if self.optimiser is None or self.restart:
             return None
@@ -223,7 +237,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(_as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
-        update = step_if_finite(self, objective, lin, evaluate, subproblem, answer)
+        update = step_if_finite(
+            self, objective, lin, evaluate, subproblem, answer, damping=self.damping_now()
+        )
         terminate = update.terminate
         if isinstance(subproblem, ProxLinear):
             # Steps that go round in a circle, and end where they began, have not settled.
@@ -296,10 +312,13 @@ class IterativeLinearisation(AbstractGaussNewton):
         else:
             subproblem, rest = ProxLinear(objective, lin, Parameters(lin)), None
         state = self.optimiser.init(lin.point) if memory is None else memory
+        damping = self.damping_now()
         answer, state = subproblem.optimise(
-            self.optimiser, state, self.period, self.damping, rest
+            self.optimiser, state, self.period, damping, rest
         )
-        update = step_if_finite(self, objective, lin, evaluate, subproblem, answer)
+        update = step_if_finite(
+            self, objective, lin, evaluate, subproblem, answer, damping=damping
+        )
         if memory is None:
             return update
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
@@ -359,7 +378,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         else:
             cotangent = objective.gradient(outputs)
         loss = objective.value(outputs)
-        gradient = _tree.axpy(self.damping, delta, lin.vjp(cotangent))
+        gradient = _tree.axpy(self.damping_now(), delta, lin.vjp(cotangent))
 
         optimiser = self._optimiser()
         updates, inner = optimiser.update(gradient, stream.inner, y)
@@ -382,7 +401,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             loss.astype(dtype),
             _tree.norm(gradient).astype(dtype),
             jnp.where(finite, _tree.norm(updates), 0).astype(dtype),
-            jnp.asarray(self.damping, dtype),
+            self.damping_now().astype(dtype),
             one,
         )
         counts = state.counts

@@ -9,7 +9,13 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import as_scalar, check_finite_positive, check_tolerances
+from .._checks import (
+    as_scalar,
+    check_finite_positive,
+    check_flag,
+    check_settings,
+    positive,
+)
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._subproblem import AbstractSubproblem, check_form, check_method, Form, Method
@@ -152,7 +158,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 "`acceleration` out."
             )
         check_scaling(scaling, method, form)
-        check_tolerances(rtol, atol)
+        if acceleration is not None:
+            check_flag("acceleration", acceleration)
+        check_settings(rtol, atol, norm, memory_budget)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -191,7 +199,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             lambda: self._first_damping(subproblem, memory.damping.dtype),
             lambda: memory.damping,
         )
-        finite = _is_finite(objective, lin, subproblem)
+        finite = _is_finite(objective, lin, subproblem) & positive(self.damping)
         trial = self._try_dampings(
             objective, lin, evaluate, subproblem, scale, damping, finite
         )

@@ -15,7 +15,10 @@ from .._checks import (
     check_finite_nonnegative,
     check_fraction,
     check_period,
-    check_tolerances,
+    check_settings,
+    fraction,
+    nan_unless,
+    nonnegative,
 )
 from .._cost import loops_slowly
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
@@ -132,7 +135,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             )
         self.tolerance = as_scalar(tolerance)
         self.damping = as_scalar(damping)
-        check_tolerances(rtol, atol)
+        check_settings(rtol, atol, norm, memory_budget, search)
         self.rtol = rtol
         self.atol = atol
         self.norm = norm
@@ -176,6 +179,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             num_jvps, num_vjps = lin.num_row_passes()
             lin = lin.materialise(self.memory_budget)
         options = {}
+        damping = value_at(self.damping, num_steps, nonnegative)
         if self.form == "prox-linear" and not objective.is_quadratic:
             subproblem = ProxLinear(objective, lin, Parameters(lin))
         else:
@@ -184,14 +188,13 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             if self.preconditioner is not None:
                 # Of the linearisation as it came, whose examples are known
                 of_examples = objective.expand(given).lin
-                damping = value_at(self.damping, num_steps)
                 inverse = self.preconditioner.inverse(of_examples, damping)
                 options["preconditioner"] = inverse
                 more_jvps, more_vjps = self.preconditioner.num_passes(of_examples)
                 num_jvps, num_vjps = num_jvps + more_jvps, num_vjps + more_vjps
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
-        damping = value_at(self.damping, num_steps)
+        damping = nan_unless(~jnp.isnan(tolerance), damping)
         start = None
         if memory.step is not None:
             start = _tree.scale(self.warm_start, memory.step)
@@ -236,4 +239,4 @@ class TruncatedGaussNewton(AbstractGaussNewton):
             )
             first = jnp.asarray(self.tolerance.initial, dtype)
             return jnp.where(num_steps == 0, first, later)
-        return jnp.asarray(value_at(self.tolerance, num_steps), dtype)
+        return jnp.asarray(value_at(self.tolerance, num_steps, fraction), dtype)

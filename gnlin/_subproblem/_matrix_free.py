@@ -9,6 +9,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._checks import nan_unless, nonnegative
 from .._conjugate_gradients import ConjugateGradients
 from .._linearisation import Linearisation
 from .._objective import SumOfSquares
@@ -103,7 +104,9 @@ class MatrixFree(AbstractSubproblem):
         # their signs: phi^T r with the signs of r at random.
         terms = _tree.norm(lin.vjp(_with_random_signs(lin.outputs)))
         rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / norm
-        tolerance = jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
+        tolerance = nan_unless(
+            nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
+        )
         curvature = lx.FunctionLinearOperator(
             lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
             jax.eval_shape(lambda: lin.point),

@@ -1,0 +1,152 @@
+"""What cannot be meant gets one sentence at the door, or ends a run as not finite."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+
+
+X = jnp.linspace(-1.0, 1.0, 6)[:, None]
+T = jnp.sin(3 * X)
+NETWORK = eqx.nn.MLP(1, 1, 3, 1, activation=jnp.tanh, key=jax.random.key(0))
+LINE = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+
+SOLVERS = {
+    "gauss-newton": gnlin.GaussNewton,
+    "filtered": lambda **kwargs: gnlin.FilteredGaussNewton(
+        gnlin.filters.Tikhonov(1.0), **kwargs
+    ),
+    "damped": lambda **kwargs: gnlin.DampedGaussNewton(1.0, **kwargs),
+    "levenberg-marquardt": gnlin.LevenbergMarquardt,
+    "truncated": lambda **kwargs: gnlin.TruncatedGaussNewton(0.1, **kwargs),
+    "iterative linearisation": lambda **kwargs: gnlin.IterativeLinearisation(
+        10, 0.1, **kwargs
+    ),
+}
+
+
+#
+# Hyperparameters
+#
+
+
+@pytest.mark.parametrize("make", SOLVERS.values(), ids=SOLVERS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"norm": "max"},
+        {"norm": 2},
+        {"memory_budget": -1},
+        {"memory_budget": 0},
+        {"memory_budget": "1e9"},
+        {"memory_budget": True},
+        {"rtol": True},
+        {"atol": -1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("unchecked")
+def test_settings_of_all_solvers(make, settings):
+    (name,) = settings
+    with pytest.raises(ValueError, match=f"`{name}` must"):
+        make(**settings)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("search", ["armijo", optx.BacktrackingArmijo, 1, True])
+def test_a_search_that_is_none(search):
+    for name in ("gauss-newton", "filtered", "damped", "truncated"):
+        with pytest.raises(ValueError, match="`search` must be one of optimistix's"):
+            SOLVERS[name](search=search)
+        SOLVERS[name](search=optx.BacktrackingArmijo())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gnlin.LevenbergMarquardt(acceleration="1"),
+        lambda: gnlin.LevenbergMarquardt(damping=True),
+        lambda: gnlin.IterativeLinearisation(10, 0.1, nesterov=1),
+        lambda: gnlin.IterativeLinearisation(10, 0.1, restart=1),
+        lambda: gnlin.DampedGaussNewton(True),
+        lambda: gnlin.DampedGaussNewton([1.0, 0.1]),
+        lambda: gnlin.TruncatedGaussNewton(0.1, damping="0.1"),
+        lambda: gnlin.EisenstatWalker(gamma=True),
+        lambda: gnlin.filters.Tikhonov(True),
+        lambda: gnlin.preconditioners.Nystrom(10, seed=0.5),
+        lambda: gnlin.preconditioners.Nystrom(10, seed="0"),
+    ],
+)
+def test_numbers_and_flags_that_are_none(make):
+    with pytest.raises(ValueError, match="` must be "):
+        make()
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("value", [jnp.ones(2), "0.1", 1j, None])
+def test_a_schedule_returns_one_number(value):
+    solver = gnlin.DampedGaussNewton(lambda step: value)
+    with pytest.raises(ValueError, match="A schedule must return one number"):
+        gnlin.solve(NETWORK, (X, T), solver, max_steps=2)
+
+
+OUT_OF_RANGE = {
+    "damping -1": lambda v: gnlin.DampedGaussNewton(-v),
+    "damping inf": lambda v: gnlin.DampedGaussNewton(v * jnp.inf),
+    "damping -1, products": lambda v: gnlin.DampedGaussNewton(-v, method="matrix-free"),
+    "first damping 0": lambda v: gnlin.LevenbergMarquardt(damping=v - 1),
+    "rcond -1": lambda v: gnlin.GaussNewton(rcond=-v),
+    "tolerance 1": lambda v: gnlin.TruncatedGaussNewton(v),
+    "tolerance and damping": lambda v: gnlin.TruncatedGaussNewton(0.1 * v, damping=-v),
+    "period 0": lambda v: gnlin.IterativeLinearisation(v - 1, 0.01),
+    "period 1.5": lambda v: gnlin.IterativeLinearisation(v + 0.5, 0.01),
+    "learning rate 0": lambda v: gnlin.IterativeLinearisation(10, v - 1),
+    "momentum 1": lambda v: gnlin.IterativeLinearisation(10, 0.01, v),
+    "descent's damping -1": lambda v: gnlin.IterativeLinearisation(10, 0.01, damping=-v),
+    "schedule to -1": lambda v: gnlin.DampedGaussNewton(lambda step: 1 - 2 * (step > 1)),
+    "schedule to NaN": lambda v: gnlin.TruncatedGaussNewton(
+        lambda step: jnp.where(step > 1, jnp.nan, 0.1)
+    ),
+    "adaptive": lambda v: gnlin.AdaptiveLinearisation(
+        gnlin.IterativeLinearisation(10, v - 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+def test_numbers_out_of_range_in_a_program_are_not_finite(make):
+    @jax.jit
+    def run(v):
+        solution = gnlin.solve(LINE, (X, T), make(v), max_steps=4)
+        numbers = jax.tree.leaves(solution.model)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
+        return solution.result == optx.RESULTS.nonfinite, finite
+
+    ended, finite = run(1.0)
+    assert ended
+    assert finite
+
+
+def test_a_tolerance_out_of_range_has_no_solution():
+    operator = lx.FunctionLinearOperator(
+        lambda v: 2 * v,
+        jax.ShapeDtypeStruct((3,), float),
+        lx.positive_semidefinite_tag,
+    )
+
+    @jax.jit
+    def solve(tolerance):
+        solver = gnlin.ConjugateGradients(tolerance)
+        return lx.linear_solve(operator, jnp.ones(3), solver, throw=False).value
+
+    np.testing.assert_allclose(solve(1e-6), 0.5 * np.ones(3))
+    assert not np.any(np.isfinite(solve(-1.0)))
+    assert not np.any(np.isfinite(solve(math.nan)))
