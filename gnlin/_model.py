@@ -1,24 +1,71 @@
-"""An Equinox model as trainable parameters and the rest."""
+"""A model as trainable parameters and the rest."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from ._linearisation import check_parameters
 from ._per_example import PerExample
 
 
+_HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+
+
+class Frozen(eqx.Module):
+    """What of a model is not trained: with the parameters it is the model again."""
+
+    rest: PyTree
+    # Of the parameters as they came: those in half precision are trained in single, since
+    # rounding would hide what a step gains.
+    dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
+    # Of a model that is a pair, `(fn, parameters)`
+    fn: Callable | None
+
+    def with_parameters(self, parameters: PyTree) -> PyTree:
+        """The model, as it was given."""
+        leaves, structure = jax.tree.flatten(parameters)
+        pairs = zip(leaves, self.dtypes, strict=True)
+        leaves = [x.astype(d) if d in _HALF else x for x, d in pairs]
+        return self.in_training(structure.unflatten(leaves))
+
+    def in_training(self, parameters: PyTree) -> PyTree:
+        """The same with the parameters as they are trained."""
+        model = eqx.combine(parameters, self.rest)
+        return model if self.fn is None else (self.fn, model)
+
+
 def partition(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
-) -> tuple[PyTree, PyTree]:
+) -> tuple[PyTree, Frozen]:
     """(parameters, frozen), as `equinox.partition`; checked."""
-    parameters, frozen = eqx.partition(model, filter_spec)
+    fn, trained = model if _is_pair(model) else (None, model)
+    if fn is None and not callable(model):
+        raise ValueError(
+            "The model must be callable, on one example's input, or a pair "
+            f"`(fn, parameters)` with `fn(parameters, x)`, but a {type(model).__name__} "
+            "was given."
+        )
+    try:
+        parameters, rest = eqx.partition(trained, filter_spec)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`filter_spec` must be a function of a leaf, or booleans in the structure of "
+            f"the model, but {filter_spec!r} was given."
+        ) from error
     leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
     if sum(leaf.size for leaf in leaves) == 0:
+        if inspect.isroutine(model):
+            raise ValueError(
+                "A plain function has no trainable array: pass it with its parameters, "
+                "as `(fn, parameters)` with `fn(parameters, x)` of one example."
+            )
         raise ValueError(
             "The model has no trainable array: `filter_spec` selects none of its leaves."
         )
@@ -27,15 +74,73 @@ def partition(
             "`filter_spec` selects leaves of the model that are not arrays; only "
             "floating-point arrays can be trained."
         )
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    parameters = jax.tree.map(_in_single, parameters)
     check_parameters(parameters)
-    if not callable(model):
-        raise ValueError("The model must be callable, on one example's input.")
-    return parameters, frozen
+    return parameters, Frozen(rest, dtypes, fn)
 
 
-def predict(frozen: PyTree, parameters: PyTree, x: PyTree) -> PyTree[Array]:
+def predict(frozen: Frozen, parameters: PyTree, x: PyTree) -> PyTree[Array]:
     """The output of the model that `partition` has taken apart."""
-    return eqx.combine(parameters, frozen)(x)
+    return _checked(_called(frozen.in_training(parameters), x))
+
+
+def check_stateless(model: PyTree) -> None:
+    if _has_state(model):
+        raise ValueError(
+            "The model has state, such as batch normalisation's: train it by "
+            "`gnlin.fit`, or leave its statistics as they are, "
+            "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
+        )
+
+
+def _is_pair(model: Any) -> bool:
+    pair = isinstance(model, tuple) and len(model) == 2 and not callable(model)
+    return pair and callable(model[0]) and not inspect.isroutine(model[1])
+
+
+def _function_of(model: Any) -> Callable:
+    return functools.partial(*model) if _is_pair(model) else model
+
+
+def _in_single(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype in _HALF else x
+
+
+def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
+    """What a model returns for one example's input, or a sentence why it cannot."""
+    try:
+        return _function_of(model)(x, *args, **kwargs)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0]
+        if "key" not in kwargs and _takes_key(model) and "key" in str(error):
+            raise ValueError(
+                "The model needs a `key`, as for dropout: train it by `gnlin.fit`, or "
+                "pass `equinox.nn.inference_mode(model)`."
+            ) from error
+        if not isinstance(error, TypeError | ValueError):
+            raise
+        raise ValueError(
+            "The model is called on the input of one example, without the data's leading "
+            f"axis; on this one, {_shapes(x)}, it failed: {said}"
+        ) from error
+
+
+def _checked(outputs: Any) -> PyTree[Array]:
+    leaves = jax.tree.leaves(outputs)
+    if not leaves or not all(map(eqx.is_array_like, leaves)):
+        raise ValueError(
+            "The model must return an array, or a pytree of arrays, but returned "
+            f"{outputs!r}."
+        )
+    return outputs
+
+
+def _shapes(x: PyTree) -> str:
+    shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
+    described = " and ".join(f"of shape {shape}" for shape in shapes)
+    axis = " (for an axis over features pass `inputs[:, None]`)" if () in shapes else ""
+    return described + axis
 
 
 class Network(eqx.Module):
@@ -46,7 +151,7 @@ class Network(eqx.Module):
     of the whole batch, and returns the new state beside the outputs.
     """
 
-    frozen: PyTree
+    frozen: Frozen
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
@@ -60,6 +165,9 @@ class Network(eqx.Module):
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
         keys = keys if self.takes_key else None
         return (inputs, keys, state) if self.has_state else (inputs, keys)
+
+    def keywords(self, key: Array | None) -> dict[str, Array | None]:
+        return {"key": key} if self.takes_key else {}
 
     def in_inference(self) -> "Network":
         """Without dropout, and with the statistics that training has gathered."""
@@ -87,18 +195,19 @@ def make_network(
 
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
     x, key = example
-    model = eqx.combine(parameters, network.frozen)
-    return model(x, key=key) if network.takes_key else model(x)
+    model = network.frozen.in_training(parameters)
+    return _checked(_called(model, x, **network.keywords(key)))
 
 
 def _apply_with_state(
     network: Network, parameters: PyTree, args: tuple
 ) -> tuple[PyTree[Array], PyTree]:
     inputs, keys, state = args
-    model = eqx.combine(parameters, network.frozen)
+    model = network.frozen.in_training(parameters)
 
     def one(x, key, state):
-        return model(x, state, key=key) if network.takes_key else model(x, state)
+        outputs, state = _called(model, x, state, **network.keywords(key))
+        return _checked(outputs), state
 
     batched = jax.vmap(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
@@ -115,12 +224,14 @@ def _apply_with_state(
 
 
 def _has_state(model: PyTree) -> bool:
+    if _is_pair(model):  # whose function has to know about it
+        return False
     index = lambda x: isinstance(x, eqx.nn.StateIndex)
     return any(map(index, jax.tree.leaves(model, is_leaf=index)))
 
 
 def _takes_key(model: Any) -> bool:
     try:
-        return "key" in inspect.signature(model).parameters
+        return "key" in inspect.signature(_function_of(model)).parameters
     except (TypeError, ValueError):
         return False

@@ -15,7 +15,7 @@ from ._checks import check_count
 from ._data import as_batch
 from ._linearisation import linearise
 from ._losses import AbstractLoss, check_loss, SquaredError
-from ._model import partition, predict
+from ._model import check_stateless, partition, predict
 from ._objective import BatchLoss
 from ._per_example import PerExample
 from ._sharding import (
@@ -94,7 +94,9 @@ def solve(
     **Arguments:**
 
     - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
-        output, a pytree of floating-point arrays.
+        output, a pytree of floating-point arrays; or a pair `(fn, parameters)` with
+        `fn(parameters, x)`, of which the parameters are trained. Those in half precision
+        are trained in single, and handed back as they came.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss.
     - `solver`: any solver of gnlin.
@@ -131,6 +133,7 @@ def solve(
     check_loss(loss)
     inputs, targets, weights = as_batch(data)
     mesh = mesh_of((model, data))
+    check_stateless(model)
     parameters, frozen = partition(automatic(model), filter_spec)
     fn = PerExample(eqx.Partial(predict, frozen))
     with choosing():
@@ -148,7 +151,7 @@ def solve(
             int(max_steps),
             places(parameters, (inputs, targets, weights)),
         )
-    model = eqx.combine(parameters, frozen)
+    model = frozen.with_parameters(parameters)
     stats = {**stats, "max_steps": max_steps}
     solution = on_mesh(Solution(model, result, history, stats), mesh)
     if not isinstance(stats["num_steps"], Tracer):

@@ -31,7 +31,7 @@ from . import _tree
 from ._checks import check_nonnegative
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
 from ._losses import SoftmaxCrossEntropy
-from ._model import partition, predict
+from ._model import check_stateless, partition, predict
 from ._per_example import PerExample
 from ._solve import solve
 from ._solver import DampedGaussNewton
@@ -55,6 +55,7 @@ def linearise_model(
         lin.shape, lin.spectrum().eigenvalues
         ```
     """
+    check_stateless(model)
     parameters, frozen = partition(model, filter_spec)
     outputs = PerExample(eqx.Partial(predict, frozen))
     return linearise(outputs, parameters, inputs)

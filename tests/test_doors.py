@@ -150,3 +150,141 @@ def test_a_tolerance_out_of_range_has_no_solution():
     np.testing.assert_allclose(solve(1e-6), 0.5 * np.ones(3))
     assert not np.any(np.isfinite(solve(-1.0)))
     assert not np.any(np.isfinite(solve(math.nan)))
+
+
+#
+# Models
+#
+
+
+def of_pair(parameters, x):
+    return jnp.tanh(parameters["w"] @ x + parameters["b"])
+
+
+PARAMETERS = {"w": jnp.full((1, 1), 0.5), "b": jnp.zeros(1)}
+DAMPED = gnlin.DampedGaussNewton(0.1)
+
+
+def test_a_function_with_its_parameters():
+    class Module(eqx.Module):
+        parameters: dict
+
+        def __call__(self, x):
+            return of_pair(self.parameters, x)
+
+    wanted = gnlin.solve(Module(PARAMETERS), (X, T), DAMPED, max_steps=3)
+    solution = gnlin.solve((of_pair, PARAMETERS), (X, T), DAMPED, max_steps=3)
+    fn, trained = solution.model
+    assert fn is of_pair
+    for name in PARAMETERS:
+        np.testing.assert_allclose(trained[name], wanted.model.parameters[name])
+    kernel = gnlin.features.kernel(solution.model, X)
+    np.testing.assert_allclose(kernel, gnlin.features.kernel(wanted.model, X))
+    assert gnlin.features.distance(solution.model, (of_pair, PARAMETERS)) > 0
+    result = gnlin.fit((of_pair, PARAMETERS), (X, T), DAMPED, steps=2, progress=False)
+    assert result.model[0] is of_pair
+    assert result.history["loss"][-1] < result.history["loss"][0]
+    some = {"w": True, "b": False}
+    solution = gnlin.solve(
+        (of_pair, PARAMETERS), (X, T), DAMPED, max_steps=1, filter_spec=some
+    )
+    assert solution.model[1]["b"] == 0
+    assert solution.model[1]["w"] != 0.5
+
+
+def test_a_function_with_its_parameters_and_a_key():
+    def noisy(parameters, x, key):
+        return of_pair(parameters, x) + 0.01 * jax.random.normal(key)
+
+    result = gnlin.fit((noisy, PARAMETERS), (X, T), DAMPED, steps=2, progress=False)
+    assert result.history["loss"][-1] < result.history["loss"][0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parameters_in_half_precision_are_trained_in_single(dtype):
+    half = jax.tree.map(lambda x: x.astype(dtype), PARAMETERS)
+    data = X.astype(dtype), T.astype(dtype)
+    solution = gnlin.solve((of_pair, half), data, gnlin.LevenbergMarquardt())
+    assert solution.result == optx.RESULTS.successful
+    single = jax.tree.map(lambda x: x.astype(jnp.float32), (PARAMETERS, data))
+    wanted = gnlin.solve(
+        (of_pair, single[0]), single[1], gnlin.LevenbergMarquardt()
+    ).model[1]
+    for name, trained in solution.model[1].items():
+        assert trained.dtype == dtype
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            np.float32(trained), wanted[name], rtol=4 * eps, atol=4 * eps
+        )
+
+
+class Dropped(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __call__(self, x, key=None):
+        return self.dropout(self.linear(x), key=key)
+
+
+class Normalised(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self):
+        self.linear = LINE
+        self.norm = eqx.nn.BatchNorm(1, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(self.linear(x), state)
+
+
+class BatchFirst(eqx.Module):
+    weights: jax.Array
+
+    def __call__(self, x):
+        _, width = x.shape
+        return x.reshape(-1, width) @ self.weights
+
+
+MODELS = {
+    "a function": (of_pair, "A plain function has no trainable array: pass it with its"),
+    "a string": ("mlp", "must be callable, .*, or a pair .* but a str was given"),
+    "parameters": (PARAMETERS, "must be callable, .* but a dict was given"),
+    "two functions": ((of_pair, of_pair), "must be callable, .* but a tuple was given"),
+    "dropout": (Dropped(LINE, eqx.nn.Dropout(0.5)), "needs a `key`.*inference_mode"),
+    "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*`gnlin.fit`"),
+    "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\), it"),
+    "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),
+    "to a string": ((lambda p, x: "one", PARAMETERS), "must return an array, .* 'one'"),
+    "to nothing": ((lambda p, x: None, PARAMETERS), "must return an array, .* None"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("model", "message"), MODELS.values(), ids=MODELS)
+def test_models_that_are_none(model, message):
+    with pytest.raises(ValueError, match=message):
+        gnlin.solve(model, (X, T), DAMPED)
+    with pytest.raises(ValueError, match=message):
+        gnlin.features.linearise_model(model, X)
+    if not isinstance(model, Dropped | Normalised):
+        with pytest.raises(ValueError, match=message):
+            gnlin.fit(model, (X, T), DAMPED, steps=1)
+
+
+def test_inputs_without_an_axis_over_features():
+    with pytest.raises(ValueError, match=r"of shape \(\) \(.*`inputs\[:, None\]`"):
+        gnlin.solve(LINE, (X[:, 0], T), DAMPED)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("spec", ["all", [True], 1])
+def test_a_filter_that_is_none(spec):
+    with pytest.raises(ValueError, match="`filter_spec` "):
+        gnlin.solve(LINE, (X, T), DAMPED, filter_spec=spec)
+
+
+def test_a_model_with_state_as_it_is_in_inference():
+    model, state = eqx.nn.make_with_state(Normalised)()
+    pair = (lambda m, x: m(x, state)[0], eqx.nn.inference_mode(model))
+    assert gnlin.features.kernel(pair, X).shape == (6, 1, 6, 1)

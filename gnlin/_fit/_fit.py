@@ -64,8 +64,9 @@ def fit(
 
     **Arguments:**
 
-    - `model`: any callable pytree from one input to one output. A `key` argument, if it
-        has one (for dropout), is given a key of its own for each example.
+    - `model`: any callable pytree from one input to one output, or a pair
+        `(fn, parameters)` with `fn(parameters, x)`. A `key` argument, if it has one (for
+        dropout), is given a key of its own for each example.
     - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, a *tuple* of arrays
         with a leading axis over examples; or any iterable of such batches, such as a list
         or a loader of tf.data, grain or torch; or a function of the epoch (0, 1, ...)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,7 +174,7 @@ class Run:
         return join(self._now.arrays, self._static)
 
     def _with_frozen(self, parameters: PyTree) -> PyTree:
-        return eqx.combine(parameters, self._setting.network.frozen)
+        return self._setting.network.frozen.with_parameters(parameters)
 
     def _tell(self, event: str) -> None:
         for callback in self._callbacks:
