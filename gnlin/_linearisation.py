@@ -7,14 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
 from . import _rows, _tree
 from ._per_example import forward_is_cheaper, PerExample
 from ._spectrum import from_kernel, Spectrum
-from ._tree import matmul
+from ._tree import matmul, ravel_pytree
 
 
 DEFAULT_MEMORY_BUDGET = 2**31

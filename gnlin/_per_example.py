@@ -8,11 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, PyTree
 
 from . import _program, _rows, _tree
 from ._sharding import is_spread
+from ._tree import ravel_pytree
 
 
 class PerExample(eqx.Module):

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal, Var
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
+from . import _tree
 from ._layer import gram_multiplications, Layer
+from ._tree import ravel_pytree
 
 
 class _Use(NamedTuple):
@@ -184,7 +185,7 @@ def evaluate(
                 for operand, leaf in taken.items():
                     entered = _read(values, equation.invars[1 - operand])
                     weights = _struct(equation.invars[operand])
-                    dtype = jnp.promote_types(entered.dtype, weights.dtype)
+                    dtype = _tree.dtype((entered, weights))
                     activations[leaf] = entered.astype(dtype)
                     outs = [outs[0] + added[leaf]]
             values.update(zip(equation.outvars, outs, strict=True))

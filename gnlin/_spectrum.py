@@ -4,12 +4,11 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from . import _lapack, _tree
-from ._tree import matmul
+from ._tree import matmul, ravel_pytree
 
 
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]

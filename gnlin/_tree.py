@@ -2,9 +2,11 @@
 
 import collections
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import flatten_util
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 
@@ -14,8 +16,24 @@ def size(tree: PyTree) -> int:
 
 
 def dtype(tree: PyTree) -> jnp.dtype:
-    """The floating dtype in which all leaves can be held without loss."""
-    return jnp.result_type(*jax.tree.leaves(tree))
+    """The floating dtype in which all leaves can be held without loss. Everything of
+    mixed dtypes is cast to it by name: users may forbid JAX to promote by itself."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*jax.tree.leaves(tree))
+
+
+def promoted(*arrays: Array) -> list[Array]:
+    """Arrays in the dtype in which all of them can be held."""
+    common = dtype(arrays)
+    return [x.astype(common) for x in arrays]
+
+
+def ravel_pytree(
+    tree: PyTree[Array],
+) -> tuple[Array, Callable[[Array], PyTree[Array]]]:
+    """JAX's, of mixed dtypes too."""
+    with jax.numpy_dtype_promotion("standard"):
+        return flatten_util.ravel_pytree(tree)
 
 
 def eps(tree: PyTree) -> float:
@@ -26,9 +44,10 @@ def eps(tree: PyTree) -> float:
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16.
     Half precision is summed in single."""
-    dtype = jnp.promote_types(jnp.promote_types(a.dtype, b.dtype), jnp.float32)
+    wide = dtype((a, b, jnp.float32))
+    a, b = promoted(a, b)
     precise = jax.lax.Precision.HIGHEST
-    return jnp.matmul(a, b, precision=precise, preferred_element_type=dtype)
+    return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
 
 
 def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
@@ -40,12 +59,17 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
     products = collections.defaultdict(list)
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     for k, (x, y) in enumerate(pairs):
-        wide = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), jnp.float32)
+        wide = dtype((x, y, jnp.float32))
         alike = (x.shape, wide) if jax.device_count() == 1 else k
-        products[alike].append(x.astype(wide) * y)
-    sums = [jnp.sum(functools.reduce(jnp.add, some)) for some in products.values()]
-    out = dtype((a, b))
-    return sum(sums, jnp.zeros((), jnp.promote_types(out, jnp.float32))).astype(out)
+        products[alike].append(x.astype(wide) * y.astype(wide))
+    sums = [functools.reduce(jnp.add, some) for some in products.values()]
+    return total(sums, dtype((a, b, jnp.float32))).astype(dtype((a, b)))
+
+
+def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:
+    """The sum of all entries of all leaves, each leaf's in its own dtype."""
+    sums = [jnp.sum(leaf).astype(dtype) for leaf in jax.tree.leaves(tree)]
+    return sum(sums, jnp.zeros((), dtype))
 
 
 def norm(a: PyTree[Array]) -> Scalar:
@@ -65,25 +89,29 @@ def norm(a: PyTree[Array]) -> Scalar:
 def unit(a: PyTree[Array]) -> Scalar:
     """The largest entry by absolute value, to divide by before squaring; 1 where that is
     zero or not finite."""
-    largest = functools.reduce(
-        jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
-    )
+    each = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
+    largest = functools.reduce(jnp.maximum, promoted(*each))
     return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
     """`s x + y`, in the dtypes of `y`."""
-    return jax.tree.map(lambda a, b: (_cast(s, b) * a + b).astype(b.dtype), x, y)
+
+    def each(a, b):
+        wide_a, wide_b = promoted(a, b)
+        return (_cast(s, wide_a.dtype) * wide_a + wide_b).astype(b.dtype)
+
+    return jax.tree.map(each, x, y)
 
 
 def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
     """`s x`, in the dtypes of `x`."""
-    return jax.tree.map(lambda a: _cast(s, a) * a, x)
+    return jax.tree.map(lambda a: _cast(s, a.dtype) * a, x)
 
 
-def _cast(s: ScalarLike, like: Array) -> ScalarLike:
+def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:
     """A double-precision scalar makes no double-precision array of a single one."""
-    return s if isinstance(s, int | float) else jnp.asarray(s, like.dtype)
+    return s if type(s) in (int, float) else jnp.asarray(s, dtype)
 
 
 def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:

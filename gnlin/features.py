@@ -24,7 +24,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, Int, Key, PyTree, Scalar
 
 from . import _tree
@@ -35,6 +34,7 @@ from ._model import check_stateless, partition, predict
 from ._per_example import PerExample
 from ._solve import solve
 from ._solver import DampedGaussNewton
+from ._tree import ravel_pytree
 
 
 Kernel = Float[Array, "n c n c"]

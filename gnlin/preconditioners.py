@@ -19,13 +19,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from . import _lapack, _rows, _tree
 from ._checks import check_count, check_whole
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
-from ._tree import matmul
+from ._tree import matmul, ravel_pytree
 
 
 # Of the rows that blocks are summed from: they stay near the processor.

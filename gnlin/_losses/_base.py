@@ -1,7 +1,6 @@
 """What a loss gives: a value, a gradient, and a factor of its Hessian, of one example."""
 
 import abc
-import functools
 from typing import ClassVar, get_args, Literal
 
 import equinox as eqx
@@ -10,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from equinox import AbstractVar
 from jax.core import Tracer
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar
 
+from .. import _tree
 from .._sharding import is_here
+from .._tree import ravel_pytree
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
 
 
@@ -135,14 +135,14 @@ class AbstractElementwiseLoss(AbstractLoss):
         return 1.0
 
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
-        each = jax.tree.map(self.elementwise, outputs, _as_outputs(target, outputs))
-        return functools.reduce(jnp.add, map(jnp.sum, jax.tree.leaves(each)))
+        each = jax.tree.map(self.elementwise, outputs, as_outputs(target, outputs))
+        return _tree.total(each, _tree.dtype(outputs))
 
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
-        return jax.tree.map(self.derivative, outputs, _as_outputs(target, outputs))
+        return jax.tree.map(self.derivative, outputs, as_outputs(target, outputs))
 
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
-        root = jax.tree.map(self.root, outputs, _as_outputs(target, outputs))
+        root = jax.tree.map(self.root, outputs, as_outputs(target, outputs))
         return DiagonalFactor(root, self.unit)
 
     def check(
@@ -158,7 +158,7 @@ class AbstractElementwiseLoss(AbstractLoss):
             )
 
 
-def _as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
+def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
     """Whole counts of 64 bits would make everything double precision."""
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
 

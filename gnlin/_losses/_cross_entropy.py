@@ -235,7 +235,7 @@ def _log_softmax(
 ) -> tuple[Float[Array, "*k c"], Array]:
     """log p, of the likeliest class too to full relative precision; and which that is."""
     likeliest = jnp.argmax(outputs, axis=-1, keepdims=True)
-    top = jnp.arange(outputs.shape[-1]) == likeliest
+    top = jax.nn.one_hot(likeliest[..., 0], outputs.shape[-1], dtype=bool)
     z = outputs - jnp.take_along_axis(outputs, likeliest, axis=-1)
     others = jnp.sum(jnp.where(top, 0, jnp.exp(z)), axis=-1, keepdims=True)
     return z - jnp.log1p(others), top

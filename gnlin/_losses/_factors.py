@@ -9,11 +9,10 @@ import abc
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._lapack import eigh
-from .._tree import matmul
+from .._tree import matmul, ravel_pytree
 
 
 class AbstractFactor(eqx.Module):
@@ -141,7 +140,7 @@ class SoftmaxFactor(AbstractFactor):
         r"""$(I - s s^\top) u$: of the likeliest class k, $u_k \sum_{j \ne k} s_j^2
         - s_k \sum_{j \ne k} s_j u_j$."""
         likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
-        top = jnp.arange(self.s.shape[-1]) == likeliest
+        top = jax.nn.one_hot(likeliest[..., 0], self.s.shape[-1], dtype=bool)
         s_top = jnp.take_along_axis(self.s, likeliest, axis=-1)
         u_top = jnp.take_along_axis(u, likeliest, axis=-1)
         others = jnp.where(top, 0, self.s)
@@ -153,7 +152,8 @@ class SoftmaxFactor(AbstractFactor):
     def pseudo_inverse_mv(self, u: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
         possible = self.s > 0
         v = _quotient(self._across(u), self.s, possible)
-        mean = jnp.sum(v, axis=-1, keepdims=True) / jnp.sum(possible, -1, keepdims=True)
+        count = jnp.sum(possible, axis=-1, keepdims=True, dtype=v.dtype)
+        mean = jnp.sum(v, axis=-1, keepdims=True) / count
         positive = self.total > 0
         return _quotient(jnp.where(possible, v - mean, 0), jnp.sqrt(self.total), positive)
 

@@ -7,7 +7,7 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, PyTree, Scalar
 
 from .. import _tree
-from ._base import AbstractElementwiseLoss, check_between, Reduction
+from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -32,8 +32,9 @@ class PoissonNLL(AbstractElementwiseLoss):
         def each(f, g, y):
             return jnp.sum(y * (g - f) - jnp.exp(f) * jnp.expm1(g - f))
 
+        target = as_outputs(target, outputs)
         parts = jax.tree.map(each, outputs, new_outputs, target)
-        return sum(jax.tree.leaves(parts), jnp.zeros((), _tree.dtype(outputs)))
+        return _tree.total(parts, _tree.dtype(outputs))
 
     def derivative(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target

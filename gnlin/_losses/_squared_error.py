@@ -1,13 +1,13 @@
 """Squared error."""
 
-import functools
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from ._base import AbstractElementwiseLoss, Reduction
+from .. import _tree
+from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 from ._factors import AbstractFactor, IdentityFactor
 
 
@@ -41,6 +41,6 @@ class SquaredError(AbstractElementwiseLoss):
             lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
             outputs,
             new_outputs,
-            target,
+            as_outputs(target, outputs),
         )
-        return functools.reduce(jnp.add, jax.tree.leaves(each))
+        return _tree.total(each, _tree.dtype(outputs))

@@ -7,13 +7,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import as_scalar, check_nonnegative, check_period, check_positive
 from .._linearisation import Linearisation, linearise
 from .._objective import AbstractObjective
+from .._tree import ravel_pytree
 from ._base import AbstractGaussNewton, Evaluate, State, step_if_finite, Update
 from ._iterative_linearisation import IterativeLinearisation
 

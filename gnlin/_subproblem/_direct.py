@@ -6,13 +6,12 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._spectrum import Filter
-from .._tree import matmul
+from .._tree import matmul, ravel_pytree
 from ..filters import Tikhonov
 from ._base import AbstractSubproblem, Answer
 
@@ -30,7 +29,7 @@ def _solve_damped(
     matrix: Float[Array, "n n"], vector: Float[Array, " n"], damping: ScalarLike
 ) -> tuple[Float[Array, " n"], optx.RESULTS]:
     """`(matrix + lambda I)^-1 vector`; NaN in, NaN out, and none of it to LAPACK."""
-    dtype = jnp.promote_types(matrix.dtype, vector.dtype)
+    dtype = _tree.dtype((matrix, vector))
     matrix, vector = matrix.astype(dtype), vector.astype(dtype)
     identity = jnp.eye(vector.size, dtype=dtype)
     damped = matrix + jnp.asarray(damping, matrix.dtype) * identity

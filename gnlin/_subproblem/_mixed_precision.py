@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
@@ -18,6 +17,7 @@ from .._checks import check_finite_positive
 from .._conjugate_gradients import ConjugateGradients
 from .._objective import Quadratic
 from .._spectrum import Filter
+from .._tree import ravel_pytree
 from ._base import AbstractSubproblem, Answer
 from ._direct import damping_of, Solved, through_outputs
 
@@ -93,7 +93,7 @@ def prepare_refined(
     else:
         kernel = lin.kernel(memory_budget).astype(dtype)
         pull_back, push_forward = lin.pull_back, lin.push_forward
-    single = jnp.promote_types(dtype, jnp.float32)
+    single = _tree.dtype((dtype, jnp.float32))
     residual, _ = ravel_pytree(lin.outputs)
     return Refined(
         kernel.astype(single),

@@ -5,7 +5,6 @@ from typing import get_args, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.flatten_util import ravel_pytree
 from jax.tree_util import Partial
 from jaxtyping import Array, PyTree, Scalar
 
@@ -14,7 +13,7 @@ from .._cost import loops_slowly, num_flops
 from .._linearisation import Linearisation, svd_is_cheap
 from .._objective import AbstractObjective, Quadratic
 from .._spectrum import Filter
-from .._tree import matmul
+from .._tree import matmul, ravel_pytree
 from ._base import AbstractSubproblem, Answer
 from ._direct import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
@@ -122,7 +121,7 @@ def prepare(
             reuse=reuse,
         )
     if scale is not None and blocks is not None:
-        rows = jax.tree.map(lambda row, d: row / d, _rows.dense(blocks), scale)
+        rows = jax.tree.map(lambda row, d: row / d[None], _rows.dense(blocks), scale)
         if rest is not None:
             rest = jax.tree.map(jnp.divide, rest, scale)
         pull_back = Partial(_scaled_pull_back, blocks, scale)

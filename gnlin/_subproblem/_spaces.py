@@ -14,14 +14,13 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._conjugate_gradients import ConjugateGradients
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
-from .._tree import matmul
+from .._tree import matmul, ravel_pytree
 
 
 class AbstractSpace(eqx.Module):
