@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
@@ -20,7 +21,8 @@ def value_at(
 ) -> ScalarLike:
     """A constant, or the schedule's value at an outer step; NaN outside its range."""
     if callable(value):
-        value = value(num_steps)
+        with jax.numpy_dtype_promotion("standard"):  # optax's count and multiply
+            value = value(num_steps)
         array_like = eqx.is_array_like(value) and not jnp.iscomplexobj(value)
         if not array_like or jnp.shape(value) != ():
             what = f"the shape {jnp.shape(value)}" if array_like else repr(value)
@@ -68,8 +70,12 @@ class EisenstatWalker(eqx.Module):
         self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar
     ) -> Scalar:
         """$\\beta_k$ from $\\beta_{k-1}$, $|g_k|$ and $|g_{k-1}|$."""
+        gamma, exponent, minimum, maximum = (
+            jnp.asarray(x, tolerance.dtype)
+            for x in (self.gamma, self.exponent, self.minimum, self.maximum)
+        )
         safe = jnp.where(previous_norm > 0, previous_norm, 1)
-        forcing = self.gamma * (gradient_norm / safe) ** self.exponent
-        safeguard = self.gamma * tolerance**self.exponent
+        forcing = gamma * (gradient_norm / safe) ** exponent
+        safeguard = gamma * tolerance**exponent
         forcing = jnp.where(safeguard > 0.1, jnp.maximum(forcing, safeguard), forcing)
-        return jnp.clip(forcing, self.minimum, self.maximum).astype(tolerance.dtype)
+        return jnp.clip(forcing, minimum, maximum)

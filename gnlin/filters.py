@@ -305,7 +305,7 @@ def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
         lambda carry: carry[0] > 0, body, (count, identity, step)
     )
     value = jnp.where(jnp.isnan(value), jnp.inf, value)  # the steps overflowed
-    converges = eta * w < steps.largest_stable()
+    converges = eta * w < jnp.asarray(steps.largest_stable(), w.dtype)
     limit = jnp.where(converges, _reciprocal(w, w > 0), jnp.inf)
     return jnp.where(jnp.isinf(period), limit, value)
 
@@ -333,7 +333,8 @@ def equivalent_damping(
     check_period("period", period)
     check_finite_positive("learning_rate", learning_rate)
     check_less_than_one("momentum", momentum)
-    return (1 - momentum) / (learning_rate * period)
+    with jax.numpy_dtype_promotion("standard"):  # arrays of whole numbers of steps
+        return (1 - momentum) / (learning_rate * period)
 
 
 def equivalent_period(
@@ -350,7 +351,8 @@ def equivalent_period(
     check_less_than_one("momentum", momentum)
     if isinstance(damping, int | float) and damping == 0:
         return math.inf
-    return (1 - momentum) / (learning_rate * damping)
+    with jax.numpy_dtype_promotion("standard"):
+        return (1 - momentum) / (learning_rate * damping)
 
 
 def _as_float(period: ScalarLike, dtype) -> Array:

@@ -213,7 +213,7 @@ def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "
     # A parameter that nothing depends on, undamped
     shift = jnp.where(shift > 0, shift, 1)
     finite = _tree.all_finite(gram)
-    damped = jnp.where(finite, gram + shift[:, None, None] * identity, identity)
+    damped = jnp.where(finite, gram + shift[:, None, None] * identity[None], identity)
     return jnp.where(finite, jnp.linalg.cholesky(damped), jnp.nan)
 
 

@@ -103,7 +103,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
             even = jnp.sum(y, axis=-1, keepdims=True) / num_classes
             y = (1 - self.label_smoothing) * y + self.label_smoothing * even
         if self.class_weights is not None:
-            y = self.class_weights.astype(y.dtype) * y
+            y = jnp.broadcast_to(self.class_weights.astype(y.dtype), y.shape) * y
         total = jnp.sum(y, axis=-1, keepdims=True)
         return jnp.where(total == 0, 0, outputs), y, total
 

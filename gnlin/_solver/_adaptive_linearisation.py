@@ -190,14 +190,15 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 now = linearise(lambda y, _: evaluate(y), y, None)
                 outputs = now.outputs
                 moved = _tree.axpy(-1, of_then, now.jvp(now.vjp(probe)))
-                size = jnp.asarray(self.max_drift) * _tree.norm(of_then)
-                good &= _tree.norm(moved) <= size
+                was, drift = _tree.norm(of_then), _tree.norm(moved)
+                good &= drift <= jnp.asarray(self.max_drift, was.dtype) * was
             if self.min_ratio is not None:
                 rounding = _ROUNDINGS * _tree.eps(lin.outputs)
                 rounding *= jnp.abs(objective.value(lin.outputs))
                 predicted = objective.decrease(lin.outputs, linearised)
                 actual = objective.decrease(lin.outputs, outputs)
-                good &= actual >= jnp.asarray(self.min_ratio) * predicted - rounding
+                enough = jnp.asarray(self.min_ratio, predicted.dtype) * predicted
+                good &= actual >= enough - rounding
             return good & _tree.all_finite(outputs)
 
         return trusted

@@ -45,6 +45,11 @@ class Counts(eqx.Module):
     num_rejected_steps: Int[Array, ""]
 
 
+def increased(count: Array, *more: ScalarLike) -> Array:
+    """A count, and more of any dtypes."""
+    return sum((jnp.asarray(each, count.dtype) for each in more), count)
+
+
 class State(eqx.Module):
     # What the solver itself carries from one linearisation to the next
     memory: PyTree
@@ -151,13 +156,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
+        so_far = state.counts
         counts = Counts(
-            state.counts.num_feature_updates + 1,
-            state.counts.num_inner_steps + update.num_inner_steps,
-            state.counts.num_jvps + update.num_jvps,
-            state.counts.num_vjps + update.num_vjps,
-            state.counts.num_accepted_steps + update.num_accepted,
-            state.counts.num_rejected_steps + update.num_rejected,
+            so_far.num_feature_updates + 1,
+            increased(so_far.num_inner_steps, update.num_inner_steps),
+            increased(so_far.num_jvps, update.num_jvps),
+            increased(so_far.num_vjps, update.num_vjps),
+            increased(so_far.num_accepted_steps, update.num_accepted),
+            increased(so_far.num_rejected_steps, update.num_rejected),
         )
         state = State(update.memory, report, counts, update.terminate, update.result)
         return update.y, state

@@ -35,6 +35,7 @@ from .._subproblem import (
     prepare,
     prepare_prox_linear,
     ProxLinear,
+    updated,
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import (
@@ -381,7 +382,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         gradient = _tree.axpy(self.damping_now(), delta, lin.vjp(cotangent))
 
         optimiser = self._optimiser()
-        updates, inner = optimiser.update(gradient, stream.inner, y)
+        updates, inner = updated(optimiser, gradient, stream.inner, y)
         new_y = _tree.axpy(1, updates, y)
         finite = _tree.all_finite((new_y, loss))
         new_y = _tree.where(finite, new_y, y)

@@ -20,7 +20,7 @@ from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._subproblem import AbstractSubproblem, check_form, check_method, Form, Method
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, Update
+from ._base import AbstractGaussNewton, Evaluate, increased, Update
 from ._scaling import (
     check_scaling,
     first_scale,
@@ -236,7 +236,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         curvature = subproblem.curvature_along_gradient()
         # Where the gradient vanishes there is no step to damp.
         safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
-        return jnp.asarray(self.damping * safe, dtype)
+        return jnp.asarray(self.damping, dtype) * safe.astype(dtype)
 
     def _try_dampings(
         self,
@@ -324,10 +324,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 near=near,
                 stalled=near & ~accepted & (predicted <= eps * loss),
                 num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
-                num_inner_steps=last.num_inner_steps
-                + sum(a.num_inner_steps for a in taken),
-                num_jvps=last.num_jvps + sum(a.num_jvps for a in taken),
-                num_vjps=last.num_vjps + sum(a.num_vjps for a in taken),
+                num_inner_steps=increased(
+                    last.num_inner_steps, *(a.num_inner_steps for a in taken)
+                ),
+                num_jvps=increased(last.num_jvps, *(a.num_jvps for a in taken)),
+                num_vjps=increased(last.num_vjps, *(a.num_vjps for a in taken)),
             )
 
         def again(trial: _Trial) -> Bool[Array, ""]:

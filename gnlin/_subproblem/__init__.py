@@ -1,6 +1,7 @@
 """The linearised problem, solved as far as a filter asks, the cheapest way."""
 
 from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
+from ._descent import updated as updated
 from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import (
     MixedPrecision as MixedPrecision,

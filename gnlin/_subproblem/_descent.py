@@ -99,7 +99,7 @@ def optimise(
         g = space.pull(objective.gradient(at))
         g = g if rest is None else _tree.axpy(1, rest, g)
         g = _tree.axpy(damping, step, g)
-        updates, state = optimiser.update(g, state, _tree.axpy(1, step, point))
+        updates, state = updated(optimiser, g, state, _tree.axpy(1, step, point))
         return k + 1, _tree.axpy(1, updates, step), state
 
     period = _as_float(period)
@@ -111,6 +111,14 @@ def optimise(
 
     _, step, state = jax.lax.while_loop(unfinished, body, start)
     return Optimised(step, state, ~_tree.all_finite(step))
+
+
+def updated(
+    optimiser: Any, gradient: PyTree[Array], state: PyTree, y: PyTree[Array]
+) -> tuple[PyTree[Array], PyTree]:
+    """An optax optimiser's updates and new state."""
+    with jax.numpy_dtype_promotion("standard"):  # it divides by powers of its count
+        return optimiser.update(gradient, state, y)
 
 
 def _as_float(period: ScalarLike) -> Array:

@@ -180,8 +180,12 @@ class MatrixFree(AbstractSubproblem):
                 jnp.asarray(n + _POWER_STEPS, float)
                 for n in (exact.num_jvps, exact.num_vjps)
             ]
-            largest = eta * (self._power_estimate() + damping)
-            return exact.step, *counts, largest >= filter.largest_stable()
+            power = self._power_estimate()
+            rate, added, stable = (
+                jnp.asarray(x, power.dtype)
+                for x in (eta, damping, filter.largest_stable())
+            )
+            return exact.step, *counts, rate * (power + added) >= stable
 
         step, num_jvps, num_vjps, diverged = jax.lax.cond(
             endless,

@@ -65,7 +65,7 @@ def minimise(
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
     dtype = _tree.dtype(outputs)
     eps = jnp.finfo(dtype).eps
-    tolerance = jnp.asarray(tolerance, dtype)
+    tolerance, damping = jnp.asarray(tolerance, dtype), jnp.asarray(damping, dtype)
 
     def at(pushed):
         return _tree.axpy(1, pushed, outputs)
@@ -98,7 +98,7 @@ def minimise(
 
         def fall(t):
             of_loss = objective.decrease(here, _tree.axpy(t, pushed, here))
-            damped = jnp.asarray(damping, dtype) * t * (along + 0.5 * t * squared)
+            damped = damping * t * (along + 0.5 * t * squared)
             return of_loss - damped + _SUFFICIENT_DECREASE * t * slope
 
         def too_long(carry):
