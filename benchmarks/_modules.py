@@ -25,6 +25,7 @@ EXPERIMENTS = {
         "stability",
         "adaptive",
         "kernel-drift",
+        "defaults",
     )
 }
 BENCHMARKS = {

@@ -12,8 +12,8 @@ from .resnet import Convolution
 
 
 class NormalisedConvNet(eqx.Module):
-    """Convolutions, each normalised over the batch, then a ReLU and 2 x 2 pooling; a dense
-    layer."""
+    """Convolutions, each normalised over the batch, then a ReLU and 2 x 2 pooling; and a
+    dense layer."""
 
     convolutions: list[Convolution]
     dense: eqx.nn.Linear
@@ -22,7 +22,7 @@ class NormalisedConvNet(eqx.Module):
         self,
         key: Key[Array, ""],
         image: tuple[int, int, int] = (1, 8, 8),
-        channels: tuple[int, ...] = (16, 32),
+        channels: tuple[int, ...] = (8, 16),
         num_classes: int = 10,
     ):
         *keys, dense = jax.random.split(key, len(channels) + 1)

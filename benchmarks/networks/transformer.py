@@ -90,8 +90,8 @@ class Transformer(eqx.Module):
 
 
 class TokenTransformer(eqx.Module):
-    """Tokens, each embedded with its position; blocks, in which each sees all; and classes
-    for each."""
+    """Tokens, each embedded with its position; blocks, in which each sees all; and for
+    each its classes."""
 
     embedding: Float[Array, "tokens width"]
     positions: Float[Array, "length width"]

@@ -1,1 +1,309 @@
-"""Ordinary networks, trained by `gnlin.fit` as it comes."""
+"""What `gnlin.fit` does untuned on ordinary networks, beside Adam at its best rate.
+
+Seven networks, trained by `gnlin.fit` without a solver, on mini-batches and on the full
+batch; and by Adam at five rates, of which the best on the *test* examples is taken, for
+as many passes through the model on mini-batches as `gnlin.fit` has made, and for twice as
+many. What is compared is the test accuracy or error in the end.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from ..._results import write_whole
+from ...experiment import Columns, Experiment, only, Place, Point, Runs, Settings
+from ...figures import band, BLACK, BLUE, figure, GREEN
+from ...verdicts import judge, Verdict
+from .adam import run_adam
+from .runs import BATCH_SIZE, run_task
+from .tasks import Task, TASKS
+
+
+TOLERANCE = 0.02
+"""As good is what is within this part of Adam's test accuracy or error, or better."""
+ENOUGH = 5
+"""Of the seven tasks."""
+LEVEL = 0.01
+"""A run has levelled off if its second half betters the metric by no more, relatively."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults(Settings):
+    seeds: int = 5
+    tasks: tuple[str, ...] = tuple(TASKS)
+    rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
+    """Of Adam."""
+    epochs: int | None = None
+    """`None` for the task's own."""
+    full_batch_steps: int = 60
+    num_looks: int = 20
+
+
+EMBEDDED = Defaults()
+QUICK = dataclasses.replace(
+    EMBEDDED,
+    seeds=2,
+    tasks=("MLP, tanh", "regression"),
+    rates=(1e-3, 1e-2),
+    epochs=1,
+    full_batch_steps=3,
+    num_looks=2,
+)
+FULL = dataclasses.replace(EMBEDDED, seeds=20)
+
+
+def points(settings: Defaults) -> list[Point]:
+    return [{"task": name} for name in settings.tasks]
+
+
+def train(settings: Defaults, point: Point, place: Place) -> Columns:
+    """Of a task: `fit_...` on mini-batches, `full_...` on the full batch, and `adam_...`,
+    whose axes are seeds, rates and looks."""
+    task = TASKS[point["task"]]
+    # As a user has it who has said nothing.
+    with jax.enable_x64(False):
+        fit = _of_seeds(
+            settings,
+            lambda seed: run_task(
+                task, seed, epochs=settings.epochs, num_looks=settings.num_looks
+            ),
+        )
+        full = _of_seeds(
+            settings,
+            lambda seed: run_task(
+                task,
+                seed,
+                batch_size=None,
+                epochs=settings.full_batch_steps,
+                num_looks=settings.num_looks,
+            ),
+        )
+        # Two passes a step; the first half of the looks is for as many as `fit` made.
+        num_steps = int(np.ceil(fit["passes"].max() / 2))
+        adam = run_adam(
+            task,
+            settings.seeds,
+            settings.rates,
+            2 * num_steps,
+            num_looks=2 * settings.num_looks,
+        )
+    named = {"fit": fit, "full": full, "adam": adam}
+    columns = {f"{k}_{name}": x for k, of in named.items() for name, x in of.items()}
+    for name in ("adam_steps", "adam_seconds"):
+        columns[name] = np.full(settings.seeds, columns[name])
+    return {name: np.asarray(x) for name, x in columns.items()}
+
+
+def _of_seeds(settings: Defaults, run: Any) -> dict[str, ndarray]:
+    runs = [run(seed) for seed in range(settings.seeds)]
+    return {name: np.stack([figures[name] for figures in runs]) for name in runs[0]}
+
+
+#
+# What is read off the runs
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """Of one task, a number a seed."""
+
+    task: Task
+    fit: Float[ndarray, " seeds"]
+    full: Float[ndarray, " seeds"]
+    adam: Float[ndarray, " seeds"]
+    """After as many passes as `fit` has made, at the best rate."""
+    rate: float
+    longer: Float[ndarray, " seeds"]
+    """Adam's, after twice as many, at the rate that is then best."""
+    longer_rate: float
+    num_diverged: int
+    """Of the runs of `fit`, on mini-batches and on the full batch."""
+
+    @property
+    def shortfall(self) -> Float[ndarray, " seeds"]:
+        """Of `fit`, relative to Adam; negative where it is better."""
+        return self.task.sign * (self.adam - self.fit) / self.adam.mean()
+
+    @property
+    def as_good(self) -> bool:
+        return bool(self.shortfall.mean() <= TOLERANCE)
+
+
+def outcome(settings: Defaults, runs: Runs) -> Outcome:
+    task = TASKS[runs.point["task"]]
+    half = _best(settings, task, runs["adam_test_scores"][..., settings.num_looks - 1])
+    end = _best(settings, task, runs["adam_test_scores"][..., -1])
+    diverged = runs["fit_diverged"].sum() + runs["full_diverged"].sum()
+    scores = runs["fit_score"], runs["full_score"]
+    return Outcome(task, *scores, *half, *end, int(diverged))
+
+
+def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"]):
+    """(the scores at the rate that is best on average, the rate)"""
+    mean = np.nan_to_num(task.sign * scores.mean(axis=0), nan=-np.inf)
+    index = int(np.argmax(mean))
+    return scores[:, index], settings.rates[index]
+
+
+def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
+    found = [outcome(settings, runs) for runs in all_runs]
+    diverged = sum(
+        runs["fit_diverged"].astype(float) + runs["full_diverged"] for runs in all_runs
+    )
+    share = np.mean([o.shortfall <= TOLERANCE for o in found], axis=0)
+    return [
+        *(
+            judge(
+                f"{o.task.name}: the default of fit is as good as Adam at its best rate",
+                "what it lacks of the final test accuracy, or has more of the error, "
+                "relatively, a seed",
+                o.shortfall,
+                below=TOLERANCE,
+            )
+            for o in found
+        ),
+        judge(
+            "So it is on most tasks",
+            "share of the tasks, a seed",
+            share,
+            above=(ENOUGH - 0.5) / len(TASKS),
+        ),
+        judge("No run diverges", "runs that do, a seed", diverged, below=0.5),
+    ]
+
+
+#
+# The table and the figure
+#
+
+HEADER = (
+    "task",
+    "fit",
+    "full batch",
+    "Adam",
+    "rate",
+    "Adam, twice the passes",
+    "as good",
+    "steps",
+    "passes",
+    "Adam's steps",
+    "seconds",
+    "Adam's seconds",
+    "levelled off",
+    "diverged",
+)
+
+
+def markdown(settings: Defaults, all_runs: Sequence[Runs]) -> str:
+    """A row a task: test accuracy in per cent, or mean squared error; mean, and half of
+    the range over the seeds."""
+    rows = [HEADER, ("---",) * len(HEADER)]
+    found = [outcome(settings, runs) for runs in all_runs]
+    rows += [_row(runs, o) for runs, o in zip(all_runs, found, strict=True)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    number = sum(o.as_good for o in found)
+    lines += ["", f"As good or better on {number} of {len(found)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(runs: Runs, found: Outcome) -> tuple[str, ...]:
+    task = found.task
+    # Of Adam half of the steps are for as many passes as `fit` has made.
+    steps, seconds = runs["adam_steps"].mean() / 2, runs["adam_seconds"].mean() / 2
+    return (
+        task.name,
+        _shown(task, found.fit),
+        _shown(task, found.full),
+        _shown(task, found.adam),
+        f"{found.rate:g}",
+        f"{_shown(task, found.longer)} ({found.longer_rate:g})",
+        "yes" if found.as_good else "no",
+        f"{runs['fit_steps'].mean():,.0f}",
+        f"{runs['fit_passes'].mean():,.0f}",
+        f"{steps:,.0f}",
+        # The first of the seeds compiles.
+        f"{np.median(runs['fit_seconds']):.3g}",
+        f"{seconds:.3g}",
+        "yes" if _levelled(task, runs["fit_test_scores"]) else "no",
+        str(found.num_diverged),
+    )
+
+
+def _shown(task: Task, values: Float[ndarray, " seeds"]) -> str:
+    spread = np.ptp(values) / 2
+    if task.higher_is_better:
+        return f"{100 * values.mean():.1f} ± {100 * spread:.1f}"
+    return f"{values.mean():.3f} ± {spread:.3f}"
+
+
+def _levelled(task: Task, scores: Float[ndarray, "seeds looks"]) -> bool:
+    """Whether the second half of the looks adds little."""
+    half, end = scores[:, scores.shape[1] // 2].mean(), scores[:, -1].mean()
+    return bool(task.sign * (end - half) <= LEVEL * abs(end))
+
+
+def draw(settings: Defaults, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    """The test metric over passes; and the table, as Markdown."""
+    text = markdown(settings, all_runs)
+    write_whole(out / "defaults.md", lambda part: part.write_text(text, encoding="utf-8"))
+    with figure(out / "defaults.png", width=12, height=6) as drawing:
+        all_axes = drawing.subplots(2, 4).flat
+        for axes, name in zip(all_axes, settings.tasks, strict=False):
+            _draw_task(settings, axes, only(all_runs, task=name))
+        handles, labels = drawing.axes[0].get_legend_handles_labels()
+        for empty in drawing.axes[len(settings.tasks) :]:
+            empty.set_axis_off()
+        drawing.axes[-1].legend(handles, labels, loc="center")
+    caption = (
+        "Wrong test answers, or the squared error, over passes through the model on "
+        f"{BATCH_SIZE} examples, by gnlin.fit as it comes and by Adam at the rate of "
+        f"{len(settings.rates)} that is best in the end on these test examples; means "
+        f"and ranges of {settings.seeds} seeds."
+    )
+    return {"defaults": caption}
+
+
+def _draw_task(settings: Defaults, axes: Any, runs: Runs) -> None:
+    task, found = TASKS[runs.point["task"]], outcome(settings, runs)
+    num_train = len(task.data(0).train[1])
+    adam = runs["adam_test_scores"][:, settings.rates.index(found.longer_rate)]
+    passes = 2 * runs["adam_steps"].mean()
+    curves = (
+        (adam, passes, BLACK, "Adam, best rate"),
+        (runs["fit_test_scores"], runs["fit_passes"].mean(), BLUE, "fit, mini-batches"),
+        (
+            runs["full_test_scores"],
+            runs["full_passes"].mean() * num_train / BATCH_SIZE,
+            GREEN,
+            "fit, full batch",
+        ),
+    )
+    for scores, passes, colour, label in curves:
+        errors = 1 - scores if task.higher_is_better else scores
+        looks = np.linspace(0, passes, scores.shape[1] + 1)[1:]
+        band(axes, looks, np.maximum(errors, 1e-4), colour, label)
+    axes.set(title=task.name, xscale="log", yscale="log", xlabel="Passes")
+    axes.set_ylabel("Test error" if task.higher_is_better else "Squared error")
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Not a claim of the paper: that `gnlin.fit` trains ordinary networks without a "
+    "number being chosen.",
+    grid="rates",
+    steps="",
+    runs_at_a_point=lambda settings: 2 + len(settings.rates),
+)

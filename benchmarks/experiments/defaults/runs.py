@@ -1,5 +1,6 @@
-"""One run of a task, by `gnlin.fit` or by Adam, and what it has come to."""
+"""One run of a task by `gnlin.fit`, and what it has come to."""
 
+import math
 import time
 import warnings
 from typing import Any
@@ -18,6 +19,8 @@ from .tasks import Examples, Task
 
 
 Figures = dict[str, float | ndarray]
+DIVERGED = optx.RESULTS.nonfinite, optx.RESULTS.nonlinear_divergence
+BATCH_SIZE = 128
 
 
 def run_task(
@@ -25,31 +28,29 @@ def run_task(
     seed: int,
     solver: Any = None,
     *,
-    batch_size: int | None = 128,
+    batch_size: int | None = BATCH_SIZE,
     epochs: int | None = None,
     num_looks: int = 20,
     **options: Any,
 ) -> Figures:
-    """A run of `gnlin.fit`, with its own default for `None` as the solver.
+    """A run of `gnlin.fit`, by its own default where `solver` is `None`.
 
     **Returns:**
 
-    - `score`, `train_loss`: on test and training examples in the end;
-    - `scores`, `validation_scores`, `losses`: at looks evenly spaced in steps, the last
-        of the batches;
-    - `best_score`: on test examples, at the look with the best validation score;
-    - `steps`, `passes`, `seconds`, `diverged`; the passes are through the model on as many
-        examples as a batch has, forward, tangent and transposed ones.
+    - `score`, `train_loss`: of test and training examples in the end;
+    - `test_scores`, `validation_scores`: at looks evenly spaced in steps;
+    - `best_score`: of test examples, at the look with the best validation score;
+    - `steps`, `passes`, `seconds`, `diverged`; passes are through the model, forward,
+        tangent and transposed ones, on as many examples as a batch has.
     """
     data, (model, state) = task.data(seed), task.start(seed)
     epochs = epochs or task.epochs
-    num_batches = len(data.train[1]) // batch_size if batch_size else 1
-    every = max(1, epochs * num_batches // num_looks)
-    tested = TestScore(task, data.test)
-    given = () if solver is None else (solver,)
+    num_steps = epochs * (len(data.train[1]) // batch_size if batch_size else 1)
+    first_loss = mean_loss(task, model, state, data.train)
+    given = (_default(),) if solver is None else (solver,)
     begun = time.perf_counter()
     with warnings.catch_warnings():
-        # That a run has diverged is told below.
+        # That a run has diverged is among the figures.
         warnings.filterwarnings("ignore", message="`gnlin.fit`")
         result = gnlin.fit(
             model,
@@ -61,36 +62,45 @@ def run_task(
             key=jax.random.key(seed),
             state=state,
             validation=data.validation,
-            validate_every=every,
+            validate_every=math.ceil(num_steps / num_looks),
             metrics={"score": task.metric},
-            callbacks=[tested],
+            callbacks=[TestScore(task, data.test)],
             progress=False,
             **options,
         )
     seconds = time.perf_counter() - begun
+    if result.reason.endswith("interrupted"):
+        raise KeyboardInterrupt
     history = result.history
-    looked = np.flatnonzero(~np.isnan(history["validation_score"]))
-    scores, validation = (
-        history["test_score"][looked],
-        history["validation_score"][looked],
+    looked = ~np.isnan(history["test_score"])
+    tested, validated = (
+        _padded(history[name][looked], num_looks)
+        for name in ("test_score", "validation_score")
     )
-    outputs = predict(task, result.model, result.state, data.train[0])
-    test_outputs = predict(task, result.model, result.state, data.test[0])
-    train_loss = mean_loss(task, outputs, data.train[1])
-    sign = 1 if task.higher_is_better else -1
-    ended = [optx.RESULTS.nonfinite, optx.RESULTS.nonlinear_divergence]
+    train_loss = mean_loss(task, result.model, result.state, data.train)
+    ended_early = any(bool(result.result == each) for each in DIVERGED)
     return {
-        "score": float(task.metric(test_outputs, jnp.asarray(data.test[1]))),
-        "train_loss": float(train_loss),
-        "scores": scores,
-        "validation_scores": validation,
-        "losses": history["loss"][looked],
-        "best_score": float(scores[np.argmax(sign * validation)]),
+        "score": score(task, result.model, result.state, data.test),
+        "train_loss": train_loss,
+        "test_scores": tested,
+        "validation_scores": validated,
+        "best_score": float(tested[np.argmax(task.sign * validated)]),
         "steps": result.stats["num_steps"],
         "passes": num_passes(result.stats),
         "seconds": seconds,
-        "diverged": any(bool(result.result == each) for each in ended),
+        "diverged": ended_early or not train_loss <= first_loss,
     }
+
+
+def _padded(x: ndarray, length: int) -> ndarray:
+    """What an early end has left out is what it ended with."""
+    return np.pad(x, (0, length - len(x)), mode="edge")
+
+
+def _default() -> gnlin.AbstractGaussNewton:
+    return gnlin.LevenbergMarquardt(
+        method="matrix-free", scaling="identity", acceleration=False
+    )
 
 
 def num_passes(stats: dict[str, Any]) -> int:
@@ -106,7 +116,7 @@ def num_passes(stats: dict[str, Any]) -> int:
 
 
 class TestScore(gnlin.callbacks.Callback):
-    """On the test examples, whenever `fit` looks at those for validation."""
+    """Of the test examples, whenever `fit` looks at those for validation."""
 
     columns = ("test_score",)
 
@@ -115,37 +125,25 @@ class TestScore(gnlin.callbacks.Callback):
         self.data = data
 
     def on_validation(self, run: Any) -> None:
-        inputs, targets = self.data
-        outputs = predict(self.task, run.model, run.model_state, inputs)
-        score = self.task.metric(outputs, jnp.asarray(targets))
-        run.record({"test_score": float(score)})
+        found = score(self.task, run.model, run.model_state, self.data)
+        run.record({"test_score": found})
 
 
-def predict(task: Task, model: PyTree, state: PyTree, inputs: ndarray) -> Array:
-    """Without dropout, and with the statistics that training has gathered."""
-    arrays, static = eqx.partition(eqx.nn.inference_mode(model), eqx.is_array)
-    return _predict(task, static, arrays, state, jnp.asarray(inputs))
+def score(task: Task, model: PyTree, state: PyTree, data: Examples) -> float:
+    return float(_mean(task.metric, task, model, state, _on_device(data)))
+
+
+def mean_loss(task: Task, model: PyTree, state: PyTree, data: Examples) -> float:
+    return float(_mean(task.mean_loss, task, model, state, _on_device(data)))
+
+
+def _on_device(data: Examples) -> tuple[Array, Array]:
+    inputs, targets = data
+    return jnp.asarray(inputs), jnp.asarray(targets)
 
 
 @eqx.filter_jit
-def _predict(task, static, arrays, state, inputs):
-    model = eqx.combine(arrays, static)
-    return apply(task, model, state, inputs, None)[0]
-
-
-def apply(task: Task, model: PyTree, state: PyTree, inputs: Array, key: Any):
-    """(the outputs on a batch, the new state)"""
-    if task.has_state:
-        batched = jax.vmap(
-            model, axis_name="batch", in_axes=(0, None), out_axes=(0, None)
-        )
-        return batched(inputs, state)
-    if key is None:
-        return jax.vmap(model)(inputs), None
-    keys = jax.random.split(key, len(inputs))
-    return jax.vmap(lambda x, key: model(x, key=key))(inputs, keys), None
-
-
-def mean_loss(task: Task, outputs: Array, targets: ndarray | Array) -> Float[Array, ""]:
-    """Of one example."""
-    return jnp.mean(jax.vmap(task.loss.value)(outputs, jnp.asarray(targets)))
+def _mean(figure, task, model, state, data) -> Float[Array, ""]:
+    inputs, targets = data
+    outputs, _ = task.apply(eqx.nn.inference_mode(model), state, inputs)
+    return figure(outputs, targets)

@@ -44,7 +44,7 @@ class Task:
 
     name: str
     make: Callable[[Key[Array, ""]], Any]
-    """The model; with `has_state` and `equinox.nn.make_with_state`, that and its state."""
+    """The model; with `equinox.nn.make_with_state`, if it `has_state`."""
     data: Callable[[int], Data]
     """Of the seed."""
     loss: gnlin.AbstractLoss
@@ -55,6 +55,7 @@ class Task:
     higher_is_better: bool = True
     has_state: bool = False
     takes_key: bool = False
+    """For dropout."""
 
     def start(self, seed: int) -> Trainable:
         """The network as initialised."""
@@ -62,6 +63,27 @@ class Task:
         if self.has_state:
             return Trainable(*_single(eqx.nn.make_with_state(self.make)(key)))
         return Trainable(_single(self.make(key)), None)
+
+    @property
+    def sign(self) -> int:
+        """Times the metric: what is best is highest."""
+        return 1 if self.higher_is_better else -1
+
+    def apply(
+        self, model: PyTree, state: PyTree, inputs: Array, key: Array | None = None
+    ) -> tuple[Array, PyTree]:
+        """The outputs on a batch, and the new state; the key is for dropout."""
+        if state is not None:
+            axes: dict[str, Any] = {"in_axes": (0, None), "out_axes": (0, None)}
+            return jax.vmap(model, axis_name="batch", **axes)(inputs, state)
+        if not self.takes_key or key is None:
+            return jax.vmap(model)(inputs), None
+        keys = jax.random.split(key, len(inputs))
+        return jax.vmap(lambda x, key: model(x, key=key))(inputs, keys), None
+
+    def mean_loss(self, outputs: Array, targets: Array) -> Float[Array, ""]:
+        """Of an example."""
+        return jnp.mean(jax.vmap(self.loss.value)(outputs, targets))
 
 
 def accuracy(outputs: Array, labels: Array) -> Float[Array, ""]:
@@ -95,8 +117,8 @@ SORTED_TRAIN = 2_048
 
 
 def to_sort(seed: int) -> Data:
-    """Rows of digits, and the same in ascending order: every place has a target, and needs
-    to see all others."""
+    """Rows of digits, and the same in ascending order: every place has a target, which
+    depends on all others."""
     tokens = np.random.default_rng(seed).integers(0, NUM_TOKENS, (4_096, LENGTH))
     return _split(tokens, np.sort(tokens, axis=1), seed, SORTED_TRAIN, 512)
 
