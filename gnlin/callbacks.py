@@ -68,12 +68,14 @@ class Callback:
         """After the last step, however the run has ended."""
 
     def state(self) -> PyTree:
-        """Arrays that a checkpoint is to carry, of the same shapes always; asked for
-        after each step."""
+        """Arrays, numbers and strings that a checkpoint is to carry, in the same places
+        and of the same shapes always; asked for after each step. An array must not be
+        changed later, but replaced."""
         return None
 
     def restore(self, state: PyTree) -> None:
-        """Given back by a resumed run, what `state` has returned."""
+        """Given back by a resumed run, what `state` has returned, types and all. For a
+        state of `None` it is not called."""
 
 
 class EarlyStop(Callback):

@@ -35,6 +35,7 @@ from gnlin._fit._checkpoint import (
 
 
 ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False, True])]
+ANEW = "; delete it to start anew, or pass another folder."
 NAN = np.frombuffer(bytes.fromhex("0100c07f"), "<f4")  # with a payload of its own
 
 
@@ -366,8 +367,8 @@ def test_refusals_say_what_is_wrong(tmp_path):
         path.write_bytes(content)
         return refusal(path).removeprefix(f"{path} ")
 
-    assert refused(b"") == "is not a gnlin checkpoint: it is empty."
-    foreign = "is not a gnlin checkpoint: it does not begin like one."
+    assert refused(b"") == f"is not a gnlin checkpoint: it is empty{ANEW}"
+    foreign = f"is not a gnlin checkpoint: it does not begin like one{ANEW}"
     assert refused(b"PK\x03\x04" + bytes(1000)) == foreign
     assert refused(b"\x80\x04\x95" + content) == foreign
     assert refused(content.replace(b"\n", b"\r\n")) == foreign
@@ -375,21 +376,49 @@ def test_refusals_say_what_is_wrong(tmp_path):
     newer = refused(b"gnlin checkpoint 12\n{}")
     assert "format 12" in newer
     assert "update gnlin" in newer
-    assert refused(content[:-7]) == "is truncated: 7 of its bytes are missing."
-    assert refused(content[:50]) == (
-        "is truncated: all but its first 50 bytes are missing."
+    older = refused(b"gnlin checkpoint 1" + content[18:])
+    assert older == (
+        "is a checkpoint of format 1, written by an older gnlin, and this one reads "
+        f"format 2 only{ANEW}"
     )
-    assert refused(content + b"\n") == "is damaged: 1 bytes follow its end."
+    assert refused(content[:-7]) == f"is truncated: 7 of its bytes are missing{ANEW}"
+    assert refused(content[:50]) == (
+        f"is truncated: all but its first 50 bytes are missing{ANEW}"
+    )
+    assert refused(content + b"\n") == f"is damaged: 1 bytes follow its end{ANEW}"
     assert refused(content[:-1] + b"\xff") == (
-        "is damaged: its checksum does not match its contents."
+        f"is damaged: its checksum does not match its contents{ANEW}"
     )
 
 
 def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypatch):
+    def of(kinds):
+        return f'{{"meta": {{}}, "arrays": {kinds}}}'.encode()
+
     for header, reason in [
-        (b'{"meta": {}, "arrays": [["object", [1]]]}', "dtype object"),
-        (b'{"meta": {}, "arrays": [["float7", [1]]]}', "dtype float7"),
-        (b'{"meta": {}, "arrays": [["float32", [1]]]}', "do not fill"),
+        (of('[["object", [1]]]'), "dtype object"),
+        (of('[["float7", [1]]]'), "dtype float7"),
+        (of('[["str", [1000000000000]]]'), "dtype str"),
+        (of('[["void", [1000000000000]]]'), "dtype void"),
+        (of('[["datetime64[ns]", [1]]]'), "dtype datetime64"),
+        (of('[["finfo", [1]]]'), "dtype finfo"),
+        (of("[[7, [1]]]"), "cannot be decoded"),
+        (of("[[null, [1]]]"), "cannot be decoded"),
+        (of('[["float32", [1]]]'), "do not fill"),
+        (of('[["float32", [-1, -9]]]'), "no shape"),
+        (of('[["float32", [9.0]]]'), "no shape"),
+        (of('[["float32", [true]]]'), "no shape"),
+        (of('[["float32", [NaN]]]'), "no shape"),
+        (of('[["float32", 9]]'), "no shape"),
+        (of('[["float32", [0, 1e999]]]'), "no shape"),
+        (of(f'[["float32", [0, {10**30}]]]'), "no shape"),
+        (of(f'[["float32", [0, {2**62}]]]'), "do not fill"),
+        (of(f'[["float32", {[1] * 100}]]'), "do not fill"),
+        (of(f'[["float32", [{2**62}]]]'), "do not fill"),
+        (of('{"float32": [9]}'), "cannot be decoded"),
+        (of('"ab"'), "cannot be decoded"),
+        (of("[" * 10**5), "nested too deep"),
+        (of("7" * 10**5), "cannot be decoded"),
         (b'{"meta": {}}', "arrays"),
         (b"[]", "cannot be decoded"),
         (b"\xff", "cannot be decoded"),
@@ -404,6 +433,19 @@ def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypat
             patch.setattr(_checkpoint, "_header", lambda *_, header=header: header)
             (path,) = saved(tmp_path, 1)
         assert reason in refusal(path)
+
+
+def test_truth_values_that_are_none_are_refused(tmp_path):
+    wrong = np.array([0, 1, 2], np.uint8).view(bool)
+    path = save(tmp_path, 1, [wrong], {}, 1)
+    assert "truth values" in refusal(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="POSIX")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "step-000000000001.gnlin"
+    os.mkfifo(path)
+    assert "it is no file" in refusal(path)
 
 
 def test_what_cannot_be_read(tmp_path):
@@ -424,7 +466,7 @@ def test_the_previous_checkpoint_is_named(tmp_path):
     paths = saved(tmp_path, 1, 20, 100, 300)
     for path in paths[::2]:
         path.write_bytes(b"damaged")
-    assert "delete" not in refusal(paths[0])
+    assert refusal(paths[0]).endswith(ANEW)
     assert refusal(paths[2]).endswith(
         "; delete it to go on from step-000000000020.gnlin."
     )

@@ -2,7 +2,7 @@ r"""The files under `gnlin.fit`: a list of arrays and a JSON-able `meta`, no mod
 
 A file is
 
-    gnlin checkpoint 1\n
+    gnlin checkpoint 2\n
     <length of the payload, 20 digits> <SHA-256 of the payload, 64 digits>\n
     <length of the header, 8 bytes><header, JSON><the arrays, one after the other>
 
@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -95,7 +96,7 @@ def _seconds(name: str, value) -> float:
     return float(value)
 
 
-_VERSION = 1
+_VERSION = 2
 _MAGIC = f"gnlin checkpoint {_VERSION}\n".encode()
 _ANY_MAGIC = re.compile(rb"gnlin checkpoint ([1-9][0-9]*)\n")
 _SEAL = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
@@ -138,13 +139,34 @@ def load(path: Path) -> tuple[list[np.ndarray], dict]:
     """The arrays and `meta` of a checkpoint that is as it was written; refuses any
     other."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise _Fault("is not a gnlin checkpoint: it is no file")  # but a pipe, say
         with path.open("rb") as file:
             return _decode(file, _verify(file))
     except _Fault as error:
         cause, fault = None, str(error)
     except OSError as error:
         cause, fault = error, f"cannot be read: {_reason(error)}"
-    raise CheckpointError(f"{path} {fault}{_way_out(path)}.") from cause
+    raise refusal(path, fault) from cause
+
+
+def refusal(path: Path, fault: str) -> CheckpointError:
+    """Of a file with which something is wrong: a predicate, of which it is the
+    subject."""
+    return CheckpointError(f"{path} {fault}{_way_out(path)}.")
+
+
+def step_of(path: Path) -> int:
+    """By its name."""
+    name = _NAME.fullmatch(path.name)
+    assert name is not None
+    return int(name[1])
+
+
+def storable(dtype: np.dtype) -> bool:
+    """Whether its name and an array's bytes are all that there is to it: numbers."""
+    numbers = dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
+    return numbers and not dtype.hasobject
 
 
 def latest(folder: Path) -> Path | None:
@@ -236,7 +258,10 @@ def _way_out(path: Path) -> str:
         return ""
     step = next((step for step, other in checkpoints.items() if other == path), 0)
     earlier = [other for s, other in checkpoints.items() if s < step]
-    return f"; delete it to go on from {earlier[-1].name}" if earlier else ""
+    if earlier:
+        return f"; delete it to go on from {earlier[-1].name}"
+    known = path in checkpoints.values()
+    return "; delete it to start anew, or pass another folder" if known else ""
 
 
 def _header(arrays: Sequence[np.ndarray], meta: dict) -> bytes:
@@ -290,8 +315,13 @@ def _verify(file: BufferedReader) -> int:
     version = _ANY_MAGIC.match(head)
     if version and int(version[1]) > _VERSION:
         raise _Fault(
-            f"is a checkpoint of format {int(version[1])}, written by a newer gnlin, of "
-            f"which this one reads formats up to {_VERSION} (update gnlin)"
+            f"is a checkpoint of format {int(version[1])}, written by a newer gnlin, "
+            f"and this one reads format {_VERSION} only (update gnlin)"
+        )
+    if version and int(version[1]) < _VERSION:
+        raise _Fault(
+            f"is a checkpoint of format {int(version[1])}, written by an older gnlin, "
+            f"and this one reads format {_VERSION} only"
         )
     if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
         raise _Fault("is not a gnlin checkpoint: it does not begin like one")
@@ -325,18 +355,22 @@ def _decode(file: BufferedReader, length: int) -> tuple[list[np.ndarray], dict]:
             raise ValueError("its header is longer than the file")
         header = json.loads(file.read(header_length))
         meta = header["meta"]
-        kinds = [(_dtype(name), tuple(shape)) for name, shape in header["arrays"]]
+        kinds = [(_dtype(name), _shape(shape)) for name, shape in header["arrays"]]
         if rest != sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds):
             raise ValueError("its arrays do not fill it")
         return [_read(file, dtype, shape) for dtype, shape in kinds], meta
-    except (ValueError, TypeError, KeyError) as error:
-        raise _Fault(f"cannot be decoded by this gnlin: {error}") from error
+    except RecursionError as error:
+        raise _Fault("cannot be decoded by this gnlin: it is nested too deep") from error
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise _Fault(f"cannot be decoded by this gnlin: {_one_line(error)}") from error
 
 
 def _read(file: BufferedReader, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     array = np.empty(shape, dtype.newbyteorder("<"))
     if file.readinto(_bytes(array)) < array.nbytes:
         raise ValueError("it became shorter while it was read")
+    if dtype.kind == "b" and np.any(array.view(np.uint8) > 1):
+        raise ValueError("an array of truth values holds others")
     return array.astype(dtype, copy=False)
 
 
@@ -345,12 +379,23 @@ def _bytes(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _dtype(name: str) -> np.dtype:
+def _dtype(name: Any) -> np.dtype:
     """By its name, if that and an array's bytes are all that there is to it."""
     try:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
     except TypeError:
         dtype = None
-    if dtype is None or dtype.hasobject or dtype.name != name:
+    if dtype is None or not storable(dtype) or dtype.name != name:
         raise ValueError(f"an array of dtype {name} cannot be kept in a checkpoint")
     return dtype
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    natural = lambda size: type(size) is int and 0 <= size < 2**63
+    if not isinstance(sizes, list) or not all(map(natural, sizes)):
+        raise ValueError("an array has no shape")
+    return tuple(sizes)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -18,6 +18,9 @@ COLUMNS = (
     "num_feature_updates",
 )
 
+COUNTS = ("step", "epoch", "num_feature_updates")
+"""Those of whole numbers."""
+
 
 class FitHistory(Mapping):
     r"""What happened in a run of [`gnlin.fit`][], one row a step, by columns of NumPy
@@ -131,10 +134,9 @@ class Rows:
 
     def as_history(self) -> FitHistory:
         table = self.as_array()
-        counts = ("step", "epoch", "num_feature_updates")
         return FitHistory(
             {
-                name: table[:, i].astype(int) if name in counts else table[:, i].copy()
+                name: table[:, i].astype(int) if name in COUNTS else table[:, i].copy()
                 for i, name in enumerate(self.columns)
             }
         )

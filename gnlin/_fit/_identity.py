@@ -1,11 +1,24 @@
-"""What a run is of, in words and checksums that are the same in every process."""
+"""What a run is of, in words and checksums that are the same in every process.
 
+Numbers are described by their values. What a user has written is described by what it
+does: a function by its code, its defaults, what it has closed over and the globals that
+it reads; a class by its members; an object by its class and its attributes. What comes
+with Python or with an installed package is described by its name, and by what has been
+put into it: its own code is that of its version.
+"""
+
+import builtins
+import copyreg
 import dataclasses
+import dis
 import functools
-import inspect
+import hashlib
+import sys
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -18,51 +31,33 @@ from jaxtyping import PyTree
 _MOST_NUMBERS = 8
 """Of an array that is written out."""
 
+_LONGEST = 120
+"""Characters of a description that is written out: they go into error messages."""
+
 
 def described_by_field(name: str, thing: Any) -> dict[str, str]:
     """The kind of a solver or a loss, and each of its hyperparameters."""
-    found = {name: type(thing).__qualname__}
+    found = {name: described(type(thing))}
     for field in dataclasses.fields(thing):
         value = described(getattr(thing, field.name))
         found[f"{name}'s {field.name}"] = value
     return found
 
 
-def described(thing: Any, seen: tuple[int, ...] = ()) -> str:
-    """All the numbers of a thing; a function, by its code and what it has closed over."""
-    if id(thing) in seen:
-        return "..."
-    inner = functools.partial(described, seen=(*seen, id(thing)))
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        fields = dataclasses.fields(thing)
-        values = (f"{f.name}={inner(getattr(thing, f.name))}" for f in fields)
-        return f"{type(thing).__qualname__}({', '.join(values)})"
-    if eqx.is_array_like(thing):
-        numbers = as_numpy(thing)
-        few = numbers.size <= _MOST_NUMBERS
-        return str(numbers.tolist()) if few else checksum(numbers)
-    if isinstance(thing, str | bytes | None):
-        return repr(thing)
-    if isinstance(thing, Mapping):
-        return f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in thing.items())}}}"
-    if isinstance(thing, set | frozenset):  # whose order is another in each process
-        return f"{type(thing).__qualname__}({', '.join(sorted(map(inner, thing)))})"
-    if isinstance(thing, list | tuple):
-        return f"{type(thing).__qualname__}({', '.join(map(inner, thing))})"
-    if isinstance(thing, functools.partial):
-        return f"partial{inner((thing.func, thing.args, thing.keywords))}"
-    if isinstance(thing, types.MethodType):
-        return f"{inner(thing.__func__)} of {inner(thing.__self__)}"
-    if isinstance(thing, types.FunctionType):
-        closed_over = inspect.getclosurevars(thing).nonlocals
-        parts = [thing.__code__, thing.__defaults__, thing.__kwdefaults__, closed_over]
-        return f"{thing.__qualname__}<{_short(inner(parts))}>"
-    if isinstance(thing, types.CodeType):
-        return f"{thing.co_code.hex()} {inner(thing.co_names)} {inner(thing.co_consts)}"
-    wrapped = getattr(thing, "__wrapped__", None)
-    if wrapped is not None:  # by `jax.jit`, for one
-        return inner(wrapped)
-    return getattr(thing, "__qualname__", type(thing).__qualname__)
+def described_by_leaf(name: str, tree: PyTree) -> dict[str, str]:
+    """Each leaf of a model, such as its activation; then all of it, with its classes and
+    what is static in it."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {
+        f"{name}{jax.tree_util.keystr(path)}": described(leaf) for path, leaf in leaves
+    }
+    return {**found, name: described(tree)}
+
+
+def described(thing: Any) -> str:
+    """The same for things that compute the same, in any process; another, as far as can
+    be seen, for others."""
+    return _Description()(thing)
 
 
 def checksum(tree: PyTree) -> str:
@@ -75,10 +70,6 @@ def checksum(tree: PyTree) -> str:
     return f"{of_all:08x}"
 
 
-def _short(text: str) -> str:
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
 def is_key(x: Any) -> bool:
     return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -86,3 +77,244 @@ def is_key(x: Any) -> bool:
 def as_numpy(x: Any) -> np.ndarray:
     """An array, or the numbers that a random key is."""
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+_NUMBER = jax.Array | np.ndarray | np.generic | bool | int | float | complex
+
+# Functions of a class by which nothing is computed.
+_INCIDENTAL = ("__annotate__", "__annotate_func__", "__eq__", "__hash__", "__repr__")
+
+# Wrappers that look at a function's arguments, and leave it as it is.
+_CHECKERS = "beartype", "jaxtyping"
+
+
+class _Description:
+    """Of one thing: what is met several times is described once, and what contains
+    itself is not followed around."""
+
+    def __init__(self):
+        # With the things, or another could be given the number of one that is gone.
+        self._known: dict[int, tuple[Any, str]] = {}
+        self._open: set[int] = set()
+
+    def __call__(self, thing: Any) -> str:
+        if thing is None or isinstance(thing, str | bytes):
+            return _short(repr(thing), type(thing).__name__)
+        if isinstance(thing, _NUMBER):
+            return self._numbers(thing)
+        if id(thing) in self._known:
+            return self._known[id(thing)][1]
+        if id(thing) in self._open:
+            return "..."
+        self._open.add(id(thing))
+        try:
+            text = self._of(thing)
+        finally:
+            self._open.remove(id(thing))
+        self._known[id(thing)] = thing, text
+        return text
+
+    def _numbers(self, thing: Any) -> str:
+        numbers = as_numpy(thing)
+        if numbers.dtype.hasobject:
+            return self(numbers.tolist())
+        if numbers.size > _MOST_NUMBERS:
+            return checksum(numbers)
+        plain = numbers.dtype in (bool, int, float, complex)
+        return str(numbers.tolist()) + ("" if plain else f" {numbers.dtype}")
+
+    def _of(self, thing: Any) -> str:
+        if isinstance(thing, type):
+            return self._class(thing)
+        if isinstance(thing, types.ModuleType):
+            return thing.__name__
+        if isinstance(thing, types.CodeType):
+            return self._code(thing)
+        if isinstance(thing, types.FunctionType):
+            return self._function(thing)
+        if isinstance(thing, types.MethodType):
+            return f"{self(thing.__func__)} of {self(thing.__self__)}"
+        kind = self(type(thing))
+        if dataclasses.is_dataclass(thing):
+            fields = (f for f in dataclasses.fields(thing) if hasattr(thing, f.name))
+            values = (f"{f.name}={self(getattr(thing, f.name))}" for f in fields)
+            return _short(f"{kind}({', '.join(values)})", kind)
+        if isinstance(thing, Mapping):
+            values = (f"{self(k)}: {self(v)}" for k, v in thing.items())
+            return _short(f"{kind}({', '.join(values)})", kind)
+        if isinstance(thing, set | frozenset):  # whose order is another in each process
+            return _short(f"{kind}({', '.join(sorted(map(self, thing)))})", kind)
+        if isinstance(thing, list | tuple):
+            return _short(f"{kind}({', '.join(map(self, thing))})", kind)
+        if isinstance(thing, functools.partial):
+            inner = self((thing.func, thing.args, thing.keywords))
+            return _short(f"{kind}{inner}", kind)
+        if isinstance(thing, property):
+            return self((thing.fget, thing.fset))
+        if isinstance(thing, functools.cached_property):
+            return self(thing.func)
+        if isinstance(thing, jax.tree_util.PyTreeDef):
+            with suppress(Exception):
+                return self(jax.tree.unflatten(thing, range(thing.num_leaves)))
+        if getattr(thing, "__wrapped__", None) is not None:
+            return self._wrapped(thing)
+        return self._object(thing, kind)
+
+    def _class(self, thing: type) -> str:
+        if _is_installed(thing.__module__):
+            return _name(thing)
+        members = []
+        for base in thing.__mro__:
+            if _is_installed(base.__module__):
+                members.append(_name(base))
+                continue
+            members += [
+                f"{name}: {self(value)}"
+                for name, value in sorted(vars(base).items())
+                if _computes(base, name, value)
+            ]
+        return f"{thing.__qualname__}<{_digest(' '.join(members))}>"
+
+    def _function(self, thing: types.FunctionType) -> str:
+        wrapped = getattr(thing, "__wrapped__", None)
+        made_by = (thing.__globals__.get("__name__", ""), thing.__code__.co_filename)
+        if wrapped is not None and any(
+            made_by[0].startswith(name) or made_by[1].startswith(f"<@{name}")
+            for name in _CHECKERS
+        ):
+            return self(wrapped)
+        installed = _is_installed(thing.__globals__.get("__name__"))
+        if installed and "<" not in thing.__qualname__ and not thing.__closure__:
+            return _name(thing)
+        attributes = {k: v for k, v in vars(thing).items() if not k.startswith("__")}
+        parts = [
+            self._code(thing.__code__),
+            self(thing.__defaults__),
+            self(thing.__kwdefaults__),
+            *map(self._cell, thing.__closure__ or ()),
+            self(attributes),
+        ]
+        if not installed:
+            parts += self._globals(thing)
+        return f"{thing.__qualname__}<{_digest(' '.join(parts))}>"
+
+    def _cell(self, cell: types.CellType) -> str:
+        try:
+            return self(cell.cell_contents)
+        except ValueError:  # of a variable that has not been given a value
+            return "empty"
+
+    def _code(self, code: types.CodeType) -> str:
+        num_arguments = code.co_argcount + code.co_kwonlyargcount
+        parts = [
+            code.co_code.hex(),
+            code.co_exceptiontable.hex(),
+            f"{code.co_argcount} {code.co_posonlyargcount} {code.co_kwonlyargcount}",
+            f"{code.co_flags}",
+            f"{code.co_varnames[:num_arguments]} {code.co_names}",
+            *map(self, code.co_consts),
+        ]
+        return _digest(" ".join(parts))
+
+    def _globals(self, thing: types.FunctionType) -> list[str]:
+        """What it reads of its module and, by `module.name`, of other modules."""
+        found = {}
+        for path in sorted(set(_global_names(thing.__code__))):
+            first, *attributes = path
+            if first not in thing.__globals__:
+                builtin = hasattr(builtins, first)
+                found[first] = "built in" if builtin else "missing"
+                continue
+            value, name = thing.__globals__[first], first
+            while isinstance(value, types.ModuleType) and attributes:
+                if _is_installed(value.__name__):
+                    break
+                name = f"{name}.{attributes[0]}"
+                value = getattr(value, attributes.pop(0), None)
+            found[name] = self(value)
+            if isinstance(value, types.ModuleType):
+                found[name] += f".{'.'.join(attributes)}"
+        return [f"{name}: {value}" for name, value in sorted(found.items())]
+
+    def _wrapped(self, thing: Any) -> str:
+        """Of `jax.jit`, `jax.custom_jvp`, `functools.lru_cache` and others."""
+        text = self(thing.__wrapped__)
+        rules = [getattr(thing, name, None) for name in ("jvp", "fwd", "bwd")]
+        if "<" not in text or not any(rules):
+            return text
+        return f"{text} with {self(rules)}"
+
+    def _object(self, thing: Any, kind: str) -> str:
+        """By what would be pickled of it; where nothing would be, by its kind."""
+        owner = getattr(thing, "__self__", None)
+        if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
+            module = owner is None or isinstance(owner, types.ModuleType)
+            return _name(thing) if module else f"{thing.__name__} of {self(owner)}"
+        reduce = copyreg.dispatch_table.get(type(thing))
+        try:
+            parts = reduce(thing) if reduce else thing.__reduce_ex__(2)
+            if isinstance(parts, str):
+                return f"{kind} {parts}"
+            constructor, arguments, *rest = parts
+            rest = [list(x) if isinstance(x, Iterator) else x for x in rest]
+            inner = self([constructor, arguments, *rest])
+        except Exception:  # which is the object's own
+            return kind
+        return f"{kind}<{_digest(inner)}>"
+
+
+def _computes(owner: type, name: str, value: Any) -> bool:
+    """Whether a member of a class may change what its objects do: not what Python keeps
+    there for itself, nor an `__init__` that follows from the fields."""
+    if name == "__init__":
+        return not getattr(vars(owner).get("__dataclass_params__"), "init", False)
+    if name.startswith("__") and name.endswith("__"):
+        return isinstance(value, types.FunctionType) and name not in _INCIDENTAL
+    return name != "_abc_impl"
+
+
+def _global_names(code: types.CodeType) -> Iterator[tuple[str, ...]]:
+    """Names that are looked up in the module, each with the attributes taken of it."""
+    path: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("EXTENDED_ARG", "CACHE"):
+            continue
+        if path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            path = (*path, instruction.argval)
+            continue
+        if path:
+            yield path
+        is_global = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        path = (instruction.argval,) if is_global else ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module comes with Python, this library or another that is installed."""
+    if not module or module == "__main__":
+        return False
+    root = module.partition(".")[0]
+    if root in (*sys.stdlib_module_names, __name__.partition(".")[0]):
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    file = file or getattr(sys.modules.get(root), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _name(thing: Any) -> str:
+    """With its module, where it is neither Python's own nor this library's."""
+    module = getattr(thing, "__module__", None) or ""
+    name = getattr(thing, "__qualname__", None) or thing.__name__
+    own = __name__.partition(".")[0], "builtins", ""
+    return name if module.partition(".")[0] in own else f"{module}.{name}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _short(text: str, kind: str) -> str:
+    return text if len(text) <= _LONGEST else f"{kind}<{_digest(text)}>"

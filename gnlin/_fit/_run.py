@@ -1,7 +1,6 @@
 """The loop on the host: steps, history, callbacks."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -16,8 +15,23 @@ from .._solver import statistics, Stream
 from ..callbacks import Callback
 from ._checkpoint import Checkpoint
 from ._history import COLUMNS, FitHistory, Rows
-from ._identity import as_numpy, checksum, described, described_by_field, is_key
+from ._identity import (
+    as_numpy,
+    checksum,
+    described,
+    described_by_field,
+    described_by_leaf,
+    is_key,
+)
 from ._saver import Saver
+from ._snapshot import (
+    CallbackState,
+    check_fits,
+    give_back,
+    Snapshot,
+    state_of,
+    Unsound,
+)
 from ._step import Carry, Compiled, join, Setting, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
@@ -66,7 +80,7 @@ class _Settled(NamedTuple):
     checkpoint holds. Replaced as a whole, so that no interruption can tear it."""
 
     now: _Now
-    states: list[PyTree]  # of the callbacks
+    states: list[CallbackState]
     result: optx.RESULTS
     reason: str
 
@@ -282,7 +296,8 @@ class Run:
         self._go_on()
 
     def _all_told(self) -> None:
-        states = [callback.state() for callback in self._callbacks]
+        kept = self._callbacks if self._saver is not None else []
+        states = [state_of(callback) for callback in kept]
         self.settled = _Settled(self._now, states, self.result, self.reason)
 
     def _go_on(self) -> None:
@@ -349,62 +364,64 @@ class Run:
     # What a checkpoint carries
     #
 
-    def snapshot(self) -> tuple[list[np.ndarray], dict]:
+    def snapshot(self, settings: dict[str, str]) -> Snapshot:
         now, states, result, reason = self.settled
-        of_callbacks, _ = split(states)
-        table = self._rows.as_array()[: now.step]
-        arrays = [*map(as_numpy, [*now.arrays, *of_callbacks]), table]
-        meta = {
-            "settings": self.settings,
-            "step": now.step,
-            "epoch": now.epoch,
-            "index": now.index,
-            "reason": reason,
-            "result": _RESULTS.index(_name_of(result)),
-        }
-        return arrays, meta
+        return Snapshot(
+            settings,
+            now.step,
+            now.epoch,
+            now.index,
+            _name_of(result),
+            reason,
+            [*map(as_numpy, now.arrays)],
+            states,
+            self._rows.as_array()[: now.step],
+        )
 
-    @functools.cached_property
     def settings(self) -> dict[str, str]:
-        """What must be the same for a run to be continued."""
-        setting, arrays = self._setting, self._now.arrays
+        """What must be the same for a run to be continued. Asked for before the first
+        step: the parameters are still those that were passed in."""
+        setting, carry, arrays = self._setting, self._carry(), self._now.arrays
+        validation = self._validation
         return {
             **described_by_field("solver", setting.solver),
             **described_by_field("loss", setting.loss),
             "augmentation": described(setting.augment),
             "curvature_batch_size": str(setting.curvature_batch_size),
-            "network's frozen part": checksum(setting.network.frozen),
             "key": str(np.asarray(jax.random.key_data(setting.key)).tolist()),
             "list of columns": str(self._rows.columns),
+            **(validation.settings() if validation else {}),
             **{name: str(value) for name, value in self._stream.settings().items()},
             "number of arrays": str(len(arrays)),
             **{f"array {i}": f"{x.shape} {x.dtype}" for i, x in enumerate(arrays)},
+            "axis_name": setting.network.axis_name,
+            **described_by_leaf("network", setting.network.frozen.rest),
+            "network's form": described(setting.network),
+            "initial parameters' checksum": checksum(carry.parameters),
+            "initial state's checksum": checksum(carry.model_state),
         }
 
-    def restore(self, arrays: list[Any], meta: dict) -> list[np.ndarray]:
-        """Go on from there; returns what is the callbacks'."""
-        *arrays, table = arrays
-        num_own = len(self._now.arrays)
-        own = [
-            like_array(x, of)
-            for x, of in zip(arrays[:num_own], self._now.arrays, strict=True)
-        ]
-        self._now = _Now(meta["step"], meta["epoch"], meta["index"], own)
-        self._rows.restore(table)
-        self.reason = meta["reason"]
-        self.result = getattr(optx.RESULTS, _RESULTS[meta["result"]])
-        return arrays[num_own:]
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from there.
 
-    def restore_callbacks(self, arrays: list[np.ndarray]) -> bool:
+        **Raises:** `Unsound` if no run like this one has been there.
+        """
+        now, num_batches = self._now, self._stream.num_batches
+        check_fits(snapshot, now.arrays, self._rows.columns, num_batches, _RESULTS)
+        own = list(map(like_array, snapshot.carry, now.arrays))
+        self._now = _Now(*snapshot.position, own)
+        self._rows.restore(snapshot.table)
+        self.reason = snapshot.reason
+        self.result = getattr(optx.RESULTS, snapshot.result)
+        solver_result = self._carry().solver_state.result
+        if not self.reason and solver_result != optx.RESULTS.successful:
+            raise Unsound("goes on after its solver has failed")
+
+    def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Whether they are these callbacks'."""
-        own, static = split(self.settled.states)
-        if [np.shape(x) for x in own] != [x.shape for x in arrays]:
-            return False
-        states = join(arrays, static)
-        for callback, state in zip(self._callbacks, states, strict=True):
-            callback.restore(state)
+        own = give_back(states, self._callbacks, like_array)
         self._all_told()
-        return True
+        return own
 
     def num_bytes(self) -> int:
         """Of a checkpoint at the end, callbacks apart."""

@@ -5,10 +5,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError
+from ._snapshot import pack, Snapshot, unpack, Unsound
 
 
 if TYPE_CHECKING:
@@ -25,10 +24,12 @@ class Saver:
         self._saved: tuple[int, ...] = ()  # where the run stood
         self._saved_at = time.monotonic()
         # What is to be given back to the callbacks, once they have started
-        self._resumed: tuple[Path, list[np.ndarray]] | None = None
+        self._resumed: tuple[Path, Snapshot] | None = None
 
     def start(self, resume: bool) -> None:
         """Go on from the latest, if asked to; else make sure that one can be written."""
+        # Before anything of the run changes.
+        self._settings = self._run.settings()
         latest = _checkpoint.latest(self._folder)
         if latest is not None and not resume:
             raise CheckpointError(
@@ -38,29 +39,39 @@ class Saver:
         num_bytes, keep = self._run.num_bytes(), self._checkpoint.keep
         _checkpoint.check_writable(self._folder, num_bytes, keep)
         if latest is not None:
-            arrays, meta = _checkpoint.load(latest)
-            self._check_same(latest, meta)
-            self._resumed = latest, self._run.restore(arrays, meta)
-            self._saved = _position(meta)
+            snapshot = self._load(latest)
+            self._resumed, self._saved = (latest, snapshot), snapshot.position
+
+    def _load(self, path: Path) -> Snapshot:
+        try:
+            snapshot = unpack(*_checkpoint.load(path))
+            self._check_same(path, snapshot.settings)
+            if snapshot.step != _checkpoint.step_of(path):
+                raise Unsound(f"is of step {snapshot.step}, and not of its name's")
+            self._run.restore(snapshot)
+        except Unsound as error:
+            raise _checkpoint.refusal(path, str(error)) from error
+        return snapshot
 
     def begin(self) -> None:
         """The callbacks' part of the same."""
         if self._resumed is None:
             self._write()
-        elif not self._run.restore_callbacks(self._resumed[1]):
+            return
+        path, snapshot = self._resumed
+        if not self._run.restore_callbacks(snapshot.callbacks):
             raise CheckpointError(
-                f"{self._resumed[0]} is of a run with other callbacks: pass what that "
-                "run was given, or another folder."
+                f"{path} is of a run with other callbacks: pass what that run was given, "
+                "or another folder."
             )
 
-    def _check_same(self, path: Path, meta: dict) -> None:
-        there, here = meta.get("settings", {}), self._run.settings
-        for name, value in here.items():
-            if there.get(name) != value:
+    def _check_same(self, path: Path, settings: dict[str, str]) -> None:
+        for name in [*self._settings, *settings]:
+            there, here = (of.get(name) for of in (settings, self._settings))
+            if there != here:
                 raise CheckpointError(
-                    f"{path} is of another run: its {name} is {there.get(name)}, and "
-                    f"here it is {value}; pass what that run was given, or another "
-                    "folder."
+                    f"{path} is of another run: its {name} is {there}, and here it is "
+                    f"{here}; pass what that run was given, or another folder."
                 )
 
     def is_due(self, step: int) -> bool:
@@ -87,11 +98,7 @@ class Saver:
         return True
 
     def _write(self) -> None:
-        arrays, meta = self._run.snapshot()
-        step, keep = meta["step"], self._checkpoint.keep
-        _checkpoint.save(self._folder, step, arrays, meta, keep)
-        self._saved, self._saved_at = _position(meta), time.monotonic()
-
-
-def _position(meta: dict) -> tuple[int, ...]:
-    return meta["step"], meta["epoch"], meta["index"]
+        snapshot = self._run.snapshot(self._settings)
+        step, keep = snapshot.step, self._checkpoint.keep
+        _checkpoint.save(self._folder, step, *pack(snapshot), keep)
+        self._saved, self._saved_at = snapshot.position, time.monotonic()

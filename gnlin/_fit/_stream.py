@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import as_batch
-from ._identity import checksum
+from ._identity import checksum, described
 
 
 class Batch(NamedTuple):
@@ -114,7 +115,11 @@ class IterableStream:
 
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
-        return {"shapes": str(shapes), "batch_size": None}
+        settings = {"shapes": shapes, "batch_size": None}
+        # Of a loader only itself knows what it will yield.
+        if isinstance(self._data, list | types.FunctionType | types.MethodType):
+            settings["data"] = described(self._data)
+        return settings
 
 
 def make_stream(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from ._identity import described
 from ._step import Carry, checked_outputs, Compiled, evaluate, Setting, split
 from ._stream import ArrayStream, make_stream
 
@@ -59,6 +60,10 @@ class Validation:
         self._chunks = None
         if isinstance(self._stream, ArrayStream):
             self._chunks = _chunks(example, setting.batch_size)
+
+    def settings(self) -> dict[str, str]:
+        """What its columns are of, whatever the data."""
+        return {f"metric {name}": described(f) for name, f in self._metrics.items()}
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
         """The means over all targets that count, of a carry."""
