@@ -8,9 +8,9 @@ from . import (
     filters as filters,
     preconditioners as preconditioners,
 )
+from ._accuracy import accuracy as accuracy
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
 from ._fit import (
-    accuracy as accuracy,
     Checkpoint as Checkpoint,
     CheckpointError as CheckpointError,
     fit as fit,

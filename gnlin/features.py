@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree, Scalar
 
 from . import _tree
-from ._checks import check_nonnegative
+from ._accuracy import accuracy
+from ._checks import check_count, check_nonnegative
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
-from ._losses import SoftmaxCrossEntropy
+from ._losses import check_between, is_label, SoftmaxCrossEntropy
 from ._model import check_stateless, partition, predict
 from ._per_example import PerExample
 from ._solve import solve
@@ -98,6 +99,7 @@ def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
         Centered Alignment*, JMLR 13, 2012, definition 4; of tangent kernels: A. Baratin
         et al., *Implicit Regularization via Neural Feature Alignment*, 2021.
     """
+    _check_kernels(a, b)
     return _cosine(_centred(a), _centred(b))
 
 
@@ -109,6 +111,7 @@ def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
 
         S. Fort et al., *Deep Learning versus Kernel Learning*, 2020, equation 3.
     """
+    _check_kernels(a, b)
     return 1 - _cosine(a, b)
 
 
@@ -117,16 +120,27 @@ def target_alignment(
 ) -> Scalar:
     """The centred alignment of a kernel with that of its targets, $y y^T$ over examples:
     how much of what the kernel can learn fast is what is to be learnt. Labels count as
-    one-hot targets.
+    one-hot targets; of one output, targets may have the shape `(n,)`.
 
     ??? cite "Reference"
 
         N. Cristianini et al., *On Kernel-Target Alignment*, 2001.
     """
+    _check_kernels(kernel)
     num_examples, num_outputs = kernel.shape[:2]
-    if jnp.issubdtype(targets.dtype, jnp.integer):
+    if targets.shape == (num_examples,) and num_outputs == 1:
+        targets = targets[:, None]
+    elif targets.shape == (num_examples,) and is_label(targets):
+        check_between("labels", targets, 0, num_outputs - 1)
         targets = jax.nn.one_hot(targets, num_outputs, dtype=kernel.dtype)
-    targets = targets.reshape(num_examples, num_outputs)
+    if targets.shape != (num_examples, num_outputs):
+        raise ValueError(
+            f"Targets of a kernel of the shape {kernel.shape} must have the shape "
+            f"{(num_examples, num_outputs)}, or be integer labels of the shape "
+            f"{(num_examples,)}, but are {targets.dtype.name} of the shape "
+            f"{targets.shape}."
+        )
+    targets = targets.astype(kernel.dtype)
     return kernel_alignment(kernel, jnp.einsum("ic,jd->icjd", targets, targets))
 
 
@@ -146,6 +160,8 @@ def kernel_drift(
         M. Hutchinson, *A Stochastic Estimator of the Trace of the Influence Matrix for
         Laplacian Smoothing Splines*, 1990.
     """
+    check_count("num_probes", num_probes)
+    _check_alike("linearisations' outputs", now.outputs, then.outputs)
     _, unravel = ravel_pytree(then.outputs)
     m, _ = then.shape
 
@@ -163,6 +179,7 @@ def distance(a: PyTree, b: PyTree) -> Scalar:
     """The 2-norm of the difference of two models' parameters, all their floating-point
     arrays: how far one has travelled from the other."""
     a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
+    _check_alike("models' parameters", a, b)
     return _tree.norm(jax.tree.map(jnp.subtract, a, b))
 
 
@@ -171,6 +188,12 @@ def direction_alignment(
 ) -> Float[Array, " rows"]:
     r"""How well each row, such as a hidden unit's weights, points along one of some given
     directions: $\max_c \cos(w, c)$. A row of zeros points nowhere, and has 0."""
+
+    if rows.ndim != 2 or directions.ndim != 2 or rows.shape[1] != directions.shape[1]:
+        raise ValueError(
+            "Rows and directions must be matrices with the same number of columns, but "
+            f"have the shapes {rows.shape} and {directions.shape}."
+        )
 
     def unit(x):
         size = jnp.linalg.norm(x, axis=1, keepdims=True)
@@ -206,13 +229,21 @@ def linear_probe(
     (features, labels), (test_features, test_labels) = (
         (jnp.asarray(x), jnp.asarray(y)) for x, y in (train, test)
     )
-    if features.ndim != 2:
-        raise ValueError(
-            "The features must have two axes, over examples and features, but have the "
-            f"shape {features.shape}; ravel those of each example."
-        )
+    for x, y in ((features, labels), (test_features, test_labels)):
+        if x.ndim != 2 or x.shape[1] != features.shape[-1]:
+            raise ValueError(
+                "The features must have two axes, over examples and features, the same "
+                f"for training and testing, but have the shapes {features.shape} and "
+                f"{test_features.shape}; ravel those of each example."
+            )
+        if not is_label(y) or y.shape != x.shape[:1]:
+            raise ValueError(
+                f"The labels of {x.shape[0]} examples must be integers of the shape "
+                f"{x.shape[:1]}, but are {y.dtype.name} of the shape {y.shape}."
+            )
     if num_classes is None:
         num_classes = int(jnp.maximum(jnp.max(labels), jnp.max(test_labels))) + 1
+    check_between("labels", (labels, test_labels), 0, num_classes - 1)
     mean, deviation = features.mean(axis=0), features.std(axis=0)
     scale = jnp.where(deviation > 0, deviation, 1)
     classifier = eqx.nn.Linear(features.shape[1], num_classes, key=jax.random.key(0))
@@ -227,7 +258,23 @@ def linear_probe(
         max_steps=max_steps,
     )
     outputs = jax.vmap(solution.model)((test_features - mean) / scale)
-    return jnp.mean(jnp.argmax(outputs, axis=-1) == test_labels)
+    return accuracy(outputs, test_labels)
+
+
+def _check_kernels(*kernels: Kernel) -> None:
+    shapes = [kernel.shape for kernel in kernels]
+    n, c = (*shapes[0], 0, 0)[:2]
+    if any(shape != (n, c, n, c) for shape in shapes):
+        raise ValueError(
+            "Kernels must have the shape `(n, c, n, c)`, and those that are compared the "
+            f"same one, but given are {' and '.join(map(str, shapes))}."
+        )
+
+
+def _check_alike(name: str, a: PyTree[Array], b: PyTree[Array]) -> None:
+    shapes = jax.tree.map(lambda x: x.shape, a), jax.tree.map(lambda x: x.shape, b)
+    if not eqx.tree_equal(*shapes):
+        raise ValueError(f"The {name} must have the same structure and shapes.")
 
 
 def _centred(kernel: Kernel) -> Kernel:

@@ -7,4 +7,3 @@ from ._checkpoint import (
 from ._fit import fit as fit
 from ._history import FitHistory as FitHistory
 from ._run import FitResult as FitResult
-from ._validation import accuracy as accuracy

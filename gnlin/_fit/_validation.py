@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -15,20 +14,6 @@ from ._stream import ArrayStream, make_stream
 
 # Examples that are looked at together, where there is no batch size to go by.
 _VALIDATION_BATCH = 1000
-
-
-def accuracy(outputs: Array, targets: Array) -> Array:
-    """The part of the examples whose likeliest class is the target's: labels, or
-    probabilities.
-
-    !!! example
-
-        ```python
-        gnlin.accuracy(jnp.array([[0.1, 2.0], [3.0, 1.0]]), jnp.array([1, 1]))  # 0.5
-        ```
-    """
-    labels = targets if targets.ndim < outputs.ndim else jnp.argmax(targets, axis=-1)
-    return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
 
 
 class Validation:

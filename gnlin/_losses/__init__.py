@@ -3,10 +3,12 @@
 from ._base import (
     AbstractElementwiseLoss as AbstractElementwiseLoss,
     AbstractLoss as AbstractLoss,
+    check_between as check_between,
     check_loss as check_loss,
     Reduction as Reduction,
 )
 from ._cross_entropy import (
+    is_label as is_label,
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
 )
