@@ -58,4 +58,4 @@ def accuracy(
             own = jnp.take_along_axis(targets, likeliest[..., None], axis=-1)
             right = own[..., 0] == jnp.max(targets, axis=-1)
     right = jnp.where(known, right.astype(float), jnp.nan)
-    return jnp.sum(jnp.where(counts, right, 0)) / jnp.sum(counts.astype(float))
+    return jnp.mean(right, where=counts)

@@ -250,7 +250,8 @@ def blocks(
     """
     leaves = jax.tree.leaves(y)
     layers = {leaf: program.layers[leaf] for leaf in wanted if leaf in program.layers}
-    plain = [leaf for leaf in wanted if leaf not in layers]
+    empty = [leaf for leaf in wanted if leaves[leaf].size == 0]  # no part of the loop
+    plain = [leaf for leaf in wanted if leaf not in (*layers, *empty)]
 
     def of_example(example):
         def run(added, chosen):
@@ -277,6 +278,9 @@ def blocks(
             of_example, examples, batch_size=batch_size
         )
     found = dict(zip(plain, rows, strict=True))
+    n, c = examples[0].shape[0], sum(out.size for out in program.jaxpr.out_avals)
+    for leaf in empty:
+        found[leaf] = jnp.zeros((n, c, *leaves[leaf].shape), leaves[leaf].dtype)
     for leaf, use in layers.items():
         layer = _layer(use, activations[leaf], signals[leaf])
         found[leaf] = layer if layer.is_smaller() else _by_example(layer)

@@ -55,7 +55,7 @@ def gram(rows: PyTree) -> Float[Array, "m m"]:
 def _gram_of_leaf(rows: Array | Layer) -> Float[Array, "m m"]:
     if isinstance(rows, Layer):
         return rows.gram()
-    block = rows.reshape(rows.shape[0], -1)
+    block = rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))  # of no column, too
     # Of several devices each may have some of the columns.
     one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
     if block.shape[1] < _LONG or not one_cpu:

@@ -24,7 +24,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, PyTree, Scalar
+from jaxtyping import Array, Float, Int, Key, Num, PyTree, Scalar
 
 from . import _tree
 from ._accuracy import accuracy
@@ -116,7 +116,7 @@ def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
 
 
 def target_alignment(
-    kernel: Kernel, targets: Float[Array, "n c"] | Int[Array, " n"]
+    kernel: Kernel, targets: Float[Array, "n c"] | Num[Array, " n"]
 ) -> Scalar:
     """The centred alignment of a kernel with that of its targets, $y y^T$ over examples:
     how much of what the kernel can learn fast is what is to be learnt. Labels count as

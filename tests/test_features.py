@@ -140,7 +140,8 @@ def test_a_linear_probe_is_softmax_regression():
         jac=True,
     )
     outputs = _outputs(fit.x, standard(points[40:]))
-    expected = float(np.mean(np.argmax(outputs, axis=1) == np.asarray(labels[40:])))
+    right = np.argmax(np.asarray(outputs), axis=1) == np.asarray(labels[40:])
+    expected = float(np.mean(right))
     assert found == expected
 
 
@@ -158,6 +159,96 @@ def test_a_probe_of_images_is_refused():
     images = jnp.ones((4, 2, 2)), jnp.zeros(4, int)
     with pytest.raises(ValueError, match="ravel those of each example"):
         features.linear_probe(images, images)
+
+
+def kernel(c, n=9):
+    return jnp.einsum("ij,cd->icjd", jnp.eye(n), jnp.eye(c))
+
+
+POINTS = jnp.arange(12.0).reshape(6, 2)
+CLASSES = jnp.arange(6) % 3
+PROBED = POINTS, CLASSES
+MISTAKES = {
+    "kernels of other outputs": (
+        lambda: features.kernel_alignment(kernel(1), kernel(3)),
+        r"\(9, 1, 9, 1\) and \(9, 3, 9, 3\)",
+    ),
+    "kernels of other examples": (
+        lambda: features.kernel_distance(kernel(2, 1), kernel(2)),
+        r"\(1, 2, 1, 2\) and \(9, 2, 9, 2\)",
+    ),
+    "part of a kernel": (
+        lambda: features.kernel_distance(kernel(2)[:3], kernel(2)[:3]),
+        r"\(3, 2, 9, 2\)",
+    ),
+    "a matrix": (
+        lambda: features.kernel_alignment(jnp.eye(3), jnp.eye(3)),
+        "`\\(n, c, n, c\\)`",
+    ),
+    "transposed targets": (
+        lambda: features.target_alignment(kernel(3), jnp.ones((3, 9))),
+        r"\(9, 3\).* float64 of the shape \(3, 9\)",
+    ),
+    "a label that is none": (
+        lambda: features.target_alignment(kernel(3), jnp.full(9, 3)),
+        "labels must lie between 0 and 2, but one is 3",
+    ),
+    "models of other shapes": (
+        lambda: features.distance(jnp.ones((3, 1)), jnp.ones((1, 3))),
+        "same structure and shapes",
+    ),
+    "models of other structures": (
+        lambda: features.distance(jnp.ones(3), (jnp.ones(3), jnp.ones(3))),
+        "same structure and shapes",
+    ),
+    "other linearisations": (
+        lambda: features.kernel_drift(
+            features.linearise_model(ONE, X),
+            features.linearise_model(ONE, X[:1]),
+            key=jax.random.key(0),
+        ),
+        "outputs must have the same structure and shapes",
+    ),
+    "directions of another length": (
+        lambda: features.direction_alignment(jnp.ones((4, 3)), jnp.ones((2, 2))),
+        r"\(4, 3\) and \(2, 2\)",
+    ),
+    "labels in a column": (
+        lambda: features.linear_probe(PROBED, (POINTS, CLASSES[:, None])),
+        r"integers of the shape \(6,\), but are int64 of the shape \(6, 1\)",
+    ),
+    "one label": (
+        lambda: features.linear_probe((POINTS, CLASSES[:1]), PROBED),
+        r"labels of 6 examples",
+    ),
+    "other features": (
+        lambda: features.linear_probe(PROBED, (POINTS[:, :1], CLASSES)),
+        r"\(6, 2\) and \(6, 1\)",
+    ),
+    "too few classes": (
+        lambda: features.linear_probe(PROBED, PROBED, num_classes=2),
+        "labels must lie between 0 and 1, but one is 2",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_in_one_sentence(run, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        run()
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert ". " not in message
+
+
+def test_targets_of_one_output():
+    points = jax.random.normal(jax.random.key(0), (9, 2))
+    matrix = (points @ points.T)[:, None, :, None]
+    targets = points[:, 0]
+    column = features.target_alignment(matrix, targets[:, None])
+    assert float(features.target_alignment(matrix, targets)) == float(column)
 
 
 MEASURES = {"distance": lambda model: features.distance(model, ONE)}

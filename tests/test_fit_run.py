@@ -182,7 +182,7 @@ def test_accuracy():
         epochs=1,
     )
     likeliest = jnp.argmax(jax.vmap(result.model)(X), axis=1)
-    expected = np.mean(likeliest == LABELS)
+    expected = np.mean(np.asarray(likeliest == LABELS))
     assert result.history["validation_accuracy"][-1] == expected
 
 

@@ -426,3 +426,27 @@ def test_outputs_of_lower_precision_than_the_parameters(method):
         return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
 
     np.testing.assert_allclose(step(model, **settings), step(mlp), atol=1e-5)
+
+
+class WithNothing(eqx.Module):
+    """An array of parameters that holds none."""
+
+    weight: jax.Array
+    nothing: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(self.weight @ x)
+
+
+@pytest.mark.parametrize("budget", [2000, 150, 20])
+def test_no_parameters_are_no_columns(budget):
+    x = jax.random.normal(jax.random.key(0), (5, 4))
+    weight = jax.random.normal(jax.random.key(1), (2, 4))
+    solver = gnlin.DampedGaussNewton(1.0, method="kernel", memory_budget=budget)
+    with_nothing, without = (
+        gnlin.solve(WithNothing(weight, nothing), (x, 0 * x[:, :2]), solver, max_steps=1)
+        for nothing in (jnp.zeros((0, 3)), None)
+    )
+    np.testing.assert_allclose(
+        with_nothing.history.loss, without.history.loss, rtol=1e-12
+    )

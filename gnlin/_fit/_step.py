@@ -153,7 +153,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
     counts = jax.vmap(setting.loss.target_weights)(targets).astype(weights.dtype)
-    total = _tree.matmul(weights, jnp.sum(counts.reshape(num_examples, -1), axis=1))
+    total = _tree.matmul(weights, jnp.sum(counts, axis=tuple(range(1, counts.ndim))))
     number = jnp.sum(counts != 0)
 
     def predict(y):

@@ -1,0 +1,72 @@
+"""How much a classifier gets right: by hand, and mistakes that would be broadcast."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+
+
+CLASSES = jnp.arange(12) % 3
+ONE_HOT = jax.nn.one_hot(CLASSES, 3)
+LEFT_OUT = CLASSES.at[:6].set(-1)
+
+
+def test_labels_and_probabilities():
+    outputs = jnp.roll(ONE_HOT, 1, axis=1).at[:3].set(ONE_HOT[:3])
+    assert gnlin.accuracy(outputs, CLASSES) == 0.25
+    assert gnlin.accuracy(outputs, ONE_HOT) == 0.25
+    assert gnlin.accuracy(np.asarray(outputs), np.asarray(CLASSES)) == 0.25
+    # Of two classes that are as probable either is right.
+    assert (
+        gnlin.accuracy(jnp.eye(3), jnp.array([[0, 1, 1], [0, 1, 1], [0, 1, 1]])) == 2 / 3
+    )
+
+
+@pytest.mark.parametrize("dtype", [float, int, bool])
+def test_two_classes_by_one_output(dtype):
+    outputs = jnp.array([-2.0, 0.1, 3.0, -0.1])
+    targets = jnp.array([0, 0, 1, 0]).astype(dtype)
+    assert gnlin.accuracy(outputs, targets) == 0.75
+    assert gnlin.accuracy(outputs[:, None], targets[:, None]) == 0.75
+    assert gnlin.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
+
+
+def test_sequences_and_labels_that_do_not_count():
+    outputs, labels = ONE_HOT.reshape(4, 3, 3), CLASSES.reshape(4, 3)
+    assert gnlin.accuracy(outputs, labels) == 1
+    wrong = outputs.at[:2].set(jnp.nan).at[3, 0].set(jnp.array([0.0, 0.0, 1.0]))
+    assert jnp.isnan(gnlin.accuracy(wrong, labels))
+    assert gnlin.accuracy(wrong, LEFT_OUT.reshape(4, 3)) == pytest.approx(5 / 6)
+    # Of the other eight two thirds are left, one of them wrong.
+    right = jnp.zeros((4, 3, 3)).at[..., 1].set(1)
+    assert gnlin.accuracy(right, labels, ignore_index=2) == 0.5
+    assert jnp.isnan(gnlin.accuracy(outputs, jnp.full((4, 3), -1)))
+
+
+@pytest.mark.parametrize("targets", [CLASSES, ONE_HOT])
+def test_no_number_is_no_class(targets):
+    assert jnp.isnan(jax.jit(gnlin.accuracy)(ONE_HOT.at[3, 1].set(jnp.nan), targets))
+
+
+MISTAKES = {
+    "labels in a column": (ONE_HOT, CLASSES[:, None], r"\(12,\).*int64.*\(12, 1\)"),
+    "one label": (ONE_HOT, CLASSES[:1], r"\(12,\).*int64 of the shape \(1,\)"),
+    "labels as floats": (ONE_HOT, CLASSES * 1.0, "must be integer labels.*are float64"),
+    "other classes": (ONE_HOT, jax.nn.one_hot(CLASSES, 5), r"\(12, 3\).*\(12, 5\)"),
+    "a label that is none": (ONE_HOT, CLASSES + 1, "between 0 and 2, but one is 3"),
+    "one output and labels": (ONE_HOT[:, :1], CLASSES[:3], r"\(12, 1\).*\(3,\)"),
+    "several outputs": ({"a": ONE_HOT, "b": ONE_HOT}, CLASSES, "one array of outputs"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("outputs", "targets", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_in_one_sentence(outputs, targets, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        gnlin.accuracy(outputs, targets)
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert ". " not in message
