@@ -1,5 +1,8 @@
 """Batches of examples: what a user may pass, as arrays, or a sentence why not."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +19,9 @@ def as_batch(
     if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
         raise ValueError(
             f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
-            "examples `(inputs, targets, weights)`."
+            f"examples `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
         )
-    inputs, targets = (jax.tree.map(jnp.asarray, automatic(part)) for part in data[:2])
+    inputs, targets = map(_as_arrays, ("inputs", "targets"), data)
     lengths = {
         "inputs": _lengths("inputs", inputs),
         "targets": _lengths("targets", targets),
@@ -32,10 +35,57 @@ def as_batch(
     (num_examples,) = lengths["inputs"]
     if num_examples == 0:
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
-    if len(data) == 2:
+    if len(data) == 2 or data[2] is None:
         return inputs, targets, None
     weights = _as_weights(automatic(data[2]), num_examples)
     return (*_unmasked((inputs, targets), weights), weights)
+
+
+def as_tuple(data: Any) -> Any:
+    """`[inputs, targets]`, which is no list of batches, since no batch is an array."""
+    is_list = isinstance(data, list) and len(data) in (2, 3)
+    return tuple(data) if is_list and any(hasattr(x, "shape") for x in data) else data
+
+
+def a_kind_of(data: object) -> str:
+    """Of what cannot be meant, in words."""
+    if isinstance(data, Mapping):
+        return f"a dictionary of {', '.join(map(repr, data))}"
+    if isinstance(data, tuple | list):
+        return f"a {type(data).__name__} of {len(data)}"
+    return f"a {type(data).__name__}"
+
+
+def not_finite(
+    inputs: PyTree[Array], targets: PyTree[Array], weights: Array | None = None
+) -> str:
+    """Which example has an input or a target that is not finite, in a sentence; or "".
+    For a run that has failed: it looks at all data."""
+    for name, tree in (("input", inputs), ("target", targets)):
+        for leaf in jax.tree.leaves(tree):
+            if isinstance(leaf, Tracer) or not is_here(leaf):
+                continue
+            rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
+            bad = np.flatnonzero(~rows.all(axis=1))
+            if bad.size > 0:
+                others = f", and {bad.size - 1} more" if bad.size > 1 else ""
+                verb = "are" if others else "is"
+                return f"The {name} of example {bad[0]}{others} {verb} not finite."
+    return ""
+
+
+def _as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
+    return jax.tree.map(lambda x: _as_array(name, x), automatic(tree))
+
+
+def _as_array(name: str, x: Any) -> Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        what = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
+        raise ValueError(
+            f"The {name} must be arrays of numbers, but hold {what}."
+        ) from error
 
 
 def _lengths(name: str, tree: PyTree[Array]) -> set[int]:
@@ -56,7 +106,10 @@ def _listed(lengths: set[int]) -> str:
 
 
 def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
-    weights = jnp.asarray(weights, float)
+    weights = _as_array("weights", weights)
+    if jnp.iscomplexobj(weights):
+        raise ValueError("The weights must be real, but are complex.")
+    weights = weights.astype(float)
     if weights.shape != (num_examples,):
         raise ValueError(
             f"The weights must be one for each of the {num_examples} examples, but have "

@@ -11,8 +11,8 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from ._checks import check_count
-from ._data import as_batch
+from ._checks import check_count, check_flag
+from ._data import as_batch, not_finite
 from ._linearisation import linearise
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import check_stateless, partition, predict
@@ -28,7 +28,7 @@ from ._sharding import (
     places,
     spread,
 )
-from ._solver import AbstractGaussNewton, statistics
+from ._solver import AbstractGaussNewton, as_solver, statistics
 
 
 class History(eqx.Module):
@@ -79,7 +79,7 @@ class Solution(eqx.Module):
 def solve(
     model: PyTree,
     data: tuple[PyTree, ...],
-    solver: AbstractGaussNewton,
+    solver: AbstractGaussNewton | Any,
     *,
     loss: AbstractLoss = SquaredError(),
     max_steps: int = 256,
@@ -99,7 +99,7 @@ def solve(
         are trained in single, and handed back as they came.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss.
-    - `solver`: any solver of gnlin.
+    - `solver`: any solver of gnlin, or an optimiser of optax.
     - `loss`: of the outputs, on the targets: [`gnlin.SquaredError`][], by default summed
         over the examples, [`gnlin.SoftmaxCrossEntropy`][], or another
         [`gnlin.AbstractLoss`][].
@@ -123,13 +123,9 @@ def solve(
         solution.model, solution.history.loss, solution.stats["num_feature_updates"]
         ```
     """
-    if not isinstance(solver, AbstractGaussNewton):
-        raise ValueError(
-            "`solver` must be one of gnlin's, such as `gnlin.LevenbergMarquardt()`, but "
-            f"a {type(solver).__name__} was given; for other least-squares solvers use "
-            "`optimistix.least_squares`."
-        )
+    solver = as_solver(solver)
     check_count("max_steps", max_steps)
+    check_flag("throw", throw)
     check_loss(loss)
     inputs, targets, weights = as_batch(data)
     mesh = mesh_of((model, data))
@@ -157,7 +153,7 @@ def solve(
     if not isinstance(stats["num_steps"], Tracer):
         solution = _without_unused_rows(solution)
         if not throw:
-            _warn(solution)
+            _warn(solution, (inputs, targets))
     return _throw(solution) if throw else solution
 
 
@@ -224,13 +220,13 @@ def _failed(solution: Solution):
     return ~ended_well
 
 
-def _warn(solution: Solution) -> None:
+def _warn(solution: Solution, data: tuple[PyTree, PyTree]) -> None:
     if bool(_failed(solution)):
         message = optx.RESULTS[solution.result].splitlines()[0]
         warnings.warn(
             f"`gnlin.solve` stopped at step {int(solution.stats['num_steps'])} of at "
             f"most {solution.stats['max_steps']}: {message} `solution.model` is the last "
-            "finite one.",
+            f"finite one. {not_finite(*data)}".rstrip(),
             stacklevel=3,
         )
 

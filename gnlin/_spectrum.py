@@ -3,11 +3,14 @@
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from . import _lapack, _tree
+from ._sharding import is_here
 from ._tree import matmul, ravel_pytree
 
 
@@ -55,6 +58,16 @@ class Spectrum(eqx.Module):
         self.coefficients = project(residual)
         self._project = project
         self._lift = lift
+
+    def __repr__(self) -> str:
+        w = self.eigenvalues
+        known = isinstance(w, jax.Array) and not isinstance(w, Tracer)
+        if not known or w.ndim != 1 or w.size == 0 or not is_here(w):
+            return f"Spectrum(eigenvalues={eqx.tree_pformat(w)})"
+        num_zero = int(jnp.sum(w == 0))
+        zeros = f", {num_zero} of them zero" if num_zero else ""
+        least, most = float(jnp.min(w)), float(jnp.max(w))
+        return f"Spectrum({w.size} eigenvalues from {least:.3g} to {most:.3g}{zeros})"
 
     def step(self, filter: Filter) -> PyTree[Array]:
         r"""The step $\delta = -\phi^\top U g(w) U^\top r$, in the parameters' structure.

@@ -1,31 +1,88 @@
 """What happens beside training: progress, logging, an early stop; or your own.
 
-A callback is told of the events of a run, and given the run:
-
-| attribute of `run` | |
-|---|---|
-| `step`, `epoch` | steps and epochs made so far |
-| `row` | the latest row of the history, by column |
-| `history` | all rows so far, a [`gnlin.FitHistory`][] |
-| `model`, `model_state` | as trained so far |
-| `linearisation_point` | the model last linearised at, where it stays across batches |
-| `record(figures)` | figures by column, of the callback's `columns`, to the latest row |
-| `stop(reason)` | ends the run after this event |
+A callback is told of the events of a run, and given the run, a [`gnlin.callbacks.Run`][].
 """
 
+import abc
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import PyTree
 
-from ._checks import check_nonnegative, check_period
+from ._checks import check_flag, check_nonnegative, check_period
 
+
+if TYPE_CHECKING:
+    from ._fit import FitHistory
+
+
+__all__ = ["Callback", "EarlyStop", "Log", "Measure", "Progress", "Run"]
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 _EVENTS = "step", "feature_update", "validation", "epoch"
+
+
+class Run(abc.ABC):
+    """A run of [`gnlin.fit`][], as its callbacks see it."""
+
+    @property
+    @abc.abstractmethod
+    def step(self) -> int:
+        """Steps made so far."""
+
+    @property
+    @abc.abstractmethod
+    def num_steps(self) -> int | None:
+        """Steps that there will be at most; `None` where the data do not say."""
+
+    @property
+    @abc.abstractmethod
+    def epoch(self) -> int:
+        """Epochs made so far."""
+
+    @property
+    @abc.abstractmethod
+    def row(self) -> dict[str, float]:
+        """The latest row of the history, by column."""
+
+    @property
+    @abc.abstractmethod
+    def history(self) -> "FitHistory":
+        """All rows so far."""
+
+    @property
+    @abc.abstractmethod
+    def model(self) -> PyTree:
+        """The model, as trained so far."""
+
+    @property
+    @abc.abstractmethod
+    def model_state(self) -> PyTree:
+        """Its state; `None` if it has none."""
+
+    @property
+    @abc.abstractmethod
+    def linearisation_point(self) -> PyTree:
+        """The model last linearised at, where it stays across batches; else `None`."""
+
+    @abc.abstractmethod
+    def record(self, figures: Mapping[str, float]) -> None:
+        """Put figures into the latest row, by column, of the callback's `columns`."""
+
+    @abc.abstractmethod
+    def stop(self, reason: str) -> None:
+        """End the run after this event, if it has not ended for another reason."""
+
+    @abc.abstractmethod
+    def arrays(self) -> list[np.ndarray]:
+        """Copies of the parameters and the model's state, for `set_arrays`."""
+
+    @abc.abstractmethod
+    def set_arrays(self, arrays: list[np.ndarray]) -> None:
+        """Hand these back at the end, in place of the last."""
 
 
 class Callback:
@@ -46,25 +103,25 @@ class Callback:
 
     columns: tuple[str, ...] = ()
 
-    def on_start(self, run: Any) -> None:
+    def on_start(self, run: Run) -> None:
         """Before the first step, or the first after a resumption."""
 
-    def on_step(self, run: Any) -> None:
+    def on_step(self, run: Run) -> None:
         """After each step."""
 
-    def on_feature_update(self, run: Any) -> None:
+    def on_feature_update(self, run: Run) -> None:
         """After a step that linearised anew."""
 
-    def on_validation(self, run: Any) -> None:
+    def on_validation(self, run: Run) -> None:
         """After the validation data have been looked at; `run.row` has the figures."""
 
-    def on_epoch(self, run: Any) -> None:
+    def on_epoch(self, run: Run) -> None:
         """After each epoch."""
 
-    def on_checkpoint(self, run: Any) -> None:
+    def on_checkpoint(self, run: Run) -> None:
         """After a checkpoint has been written."""
 
-    def on_end(self, run: Any) -> None:
+    def on_end(self, run: Run) -> None:
         """After the last step, however the run has ended."""
 
     def state(self) -> PyTree:
@@ -108,6 +165,12 @@ class EarlyStop(Callback):
     ):
         check_period("patience", patience)
         check_nonnegative("min_change", min_change)
+        check_flag("restore_best", restore_best)
+        if not isinstance(monitor, str):
+            raise ValueError(
+                "`monitor` must be a column of the history, such as "
+                f'"validation_loss", but {monitor!r} was given.'
+            )
         if mode not in (None, "min", "max"):
             raise ValueError(f'`mode` must be "min" or "max", but {mode!r} was given.')
         if mode is None:
@@ -118,7 +181,7 @@ class EarlyStop(Callback):
         self.min_change = min_change
         self.restore_best = restore_best
 
-    def on_start(self, run: Any) -> None:
+    def on_start(self, run: Run) -> None:
         if self.monitor not in run.history.columns:
             raise ValueError(
                 f"`EarlyStop` was to watch {self.monitor!r}, but the history's columns "
@@ -131,7 +194,7 @@ class EarlyStop(Callback):
         self.best, self.num_worse = np.array(np.inf), np.array(0)
         self.best_arrays = run.arrays() if self.restore_best else None
 
-    def on_validation(self, run: Any) -> None:
+    def on_validation(self, run: Run) -> None:
         value = self.sign * run.row[self.monitor]
         if value < self.best - self.min_change:
             self.best, self.num_worse = np.array(value), np.array(0)
@@ -144,8 +207,8 @@ class EarlyStop(Callback):
             what = what if np.isfinite(self.best) else "has not been finite"
             run.stop(f"{self.monitor} {what} in {self.patience} validations")
 
-    def on_end(self, run: Any) -> None:
-        if self.restore_best and np.isfinite(self.best):
+    def on_end(self, run: Run) -> None:
+        if self.best_arrays is not None and np.isfinite(self.best):
             run.set_arrays(self.best_arrays)
 
     def state(self) -> PyTree:
@@ -181,14 +244,14 @@ class Log(Callback):
         self.write = write
         self.every = every
 
-    def on_step(self, run: Any) -> None:
+    def on_step(self, run: Run) -> None:
         if run.step % self.every == 0:
             self._write(run, lambda name: not name.startswith("validation_"))
 
-    def on_validation(self, run: Any) -> None:
+    def on_validation(self, run: Run) -> None:
         self._write(run, lambda name: name.startswith("validation_"))
 
-    def _write(self, run: Any, wanted: Callable[[str], bool]) -> None:
+    def _write(self, run: Run, wanted: Callable[[str], bool]) -> None:
         for name, value in run.row.items():
             if name != "step" and wanted(name) and not np.isnan(value):
                 self.write(name, float(value), run.step)
@@ -218,7 +281,10 @@ class Measure(Callback):
         measures: Mapping[str, Callable[[PyTree], Any]],
         every: Literal["step", "feature_update", "validation", "epoch"] | int = "epoch",
     ):
-        if not measures or not all(callable(f) for f in measures.values()):
+        by_name = isinstance(measures, Mapping) and all(
+            isinstance(name, str) and callable(f) for name, f in measures.items()
+        )
+        if not (measures and by_name):
             raise ValueError("`measures` must be functions of the model, by name.")
         if isinstance(every, str) and every not in _EVENTS:
             raise ValueError(
@@ -231,25 +297,25 @@ class Measure(Callback):
         self.every = every
         self.columns = tuple(measures)
 
-    def on_step(self, run: Any) -> None:
+    def on_step(self, run: Run) -> None:
         if self.every == "step" or (
             not isinstance(self.every, str) and run.step % self.every == 0
         ):
             self._measure(run)
 
-    def on_feature_update(self, run: Any) -> None:
+    def on_feature_update(self, run: Run) -> None:
         if self.every == "feature_update":
             self._measure(run)
 
-    def on_validation(self, run: Any) -> None:
+    def on_validation(self, run: Run) -> None:
         if self.every == "validation":
             self._measure(run)
 
-    def on_epoch(self, run: Any) -> None:
+    def on_epoch(self, run: Run) -> None:
         if self.every == "epoch":
             self._measure(run)
 
-    def _measure(self, run: Any) -> None:
+    def _measure(self, run: Run) -> None:
         model = run.model
         run.record({name: float(f(model)) for name, f in self.measures.items()})
 
@@ -257,7 +323,7 @@ class Measure(Callback):
 class Progress(Callback):
     """A bar with the loss and the rate, on the standard error; by tqdm."""
 
-    def on_start(self, run: Any) -> None:
+    def on_start(self, run: Run) -> None:
         from tqdm.auto import tqdm
 
         self._bar = tqdm(
@@ -271,21 +337,21 @@ class Progress(Callback):
         self._figures = {"loss": ""}
         self._drawn_at = -math.inf
 
-    def on_step(self, run: Any) -> None:
+    def on_step(self, run: Run) -> None:
         # Now and then only: its text takes longer than many a step.
         if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
             self._draw(run)
 
-    def on_validation(self, run: Any) -> None:
+    def on_validation(self, run: Run) -> None:
         for name, value in run.row.items():
             if name.startswith("validation_"):
                 self._figures[name.removeprefix("validation_")] = f"{value:.4g}"
 
-    def on_end(self, run: Any) -> None:
+    def on_end(self, run: Run) -> None:
         self._draw(run)
         self._bar.close()
 
-    def _draw(self, run: Any) -> None:
+    def _draw(self, run: Run) -> None:
         self._figures["loss"] = f"{run.row['loss']:.4g}"
         self._bar.set_postfix(self._figures, refresh=False)
         self._bar.update(run.step - self._bar.n)

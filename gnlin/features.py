@@ -38,6 +38,19 @@ from ._solver import DampedGaussNewton
 from ._tree import ravel_pytree
 
 
+__all__ = [
+    "direction_alignment",
+    "distance",
+    "kernel",
+    "kernel_alignment",
+    "kernel_distance",
+    "kernel_drift",
+    "linear_probe",
+    "linearise_model",
+    "target_alignment",
+]
+
+
 Kernel = Float[Array, "n c n c"]
 
 
@@ -78,6 +91,7 @@ def kernel(
         A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
         Generalization in Neural Networks*, 2018, equation 4.
     """
+    check_count("memory_budget", memory_budget)
     lin = linearise_model(model, inputs, filter_spec=filter_spec)
     if len(jax.tree.leaves(lin.outputs)) != 1:
         raise ValueError("The model's output must be one array for a kernel by outputs.")

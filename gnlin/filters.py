@@ -39,6 +39,20 @@ from ._checks import (
 )
 
 
+__all__ = [
+    "AbstractFilter",
+    "Damped",
+    "GradientDescent",
+    "GradientFlow",
+    "HeavyBall",
+    "Nesterov",
+    "PseudoInverse",
+    "Tikhonov",
+    "equivalent_damping",
+    "equivalent_period",
+]
+
+
 class AbstractFilter(eqx.Module):
     """A function of the kernel's eigenvalues. Subclass it to make your own."""
 

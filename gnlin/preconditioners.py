@@ -27,6 +27,13 @@ from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from ._tree import matmul, ravel_pytree
 
 
+__all__ = [
+    "AbstractPreconditioner",
+    "BlockDiagonal",
+    "Nystrom",
+]
+
+
 # Of the rows that blocks are summed from: they stay near the processor.
 _PART_BYTES = 2**24
 

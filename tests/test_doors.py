@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
+import optax
 import optimistix as optx
 import pytest
 
@@ -288,3 +289,151 @@ def test_a_model_with_state_as_it_is_in_inference():
     model, state = eqx.nn.make_with_state(Normalised)()
     pair = (lambda m, x: m(x, state)[0], eqx.nn.inference_mode(model))
     assert gnlin.features.kernel(pair, X).shape == (6, 1, 6, 1)
+
+
+#
+# Data
+#
+
+
+x, t = np.asarray(X), np.asarray(T)
+
+
+def trained(data, **kwargs):
+    solver = gnlin.DampedGaussNewton(0.1)
+    result = gnlin.fit(LINE, data, solver, steps=2, progress=False, **kwargs)
+    return np.asarray(result.history["loss"])
+
+
+def test_a_list_of_arrays_is_a_pair():
+    wanted = trained((x, t), validation=(x, t))
+    np.testing.assert_array_equal(trained([x, t], validation=[x, t]), wanted)
+
+
+def test_weights_may_be_none():
+    np.testing.assert_array_equal(trained((x, t, None)), trained((x, t)))
+
+
+DATA = {
+    "a dictionary": ({"x": x, "y": t}, "but a dictionary of 'x', 'y' was given"),
+    "a string": ("digits", "but a str was given"),
+    "one array": ((x,), "but a tuple of 1 was given"),
+    "strings": ((x, np.array(["a"] * 6)), "targets must be arrays .* dtype <U1"),
+    "objects": ((np.array([None] * 6), t), "inputs must be arrays .* dtype object"),
+    "complex weights": ((x, t, 1j * np.ones(6)), "weights must be real"),
+    "weights of strings": ((x, t, "balanced"), "weights must be arrays .* 'balanced'"),
+    "too few weights": ((x, t, np.ones(3)), "weights must be one for each of the 6"),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("data", "message"), DATA.values(), ids=DATA)
+def test_data_that_are_none(data, message):
+    with pytest.raises(ValueError, match=message):
+        gnlin.solve(LINE, data, DAMPED)
+    with pytest.raises(ValueError, match=message):
+        gnlin.fit(LINE, data, DAMPED, steps=1)
+    if isinstance(data, dict):
+        with pytest.raises(ValueError, match="but it holds a dictionary of 'x'"):
+            gnlin.fit(LINE, [data], DAMPED, steps=1)
+
+
+def test_which_example_is_not_finite():
+    broken = X.at[jnp.array([3, 5]), 0].set(jnp.nan)
+    message = "The input of example 3, and 1 more are not finite"
+    with pytest.warns(UserWarning, match=message):
+        gnlin.solve(LINE, (broken, T), DAMPED)
+    with pytest.warns(UserWarning, match=message):
+        gnlin.fit(LINE, (broken, T), DAMPED, steps=2, progress=False)
+    with pytest.warns(UserWarning, match="The target of example 0 is not finite"):
+        gnlin.solve(LINE, (X, T.at[0].set(jnp.inf)), DAMPED)
+
+
+#
+# Solvers, callbacks, and what prints
+#
+
+
+def test_an_optimiser_of_optax_as_a_solver():
+    optimiser = optax.adam(0.1)
+    wanted = gnlin.IterativeLinearisation(1, optimiser=optimiser, restart=False)
+    for size in (None, 2):
+        kwargs = {"steps": 4, "batch_size": size, "progress": False}
+        result = gnlin.fit(LINE, (X, T), optimiser, **kwargs)
+        other = gnlin.fit(LINE, (X, T), wanted, **kwargs)
+        np.testing.assert_array_equal(result.history["loss"], other.history["loss"])
+    solution = gnlin.solve(LINE, (X, T), optimiser, max_steps=4)
+    parameters = eqx.filter(LINE, eqx.is_array)
+    state = optimiser.init(parameters)
+    for _ in range(4):
+        gradient = jax.grad(lambda line: 0.5 * jnp.sum((jax.vmap(line)(X) - T) ** 2))(
+            parameters
+        )
+        updates, state = optimiser.update(gradient, state)
+        parameters = optax.apply_updates(parameters, updates)
+    np.testing.assert_allclose(solution.model.weight, parameters.weight, rtol=1e-10)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("solver", "given"),
+    [
+        (gnlin.GaussNewton, "`GaussNewton` was"),
+        (optax.adam, "`adam` was"),
+        (optx.LevenbergMarquardt(1e-3, 1e-3), "a LevenbergMarquardt was"),
+        ("adam", "a str was"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_solvers_that_are_none(solver, given):
+    for train in (gnlin.solve, gnlin.fit):
+        with pytest.raises(ValueError, match=f"must be one of gnlin's.*but {given}"):
+            train(LINE, (X, T), solver)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gnlin.callbacks.Measure([len]),
+        lambda: gnlin.callbacks.Measure(3),
+        lambda: gnlin.callbacks.Measure({3: len}),
+        lambda: gnlin.callbacks.EarlyStop(3),
+        lambda: gnlin.callbacks.EarlyStop(restore_best=1),
+        lambda: gnlin.features.kernel(LINE, X, memory_budget=-1),
+        lambda: gnlin.solve(LINE, (X, T), DAMPED, throw="no"),
+        lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, progress="no"),
+        lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, resume=1),
+    ],
+)
+def test_other_arguments_that_are_none(make):
+    with pytest.raises(ValueError, match="` must be "):
+        make()
+
+
+def test_a_run_is_what_callbacks_are_promised():
+    seen = []
+
+    class Look(gnlin.callbacks.Callback):
+        def on_step(self, run):
+            seen.extend(
+                name
+                for name, member in vars(gnlin.callbacks.Run).items()
+                if not name.startswith("_") and member.__doc__ and hasattr(run, name)
+            )
+
+    gnlin.fit(LINE, (X, T), DAMPED, steps=1, progress=False, callbacks=Look())
+    assert set(seen) == {
+        name for name in vars(gnlin.callbacks.Run) if not name.startswith("_")
+    }
+    assert {"step", "num_steps", "history", "record", "stop"} <= set(seen)
+
+
+def test_short_representations():
+    lin = gnlin.linearise(lambda y, _: jnp.array([y[0], 2 * y[1], 0.0]), jnp.ones(3))
+    spectrum = lin.spectrum()
+    assert repr(spectrum) == "Spectrum(3 eigenvalues from 0 to 4, 1 of them zero)"
+    trajectory = gnlin.IterativeLinearisation(10, 0.1).trajectory(lin)
+    assert repr(trajectory) == f"Trajectory({spectrum})"
+    several = jax.vmap(lambda s: lin.with_outputs(s * lin.outputs).spectrum())
+    assert repr(several(jnp.ones(2))) == "Spectrum(eigenvalues=f64[2,3])"

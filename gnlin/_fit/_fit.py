@@ -12,13 +12,15 @@ import jax
 import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .._checks import check_count
+from .._checks import check_count, check_flag
+from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
 from .._sharding import automatic, mesh_of, on_mesh, places
 from .._solver import (
     AbstractGaussNewton,
     AdaptiveLinearisation,
+    as_solver,
     IterativeLinearisation,
     Stream,
 )
@@ -34,7 +36,7 @@ from ._validation import Validation
 def fit(
     model: PyTree,
     data: Any,
-    solver: AbstractGaussNewton,
+    solver: AbstractGaussNewton | Any,
     *,
     loss: AbstractLoss = SquaredError(),
     batch_size: int | None = None,
@@ -67,11 +69,12 @@ def fit(
     - `model`: any callable pytree from one input to one output, or a pair
         `(fn, parameters)` with `fn(parameters, x)`. A `key` argument, if it has one (for
         dropout), is given a key of its own for each example.
-    - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, a *tuple* of arrays
-        with a leading axis over examples; or any iterable of such batches, such as a list
-        or a loader of tf.data, grain or torch; or a function of the epoch (0, 1, ...)
-        that returns an iterable.
-    - `solver`: any solver of gnlin.
+    - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, of arrays (or pytrees,
+        such as a dictionary of inputs) with a leading axis over examples; or any iterable
+        of such batches, such as a list or a loader of tf.data, grain or torch; or a
+        function of the epoch (0, 1, ...) that returns an iterable.
+    - `solver`: any solver of gnlin; or an optimiser of optax, whose steps are then the
+        model's own.
     - `loss`: of the outputs, on the targets; unless its `reduction` says otherwise the
         mean, so that damping and learning rate mean the same on batches of any size.
     - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
@@ -123,7 +126,7 @@ def fit(
         result.model, result.history["validation_accuracy"][-1]
         ```
     """
-    _check_solver(solver)
+    solver = as_solver(solver)
     check_loss(loss)
     for name, value in (
         ("batch_size", batch_size),
@@ -151,6 +154,8 @@ def fit(
             '"loss".'
         )
     callbacks = _as_list(callbacks)
+    check_flag("progress", progress)
+    check_flag("resume", resume)
     if resume and checkpoint is None:
         raise ValueError("`resume=True` needs `checkpoint`, the folder to resume from.")
     if isinstance(checkpoint, str | Path):
@@ -161,6 +166,7 @@ def fit(
             f"{checkpoint!r} was given."
         )
 
+    data = as_tuple(data)
     mesh = mesh_of((model, data) if isinstance(data, tuple) else model)
     key = jax.random.key(0) if key is None else _checked_key(key)
     data_key, step_key = jax.random.split(key)
@@ -214,14 +220,6 @@ def fit(
 
 def _on_a_terminal() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules
-
-
-def _check_solver(solver: object) -> None:
-    if not isinstance(solver, AbstractGaussNewton):
-        raise ValueError(
-            "`solver` must be one of gnlin's, such as `gnlin.DampedGaussNewton(1.0)`, "
-            f"but a {type(solver).__name__} was given."
-        )
 
 
 def _as_list(callbacks: Any) -> list[Callback]:

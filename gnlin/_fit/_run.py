@@ -11,8 +11,9 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
+from .._data import not_finite
 from .._solver import statistics, Stream
-from ..callbacks import Callback
+from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
 from ._history import COLUMNS, FitHistory, Rows
 from ._identity import (
@@ -89,7 +90,7 @@ class _Stopped(Exception):
     """Raised inside the loop, when the run is over before its time."""
 
 
-class Run:
+class Run(AbstractRun):
     """One run, as its callbacks see it."""
 
     def __init__(
@@ -109,9 +110,9 @@ class Run:
         self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
         self._stream = stream
         self._num_epochs = epochs
-        self.num_steps = steps
+        self._num_steps = steps
         if epochs is not None and stream.num_batches is not None:
-            self.num_steps = epochs * stream.num_batches
+            self._num_steps = epochs * stream.num_batches
         self._callbacks = callbacks
         self._validation = validation
         self._validate_every = validate_every
@@ -131,6 +132,10 @@ class Run:
     @property
     def step(self) -> int:
         return self._now.step
+
+    @property
+    def num_steps(self) -> int | None:
+        return self._num_steps
 
     @property
     def epoch(self) -> int:
@@ -310,15 +315,18 @@ class Run:
                 raise _Stopped
 
     def _fail(self, loss: float) -> None:
-        self.result = self._carry().solver_state.result
+        self.result, at_fault = self._carry().solver_state.result, ""
         if self.result == optx.RESULTS.nonfinite:
             what = "the step" if np.isfinite(loss) else "the loss"
             why = f"{what} is not finite"
+            if isinstance(self._stream, ArrayStream):
+                at_fault = not_finite(*self._stream.data)
         else:
             why = " ".join(optx.RESULTS[self.result].split()).split(". ")[0]
         self.reason = f"step {self.step}: {why}"
         self.complaint = (
-            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one."
+            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one. "
+            f"{at_fault}".rstrip()
         )
 
     def _validate(self) -> None:

@@ -3,14 +3,14 @@
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._data import as_batch
+from .._data import a_kind_of, as_batch, as_tuple
 from ._identity import checksum, described
 
 
@@ -83,8 +83,7 @@ class IterableStream:
         if not isinstance(first, tuple | list):
             raise ValueError(
                 f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an "
-                "iterable of such batches, but it holds one of type "
-                f"{type(first).__name__}."
+                f"iterable of such batches, but it holds {a_kind_of(first)}."
             )
         self._example = as_batch(first, name)
         # The first batch may not come a second time.
@@ -125,13 +124,15 @@ class IterableStream:
 def make_stream(
     data: Any, batch_size: int | None, key: Key[Array, ""], name: str = "data"
 ):
-    """A tuple is arrays; anything else is batches."""
+    """A tuple is arrays, and so is a list that holds one; anything else is batches."""
+    data = as_tuple(data)
     if isinstance(data, tuple):
         return ArrayStream(data, batch_size, key, name)
-    if not (isinstance(data, Iterable) or callable(data)):
+    no_batches = isinstance(data, Mapping | str)
+    if no_batches or not (isinstance(data, Iterable) or callable(data)):
         raise ValueError(
             f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "
-            f"such batches, but a {type(data).__name__} was given."
+            f"such batches, but {a_kind_of(data)} was given."
         )
     if batch_size is not None:
         raise ValueError(

@@ -12,6 +12,7 @@ from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,
     GaussNewton as GaussNewton,
 )
+from ._given import as_solver as as_solver
 from ._iterative_linearisation import (
     IterativeLinearisation as IterativeLinearisation,
     Stream as Stream,

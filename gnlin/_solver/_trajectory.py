@@ -21,6 +21,9 @@ class Trajectory(eqx.Module):
     spectrum: Spectrum
     filter: Callable[[ScalarLike], Filter]  # of a number of inner steps
 
+    def __repr__(self) -> str:
+        return f"Trajectory({self.spectrum})"
+
     def parameters(self, inner_steps: Int[Array, " n"]) -> PyTree[Array]:
         """The parameters after each number of inner steps, along a new leading axis.
 
