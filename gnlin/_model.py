@@ -122,7 +122,7 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
-            f"axis; on this one, {_shapes(x)}, it failed: {said}"
+            f"axis; on this one, {_shapes(x)}, it failed: {said.rstrip('.')}."
         ) from error
 
 

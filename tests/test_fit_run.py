@@ -692,7 +692,7 @@ class Other(eqx.Module):
 
 WITH_VALIDATION = {"validation": (X, T)}
 MISTAKES = {
-    "solver": ({"solver": optax.sgd(0.1)}, "`solver` must be one of gnlin's"),
+    "solver": ({"solver": optax.sgd}, "`solver` must be one of gnlin's"),
     "optimistix": ({"solver": optx.BFGS(1e-6, 1e-6)}, "`solver` must be one of gnlin's"),
     "loss": ({"loss": "mse"}, "`loss` must be one of gnlin's"),
     "batch size 0": ({"batch_size": 0}, "`batch_size` must be a whole number"),
@@ -723,10 +723,9 @@ MISTAKES = {
     "resume": ({"resume": True}, "needs `checkpoint`"),
     "data": ({"data": 3, "batch_size": None}, "`data` must be a tuple of arrays"),
     "array": ({"data": X, "batch_size": None}, "must be a tuple of arrays"),
-    "list of arrays": ({"data": [X, T], "batch_size": None}, "must be a tuple of arr"),
     "batches by name": (
         {"data": [{"image": X, "label": T}], "batch_size": None},
-        "or an iterable of such batches, but it holds one of type dict",
+        "or an iterable of such batches, but it holds a dictionary of 'image', 'label'",
     ),
     "batch of four": ({"data": [(X, T, T, T)], "batch_size": None}, "must be a pair"),
     "four arrays": ({"data": (X, T, T, T)}, "must be a pair"),
