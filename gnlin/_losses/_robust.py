@@ -26,7 +26,7 @@ class Huber(_Robust):
     $r = f - y$.
 
     An outlier has no curvature: it pulls with the force $\delta$, and only a damped step
-    can follow it.
+    can follow it, best that of [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
@@ -57,7 +57,8 @@ class Huber(_Robust):
 
 class PseudoHuber(_Robust):
     r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: like Huber's loss, and
-    smooth.
+    smooth. An outlier has next to no curvature, so that an undamped step overshoots: take
+    [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
@@ -89,7 +90,8 @@ class PseudoHuber(_Robust):
 
 
 class LogCosh(_Robust):
-    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$.
+    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has next to no
+    curvature, so that an undamped step overshoots: take [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
