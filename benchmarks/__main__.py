@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib
 import math
+import os
 import sys
 import textwrap
 import traceback
@@ -14,7 +15,7 @@ from typing import NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
 from ._options import Options, Refusal
-from ._results import claim_folder, versions
+from ._results import alone_in, claim_folder, versions
 
 
 DEFAULT = "k-vs-lambda"
@@ -26,6 +27,8 @@ COMMANDS = {
 }
 DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
+MOST_SEEDS, MOST_STEPS = 10_000, 10**9
+"""More would never end."""
 INTERRUPTED = 130
 """The exit code of shells for what SIGINT ended."""
 
@@ -141,7 +144,8 @@ def _run(name: str, options: Options) -> None:
             raise
         raise _not_installed(error) from None
     if name in BENCHMARKS:
-        module.run(options)
+        with alone_in(options.out):
+            module.run(options)
         return
     from .experiment import run
 
@@ -274,13 +278,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--data-dir",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="the folder of the files, with `data` and with --scale full",
     )
     parser.add_argument(
         "--seeds",
-        type=_at_least_one,
+        type=_number_of_seeds,
         metavar="N",
         help="how many random initialisations (default: the scale's own number)",
     )
@@ -292,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps",
-        type=_at_least_one,
+        type=_number_of_steps,
         metavar="N",
         help="how many steps a run makes (default: the scale's own number)",
     )
@@ -306,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_folder,
         metavar="DIR",
         help="folder for the results, refused if it has those of other settings "
         "(default: results/NAME; for `all` and `report` results, with a folder each)",
@@ -330,14 +334,30 @@ def _device(text: str) -> str:
     return _one_of(DEVICES, text)
 
 
-def _at_least_one(text: str) -> int:
+def _folder(text: str) -> Path:
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(
+            f"must be the name of a folder, but is {text!r}, with a null character."
+        )
+    return Path(text)
+
+
+def _number_of_seeds(text: str) -> int:
+    return _count(text, MOST_SEEDS)
+
+
+def _number_of_steps(text: str) -> int:
+    return _count(text, MOST_STEPS)
+
+
+def _count(text: str, most: int) -> int:
     try:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
+    if not 1 <= number <= most:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1, but is '{text}'."
+            f"must be a whole number of at least 1 and at most {most:,}, but is '{text}'."
         )
     return number
 
@@ -354,5 +374,19 @@ def _numbers(text: str) -> tuple[float, ...]:
     return numbers
 
 
+def end(code: int) -> NoReturn:
+    """After an interruption without the interpreter's own end: XLA's threads may still be
+    computing, and crash when what they work on is taken apart."""
+    if code != INTERRUPTED:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+    except KeyboardInterrupt:  # before the first line was read, or once more
+        code = INTERRUPTED
+    end(code)

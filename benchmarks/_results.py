@@ -9,13 +9,19 @@ import platform
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ._options import Refusal
 
+
+try:
+    import fcntl
+except ImportError:  # on Windows, where nothing keeps two commands apart
+    fcntl = None
 
 PACKAGES = (
     "jax",
@@ -49,6 +55,42 @@ def claim_folder(folder: Path) -> None:
             f"Results cannot go to '{folder}' ({error.strerror}); name another folder "
             "with --out."
         ) from None
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """`Refusal` where another process is in the folder, which would mix their files.
+
+    The system itself lets go of the lock when the process ends, in whatever way."""
+    path = folder / ".lock"
+    try:
+        lock = _locked(path)
+    except BlockingIOError:
+        raise Refusal(
+            f"Another command is writing to '{folder}'; wait for its end, or name "
+            "another folder with --out."
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not one that its last holder has deleted in between.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), path.stat()):
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

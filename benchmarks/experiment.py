@@ -6,6 +6,8 @@ as soon as they are there: an interrupted experiment goes on after the last one.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import shutil
 import time
@@ -128,6 +130,8 @@ class Experiment(Generic[S]):
     """The setting that `--grid` replaces; empty where there is none."""
     steps: str = "num_steps"
     """The setting that `--steps` replaces; empty where there is none."""
+    bounds: tuple[float, float] = (1e-12, 1e12)
+    """Of what `--grid` may hold: beyond them no figure can be drawn, or no run ends."""
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
     """Of each seed: more where a point holds a grid of its own."""
     runs_of: str | None = None
@@ -157,6 +161,11 @@ class Experiment(Generic[S]):
             raise Refusal(f"--grid is of positive numbers: {self.grid}.")
         if math.inf in values and math.inf not in own:
             raise Refusal(f"--grid is of finite numbers here: {self.grid}.")
+        low, high = self.bounds
+        if any(not low <= value <= high for value in values if math.isfinite(value)):
+            raise Refusal(
+                f"--grid is of numbers from {low:g} to {high:g} here: {self.grid}."
+            )
         counted = self.grid == "periods" or isinstance(own[0], int)
         if counted and any(value % 1 for value in values if math.isfinite(value)):
             raise Refusal(f"--grid is of whole numbers here: {self.grid}.")
@@ -228,7 +237,7 @@ class Folder:
 
     def load(self, point: Point) -> tuple[Runs, float] | None:
         """And the seconds that they took."""
-        return _load(self.path / "runs", point)
+        return _load(self.path / "runs", point, self._stamp(self.name))
 
     def borrow(self, other: str, point: Point) -> tuple[Runs, float] | None:
         """From another experiment's folder beside this one, if its settings are the
@@ -240,13 +249,20 @@ class Folder:
         }
         if settings is None or any(settings.get(k) != v for k, v in mine.items()):
             return None
-        return _load(folder / "runs", point)
+        return _load(folder / "runs", point, self._stamp(other))
+
+    def _stamp(self, name: str) -> str:
+        """In each file of runs, what they were made with, however it came here."""
+        circumstances = [self.circumstances[key] for key in CIRCUMSTANCES]
+        made_with = [name, self.described["settings"], circumstances]
+        return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
 
     def save(self, runs: Runs, seconds: float) -> None:
         self._begin()
         path = _path(self.path / "runs", runs.point)
         path.parent.mkdir(exist_ok=True)
         columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(seconds)}
+        columns["_stamp"] = np.array(self._stamp(self.name))
 
         def write(part: Path) -> None:
             with part.open("wb") as file:
@@ -258,6 +274,12 @@ class Folder:
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     """Make the runs that are not there, and write table, verdicts, figures, settings."""
+    _results.claim_folder(options.out)
+    with _results.alone_in(options.out):
+        return _run(name, experiment, options)
+
+
+def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     console = Console()
     settings = experiment.settings(options)
     points = experiment.points(settings)
@@ -313,7 +335,10 @@ def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
     return Runs(point, columns), time.perf_counter() - start
 
 
-def _load(folder: Path, point: Point) -> tuple[Runs, float] | None:
+def _load(
+    folder: Path, point: Point, stamp: str | None = None
+) -> tuple[Runs, float] | None:
+    """`Refusal` for runs with another stamp than this."""
     path = _path(folder, point)
     if not path.exists():
         return None
@@ -321,10 +346,16 @@ def _load(folder: Path, point: Point) -> tuple[Runs, float] | None:
         with path.open("rb") as file, np.load(file) as archive:
             columns = {name: archive[name] for name in archive.files}
         seconds = float(columns.pop("_seconds"))
+        found = str(columns.pop("_stamp", ""))
     except _DAMAGED as error:
         raise Refusal(
             f"'{path}' cannot be read ({error}); delete it, to make those runs again."
         ) from None
+    if stamp is not None and found != stamp:
+        raise Refusal(
+            f"'{path}' holds runs with other settings or versions; delete it, to make "
+            "those runs again."
+        )
     return Runs(point, columns), seconds
 
 

@@ -155,6 +155,14 @@ def test_a_wrong_checksum(tmp_path):
     assert_sentence(str(caught.value), str(tmp_path / f"{IMAGES}.gz"), expected)
 
 
+def test_a_wrong_checksum_of_a_file_that_is_unpacked(tmp_path):
+    write_mnist(tmp_path, zipped=False)
+    with pytest.raises(DataError, match="MD5") as caught:
+        mnist.load(tmp_path)
+    expected = f"not {mnist.MD5[IMAGES]}"
+    assert_sentence(str(caught.value), str(tmp_path / IMAGES), expected)
+
+
 def test_absent_files(tmp_path):
     for folder in (tmp_path, tmp_path / "a folder"):
         with pytest.raises(DataError) as caught:
@@ -173,7 +181,7 @@ def test_a_folder_where_a_file_should_be(tmp_path):
 
 
 def test_the_table_of_checksums():
-    assert len({*mnist.MD5.values(), *cifar10.MD5.values()}) == 6
+    assert len({*mnist.MD5.values(), *cifar10.MD5.values()}) == 22
     for source in standard.DATASETS.values():
         for part in source.parts:
             assert next(iter(part)) in source.md5
@@ -291,6 +299,22 @@ def test_cifar10(tmp_path, folder, write, archived):
     # Red, then green, then blue, each row by row.
     assert train[0][1, 2, 3, 4] == BATCHES[0][0][1, 2 * 1024 + 3 * 32 + 4]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(("folder", "write"), [(BINARY, binary), (PYTHON, python)])
+def test_a_wrong_checksum_of_a_batch_that_is_unpacked(tmp_path, folder, write):
+    path = write_cifar(tmp_path, folder, files_of(write, folder), archived=False)
+    source = cifar10.dataset(NUM_PER_FILE)
+    name = next(iter(files_of(write, folder)))
+    with pytest.raises(DataError) as caught:
+        cifar10.load(tmp_path, source)
+    expected = f"the MD5 of '{name}' in it is", f"not {cifar10.MD5[name]}"
+    assert_sentence(str(caught.value), f"'{path}' is damaged", *expected)
+    known = {
+        file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in path.iterdir()
+    }
+    source = cifar10.dataset(NUM_PER_FILE, known)
+    assert "by its checksum and contents" in source.verify(tmp_path)[0].sentence
 
 
 def test_numpy_reads_the_pickle_that_is_written_here():

@@ -1,5 +1,8 @@
 """The benchmarks' command line."""
 
+import subprocess
+import sys
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -70,6 +73,24 @@ def test_an_interrupt_ends_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("benchmarks.experiments.nist.run", interrupt)
     assert main(["nist", "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupt_ends_cleanly_while_xla_computes():
+    program = """
+import jax, jax.numpy as jnp
+from benchmarks.__main__ import end
+
+@jax.jit
+def long(x):
+    return jax.lax.fori_loop(0, 10**9, lambda i, x: jnp.sin(x @ x), x)
+
+long(jnp.ones((50, 50)))
+print("written")
+end(130)
+"""
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "written\n", "")
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])

@@ -4,6 +4,8 @@ import csv
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -183,6 +185,48 @@ def test_what_cannot_be_made_anew_is_not_deleted(calls, tmp_path):
     assert kept == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_commands_do_not_share_a_folder(resume, calls, tmp_path):
+    def meanwhile(settings, point, place):
+        with pytest.raises(Refusal, match="Another command is writing to"):
+            Calls().run(tmp_path, seeds=3, resume=resume)
+        return calls.train(settings, point, place)
+
+    both = Calls(train=meanwhile)
+    both.run(tmp_path)
+    assert settings_of(tmp_path)["settings"]["seeds"] == 2
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "made_up.csv",
+        "made_up.png",
+        "runs",
+        "settings.json",
+        "verdicts.csv",
+    }
+    calls.run(tmp_path)  # which is not refused: the other has ended
+
+
+def test_a_command_that_was_killed_holds_no_folder(calls, tmp_path):
+    program = (
+        "import os; from pathlib import Path; from benchmarks._results import alone_in\n"
+        f"with alone_in(Path({str(tmp_path)!r})): os._exit(1)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 1
+    assert (tmp_path / ".lock").exists()
+    calls.run(tmp_path)
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_files_of_other_settings_are_refused_wherever_they_came_from(calls, tmp_path):
+    calls.run(tmp_path / "a")
+    calls.run(tmp_path / "b", seeds=3)
+    name = "period=10.npz"
+    (tmp_path / "b" / "runs" / name).replace(tmp_path / "a" / "runs" / name)
+    with pytest.raises(Refusal, match=r"period=10\.npz' holds runs with other settings"):
+        calls.run(tmp_path / "a", resume=True)
+    (tmp_path / "a" / "runs" / name).unlink()
+    calls.run(tmp_path / "a", resume=True)
+
+
 def test_resume_where_nothing_is_starts(calls, tmp_path):
     calls.run(tmp_path / "new", resume=True)
     assert calls.trained.total() == 3
@@ -356,6 +400,19 @@ def test_a_grid_is_positive(grid, calls, tmp_path):
         calls.experiment.settings(Options(tmp_path, grid=grid))
 
 
+@pytest.mark.parametrize("grid", [(1e-300,), (1.0, 1e300)])
+def test_a_grid_is_bounded(grid, calls, tmp_path):
+    with pytest.raises(Refusal, match="from 1e-12 to 1e\\+12 here: periods"):
+        calls.run(tmp_path, grid=grid)
+    assert not calls.trained
+
+
+def test_steps_that_are_taken_one_by_one_have_an_end(tmp_path, capsys):
+    arguments = ["stability", "--quick", "--grid", "1e6", "--out", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "from 1 to 100000 here: periods" in capsys.readouterr().err
+
+
 def test_steps_are_refused_where_there_is_no_number_of_them(tmp_path):
     made = Calls(embedded=Settings(2)).experiment
     with pytest.raises(Refusal, match="leave --steps out"):
@@ -472,8 +529,12 @@ def test_what_cannot_be_is_refused_in_a_line(arguments, words, ran, capsys):
         (["--grid", "a"], "must be numbers with commas between"),
         (["--grid", "1,,2"], "must be numbers with commas between"),
         (["--grid", "nan"], "must be numbers with commas between"),
-        (["--seeds", "0"], "must be a whole number of at least 1, but is '0'"),
-        (["--steps", "1.5"], "must be a whole number of at least 1, but is '1.5'"),
+        (["--seeds", "0"], "at least 1 and at most 10,000, but is '0'"),
+        (["--steps", "1.5"], "must be a whole number of at least 1 and at most"),
+        (["--steps", "9" * 20], f"at most 1,000,000,000, but is '{'9' * 20}'"),
+        (["--seeds", "999999999999"], "at most 10,000, but is '999999999999'"),
+        (["--out", "a\0b"], "a folder, but is 'a\\x00b', with a null character"),
+        (["--data-dir", "\0"], "with a null character"),
         (["--out"], "expected one argument"),
     ],
 )

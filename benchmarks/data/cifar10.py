@@ -1,6 +1,7 @@
 """CIFAR-10 (Krizhevsky, 2009), from its binary or Python version, archived or not."""
 
 import functools
+import io
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,25 @@ from jaxtyping import UInt8
 from numpy import ndarray
 
 from . import pickled
-from .files import check_labels, Damage, Dataset, Examples
+from .files import check_labels, check_md5, Damage, Dataset, Examples
 
 
 HOST = "https://www.cs.toronto.edu/~kriz/"
 MD5 = {
     "cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530",
     "cifar-10-python.tar.gz": "c58f30108f718f92721af3b95e74349a",
+    "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
+    "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",
+    "data_batch_3.bin": "942cd6a4bcdd0dd3c604fbe906cb4421",
+    "data_batch_4.bin": "ae636b3ba5c66a11e91e8cb52e771fcb",
+    "data_batch_5.bin": "53f37980c15c3d472c316c40844f3f0d",
+    "test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d",
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
 }
 _IMAGE = (3, 32, 32)
 _NUM_PIXELS = 3 * 32 * 32
@@ -44,7 +57,7 @@ def dataset(
 ) -> Dataset:
     """Five files to train on and one to test on, of as many images each."""
     reader = lambda read, version: functools.partial(
-        _examples, read=read, version=version, num_per_file=num_per_file
+        _examples, read=read, version=version, num_per_file=num_per_file, md5=md5
     )
     # The binary version first: it is smaller, and no pickle.
     forms = {
@@ -57,13 +70,19 @@ def dataset(
 
 
 def _examples(
-    path: Path, read: Callable, version: _Version, num_per_file: int
+    path: Path,
+    read: Callable,
+    version: _Version,
+    num_per_file: int,
+    md5: Mapping[str, str],
 ) -> tuple[Examples, Examples]:
     names = [f"{name}{version.suffix}" for name in (*_BATCHES, _TEST)]
     contents = read(path, version.folder, names, version.largest * num_per_file)
     for name in names:
         if name not in contents:
             raise Damage(f"there is no '{name}' in it")
+        if name in md5:  # before anything else looks at it
+            check_md5(io.BytesIO(contents[name]), md5[name], f"the MD5 of '{name}' in it")
     # Each is forgotten when it has been parsed.
     *train, test = (
         version.parse(contents.pop(name), f"'{name}' in it", num_per_file)

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import http.client
+import io
 import shlex
 import shutil
 import urllib.error
@@ -89,7 +90,7 @@ class Dataset:
         try:
             # Before anything else looks at the file.
             if path.name in self.md5:
-                _check_md5(path, self.md5[path.name])
+                _check_file(path, self.md5[path.name])
             return part[path.name](path)
         except Damage as damage:
             raise DataError(
@@ -107,7 +108,9 @@ class Dataset:
             self._read(part, path)
         except DataError as error:
             return Finding(path, "damaged", str(error))
-        known = "checksum and contents" if path.name in self.md5 else "contents"
+        of_file = path.name in self.md5
+        checked = of_file or any(file.name in self.md5 for file in path.glob("*"))
+        known = "checksum and contents" if checked else "contents"
         return Finding(path, "sound", f"'{path}' is sound, by its {known}.")
 
     def _download(self, name: str, data_dir: Path, out: Callable[[str], object]) -> None:
@@ -120,7 +123,7 @@ class Dataset:
                 partial.open("wb") as file,
             ):
                 shutil.copyfileobj(response, file)
-            _check_md5(partial, self.md5[name])
+            _check_file(partial, self.md5[name])
 
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
@@ -164,6 +167,16 @@ def check_labels(labels: UInt8[ndarray, " n"], name: str, num_classes: int = 10)
         )
 
 
+def check_md5(
+    contents: io.BufferedReader | io.BytesIO, expected: str, whose: str = "its MD5"
+) -> None:
+    """`Damage` if it is another one: against accidents; nothing that is read is run,
+    whatever its checksum."""
+    digest = hashlib.file_digest(contents, lambda: hashlib.md5(usedforsecurity=False))
+    if digest.hexdigest() != expected:
+        raise Damage(f"{whose} is {digest.hexdigest()}, not {expected}")
+
+
 def _first(part: Part) -> str:
     return next(iter(part))
 
@@ -178,12 +191,9 @@ def _there(part: Part, data_dir: Path) -> list[Path]:
         ) from None
 
 
-def _check_md5(path: Path, expected: str) -> None:
-    # Against accidents; nothing that is read is run, whatever its checksum.
+def _check_file(path: Path, expected: str) -> None:
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
-    if digest.hexdigest() != expected:
-        raise Damage(f"its MD5 is {digest.hexdigest()}, not {expected}")
+        check_md5(file, expected)
 
 
 def _reason(error: Exception) -> str:

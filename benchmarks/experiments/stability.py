@@ -173,4 +173,5 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10: learning rate 10^-4 diverges above K = 5, 10^-5 is stable to "
     "K = 20,000; divergence depends on the learning rate, hardly on K.",
     grid="periods",
+    bounds=(1, 1e5),  # steps that are taken one by one
 )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from .cnn import max_pool
-from .resnet import Convolution
+from .resnet import Convolution, State
 
 
 class NormalisedConvNet(eqx.Module):
@@ -36,8 +36,8 @@ class NormalisedConvNet(eqx.Module):
         self.dense = eqx.nn.Linear(num_features, num_classes, key=dense)
 
     def __call__(
-        self, x: Float[Array, "channels height width"], state: eqx.nn.State
-    ) -> tuple[Float[Array, " classes"], eqx.nn.State]:
+        self, x: Float[Array, "channels height width"], state: State
+    ) -> tuple[Float[Array, " classes"], State]:
         for convolution in self.convolutions:
             x, state = convolution(x, state)
             x = max_pool(jax.nn.relu(x))

@@ -154,8 +154,9 @@ def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"])
 
 def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
     found = [outcome(settings, runs) for runs in all_runs]
-    diverged = sum(
-        runs["fit_diverged"].astype(float) + runs["full_diverged"] for runs in all_runs
+    diverged = np.sum(
+        [runs["fit_diverged"].astype(float) + runs["full_diverged"] for runs in all_runs],
+        axis=0,
     )
     share = np.mean([o.shortfall <= TOLERANCE for o in found], axis=0)
     return [

@@ -27,11 +27,10 @@ def run_adam(
     spaced in steps, with axes of seeds, rates and looks; `steps`, of two passes each; and
     the `seconds` of a run, without the compilation."""
     every = -(-num_steps // num_looks)
-    of_seeds = []
-    for seed in range(num_seeds):
-        started = eqx.partition(task.start(seed), eqx.is_array)
-        of_seeds.append((started[0], task.data(seed), jax.random.key(seed)))
-        static = started[1]
+    seeds = range(num_seeds)
+    arrays = [eqx.filter(task.start(seed), eqx.is_array) for seed in seeds]
+    static = eqx.filter(task.start(0), eqx.is_array, inverse=True)
+    of_seeds = zip(arrays, map(task.data, seeds), map(jax.random.key, seeds), strict=True)
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *of_seeds)
     sizes = {"batch_size": batch_size, "num_looks": num_looks, "every": every}
     one = functools.partial(_train, task, static, **sizes)
