@@ -1,12 +1,12 @@
 """Conjugate gradients that stop where truncated Gauss-Newton is defined to stop."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from . import _tree
@@ -24,6 +24,15 @@ class _Iterate(eqx.Module):
     gamma: Scalar  # residual^T M residual, M the preconditioner
     num_steps: Scalar
     broken: Scalar
+
+
+def semidefinite(
+    mv: Callable[[PyTree[Array]], PyTree[Array]], like: PyTree[Array]
+) -> lx.FunctionLinearOperator:
+    """A positive semidefinite operator on trees of one structure."""
+    structure = jax.eval_shape(lambda: like)
+    with jax.numpy_dtype_promotion("standard"):  # lineax asks for one dtype of all leaves
+        return lx.FunctionLinearOperator(mv, structure, lx.positive_semidefinite_tag)
 
 
 class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
@@ -88,7 +97,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         max_steps = 10 * _tree.size(vector) if self.max_steps is None else self.max_steps
         # Squares of very large or small numbers leave the floating-point range. By a
         # power of two no digit is lost.
-        size = optx.max_norm(vector)
+        size = _tree.max_norm(vector)
         proper = (size > 0) & jnp.isfinite(size)
         _, exponent = jnp.frexp(jnp.where(proper, size, 1))
         unit = jnp.ldexp(jnp.ones((), dtype), exponent)

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from . import _tree
-from ._tree import matmul
+from ._tree import matmul, promoted
 
 
 # One multiplication by itself, in memory, takes as long as so many in a matrix product.
@@ -125,17 +125,21 @@ class Layer(eqx.Module):
         r"""$\phi^\top a$, as weights."""
         n, c, _, _ = self.signals.shape
         precise = jax.lax.Precision.HIGHEST
-        signals = jnp.einsum("nc,ncot->ont", a.reshape(n, c), self.signals)
-        product = jnp.tensordot(signals, self.activations, 2, precision=precise)
+        a, signals, activations = promoted((a, self.signals, self.activations))
+        signals = jnp.einsum("nc,ncot->ont", a.reshape(n, c), signals)
+        product = jnp.tensordot(signals, activations, 2, precision=precise)
         return self._as_weights(product)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         r"""$\phi v$, of weights."""
         precise = jax.lax.Precision.HIGHEST
         o = self.signals.shape[2]
+        tangent, signals, activations = promoted(
+            (tangent, self.signals, self.activations)
+        )
         matrix = tangent.transpose(self.axes).reshape(o, -1)
-        through = jnp.einsum("ntq,oq->not", self.activations, matrix, precision=precise)
-        products = jnp.einsum("ncot,not->nc", self.signals, through, precision=precise)
+        through = jnp.einsum("ntq,oq->not", activations, matrix, precision=precise)
+        products = jnp.einsum("ncot,not->nc", signals, through, precision=precise)
         return products.reshape(-1)
 
     def _as_weights(self, matrix: Array) -> Array:

@@ -173,7 +173,9 @@ class Linearisation(eqx.Module):
             # One group after the other, so that they share their memory.
             point, kernel = jax.lax.optimization_barrier((self.point, kernel))
             kernel += _rows.gram(self._blocks_of(group, point, memory_budget))
-        return kernel + self._chunked_kernel(left, memory_budget) if left else kernel
+        if left:
+            kernel += self._chunked_kernel(left, memory_budget).astype(kernel.dtype)
+        return kernel
 
     def num_kernel_passes(self, memory_budget: int) -> tuple[int, int]:
         """(Jacobian-vector, vector-Jacobian) products that `kernel` takes."""
@@ -288,8 +290,8 @@ class Linearisation(eqx.Module):
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
         r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
-        _, unravel = ravel_pytree(self.outputs)
-        return self.vjp(unravel(cotangent))
+        flat, unravel = ravel_pytree(self.outputs)
+        return self.vjp(unravel(cotangent.astype(flat.dtype)))
 
     def _chunked(self, fn, basis, memory_budget):
         """`fn` on each row of `basis`, as many at once as the budget allows."""

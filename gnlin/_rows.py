@@ -44,12 +44,12 @@ def gram(rows: PyTree) -> Float[Array, "m m"]:
     r"""$\phi\phi^\top$, the rows' inner products."""
     leaves = jax.tree.leaves(rows, is_leaf=is_layer)
     if not is_spread():
-        return functools.reduce(jnp.add, promoted(*map(_gram_of_leaf, leaves)))
+        return functools.reduce(jnp.add, promoted([*map(_gram_of_leaf, leaves)]))
     # Summed over leaves on each device, then once over devices.
     blocks = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size > 0]
     parts = [by_columns(block) for block in blocks]
     each = [matmul(part, part.swapaxes(1, 2)) for part in parts]
-    return jnp.sum(functools.reduce(jnp.add, promoted(*each)), axis=0)
+    return jnp.sum(functools.reduce(jnp.add, promoted(each)), axis=0)
 
 
 def _gram_of_leaf(rows: Array | Layer) -> Float[Array, "m m"]:
@@ -86,7 +86,7 @@ def pull_back(rows: PyTree, a: Float[Array, " m"]) -> PyTree[Array]:
     def of_leaf(rows):
         if is_layer(rows):
             return rows.pull_back(a)
-        product = jnp.tensordot(*promoted(a, rows), axes=1, precision=precise)
+        product = jnp.tensordot(*promoted((a, rows)), axes=1, precision=precise)
         return product.astype(rows.dtype)
 
     return jax.tree.map(of_leaf, rows, is_leaf=is_layer)
@@ -99,10 +99,10 @@ def push_forward(rows: PyTree, tangent: PyTree[Array]) -> Float[Array, " m"]:
     def of_leaf(rows, v):
         if is_layer(rows):
             return rows.push_forward(v)
-        return jnp.tensordot(*promoted(rows, v), axes=v.ndim, precision=precise)
+        return jnp.tensordot(*promoted((rows, v)), axes=v.ndim, precision=precise)
 
     parts = jax.tree.map(of_leaf, rows, tangent, is_leaf=is_layer)
-    return functools.reduce(jnp.add, promoted(*jax.tree.leaves(parts)))
+    return functools.reduce(jnp.add, promoted(jax.tree.leaves(parts)))
 
 
 def spectrum(

@@ -22,10 +22,10 @@ def dtype(tree: PyTree) -> jnp.dtype:
         return jnp.result_type(*jax.tree.leaves(tree))
 
 
-def promoted(*arrays: Array) -> list[Array]:
-    """Arrays in the dtype in which all of them can be held."""
-    common = dtype(arrays)
-    return [x.astype(common) for x in arrays]
+def promoted(tree: PyTree[Array]) -> PyTree[Array]:
+    """A tree in the one dtype in which all leaves can be held."""
+    common = dtype(tree)
+    return jax.tree.map(lambda x: x.astype(common), tree)
 
 
 def ravel_pytree(
@@ -45,7 +45,7 @@ def matmul(a: Array, b: Array) -> Array:
     """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16.
     Half precision is summed in single."""
     wide = dtype((a, b, jnp.float32))
-    a, b = promoted(a, b)
+    a, b = promoted((a, b))
     precise = jax.lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
 
@@ -86,11 +86,16 @@ def norm(a: PyTree[Array]) -> Scalar:
     return jax.lax.cond(in_range, lambda: jnp.sqrt(squared), by_largest)
 
 
+def max_norm(a: PyTree[Array]) -> Scalar:
+    """The largest entry by absolute value."""
+    each = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
+    return functools.reduce(jnp.maximum, promoted(each))
+
+
 def unit(a: PyTree[Array]) -> Scalar:
     """The largest entry by absolute value, to divide by before squaring; 1 where that is
     zero or not finite."""
-    each = [jnp.max(jnp.abs(x), initial=0) for x in jax.tree.leaves(a)]
-    largest = functools.reduce(jnp.maximum, promoted(*each))
+    largest = max_norm(a)
     return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
@@ -98,7 +103,7 @@ def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
     """`s x + y`, in the dtypes of `y`."""
 
     def each(a, b):
-        wide_a, wide_b = promoted(a, b)
+        wide_a, wide_b = promoted((a, b))
         return (_cast(s, wide_a.dtype) * wide_a + wide_b).astype(b.dtype)
 
     return jax.tree.map(each, x, y)

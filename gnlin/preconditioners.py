@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from . import _lapack, _rows, _tree
 from ._checks import check_count, check_whole
+from ._conjugate_gradients import semidefinite
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from ._tree import matmul, ravel_pytree
 
@@ -133,7 +134,7 @@ class Nystrom(AbstractPreconditioner):
             x = ravel_pytree(v)[0]
             return unravel(x + matmul(u, weights * matmul(u.T, x)))
 
-        return _operator(apply, lin)
+        return semidefinite(apply, lin.point)
 
 
 class BlockDiagonal(AbstractPreconditioner):
@@ -192,7 +193,7 @@ class BlockDiagonal(AbstractPreconditioner):
             ]
             return structure.unflatten(solved)
 
-        return _operator(apply, lin)
+        return semidefinite(apply, lin.point)
 
 
 def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
@@ -227,8 +228,3 @@ def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "
 def _solve(factor: Float[Array, "k i i"], b: Float[Array, "k i"]) -> Float[Array, "k i"]:
     solve = jax.vmap(lambda c, x: jax.scipy.linalg.cho_solve((c, True), x))
     return b / factor[..., 0] ** 2 if factor.shape[-1] == 1 else solve(factor, b)
-
-
-def _operator(apply, lin: Linearisation) -> lx.FunctionLinearOperator:
-    structure = jax.eval_shape(lambda: lin.point)
-    return lx.FunctionLinearOperator(apply, structure, lx.positive_semidefinite_tag)

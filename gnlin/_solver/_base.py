@@ -210,17 +210,21 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         eps = _tree.eps((y, residual))
         change = jax.tree.map(jnp.subtract, residual, old_residual)
 
+        def norm(tree):
+            return self.norm(_tree.promoted(tree))
+
         def relative(x, size):
             rtol = jnp.maximum(self.rtol, 4 * eps).astype(x.dtype)
             scale = jnp.asarray(self.atol, x.dtype) + rtol * size
             return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
         def small_step():
-            each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), step, y)
+            of_y = _tree.cast_like(step, y)
+            each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
             # A step may be finite, and the point it leads to not.
-            return (self.norm(each) < 1) & _tree.all_finite(y)
+            return (norm(each) < 1) & _tree.all_finite(y)
 
-        small_change = relative(self.norm(change), self.norm(residual)) < 1
+        small_change = relative(norm(change), norm(residual)) < 1
         # There may be many parameters, and mostly the residuals settle it.
         return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
@@ -337,29 +341,29 @@ def _searched(
     direction: PyTree[Array],
 ) -> tuple[PyTree[Array], Bool[Array, ""]]:
     """As much of a direction as an optimistix search accepts, and whether it does."""
-    y = lin.point
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
+    y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
     # All a search compares is differences, which are known better than their terms.
     here = optx.FunctionInfo.EvalGrad(zero, gradient)
 
     def attempt(carry):
         step_size, _, state, num_steps = carry
-        candidate = _tree.axpy(step_size, direction, y)
+        candidate = _tree.axpy(step_size, direction, lin.point)
         outputs = evaluate(candidate)
-        change = -objective.decrease(lin.outputs, outputs)
+        change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
         there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
         next_size, accept, _, state = search.step(
-            jnp.array(False), y, candidate, here, there, state
+            jnp.array(False), y, _tree.cast_like(candidate, y), here, there, state
         )
         lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
         accept = accept | lost
         step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
         return step_size, accept, state, num_steps + 1
 
-    rounding = _ROUNDINGS * _tree.eps((y, lin.outputs))
-    rounding *= jnp.abs(objective.value(lin.outputs))
+    rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs))
+    rounding *= jnp.abs(objective.value(lin.outputs)).astype(zero.dtype)
     # A slope that is lost in the rounding of the loss is for no search to judge.
-    flat = jnp.abs(_tree.dot(gradient, direction)) <= rounding
+    flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
     state = search.init(y, jax.eval_shape(lambda: here))
     first = optx.FunctionInfo.Eval(zero)
     step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)

@@ -251,10 +251,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         dtype = damping.dtype
         eps = _tree.eps((lin.point, lin.outputs))
         gradient = subproblem.gradient()
-        attainable = subproblem.attainable_decrease()
+        attainable = subproblem.attainable_decrease().astype(dtype)
         known = jnp.isfinite(attainable)
-        largest = subproblem.largest_curvature()
-        loss = jnp.abs(objective.value(lin.outputs))
+        largest = subproblem.largest_curvature().astype(dtype)
+        loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
         residual = objective.residual(lin.outputs)
         root = objective.root(lin.outputs)
         flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
@@ -263,18 +263,18 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
 
         def damped_norm(answer):
-            if answer.damped_norm is not None:
-                return answer.damped_norm
-            return _tree.norm(scaled(answer.step))
+            known = answer.damped_norm
+            norm = _tree.norm(scaled(answer.step)) if known is None else known
+            return norm.astype(dtype)
 
         def attempt(last: _Trial) -> _Trial:
             damping = last.next_damping
             answer = subproblem.solve(Tikhonov(damping))
-            predicted = answer.decrease
-            if predicted is None:
-                predicted = 0.5 * (
-                    damping * damped_norm(answer) ** 2 - _tree.dot(answer.step, gradient)
-                )
+            if answer.decrease is not None:
+                predicted = answer.decrease.astype(dtype)
+            else:
+                along = _tree.dot(answer.step, gradient).astype(dtype)
+                predicted = 0.5 * (damping * damped_norm(answer) ** 2 - along)
             step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
             if self.acceleration:
                 bend = self._acceleration(
@@ -286,7 +286,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
             y = _tree.axpy(1, step, lin.point)
             outputs = evaluate(y)
-            actual = objective.decrease(lin.outputs, outputs)
+            actual = objective.decrease(lin.outputs, outputs).astype(dtype)
 
             ratio = actual / jnp.where(predicted > 0, predicted, 1)
             rounding = eps**_ROUNDING_POWER * loss
@@ -379,13 +379,15 @@ def _slope(
     """How far the gradient is from zero, free of units. The smaller of two: the cosine
     between the residual and the range of phi (as MINPACK's gtol), and what a relative
     change of the parameters does to the loss (Dennis and Schnabel, 1983, section 7.2)."""
-    loss = jnp.abs(objective.value(lin.outputs))
+    dtype = _tree.dtype((lin.point, lin.outputs))
+    loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
     # The residual's norm, of squared error; else the length that has as much loss.
     residual = jnp.sqrt(2 * loss)
-    largest = jnp.sqrt(subproblem.largest_curvature())
-    cosine = subproblem.scaled_gradient_norm() / (largest * residual)
+    largest = jnp.sqrt(subproblem.largest_curvature()).astype(dtype)
+    cosine = subproblem.scaled_gradient_norm().astype(dtype) / (largest * residual)
+    gradient = _tree.cast_like(gradient, lin.point)
     terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
-    sensitivity = sum(jnp.sum(x) for x in jax.tree.leaves(terms))
+    sensitivity = _tree.total(terms, dtype)
     return jnp.minimum(cosine, sensitivity / loss)
 
 

@@ -65,7 +65,8 @@ def through_outputs(
     stray, pushed = rest
     inverse = 1 / jnp.asarray(damping, residual.dtype)
     inverse = jnp.where(_tree.any_nonzero(stray), inverse, 0)
-    a, num_steps, result = solve(residual - inverse * pushed)
+    right = _tree.axpy(-inverse, *_tree.promoted((pushed, residual)))
+    a, num_steps, result = solve(right)
     step = _tree.axpy(-inverse, stray, pull_back(-a))
     return Answer(step, num_steps, result=result)
 
@@ -103,7 +104,10 @@ class OnOutputs(AbstractSubproblem):
             self.pushed = jnp.zeros_like(residual)
         else:
             self.pushed = push_forward(rest)
-            squared += 2 * matmul(residual, self.pushed) + _tree.dot(rest, rest)
+            squared, mixed, of_rest = _tree.promoted(
+                (squared, matmul(residual, self.pushed), _tree.dot(rest, rest))
+            )
+            squared += 2 * mixed + of_rest
         self.gradient_norm = jnp.sqrt(jnp.where(squared < 0, 0, squared))
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
@@ -113,7 +117,7 @@ class OnOutputs(AbstractSubproblem):
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = matmul(self.kernel, self.residual) + self.pushed
+        pushed = _tree.axpy(1, self.pushed, matmul(self.kernel, self.residual))
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:

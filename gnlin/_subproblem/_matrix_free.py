@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import nan_unless, nonnegative
-from .._conjugate_gradients import ConjugateGradients
+from .._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation import Linearisation
 from .._objective import SumOfSquares
 from ..filters import (
@@ -53,8 +53,9 @@ class MatrixFree(AbstractSubproblem):
         return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
+        dtype = self.gradient_norm.dtype
         pushed = self.linearisation.jvp(self._gradient)
-        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+        return _tree.dot(pushed, pushed).astype(dtype) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()
@@ -107,10 +108,8 @@ class MatrixFree(AbstractSubproblem):
         tolerance = nan_unless(
             nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         )
-        curvature = lx.FunctionLinearOperator(
-            lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))),
-            jax.eval_shape(lambda: lin.point),
-            lx.positive_semidefinite_tag,
+        curvature = semidefinite(
+            lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))), lin.point
         )
         options = {"y0": start, "preconditioner": preconditioner}
         solution = lx.linear_solve(
@@ -134,11 +133,7 @@ class MatrixFree(AbstractSubproblem):
             return self._gradient
 
         def projected():
-            kernel = lx.FunctionLinearOperator(
-                lambda u: lin.jvp(lin.vjp(u)),
-                jax.eval_shape(lambda: lin.outputs),
-                lx.positive_semidefinite_tag,
-            )
+            kernel = semidefinite(lambda u: lin.jvp(lin.vjp(u)), lin.outputs)
             solver = ConjugateGradients(self._exactly())
             solution = lx.linear_solve(kernel, lin.jvp(rest), solver, throw=False)
             return lin.vjp(_tree.axpy(1, solution.value, lin.outputs))

@@ -174,14 +174,22 @@ class Refined(AbstractSubproblem):
         tolerance = self.precision.tolerance
         if pushed is not None:
             # Of what 1/lambda blows up the most is taken back in the step.
-            unit = _tree.norm(pushed) / self.largest_curvature()
-            size = jnp.fmax(_tree.norm(self.residual), unit)
-            tolerance = tolerance * jnp.fmin(size / _tree.norm(vector), 1)
+            whole, part, stray, largest = _tree.promoted(
+                (
+                    _tree.norm(vector),
+                    _tree.norm(self.residual),
+                    _tree.norm(pushed),
+                    self.largest_curvature(),
+                )
+            )
+            size = jnp.fmax(part, stray / largest)
+            tolerance = tolerance * jnp.fmin(size / whole, 1)
         finite = _tree.all_finite((self.kernel, vector, damping))
         factor = self._factor(damping, finite)
 
         def product(u):
-            return (self.push_forward(self.pull_back(u)) + damping * u).astype(u.dtype)
+            pushed = self.push_forward(self.pull_back(u))
+            return _tree.axpy(damping, u, pushed.astype(u.dtype))
 
         def precondition(u):
             solved = jax.scipy.linalg.cho_solve((factor, True), u.astype(factor.dtype))

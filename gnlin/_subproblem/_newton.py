@@ -63,8 +63,8 @@ def minimise(
     as that of a Polyak step, $\mu = \lVert g\rVert^2/L$, and fades with every full step.
     """
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
-    dtype = _tree.dtype(outputs)
-    eps = jnp.finfo(dtype).eps
+    dtype = _tree.dtype((outputs, space.zero()))
+    eps = _tree.eps(outputs)
     tolerance, damping = jnp.asarray(tolerance, dtype), jnp.asarray(damping, dtype)
 
     def at(pushed):
@@ -91,13 +91,13 @@ def minimise(
         slope = space.dot(it.gradient, direction, pushed)
         along = space.dot(it.z, direction, pushed)
         squared = space.dot(direction, direction, pushed)
-        value = jnp.abs(objective.value(here))
+        value = jnp.abs(objective.value(here)).astype(dtype)
         # Outputs are known to rounding, and the loss to as much as that makes of it.
         uncertain = jax.tree.map(jnp.multiply, objective.gradient(here), here)
-        rounding = _ROUNDINGS * eps * (value + _tree.norm(uncertain))
+        rounding = _ROUNDINGS * eps * (value + _tree.norm(uncertain).astype(dtype))
 
         def fall(t):
-            of_loss = objective.decrease(here, _tree.axpy(t, pushed, here))
+            of_loss = objective.decrease(here, _tree.axpy(t, pushed, here)).astype(dtype)
             damped = damping * t * (along + 0.5 * t * squared)
             return of_loss - damped + _SUFFICIENT_DECREASE * t * slope
 

@@ -204,7 +204,8 @@ def prepare_prox_linear(
         method = "kernel" if cheaper else "matrix-free"
     if method == "matrix-free":
         return ProxLinear(objective, lin, Parameters(lin))
-    outputs = Outputs(lin, lin.kernel(memory_budget))
+    kernel = lin.kernel(memory_budget).astype(_tree.dtype(lin.outputs))
+    outputs = Outputs(lin, kernel)
     num_passes = lin.num_kernel_passes(memory_budget)
     return ProxLinear(objective, lin, outputs, *num_passes)
 

@@ -65,9 +65,10 @@ class ProxLinear(AbstractSubproblem):
         return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
+        dtype = self.gradient_norm.dtype
         pushed = self.linearisation.jvp(self._gradient)
         curved = self.objective.curvature(self.linearisation.outputs)(pushed)
-        return _tree.dot(pushed, curved) / self.gradient_norm**2
+        return _tree.dot(pushed, curved).astype(dtype) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()

@@ -13,11 +13,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._conjugate_gradients import ConjugateGradients
+from .._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._tree import matmul, ravel_pytree
@@ -53,7 +52,7 @@ class AbstractSpace(eqx.Module):
 
     def norm(self, z: PyTree[Array]) -> Scalar:
         """The 2-norm of a step, without squares that leave the floating-point range."""
-        size = optx.max_norm(z)
+        size = _tree.max_norm(z)
         unit = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
         scaled = _tree.scale(1 / unit, z)
         squared = self.dot(scaled, scaled, self.push(scaled))
@@ -98,10 +97,9 @@ class Parameters(AbstractSpace):
 
     def newton(self, objective, outputs, gradient, damping, tolerance):
         curvature = objective.curvature(outputs)
-        operator = lx.FunctionLinearOperator(
+        operator = semidefinite(
             lambda v: _tree.axpy(damping, v, self.pull(curvature(self.push(v)))),
-            jax.eval_shape(lambda: self.lin.point),
-            lx.positive_semidefinite_tag,
+            self.lin.point,
         )
         solution = lx.linear_solve(
             operator,
