@@ -53,7 +53,7 @@ def accuracy(
                 counts &= targets != ignore_index
             num_classes = outputs.shape[-1]
             check_between("labels", jnp.where(counts, targets, 0), 0, num_classes - 1)
-            right = likeliest == targets
+            right = likeliest == targets.astype(likeliest.dtype)
         else:
             own = jnp.take_along_axis(targets, likeliest[..., None], axis=-1)
             right = own[..., 0] == jnp.max(targets, axis=-1)

@@ -194,6 +194,7 @@ def distance(a: PyTree, b: PyTree) -> Scalar:
     arrays: how far one has travelled from the other."""
     a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
     _check_alike("models' parameters", a, b)
+    a, b = _tree.promoted((a, b))
     return _tree.norm(jax.tree.map(jnp.subtract, a, b))
 
 
@@ -256,9 +257,10 @@ def linear_probe(
                 f"{x.shape[:1]}, but are {y.dtype.name} of the shape {y.shape}."
             )
     if num_classes is None:
-        num_classes = int(jnp.maximum(jnp.max(labels), jnp.max(test_labels))) + 1
+        num_classes = max(int(jnp.max(labels)), int(jnp.max(test_labels))) + 1
     check_between("labels", (labels, test_labels), 0, num_classes - 1)
-    mean, deviation = features.mean(axis=0), features.std(axis=0)
+    mean = features.mean(axis=0, keepdims=True)
+    deviation = features.std(axis=0, keepdims=True)
     scale = jnp.where(deviation > 0, deviation, 1)
     classifier = eqx.nn.Linear(features.shape[1], num_classes, key=jax.random.key(0))
     classifier = jax.tree.map(
@@ -271,7 +273,7 @@ def linear_probe(
         loss=SoftmaxCrossEntropy(reduction="mean"),
         max_steps=max_steps,
     )
-    outputs = jax.vmap(solution.model)((test_features - mean) / scale)
+    outputs = jax.vmap(solution.model)((test_features.astype(mean.dtype) - mean) / scale)
     return accuracy(outputs, test_labels)
 
 
@@ -297,4 +299,5 @@ def _centred(kernel: Kernel) -> Kernel:
 
 
 def _cosine(a: Kernel, b: Kernel) -> Scalar:
+    a, b = _tree.promoted((a, b))
     return _tree.dot(a, b) / (_tree.norm(a) * _tree.norm(b))

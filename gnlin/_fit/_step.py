@@ -154,7 +154,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
     weights = jnp.ones(num_examples) if weights is None else weights
     counts = jax.vmap(setting.loss.target_weights)(targets).astype(weights.dtype)
     total = _tree.matmul(weights, jnp.sum(counts, axis=tuple(range(1, counts.ndim))))
-    number = jnp.sum(counts != 0)
+    number = jnp.sum(counts != 0, dtype=float)
 
     def predict(y):
         return fn(y, args)[0] if network.has_state else fn(y, args)
@@ -165,8 +165,8 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
         objective = BatchLoss(setting.loss, shapes, targets)
         losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
         means = [metric(outputs, targets) for metric in metrics]
-        sums = [jnp.where(number > 0, number * mean, 0) for mean in means]
-        return [jnp.sum(weights * losses), *sums]
+        sums = [jnp.where(number > 0, number * jnp.asarray(x, float), 0) for x in means]
+        return [_tree.dot(weights, losses), *sums]
 
     found = figures(predict(carry.parameters))
     if with_linearised:
