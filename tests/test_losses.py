@@ -43,7 +43,7 @@ class Hinge(gnlin.AbstractLoss):
     reduction: str = "sum"
 
     def value(self, outputs, target):
-        margin = 1.0 * (jnp.arange(outputs.size) != target)
+        margin = jnp.where(jnp.arange(outputs.size) == target, 0.0, 1.0)
         return jax.nn.logsumexp(outputs + margin) - outputs[target]
 
 

@@ -150,6 +150,6 @@ def gather(data, order: Array | None, index: Array, size: int, wider: int):
     """The examples of a batch, and with `wider` more of them behind."""
     if order is None:
         return data
-    positions = index * size + jnp.arange(wider)
+    positions = index * size + jnp.arange(wider, dtype=index.dtype)
     chosen = order[positions % order.shape[0]]
     return jax.tree.map(lambda x: x[chosen], data)

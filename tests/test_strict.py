@@ -1,0 +1,237 @@
+"""JAX promotes neither dtypes nor ranks by itself here, as in the tests of optimistix."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optimistix as optx
+import pytest
+
+import gnlin
+
+
+@pytest.fixture(autouse=True)
+def strict():
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+descent = gnlin.IterativeLinearisation(10**6, 1e-2)
+solvers = {
+    "Gauss-Newton": gnlin.GaussNewton(),
+    "filtered": gnlin.FilteredGaussNewton(gnlin.filters.HeavyBall(100, 1e-2, 0.9)),
+    "damped": gnlin.DampedGaussNewton(0.1),
+    "truncated": gnlin.TruncatedGaussNewton(0.1, 0.1),
+    "Levenberg-Marquardt": gnlin.LevenbergMarquardt(),
+    "iterative": descent,
+    "adaptive": gnlin.AdaptiveLinearisation(descent, max_drift=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("name", solvers)
+def test_least_squares(name, dtype):
+    def fn(y, x):
+        return y["a"] * jnp.exp(-y["rates"][0] * x) - jnp.cos(y["rates"][1] * x)
+
+    y = {"a": jnp.ones((), dtype), "rates": jnp.ones(2, dtype)}
+    x = jnp.linspace(0, 1, 5, dtype=dtype)
+    # What does not fit is found when the program is made: it need not be compiled.
+    value = eqx.filter_eval_shape(
+        lambda y: optx.least_squares(fn, solvers[name], y, args=x).value, y
+    )
+    assert jax.tree.map(lambda v: v.dtype, value) == {"a": dtype, "rates": dtype}
+
+
+class OwnLoss(gnlin.AbstractLoss):
+    reduction: str = "sum"
+
+    def value(self, outputs, target):
+        return jax.nn.logsumexp(outputs) - outputs[target]
+
+
+class OwnElementwiseLoss(gnlin.AbstractElementwiseLoss):
+    reduction: str = "mean"
+
+    def elementwise(self, output, target):
+        return (output - target) ** 4 / 4
+
+
+LABELS = jnp.array([0, 2, 1, 1, 0, 2], jnp.int32)
+NUMBERS = jnp.linspace(0, 1, 18).reshape(6, 3)
+EXACT = gnlin.DampedGaussNewton(0.1, method="matrix-free")
+
+# Each loss with another way to solve: `(loss, targets, solver)`
+problems = {
+    "squared error": (gnlin.SquaredError("mean"), NUMBERS, gnlin.LevenbergMarquardt()),
+    "softmax": (
+        gnlin.SoftmaxCrossEntropy(label_smoothing=0.1, ignore_index=-1),
+        LABELS,
+        gnlin.LevenbergMarquardt(form="prox-linear", scaling="identity"),
+    ),
+    "weighted softmax": (
+        gnlin.SoftmaxCrossEntropy(class_weights=np.array([1.0, 2.0, 3.0])),
+        LABELS.astype(jnp.int64),
+        gnlin.TruncatedGaussNewton(
+            gnlin.EisenstatWalker(),
+            optax.cosine_decay_schedule(1.0, 10),
+            search=optx.BacktrackingArmijo(),
+            preconditioner=gnlin.preconditioners.BlockDiagonal(),
+        ),
+    ),
+    "probabilities": (
+        gnlin.SoftmaxCrossEntropy(),
+        NUMBERS,
+        gnlin.TruncatedGaussNewton(
+            0.1, 0.1, preconditioner=gnlin.preconditioners.Nystrom(rank=3)
+        ),
+    ),
+    "sigmoid": (
+        gnlin.SigmoidCrossEntropy(),
+        NUMBERS,
+        gnlin.IterativeLinearisation(10, optimiser=optax.adam(1e-3)),
+    ),
+    "Poisson": (
+        gnlin.PoissonNLL(),
+        jnp.arange(18).reshape(6, 3),
+        gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear", warm_start=0.5),
+    ),
+    "Huber": (gnlin.Huber(), NUMBERS, gnlin.DampedGaussNewton(0.1, method="svd")),
+    "pseudo-Huber": (
+        gnlin.PseudoHuber(0.5),
+        NUMBERS,
+        gnlin.DampedGaussNewton(0.1, scaling="more"),
+    ),
+    "log-cosh": (
+        gnlin.LogCosh(),
+        NUMBERS,
+        gnlin.DampedGaussNewton(0.1, mixed_precision=gnlin.MixedPrecision()),
+    ),
+    "of one's own": (OwnLoss(), LABELS, EXACT),
+    "of one's own, elementwise": (
+        OwnElementwiseLoss(),
+        NUMBERS,
+        gnlin.IterativeLinearisation(math.inf, 1e-2, 0.9, nesterov=True, damping=0.1),
+    ),
+}
+
+
+class Network(eqx.Module):
+    hidden: jax.Array
+    bias: jax.Array
+    out: jax.Array
+
+    def __init__(self, dtype, out_dtype=None):
+        hidden, out = np.linspace(-1, 1, 8), np.linspace(1, -1, 12)
+        self.hidden = jnp.asarray(hidden.reshape(4, 2), dtype)
+        self.bias = jnp.zeros(4, dtype)
+        self.out = jnp.asarray(out.reshape(3, 4), out_dtype or dtype)
+
+    def __call__(self, x):
+        h = jnp.tanh(self.hidden @ x.astype(self.hidden.dtype) + self.bias)
+        return self.out @ h.astype(self.out.dtype)
+
+
+def traced(model, data, solver, loss):
+    """The model that `solve` would return."""
+    solution = eqx.filter_eval_shape(gnlin.solve, model, data, solver, loss=loss)
+    return solution.model
+
+
+@pytest.mark.parametrize("name", problems)
+def test_losses(name):
+    # Single precision, with data, hyperparameters and weights in double.
+    loss, targets, solver = problems[name]
+    model = Network(jnp.float32)
+    inputs = jnp.linspace(-1, 1, 12).reshape(6, 2)
+    found = traced(model, (inputs, targets, jnp.arange(6)), solver, loss)
+    assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(),
+        gnlin.DampedGaussNewton(jnp.array(0.1), method="kernel"),
+        gnlin.TruncatedGaussNewton(
+            jnp.array(0.1),
+            jnp.array(0.1, jnp.float32),
+            search=optx.BacktrackingArmijo(),
+            method="matrix-free",
+        ),
+        gnlin.IterativeLinearisation(jnp.array(10), jnp.array(1e-2), jnp.array(0.9)),
+        gnlin.DampedGaussNewton(0.1, form="prox-linear"),
+    ],
+    ids=["Levenberg-Marquardt", "kernel", "truncated", "iterative", "prox-linear"],
+)
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.PoissonNLL()])
+def test_parameters_of_both_precisions(solver, loss):
+    class Both(eqx.Module):
+        a: Network
+        b: Network
+
+        def __call__(self, x):
+            return {"a": self.a(x), "b": self.b(x)}
+
+    model = Both(Network(jnp.float32), Network(jnp.float64, jnp.float32))
+    inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)
+    found = traced(model, (inputs, {"a": NUMBERS, "b": NUMBERS}), solver, loss)
+    assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
+
+
+def test_a_solution_is_that_of_the_other_setting():
+    model = Network(jnp.float64)
+    data = jnp.linspace(-1, 1, 12).reshape(6, 2), NUMBERS
+
+    def loss():
+        solution = gnlin.solve(model, data, gnlin.LevenbergMarquardt(), max_steps=5)
+        return solution.history.loss
+
+    found = loss()
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        np.testing.assert_array_equal(found, loss())
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(),
+        gnlin.IterativeLinearisation(2, optimiser=optax.adam(1e-2)),
+    ],
+    ids=["Levenberg-Marquardt", "iterative"],
+)
+def test_fit(solver):
+    inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)
+    result = gnlin.fit(
+        Network(jnp.float32),
+        (inputs, LABELS),
+        solver,
+        loss=gnlin.SoftmaxCrossEntropy(),
+        batch_size=3,
+        epochs=2,
+        validation=(inputs, LABELS),
+        metrics={"accuracy": gnlin.accuracy},
+        progress=False,
+    )
+    assert result.result == optx.RESULTS.nonlinear_max_steps_reached
+    assert result.model.hidden.dtype == jnp.float32
+
+
+def test_features():
+    model, other = Network(jnp.float32), Network(jnp.float64)
+    inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)
+
+    def measured():
+        a, b = (gnlin.features.kernel(m, inputs) for m in (model, other))
+        probe = gnlin.features.linear_probe((inputs, LABELS), (NUMBERS[:, :2], LABELS))
+        return (
+            gnlin.features.kernel_alignment(a, b),
+            gnlin.features.target_alignment(a, LABELS),
+            gnlin.features.distance(model, other),
+            probe,
+        )
+
+    assert all(0 <= float(x) <= 1 for x in measured())
