@@ -29,13 +29,42 @@ def _python_blocks(text: str) -> list[str]:
     return [inspect.cleandoc("\n" + block) for _, block in blocks]
 
 
+# What the examples of a page have reached in the end, by the names that they use.
+REACHED = {
+    "README.md": lambda n: (
+        n["solution"].history.loss[-1] < 1e-4
+        and np.allclose(n["fit"].value, [2, -0.5], atol=1e-4)
+    ),
+    "docs/index.md": lambda n: (
+        abs(n["solution"].value["rate"] - 1.3) < 0.01
+        and abs(n["rates"].mean() - 1.3) < 0.01
+        and n["trained"].history.loss[-1] < 1e-10
+        and n["linearised"].history.loss[-1] < 1e-3 * n["linearised"].history.loss[0]
+        and np.all(n["losses"] < n["trained"].history.loss[0])
+        and gnlin.accuracy(jax.vmap(n["result"].model)(n["x"]), n["labels"]) == 1
+        and n["last_layer"].result == optx.RESULTS.successful
+    ),
+    "docs/idea.md": lambda n: (
+        np.isclose(n["damping"], 1) and np.isclose(n["period"], 10**5)
+    ),
+    "docs/choosing.md": lambda n: 0 < n["largest_stable_learning_rate"] < 1,
+    "docs/endings.md": lambda n: n["solution"].result == optx.RESULTS.successful,
+    "docs/scaling.md": lambda n: (
+        n["solution"].history.loss[-1] < 0.1 * n["solution"].history.loss[0]
+        and n["losses"].min() < 0.1 * n["solution"].history.loss[0]
+    ),
+    "docs/training.md": lambda n: n["accuracy"] > 0.9 and n["again"] > 0.9,
+}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_page_runs(page):
+def test_page_reaches_its_result(page):
     blocks = _python_blocks((ROOT / page).read_text())
     assert blocks, page
     namespace: dict = {}
     for block in blocks:
         exec(compile(block, page, "exec"), namespace)
+    assert REACHED[page](namespace)
 
 
 def _public() -> list[tuple[str, object]]:
@@ -95,8 +124,29 @@ def namespace():
     }
 
 
+def _has_fallen(solution):
+    return solution.history.loss[-1] < 0.1 * solution.history.loss[0]
+
+
+def _is_found(solution):
+    return np.allclose(solution.value, 1.0, atol=1e-6)
+
+
+# What the examples of a docstring have reached, of those that get anywhere.
+REACHED_BY_DOCSTRING = {
+    "gnlin.solve": lambda n: _has_fallen(n["solution"]),
+    "gnlin.DampedGaussNewton": lambda n: _has_fallen(n["solution"]),
+    "gnlin.IterativeLinearisation": lambda n: _has_fallen(n["solution"]),
+    "gnlin.GaussNewton": lambda n: _is_found(n["solution"]),
+    "gnlin.LevenbergMarquardt": lambda n: _is_found(n["solution"]),
+    "gnlin.ConjugateGradients": lambda n: np.allclose(
+        n["operator"].mv(n["solution"].value), n["b"], atol=2e-3
+    ),
+}
+
+
 @pytest.mark.parametrize(("name", "doc"), _docstrings(), ids=lambda x: x.split()[0])
-def test_docstring_runs(name, doc, namespace):
+def test_docstring_reaches_its_result(name, doc, namespace):
     if name in ("gnlin.DampedGaussNewton", "gnlin.IterativeLinearisation"):
         namespace["model"] = eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0))
         namespace["x"] = jnp.linspace(-1, 1, 5)[:, None]
@@ -105,6 +155,7 @@ def test_docstring_runs(name, doc, namespace):
         namespace |= _trained()
     for block in _python_blocks(doc):
         exec(compile(block, name, "exec"), namespace)
+    assert REACHED_BY_DOCSTRING.get(name, lambda n: True)(namespace)
 
 
 def _trained() -> dict:

@@ -1,0 +1,89 @@
+"""The scripts of the tutorials reach what their pages say, on smaller problems."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+def rows(name, folder=None):
+    """The numbers of each row of the table that a script prints, by its first cell; and
+    in the folder there is a picture."""
+    out = () if folder is None else ("--out", folder)
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--quick", *out]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert not out or (folder / f"{name}.png").stat().st_size > 10_000
+    lines = (line.strip("| ").split(" | ") for line in done.stdout.splitlines())
+    number = r"[-+]?[\d.,]*\d(?:e[-+]\d+)?"
+    found = {
+        first: [float(x.replace(",", "")) for x in re.findall(number, " | ".join(rest))]
+        for first, *rest in lines
+    }
+    return {first: numbers for first, numbers in found.items() if numbers}
+
+
+def test_fit(tmp_path):
+    found = rows("fit", tmp_path)
+    for name in ("background", "height", "rate"):
+        true, value, error, spread = found[name]
+        assert abs(value - true) < 3 * error
+        # A hundred refits know it to 7 %, and the linearisation is one.
+        assert abs(spread / error - 1) < 0.25
+
+
+def test_poisson(tmp_path):
+    found = rows("poisson", tmp_path)
+    errors = {name.split(",")[0]: numbers[0] for name, numbers in found.items()}
+    # In 40, 100 and 300 steps.
+    assert errors["Levenberg-Marquardt"] < 1e-5
+    assert errors["Levenberg-Marquardt"] < 1e-2 * errors["L-BFGS"]
+    assert errors["Levenberg-Marquardt"] < 1e-2 * errors["Adam"]
+
+
+def test_linearised(tmp_path):
+    found = rows("linearised", tmp_path)
+    narrow, wide = found["16"], found["128"]
+    assert all(w < 0.1 * n for w, n in zip(wide, narrow, strict=True))
+    assert max(wide) < 0.01
+
+
+def test_pose_graph(tmp_path):
+    found = rows("pose_graph", tmp_path)
+    (before, misfit), (after, least) = found["odometry"], found["solved"]
+    assert after < 0.5 * before
+    assert least < 1e-2 * misfit
+
+
+@pytest.mark.slow
+def test_classifier(tmp_path):
+    found = rows("classifier", tmp_path)
+    (ours, *_), (adams, *_) = found.values()
+    assert ours > 93
+    assert ours > adams - 3
+
+
+@pytest.mark.slow
+def test_transformer(tmp_path):
+    found = rows("transformer", tmp_path)
+    # The rule is right nine times of ten, and loses 0.464.
+    assert found["validation"][0] < 0.8
+    assert found["validation"][1] > 75
+
+
+@pytest.mark.slow
+def test_which_line():
+    found = rows("which_line")
+    for name in ("a small fit", "many fits, the worst", "a graph"):
+        *_, above, rate = found[name]
+        assert above > 1e-6
+        assert rate > 0
+    steps, _, reached, adams, _ = found["a differential equation"]
+    assert steps == 40
+    assert reached < 1e-3 * adams
