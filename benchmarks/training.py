@@ -155,7 +155,7 @@ def full_batch(
     """Of all seeds, at each look."""
     looks = looks_at(num_updates, settings.num_looks)
     # As many for all points, so that those alike in all else share a compiled program.
-    padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge")
+    padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
     make_model = NETWORKS[settings.network]
     found = _train_all(make_model, solver, jnp.arange(settings.seeds), padded, *data)
     return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}

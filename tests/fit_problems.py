@@ -135,7 +135,7 @@ class Echo(eqx.Module):
 def batches_drawn(num_examples, batch_size, num_steps, key):
     """Which examples each step has been given: example i has the loss 2^i, so that the
     sum of a batch says which they are."""
-    powers = 2.0 ** jnp.arange(num_examples)
+    powers = 2.0 ** jnp.arange(num_examples, dtype=float)
     data = jnp.sqrt(2 * powers), jnp.zeros(num_examples)
     history = fit(
         Echo(jnp.asarray(0.0)), data, batch_size=batch_size, steps=num_steps, key=key

@@ -220,7 +220,7 @@ def literal_resnet(network, images):
         x = [[correlate(image, w, "valid")[0] for w in weight] for image in x]
         x = np.array(x)[:, :, ::stride, ::stride]
         if layer.norm is None:
-            return x + layer.bias
+            return x + np.asarray(layer.bias)
         x = x - x.mean(axis=(0, 2, 3), keepdims=True)
         return x / np.sqrt(np.mean(x**2, axis=(0, 2, 3), keepdims=True) + 1e-5)
 
@@ -231,7 +231,7 @@ def literal_resnet(network, images):
         if stride == 2:
             x = convolve(block.shortcut, x, 2)
         x = relu(x + residual)
-    return x.mean(axis=(2, 3)) @ network.dense.weight.T + network.dense.bias
+    return x.mean(axis=(2, 3)) @ network.dense.weight.T + network.dense.bias[None]
 
 
 def test_resnet_against_a_literal_loop(normalised, some_digits):

@@ -124,13 +124,17 @@ def test_rows_along_directions():
 
 def test_a_linear_probe_is_softmax_regression():
     key = jax.random.key(4)
-    points = jax.random.normal(key, (60, 2)) + jnp.arange(60)[:, None] % 3
+    points = jax.random.normal(key, (60, 2)) + jnp.arange(60.0)[:, None] % 3
     labels = jnp.arange(60) % 3
     constant = jnp.concatenate([points, jnp.ones((60, 1))], axis=1)  # no variance
     train, test = (constant[:40], labels[:40]), (constant[40:], labels[40:])
     found = float(features.linear_probe(train, test, damping=1e-6))
 
-    standard = lambda x: (x - points[:40].mean(0)) / points[:40].std(0)
+    mean, deviation = (
+        points[:40].mean(0, keepdims=True),
+        points[:40].std(0, keepdims=True),
+    )
+    standard = lambda x: (x - mean) / deviation
     value = jax.value_and_grad(_cross_entropy)
     fit = minimize(
         lambda w: jax.tree.map(
@@ -146,7 +150,7 @@ def test_a_linear_probe_is_softmax_regression():
 
 
 def _outputs(w, x):
-    return x @ w[:6].reshape(2, 3) + w[6:]
+    return x @ w[:6].reshape(2, 3) + w[None, 6:]
 
 
 def _cross_entropy(w, x, labels):

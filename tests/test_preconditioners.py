@@ -75,7 +75,7 @@ class Scaled(eqx.Module):
 
     def __call__(self, x):
         z = self.weights @ x + self.bias
-        return jnp.sin(z) * 10.0 ** -jnp.arange(z.size)
+        return jnp.sin(z) * 10.0 ** -jnp.arange(z.size, dtype=z.dtype)
 
 
 def scaled_network(dtype=float):

@@ -395,7 +395,7 @@ MISTAKES = {
     "(n,) for (n, 1)": ({"data": (X, T[:, 0])}, "shape of the model's outputs"),
     "(n, 2) for (n, 1)": ({"data": (X, jnp.tile(T, 2))}, "shape of the model's outputs"),
     "structure": ({"data": (X, {"t": T})}, "shape of the model's outputs"),
-    "complex targets": ({"data": (X, 1j * T)}, "must be real"),
+    "complex targets": ({"data": (X, T.astype(complex))}, "must be real"),
     "no trainable array": ({"model": Frozen(), "data": (X, X)}, "no trainable array"),
     "nothing selected": ({"filter_spec": lambda leaf: False}, "no trainable array"),
     "functions selected": ({"filter_spec": lambda leaf: True}, "not arrays"),

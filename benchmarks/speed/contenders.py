@@ -14,6 +14,7 @@ import optax
 import gnlin
 
 from .least_squares import jaxopt, optimistix, scipy
+from .opponents import promoting
 from .problem import Contender, cross_entropy, Problem, small, squared_error
 
 
@@ -135,6 +136,7 @@ def _descent(problem: Problem, variant: str, settings, make: Callable) -> Conten
     """The whole loop compiled. The loss is that of the gradient: one step late."""
 
     @jax.jit
+    @promoting
     def program(rate, start, data, most_steps):
         optimiser = optax.with_extra_args_support(make(rate))
         value_of = functools.partial(problem.value, data=data)

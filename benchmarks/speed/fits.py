@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, PyTree
 
 import gnlin
 
+from .opponents import promoting
+
 
 MAX_STEPS = 5000
 
@@ -156,6 +158,7 @@ def _jaxopt_gauss_newton(residuals: Residuals, tolerance: float) -> Fit:
 
 
 def _run(solver: Callable) -> Fit:
+    @promoting
     def fit(b, data):
         end = solver(b).run(b, data)
         return End(end.params, end.state.iter_num)

@@ -22,15 +22,15 @@ def _passes(parameters: Any, args):
     *hidden, last = parameters.layers
     activations, slopes, x = [inputs], [], inputs
     for layer in hidden:
-        z = x @ layer.weight.T + layer.bias
+        z = x @ layer.weight.T + layer.bias[None]
         x = jnp.maximum(z, 0)
         activations.append(x)
         slopes.append(z > 0)
-    residual = (x @ last.weight.T + last.bias - targets)[:, 0]
+    residual = (x @ last.weight.T + last.bias[None] - targets)[:, 0]
     signal = jnp.ones_like(inputs)
     signals = [signal]
     for layer, slope in zip(parameters.layers[:0:-1], slopes[::-1], strict=True):
-        signal = (signal @ layer.weight) * slope
+        signal = jnp.where(slope, signal @ layer.weight, 0)
         signals.insert(0, signal)
     return activations, signals, residual
 

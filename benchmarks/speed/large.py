@@ -330,6 +330,7 @@ def _jaxopt(problem: Problem, tolerance: float) -> Contender:
     )
 
     @jax.jit
+    @opponents.promoting
     def step(v, args):
         r, pull_back = jax.vjp(lambda v: residuals(v, args), v)
         (gradient,) = pull_back(r)

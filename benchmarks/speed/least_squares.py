@@ -69,6 +69,7 @@ def jaxopt(problem: Problem) -> Contender:
     )
 
     @jax.jit
+    @opponents.promoting
     def program(v, data, most):
         def unfinished(carry):
             _, state, count = carry

@@ -20,6 +20,18 @@ CG = lx.Normal(lx.CG(rtol=1e-10, atol=1e-10))
 """Conjugate gradients on the normal equations: optimistix's way around its m + p rows."""
 
 
+def promoting(fn: Callable) -> Callable:
+    """What is compiled of jaxopt and optax: their own arithmetic mixes dtypes, which JAX
+    may have been told to refuse."""
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return fn(*args, **kwargs)
+
+    return call
+
+
 def _silent(**kwargs) -> None:
     del kwargs
 
@@ -88,9 +100,10 @@ def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
     if not settings.get("materialize_jac"):
         settings["solver"] = functools.partial(solve_cg, tol=1e-10)
     solver = jo.LevenbergMarquardt(residuals, damping_parameter=relative, **settings)
-    start = jax.jit(solver.init_state)(flat, task.args)
+    start = jax.jit(promoting(solver.init_state))(flat, task.args)
 
     @jax.jit
+    @promoting
     def run(v, state, args, num_steps):
         def update(_, carry):
             return solver.update(*carry, args)

@@ -301,11 +301,12 @@ def _jaxopt(problem: Problem, variant: str, **settings) -> Case:
         problem.residuals, damping_parameter=relative, **settings
     )
     starts = []
-    update = jax.jit(solver.update)
+    update = jax.jit(opponents.promoting(solver.update))
 
     def run():
         if not starts:
-            starts.append(jax.jit(solver.init_state)(problem.parameters, problem.args))
+            start = jax.jit(opponents.promoting(solver.init_state))
+            starts.append(start(problem.parameters, problem.args))
         return update(problem.parameters, starts[0], problem.args)
 
     note = "an update, without its start"

@@ -66,7 +66,8 @@ def _train(task, static, of_seed, rate, *, batch_size, num_looks, every):
         gradient = jax.grad(loss, has_aux=True)
         dropout = jax.random.fold_in(jax.random.fold_in(key, 1), number)
         slope, state = gradient(parameters, state, inputs, targets, dropout)
-        change, moments = optimiser.update(slope, moments)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts and multiplies
+            change, moments = optimiser.update(slope, moments)
         return (optax.apply_updates(parameters, change), state, moments), None
 
     def until(carry, look):
