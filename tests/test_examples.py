@@ -12,12 +12,17 @@ import pytest
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+# A user's own code may leave promotion to JAX, and so does optax.
+DEFAULTS = {
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+}
 
 
 def run(name, *arguments):
     """As a user does, in single precision."""
     command = [sys.executable, EXAMPLES / name, "--quick", *arguments]
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **DEFAULTS}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -17,7 +17,13 @@ def rows(name, folder=None):
     in the folder there is a picture."""
     out = () if folder is None else ("--out", folder)
     command = [sys.executable, EXAMPLES / f"{name}.py", "--quick", *out]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    # A user's own code may leave promotion to JAX, and so does optax.
+    environment = {
+        **os.environ,
+        "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+        "JAX_NUMPY_RANK_PROMOTION": "allow",
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert not out or (folder / f"{name}.png").stat().st_size > 10_000
     lines = (line.strip("| ").split(" | ") for line in done.stdout.splitlines())
