@@ -54,6 +54,7 @@ from ._solver import (
     LevenbergMarquardt as LevenbergMarquardt,
     Trajectory as Trajectory,
     TruncatedGaussNewton as TruncatedGaussNewton,
+    Update as Update,
 )
 from ._spectrum import Spectrum as Spectrum
 from ._subproblem import MixedPrecision as MixedPrecision

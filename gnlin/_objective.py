@@ -6,6 +6,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from equinox import AbstractVar
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from . import _tree
@@ -28,7 +29,12 @@ class Quadratic(eqx.Module):
 
 
 class AbstractObjective(eqx.Module):
-    """A function of the outputs of all examples together, as solvers see it."""
+    """A function of the outputs of all examples together, as solvers see it.
+
+    `is_sample`: whether they are some of the examples, and other steps see others.
+    """
+
+    is_sample: AbstractVar[bool]
 
     @property
     @abc.abstractmethod
@@ -66,6 +72,8 @@ class AbstractObjective(eqx.Module):
 
 class SumOfSquares(AbstractObjective):
     """Half the sum of squares of residuals, which have no targets."""
+
+    is_sample: bool = eqx.field(static=True, default=False)
 
     @property
     def is_quadratic(self) -> bool:
@@ -107,6 +115,7 @@ class BatchLoss(AbstractObjective):
     # With the reduction; None for ones.
     weights: Float[Array, " n"] | None
     curvature_weights: Float[Array, " n"] | None
+    is_sample: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -115,8 +124,10 @@ class BatchLoss(AbstractObjective):
         targets: PyTree[Array],
         weights: Array | None = None,
         num_leading: int | None = None,
+        is_sample: bool = False,
     ):
         """`outputs`: their shapes, and the dtypes in which the loss is computed."""
+        self.is_sample = is_sample
         dtype = _tree.dtype(outputs)
         self.loss = loss.reduced("sum")
         self.targets = jax.tree.map(

@@ -21,22 +21,24 @@ from .._solver import (
     AbstractGaussNewton,
     AdaptiveLinearisation,
     as_solver,
+    check_divergence,
     IterativeLinearisation,
+    LevenbergMarquardt,
     Stream,
 )
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
 from ._identity import is_key
-from ._run import FitResult, Run
+from ._run import FitResult, Model, Run
 from ._step import begin, Setting
 from ._stream import IterableStream, make_stream
 from ._validation import Validation
 
 
 def fit(
-    model: PyTree,
+    model: Model,
     data: Any,
-    solver: AbstractGaussNewton | Any,
+    solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
     batch_size: int | None = None,
@@ -55,7 +57,8 @@ def fit(
     progress: bool = True,
     checkpoint: Checkpoint | str | Path | None = None,
     resume: bool = False,
-) -> FitResult:
+    divergence: float | None = 100.0,
+) -> FitResult[Model]:
     r"""Train an Equinox model on batches of data by a solver of this library.
 
     One step of a Gauss-Newton solver is an outer step on the batch: it linearises there,
@@ -73,8 +76,8 @@ def fit(
         such as a dictionary of inputs) with a leading axis over examples; or any iterable
         of such batches, such as a list or a loader of tf.data, grain or torch; or a
         function of the epoch (0, 1, ...) that returns an iterable.
-    - `solver`: any solver of gnlin; or an optimiser of optax, whose steps are then the
-        model's own.
+    - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
+        number; or an optimiser of optax, whose steps are then the model's own.
     - `loss`: of the outputs, on the targets; unless its `reduction` says otherwise the
         mean, so that damping and learning rate mean the same on batches of any size.
     - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
@@ -103,6 +106,8 @@ def fit(
     - `resume`: whether to go on from the folder's latest checkpoint, if it has one. Then
         the history and the parameters become, bit for bit, what they had been without the
         interruption, if `data`, `solver` and the rest are what they were.
+    - `divergence`: a loss of more than so many times the first, for five steps in a row,
+        ends the run, which hands back the best model; `None` for no such end.
 
     **Returns:** a [`gnlin.FitResult`][]. Non-finite numbers and divergence end the run at
     the last finite point, with a warning; so does Ctrl-C.
@@ -116,7 +121,6 @@ def fit(
         result = gnlin.fit(
             model,
             (images, labels),
-            gnlin.DampedGaussNewton(1.0),
             loss=gnlin.SoftmaxCrossEntropy(),
             batch_size=32,
             epochs=2,
@@ -128,6 +132,7 @@ def fit(
     """
     solver = as_solver(solver)
     check_loss(loss)
+    check_divergence(divergence)
     for name, value in (
         ("batch_size", batch_size),
         ("epochs", epochs),
@@ -184,6 +189,7 @@ def fit(
         batch_size,
         curvature_batch_size,
         streaming,
+        divergence,
     )
     carry = begin(setting, parameters, state, stream.example())
     where = places(carry, stream.example())

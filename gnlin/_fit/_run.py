@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._data import not_finite
-from .._solver import statistics, Stream
+from .._solver import result_name, RESULT_NAMES, statistics, Stream, why_it_ended
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
 from ._history import COLUMNS, FitHistory, Rows
@@ -38,33 +38,43 @@ from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
 
-@dataclasses.dataclass(frozen=True)
-class FitResult:
+Model = TypeVar("Model")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FitResult(Generic[Model]):
     """What [`gnlin.fit`][] returns.
 
     **Attributes:**
 
     - `model`: the trained model: the last finite one, or the best, if a callback has
-        asked for it.
+        asked for it or the run diverged.
     - `state`: the model's state, `None` if it has none.
     - `history`: a [`gnlin.FitHistory`][].
     - `stats`: `num_steps`, `num_epochs`, `num_feature_updates`, `num_inner_steps`,
         `num_jvps`, `num_vjps`, `num_accepted_steps`, `num_rejected_steps`.
     - `result`: an `optimistix.RESULTS`: `successful` if it has converged or a callback
         has stopped it, `nonlinear_max_steps_reached` if all steps were made or the run
-        was interrupted, `nonfinite` or `nonlinear_divergence` if it ended early.
+        was interrupted, `nonfinite`, `nonlinear_divergence` or `stagnation` (it stood
+        still, away from a solution) if it ended early.
     - `reason`: why it ended, in words.
     - `linearisation_point`: the model at $\\theta_s$, where iterative linearisation has
         kept it across batches; else `None`.
     """
 
-    model: PyTree
+    model: Model
     state: PyTree
     history: FitHistory
     stats: dict[str, Any]
     result: optx.RESULTS
     reason: str
-    linearisation_point: PyTree
+    linearisation_point: Model | None
+
+    def __repr__(self) -> str:
+        return (
+            f"FitResult({type(self.model).__name__}, {result_name(self.result)}, "
+            f"{self.reason!r}, {self.history!r})"
+        )
 
 
 class _Now(NamedTuple):
@@ -315,18 +325,19 @@ class Run(AbstractRun):
                 raise _Stopped
 
     def _fail(self, loss: float) -> None:
-        self.result, at_fault = self._carry().solver_state.result, ""
+        carry, at_fault = self._carry(), ""
+        self.result = carry.solver_state.result
         if self.result == optx.RESULTS.nonfinite:
             what = "the step" if np.isfinite(loss) else "the loss"
-            why = f"{what} is not finite"
+            why = f"{what} is not finite; the model is the last finite one."
             if isinstance(self._stream, ArrayStream):
                 at_fault = not_finite(*self._stream.data)
         else:
-            why = " ".join(optx.RESULTS[self.result].split()).split(". ")[0]
-        self.reason = f"step {self.step}: {why}"
+            far = carry.watch is not None and bool(carry.watch.diverges)
+            why = why_it_ended(self.result, self._setting.divergence if far else None)
+        self.reason = f"step {self.step}: {why.split(';')[0]}"
         self.complaint = (
-            f"`gnlin.fit` stopped at {self.reason}; the model is the last finite one. "
-            f"{at_fault}".rstrip()
+            f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
 
     def _validate(self) -> None:
@@ -379,7 +390,7 @@ class Run(AbstractRun):
             now.step,
             now.epoch,
             now.index,
-            _name_of(result),
+            result_name(result),
             reason,
             [*map(as_numpy, now.arrays)],
             states,
@@ -415,7 +426,7 @@ class Run(AbstractRun):
         **Raises:** `Unsound` if no run like this one has been there.
         """
         now, num_batches = self._now, self._stream.num_batches
-        check_fits(snapshot, now.arrays, self._rows.columns, num_batches, _RESULTS)
+        check_fits(snapshot, now.arrays, self._rows.columns, num_batches, RESULT_NAMES)
         own = list(map(like_array, snapshot.carry, now.arrays))
         self._now = _Now(*snapshot.position, own)
         self._rows.restore(snapshot.table)
@@ -446,21 +457,6 @@ def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
                 "callback measures, another name."
             )
     return columns
-
-
-_RESULTS = (
-    "successful",
-    "nonlinear_max_steps_reached",
-    "nonfinite",
-    "nonlinear_divergence",
-)
-
-
-def _name_of(result: optx.RESULTS) -> str:
-    for name in _RESULTS:
-        if bool(result == getattr(optx.RESULTS, name)):
-            return name
-    return "nonlinear_divergence"
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:

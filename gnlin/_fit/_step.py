@@ -16,7 +16,7 @@ from .._losses import AbstractLoss
 from .._model import Network
 from .._objective import BatchLoss
 from .._sharding import everywhere, keep, Places, spread
-from .._solver import AbstractGaussNewton, linearised, State
+from .._solver import AbstractGaussNewton, linearised, State, Watch
 from ._stream import gather
 
 
@@ -29,6 +29,7 @@ class Carry(NamedTuple):
     parameters: PyTree[Array]
     solver_state: State
     model_state: PyTree
+    watch: Watch | None
 
 
 class Setting(NamedTuple):
@@ -43,6 +44,8 @@ class Setting(NamedTuple):
     curvature_batch_size: int | None
     # Whether it sees one batch after another, not the same examples every time
     streaming: bool
+    # Of how many times the first loss, for some steps, a run diverges
+    divergence: float | None = None
     places: Places = Places()
 
 
@@ -53,7 +56,11 @@ def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) ->
     )
     solver = setting.solver
     start = solver.start_stream if setting.streaming else solver.start
-    return Carry(parameters, start(parameters, outputs), model_state)
+    state, watch = start(parameters, outputs), None
+    if setting.divergence is not None:
+        zero = jnp.zeros((), state.report.loss.dtype)
+        watch = Watch(zero, zero, parameters, jnp.array(0))
+    return Carry(parameters, state, model_state, watch)
 
 
 def checked_outputs(
@@ -107,6 +114,7 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         targets,
         weights,
         num_leading=size if wider > size else None,
+        is_sample=setting.streaming,
     )
 
     if setting.streaming:
@@ -119,12 +127,28 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
         with spread(places):
             y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
+            state = solver.judged(objective, evaluate, y, state)
         loss = objective.value(lin.outputs)
+    watch = carry.watch
+    if watch is not None:
+        assert setting.divergence is not None
+        zeros = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
+        loss_, unit = (
+            x.astype(watch.first.dtype) for x in (loss, objective.value(zeros))
+        )
+        first = Watch.start(carry.parameters, loss_, unit)
+        watch = _tree.where(number == 0, first, watch)
+        watch = watch.look(carry.parameters, loss_, setting.divergence)
+        y = _tree.where(watch.diverges, watch.y, y)
+        result = optx.RESULTS.where(
+            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
+        )
+        state = eqx.tree_at(lambda s: s.result, state, result)
     model_state = carry.model_state
     if has_aux:
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
-    new = Carry(y, state, model_state)
+    new = Carry(y, state, model_state, watch)
     over = carry.solver_state.result != optx.RESULTS.successful
     new = keep(_tree.where(over, carry, new), places.carry)
     report, counts = state.report, state.counts

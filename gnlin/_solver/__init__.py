@@ -6,6 +6,7 @@ from ._base import (
     linearised as linearised,
     State as State,
     statistics as statistics,
+    Update as Update,
 )
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
@@ -20,3 +21,10 @@ from ._iterative_linearisation import (
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
 from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton
+from ._verdict import (
+    check_divergence as check_divergence,
+    result_name as result_name,
+    RESULT_NAMES as RESULT_NAMES,
+    Watch as Watch,
+    why_it_ended as why_it_ended,
+)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -15,6 +15,12 @@ from .. import _tree
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
 from .._subproblem import AbstractSubproblem, Answer
+from ._verdict import is_stationary, STANDS_STILL
+
+
+# So many steps in a row within the tolerances, where there is a gradient, and the run
+# stands still.
+_MOST_STILL = 10
 
 
 class Report(eqx.Module):
@@ -57,38 +63,86 @@ class State(eqx.Module):
     report: Report
     counts: Counts
     # Used for termination
+    first_loss: Float[Array, ""]
+    settled: Bool[Array, ""]
+    stuck: Bool[Array, ""]
+    num_still: Int[Array, ""]  # steps in a row that settled where there is a gradient
     terminate: Bool[Array, ""]
     result: optx.RESULTS
+
+    @property
+    def pausing(self) -> Bool[Array, ""]:
+        """Whether the gradient has to say how to go on, or that the run is over."""
+        over = self.terminate | (self.result != optx.RESULTS.successful)
+        return self.settled | self.stuck | over
 
 
 class Update(eqx.Module):
-    """What a solver made of one linearisation: the next point, and how it came there."""
+    """What a solver made of one linearisation: the next point, and how it came there.
+    For a solver of your own `y` and `outputs` are enough.
+
+    **Arguments:**
+
+    - `y`, `outputs`: the next point, and the outputs there.
+    - `memory`: what the next update is to be given.
+    - `gradient_norm`: of the objective at the linearisation point, and `step_norm`, of
+        `y - lin.point`; `None` to have them computed.
+    - `damping`, `num_inner_steps`: for the history.
+    - `num_jvps`, `num_vjps`: passes, tangent and transposed, beyond the linearisation.
+    - `num_accepted`, `num_rejected`: steps.
+    - `settled`: whether the step was within the tolerances; `None` to have it looked at.
+        The run has then converged if the gradient agrees.
+    - `stuck`: whether no step could be found. The run ends, converged or not.
+    - `terminate`: whether the run is over, and a success, whatever the gradient.
+    - `result`: any but `successful` ends the run.
+    """
 
     y: PyTree[Array]
     outputs: PyTree[Array]
-    step: PyTree[Array]  # zero where none was taken
-    step_norm: Scalar
-    memory: PyTree
-    gradient_norm: Scalar
-    damping: ScalarLike
-    num_inner_steps: ScalarLike
-    num_jvps: ScalarLike
-    num_vjps: ScalarLike
-    num_accepted: ScalarLike
-    num_rejected: ScalarLike
-    terminate: Bool[Array, ""]
-    result: optx.RESULTS
+    memory: PyTree = None
+    gradient_norm: Scalar | None = None
+    step_norm: Scalar | None = None
+    damping: ScalarLike = 0.0
+    num_inner_steps: ScalarLike = 1
+    num_jvps: ScalarLike = 0
+    num_vjps: ScalarLike = 0
+    num_accepted: ScalarLike = 1
+    num_rejected: ScalarLike = 0
+    settled: Bool[Array, ""] | None = None
+    stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
+    terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
+    result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
 
 
 Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
+
+Search = optx.AbstractSearch | Literal["auto"] | None
 
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     """Base class of all solvers here: linearise, solve the linearised problem so far,
     step.
 
-    A solver of your own provides `rtol`, `atol`, `norm`, the memory it starts with, and
-    `update`.
+    A solver of your own provides the fields `rtol`, `atol` and `norm`, and `update`; and
+    `first_memory`, if it remembers anything. It then works in [`gnlin.solve`][],
+    [`gnlin.fit`][] and `optimistix.least_squares`, and is told to have converged only
+    where the gradient is next to zero.
+
+    !!! example
+
+        ```python
+        class GradientDescent(gnlin.AbstractGaussNewton):
+            learning_rate: float
+            rtol: float = 1e-6
+            atol: float = 1e-9
+            norm: Callable = optx.max_norm
+
+            def update(self, objective, lin, evaluate, memory, num_steps):
+                gradient = lin.vjp(objective.gradient(lin.outputs))
+                step = jax.tree.map(lambda g: -self.learning_rate * g, gradient)
+                y = jax.tree.map(jnp.add, lin.point, step)
+                return gnlin.Update(y, evaluate(y), num_vjps=1)
+        ```
     """
 
     rtol: AbstractVar[float]
@@ -134,6 +188,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             memory=self.first_memory(y, dtype),
             report=Report(zero, zero, zero, zero, count),
             counts=Counts(counter, count, count, count, counter, counter),
+            first_loss=zero,
+            settled=jnp.array(False),
+            stuck=jnp.array(False),
+            num_still=jnp.array(0),
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
         )
@@ -145,14 +203,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         evaluate: Evaluate,
         state: State,
     ) -> tuple[PyTree[Array], State]:
-        """One outer step from a linearisation."""
+        """One outer step from a linearisation. Where it leaves the state `pausing`,
+        `judged` says how to go on."""
         num_steps = state.counts.num_feature_updates
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
+        gradient_norm, step_norm, settled = self._completed(update, objective, lin)
         dtype = state.report.loss.dtype
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
-            gradient_norm=update.gradient_norm.astype(dtype),
-            step_norm=update.step_norm.astype(dtype),
+            gradient_norm=gradient_norm.astype(dtype),
+            step_norm=step_norm.astype(dtype),
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
@@ -165,8 +225,71 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_accepted_steps, update.num_accepted),
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
-        state = State(update.memory, report, counts, update.terminate, update.result)
-        return update.y, state
+        num_still = jnp.where(settled, state.num_still, 0)
+        first_loss = jax.lax.cond(
+            num_steps == 0,
+            lambda: objective.value(lin.outputs).astype(dtype),
+            lambda: state.first_loss,
+        )
+        new = State(
+            update.memory,
+            report,
+            counts,
+            first_loss,
+            settled,
+            update.stuck,
+            num_still,
+            update.terminate,
+            update.result,
+        )
+        return update.y, new
+
+    def _completed(
+        self, update: Update, objective: AbstractObjective, lin: Linearisation
+    ) -> tuple[Scalar, Scalar, Bool[Array, ""]]:
+        """What a solver of one's own may leave out: the gradient's and the step's norms,
+        and whether it has settled."""
+        gradient_norm, step_norm = update.gradient_norm, update.step_norm
+        if gradient_norm is None:
+            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        if step_norm is None:
+            step_norm = _tree.norm(step)
+        settled = update.settled
+        if settled is None:
+            now, then = map(objective.residual, (update.outputs, lin.outputs))
+            settled = self.converged(update.y, step, now, then)
+        return gradient_norm, step_norm, settled
+
+    def judged(
+        self,
+        objective: AbstractObjective,
+        evaluate: Evaluate,
+        y: PyTree[Array],
+        state: State,
+    ) -> State:
+        """What has settled, or is stuck, has converged if the gradient says so. If not,
+        what has settled goes on a few steps more, and what is stuck has failed."""
+        going = ~state.terminate & (state.result == optx.RESULTS.successful)
+        looks = going & (state.settled | state.stuck)
+
+        def look():
+            lin = linearise(lambda y_, _: evaluate(y_), y)
+            return is_stationary(objective, lin, self.rtol, self.atol, state.first_loss)
+
+        stationary = jax.lax.cond(looks, look, lambda: jnp.array(False))
+        num_still = jnp.where(looks & ~stationary, state.num_still + 1, state.num_still)
+        result = optx.RESULTS.where(
+            going & (num_still >= _MOST_STILL), STANDS_STILL, state.result
+        )
+        failed = going & state.stuck & ~stationary
+        result = optx.RESULTS.where(failed, optx.RESULTS.nonlinear_divergence, result)
+        no = jnp.array(False)
+        return eqx.tree_at(
+            lambda s: (s.settled, s.stuck, s.num_still, s.terminate, s.result),
+            state,
+            (no, no, num_still, state.terminate | stationary, result),
+        )
 
     #
     # Mini-batches
@@ -194,7 +317,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
         y, state = self.advance(objective, lin, evaluate, state)
         # What has settled on one batch has not on another.
-        state = eqx.tree_at(lambda s: s.terminate, state, jnp.array(False))
+        no = jnp.array(False)
+        state = eqx.tree_at(
+            lambda s: (s.settled, s.stuck, s.terminate), state, (no, no, no)
+        )
         return y, state, objective.value(lin.outputs), aux
 
     def converged(
@@ -244,8 +370,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         lin, aux = linearise(fn, y, args, has_aux=True)
-        y, state = self.advance(SumOfSquares(), lin, lambda y_: fn(y_, args)[0], state)
-        return y, state, aux
+        objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
+        y, state = self.advance(objective, lin, evaluate, state)
+        return y, self.judged(objective, evaluate, y, state), aux
 
     def terminate(
         self, fn, y, args, options, state: State, tags
@@ -277,7 +404,7 @@ def step_if_finite(
     subproblem: AbstractSubproblem,
     answer: Answer,
     *,
-    search: optx.AbstractSearch | None = None,
+    search: Search = None,
     memory: PyTree = None,
     damping: ScalarLike = 0.0,
 ) -> Update:
@@ -285,47 +412,58 @@ def step_if_finite(
     from the finite numbers."""
     y, outputs = lin.point, lin.outputs
     step, result = answer.step, answer.result
+    stuck = jnp.array(False)
+    search = _safeguard(search, objective)
     if search is not None:
         step, found = _searched(
             search, objective, lin, evaluate, subproblem.gradient(), step
         )
-        missed = found | (result != optx.RESULTS.successful)
-        result = optx.RESULTS.where(missed, result, optx.RESULTS.nonlinear_divergence)
+        stuck = ~found & (result == optx.RESULTS.successful)
     solved = result == optx.RESULTS.successful
     step_norm = _tree.norm(step)
     # A damping that is not finite stands for hyperparameters out of their range.
     at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
+    at_point &= jnp.isfinite(objective.value(outputs))
     sound = at_point & jnp.isfinite(step_norm)
-    candidate = _tree.where(sound & solved, _tree.axpy(1, step, y), y)
+    takes = sound & solved & ~stuck
+    candidate = _tree.where(takes, _tree.axpy(1, step, y), y)
     new_outputs = evaluate(candidate)
     finite = sound & _tree.all_finite((new_outputs, outputs))
-    good = finite & solved
+    finite &= jnp.isfinite(objective.value(new_outputs))
+    good = finite & takes
     settled = solver.converged(
         candidate, step, objective.residual(new_outputs), objective.residual(outputs)
     )
-    step = _tree.where(good, _tree.cast_like(step, y), _tree.zeros_like(y))
     step_norm = jnp.where(good, step_norm, 0)
-    new_y = _tree.where(good, candidate, y)
-    new_outputs = _tree.where(good, new_outputs, outputs)
-    result = optx.RESULTS.where(
-        at_point & (finite | ~solved), result, optx.RESULTS.nonfinite
-    )
+    # Without a step at hand a search has nothing to say of the numbers.
+    broken = at_point & ~stuck & solved & ~finite
+    result = optx.RESULTS.where(~at_point | broken, optx.RESULTS.nonfinite, result)
     return Update(
-        y=new_y,
-        outputs=new_outputs,
-        step=step,
-        step_norm=step_norm,
+        y=_tree.where(good, candidate, y),
+        outputs=_tree.where(good, new_outputs, outputs),
         memory=memory,
         gradient_norm=subproblem.gradient_norm,
+        step_norm=step_norm,
         damping=damping,
         num_inner_steps=answer.num_inner_steps,
         num_jvps=subproblem.num_jvps + answer.num_jvps,
         num_vjps=subproblem.num_vjps + answer.num_vjps,
         num_accepted=jnp.where(good, 1, 0),
         num_rejected=jnp.where(good, 0, 1),
-        terminate=good & settled,
+        settled=good & settled,
+        stuck=stuck & at_point,
         result=result,
     )
+
+
+def _safeguard(
+    search: Search, objective: AbstractObjective
+) -> optx.AbstractSearch | None:
+    """With `"auto"`, a search for steps that nothing else checks."""
+    if not isinstance(search, str):
+        return search
+    checked = objective.is_quadratic and not objective.is_sample
+    return None if checked else optx.BacktrackingArmijo()
 
 
 _MAX_SEARCH_STEPS = 40

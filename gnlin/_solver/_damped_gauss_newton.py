@@ -24,7 +24,7 @@ from .._subproblem import (
     prepare_refined,
 )
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+from ._base import AbstractGaussNewton, Evaluate, Search, step_if_finite, Update
 from ._scaling import check_scaling, first_scale, prepare_scaled, Scaling
 
 
@@ -32,8 +32,7 @@ class DampedGaussNewton(AbstractGaussNewton):
     r"""Gauss-Newton on the damped problem: $\delta$ minimises
     $\frac12\lVert\phi\delta + r\rVert^2 + \frac\lambda2\lVert\delta\rVert^2$.
 
-    Every step is taken; for a damping that adapts, and steps that can be rejected, use
-    [`gnlin.LevenbergMarquardt`][].
+    For a damping that adapts use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
@@ -72,7 +71,7 @@ class DampedGaussNewton(AbstractGaussNewton):
     norm: Callable[[PyTree], Scalar]
     scaling: Scaling
     form: Form
-    search: optx.AbstractSearch | None
+    search: Search
     mixed_precision: MixedPrecision | None
     method: Method
     memory_budget: int
@@ -86,7 +85,7 @@ class DampedGaussNewton(AbstractGaussNewton):
         *,
         scaling: Scaling = "identity",
         form: Form = "quadratic",
-        search: optx.AbstractSearch | None = None,
+        search: Search = "auto",
         mixed_precision: MixedPrecision | None = None,
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,

@@ -23,7 +23,7 @@ from .._subproblem import (
     prepare_form,
 )
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+from ._base import AbstractGaussNewton, Evaluate, Search, step_if_finite, Update
 
 
 class GaussNewton(AbstractGaussNewton):
@@ -44,7 +44,8 @@ class GaussNewton(AbstractGaussNewton):
         (generalised Gauss-Newton), or `"prox-linear"`, the loss itself on the linearised
         model.
     - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()`;
-        `None` for all of it.
+        `None` for all of it. `"auto"` backtracks where nothing else checks a step: with a
+        loss that is not squared error, and on mini-batches.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.
     - `memory_budget`: bytes that the largest matrix may take.
 
@@ -64,7 +65,7 @@ class GaussNewton(AbstractGaussNewton):
     norm: Callable[[PyTree], Scalar]
     rcond: ScalarLike | None
     form: Form
-    search: optx.AbstractSearch | None
+    search: Search
     method: Method
     memory_budget: int
 
@@ -76,7 +77,7 @@ class GaussNewton(AbstractGaussNewton):
         *,
         rcond: ScalarLike | None = None,
         form: Form = "quadratic",
-        search: optx.AbstractSearch | None = None,
+        search: Search = "auto",
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
@@ -150,7 +151,7 @@ class FilteredGaussNewton(AbstractGaussNewton):
     atol: float
     norm: Callable[[PyTree], Scalar]
     form: Form
-    search: optx.AbstractSearch | None
+    search: Search
     method: Method
     memory_budget: int
 
@@ -162,7 +163,7 @@ class FilteredGaussNewton(AbstractGaussNewton):
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
         form: Form = "quadratic",
-        search: optx.AbstractSearch | None = None,
+        search: Search = "auto",
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import (
@@ -28,6 +28,7 @@ from .._objective import AbstractObjective, SumOfSquares
 from .._spectrum import Filter
 from .._subproblem import (
     AbstractSubproblem,
+    Answer,
     check_form,
     check_method,
     Form,
@@ -49,6 +50,7 @@ from ._base import (
     Update,
 )
 from ._trajectory import Trajectory
+from ._verdict import STANDS_STILL
 
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
@@ -241,16 +243,33 @@ class IterativeLinearisation(AbstractGaussNewton):
         update = step_if_finite(
             self, objective, lin, evaluate, subproblem, answer, damping=self.damping_now()
         )
-        terminate = update.terminate
-        if isinstance(subproblem, ProxLinear):
-            # Steps that go round in a circle, and end where they began, have not settled.
-            first = _tree.scale(-jnp.asarray(self.learning_rate), subproblem.gradient())
-            same = objective.residual(lin.outputs)
-            terminate &= self.converged(lin.point, first, same, same)
         # Descent without an end is never linearised again: its point is the answer.
-        solved = update.result == optx.RESULTS.successful
-        terminate |= solved & jnp.isinf(period)
-        return eqx.tree_at(lambda u: u.terminate, update, terminate)
+        over = jnp.isinf(period) & (update.result == optx.RESULTS.successful)
+        solved = jax.lax.cond(
+            over,
+            lambda: self._is_solved(objective, lin, subproblem, answer),
+            lambda: jnp.array(True),
+        )
+        result = optx.RESULTS.where(solved, update.result, STANDS_STILL)
+        return eqx.tree_at(lambda u: (u.terminate, u.result), update, (over, result))
+
+    def _is_solved(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        subproblem: AbstractSubproblem,
+        answer: Answer,
+    ) -> Bool[Array, ""]:
+        """Whether the linearised problem's gradient is next to nothing of what it was."""
+        change = lin.jvp(answer.step)
+        if isinstance(subproblem, ProxLinear):
+            cotangent = objective.gradient(_tree.axpy(1, change, lin.outputs))
+        else:
+            curved = objective.curvature(lin.outputs)(change)
+            cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
+        gradient = _tree.axpy(self.damping, answer.step, lin.vjp(cotangent))
+        eps = _tree.eps((lin.point, lin.outputs))
+        return _tree.norm(gradient) <= eps ** (1 / 3) * subproblem.gradient_norm
 
     def subproblem(
         self,
@@ -417,7 +436,11 @@ class IterativeLinearisation(AbstractGaussNewton):
         result = optx.RESULTS.where(
             finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
         )
-        state = State(stream, report, counts, jnp.array(False), result)
+        state = eqx.tree_at(
+            lambda s: (s.memory, s.report, s.counts, s.result),
+            state,
+            (stream, report, counts, result),
+        )
         return new_y, state, loss, aux
 
     def trajectory(self, lin: Linearisation) -> Trajectory:

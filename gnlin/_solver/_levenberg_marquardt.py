@@ -13,35 +13,20 @@ from .._checks import (
     as_scalar,
     check_finite_positive,
     check_flag,
+    check_fraction,
     check_settings,
     positive,
 )
+from .._cost import num_flops
 from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
 from .._objective import AbstractObjective
 from .._subproblem import AbstractSubproblem, check_form, check_method, Form, Method
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, increased, Update
-from ._scaling import (
-    check_scaling,
-    first_scale,
-    prepare_scaled,
-    Scaling,
-    without_zeros,
-)
+from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._scaling import check_scaling, prepare_scaled, Scaling, without_zeros
+from ._trials import first_damping, try_dampings
 
 
-# The loss must fall by this part of what the linearisation predicts (as in MINPACK).
-_SUFFICIENT_DECREASE = 1e-4
-# An acceleration longer than this part of the step says that the step is too long for
-# the linearisation (Transtrum and Sethna, 2012, section 4).
-_MAX_ACCELERATION = 0.75
-# A change of the loss by less than eps to this power, relatively, says nothing: 3e-13 in
-# double precision, 3e-6 in single.
-_ROUNDING_POWER = 0.8
-# A gradient of fewer roundings than this of |phi| |r| is none.
-_GRADIENT_ROUNDINGS = 10
-# A step that gains this part of what an undamped one would is not held by the damping.
-_UNDAMPED = 0.1
 # So many outer steps in a row without a gain are enough.
 _MAX_IDLE = 10
 # Up to this size of the smaller side eigenvalues, which serve all trials, cost less than
@@ -49,34 +34,41 @@ _MAX_IDLE = 10
 _SMALL_SPECTRUM = 256
 # Above so many multiplications singular values take seconds.
 _DEAR_SVD = 10**9
-# The damping then has grown by 2^1830, past all floating-point numbers.
-_MAX_TRIALS = 60
+# Conjugate gradients take about so many products for a step, and are chosen where the
+# Jacobian at hand costs so many times as much, and so many operations: more than these
+# in a second or two, and on a network, where an exact step is worth little, fewer.
+_PRODUCTS = 20
+_MANY_TIMES = 10
+_DEAR = 1e11
+_DEAR_NETWORK = 1e8
+
+
+# The first damping on a full batch and across batches, relative to the curvature along
+# the gradient: on a full batch a rejected trial costs next to nothing.
+_FIRST_DAMPING = 1e-3
+_FIRST_DAMPING_ACROSS = 1.0
+# Across batches it changes by this factor a step (Martens and Grosse, 2015, section 6.5),
+# and after a step that was skipped by the other.
+_SLOW = 0.95
+_SKIPPED = 4.0
+# A step that lowers the loss by less, or more, of what was predicted asks for more, or
+# less damping.
+_POOR, _GOOD = 0.25, 0.75
 
 
 class _Memory(eqx.Module):
     damping: Float[Array, ""]  # negative before the first linearisation
     num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
     scale: PyTree[Array] | None
+    last: "_Last | None" = None  # across batches
 
 
-class _Trial(eqx.Module):
-    """The damping tried last, from the one factorisation, and what came of it."""
+class _Last(eqx.Module):
+    """The last batch's step, for the next batch to judge."""
 
-    damping: Float[Array, ""]
-    next_damping: Float[Array, ""]
-    growth: Float[Array, ""]  # of the damping, if the next trial fails
-    y: PyTree[Array]
-    outputs: PyTree[Array]
-    step: PyTree[Array]
-    accepted: Bool[Array, ""]
-    converged: Bool[Array, ""]  # the least damped trial was within the tolerances
-    idle: Bool[Array, ""]  # near the solution, and nothing to gain but rounding
-    near: Bool[Array, ""]  # the gradient, or what there is to gain, is next to nothing
-    stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
-    num_rejected: Int[Array, ""]
-    num_inner_steps: Float[Array, ""]
-    num_jvps: Float[Array, ""]
-    num_vjps: Float[Array, ""]
+    step: PyTree[Array]  # zero where none was taken
+    predicted: Float[Array, ""]
+    ratio: Float[Array, ""]  # of the decrease to the predicted, on its own batch
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
@@ -93,18 +85,24 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `damping`: the first $\lambda$, relative to the curvature along the gradient.
+    - `damping`: the first $\lambda$, relative to the curvature along the gradient; by
+        default 0.001, and 1 across batches.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
         norms that the Jacobian's columns have had lately (Moré, 1978; earlier ones fade
         by 0.8 an outer step), `"marquardt"`: their present norms, both of which make the
         steps independent of the parameters' units, but need the dense Jacobian;
-        `"identity"`: none.
+        `"identity"`: none. By default `"more"`, or `"identity"` where the method is
+        matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
-        directional derivative a trial.
+        directional derivative a trial; by default where the Jacobian is at hand.
+    - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
+        in [`gnlin.TruncatedGaussNewton`][].
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
-    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`,
-        `"curvature"` or `"matrix-free"`; see "How to choose" in the documentation.
+    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"` or
+        `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand costs many
+        times as much, or more than the memory budget. See "How to choose" in the
+        documentation.
     - `memory_budget`: bytes that the largest matrix may take.
 
     !!! example
@@ -113,11 +111,17 @@ class LevenbergMarquardt(AbstractGaussNewton):
         solution = optx.least_squares(residuals, gnlin.LevenbergMarquardt(), y0, args)
         ```
 
+    Across batches each step is one trial: one that does not lower its batch's loss is
+    skipped, and the damping changes slowly, judged by the step's own batch and the next.
+
     ??? cite "References"
 
         J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978).
 
         H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
+
+        J. Martens and R. Grosse, *Optimizing neural networks with Kronecker-factored
+        approximate curvature*, ICML (2015), section 6.5.
 
         M. K. Transtrum and J. P. Sethna, *Improvements to the Levenberg-Marquardt
         algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
@@ -126,9 +130,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
     rtol: float
     atol: float
     norm: Callable[[PyTree], Scalar]
-    damping: ScalarLike
-    scaling: Scaling
-    acceleration: bool
+    damping: ScalarLike | None
+    scaling: Scaling | None
+    acceleration: bool | None
+    tolerance: ScalarLike
     form: Form
     method: Method
     memory_budget: int
@@ -139,25 +144,26 @@ class LevenbergMarquardt(AbstractGaussNewton):
         atol: float = 1e-12,
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
-        damping: ScalarLike = 1e-3,
+        damping: ScalarLike | None = None,
         scaling: Scaling | None = None,
         acceleration: bool | None = None,
+        tolerance: ScalarLike = 0.1,
         form: Form = "quadratic",
         method: Method = "auto",
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
-        check_finite_positive("damping", damping)
+        if damping is not None:
+            check_finite_positive("damping", damping)
         check_method(method)
         check_form(form, method)
-        quadratic = form == "quadratic"
-        if scaling is None:
-            scaling = "more" if quadratic else "identity"
-        if acceleration and not quadratic:
+        check_fraction("tolerance", tolerance)
+        if acceleration and form == "prox-linear":
             raise ValueError(
                 'The "prox-linear" form has no geodesic acceleration: leave '
                 "`acceleration` out."
             )
-        check_scaling(scaling, method, form)
+        if scaling is not None:
+            check_scaling(scaling, method, form)
         if acceleration is not None:
             check_flag("acceleration", acceleration)
         check_settings(rtol, atol, norm, memory_budget)
@@ -166,13 +172,26 @@ class LevenbergMarquardt(AbstractGaussNewton):
         self.norm = norm
         self.damping = as_scalar(damping)
         self.scaling = scaling
-        self.acceleration = quadratic if acceleration is None else acceleration
+        self.acceleration = acceleration
+        self.tolerance = as_scalar(tolerance)
         self.form = form
         self.method = method
         self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        return _Memory(jnp.array(-1, dtype), jnp.array(0), first_scale(self.scaling, y))
+        unscaled = self.form == "prox-linear" or self.scaling == "identity"
+        scale = None if unscaled else _tree.zeros_like(y)
+        return _Memory(jnp.array(-1, dtype), jnp.array(0), scale)
+
+    def start_stream(
+        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
+    ) -> State:
+        state = self.start(y, outputs)
+        zero = jnp.zeros((), state.report.loss.dtype)
+        last = _Last(_tree.zeros_like(y), zero, zero)
+        return eqx.tree_at(
+            lambda s: s.memory.last, state, last, is_leaf=lambda x: x is None
+        )
 
     def update(
         self,
@@ -182,213 +201,168 @@ class LevenbergMarquardt(AbstractGaussNewton):
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
+        method, scaling, acceleration = self._how(objective, lin)
         norms, subproblem = prepare_scaled(
-            self.scaling,
+            scaling,
             memory.scale,
             self.form,
             objective,
             lin,
-            self.method,
+            method,
             self.memory_budget,
             damped=_is_wide(lin),
             reuse=min(lin.shape) <= _SMALL_SPECTRUM,
         )
+        subproblem = subproblem.truncated(self.tolerance)
         scale = without_zeros(norms)
+        relative = self.damping
+        if relative is None:
+            across = objective.is_sample
+            relative = _FIRST_DAMPING_ACROSS if across else _FIRST_DAMPING
         damping = jax.lax.cond(
             memory.damping < 0,
-            lambda: self._first_damping(subproblem, memory.damping.dtype),
+            lambda: first_damping(subproblem, relative, memory.damping.dtype),
             lambda: memory.damping,
         )
-        finite = _is_finite(objective, lin, subproblem) & positive(self.damping)
-        trial = self._try_dampings(
-            objective, lin, evaluate, subproblem, scale, damping, finite
+        finite = _is_finite(objective, lin, subproblem) & positive(relative)
+        memory = eqx.tree_at(
+            lambda m: (m.damping, m.scale),
+            memory,
+            (damping, memory.scale if norms is None else norms),
+            is_leaf=lambda x: x is None,
         )
-
+        if objective.is_sample:
+            return self._one_of_many(
+                objective, lin, evaluate, subproblem, memory, scale, finite
+            )
+        trial = try_dampings(
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            scale,
+            damping,
+            finite,
+            acceleration,
+            self.converged,
+        )
         good = trial.accepted & finite
         num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
-        done = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
-        success = finite & (trial.accepted | done)
-        result = optx.RESULTS.where(
-            success, optx.RESULTS.successful, optx.RESULTS.nonlinear_divergence
-        )
-        result = optx.RESULTS.where(finite, result, optx.RESULTS.nonfinite)
+        settled = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
         step = _tree.where(good, trial.step, _tree.zeros_like(trial.step))
         return Update(
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
-            step=step,
-            step_norm=_tree.norm(step),
-            memory=_Memory(trial.next_damping, num_idle, norms),
+            memory=_Memory(trial.next_damping, num_idle, memory.scale),
             gradient_norm=subproblem.gradient_norm,
+            step_norm=_tree.norm(step),
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
-            num_jvps=subproblem.num_jvps + trial.num_jvps,
+            num_jvps=subproblem.num_jvps + trial.num_jvps + 1,
             num_vjps=subproblem.num_vjps + trial.num_vjps,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=trial.num_rejected,
-            terminate=success & done,
-            result=result,
+            settled=finite & settled,
+            stuck=finite & ~trial.accepted & ~settled,
+            result=optx.RESULTS.where(
+                finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
+            ),
         )
 
-    def _first_damping(
-        self, subproblem: AbstractSubproblem, dtype: jnp.dtype
-    ) -> Float[Array, ""]:
-        curvature = subproblem.curvature_along_gradient()
-        # Where the gradient vanishes there is no step to damp.
-        safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
-        return jnp.asarray(self.damping, dtype) * safe.astype(dtype)
-
-    def _try_dampings(
+    def _one_of_many(
         self,
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         subproblem: AbstractSubproblem,
+        memory: _Memory,
         scale: PyTree[Array] | None,
-        damping: Float[Array, ""],
         finite: Bool[Array, ""],
-    ) -> _Trial:
-        dtype = damping.dtype
-        eps = _tree.eps((lin.point, lin.outputs))
-        gradient = subproblem.gradient()
-        attainable = subproblem.attainable_decrease().astype(dtype)
-        known = jnp.isfinite(attainable)
-        largest = subproblem.largest_curvature().astype(dtype)
-        loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
-        residual = objective.residual(lin.outputs)
-        root = objective.root(lin.outputs)
-        flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
+    ) -> Update:
+        """One trial on one batch: a step that does not lower its loss is skipped.
 
-        def scaled(step):
-            return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
+        The damping changes slowly, by what the last step did to its own batch, and to
+        this one, which it had not seen: a step that fits its own batch and makes the next
+        one worse was too long, however well it was predicted.
+        """
+        last: _Last = memory.last  # type: ignore[assignment]
+        before = evaluate(_tree.axpy(-1, last.step, lin.point))
+        dtype = memory.damping.dtype
+        gained = objective.decrease(before, lin.outputs)
+        known = last.predicted > 0
+        more = known & ((gained < 0) | (last.ratio < _POOR))
+        less = known & (gained > 0) & (last.ratio > _GOOD)
+        factor = jnp.where(more, 1 / _SLOW, jnp.where(less, _SLOW, 1.0))
+        damping = memory.damping * factor.astype(dtype)
 
-        def damped_norm(answer):
-            known = answer.damped_norm
-            norm = _tree.norm(scaled(answer.step)) if known is None else known
-            return norm.astype(dtype)
-
-        def attempt(last: _Trial) -> _Trial:
-            damping = last.next_damping
-            answer = subproblem.solve(Tikhonov(damping))
-            if answer.decrease is not None:
-                predicted = answer.decrease.astype(dtype)
-            else:
-                along = _tree.dot(answer.step, gradient).astype(dtype)
-                predicted = 0.5 * (damping * damped_norm(answer) ** 2 - along)
-            step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
-            if self.acceleration:
-                bend = self._acceleration(
-                    root, evaluate, lin.point, subproblem, damping, step
-                )
-                longest = 0.5 * _MAX_ACCELERATION * damped_norm(answer)
-                gentle = damped_norm(bend) <= longest
-                step = _tree.axpy(0.5, bend.step, step)
-
-            y = _tree.axpy(1, step, lin.point)
-            outputs = evaluate(y)
-            actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-
-            ratio = actual / jnp.where(predicted > 0, predicted, 1)
-            rounding = eps**_ROUNDING_POWER * loss
-            # A step can be small because the damping is large: to count as one near the
-            # solution it has to gain a good part of what an undamped one would.
-            free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
-            free = jnp.where(known, free, damping <= largest)
-            noise = free & (predicted <= rounding) & (actual >= -rounding)
-            accepted = (
-                _tree.all_finite((y, outputs))
-                & gentle
-                & (noise | (ratio > _SUFFICIENT_DECREASE))
-            )
-            ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
-            shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
-            first = last.num_rejected == 0
-            within = free & self.converged(y, step, objective.residual(outputs), residual)
-            promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
-            little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
-            near = jnp.where(first, little | flat, last.near)
-            # The residual's part in the range of phi is rounding: so is the gradient.
-            vanished = first & (known | free)
-            vanished &= promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss
-            taken = (answer,) if bend is None else (answer, bend)
-            return _Trial(
-                damping=damping,
-                next_damping=damping * jnp.where(accepted, shrink, last.growth),
-                growth=2 * last.growth,
-                y=y,
-                outputs=outputs,
-                step=step,
-                accepted=accepted,
-                converged=jnp.where(first, within | vanished, last.converged),
-                idle=near & accepted & (jnp.abs(actual) <= rounding),
-                near=near,
-                stalled=near & ~accepted & (predicted <= eps * loss),
-                num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
-                num_inner_steps=increased(
-                    last.num_inner_steps, *(a.num_inner_steps for a in taken)
-                ),
-                num_jvps=increased(last.num_jvps, *(a.num_jvps for a in taken)),
-                num_vjps=increased(last.num_vjps, *(a.num_vjps for a in taken)),
-            )
-
-        def again(trial: _Trial) -> Bool[Array, ""]:
-            done = trial.accepted | trial.converged | trial.stalled
-            return ~done & (trial.num_rejected < _MAX_TRIALS)
-
-        no, zero = jnp.array(False), jnp.zeros((), jnp.result_type(float))
-        start = _Trial(
+        answer = subproblem.solve(Tikhonov(damping))
+        step = _tree.cast_like(answer.step, lin.point)
+        predicted = answer.decrease
+        if predicted is None:
+            scaled = step if scale is None else jax.tree.map(jnp.multiply, scale, step)
+            along = _tree.dot(step, subproblem.gradient()).astype(dtype)
+            predicted = 0.5 * (damping * _tree.norm(scaled).astype(dtype) ** 2 - along)
+        y = _tree.axpy(1, step, lin.point)
+        outputs = evaluate(y)
+        actual = objective.decrease(lin.outputs, outputs).astype(dtype)
+        good = finite & _tree.all_finite((y, outputs)) & (actual >= 0)
+        step = _tree.where(good, step, _tree.zeros_like(step))
+        predicted = predicted.astype(dtype)
+        ratio = actual / jnp.where(predicted > 0, predicted, 1)
+        taken = _Last(step, jnp.where(good, predicted, 0), ratio)
+        return Update(
+            y=_tree.where(good, y, lin.point),
+            outputs=_tree.where(good, outputs, lin.outputs),
+            memory=_Memory(
+                jnp.where(good, damping, _SKIPPED * damping),
+                memory.num_idle,
+                memory.scale,
+                taken,
+            ),
+            gradient_norm=subproblem.gradient_norm,
+            step_norm=_tree.norm(step),
             damping=damping,
-            next_damping=damping,
-            growth=jnp.array(2, dtype),
-            y=lin.point,
-            outputs=lin.outputs,
-            step=_tree.zeros_like(lin.point),
-            accepted=no,
-            converged=no,
-            idle=no,
-            near=no,
-            stalled=no,
-            num_rejected=jnp.array(0),
-            num_inner_steps=zero,
-            num_jvps=zero,
-            num_vjps=zero,
+            num_inner_steps=answer.num_inner_steps,
+            num_jvps=subproblem.num_jvps + answer.num_jvps,
+            num_vjps=subproblem.num_vjps + answer.num_vjps,
+            num_accepted=jnp.where(good, 1, 0),
+            num_rejected=jnp.where(good, 0, 1),
+            settled=jnp.array(False),
+            result=optx.RESULTS.where(
+                finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
+            ),
         )
-        return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
 
-    def _acceleration(self, root, evaluate, y, subproblem, damping, velocity):
-        """The second-order correction to a step v: the damped least-squares solution
-        for the second directional derivative of the outputs along v, whitened."""
+    def _how(
+        self, objective: AbstractObjective, lin: Linearisation
+    ) -> tuple[Method, Scaling, bool]:
+        """The method, the scaling and whether to accelerate, where they are not set."""
+        method, scaling, acceleration = self.method, self.scaling, self.acceleration
+        if self.form == "prox-linear":
+            return method, "identity", False
+        if method == "auto" and scaling in (None, "identity"):
+            method = "matrix-free" if _is_dear(objective, lin, self) else "auto"
+        free = method == "matrix-free"
+        if scaling is None:
+            scaling = "identity" if free else "more"
+        if acceleration is None:
+            acceleration = not free
+        return method, scaling, acceleration
 
-        def along(t):
-            return jax.jvp(evaluate, (_tree.axpy(t, velocity, y),), (velocity,))[1]
 
-        zero = jnp.zeros((), _tree.dtype(y))
-        _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
-        bent = subproblem.with_residual(root(second))
-        answer = bent.solve(Tikhonov(damping))
-        taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
-        return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)
-
-
-def _slope(
-    objective: AbstractObjective,
-    lin: Linearisation,
-    subproblem: AbstractSubproblem,
-    gradient: PyTree[Array],
-) -> Scalar:
-    """How far the gradient is from zero, free of units. The smaller of two: the cosine
-    between the residual and the range of phi (as MINPACK's gtol), and what a relative
-    change of the parameters does to the loss (Dennis and Schnabel, 1983, section 7.2)."""
-    dtype = _tree.dtype((lin.point, lin.outputs))
-    loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
-    # The residual's norm, of squared error; else the length that has as much loss.
-    residual = jnp.sqrt(2 * loss)
-    largest = jnp.sqrt(subproblem.largest_curvature()).astype(dtype)
-    cosine = subproblem.scaled_gradient_norm().astype(dtype) / (largest * residual)
-    gradient = _tree.cast_like(gradient, lin.point)
-    terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
-    sensitivity = _tree.total(terms, dtype)
-    return jnp.minimum(cosine, sensitivity / loss)
+def _is_dear(
+    objective: AbstractObjective, lin: Linearisation, solver: LevenbergMarquardt
+) -> bool:
+    """Whether a step is many times dearer with the Jacobian at hand than by products."""
+    if not lin.blocks_fit(solver.memory_budget):
+        return True
+    m, p = lin.shape
+    one_pass = num_flops(lin.jvp, lin.point)
+    gram = 2.0 * m * p * min(m, p)
+    at_hand = sum(lin.num_row_passes()) * one_pass + gram
+    exact = objective.is_quadratic and not objective.is_sample
+    dear = _DEAR if exact else _DEAR_NETWORK
+    return at_hand > max(dear, _MANY_TIMES * _PRODUCTS * 2 * one_pass)
 
 
 def _is_finite(

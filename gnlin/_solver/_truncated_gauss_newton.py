@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
@@ -32,7 +33,7 @@ from .._subproblem import (
     ProxLinear,
 )
 from ..preconditioners import AbstractPreconditioner
-from ._base import AbstractGaussNewton, Evaluate, step_if_finite, Update
+from ._base import AbstractGaussNewton, Evaluate, Search, step_if_finite, Update
 
 
 # A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
@@ -100,7 +101,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
     atol: float
     norm: Callable[[PyTree], Scalar]
     form: Form
-    search: optx.AbstractSearch | None
+    search: Search
     warm_start: float
     preconditioner: AbstractPreconditioner | None
     max_inner_steps: int | None
@@ -116,7 +117,7 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         norm: Callable[[PyTree], Scalar] = optx.max_norm,
         *,
         form: Form = "quadratic",
-        search: optx.AbstractSearch | None = None,
+        search: Search = "auto",
         warm_start: float = 0.0,
         preconditioner: AbstractPreconditioner | None = None,
         max_inner_steps: int | None = None,
@@ -221,7 +222,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         )
         if memory.step is None:
             return update
-        memory = _Memory(tolerance, norm, update.step)
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        memory = _Memory(tolerance, norm, step)
         return eqx.tree_at(lambda u: u.memory, update, memory)
 
     def _dense_is_cheaper(self, lin: Linearisation) -> bool:

@@ -45,6 +45,11 @@ class AbstractSubproblem(eqx.Module):
     def solve(self, filter: Filter) -> Answer:
         """The step of a filter."""
 
+    def truncated(self, tolerance: ScalarLike) -> "AbstractSubproblem":
+        """The same, to be solved so well only where it is solved by iteration: until the
+        linear residual is `tolerance` times the gradient."""
+        return self
+
     @abc.abstractmethod
     def gradient(self) -> PyTree[Array]:
         """Of the objective at the linearisation point; phi^T r for least squares."""

@@ -35,6 +35,7 @@ class MatrixFree(AbstractSubproblem):
 
     linearisation: Linearisation
     rest: PyTree[Array] | None
+    tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
     _gradient: PyTree[Array]
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
@@ -43,11 +44,17 @@ class MatrixFree(AbstractSubproblem):
     def __init__(self, linearisation: Linearisation, rest: PyTree[Array] | None = None):
         self.linearisation = linearisation
         self.rest = rest
+        self.tolerance = None
         gradient = linearisation.vjp(linearisation.outputs)
         self._gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
         self.gradient_norm = _tree.norm(self._gradient)
         self.num_jvps = 0
         self.num_vjps = 1
+
+    def truncated(self, tolerance: ScalarLike) -> "MatrixFree":
+        return eqx.tree_at(
+            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
+        )
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
@@ -61,7 +68,8 @@ class MatrixFree(AbstractSubproblem):
         return self.curvature_along_gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
-        return MatrixFree(self.linearisation.with_outputs(residual))
+        other = MatrixFree(self.linearisation.with_outputs(residual))
+        return other if self.tolerance is None else other.truncated(self.tolerance)
 
     def solve(self, filter) -> Answer:
         damping = 0.0
@@ -69,7 +77,9 @@ class MatrixFree(AbstractSubproblem):
             filter, damping = filter.filter, filter.damping
         match filter:
             case Tikhonov(damping=more):
-                return self.to_tolerance(self._exactly(), damping + more)
+                tolerance = self.tolerance
+                tolerance = self._exactly() if tolerance is None else tolerance
+                return self.to_tolerance(tolerance, damping + more)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.

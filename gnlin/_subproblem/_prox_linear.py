@@ -40,6 +40,7 @@ class ProxLinear(AbstractSubproblem):
     objective: AbstractObjective
     linearisation: Linearisation
     space: AbstractSpace
+    tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
     _gradient: PyTree[Array]
     gradient_norm: Scalar
     num_jvps: int = eqx.field(static=True)
@@ -56,10 +57,16 @@ class ProxLinear(AbstractSubproblem):
         self.objective = objective
         self.linearisation = linearisation
         self.space = space
+        self.tolerance = None
         self._gradient = linearisation.vjp(objective.gradient(linearisation.outputs))
         self.gradient_norm = _tree.norm(self._gradient)
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps + 1
+
+    def truncated(self, tolerance: ScalarLike) -> "ProxLinear":
+        return eqx.tree_at(
+            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
+        )
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
@@ -85,7 +92,9 @@ class ProxLinear(AbstractSubproblem):
             filter, damping = filter.filter, filter.damping
         match filter:
             case Tikhonov(damping=more):
-                return self.to_tolerance(self._exactly(), damping + more)
+                tolerance = self.tolerance
+                tolerance = self._exactly() if tolerance is None else tolerance
+                return self.to_tolerance(tolerance, damping + more)
             case PseudoInverse(rcond=None):
                 return self.to_tolerance(self._exactly(), damping)
             case GradientDescent() | HeavyBall() | Nesterov():

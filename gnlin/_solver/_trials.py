@@ -1,0 +1,249 @@
+"""Dampings, tried at one linearisation until one lowers the loss."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from .._subproblem import AbstractSubproblem
+from ..filters import Tikhonov
+from ._base import Evaluate, increased
+
+
+# The loss must fall by this part of what the linearisation predicts (as in MINPACK).
+_SUFFICIENT_DECREASE = 1e-4
+# An acceleration longer than this part of the step says that the step is too long for
+# the linearisation (Transtrum and Sethna, 2012, section 4).
+_MAX_ACCELERATION = 0.75
+# A change of the loss by less than eps to this power, relatively, says nothing: 3e-13 in
+# double precision, 3e-6 in single.
+_ROUNDING_POWER = 0.8
+# A gradient of fewer roundings than this of |phi| |r| is none.
+_GRADIENT_ROUNDINGS = 10
+# A step that gains this part of what an undamped one would is not held by the damping.
+_UNDAMPED = 0.1
+# Damping at this power of eps, relative to the largest curvature, damps nothing.
+_LEAST_POWER = 2.5
+# The outputs are known to so many roundings of what the parameters make of them.
+_OUTPUT_ROUNDINGS = 10
+# The damping then has grown by 2^1830, past all floating-point numbers.
+_MAX_TRIALS = 60
+
+
+class Trial(eqx.Module):
+    """The damping tried last, from the one factorisation, and what came of it."""
+
+    damping: Float[Array, ""]
+    next_damping: Float[Array, ""]
+    growth: Float[Array, ""]  # of the damping, if the next trial fails
+    y: PyTree[Array]
+    outputs: PyTree[Array]
+    step: PyTree[Array]
+    accepted: Bool[Array, ""]
+    converged: Bool[Array, ""]  # the least damped trial was within the tolerances
+    idle: Bool[Array, ""]  # near the solution, and nothing to gain but rounding
+    near: Bool[Array, ""]  # the gradient, or what there is to gain, is next to nothing
+    stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
+    num_rejected: Int[Array, ""]
+    num_inner_steps: Float[Array, ""]
+    num_jvps: Float[Array, ""]
+    num_vjps: Float[Array, ""]
+
+
+def first_damping(
+    subproblem: AbstractSubproblem, relative: ScalarLike, dtype: jnp.dtype
+) -> Float[Array, ""]:
+    """So many times the curvature along the gradient."""
+    curvature = subproblem.curvature_along_gradient()
+    # Where the gradient vanishes there is no step to damp.
+    safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
+    return jnp.asarray(relative, dtype) * safe.astype(dtype)
+
+
+def try_dampings(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    evaluate: Evaluate,
+    subproblem: AbstractSubproblem,
+    scale: PyTree[Array] | None,
+    damping: Float[Array, ""],
+    finite: Bool[Array, ""],
+    acceleration: bool,
+    converged: Callable[..., Bool[Array, ""]],
+) -> Trial:
+    """Larger and larger dampings, from one linearisation and one factorisation, until
+    one lowers the loss or there is nothing to be gained.
+
+    - `scale`: of the variables in which the subproblem is damped; `None` for ones.
+    - `finite`: whether there is anything to try.
+    - `acceleration`: whether to add the second-order correction.
+    - `converged`: the solver's test of a step.
+    """
+    dtype = damping.dtype
+    eps = _tree.eps((lin.point, lin.outputs))
+    gradient = subproblem.gradient()
+    attainable = subproblem.attainable_decrease().astype(dtype)
+    known = jnp.isfinite(attainable)
+    largest = subproblem.largest_curvature().astype(dtype)
+    # Below the least it damps nothing, above the most no step is taken at all.
+    unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
+    sensible = unit * eps**_LEAST_POWER, unit / eps**2
+    loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
+    residual = objective.residual(lin.outputs)
+    root = objective.root(lin.outputs)
+    flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
+    least = _least_loss(lin, root).astype(dtype)
+    rounding = eps**_ROUNDING_POWER * loss + least
+    arrived = loss <= least
+
+    def scaled(step):
+        return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
+
+    def damped_norm(answer):
+        known = answer.damped_norm
+        norm = _tree.norm(scaled(answer.step)) if known is None else known
+        return norm.astype(dtype)
+
+    def attempt(last: Trial) -> Trial:
+        damping = last.next_damping
+        answer = subproblem.solve(Tikhonov(damping))
+        if answer.decrease is not None:
+            predicted = answer.decrease.astype(dtype)
+        else:
+            along = _tree.dot(answer.step, gradient).astype(dtype)
+            predicted = 0.5 * (damping * damped_norm(answer) ** 2 - along)
+        step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
+        if acceleration:
+            bend = _accelerated(root, evaluate, lin.point, subproblem, damping, step)
+            longest = 0.5 * _MAX_ACCELERATION * damped_norm(answer)
+            gentle = damped_norm(bend) <= longest
+            step = _tree.axpy(0.5, bend.step, step)
+
+        y = _tree.axpy(1, step, lin.point)
+        outputs = evaluate(y)
+        actual = objective.decrease(lin.outputs, outputs).astype(dtype)
+
+        ratio = actual / jnp.where(predicted > 0, predicted, 1)
+        # A step can be small because the damping is large: to count as one near the
+        # solution it has to gain a good part of what an undamped one would.
+        free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
+        free = jnp.where(known, free, damping <= largest)
+        noise = free & (predicted <= rounding) & (actual >= -rounding)
+        accepted = (
+            _tree.all_finite((y, outputs))
+            & gentle
+            & (noise | (ratio > _SUFFICIENT_DECREASE))
+        )
+        ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
+        shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
+        first = last.num_rejected == 0
+        within = free & converged(y, step, objective.residual(outputs), residual)
+        promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
+        little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
+        near = jnp.where(first, little | flat | arrived, last.near)
+        # The residual's part in the range of phi is rounding: so is the gradient.
+        vanished = first & (known | free)
+        vanished &= promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss
+        taken = (answer,) if bend is None else (answer, bend)
+        return Trial(
+            damping=damping,
+            next_damping=jnp.clip(
+                damping * jnp.where(accepted, shrink, last.growth), *sensible
+            ),
+            growth=2 * last.growth,
+            y=y,
+            outputs=outputs,
+            step=step,
+            accepted=accepted,
+            converged=jnp.where(first, within | vanished | arrived, last.converged),
+            idle=near & accepted & (jnp.abs(actual) <= rounding),
+            near=near,
+            stalled=near & ~accepted & (predicted <= eps * loss),
+            num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
+            num_inner_steps=increased(
+                last.num_inner_steps, *(a.num_inner_steps for a in taken)
+            ),
+            num_jvps=increased(last.num_jvps, *(a.num_jvps for a in taken)),
+            num_vjps=increased(last.num_vjps, *(a.num_vjps for a in taken)),
+        )
+
+    def again(trial: Trial) -> Bool[Array, ""]:
+        done = trial.accepted | trial.converged | trial.stalled
+        spent = (trial.num_rejected >= _MAX_TRIALS) | (trial.damping >= sensible[1])
+        return ~done & ~spent
+
+    no, zero = jnp.array(False), jnp.zeros((), jnp.result_type(float))
+    start = Trial(
+        damping=damping,
+        next_damping=damping,
+        growth=jnp.array(2, dtype),
+        y=lin.point,
+        outputs=lin.outputs,
+        step=_tree.zeros_like(lin.point),
+        accepted=no,
+        converged=no,
+        idle=no,
+        near=no,
+        stalled=no,
+        num_rejected=jnp.array(0),
+        num_inner_steps=zero,
+        num_jvps=zero,
+        num_vjps=zero,
+    )
+    return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
+
+
+def _accelerated(root, evaluate, y, subproblem, damping, velocity):
+    """The second-order correction to a step v: the damped least-squares solution
+    for the second directional derivative of the outputs along v, whitened."""
+
+    def along(t):
+        return jax.jvp(evaluate, (_tree.axpy(t, velocity, y),), (velocity,))[1]
+
+    zero = jnp.zeros((), _tree.dtype(y))
+    _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
+    bent = subproblem.with_residual(root(second))
+    answer = bent.solve(Tikhonov(damping))
+    taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
+    return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)
+
+
+def _slope(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    subproblem: AbstractSubproblem,
+    gradient: PyTree[Array],
+) -> Scalar:
+    """How far the gradient is from zero, free of units. The smaller of two: the cosine
+    between the residual and the range of phi (as MINPACK's gtol), and what a relative
+    change of the parameters does to the loss (Dennis and Schnabel, 1983, section 7.2)."""
+    dtype = _tree.dtype((lin.point, lin.outputs))
+    loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
+    # The residual's norm, of squared error; else the length that has as much loss.
+    residual = jnp.sqrt(2 * loss)
+    largest = jnp.sqrt(subproblem.largest_curvature()).astype(dtype)
+    cosine = subproblem.scaled_gradient_norm().astype(dtype) / (largest * residual)
+    gradient = _tree.cast_like(gradient, lin.point)
+    terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
+    sensitivity = _tree.total(terms, dtype)
+    return jnp.minimum(cosine, sensitivity / loss)
+
+
+def _least_loss(
+    lin: Linearisation, root: Callable[[PyTree[Array]], PyTree[Array]]
+) -> Scalar:
+    """The squared error of a residual that is nothing but the outputs' rounding, as much
+    as the parameters' makes, with signs that keep equal ones apart."""
+
+    def with_signs(x):
+        signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
+        return x * signs.reshape(x.shape).astype(x.dtype)
+
+    pushed = root(lin.jvp(jax.tree.map(with_signs, lin.point)))
+    size = _OUTPUT_ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * _tree.norm(pushed)
+    return 0.5 * size**2

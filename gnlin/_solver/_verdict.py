@@ -1,0 +1,185 @@
+"""How a run ends: whether it has converged, stands still, or diverges."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+
+from .. import _tree
+from .._checks import check_finite_positive
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+
+
+# Gaussian probes of a column's norm: eight know it to a quarter, and take a tenth of it
+# for all of it once in ten million times.
+_NUM_PROBES = 8
+# The outputs are known to so many roundings of what the parameters make of them.
+_ROUNDINGS = 10
+# What optimistix calls a run whose steps are next to nothing, and its gradient is not.
+STANDS_STILL: optx.RESULTS = optx.RESULTS.promote(lx.RESULTS.stagnation)
+# So many steps in a row with a loss far above its start are no accident.
+_MOST_FAR = 5
+
+
+def is_stationary(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    rtol: float,
+    atol: float,
+    first_loss: Scalar,
+) -> Bool[Array, ""]:
+    r"""Whether there is next to nothing to gain from moving any parameter by itself.
+
+    Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
+    gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
+    cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
+    at most `atol + max(rtol, eps^(1/3)) |r|`. Of a run that has come down from its
+    `first_loss` no less than the outputs' rounding is asked.
+
+    ??? cite "Reference"
+
+        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
+        section 8. The columns' norms by probes: C. Bekas, E. Kokiopoulou and Y. Saad, *An
+        estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
+    """
+    quadratic = objective.expand(lin)
+    gradient = quadratic.lin.vjp(quadratic.lin.outputs)
+    if quadratic.rest is not None:
+        gradient = _tree.axpy(1, quadratic.rest, gradient)
+    gradient = _tree.cast_like(gradient, lin.point)
+    norms = _column_norms(quadratic.lin)
+    eps = _tree.eps((lin.point, lin.outputs))
+    dtype = first_loss.dtype
+    # The residual's norm, of squared error; else the length that has as much loss.
+    loss = objective.value(lin.outputs).astype(dtype)
+    size = jnp.sqrt(2 * jnp.abs(loss))
+    terms = jax.tree.map(jnp.multiply, norms, lin.point)
+    rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
+    least = jnp.where(loss <= first_loss, rounding, 0)
+    most = atol + jnp.maximum(rtol, eps ** (1 / 3)).astype(dtype) * size + least
+
+    def is_flat(g, norm):
+        # Where a column is zero, so must be the gradient.
+        change = jnp.abs(g) / jnp.where(norm > 0, norm, 1)
+        return jnp.all(jnp.where(norm > 0, change <= most.astype(g.dtype), g == 0))
+
+    return jax.tree.reduce(
+        jnp.logical_and, jax.tree.map(is_flat, gradient, norms), jnp.array(True)
+    )
+
+
+def _column_norms(lin: Linearisation) -> PyTree[Array]:
+    """The norms of the Jacobian's columns, estimated."""
+    flat, unravel = ravel_pytree(lin.outputs)
+
+    def add(norms, key):
+        pulled = lin.vjp(unravel(jax.random.normal(key, flat.shape, flat.dtype)))
+        pulled = _tree.cast_like(pulled, norms)
+        # Whose squares may be smaller than any floating-point number.
+        return jax.tree.map(jnp.hypot, norms, pulled), None
+
+    # The probes are to be the same for ever, and mean nothing.
+    keys = jax.random.split(jax.random.key(0), _NUM_PROBES)
+    norms, _ = jax.lax.scan(add, _tree.zeros_like(lin.point), keys)
+    return _tree.scale(_NUM_PROBES**-0.5, norms)
+
+
+class Watch(eqx.Module):
+    """Over a run that nothing else checks: the best point so far, and for how many steps
+    in a row the loss has been far above where it started."""
+
+    first: Float[Array, ""]
+    best: Float[Array, ""]
+    y: PyTree[Array]  # of the best
+    num_far: Int[Array, ""]
+
+    def __init__(self, first, best, y, num_far):
+        self.first, self.best, self.y, self.num_far = first, best, y, num_far
+
+    @staticmethod
+    def start(y: PyTree[Array], loss: Scalar, unit: Scalar) -> "Watch":
+        """From the first point and its loss. What is next to no loss is measured in
+        `unit`s, such as the loss of outputs that are zero."""
+        floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
+        return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
+
+    def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
+        """At a point and its loss, which may be no number."""
+        better = loss < self.best
+        far = ~(loss <= factor * self.first)
+        return Watch(
+            self.first,
+            jnp.where(better, loss, self.best),
+            _tree.where(better, y, self.y),
+            jnp.where(far, self.num_far + 1, 0),
+        )
+
+    @property
+    def diverges(self) -> Bool[Array, ""]:
+        return self.num_far >= _MOST_FAR
+
+
+#
+# In words
+#
+
+RESULT_NAMES = (
+    "successful",
+    "nonlinear_max_steps_reached",
+    "nonfinite",
+    "nonlinear_divergence",
+    "stagnation",
+)
+
+
+def result_name(result: optx.RESULTS) -> str:
+    """As it is called in `optimistix.RESULTS`, whose own words for a success are none."""
+    for name in RESULT_NAMES:
+        if bool(result == getattr(optx.RESULTS, name)):
+            return name
+    return "failed"
+
+
+def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
+    """What went wrong, which model is handed back, and what to do.
+
+    - `factor`: if the loss has been so many times its start.
+    """
+    last = "the model is the last finite one"
+    name = result_name(result)
+    if name == "nonfinite":
+        return f"numbers are not finite (inf or nan); {last}."
+    if name == "stagnation":
+        return (
+            "it stands still: the steps are within `rtol` and `atol`, but the gradient "
+            f"is not next to zero; {last}. Use `gnlin.LevenbergMarquardt()`, less "
+            "damping, or a larger learning rate."
+        )
+    if name == "nonlinear_divergence" and factor is not None:
+        return (
+            f"it diverged: the loss has stayed above {factor:g} times its start; the "
+            "model is the best so far. Use `gnlin.LevenbergMarquardt()`, more damping, "
+            "a smaller learning rate, or a `search`."
+        )
+    if name == "nonlinear_divergence":
+        return (
+            f"it diverged: no step is left that lowers the loss, or none that is finite; "
+            f"{last}. Use `gnlin.LevenbergMarquardt()`, more damping, a smaller learning "
+            "rate, or a `search`."
+        )
+    return " ".join(optx.RESULTS[result].split()).split(". ")[0] + f"; {last}."
+
+
+def check_divergence(divergence: object) -> None:
+    if divergence is None:
+        return
+    check_finite_positive("divergence", divergence)
+    if divergence <= 1:  # type: ignore[operator]
+        raise ValueError(
+            "`divergence` is how many times its start the loss may be, and must be more "
+            f"than 1, or `None`, but {divergence} was given."
+        )
