@@ -47,7 +47,7 @@ def run_task(
     epochs = epochs or task.epochs
     num_steps = epochs * (len(data.train[1]) // batch_size if batch_size else 1)
     first_loss = mean_loss(task, model, state, data.train)
-    given = (_default(),) if solver is None else (solver,)
+    given = () if solver is None else (solver,)
     begun = time.perf_counter()
     with warnings.catch_warnings():
         # That a run has diverged is among the figures.
@@ -86,7 +86,7 @@ def run_task(
         "validation_scores": validated,
         "best_score": float(tested[np.argmax(task.sign * validated)]),
         "steps": result.stats["num_steps"],
-        "passes": num_passes(result.stats),
+        "passes": num_passes(result.stats, across=batch_size is not None),
         "seconds": seconds,
         "diverged": ended_early or not train_loss <= first_loss,
     }
@@ -97,22 +97,13 @@ def _padded(x: ndarray, length: int) -> ndarray:
     return np.pad(x, (0, length - len(x)), mode="edge")
 
 
-def _default() -> gnlin.AbstractGaussNewton:
-    return gnlin.LevenbergMarquardt(
-        method="matrix-free", scaling="identity", acceleration=False
-    )
-
-
-def num_passes(stats: dict[str, Any]) -> int:
+def num_passes(stats: dict[str, Any], across: bool) -> int:
     """Through the model: tangent and transposed ones, and a forward pass for each
-    linearisation and each trial of a step."""
-    return int(
-        stats["num_jvps"]
-        + stats["num_vjps"]
-        + stats["num_feature_updates"]
-        + stats["num_accepted_steps"]
-        + stats["num_rejected_steps"]
-    )
+    linearisation and each trial of a step; across batches one more for each, of the last
+    step on the next batch."""
+    forward = stats["num_feature_updates"] * (2 if across else 1)
+    trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
+    return int(stats["num_jvps"] + stats["num_vjps"] + forward + trials)
 
 
 class TestScore(gnlin.callbacks.Callback):
