@@ -117,7 +117,7 @@ class Run(AbstractRun):
     ):
         self._setting = setting
         arrays, self._static = split(carry)
-        self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
+        self._now = _Now(0, 0, 0, [_strongly_typed(x) for x in arrays])
         self._stream = stream
         self._num_epochs = epochs
         self._num_steps = steps
@@ -457,6 +457,11 @@ def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
                 "callback measures, another name."
             )
     return columns
+
+
+def _strongly_typed(x: Any) -> Array:
+    """As a step hands it out: else the second step would be compiled once more."""
+    return x if is_key(x) else jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:
