@@ -41,7 +41,7 @@ class Defaults(Settings):
     """Of Adam."""
     epochs: int | None = None
     """`None` for the task's own."""
-    full_batch_steps: int = 60
+    full_batch_steps: int = 40
     num_looks: int = 20
 
 
@@ -74,16 +74,18 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
                 task, seed, epochs=settings.epochs, num_looks=settings.num_looks
             ),
         )
-        full = _of_seeds(
-            settings,
-            lambda seed: run_task(
-                task,
-                seed,
-                batch_size=None,
-                epochs=settings.full_batch_steps,
-                num_looks=settings.num_looks,
-            ),
-        )
+        full = {}
+        if task.full_batch:
+            full = _of_seeds(
+                settings,
+                lambda seed: run_task(
+                    task,
+                    seed,
+                    batch_size=None,
+                    epochs=settings.full_batch_steps,
+                    num_looks=settings.num_looks,
+                ),
+            )
         # Two passes a step; the first half of the looks is for as many as `fit` made.
         num_steps = int(np.ceil(fit["passes"].max() / 2))
         adam = run_adam(
@@ -116,7 +118,8 @@ class Outcome:
 
     task: Task
     fit: Float[ndarray, " seeds"]
-    full: Float[ndarray, " seeds"]
+    full: Float[ndarray, " seeds"] | None
+    """On the full batch, where it is tried."""
     adam: Float[ndarray, " seeds"]
     """After as many passes as `fit` has made, at the best rate."""
     rate: float
@@ -140,9 +143,14 @@ def outcome(settings: Defaults, runs: Runs) -> Outcome:
     task = TASKS[runs.point["task"]]
     half = _best(settings, task, runs["adam_test_scores"][..., settings.num_looks - 1])
     end = _best(settings, task, runs["adam_test_scores"][..., -1])
-    diverged = runs["fit_diverged"].sum() + runs["full_diverged"].sum()
-    scores = runs["fit_score"], runs["full_score"]
-    return Outcome(task, *scores, *half, *end, int(diverged))
+    scores = runs["fit_score"], runs.columns.get("full_score")
+    return Outcome(task, *scores, *half, *end, int(_diverged(runs).sum()))
+
+
+def _diverged(runs: Runs) -> Float[ndarray, " seeds"]:
+    """Runs of `fit`, a seed."""
+    kinds = [name for name in ("fit_diverged", "full_diverged") if name in runs.columns]
+    return np.sum([runs[name].astype(float) for name in kinds], axis=0)
 
 
 def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"]):
@@ -154,10 +162,7 @@ def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"])
 
 def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
     found = [outcome(settings, runs) for runs in all_runs]
-    diverged = np.sum(
-        [runs["fit_diverged"].astype(float) + runs["full_diverged"] for runs in all_runs],
-        axis=0,
-    )
+    diverged = np.sum([_diverged(runs) for runs in all_runs], axis=0)
     share = np.mean([o.shortfall <= TOLERANCE for o in found], axis=0)
     return [
         *(
@@ -221,7 +226,7 @@ def _row(runs: Runs, found: Outcome) -> tuple[str, ...]:
     return (
         task.name,
         _shown(task, found.fit),
-        _shown(task, found.full),
+        "" if found.full is None else _shown(task, found.full),
         _shown(task, found.adam),
         f"{found.rate:g}",
         f"{_shown(task, found.longer)} ({found.longer_rate:g})",
@@ -276,16 +281,13 @@ def _draw_task(settings: Defaults, axes: Any, runs: Runs) -> None:
     num_train = len(task.data(0).train[1])
     adam = runs["adam_test_scores"][:, settings.rates.index(found.longer_rate)]
     passes = 2 * runs["adam_steps"].mean()
-    curves = (
+    curves = [
         (adam, passes, BLACK, "Adam, best rate"),
         (runs["fit_test_scores"], runs["fit_passes"].mean(), BLUE, "fit, mini-batches"),
-        (
-            runs["full_test_scores"],
-            runs["full_passes"].mean() * num_train / BATCH_SIZE,
-            GREEN,
-            "fit, full batch",
-        ),
-    )
+    ]
+    if found.full is not None:
+        passes = runs["full_passes"].mean() * num_train / BATCH_SIZE
+        curves.append((runs["full_test_scores"], passes, GREEN, "fit, full batch"))
     for scores, passes, colour, label in curves:
         errors = 1 - scores if task.higher_is_better else scores
         looks = np.linspace(0, passes, scores.shape[1] + 1)[1:]

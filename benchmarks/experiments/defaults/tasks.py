@@ -56,6 +56,8 @@ class Task:
     has_state: bool = False
     takes_key: bool = False
     """For dropout."""
+    full_batch: bool = True
+    """Whether steps on all training examples are a matter of seconds."""
 
     def start(self, seed: int) -> Trainable:
         """The network as initialised."""
@@ -174,15 +176,16 @@ _TASKS = (
         "CNN, batch normalisation",
         NormalisedConvNet,
         lambda seed: digits(seed, (1, 8, 8)),
-        epochs=20,
+        epochs=10,
         has_state=True,
+        full_batch=False,
         **_LABELS,
     ),
     Task(
         "MLP, dropout",
         lambda key: DropoutMLP(key, (64, 128, 128, 10), rate=0.3),
         digits,
-        epochs=30,
+        epochs=20,
         takes_key=True,
         **_LABELS,
     ),
@@ -190,14 +193,16 @@ _TASKS = (
         "GRU",
         lambda key: Recurrent(key, size=4, width=32, num_classes=10),
         lambda seed: digits(seed, (16, 4)),  # half rows of pixels, one after another
-        epochs=30,
+        epochs=20,
+        full_batch=False,
         **_LABELS,
     ),
     Task(
         "transformer",
-        lambda key: TokenTransformer(key, NUM_TOKENS, LENGTH, width=32, depth=2, heads=4),
+        lambda key: TokenTransformer(key, NUM_TOKENS, LENGTH, width=32, depth=1, heads=4),
         to_sort,
-        epochs=20,
+        epochs=4,
+        full_batch=False,
         **_LABELS,
     ),
     Task(
