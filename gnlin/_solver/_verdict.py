@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
 from .._checks import check_finite_positive
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._tree import ravel_pytree
 
 
 # Gaussian probes of a column's norm: eight know it to a quarter, and take a tenth of it
