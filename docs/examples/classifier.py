@@ -96,7 +96,7 @@ def draw(results, test, path):
 
 def main(out: Path, quick: bool):
     data, test = load()
-    epochs = 5 if quick else 20
+    epochs = 10 if quick else 40
     results = {"gnlin.fit, no solver given": train(data, test, epochs)}
     by_adam = {rate: train(data, test, epochs, solver=adam(rate)) for rate in RATES}
     best = max(RATES, key=lambda rate: looks(by_adam[rate])[0][-1])
@@ -114,7 +114,7 @@ def main(out: Path, quick: bool):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="five epochs")
+    parser.add_argument("--quick", action="store_true", help="ten epochs")
     parser.add_argument("--out", type=Path, default=Path("results/tutorials"))
     arguments = parser.parse_args()
     main(arguments.out, arguments.quick)
