@@ -1,11 +1,14 @@
 """A small network, its data in batches, and literal training loops in NumPy."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
+from problems import updated
 
 import gnlin
 
@@ -103,7 +106,7 @@ def inner_steps(
 ):
     """(parameters, theta_s, losses) of optax on L(f(theta_s) + J (theta - theta_s))."""
     flat = point = np.asarray(flat)
-    update = jax.jit(optimiser.update)
+    update = jax.jit(functools.partial(updated, optimiser))
     state, losses = optimiser.init(flat), []
     for k in range(num_steps):
         x, targets = batches[k % len(batches)]

@@ -130,3 +130,9 @@ def literal_loop(step, y, args, num_steps, numpy_fn=sines_numpy):
     for k in range(num_steps):
         y = y + step(*numpy_fn(y, args), k)
     return y
+
+
+def updated(optimiser, gradient, state, parameters=None):
+    """By optax, whose own arithmetic mixes its count with numbers."""
+    with jax.numpy_dtype_promotion("standard"):
+        return optimiser.update(gradient, state, parameters)

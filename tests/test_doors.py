@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optimistix as optx
 import pytest
+from problems import updated
 
 import gnlin
 
@@ -369,7 +370,7 @@ def test_an_optimiser_of_optax_as_a_solver():
         gradient = jax.grad(lambda line: 0.5 * jnp.sum((jax.vmap(line)(X) - T) ** 2))(
             parameters
         )
-        updates, state = optimiser.update(gradient, state)
+        updates, state = updated(optimiser, gradient, state)
         parameters = optax.apply_updates(parameters, updates)
     np.testing.assert_allclose(solution.model.weight, parameters.weight, rtol=1e-10)
 

@@ -31,7 +31,7 @@ from fit_problems import (
     X,
 )
 from jax.flatten_util import ravel_pytree
-from problems import damped_step, gauss_newton_step, truncated_step
+from problems import damped_step, gauss_newton_step, truncated_step, updated
 
 import gnlin
 from gnlin._fit import _run
@@ -299,7 +299,7 @@ def test_a_period_of_one_without_restart_is_the_optimiser_itself():
     @jax.jit
     def step(flat, state, x, targets):
         loss = lambda flat: jnp.sum(optax.l2_loss(outputs(flat, x), targets))
-        updates, state = optimiser.update(jax.grad(loss)(flat), state, flat)
+        updates, state = updated(optimiser, jax.grad(loss)(flat), state, flat)
         return optax.apply_updates(flat, updates), state
 
     flat, state = START, optimiser.init(START)

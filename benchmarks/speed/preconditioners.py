@@ -221,7 +221,7 @@ def _layer(num_examples: int) -> tuple[eqx.nn.MLP, _Data]:
     layer, features, targets = jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.MLP(NUM_FEATURES, 5, 1, 0, final_activation=jnp.tanh, key=layer)
     x = jax.random.normal(features, (num_examples, NUM_FEATURES), float)
-    x = x * jnp.geomspace(1, SMALLEST_SCALE, NUM_FEATURES)
+    x = x * jnp.geomspace(1, SMALLEST_SCALE, NUM_FEATURES)[None]
     return in_double(model), (
         x,
         jnp.tanh(jax.random.normal(targets, (num_examples, 5), float)),

@@ -5,20 +5,25 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
 from .._checks import check_finite_positive
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._tree import ravel_pytree
 
 
 # Gaussian probes of a column's norm: eight know it to a quarter, and take a tenth of it
 # for all of it once in ten million times.
 _NUM_PROBES = 8
+# A cosine of this times the third root of a rounding is none: the probes and the
+# gradient's own rounding allow no less.
+_FLAT = 1.25
+# A rounding in double precision; in single a saturated unit may yet come back.
+_UNSEEN = 2.0**-52
 # The outputs are known to so many roundings of what the parameters make of them.
-_ROUNDINGS = 10
+_ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.promote(lx.RESULTS.stagnation)
 # So many steps in a row with a loss far above its start are no accident.
@@ -37,8 +42,10 @@ def is_stationary(
     Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
     gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
     cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
-    at most `atol + max(rtol, eps^(1/3)) |r|`. Of a run that has come down from its
-    `first_loss` no less than the outputs' rounding is asked.
+    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
+    `first_loss` no less than the outputs' rounding is asked; and nothing of a parameter
+    that could be as large again without a rounding's difference to the residual, such as
+    the rate of an exponential that has died out.
 
     ??? cite "Reference"
 
@@ -60,15 +67,19 @@ def is_stationary(
     terms = jax.tree.map(jnp.multiply, norms, lin.point)
     rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
     least = jnp.where(loss <= first_loss, rounding, 0)
-    most = atol + jnp.maximum(rtol, eps ** (1 / 3)).astype(dtype) * size + least
+    most = atol + jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size + least
 
-    def is_flat(g, norm):
+    def is_flat(g, norm, term):
         # Where a column is zero, so must be the gradient.
         change = jnp.abs(g) / jnp.where(norm > 0, norm, 1)
-        return jnp.all(jnp.where(norm > 0, change <= most.astype(g.dtype), g == 0))
+        flat = jnp.where(norm > 0, change <= most.astype(g.dtype), g == 0)
+        unseen = jnp.abs(term) <= (_UNSEEN * size).astype(g.dtype)
+        return jnp.all(flat | (unseen & (term != 0)))
 
     return jax.tree.reduce(
-        jnp.logical_and, jax.tree.map(is_flat, gradient, norms), jnp.array(True)
+        jnp.logical_and,
+        jax.tree.map(is_flat, gradient, norms, terms),
+        jnp.array(True),
     )
 
 

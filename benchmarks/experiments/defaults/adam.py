@@ -68,7 +68,8 @@ def _train(task, static, of_seed, rate, *, batch_size, num_looks, every):
         slope, state = gradient(parameters, state, inputs, targets, dropout)
         with jax.numpy_dtype_promotion("standard"):  # optax counts and multiplies
             change, moments = optimiser.update(slope, moments)
-        return (optax.apply_updates(parameters, change), state, moments), None
+            parameters = optax.apply_updates(parameters, change)
+        return (parameters, state, moments), None
 
     def until(carry, look):
         carry, _ = jax.lax.scan(step, carry, look * every + jnp.arange(every))
