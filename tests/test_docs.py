@@ -69,6 +69,13 @@ def test_page_reaches_its_result(page):
     assert REACHED[page](namespace)
 
 
+@pytest.fixture(autouse=True)
+def as_a_reader():
+    """A user's own code may leave promotion to JAX."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def _public() -> list[tuple[str, object]]:
     names = [(f"gnlin.{n}", getattr(gnlin, n)) for n in vars(gnlin) if n[0] != "_"]
     return [(n, o) for n, o in names if not inspect.ismodule(o)] + [

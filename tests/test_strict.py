@@ -220,6 +220,23 @@ def test_fit(solver):
     assert result.model.hidden.dtype == jnp.float32
 
 
+def test_a_run_that_is_gone_on_with(tmp_path):
+    # What comes out of a file has lost JAX's weak types.
+    data = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2), LABELS
+    solver = gnlin.IterativeLinearisation(2, 1e-2)
+    settings = {
+        "loss": gnlin.SoftmaxCrossEntropy(),
+        "batch_size": 3,
+        "progress": False,
+        "checkpoint": tmp_path,
+    }
+    gnlin.fit(Network(jnp.float32), data, solver, steps=2, **settings)
+    result = gnlin.fit(
+        Network(jnp.float32), data, solver, steps=4, resume=True, **settings
+    )
+    assert len(result.history["loss"]) == 4
+
+
 def test_features():
     model, other = Network(jnp.float32), Network(jnp.float64)
     inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)

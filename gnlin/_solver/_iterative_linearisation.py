@@ -406,7 +406,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         finite = _tree.all_finite((new_y, loss))
         new_y = _tree.where(finite, new_y, y)
         num_steps = stream.num_steps + 1
-        renew = num_steps >= jnp.asarray(_as_float(self.period), float)
+        renew = num_steps.astype(float) >= jnp.asarray(_as_float(self.period), float)
         if trigger is not None:
             renew |= trigger(lin, outputs, num_steps)
         point = _tree.where(renew, new_y, stream.point)
