@@ -107,7 +107,8 @@ def test_passes_are_counted_both_ways_and_forwards():
         "num_accepted_steps": 2,
         "num_rejected_steps": 5,
     }
-    assert num_passes(counts) == 16
+    assert num_passes(counts, across=False) == 16
+    assert num_passes(counts, across=True) == 16 + counts["num_feature_updates"]
 
 
 SETTINGS = dataclasses.replace(
