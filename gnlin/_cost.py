@@ -27,7 +27,7 @@ def _convolves(jaxpr) -> bool:
 
 
 def _of_jaxpr(jaxpr) -> float:
-    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+    return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
 
 
 def _of_equation(equation) -> float:
