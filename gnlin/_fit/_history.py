@@ -122,6 +122,10 @@ class Rows:
             return dict.fromkeys(self.columns, np.nan)
         return dict(zip(self.columns, self._rows[-1], strict=True))
 
+    def column(self, name: str) -> list[float]:
+        i = self.columns.index(name)
+        return [row[i] for row in self._rows]
+
     def cut(self, num_rows: int) -> None:
         """Leave out what came after so many."""
         del self._rows[num_rows:]

@@ -40,6 +40,11 @@ from ._validation import Validation
 
 Model = TypeVar("Model")
 
+# A run whose last so many steps have had this many times the first loss has come to
+# nothing, and says so.
+_LOOKED_BACK = 10
+_WORSE = 1.5
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FitResult(Generic[Model]):
@@ -219,6 +224,7 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
+            self._look_back()
             self._save()
             self._validate_if_not_yet()
         except KeyboardInterrupt:
@@ -339,6 +345,19 @@ class Run(AbstractRun):
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
+
+    def _look_back(self) -> None:
+        """All steps were made: has it come to anything?"""
+        losses = self._rows.column("loss")
+        if self.reason or len(losses) < 2 * _LOOKED_BACK:
+            return
+        first, last = losses[0], np.mean(losses[-_LOOKED_BACK:])
+        if last > _WORSE * first:
+            self.complaint = (
+                f"`gnlin.fit` made all {self.step} steps, but the loss rose from "
+                f"{first:.3g} to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more "
+                "damping or a smaller learning rate."
+            )
 
     def _validate(self) -> None:
         assert self._validation is not None

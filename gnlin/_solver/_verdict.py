@@ -20,8 +20,8 @@ _NUM_PROBES = 8
 # A cosine of this times the third root of a rounding is none: the probes and the
 # gradient's own rounding allow no less.
 _FLAT = 1.25
-# A rounding in double precision; in single a saturated unit may yet come back.
-_UNSEEN = 2.0**-52
+# In single precision no more: a saturated unit may yet come back.
+_UNSEEN = 1e-11
 # The outputs are known to so many roundings of what the parameters make of them.
 _ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
@@ -44,8 +44,8 @@ def is_stationary(
     cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
     at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
     `first_loss` no less than the outputs' rounding is asked; and nothing of a parameter
-    that could be as large again without a rounding's difference to the residual, such as
-    the rate of an exponential that has died out.
+    that could be as large again with next to no difference to the residual: the rate of
+    an exponential that has died out, or at a minimum where its column vanishes.
 
     ??? cite "Reference"
 
