@@ -97,8 +97,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial; by default where the Jacobian is at hand.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
-        in [`gnlin.TruncatedGaussNewton`][]; on a full batch tighter as the gradient falls,
-        the square root of what is left of it.
+        in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root
+        of what is left of the gradient.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"` or
