@@ -11,6 +11,7 @@ import pytest
 from problems import updated
 
 import gnlin
+from benchmarks.__main__ import main
 from benchmarks.experiment import Runs
 from benchmarks.experiments import defaults
 from benchmarks.experiments.defaults.adam import run_adam
@@ -160,3 +161,19 @@ def test_table_and_figure_have_a_part_for_each_task(tmp_path):
     assert lines[2].startswith("| MLP, tanh | 95.0 ± 0.0 | 95.0 ± 0.0 | 96.0 ± 0.0 | 0.1")
     assert lines[3].endswith("| 6 |")
     assert lines[-1] == "As good or better on 1 of 2."
+
+
+@pytest.mark.slow
+def test_a_quick_run_is_made_judged_and_gone_on_with(tmp_path, capsys):
+    arguments = ["defaults", "--quick", "--seeds", "2", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    kinds = {f"defaults.{kind}" for kind in ("png", "pdf", "csv", "md")}
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == kinds | {"verdicts.csv", "settings.json", "runs"}
+    assert "No run diverges" in capsys.readouterr().out
+    table = (tmp_path / "defaults.md").read_text()
+    (runs,) = (tmp_path / "runs").iterdir()
+    made = runs.stat().st_mtime_ns
+    assert main([*arguments, "--resume"]) == 0
+    assert runs.stat().st_mtime_ns == made
+    assert (tmp_path / "defaults.md").read_text() == table

@@ -49,7 +49,7 @@ EMBEDDED = Defaults()
 QUICK = dataclasses.replace(
     EMBEDDED,
     seeds=2,
-    tasks=("MLP, tanh", "regression"),
+    tasks=("regression",),
     rates=(1e-3, 1e-2),
     epochs=1,
     full_batch_steps=3,
