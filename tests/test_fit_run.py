@@ -744,7 +744,7 @@ MISTAKES = {
         "shape of the model's outputs",
     ),
     "weights": ({"data": (X, T, -jnp.ones(12))}, "weights must be finite"),
-    "complex": ({"data": (X, 1j * T)}, "must be real"),
+    "complex": ({"data": (X, T.astype(complex))}, "must be real"),
     "validation": (
         {"validation": 3},
         "`validation` must be a tuple .* but a int",

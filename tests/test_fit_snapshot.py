@@ -120,7 +120,9 @@ class KeepsWhatCannotBe(Callback):
 
 
 @pytest.mark.parametrize(
-    "what", [print, object(), np.array(["a"]), np.array([None]), b"a"], ids=repr
+    "what",
+    [print, object(), np.array(["a"]), np.array([None]), b"a"],
+    ids=["function", "object", "strings", "objects", "bytes"],
 )
 def test_what_cannot_be_carried_is_said_before_training(what, tmp_path):
     words = f"`KeepsWhatCannotBe` holds a {type(what).__name__}, which a checkpoint"
