@@ -408,7 +408,7 @@ class Snapshots(gnlin.callbacks.Callback):
 
 def _checkpointed(*arguments: Any, **options: Any) -> gnlin.FitResult:
     try:
-        return gnlin.fit(*arguments, **options)
+        return gnlin.fit(*arguments, divergence=None, **options)
     except gnlin.CheckpointError as error:
         raise Refusal(str(error)) from None
 

@@ -125,14 +125,18 @@ def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
 
 
 def _unmasked(tree: PyTree[Array], weights: Float[Array, " n"]) -> PyTree[Array]:
-    """An example that counts in place of each that does not: what is there may be no
-    number, and zero times that is none either."""
+    """An example that counts in place of each that does not and is not finite: zero times
+    what is no number is none either."""
     if not isinstance(weights, Tracer) and is_here(weights) and np.all(weights > 0):
         return tree
     first = jnp.argmax(weights > 0)
+    masked = weights <= 0
+    finite = jnp.ones_like(masked)
+    for x in jax.tree.leaves(tree):
+        finite &= jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
 
     def replaced(x):
-        counts = (weights > 0).reshape(-1, *[1] * (x.ndim - 1))
-        return jnp.where(counts, x, x[first])
+        out = jnp.expand_dims(masked & ~finite, tuple(range(1, x.ndim)))
+        return jnp.where(out, x[first], x)
 
     return jax.tree.map(replaced, tree)

@@ -283,7 +283,7 @@ def communicated(program: str) -> list[tuple[str, int, int]]:
 
 def program_of_solve(model, data, solver) -> str:
     """The compiled program of `gnlin.solve`."""
-    run = gnlin._solve._run
+    run = gnlin._solve._steps
 
     class Compiled(Exception):
         pass
@@ -291,13 +291,13 @@ def program_of_solve(model, data, solver) -> str:
     def compiled(*args):
         raise Compiled(run.lower(*args).compile().compiled.as_text())
 
-    gnlin._solve._run = compiled
+    gnlin._solve._steps = compiled
     try:
         gnlin.solve(model, data, solver)
     except Compiled as found:
         return found.args[0]
     finally:
-        gnlin._solve._run = run
+        gnlin._solve._steps = run
     raise AssertionError("nothing was compiled")
 
 

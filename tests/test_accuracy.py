@@ -53,7 +53,11 @@ def test_no_number_is_no_class(targets):
 MISTAKES = {
     "labels in a column": (ONE_HOT, CLASSES[:, None], r"\(12,\).*int64.*\(12, 1\)"),
     "one label": (ONE_HOT, CLASSES[:1], r"\(12,\).*int64 of the shape \(1,\)"),
-    "labels as floats": (ONE_HOT, CLASSES.astype(float), "must be integer labels.*are float64"),
+    "labels as floats": (
+        ONE_HOT,
+        CLASSES.astype(float),
+        "must be integer labels.*are float64",
+    ),
     "other classes": (ONE_HOT, jax.nn.one_hot(CLASSES, 5), r"\(12, 3\).*\(12, 5\)"),
     "a label that is none": (ONE_HOT, CLASSES + 1, "between 0 and 2, but one is 3"),
     "one output and labels": (ONE_HOT[:, :1], CLASSES[:3], r"\(12, 1\).*\(3,\)"),

@@ -575,7 +575,7 @@ def test_levenberg_marquardt_backs_off():
     solver = gnlin.LevenbergMarquardt(
         scaling="identity", acceleration=False, damping=1e-12
     )
-    result = fit(data=[(X, T)], solver=solver, steps=8)
+    result = fit(data=(X, T), batch_size=None, solver=solver, steps=8)
     assert result.stats["num_rejected_steps"] > 0
     assert np.all(np.diff(result.history["loss"]) < 0)
 

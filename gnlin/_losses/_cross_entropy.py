@@ -57,8 +57,9 @@ class SoftmaxCrossEntropy(AbstractLoss):
     !!! example
 
         ```python
+        tokens, lengths = jnp.array([[1, 0, 2], [2, 2, 0]]), jnp.array([3, 1])
+        labels = jnp.where(jnp.arange(3) < lengths[:, None], tokens, -1)
         loss = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
-        labels = jnp.where(jnp.arange(64) < lengths[:, None], tokens, -1)
         ```
 
     ??? cite "Reference"

@@ -163,7 +163,7 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
     last = "the model is the last finite one"
     name = result_name(result)
     if name == "nonfinite":
-        return f"numbers are not finite (inf or nan); {last}."
+        return f"numbers are nonfinite (inf or nan); {last}."
     if name == "stagnation":
         return (
             "it stands still: the steps are within `rtol` and `atol`, but the gradient "

@@ -79,7 +79,9 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     else:
         damping = gnlin.equivalent_damping(period, rate)
         solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
-    solution = gnlin.solve(initial, train, solver, loss=loss, max_steps=task.num_steps)
+    solution = gnlin.solve(
+        initial, train, solver, loss=loss, max_steps=task.num_steps, divergence=None
+    )
     model, result, stats = solution.model, solution.result, solution.stats
     kernel = gnlin.features.kernel(model, train[0])
     first_kernel = gnlin.features.kernel(initial, train[0])
