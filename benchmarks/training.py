@@ -331,14 +331,17 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
         raise KeyboardInterrupt
     history = result.history
     looked = np.flatnonzero(~np.isnan(history["validation_accuracy"]))
+    if looked.size == 0:  # of a model whose outputs are no numbers, and never right
+        looked = np.array([-1])
     ours = {
         "inner_steps": history["num_inner_steps"].cumsum(),
         "feature_updates": history["num_feature_updates"],
         "train_loss": history["loss"],
-        "test_accuracy": history["validation_accuracy"],
+        "test_accuracy": np.nan_to_num(history["validation_accuracy"], nan=0.0),
     }
     if "validation_accuracy_linearised" in history.columns:
-        ours["test_accuracy_linearised"] = history["validation_accuracy_linearised"]
+        linearised = history["validation_accuracy_linearised"]
+        ours["test_accuracy_linearised"] = np.nan_to_num(linearised, nan=0.0)
     for callback in told:
         ours |= {name: history[name] for name in callback.columns}
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}

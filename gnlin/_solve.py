@@ -205,9 +205,7 @@ def _run(fixed, parameters, max_steps, places):
         optx.RESULTS.nonlinear_max_steps_reached,
         state.result,
     )
-    y = carry.y
     if carry.watch is not None:
-        y = _tree.where(carry.watch.diverges, carry.watch.y, y)
         result = optx.RESULTS.where(carry.watch.diverges, diverged, result)
     history = History(
         loss=jnp.concatenate([first_loss[None], rows.loss]),
@@ -217,7 +215,7 @@ def _run(fixed, parameters, max_steps, places):
         num_inner_steps=rows.num_inner_steps,
     )
     stats = {"num_steps": carry.num_steps, **statistics(state.counts)}
-    return y, result, history, stats
+    return carry.y, result, history, stats
 
 
 class _Carry(NamedTuple):
@@ -295,6 +293,11 @@ def _steps(fixed, parameters, carry, max_steps, places):
         return ~_is_over(carry, max_steps) & ~full(carry)
 
     carry, rows = jax.lax.while_loop(unfinished, stretch, (carry, rows))
+    if carry.watch is not None:
+        # Where the run diverges its best point is its last.
+        diverges = carry.watch.diverges
+        carry = carry._replace(y=_tree.where(diverges, carry.watch.y, carry.y))
+    carry = carry._replace(y=keep(carry.y, places.carry))
     others = everywhere((rows, first_loss), places.mesh)
     return carry, *others
 

@@ -22,6 +22,13 @@ def dtype(tree: PyTree) -> jnp.dtype:
         return jnp.result_type(*jax.tree.leaves(tree))
 
 
+def at_least_single(tree: PyTree) -> jnp.dtype:
+    """The same, of single or double precision. Of dtypes: next to a dtype an array whose
+    type is weak, such as `jnp.asarray(0.3)`, would have none of its own."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype(tree), jnp.float32)
+
+
 def promoted(tree: PyTree[Array]) -> PyTree[Array]:
     """A tree in the one dtype in which all leaves can be held."""
     common = dtype(tree)
@@ -44,7 +51,7 @@ def eps(tree: PyTree) -> float:
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16.
     Half precision is summed in single."""
-    wide = dtype((a, b, jnp.float32))
+    wide = at_least_single((a, b))
     a, b = promoted((a, b))
     precise = jax.lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
@@ -59,11 +66,11 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
     products = collections.defaultdict(list)
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     for k, (x, y) in enumerate(pairs):
-        wide = dtype((x, y, jnp.float32))
+        wide = at_least_single((x, y))
         alike = (x.shape, wide) if jax.device_count() == 1 else k
         products[alike].append(x.astype(wide) * y.astype(wide))
     sums = [functools.reduce(jnp.add, some) for some in products.values()]
-    return total(sums, dtype((a, b, jnp.float32))).astype(dtype((a, b)))
+    return total(sums, at_least_single((a, b))).astype(dtype((a, b)))
 
 
 def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:

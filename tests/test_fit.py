@@ -227,7 +227,8 @@ def test_a_step_that_fails_on_its_batch_is_skipped():
         scaling="identity", acceleration=False, damping=1e-9
     )
     data = [(x, 1e3 * targets) for x, targets in BATCHES]
-    result = fit(data=data, solver=solver, epochs=8)
+    with pytest.warns(UserWarning, match="made all 24 steps, but the loss rose from"):
+        result = fit(data=data, solver=solver, epochs=8)
     assert result.stats["num_rejected_steps"] > 0
     assert result.stats["num_accepted_steps"] > 0
     assert result.reason == "all 24 steps were made"
