@@ -161,7 +161,9 @@ def cifar(tmp_path, monkeypatch):
         labels = generator.integers(0, 10, (2, 1), np.uint8)
         pixels = generator.integers(0, 256, (2, 3072), np.uint8)
         (folder / f"{name}.bin").write_bytes(np.hstack([labels, pixels]).tobytes())
-    monkeypatch.setitem(standard.DATASETS, "cifar10", cifar10.dataset(2))
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    md5 = {name: hashlib.md5(contents).hexdigest() for name, contents in files.items()}
+    monkeypatch.setitem(standard.DATASETS, "cifar10", cifar10.dataset(2, md5))
     training._load.cache_clear()
     yield tmp_path
     training._load.cache_clear()

@@ -833,7 +833,8 @@ def test_weights_and_reduction_of_a_batch(case):
         (4.5, weighted, weighted_mean),
     ):
         for a, b in zip(summed, averaged, strict=True):
-            np.testing.assert_allclose(a / (total * num_targets), b, rtol=1e-12, atol=1e-15)
+            expected = a / (total * num_targets)
+            np.testing.assert_allclose(expected, b, rtol=1e-12, atol=1e-15)
 
 
 def test_without_weights_all_count_alike():
