@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Conjugate gradients to rounding end where it is met: elsewhere, if sums are others.
 TO_ROUNDING, ITERATED = 1e-11, 1e-8
-TIMEOUT = 300
+TIMEOUT = 1200
 
 
 def start(*arguments):
