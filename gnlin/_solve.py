@@ -192,11 +192,14 @@ def solve(
 def _run(fixed, parameters, max_steps, places):
     """All steps: in one program, and where there are many in several runs of it, so that
     the history takes memory as it is filled."""
-    carry, rows, first_loss = _steps(fixed, parameters, None, max_steps, places)
+    # As a part of another program it is one run: nobody can ask for more of it.
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((fixed, parameters)))
+    sizes = max_steps, max_steps if traced else min(max_steps, _MOST_ROWS)
+    carry, rows, first_loss = _steps(fixed, parameters, None, sizes, places)
     parts = [rows]
     if not isinstance(carry.num_steps, Tracer):
         while not bool(_is_over(carry, max_steps)):
-            carry, rows, _ = _steps(fixed, None, carry, max_steps, places)
+            carry, rows, _ = _steps(fixed, None, carry, sizes, places)
             parts.append(rows)
     rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     state, diverged = carry.state, optx.RESULTS.nonlinear_divergence
@@ -234,8 +237,9 @@ def _is_over(carry: _Carry, max_steps: int) -> Bool[Array, ""]:
 
 
 @eqx.filter_jit
-def _steps(fixed, parameters, carry, max_steps, places):
+def _steps(fixed, parameters, carry, sizes, places):
     """The first steps from some parameters, or more of them."""
+    max_steps, num_rows = sizes
     solver, loss, fn, (inputs, targets, weights), divergence = fixed
 
     def evaluate(y):
@@ -257,7 +261,6 @@ def _steps(fixed, parameters, carry, max_steps, places):
             unit = objective.value(zero).astype(first_loss.dtype)
             watch = Watch.start(point, first_loss, unit)
         carry = _Carry(point, start, jnp.array(0), watch)
-    num_rows = min(max_steps, _MOST_ROWS)
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), start.report)
     begun = carry.num_steps
 
