@@ -549,6 +549,27 @@ def test_batch_normalisation_by_gauss_newton():
     assert_close(result.history["validation_loss"][-1], loss)
 
 
+def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_path):
+    """Its statistics are divided by a function of a counter, whose type is weak."""
+    as_single = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
+    model, state = jax.tree.map(as_single, (NORMALISED, STATE))
+    data = jax.tree.map(as_single, (X, T))
+    for epochs in (1, 2):
+        result = gnlin.fit(
+            model,
+            data,
+            gnlin.DampedGaussNewton(0.3),
+            batch_size=4,
+            epochs=epochs,
+            state=state,
+            validation=data,
+            checkpoint=tmp_path,
+            resume=epochs == 2,
+        )
+    assert numbers(result.model).dtype == jnp.float32
+    assert np.all(np.isfinite(result.history["validation_loss"][-1]))
+
+
 def test_batch_normalisation_by_levenberg_marquardt():
     solver = gnlin.LevenbergMarquardt(scaling="identity", acceleration=False)
     points = Points(NORMALISED)

@@ -111,8 +111,10 @@ def test_the_import_is_light():
 
 
 def test_the_import_leaves_jax_as_it_is():
+    """Its settings, and its devices: those are chosen until the first computation."""
     script = (
         "import jax; before = jax.config.values.copy(); import gnlin; "
-        "assert jax.config.values == before"
+        "assert jax.config.values == before; "
+        "jax.config.update('jax_num_cpu_devices', 2); assert jax.device_count('cpu') == 2"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

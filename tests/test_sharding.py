@@ -107,6 +107,7 @@ def test_two_processes():
     finally:
         for child in children:
             child.kill()
+            child.communicate()
     assert told[0] == told[1]
     assert len(told[0]) == 2
     for name, found in told[0].items():

@@ -479,13 +479,20 @@ def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
 
 
 def _strongly_typed(x: Any) -> Array:
-    """As a step hands it out: else the second step would be compiled once more."""
-    return x if is_key(x) else jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
+    """As a step hands it out: else the second step would be compiled once more. Counters
+    stay as they are: a step leaves their type weak, and where a float is made of one, as
+    in batch normalisation, it must not lift single precision to double."""
+    if is_key(x):
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.asarray(x)
+    return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:
     if is_key(like):
         return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
-    array = jnp.asarray(x)
+    weak = getattr(like, "weak_type", False) and like.ndim == 0
+    array = jnp.asarray(x.item() if weak else x)
     on_one = len(like.devices()) == 1
     return array if on_one else jax.device_put(array, like.sharding)

@@ -3,7 +3,6 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
@@ -25,7 +24,7 @@ _UNSEEN = 1e-11
 # The outputs are known to so many roundings of what the parameters make of them.
 _ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
-STANDS_STILL: optx.RESULTS = optx.RESULTS.promote(lx.RESULTS.stagnation)
+STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation
 # So many steps in a row with a loss far above its start are no accident.
 _MOST_FAR = 5
 
