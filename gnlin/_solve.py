@@ -176,7 +176,7 @@ def solve(
             loss.check(outputs, targets)
         fixed = solver, loss, fn, (inputs, targets, weights), divergence
         where = places(parameters, (inputs, targets, weights))
-        parameters, result, history, stats = _run(
+        parameters, result, history, stats, far = _run(
             fixed, parameters, int(max_steps), where
         )
     model = frozen.with_parameters(parameters)
@@ -185,7 +185,7 @@ def solve(
     if not isinstance(stats["num_steps"], Tracer):
         solution = _without_unused_rows(solution)
         if not throw:
-            _warn(solution, divergence, (inputs, targets))
+            _warn(solution, divergence if bool(far) else None, (inputs, targets))
     return _throw(solution) if throw else solution
 
 
@@ -202,14 +202,14 @@ def _run(fixed, parameters, max_steps, places):
             carry, rows, _ = _steps(fixed, None, carry, sizes, places)
             parts.append(rows)
     rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    state, diverged = carry.state, optx.RESULTS.nonlinear_divergence
+    state = carry.state
     result = optx.RESULTS.where(
         (state.result == optx.RESULTS.successful) & ~state.terminate,
         optx.RESULTS.nonlinear_max_steps_reached,
         state.result,
     )
-    if carry.watch is not None:
-        result = optx.RESULTS.where(carry.watch.diverges, diverged, result)
+    far = False if carry.watch is None else carry.watch.diverges
+    result = optx.RESULTS.where(far, optx.RESULTS.nonlinear_divergence, result)
     history = History(
         loss=jnp.concatenate([first_loss[None], rows.loss]),
         gradient_norm=rows.gradient_norm,
@@ -218,7 +218,7 @@ def _run(fixed, parameters, max_steps, places):
         num_inner_steps=rows.num_inner_steps,
     )
     stats = {"num_steps": carry.num_steps, **statistics(state.counts)}
-    return carry.y, result, history, stats
+    return carry.y, result, history, stats, far
 
 
 class _Carry(NamedTuple):
@@ -257,9 +257,7 @@ def _steps(fixed, parameters, carry, sizes, places):
         watch = None
         first_loss = objective.value(evaluate(point)).astype(first_loss.dtype)
         if divergence is not None:
-            zero = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
-            unit = objective.value(zero).astype(first_loss.dtype)
-            watch = Watch.start(point, first_loss, unit)
+            watch = Watch.start(objective, point, outputs, first_loss)
         carry = _Carry(point, start, jnp.array(0), watch)
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), start.report)
     begun = carry.num_steps
@@ -322,19 +320,16 @@ def _failed(solution: Solution):
 
 
 def _warn(
-    solution: Solution, divergence: float | None, data: tuple[PyTree, PyTree]
+    solution: Solution, factor: float | None, data: tuple[PyTree, PyTree]
 ) -> None:
+    """If it has failed; `factor` as for `why_it_ended`."""
     if bool(_failed(solution)):
         num_steps, max_steps = (
             int(solution.stats[name]) for name in ("num_steps", "max_steps")
         )
-        far = divergence is not None and bool(
-            solution.history.loss[-1] > divergence * solution.history.loss[0]
-        )
         warnings.warn(
             f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-            f"{why_it_ended(solution.result, divergence if far else None)} "
-            f"{not_finite(*data)}".rstrip(),
+            f"{why_it_ended(solution.result, factor)} {not_finite(*data)}".rstrip(),
             stacklevel=3,
         )
 

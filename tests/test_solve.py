@@ -428,3 +428,17 @@ def test_a_mistake_is_answered_in_one_sentence(changes, words):
     message = str(caught.value)
     assert message.endswith(".")
     assert "\n" not in message
+
+
+def test_more_steps_than_one_table_of_the_history_holds():
+    """The rows are made as they are needed; within another program all at once."""
+    model = (lambda theta, x: theta * x), jnp.array(1.0)
+    data = jnp.ones(1), jnp.zeros(1)
+    solver = gnlin.IterativeLinearisation(period=1, learning_rate=1e-4, rtol=0.0, atol=0.0)
+    by_itself = gnlin.solve(model, data, solver, max_steps=5000)
+    within = eqx.filter_jit(gnlin.solve)(model, data, solver, max_steps=5000, throw=False)
+    for solution in (by_itself, within):
+        assert int(solution.stats["num_steps"]) == 5000
+        assert solution.history.step_norm.shape == (5000,)
+        expected = 0.5 * (1 - 1e-4) ** (2 * np.arange(5001))
+        np.testing.assert_allclose(solution.history.loss, expected, rtol=1e-10)

@@ -132,13 +132,10 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     watch = carry.watch
     if watch is not None:
         assert setting.divergence is not None
-        zeros = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
-        loss_, unit = (
-            x.astype(watch.first.dtype) for x in (loss, objective.value(zeros))
-        )
-        first = Watch.start(carry.parameters, loss_, unit)
+        parameters, now = carry.parameters, loss.astype(watch.first.dtype)
+        first = Watch.start(objective, parameters, outputs, now)
         watch = _tree.where(number == 0, first, watch)
-        watch = watch.look(carry.parameters, loss_, setting.divergence)
+        watch = watch.look(parameters, now, setting.divergence)
         y = _tree.where(watch.diverges, watch.y, y)
         result = optx.RESULTS.where(
             watch.diverges, optx.RESULTS.nonlinear_divergence, state.result

@@ -111,9 +111,13 @@ class Watch(eqx.Module):
         self.first, self.best, self.y, self.num_far = first, best, y, num_far
 
     @staticmethod
-    def start(y: PyTree[Array], loss: Scalar, unit: Scalar) -> "Watch":
-        """From the first point and its loss. What is next to no loss is measured in
-        `unit`s, such as the loss of outputs that are zero."""
+    def start(
+        objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
+    ) -> "Watch":
+        """From the first point and its loss. What is next to no loss is measured by that
+        of `outputs` (arrays, or their shapes) that are zero."""
+        zeros = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
+        unit = objective.value(zeros).astype(loss.dtype)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
         return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
 
