@@ -4,11 +4,15 @@ A traced value cannot be looked at before the program runs, and passes; so does 
 schedule, whose values are not known yet.
 """
 
+from typing import Any
+
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, ScalarLike
+from jaxtyping import Array, ArrayLike, Bool, Key, ScalarLike
 
 
 def as_scalar(value):
@@ -144,6 +148,23 @@ def check_whole(name: str, value) -> None:
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` must be `True` or `False`, but {value!r} was given.")
+
+
+def is_key(x: Any) -> bool:
+    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def as_key(key: Any) -> Key[Array, ""]:
+    """One key, of the new style."""
+    if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
+        return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
+    if not is_key(key) or key.shape != ():
+        is_array = isinstance(key, jax.Array | np.ndarray)
+        shown = f"{key.dtype}{list(key.shape)}" if is_array else repr(key)
+        raise ValueError(
+            f"`key` must be one key, such as `jax.random.key(0)`, but {shown} was given."
+        )
+    return key
 
 
 #

@@ -319,9 +319,7 @@ def _failed(solution: Solution):
     return ~ended_well
 
 
-def _warn(
-    solution: Solution, factor: float | None, data: tuple[PyTree, PyTree]
-) -> None:
+def _warn(solution: Solution, factor: float | None, data: tuple[PyTree, PyTree]) -> None:
     """If it has failed; `factor` as for `why_it_ended`."""
     if bool(_failed(solution)):
         num_steps, max_steps = (

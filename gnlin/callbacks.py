@@ -65,6 +65,12 @@ class Run(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def reason(self) -> str:
+        """Why it has ended, as `result.reason`; empty while it goes on, and where all
+        steps were made."""
+
+    @property
+    @abc.abstractmethod
     def linearisation_point(self) -> PyTree:
         """The model last linearised at, where it stays across batches; else `None`."""
 
@@ -349,6 +355,8 @@ class Progress(Callback):
 
     def on_end(self, run: Run) -> None:
         self._draw(run)
+        if run.reason:
+            self._bar.set_postfix_str(f"{self._bar.postfix}, {run.reason}")
         self._bar.close()
 
     def _draw(self, run: Run) -> None:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, Key, Num, PyTree, Scalar
 
 from . import _tree
 from ._accuracy import accuracy
-from ._checks import check_count, check_nonnegative
+from ._checks import as_key, check_count, check_nonnegative
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
 from ._losses import check_between, is_label, SoftmaxCrossEntropy
 from ._model import check_stateless, partition, predict
@@ -175,6 +175,7 @@ def kernel_drift(
         Laplacian Smoothing Splines*, 1990.
     """
     check_count("num_probes", num_probes)
+    key = as_key(key)
     _check_alike("linearisations' outputs", now.outputs, then.outputs)
     _, unravel = ravel_pytree(then.outputs)
     m, _ = then.shape

@@ -18,7 +18,9 @@ import gnlin
 X = jnp.linspace(-1.0, 1.0, 6)[:, None]
 T = jnp.sin(3 * X)
 NETWORK = eqx.nn.MLP(1, 1, 3, 1, activation=jnp.tanh, key=jax.random.key(0))
-LINE = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+KEY = jax.random.key(0)
+LINE = eqx.nn.Linear(1, 1, key=KEY)
+LIN = gnlin.linearise(lambda y, _: y, jnp.ones(2))
 
 SOLVERS = {
     "gauss-newton": gnlin.GaussNewton,
@@ -405,6 +407,11 @@ def test_solvers_that_are_none(solver, given):
         lambda: gnlin.solve(LINE, (X, T), DAMPED, throw="no"),
         lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, progress="no"),
         lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, resume=1),
+        lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, axis_name=3),
+        lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, checkpoint=""),
+        lambda: gnlin.Checkpoint(3),
+        lambda: gnlin.features.kernel_drift(LIN, LIN, key=0),
+        lambda: gnlin.features.kernel_drift(LIN, LIN, key=jax.random.split(KEY)),
     ],
 )
 def test_other_arguments_that_are_none(make):

@@ -497,6 +497,16 @@ def test_a_bar_that_goes_on(monkeypatch, capsys, tmp_path):
     assert "9/9" in text
 
 
+def test_a_bar_that_ends_with_why(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    descent = gnlin.IterativeLinearisation(1, 1e3)
+    with pytest.warns(UserWarning, match="diverged"):
+        result = fit(steps=50, solver=descent, progress=True)
+    last = capsys.readouterr().err.split("\r")[-1]
+    assert result.reason in last
+    assert "loss=" in last
+
+
 def test_nothing_is_printed_or_called_without(capfd):
     fit(steps=4, progress=False)
     assert capfd.readouterr() == ("", "")

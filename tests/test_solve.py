@@ -434,7 +434,9 @@ def test_more_steps_than_one_table_of_the_history_holds():
     """The rows are made as they are needed; within another program all at once."""
     model = (lambda theta, x: theta * x), jnp.array(1.0)
     data = jnp.ones(1), jnp.zeros(1)
-    solver = gnlin.IterativeLinearisation(period=1, learning_rate=1e-4, rtol=0.0, atol=0.0)
+    solver = gnlin.IterativeLinearisation(
+        period=1, learning_rate=1e-4, rtol=0.0, atol=0.0
+    )
     by_itself = gnlin.solve(model, data, solver, max_steps=5000)
     within = eqx.filter_jit(gnlin.solve)(model, data, solver, max_steps=5000, throw=False)
     for solution in (by_itself, within):

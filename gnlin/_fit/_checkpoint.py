@@ -50,8 +50,9 @@ class Checkpoint:
     - `every_seconds`: seconds from one checkpoint to the next.
     - `keep`: how many of the latest checkpoints are kept.
 
-    **Raises:** `ValueError` if `every_steps` or `keep` is not a whole number of at least
-    1, or `every_seconds` is not positive and finite.
+    **Raises:** `ValueError` if `folder` is no path, or an empty one, if `every_steps` or
+    `keep` is not a whole number of at least 1, or `every_seconds` is not positive and
+    finite.
 
     !!! example
 
@@ -66,6 +67,11 @@ class Checkpoint:
     keep: int = 2
 
     def __post_init__(self):
+        folder = self.folder
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise ValueError(
+                f"`folder` must be the path of a folder, but {folder!r} was given."
+            )
         every_steps, every_seconds = self.every_steps, self.every_seconds
         if every_steps is not None:
             every_steps = _whole("every_steps", every_steps)

@@ -9,10 +9,9 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from .._checks import check_count, check_flag
+from .._checks import as_key, check_count, check_flag
 from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
@@ -28,7 +27,6 @@ from .._solver import (
 )
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
-from ._identity import is_key
 from ._run import FitResult, Model, Run
 from ._step import begin, Setting
 from ._stream import IterableStream, make_stream
@@ -164,6 +162,11 @@ def fit(
             '"loss".'
         )
     callbacks = _as_list(callbacks)
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
+            f"{axis_name!r} was given."
+        )
     check_flag("progress", progress)
     check_flag("resume", resume)
     if resume and checkpoint is None:
@@ -178,7 +181,7 @@ def fit(
 
     data = as_tuple(data)
     mesh = mesh_of((model, data) if isinstance(data, tuple) else model)
-    key = jax.random.key(0) if key is None else _checked_key(key)
+    key = jax.random.key(0) if key is None else as_key(key)
     data_key, step_key = jax.random.split(key)
     stream = make_stream(data, batch_size, data_key)
     streaming = batch_size is not None or isinstance(stream, IterableStream)
@@ -243,22 +246,6 @@ def _as_list(callbacks: Any) -> list[Callback]:
                 f"`gnlin.callbacks.Progress()`, but {callback!r} was given."
             )
     return callbacks
-
-
-def _checked_key(key: Any) -> Array:
-    if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
-        return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
-    if not is_key(key) or key.shape != ():
-        raise ValueError(
-            "`key` must be one key, such as `jax.random.key(0)`, but "
-            f"{_shown(key)} was given."
-        )
-    return key
-
-
-def _shown(x: Any) -> str:
-    is_array = isinstance(x, jax.Array | np.ndarray)
-    return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 
 
 def _check_curvature_batch(size, stream, solver) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
+
+from .._checks import is_key
 
 
 _MOST_NUMBERS = 8
@@ -68,10 +69,6 @@ def checksum(tree: PyTree) -> str:
         of_all = zlib.crc32(f"{array.shape} {array.dtype}".encode(), of_all)
         of_all = zlib.crc32(array.tobytes(), of_all)
     return f"{of_all:08x}"
-
-
-def is_key(x: Any) -> bool:
-    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def as_numpy(x: Any) -> np.ndarray:

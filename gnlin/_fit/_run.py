@@ -11,6 +11,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
+from .._checks import is_key
 from .._data import not_finite
 from .._solver import result_name, RESULT_NAMES, statistics, Stream, why_it_ended
 from ..callbacks import Callback, Run as AbstractRun
@@ -22,7 +23,6 @@ from ._identity import (
     described,
     described_by_field,
     described_by_leaf,
-    is_key,
 )
 from ._saver import Saver
 from ._snapshot import (
@@ -137,7 +137,7 @@ class Run(AbstractRun):
         self._advance: Compiled | None = None
         self._chosen: list[np.ndarray] | None = None
         self.result = optx.RESULTS.nonlinear_max_steps_reached
-        self.reason = ""
+        self._reason = ""
         self.complaint = ""
 
     #
@@ -165,6 +165,10 @@ class Run(AbstractRun):
         return self._rows.as_history()
 
     @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
     def model(self) -> PyTree:
         return self._with_frozen(self._carry().parameters)
 
@@ -186,9 +190,9 @@ class Run(AbstractRun):
 
     def stop(self, reason: str) -> None:
         """End the run after this event, if it has not ended for another reason."""
-        if not self.reason:
+        if not self._reason:
             self.result = optx.RESULTS.successful
-            self.reason = f"step {self.step}: {reason}"
+            self._reason = f"step {self.step}: {reason}"
 
     def arrays(self) -> list[np.ndarray]:
         """The model's parameters and state, as arrays."""
@@ -230,7 +234,7 @@ class Run(AbstractRun):
         except KeyboardInterrupt:
             self._rows.cut(self.step)
             self._save()
-            self.reason = f"step {self.step}: interrupted"
+            self._reason = f"step {self.step}: interrupted"
             self.complaint = f"`gnlin.fit` was interrupted after step {self.step}."
         except BaseException:
             self._save()
@@ -239,7 +243,7 @@ class Run(AbstractRun):
         self._tell("on_end")
 
     def _train(self, first: int) -> None:
-        if self.reason:  # of a run that had ended before it was resumed
+        if self._reason:  # of a run that had ended before it was resumed
             raise _Stopped
         try:
             if self._now.index == self._stream.num_batches:
@@ -250,7 +254,7 @@ class Run(AbstractRun):
         except DataEnded as error:
             if self.step == first:
                 raise
-            self.reason = f"step {self.step}: the data ended"
+            self._reason = f"step {self.step}: the data ended"
             self.complaint = f"`gnlin.fit` stopped after step {self.step}. {error}"
 
     def _enough(self, now: _Now) -> bool:
@@ -319,15 +323,15 @@ class Run(AbstractRun):
     def _all_told(self) -> None:
         kept = self._callbacks if self._saver is not None else []
         states = [state_of(callback) for callback in kept]
-        self.settled = _Settled(self._now, states, self.result, self.reason)
+        self.settled = _Settled(self._now, states, self.result, self._reason)
 
     def _go_on(self) -> None:
         self._all_told()
-        if self.reason:
+        if self._reason:
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
             self._save()
-            if self.reason:  # of a callback that was told of it
+            if self._reason:  # of a callback that was told of it
                 raise _Stopped
 
     def _fail(self, loss: float) -> None:
@@ -341,7 +345,7 @@ class Run(AbstractRun):
         else:
             far = carry.watch is not None and bool(carry.watch.diverges)
             why = why_it_ended(self.result, self._setting.divergence if far else None)
-        self.reason = f"step {self.step}: {why.split(';')[0]}"
+        self._reason = f"step {self.step}: {why.split(';')[0]}"
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
@@ -349,7 +353,7 @@ class Run(AbstractRun):
     def _look_back(self) -> None:
         """All steps were made: has it come to anything?"""
         losses = self._rows.column("loss")
-        if self.reason or len(losses) < 2 * _LOOKED_BACK:
+        if self._reason or len(losses) < 2 * _LOOKED_BACK:
             return
         first, last = losses[0], np.mean(losses[-_LOOKED_BACK:])
         if last > _WORSE * first:
@@ -394,7 +398,7 @@ class Run(AbstractRun):
             self.history,
             stats,
             self.result,
-            self.reason or f"all {self.step} steps were made",
+            self._reason or f"all {self.step} steps were made",
             self.linearisation_point,
         )
 
@@ -449,10 +453,10 @@ class Run(AbstractRun):
         own = list(map(like_array, snapshot.carry, now.arrays))
         self._now = _Now(*snapshot.position, own)
         self._rows.restore(snapshot.table)
-        self.reason = snapshot.reason
+        self._reason = snapshot.reason
         self.result = getattr(optx.RESULTS, snapshot.result)
         solver_result = self._carry().solver_state.result
-        if not self.reason and solver_result != optx.RESULTS.successful:
+        if not self._reason and solver_result != optx.RESULTS.successful:
             raise Unsound("goes on after its solver has failed")
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._checks import is_key
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, storable
 from ._history import COUNTS
-from ._identity import as_numpy, is_key
+from ._identity import as_numpy
 
 
 class Unsound(Exception):

@@ -24,7 +24,7 @@ _UNSEEN = 1e-11
 # The outputs are known to so many roundings of what the parameters make of them.
 _ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
-STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation
+STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # So many steps in a row with a loss far above its start are no accident.
 _MOST_FAR = 5
 
