@@ -89,8 +89,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `damping`: the first $\lambda$, relative to the curvature along the gradient; by
         default 0.001, and 1 across batches.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
-        norms that the Jacobian's columns have had lately (Moré, 1978; earlier ones fade
-        by 0.8 an outer step), `"marquardt"`: their present norms, both of which make the
+        norms that the Jacobian's columns have had (Moré, 1978; what is far above the
+        present ones fades), `"marquardt"`: their present norms, both of which make the
         steps independent of the parameters' units, but need the dense Jacobian;
         `"identity"`: none. By default `"more"`, or `"identity"` where the method is
         matrix-free.

@@ -13,8 +13,11 @@ from .._subproblem import AbstractSubproblem, Form, Method, prepare, prepare_for
 
 
 # More's scales never fall. After one steep place they then damp a column for ever (on
-# NIST's MGH10 until its direction is lost to rounding), so here they fade, by this
-# factor an outer step. All of NIST's starts are solved for any between 0.5 and 0.95.
+# NIST's MGH10 until its direction is lost to rounding), so here what is above a column's
+# present norm, divided by this power of eps, fades by this factor an outer step. Were all
+# of it to fade, a thousand steps would not get through a valley with a large residual
+# (Brown and Dennis's). All of NIST's starts are solved for any ratio from 1 to 1e4.
+_LASTING_POWER = 1 / 4
 _FADING = 0.8
 
 Scaling = Literal["identity", "marquardt", "more"]
@@ -84,7 +87,8 @@ def next_scale(
     """The diagonal of D, and the Jacobian's blocks that it was read off.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
-    they have been lately, so that a column that vanishes for a while stays damped.
+    they have been, so that a column that vanishes for a while stays damped; far larger
+    ones are forgotten.
     """
     if lin.num_bytes() > memory_budget:
         raise ValueError(
@@ -95,7 +99,13 @@ def next_scale(
     blocks = lin.blocks(memory_budget)
     norms = jax.tree.map(jnp.sqrt, _rows.squared_columns(blocks))
     if scaling == "more":
-        norms = jax.tree.map(lambda n, s: jnp.maximum(n, _FADING * s), norms, scale)
+        lasting = _tree.eps(lin.point) ** -_LASTING_POWER
+
+        def largest(norm, before):
+            kept = jnp.maximum(lasting * norm, _FADING * before)
+            return jnp.maximum(norm, jnp.minimum(before, kept))
+
+        norms = jax.tree.map(largest, norms, scale)
     return norms, blocks
 
 
