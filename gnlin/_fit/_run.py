@@ -33,7 +33,7 @@ from ._snapshot import (
     state_of,
     Unsound,
 )
-from ._step import Carry, Compiled, join, Setting, split, step
+from ._step import AnyArray, Carry, Compiled, join, Setting, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
@@ -121,8 +121,8 @@ class Run(AbstractRun):
         checkpoint: Checkpoint | None,
     ):
         self._setting = setting
-        arrays, self._static = split(carry)
-        self._now = _Now(0, 0, 0, [_strongly_typed(x) for x in arrays])
+        arrays, self._static = split(_as_handed_out(carry))
+        self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
         self._stream = stream
         self._num_epochs = epochs
         self._num_steps = steps
@@ -482,15 +482,23 @@ def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
     return columns
 
 
-def _strongly_typed(x: Any) -> Array:
-    """As a step hands it out: else the second step would be compiled once more. Counters
-    stay as they are: a step leaves their type weak, and where a float is made of one, as
-    in batch normalisation, it must not lift single precision to double."""
-    if is_key(x):
-        return x
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.asarray(x)
-    return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
+def _as_handed_out(carry: Carry) -> Carry:
+    """With the types that a step leaves: else the second step would be compiled once
+    more. A weak type is left to the counters of the model's state alone: where a float
+    is made of one, as in batch normalisation, it must not lift single precision to
+    double."""
+
+    def strong(x):
+        if not isinstance(x, AnyArray) or is_key(x):
+            return x
+        return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
+
+    def of_model(x):
+        counts = isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
+        return x if counts else strong(x)
+
+    typed = jax.tree.map(strong, carry._replace(model_state=None))
+    return typed._replace(model_state=jax.tree.map(of_model, carry.model_state))
 
 
 def like_array(x: np.ndarray, like: Any) -> Array:
