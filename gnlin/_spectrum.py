@@ -55,7 +55,9 @@ class Spectrum(eqx.Module):
         lift: Callable[[Float[Array, " k"]], PyTree[Array]],
     ):
         self.eigenvalues = eigenvalues
-        self.coefficients = project(residual)
+        # As precise as the Jacobian: residuals in double precision may be those of
+        # parameters in single.
+        self.coefficients = project(residual).astype(eigenvalues.dtype)
         self._project = project
         self._lift = lift
 
@@ -85,7 +87,7 @@ class Spectrum(eqx.Module):
 
     def project(self, residual: Float[Array, " m"]) -> Float[Array, " k"]:
         r"""$U^\top r$, of other residuals."""
-        return self._project(residual)
+        return self._project(residual).astype(self.eigenvalues.dtype)
 
     def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
         r"""$\phi^\top U z$, in the parameters' structure."""

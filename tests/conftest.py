@@ -1,4 +1,4 @@
-"""Double precision and run-time shape checks, both before gnlin is imported."""
+"""Double precision, strict promotion and run-time shape checks, before gnlin is imported."""
 
 import gc
 import os
@@ -9,6 +9,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the time goes into compiling. With `0` in its place XLA optimises as for users:
 # so .ci/run tests the core a second time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# JAX promotes neither dtypes nor ranks by itself: users may forbid it. Here, not in JAX's
+# configuration, so that what tests start in other processes is as strict.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 import hypothesis
 import jax

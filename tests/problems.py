@@ -19,7 +19,7 @@ SHAPES = {
 def sines(y, args):
     """sin(A y) - b: residuals with curvature, at any shape."""
     a, b = args
-    return jnp.sin(a @ y) - b
+    return jnp.sin(a @ y.astype(a.dtype)) - b
 
 
 def sines_numpy(y, args):

@@ -162,7 +162,7 @@ def test_a_tolerance_out_of_range_has_no_solution():
 
 
 def of_pair(parameters, x):
-    return jnp.tanh(parameters["w"] @ x + parameters["b"])
+    return jnp.tanh(parameters["w"] @ x.astype(parameters["w"].dtype) + parameters["b"])
 
 
 PARAMETERS = {"w": jnp.full((1, 1), 0.5), "b": jnp.zeros(1)}

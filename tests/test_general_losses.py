@@ -695,7 +695,7 @@ def test_descent_on_the_loss_itself_is_that_of_optax(nesterov):
     methods = ("kernel",) if nesterov else ("kernel", "matrix-free")
     for period in (1, 100):
         steps = [
-            run(method, momenta, dampings, jnp.asarray(period), oracle.w) - oracle.w
+            run(method, momenta, dampings, jnp.asarray(period), oracle.w) - oracle.w[None]
             for method in methods
         ]
         assert_close(steps[0], np.asarray(steps[-1]), 1e-12)

@@ -25,7 +25,7 @@ class Tower(eqx.Module):
 
     def __call__(self, x):
         z = jnp.tanh(self.layer(x)).ravel()
-        mixing = jnp.sin(jnp.arange(3.0)[:, None] * jnp.arange(z.size) + 1)
+        mixing = jnp.sin(jnp.outer(jnp.arange(3.0), jnp.arange(float(z.size))) + 1)
         return jnp.cos(mixing.astype(z.dtype) @ z)
 
 
@@ -392,7 +392,7 @@ def test_a_convolution_of_several_images_in_one_example(num_images):
 def test_inputs_of_another_dtype(dtype):
     w = jax.random.normal(key, (3, 6))
     x = (7 * jax.random.normal(jax.random.key(1), (4, 6))).astype(dtype)
-    fn = lambda w, x: jnp.tanh(0.1 * (w @ x))
+    fn = lambda w, x: jnp.tanh(0.1 * (w @ x.astype(w.dtype)))
     kernel, jacobian = kernel_of(fn, w, x), dense(fn, w, x)
     np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
 

@@ -57,7 +57,7 @@ def mixed_case():
 
 
 def flat(tree):
-    return np.asarray(ravel_pytree(tree)[0])
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 #

@@ -525,7 +525,7 @@ def test_mixed_precision():
     assert result_is(solution, "successful")
     tree = {"a": jnp.asarray(1.5, jnp.float32), "b": jnp.asarray(1.5)}
     solution = least_squares(
-        lambda y, args: rosenbrock(jnp.stack([y["a"], y["b"]]), args), solver, tree
+        lambda y, args: rosenbrock(jnp.stack([y["a"].astype(float), y["b"]]), args), solver, tree
     )
     assert solution.value["a"].dtype == jnp.float32
     assert solution.value["b"].dtype == jnp.float64
@@ -581,9 +581,9 @@ def test_options_are_refused(solver):
 @pytest.mark.filterwarnings("ignore:Complex support in Optimistix")
 def test_parameters_and_residuals_must_be_real_numbers(solver):
     for y, fn in (
-        (jnp.ones(3) * 1j, lambda y, args: jnp.real(y)),
+        (jnp.ones(3, complex), lambda y, args: jnp.real(y)),
         (jnp.ones((0,)), lambda y, args: jnp.ones(3)),
-        (jnp.ones(3), lambda y, args: 1j * y),
+        (jnp.ones(3), lambda y, args: y.astype(complex)),
         (jnp.ones(3), lambda y, args: y[:0]),
     ):
         with pytest.raises(ValueError, match=r"[Pp]arameters|[Rr]esiduals"):
