@@ -38,7 +38,7 @@ def beale(x):
 
 
 def jennrich_sampson(x):
-    i = np.arange(1, 11)
+    i = np.arange(1.0, 11.0)
     return 2 + 2 * i - (jnp.exp(i * x[0]) + jnp.exp(i * x[1]))
 
 
@@ -57,19 +57,19 @@ def bard(x):
 def gaussian(x):
     half = [0.0009, 0.0044, 0.0175, 0.0540, 0.1295, 0.2420, 0.3521]
     y = np.array([*half, 0.3989, *half[::-1]])
-    t = (8 - np.arange(1, 16)) / 2
+    t = (8 - np.arange(1.0, 16.0)) / 2
     return x[0] * jnp.exp(-x[1] * (t - x[2]) ** 2 / 2) - y
 
 
 def meyer(x):
     y = [34780, 28610, 23650, 19630, 16370, 13720, 11540, 9744]
     y += [8261, 7030, 6005, 5147, 4427, 3820, 3307, 2872]
-    t = 45 + 5 * np.arange(1, 17)
+    t = 45 + 5 * np.arange(1.0, 17.0)
     return x[0] * jnp.exp(x[1] / (t + x[2])) - np.array(y, float)
 
 
 def box(x):
-    t = np.arange(1, 11) / 10
+    t = np.arange(1.0, 11.0) / 10
     return jnp.exp(-t * x[0]) - jnp.exp(-t * x[1]) - x[2] * (np.exp(-t) - np.exp(-10 * t))
 
 
@@ -100,7 +100,7 @@ def kowalik_osborne(x):
 
 
 def brown_dennis(x):
-    t = np.arange(1, 21) / 5
+    t = np.arange(1.0, 21.0) / 5
     first = x[0] + t * x[1] - np.exp(t)
     return first**2 + (x[2] + x[3] * np.sin(t) - np.cos(t)) ** 2
 

@@ -1,4 +1,4 @@
-"""Double precision, strict promotion and run-time shape checks, before gnlin is imported."""
+"""Double precision, strict promotion and shape checks, before gnlin is imported."""
 
 import gc
 import os

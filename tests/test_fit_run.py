@@ -866,6 +866,31 @@ def test_a_whole_number_and_a_float_are_two_programs():
     assert losses[0]["loss"] != losses[1]["loss"]  # of which the first overflows
 
 
+def test_no_step_after_the_first_is_compiled():
+    """Whatever the types of the state that the first is given."""
+    solvers = [
+        gnlin.DampedGaussNewton(0.1),
+        gnlin.TruncatedGaussNewton(0.1, warm_start=0.5),
+        gnlin.LevenbergMarquardt(),
+        gnlin.IterativeLinearisation(2, optimiser=optax.adam(1e-2)),
+    ]
+    traced = []
+
+    class Count(gnlin.callbacks.Callback):
+        def on_step(self, step):
+            after_each.append(len(traced))
+
+    for solver in solvers:
+        after_each = []
+
+        def f(parameters, x):
+            traced.append(1)
+            return parameters @ x
+
+        fit((f, jnp.ones((2, 3))), (X, T), solver, steps=3, callbacks=Count())
+        assert len(set(after_each)) == 1, solver
+
+
 @pytest.mark.parametrize("batch_size", [4, None])
 def test_a_step_is_compiled_once(batch_size, caplog):
     model = (lambda parameters, x: parameters @ x), jnp.ones((2, 3))

@@ -827,7 +827,8 @@ def test_weights_and_reduction_of_a_batch(case):
     for a, b in zip(plain[2:], weighted[2:], strict=True):
         np.testing.assert_allclose(by_example * a, b, rtol=1e-13)
     softmax = isinstance(case.loss, gnlin.SoftmaxCrossEntropy)
-    num_targets = np.prod(outputs.shape[1:-1]) if softmax else 1  # of an example
+    # Of an example.
+    num_targets = float(np.prod(outputs.shape[1:-1])) if softmax else 1
     for total, summed, averaged in (
         (5, plain, plain_mean),
         (4.5, weighted, weighted_mean),

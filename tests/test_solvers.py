@@ -525,7 +525,9 @@ def test_mixed_precision():
     assert result_is(solution, "successful")
     tree = {"a": jnp.asarray(1.5, jnp.float32), "b": jnp.asarray(1.5)}
     solution = least_squares(
-        lambda y, args: rosenbrock(jnp.stack([y["a"].astype(float), y["b"]]), args), solver, tree
+        lambda y, args: rosenbrock(jnp.stack([y["a"].astype(float), y["b"]]), args),
+        solver,
+        tree,
     )
     assert solution.value["a"].dtype == jnp.float32
     assert solution.value["b"].dtype == jnp.float64

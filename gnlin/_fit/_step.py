@@ -59,7 +59,7 @@ def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) ->
     state, watch = start(parameters, outputs), None
     if setting.divergence is not None:
         zero = jnp.zeros((), state.report.loss.dtype)
-        watch = Watch(zero, zero, parameters, jnp.array(0))
+        watch = Watch(zero, zero, parameters, jnp.zeros((), int))
     return Carry(parameters, state, model_state, watch)
 
 

@@ -183,7 +183,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 )
         dtype = _tree.dtype((y, outputs))
         zero = jnp.zeros((), dtype)
-        count, counter = jnp.zeros((), jnp.result_type(float)), jnp.array(0)
+        # None of a weak type, which a step would not leave it: or it is compiled twice.
+        count, counter = jnp.zeros((), float), jnp.zeros((), int)
         return State(
             memory=self.first_memory(y, dtype),
             report=Report(zero, zero, zero, zero, count),
@@ -191,7 +192,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             first_loss=zero,
             settled=jnp.array(False),
             stuck=jnp.array(False),
-            num_still=jnp.array(0),
+            num_still=counter,
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
         )
