@@ -126,7 +126,8 @@ class Layer(eqx.Module):
         n, c, _, _ = self.signals.shape
         precise = jax.lax.Precision.HIGHEST
         a, signals, activations = promoted((a, self.signals, self.activations))
-        signals = jnp.einsum("nc,ncot->ont", a.reshape(n, c), signals)
+        a = a.reshape(n, c)
+        signals = jnp.einsum("nc,ncot->ont", a, signals, precision=precise)
         product = jnp.tensordot(signals, activations, 2, precision=precise)
         return self._as_weights(product)
 

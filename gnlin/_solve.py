@@ -194,7 +194,9 @@ def _run(fixed, parameters, max_steps, places):
     the history takes memory as it is filled."""
     # As a part of another program it is one run: nobody can ask for more of it.
     traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((fixed, parameters)))
-    sizes = max_steps, max_steps if traced else min(max_steps, _MOST_ROWS)
+    # 3 and 3.0 are equal, and not the same program.
+    types = tuple(map(type, jax.tree.leaves(fixed)))
+    sizes = max_steps, max_steps if traced else min(max_steps, _MOST_ROWS), types
     carry, rows, first_loss = _steps(fixed, parameters, None, sizes, places)
     parts = [rows]
     if not isinstance(carry.num_steps, Tracer):
@@ -239,7 +241,7 @@ def _is_over(carry: _Carry, max_steps: int) -> Bool[Array, ""]:
 @eqx.filter_jit
 def _steps(fixed, parameters, carry, sizes, places):
     """The first steps from some parameters, or more of them."""
-    max_steps, num_rows = sizes
+    max_steps, num_rows, _ = sizes
     solver, loss, fn, (inputs, targets, weights), divergence = fixed
 
     def evaluate(y):

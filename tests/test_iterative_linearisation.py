@@ -308,3 +308,10 @@ def test_a_zero_residual_is_where_descent_stays(method):
     solution = least_squares(lambda y, a: a @ (y - 1), solver, jnp.ones(3), matrix)
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_array_equal(solution.value, jnp.ones(3))
+
+
+def test_a_period_is_the_same_number_as_a_float():
+    """And steps are taken one by one where that is cheaper, not only for integers."""
+    periods = [gnlin.IterativeLinearisation(k, 0.1).period for k in (50, 50.0, math.inf)]
+    assert periods == [50, 50, math.inf]
+    assert [type(k) for k in periods] == [int, int, float]

@@ -450,3 +450,23 @@ def test_no_parameters_are_no_columns(budget):
     np.testing.assert_allclose(
         with_nothing.history.loss, without.history.loss, rtol=1e-12
     )
+
+
+def test_products_of_layers_are_in_full_precision():
+    """On accelerators the default may be TF32."""
+    draw = np.random.default_rng(0)
+    signals = jnp.asarray(draw.normal(size=(3, 2, 4, 5)))
+    activations = jnp.asarray(draw.normal(size=(3, 5, 6)))
+    layer = Layer(signals, activations, (4, 6), (0, 1))
+    products = {
+        "pull_back": (layer.pull_back, jnp.ones(6)),
+        "push_forward": (layer.push_forward, jnp.ones((4, 6))),
+        "gram": (lambda _: layer.gram(), jnp.ones(1)),
+        "rows": (lambda _: layer.rows(), jnp.ones(1)),
+    }
+    for name, (product, of) in products.items():
+        text = str(jax.make_jaxpr(product)(of))
+        number = text.count("dot_general[")
+        highest = "precision=(Precision.HIGHEST, Precision.HIGHEST)"
+        assert number > 0, name
+        assert text.count(highest) == number, name

@@ -444,3 +444,36 @@ def test_more_steps_than_one_table_of_the_history_holds():
         assert solution.history.step_norm.shape == (5000,)
         expected = 0.5 * (1 - 1e-4) ** (2 * np.arange(5001))
         np.testing.assert_allclose(solution.history.loss, expected, rtol=1e-10)
+
+
+class Scaled(eqx.Module):
+    weight: jax.Array
+    by: int | float
+
+    def __call__(self, x):
+        return (x * self.by).astype(float) @ self.weight
+
+
+def test_a_whole_number_and_a_float_are_two_programs():
+    data = np.full((4, 3), 100, np.uint8), np.ones((4, 2))
+    losses = [
+        gnlin.solve(
+            Scaled(jnp.ones((3, 2)), by), data, gnlin.DampedGaussNewton(1.0), max_steps=1
+        ).history.loss[0]
+        for by in (3, 3.0)
+    ]
+    assert losses[0] != losses[1]  # of which the first overflows
+
+
+@pytest.mark.parametrize("unit", [1e12, 1e-15])
+def test_outputs_far_from_one_in_single_precision(unit):
+    """By the kernel the gradient's norm is a square root of squares of squares."""
+    x = np.float32([[1, 2, 0], [0, 1, 1]])
+    targets = np.float32([[unit], [-2 * unit]])
+    model = (lambda w, x: w @ x), jnp.zeros((1, 3), jnp.float32)
+    solver = gnlin.DampedGaussNewton(1.0, method="kernel")
+    solution = gnlin.solve(model, (x, targets), solver, max_steps=1)
+    expected = x.T @ np.linalg.solve(x @ x.T + np.eye(2), targets[:, 0])
+    np.testing.assert_allclose(solution.model[1][0], expected, 1e-5, 1e-6 * unit)
+    gradient = np.linalg.norm(x.T.astype(float) @ targets[:, 0])
+    np.testing.assert_allclose(solution.history.gradient_norm[0], gradient, rtol=1e-5)

@@ -21,6 +21,7 @@ from .._subproblem import (
     Form,
     Method,
     MixedPrecision,
+    prepare_once,
     prepare_refined,
 )
 from ..filters import Tikhonov
@@ -130,13 +131,14 @@ class DampedGaussNewton(AbstractGaussNewton):
         num_steps: Int[Array, ""],
     ) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
+        norms, budget = None, self.memory_budget
+        quadratic = self.form == "quadratic" or objective.is_quadratic
         if self.mixed_precision is not None:
-            norms, subproblem = (
-                None,
-                prepare_refined(
-                    objective.expand(lin), self.mixed_precision, self.memory_budget
-                ),
+            subproblem = prepare_refined(
+                objective.expand(lin), self.mixed_precision, budget
             )
+        elif quadratic and self.scaling == "identity":
+            subproblem = prepare_once(objective.expand(lin), self.method, budget)
         else:
             norms, subproblem = prepare_scaled(
                 self.scaling,
@@ -145,7 +147,7 @@ class DampedGaussNewton(AbstractGaussNewton):
                 objective,
                 lin,
                 self.method,
-                self.memory_budget,
+                budget,
                 damped=True,
                 reuse=False,
             )

@@ -175,6 +175,8 @@ class IterativeLinearisation(AbstractGaussNewton):
                 '`form="quadratic"` use "auto", "svd", "eigh" or "matrix-free".'
             )
         check_form(form, "auto")
+        if isinstance(period, float) and math.isfinite(period):
+            period = int(period)
         self.period = period
         self.learning_rate = as_scalar(learning_rate)
         self.momentum = momentum

@@ -14,6 +14,7 @@ from ._prepare import (
     Method as Method,
     prepare as prepare,
     prepare_form as prepare_form,
+    prepare_once as prepare_once,
     prepare_prox_linear as prepare_prox_linear,
 )
 from ._prox_linear import ProxLinear as ProxLinear

@@ -43,6 +43,16 @@ def _solve_damped(
     )
 
 
+def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
+    r"""$\lVert\phi^\top r\rVert$, without squares that leave the floating-point range."""
+    unit = _tree.unit(residual)
+    r = residual / unit
+    product = matmul(kernel, r)
+    size = _tree.unit(product)
+    squared = matmul(r, product / size)
+    return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))
+
+
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
 """Coefficients, the inner steps that they took, and whether they solve."""
 
@@ -99,16 +109,12 @@ class OnOutputs(AbstractSubproblem):
         self.residual = residual
         self.pull_back = pull_back
         self.rest = rest
-        squared = matmul(residual, matmul(kernel, residual))
         if rest is None:
             self.pushed = jnp.zeros_like(residual)
+            self.gradient_norm = _norm_by(kernel, residual)
         else:
             self.pushed = push_forward(rest)
-            squared, mixed, of_rest = _tree.promoted(
-                (squared, matmul(residual, self.pushed), _tree.dot(rest, rest))
-            )
-            squared += 2 * mixed + of_rest
-        self.gradient_norm = jnp.sqrt(jnp.where(squared < 0, 0, squared))
+            self.gradient_norm = _tree.norm(self.gradient())
         self.num_jvps = num_jvps
         self.num_vjps = num_vjps
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import nan_unless, nonnegative
@@ -78,12 +78,12 @@ class MatrixFree(AbstractSubproblem):
         match filter:
             case Tikhonov(damping=more):
                 tolerance = self.tolerance
-                tolerance = self._exactly() if tolerance is None else tolerance
+                tolerance = self.exactly() if tolerance is None else tolerance
                 return self.to_tolerance(tolerance, damping + more)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.
-                return self.to_tolerance(self._exactly(), damping)
+                return self.to_tolerance(self.exactly(), damping)
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self.descend(filter, damping)
         raise ValueError(
@@ -91,9 +91,9 @@ class MatrixFree(AbstractSubproblem):
             'spectrum, "svd" or "eigh".'
         )
 
-    def _exactly(self) -> float:
+    def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""
-        return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
+        return float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (3 / 4)
 
     def to_tolerance(
         self,
@@ -105,7 +105,20 @@ class MatrixFree(AbstractSubproblem):
     ) -> Answer:
         r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
         from `start` (or zero), until the linear residual is at most `tolerance` times the
-        gradient (2-norms)."""
+        gradient (2-norms). A tolerance below what the precision allows is met as far as
+        it does."""
+        answer, _ = self.attempt(tolerance, damping, max_steps, start, preconditioner)
+        return answer
+
+    def attempt(
+        self,
+        tolerance: ScalarLike,
+        damping: ScalarLike,
+        max_steps: int | None = None,
+        start: PyTree[Array] | None = None,
+        preconditioner: lx.AbstractLinearOperator | None = None,
+    ) -> tuple[Answer, Bool[Array, ""]]:
+        """The same, and whether the tolerance is met."""
         lin = self.linearisation
         dtype = _tree.dtype(self._gradient)
         gradient = self._reachable_gradient(damping)
@@ -129,11 +142,11 @@ class MatrixFree(AbstractSubproblem):
             options={k: v for k, v in options.items() if v is not None},
             throw=False,
         )
-        # A tolerance below what the precision allows is met as far as it does.
         num_products = solution.stats["num_products"]
-        return Answer(
+        answer = Answer(
             solution.value, solution.stats["num_steps"], num_products, num_products + 1
         )
+        return answer, solution.result == lx.RESULTS.successful
 
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
         r"""Without damping there is a solution only for what is in the range of
@@ -144,7 +157,7 @@ class MatrixFree(AbstractSubproblem):
 
         def projected():
             kernel = semidefinite(lambda u: lin.jvp(lin.vjp(u)), lin.outputs)
-            solver = ConjugateGradients(self._exactly())
+            solver = ConjugateGradients(self.exactly())
             solution = lx.linear_solve(kernel, lin.jvp(rest), solver, throw=False)
             return lin.vjp(_tree.axpy(1, solution.value, lin.outputs))
 
@@ -180,7 +193,7 @@ class MatrixFree(AbstractSubproblem):
         num_passes = literal.num_steps - 1
 
         def limit():
-            exact = self.to_tolerance(self._exactly(), damping)
+            exact = self.to_tolerance(self.exactly(), damping)
             counts = [
                 jnp.asarray(n + _POWER_STEPS, float)
                 for n in (exact.num_jvps, exact.num_vjps)

@@ -12,11 +12,13 @@ from .. import _rows, _tree
 from .._cost import loops_slowly, num_flops
 from .._linearisation import Linearisation, svd_is_cheap
 from .._objective import AbstractObjective, Quadratic
+from .._sharding import is_spread
 from .._spectrum import Filter
 from .._tree import matmul, ravel_pytree
 from ._base import AbstractSubproblem, Answer
 from ._direct import OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
+from ._products_first import ProductsFirst
 from ._prox_linear import ProxLinear
 from ._spaces import Outputs, Parameters
 from ._spectral import Spectral
@@ -140,6 +142,47 @@ def prepare(
         passes = num_jvps, num_vjps + 1
         return OnParameters(curvature, residual, lin.pull_back, *passes, rest=rest)
     return _dense(lin, rest, lin.rows(memory_budget), method)
+
+
+# An operation of a Cholesky factorisation takes about as long as so many of a network's
+# passes, and one of the kernel's products as half of one.
+_CHOLESKY_COST = 4.0
+_GRAM_COST = 0.5
+# A direct solution of fewer operations (about ten milliseconds) is made without further
+# ado: what could be saved is less than what compiling both ways takes.
+_CHEAP_DIRECT = 1e8
+# Of its price, so much is spent on trying to do without; where fewer products than these
+# come of it, nothing is.
+_SHARE_TRIED = 0.5
+_FEWEST_TRIED = 10
+
+
+def prepare_once(
+    quadratic: Quadratic, method: Method, memory_budget: int
+) -> AbstractSubproblem:
+    """Make a quadratic problem ready for one damping."""
+    lin = quadratic.lin
+    directly = Partial(
+        _prepared_once, quadratic, method=method, memory_budget=memory_budget
+    )
+    if method != "auto" or is_spread() or not lin.blocks_fit(memory_budget):
+        return directly()
+    m, p = lin.shape
+    one_pass = num_flops(lin.jvp, lin.point)
+    rows = sum(lin.num_row_passes()) * one_pass
+    gram = lin.num_kernel_multiplications() if m <= p else float(m) * p**2
+    cholesky = min(m, p) ** 3 / 3
+    direct = rows + _GRAM_COST * 2 * gram + _CHOLESKY_COST * cholesky
+    if loops_slowly(lin.jvp, lin.point):
+        one_pass *= _LOOPED_CONVOLUTION
+    most = int(_SHARE_TRIED * direct / (2 * one_pass))
+    if direct < _CHEAP_DIRECT or most < _FEWEST_TRIED:
+        return directly()
+    return ProductsFirst(MatrixFree(lin, quadratic.rest), directly, most)
+
+
+def _prepared_once(quadratic, *, method, memory_budget):
+    return prepare(quadratic, method, memory_budget, damped=True, reuse=False)
 
 
 def _scaled_pull_back(blocks, scale, a):

@@ -1,0 +1,93 @@
+"""A damped step where the method is left to gnlin: by products while that is cheap."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+
+
+N, P = 450, 460
+DRAW = np.random.default_rng(0)
+# Singular values over six orders of magnitude: eigenvalues over twelve.
+LEFT, _ = np.linalg.qr(DRAW.normal(size=(N, N)))
+RIGHT, _ = np.linalg.qr(DRAW.normal(size=(P, N)))
+INPUTS = LEFT @ np.diag(np.logspace(0, -6, N)) @ RIGHT.T
+TARGETS = DRAW.normal(size=(N, 1))
+START = 0.01 * DRAW.normal(size=(1, P))
+
+
+def model(dtype):
+    return (lambda w, x: w @ jnp.tanh(x)), jnp.asarray(START, dtype)
+
+
+@eqx.filter_jit
+def damped_step(solver, dtype):
+    data = jnp.asarray(INPUTS, dtype), jnp.asarray(TARGETS, dtype)
+    return gnlin.solve(model(dtype), data, solver, max_steps=1, throw=False)
+
+
+def by_hand(damping):
+    jacobian = np.tanh(INPUTS)
+    residual = jacobian @ START[0] - TARGETS[:, 0]
+    kernel = jacobian @ jacobian.T + damping * np.eye(N)
+    return START[0] - jacobian.T @ np.linalg.solve(kernel, residual)
+
+
+# Rounding over the damping is what any method errs by: in single precision the smallest
+# would leave nothing.
+@pytest.mark.parametrize(
+    ("dtype", "damping", "rtol"),
+    [
+        (jnp.float64, 0.1, 1e-9),
+        (jnp.float64, 1e-7, 1e-8),
+        (jnp.float32, 0.1, 1e-4),
+        (jnp.float32, 1e-3, 2e-3),
+    ],
+)
+def test_the_step_does_not_depend_on_how(dtype, damping, rtol):
+    solution = damped_step(gnlin.DampedGaussNewton(jnp.asarray(damping)), dtype)
+    _, found = solution.model
+    error = np.linalg.norm(found[0] - by_hand(damping))
+    assert error < rtol * np.linalg.norm(by_hand(damping) - START[0])
+
+
+def test_both_ways_are_counted():
+    easy, hard = (
+        damped_step(gnlin.DampedGaussNewton(jnp.asarray(damping)), jnp.float64).stats
+        for damping in (0.1, 1e-7)
+    )
+    # Few eigenvalues are above the damping.
+    assert 5 < easy["num_inner_steps"] < 40
+    assert easy["num_jvps"] <= easy["num_inner_steps"] + 3
+    # And where many are, the tries, and the rows in one reverse pass.
+    assert hard["num_inner_steps"] > easy["num_inner_steps"]
+    assert hard["num_vjps"] > hard["num_inner_steps"] + 2
+    forced = gnlin.DampedGaussNewton(jnp.asarray(0.1), method="kernel")
+    assert damped_step(forced, jnp.float64).stats["num_inner_steps"] == 0
+
+
+def test_data_that_are_not_finite_reach_neither():
+    data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
+    with pytest.warns(UserWarning, match="nonfinite"):
+        solution = gnlin.solve(model(float), data, gnlin.DampedGaussNewton(0.1))
+    _, found = solution.model
+    np.testing.assert_array_equal(found, START)
+
+
+def test_many_dampings_at_once():
+    data = jnp.asarray(INPUTS), jnp.asarray(TARGETS)
+
+    @jax.vmap
+    def sweep(damping):
+        solver = gnlin.DampedGaussNewton(damping)
+        solution = gnlin.solve(model(float), data, solver, max_steps=1)
+        return solution.model[1]
+
+    dampings = np.array([0.1, 1e-7])
+    for damping, found in zip(dampings, sweep(jnp.asarray(dampings)), strict=True):
+        expected = by_hand(damping)
+        error = np.linalg.norm(found[0] - expected)
+        assert error < 1e-9 * np.linalg.norm(expected - START[0])
