@@ -1,6 +1,5 @@
 """Gauss-Newton and damped Gauss-Newton, against dense formulas."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,37 +196,13 @@ def test_scaled_step(method, scaling):
     def step(r, jacobian, k):
         nonlocal memory
         norms = np.linalg.norm(jacobian, axis=0)
-        memory = norms if scaling == "marquardt" else np.maximum(norms, memory)
+        memory = norms if scaling == "marquardt" else np.maximum(norms, 0.8 * memory)
         return damped_step(r, jacobian, 0.3, memory)
 
     solver = gnlin.DampedGaussNewton(0.3, scaling=scaling, method=method)
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
     expected = literal_loop(step, y, args, 4)
     np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
-
-
-class Decay(eqx.Module):
-    y: jax.Array
-
-    def __call__(self, x):
-        return jnp.exp(-self.y * x)
-
-
-def test_scales_far_above_the_present_columns_fade():
-    solver = gnlin.DampedGaussNewton(1e-12, scaling="more")
-    data = jnp.ones((1, 1)), jnp.zeros((1, 1))
-    start = Decay(jnp.array([-50.0]))
-    steps = gnlin.solve(start, data, solver, max_steps=40).history.step_norm
-    y, scale, num_faded = -50.0, 0.0, 0
-    for step in np.asarray(steps):
-        norm = np.exp(-y)
-        most = norm * np.finfo(float).eps ** -0.25
-        if scale > most:
-            scale, num_faded = max(0.8 * scale, most), num_faded + 1
-        scale = max(scale, norm)
-        np.testing.assert_allclose(step, 1 / (1 + 1e-12 * (scale / norm) ** 2), rtol=1e-6)
-        y += step
-    assert num_faded > 20
 
 
 def test_a_column_of_zeros_is_left_alone_by_the_scaling():

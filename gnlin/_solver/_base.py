@@ -276,7 +276,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
         def look():
             lin = linearise(lambda y_, _: evaluate(y_), y)
-            return is_stationary(objective, lin, self.rtol, self.atol, state.first_loss)
+            return is_stationary(
+                objective, lin, evaluate, self.rtol, self.atol, state.first_loss
+            )
 
         stationary = jax.lax.cond(looks, look, lambda: jnp.array(False))
         num_still = jnp.where(looks & ~stationary, state.num_still + 1, state.num_still)

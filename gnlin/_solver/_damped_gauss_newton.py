@@ -45,7 +45,7 @@ class DampedGaussNewton(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$; `"marquardt"` and `"more"`
         damp $\lVert D\delta\rVert^2$ with the norms of the Jacobian's columns (the
-        present ones, or the largest so far, of which what is far above those fades), so
+        present ones, or the largest lately: earlier ones fade by 0.8 an outer step), so
         that the parameters' units do not matter.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`

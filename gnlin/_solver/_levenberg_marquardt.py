@@ -61,6 +61,7 @@ class _Memory(eqx.Module):
     num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm
+    tolerance: Float[Array, ""]  # of conjugate gradients
     last: "_Last | None" = None  # across batches
 
 
@@ -184,7 +185,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
         scale = None if unscaled else _tree.zeros_like(y)
         damping, count = jnp.array(-1, dtype), jnp.array(0)
-        return _Memory(damping, count, scale, jnp.ones((), dtype))
+        one = jnp.ones((), dtype)
+        return _Memory(damping, count, scale, one, one)
 
     def start_stream(
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
@@ -215,6 +217,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             self.memory_budget,
             damped=_is_wide(lin),
             reuse=min(lin.shape) <= _SMALL_SPECTRUM,
+            lasting=True,
         )
         dtype = memory.damping.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
@@ -222,8 +225,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         tolerance = jnp.asarray(self.tolerance, dtype)
         if not objective.is_sample:
             # So that it converges faster than linearly (Nocedal and Wright, 2006,
-            # section 7.1): the gradient relative to the first.
-            tolerance = jnp.fmin(tolerance, jnp.sqrt(gradient / first_gradient))
+            # section 7.1): the gradient relative to the first. In a curved valley it is
+            # large again after each long step: what has been tight stays so.
+            left = jnp.fmin(tolerance, jnp.sqrt(gradient / first_gradient))
+            tolerance = jnp.fmin(left, memory.tolerance)
         subproblem = subproblem.truncated(tolerance)
         scale = without_zeros(norms)
         relative = self.damping
@@ -237,12 +242,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
         finite = _is_finite(objective, lin, subproblem) & positive(relative)
         memory = eqx.tree_at(
-            lambda m: (m.damping, m.scale, m.first_gradient),
+            lambda m: (m.damping, m.scale, m.first_gradient, m.tolerance),
             memory,
             (
                 damping,
                 memory.scale if norms is None else norms,
                 first_gradient,
+                tolerance,
             ),
             is_leaf=lambda x: x is None,
         )
@@ -268,8 +274,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return Update(
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
-            memory=_Memory(
-                trial.next_damping, num_idle, memory.scale, memory.first_gradient
+            memory=eqx.tree_at(
+                lambda m: (m.damping, m.num_idle),
+                memory,
+                (trial.next_damping, num_idle),
             ),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
@@ -330,12 +338,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return Update(
             y=_tree.where(good, y, lin.point),
             outputs=_tree.where(good, outputs, lin.outputs),
-            memory=_Memory(
-                jnp.where(good, damping, _SKIPPED * damping),
-                memory.num_idle,
-                memory.scale,
-                memory.first_gradient,
-                taken,
+            memory=eqx.tree_at(
+                lambda m: (m.damping, m.last),
+                memory,
+                (jnp.where(good, damping, _SKIPPED * damping), taken),
             ),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),

@@ -13,12 +13,13 @@ from .._subproblem import AbstractSubproblem, Form, Method, prepare, prepare_for
 
 
 # More's scales never fall. After one steep place they then damp a column for ever (on
-# NIST's MGH10 until its direction is lost to rounding), so here what is above a column's
-# present norm, divided by this power of eps, fades by this factor an outer step. Were all
-# of it to fade, a thousand steps would not get through a valley with a large residual
-# (Brown and Dennis's). All of NIST's starts are solved for any ratio from 1 to 1e4.
-_LASTING_POWER = 1 / 4
+# NIST's MGH10 until its direction is lost to rounding), so here they fade, by this
+# factor an outer step.
 _FADING = 0.8
+# Where the damping adapts, only what is above the present norm, divided by this power of
+# eps. Were all of it to fade, a thousand steps would not get through a valley with a
+# large residual (Brown and Dennis's). NIST is solved for all ratios up to 1e4.
+_LASTING_POWER = 1 / 4
 
 Scaling = Literal["identity", "marquardt", "more"]
 
@@ -57,6 +58,7 @@ def prepare_scaled(
     *,
     damped: bool,
     reuse: bool,
+    lasting: bool = False,
 ) -> tuple[PyTree[Array] | None, AbstractSubproblem]:
     """The new memory of the scales, and the subproblem in the variables `D delta`."""
     if scaling == "identity":
@@ -65,7 +67,7 @@ def prepare_scaled(
         )
         return None, subproblem
     quadratic = objective.expand(lin)
-    norms, blocks = next_scale(scaling, scale, quadratic.lin, memory_budget)
+    norms, blocks = next_scale(scaling, scale, quadratic.lin, memory_budget, lasting)
     subproblem = prepare(
         quadratic,
         method,
@@ -83,12 +85,13 @@ def next_scale(
     scale: PyTree[Array] | None,
     lin: Linearisation,
     memory_budget: int,
+    lasting: bool,
 ) -> tuple[PyTree[Array], PyTree[Array]]:
     """The diagonal of D, and the Jacobian's blocks that it was read off.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
-    they have been, so that a column that vanishes for a while stays damped; far larger
-    ones are forgotten.
+    they have been lately, so that a column that vanishes for a while stays damped;
+    `lasting`: the largest ever, unless the present ones are next to nothing beside them.
     """
     if lin.num_bytes() > memory_budget:
         raise ValueError(
@@ -99,10 +102,10 @@ def next_scale(
     blocks = lin.blocks(memory_budget)
     norms = jax.tree.map(jnp.sqrt, _rows.squared_columns(blocks))
     if scaling == "more":
-        lasting = _tree.eps(lin.point) ** -_LASTING_POWER
+        ratio = _tree.eps(lin.point) ** -_LASTING_POWER if lasting else 1.0
 
         def largest(norm, before):
-            kept = jnp.maximum(lasting * norm, _FADING * before)
+            kept = jnp.maximum(ratio * norm, _FADING * before)
             return jnp.maximum(norm, jnp.minimum(before, kept))
 
         norms = jax.tree.map(largest, norms, scale)

@@ -1,5 +1,7 @@
 """How a run ends: whether it has converged, stands still, or diverges."""
 
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ _NUM_PROBES = 8
 _FLAT = 1.25
 # In single precision no more: a saturated unit may yet come back.
 _UNSEEN = 1e-11
+# A loss falls that does by this part of what is predicted, by norms known to a quarter.
+_SUFFICIENT = 0.1
 # The outputs are known to so many roundings of what the parameters make of them.
 _ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
@@ -32,6 +36,7 @@ _MOST_FAR = 5
 def is_stationary(
     objective: AbstractObjective,
     lin: Linearisation,
+    evaluate: Callable[[PyTree[Array]], PyTree[Array]],
     rtol: float,
     atol: float,
     first_loss: Scalar,
@@ -42,9 +47,10 @@ def is_stationary(
     gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
     cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
     at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
-    `first_loss` no less than the outputs' rounding is asked; and nothing of a parameter
-    that could be as large again with next to no difference to the residual: the rate of
-    an exponential that has died out, or at a minimum where its column vanishes.
+    `first_loss` no less than the outputs' rounding is asked; of any other, that rounding
+    is less than that. A parameter that could be as large again with next to no difference
+    to the residual is tried: at the rate of an exponential that has died out, or at a
+    minimum where its column vanishes, the linearisation promises what no step keeps.
 
     ??? cite "Reference"
 
@@ -65,20 +71,52 @@ def is_stationary(
     size = jnp.sqrt(2 * jnp.abs(loss))
     terms = jax.tree.map(jnp.multiply, norms, lin.point)
     rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
-    least = jnp.where(loss <= first_loss, rounding, 0)
-    most = atol + jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size + least
+    most = atol + jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size
+    # Of one that has risen, a gradient that rounding may have made says nothing.
+    has_fallen = loss <= first_loss
+    known = has_fallen | (rounding <= most)
+    most += jnp.where(has_fallen, rounding, 0)
 
-    def is_flat(g, norm, term):
+    def is_flat(g, norm):
         # Where a column is zero, so must be the gradient.
-        flat = jnp.abs(g) <= most.astype(g.dtype) * norm
-        unseen = jnp.abs(term) <= (_UNSEEN * size).astype(g.dtype)
-        return jnp.all(flat | (unseen & (term != 0)))
+        return jnp.abs(g) <= most.astype(g.dtype) * norm
 
-    return jax.tree.reduce(
-        jnp.logical_and,
-        jax.tree.map(is_flat, gradient, norms, terms),
-        jnp.array(True),
-    )
+    def is_unseen(term):
+        return (jnp.abs(term) <= (_UNSEEN * size).astype(term.dtype)) & (term != 0)
+
+    steep = jax.tree.map(lambda g, norm: ~is_flat(g, norm), gradient, norms)
+    unseen = jax.tree.map(is_unseen, terms)
+    hidden = jax.tree.map(jnp.logical_and, steep, unseen)
+    seen = jax.tree.map(lambda s, h: s & ~h, steep, hidden)
+    gains = _is_gain(objective, lin, evaluate, gradient, norms, hidden)
+    return known & ~_any(seen) & ~gains
+
+
+def _is_gain(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    evaluate: Callable[[PyTree[Array]], PyTree[Array]],
+    gradient: PyTree[Array],
+    norms: PyTree[Array],
+    chosen: PyTree[Array],
+) -> Bool[Array, ""]:
+    """Whether some parameters lower the loss, moved as far as the linearisation says:
+    each to its own best, by its share."""
+    number = jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, chosen))
+
+    def to_its_best(g, norm, is_chosen):
+        share = jnp.maximum(number, 1).astype(g.dtype)
+        safe = jnp.where(is_chosen, norm, 1)
+        return jnp.where(is_chosen, -g / safe / safe / share, 0)
+
+    step = jax.tree.map(to_its_best, gradient, norms, chosen)
+    predicted = -0.5 * _tree.dot(step, gradient)
+    actual = objective.decrease(lin.outputs, evaluate(_tree.axpy(1, step, lin.point)))
+    return (number > 0) & (actual > _SUFFICIENT * predicted)
+
+
+def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
+    return jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, tree), jnp.array(False))
 
 
 def _column_norms(lin: Linearisation) -> PyTree[Array]:
