@@ -389,3 +389,36 @@ def test_a_good_prediction_lowers_the_damping_by_three():
     ]
     first, second = (float(end.state.report.damping) for end in ends)
     np.testing.assert_allclose(second / first, 1 / 3)
+
+
+#
+# Across batches
+#
+
+
+class Neuron(eqx.Module):
+    w: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(self.w @ x)[None]
+
+
+def test_across_batches_it_never_ends_as_diverged():
+    """Near the solution many steps do not lower the loss of their batch of 8."""
+    truth = np.array([1.0, -1.0, 0.5])
+    for seed in range(10):
+        generator = np.random.default_rng(seed)
+        x = generator.normal(size=(800, 3)).astype(np.float32)
+        noise = 0.1 * generator.normal(size=800)
+        y = (np.tanh(x @ truth) + noise)[:, None].astype(np.float32)
+        result = gnlin.fit(
+            Neuron(jnp.zeros(3, jnp.float32)),
+            (x, y),
+            gnlin.LevenbergMarquardt(),
+            batch_size=8,
+            steps=1000,
+            key=jax.random.key(seed),
+            progress=False,
+        )
+        assert result.result == optx.RESULTS.nonlinear_max_steps_reached
+        np.testing.assert_allclose(result.model.w, truth, atol=0.1)
