@@ -83,9 +83,9 @@ AT_THE_EDGE = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "precision"), CASES)
 def test_no_setting_is_told_success_wrongly(name, family, precision):
-    """6,440 runs on other problems than those that the constants were chosen on: of those
-    told success none, but for three at the edge, has a cosine above the judge's bound where
-    SciPy gains over 1 %."""
+    """6,440 runs on other problems than those the constants were chosen on: of those
+    told success none, but for three at the edge, has a cosine above the judge's bound
+    where SciPy gains over 1 %."""
     wrong, _ = told_wrongly(name, family, precision, count=40, seed=1)
     assert set(wrong) <= AT_THE_EDGE.get((name, family, precision), set())
 
