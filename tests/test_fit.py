@@ -1,6 +1,7 @@
 """What a step of `gnlin.fit` is: against `gnlin.solve`, literal loops and dense steps."""
 
 import math
+import warnings
 
 import equinox as eqx
 import jax
@@ -232,6 +233,19 @@ def test_a_step_that_fails_on_its_batch_is_skipped():
     assert result.stats["num_rejected_steps"] > 0
     assert result.stats["num_accepted_steps"] > 0
     assert result.reason == "all 24 steps were made"
+
+
+def test_losses_that_hover_are_no_reason_to_warn():
+    """As of a run that begins where the last one ended."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(200, 2))
+    data = x, x @ np.ones((2, 1)) + 0.1 * generator.normal(size=(200, 1))
+    model = (lambda w, x: w @ x), jnp.ones((1, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(5):
+            key = jax.random.key(seed)
+            gnlin.fit(model, data, batch_size=8, steps=20, key=key, progress=False)
 
 
 #

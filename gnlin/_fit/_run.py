@@ -40,10 +40,13 @@ from ._validation import Validation
 
 Model = TypeVar("Model")
 
-# A run whose last so many steps have had this many times the first loss has come to
-# nothing, and says so.
+# A run has come to nothing, and says so, where each of its last so many losses is this
+# many times the first one; or their mean above it, and this part of them above each of
+# the first so many.
 _LOOKED_BACK = 10
-_WORSE = 1.5
+_WORSE = 2.0
+_RISEN = 0.9
+_FEWEST_LOSSES = 10
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -353,10 +356,14 @@ class Run(AbstractRun):
     def _look_back(self) -> None:
         """All steps were made: has it come to anything?"""
         losses = self._rows.column("loss")
-        if self._reason or len(losses) < 2 * _LOOKED_BACK:
+        if self._reason or len(losses) < _FEWEST_LOSSES:
             return
-        first, last = losses[0], np.mean(losses[-_LOOKED_BACK:])
-        if last > _WORSE * first:
+        some = min(_LOOKED_BACK, len(losses) // 2)
+        early, late = np.array(losses[:some]), np.array(losses[-some:])
+        first, last = losses[0], np.mean(late)
+        # Where losses only hover half of the pairs rise, whatever the noise.
+        risen = last > first and np.mean(late > early[:, None]) > _RISEN
+        if risen or np.min(late) > _WORSE * first:
             self.complaint = (
                 f"`gnlin.fit` made all {self.step} steps, but the loss rose from "
                 f"{first:.3g} to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more "

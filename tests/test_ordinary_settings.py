@@ -1,0 +1,52 @@
+"""Ordinary settings of solvers that do not adapt: none fails without a word."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+
+
+SOLVERS = {
+    **{f"truncated {t}": gnlin.TruncatedGaussNewton(t) for t in (0.5, 0.1, 0.03, 0.01)},
+    **{f"damped {d}": gnlin.DampedGaussNewton(d) for d in (1.0, 0.1, 0.01, 0.001)},
+}
+# Fixed before any of them was run; nearest neighbours get 0.95.
+BAR = 0.8
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def digits():
+    datasets = pytest.importorskip("sklearn.datasets")
+    images, labels = datasets.load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    return (images[:1347], labels[:1347]), (images[1347:], labels[1347:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [None, 100], ids=["full batch", "mini-batches"])
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+def test_digits_are_learnt_or_it_is_said_that_they_are_not(digits, solver, batch_size):
+    train, (images, labels) = digits
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(64, 10, 16, 1, jnp.tanh, dtype=jnp.float32, key=key)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = gnlin.fit(
+            model,
+            train,
+            solver,
+            loss=gnlin.SoftmaxCrossEntropy(),
+            batch_size=batch_size,
+            steps=NUM_STEPS,
+            key=key,
+            progress=False,
+        )
+    accuracy = float(gnlin.accuracy(jax.vmap(result.model)(images), labels))
+    warned = any("gnlin.fit" in str(each.message) for each in told)
+    assert accuracy > BAR or warned
