@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jaxtyping import Float
+from matplotlib.ticker import NullFormatter
 from numpy import ndarray
 
 from ..._results import write_whole
@@ -293,6 +294,7 @@ def _draw_task(settings: Defaults, axes: Any, runs: Runs) -> None:
         looks = np.linspace(0, passes, scores.shape[1] + 1)[1:]
         band(axes, looks, np.maximum(errors, 1e-4), colour, label)
     axes.set(title=task.name, xscale="log", yscale="log", xlabel="Passes")
+    axes.xaxis.set_minor_formatter(NullFormatter())  # of less than a decade they overlap
     axes.set_ylabel("Test error" if task.higher_is_better else "Squared error")
 
 
