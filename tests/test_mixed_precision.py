@@ -184,3 +184,21 @@ def test_such_a_gradient_with_next_to_no_damping_is_a_failure_that_is_told():
     with pytest.warns(UserWarning, match="linear solve"):
         step = huber_step(damping=1e-12, mixed_precision=gnlin.MixedPrecision())
     np.testing.assert_array_equal(step, 0)
+
+
+@pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
+def test_the_default_serves_in_single_precision(kernel_dtype):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(40, 60)).astype(np.float32)
+    data = x, draw.normal(size=(40, 1)).astype(np.float32)
+    model = (lambda w, x: w @ x), jnp.zeros((1, 60), jnp.float32)
+    for damping in (10.0, 0.1):
+        refined = gnlin.DampedGaussNewton(
+            damping, mixed_precision=gnlin.MixedPrecision(kernel_dtype)
+        )
+        found = gnlin.solve(model, data, refined, max_steps=1)
+        assert found.result == optx.RESULTS.nonlinear_max_steps_reached
+        kernel = x.astype(float) @ x.T.astype(float) + damping * np.eye(40)
+        expected = x.T @ np.linalg.solve(kernel, data[1][:, 0])
+        error = np.linalg.norm(np.asarray(found.model[1][0]) - expected)
+        assert error < 2e-3 * np.linalg.norm(expected)

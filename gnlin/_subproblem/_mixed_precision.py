@@ -43,7 +43,9 @@ class MixedPrecision(eqx.Module):
     - `kernel_dtype`: `"float32"`, `"bfloat16"` or `"float16"` (which ends at 65,504).
     - `tolerance`: of the refinement, relative. One that is not met ends a run as a failed
         linear solve; so may a small damping of a loss whose gradient the curvature does
-        not reach, such as Huber's.
+        not reach, such as Huber's. By default 1e-10, and in single precision as near
+        to $\varepsilon^{3/4}$ as rounding allows, and no worse than
+        $\varepsilon^{1/2}$.
 
     **Raises:** `ValueError` for another dtype, or a tolerance that is not positive.
 
@@ -60,9 +62,9 @@ class MixedPrecision(eqx.Module):
     """
 
     kernel_dtype: str = eqx.field(static=True)
-    tolerance: float
+    tolerance: float | None
 
-    def __init__(self, kernel_dtype: Any = "float32", tolerance: float = 1e-10):
+    def __init__(self, kernel_dtype: Any = "float32", tolerance: float | None = None):
         name = kernel_dtype
         with contextlib.suppress(TypeError):
             name = jnp.dtype(kernel_dtype).name
@@ -71,9 +73,20 @@ class MixedPrecision(eqx.Module):
                 f"`kernel_dtype` must be one of {', '.join(_DTYPES)}, but "
                 f"{kernel_dtype!r} was given."
             )
-        check_finite_positive("tolerance", tolerance)
+        if tolerance is not None:
+            check_finite_positive("tolerance", tolerance)
         self.kernel_dtype = name
         self.tolerance = tolerance
+
+    def aim(self, dtype: jnp.dtype) -> float:
+        """The relative linear residual at which refinement stops."""
+        least = float(jnp.finfo(dtype).eps) ** (3 / 4)
+        return max(1e-10, least) if self.tolerance is None else self.tolerance
+
+    def worst(self, dtype: jnp.dtype) -> float:
+        """That at which its result is taken, where rounding stops it before."""
+        accepted = float(jnp.finfo(dtype).eps) ** (1 / 2)
+        return accepted if self.tolerance is None else self.tolerance
 
 
 def prepare_refined(
@@ -171,7 +184,8 @@ class Refined(AbstractSubproblem):
         )
 
     def _solve(self, vector, damping, pushed) -> Solved:
-        tolerance = self.precision.tolerance
+        dtype = vector.dtype
+        tolerance, worst = self.precision.aim(dtype), self.precision.worst(dtype)
         if pushed is not None:
             # Of what 1/lambda blows up the most is taken back in the step.
             whole, part, stray, largest = _tree.promoted(
@@ -183,7 +197,8 @@ class Refined(AbstractSubproblem):
                 )
             )
             size = jnp.fmax(part, stray / largest)
-            tolerance = tolerance * jnp.fmin(size / whole, 1)
+            share = jnp.fmin(size / whole, 1)
+            tolerance, worst = tolerance * share, worst * share
         finite = _tree.all_finite((self.kernel, vector, damping))
         factor = self._factor(damping, finite)
 
@@ -206,8 +221,11 @@ class Refined(AbstractSubproblem):
             options={"preconditioner": operator(precondition)},
             throw=False,
         )
+        left = _tree.norm(_tree.axpy(-1, product(solution.value), vector))
+        good = left <= worst * _tree.norm(vector)
+        result = lx.RESULTS.where(good, lx.RESULTS.successful, solution.result)
         a = jnp.where(finite, solution.value, jnp.nan)
-        return a, solution.stats["num_steps"], optx.RESULTS.promote(solution.result)
+        return a, solution.stats["num_steps"], optx.RESULTS.promote(result)
 
     def _factor(self, damping: Scalar, finite: Array) -> Float[Array, "m m"]:
         """Of Cholesky, shifted by as much of the kernel's rounding as it takes."""
