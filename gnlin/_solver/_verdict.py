@@ -112,7 +112,7 @@ def _is_gain(
     step = jax.tree.map(to_its_best, gradient, norms, chosen)
     predicted = -0.5 * _tree.dot(step, gradient)
     actual = objective.decrease(lin.outputs, evaluate(_tree.axpy(1, step, lin.point)))
-    return (number > 0) & (actual > _SUFFICIENT * predicted)
+    return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
 
 
 def _any(tree: PyTree[Array]) -> Bool[Array, ""]:

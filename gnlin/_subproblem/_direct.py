@@ -45,6 +45,7 @@ def _solve_damped(
 
 def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
     r"""$\lVert\phi^\top r\rVert$, without squares that leave the floating-point range."""
+    residual = residual.astype(_tree.dtype((kernel, residual)))
     unit = _tree.unit(residual)
     r = residual / unit
     product = matmul(kernel, r)
