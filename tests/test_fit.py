@@ -245,7 +245,7 @@ def test_losses_that_hover_are_no_reason_to_warn():
         warnings.simplefilter("error")
         for seed in range(5):
             key = jax.random.key(seed)
-            gnlin.fit(model, data, batch_size=8, steps=20, key=key, progress=False)
+            gnlin.fit(model, data, batch_size=20, steps=20, key=key, progress=False)
 
 
 #

@@ -40,9 +40,9 @@ from ._validation import Validation
 
 Model = TypeVar("Model")
 
-# A run has come to nothing, and says so, where each of its last so many losses is this
-# many times the first one; or their mean above it, and this part of them above each of
-# the first so many.
+# A run has come to nothing, and says so, where the mean of its last so many losses is
+# this many times the first one; or above it, and this part of all pairs with the first
+# so many has risen.
 _LOOKED_BACK = 10
 _WORSE = 2.0
 _RISEN = 0.9
@@ -363,7 +363,7 @@ class Run(AbstractRun):
         first, last = losses[0], np.mean(late)
         # Where losses only hover half of the pairs rise, whatever the noise.
         risen = last > first and np.mean(late > early[:, None]) > _RISEN
-        if risen or np.min(late) > _WORSE * first:
+        if risen or last > _WORSE * first:
             self.complaint = (
                 f"`gnlin.fit` made all {self.step} steps, but the loss rose from "
                 f"{first:.3g} to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more "
