@@ -42,11 +42,10 @@ Model = TypeVar("Model")
 
 # A run has come to nothing, and says so, where the mean of its last so many losses is
 # this many times the first one; or above it, and this part of all pairs with the first
-# so many has risen.
+# so many has risen. Of a run of so many steps at least.
 _LOOKED_BACK = 10
 _WORSE = 2.0
 _RISEN = 0.9
-_FEWEST_LOSSES = 10
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -356,7 +355,7 @@ class Run(AbstractRun):
     def _look_back(self) -> None:
         """All steps were made: has it come to anything?"""
         losses = self._rows.column("loss")
-        if self._reason or len(losses) < _FEWEST_LOSSES:
+        if self._reason or len(losses) < _LOOKED_BACK:
             return
         some = min(_LOOKED_BACK, len(losses) // 2)
         early, late = np.array(losses[:some]), np.array(losses[-some:])

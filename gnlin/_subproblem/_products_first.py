@@ -1,5 +1,6 @@
 """A damped problem by products, as far as they are cheap; else by a factorisation."""
 
+import operator
 from collections.abc import Callable
 
 import equinox as eqx
@@ -57,25 +58,20 @@ class ProductsFirst(AbstractSubproblem):
         tolerance = self.products.exactly()
         tried, arrived = self.products.attempt(tolerance, damping, self.most)
 
+        def counts(answer):
+            taken = answer.num_inner_steps, answer.num_jvps, answer.num_vjps
+            return [jnp.asarray(n, float) for n in taken]
+
         def factorised():
             direct = self.directly()
             answer = direct.solve(filter)
-            return (
-                answer.step,
-                [
-                    jnp.asarray(a, float) + b + c
-                    for a, b, c in (
-                        (tried.num_inner_steps, answer.num_inner_steps, 0),
-                        (tried.num_jvps, answer.num_jvps, direct.num_jvps),
-                        (tried.num_vjps, answer.num_vjps, direct.num_vjps),
-                    )
-                ],
-                answer.result,
-            )
+            made = 0, direct.num_jvps, direct.num_vjps
+            more = map(operator.add, counts(answer), made)
+            return answer.step, list(map(operator.add, spent, more)), answer.result
 
         def iterated():
-            counts = tried.num_inner_steps, tried.num_jvps, tried.num_vjps
-            return tried.step, [jnp.asarray(n, float) for n in counts], tried.result
+            return tried.step, spent, tried.result
 
-        step, counts, result = jax.lax.cond(arrived, iterated, factorised)
-        return Answer(step, *counts, result=result)
+        spent = counts(tried)
+        step, taken, result = jax.lax.cond(arrived, iterated, factorised)
+        return Answer(step, *taken, result=result)
