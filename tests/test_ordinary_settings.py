@@ -1,6 +1,4 @@
-"""Ordinary settings of solvers that do not adapt: none fails without a word."""
-
-import warnings
+"""Ordinary settings of solvers that do not adapt: all of them train."""
 
 import equinox as eqx
 import jax
@@ -18,23 +16,12 @@ SOLVERS = {
 # Fixed before any of them was run; nearest neighbours get 0.95.
 BAR = 0.8
 NUM_STEPS = 40
-# On batches of 100, of which steps so exact make the most: nothing looks at the others.
-FALLS_SHORT = {
-    "truncated 0.1": 0.77,
-    "truncated 0.03": 0.45,
-    "truncated 0.01": 0.31,  # of which rounding decides whether it is told
-    "damped 0.001": 0.79,
-}
 
 
 def settings():
     for name, solver in SOLVERS.items():
         yield pytest.param(solver, None, id=f"{name}, full batch")
-        marks = ()
-        if name in FALLS_SHORT:
-            reason = f"ends at about {FALLS_SHORT[name]}, and mostly no warning says so"
-            marks = pytest.mark.xfail(reason=reason)
-        yield pytest.param(solver, 100, id=f"{name}, mini-batches", marks=marks)
+        yield pytest.param(solver, 100, id=f"{name}, mini-batches")
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +34,19 @@ def digits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("solver", "batch_size"), list(settings()))
-def test_digits_are_learnt_or_it_is_said_that_they_are_not(digits, solver, batch_size):
+def test_digits_are_learnt(digits, solver, batch_size):
     train, (images, labels) = digits
     key = jax.random.key(0)
     model = eqx.nn.MLP(64, 10, 16, 1, jnp.tanh, dtype=jnp.float32, key=key)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        result = gnlin.fit(
-            model,
-            train,
-            solver,
-            loss=gnlin.SoftmaxCrossEntropy(),
-            batch_size=batch_size,
-            steps=NUM_STEPS,
-            key=key,
-            progress=False,
-        )
+    result = gnlin.fit(
+        model,
+        train,
+        solver,
+        loss=gnlin.SoftmaxCrossEntropy(),
+        batch_size=batch_size,
+        steps=NUM_STEPS,
+        key=key,
+        progress=False,
+    )
     accuracy = float(gnlin.accuracy(jax.vmap(result.model)(images), labels))
-    warned = any("gnlin.fit" in str(each.message) for each in told)
-    assert accuracy > BAR or warned
+    assert accuracy > BAR

@@ -15,6 +15,7 @@ from .. import _tree
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
 from .._subproblem import AbstractSubproblem, Answer
+from ._across_batches import Stride
 from ._verdict import is_stationary, STANDS_STILL
 
 
@@ -69,6 +70,8 @@ class State(eqx.Module):
     num_still: Int[Array, ""]  # steps in a row that settled where there is a gradient
     terminate: Bool[Array, ""]
     result: optx.RESULTS
+    # Across batches, where the solver leaves it to the loop to check its steps
+    stride: Stride | None = None
 
     @property
     def pausing(self) -> Bool[Array, ""]:
@@ -242,6 +245,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             num_still,
             update.terminate,
             update.result,
+            state.stride,
         )
         return update.y, new
 
@@ -302,7 +306,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
     ) -> State:
         """The state before the first of many batches."""
-        return self.start(y, outputs)
+        state = self.start(y, outputs)
+        if getattr(self, "search", None) != "auto":
+            return state
+        stride = Stride.start(y, state.report.loss.dtype)
+        return eqx.tree_at(lambda s: s.stride, state, stride, is_leaf=lambda x: x is None)
 
     def advance_stream(
         self,
@@ -315,16 +323,27 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         has_aux: bool,
     ) -> tuple[PyTree[Array], State, Scalar, Any]:
         """One step on one batch, `fn(y, args)` its outputs: `(y, state, loss, aux)`, with
-        the loss on the batch before the step. Here it is an outer step."""
-        lin, aux = linearised(fn, y, args, has_aux)
+        the loss on the batch before the step. Here it is an outer step, or as much of it
+        as the last steps' batches allow."""
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
-        y, state = self.advance(objective, lin, evaluate, state)
+        stride, back = state.stride, jnp.array(False)
+        if stride is not None:
+            before = _tree.axpy(-1, stride.step, y)
+            stride, back = stride.judged(objective, evaluate(before), evaluate(y))
+            y = _tree.where(back, before, y)
+        lin, aux = linearised(fn, y, args, has_aux)
+        new_y, state = self.advance(objective, lin, evaluate, state)
         # What has settled on one batch has not on another.
         no = jnp.array(False)
         state = eqx.tree_at(
             lambda s: (s.settled, s.stuck, s.terminate), state, (no, no, no)
         )
-        return y, state, objective.value(lin.outputs), aux
+        if stride is not None:
+            step, new_y = stride.taken(y, new_y)
+            outputs = evaluate(new_y)
+            stride = stride.after(step, objective.decrease(lin.outputs, outputs))
+            state = _with_stride(state, stride, objective.value(outputs), back)
+        return new_y, state, objective.value(lin.outputs), aux
 
     def converged(
         self,
@@ -387,6 +406,31 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if jax.tree.leaves(aux):
             _, aux = fn(y, args)
         return y, aux, statistics(state.counts)
+
+
+def _with_stride(
+    state: State, stride: Stride, loss: Scalar, back: Bool[Array, ""]
+) -> State:
+    """After a part of a step, and maybe without the one before."""
+    taken_back = jnp.where(back, 1, 0)
+    report, counts = state.report, state.counts
+    return eqx.tree_at(
+        lambda s: (
+            s.stride,
+            s.report.loss,
+            s.report.step_norm,
+            s.counts.num_accepted_steps,
+            s.counts.num_rejected_steps,
+        ),
+        state,
+        (
+            stride,
+            loss.astype(report.loss.dtype),
+            stride.length * report.step_norm,
+            counts.num_accepted_steps - taken_back,
+            counts.num_rejected_steps + taken_back,
+        ),
+    )
 
 
 def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:

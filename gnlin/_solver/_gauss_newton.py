@@ -45,7 +45,8 @@ class GaussNewton(AbstractGaussNewton):
         model.
     - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()`;
         `None` for all of it. `"auto"` backtracks where nothing else checks a step: with a
-        loss that is not squared error, and on mini-batches.
+        loss that is not squared error, and on mini-batches, where the next batch judges
+        a step, too.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.
     - `memory_budget`: bytes that the largest matrix may take.
 

@@ -1,0 +1,130 @@
+"""How much of a batch's step is taken, by what the next batch says."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+from gnlin._solver._across_batches import Stride
+
+
+class Told:
+    """An objective that says what it is told to."""
+
+    def __init__(self, gain):
+        self.gain = gain
+
+    def value(self, outputs):
+        return jnp.zeros(())
+
+    def decrease(self, before, now):
+        return jnp.asarray(self.gain)
+
+
+def literal(gains, wons):
+    """The same rule in plain Python."""
+    length, balance, told = 0.25, 0.0, []
+    for gain, won in zip(gains, wons, strict=True):
+        gain = -np.inf if np.isnan(gain) else gain
+        back = won > 0 and gain < -won
+        if won > 0:
+            balance = 0.9 * balance + max(gain, -won)
+            length *= 0.25 if back else (0.8 if balance < 0 else 1.04)
+            length = min(max(length, 0.1), 1.0)
+        told.append((back, length))
+    return told
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_the_rule(dtype, unchecked):
+    rng = np.random.default_rng(0)
+    gains = rng.normal(0.3, 1.0, 200)
+    gains[[3, 60]] = np.nan, -np.inf
+    wons = np.abs(rng.normal(size=200))
+    wons[[5, 70]] = 0.0
+    y = jnp.zeros(2, dtype)
+    stride = Stride.start(y, jnp.dtype(dtype))
+    for gain, won, told in zip(gains, wons, literal(gains, wons), strict=True):
+        stride = stride.after(y, jnp.asarray(won))
+        stride, back = stride.judged(Told(gain), y, y)
+        assert (bool(back), float(stride.length)) == (told[0], pytest.approx(told[1]))
+
+
+def line(y, x):
+    return y * x
+
+
+def batches(*targets):
+    """Of one example each, in this order."""
+    inputs = np.ones((len(targets), 1))
+    return inputs, np.array(targets)[:, None]
+
+
+def fitted(targets, solver):
+    rows = iter(zip(*(x[:, None] for x in batches(*targets)), strict=True))
+    return gnlin.fit(
+        (line, jnp.zeros(1)),
+        lambda epoch: rows,
+        solver,
+        steps=len(targets),
+        progress=False,
+    )
+
+
+def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
+    # The first batch asks for 1, and gets a quarter of it: what that is worth to it is
+    # less than what the second one, which asks for -3, loses by it.
+    result = fitted([1.0, -3.0], gnlin.GaussNewton())
+    # A step of three from zero, of which a quarter of a quarter is less than the least.
+    assert jnp.allclose(result.model[1], -0.3)
+    assert result.stats["num_rejected_steps"] == 1
+    assert result.stats["num_accepted_steps"] == 1
+
+
+def test_a_step_that_the_next_batch_likes_stays():
+    result = fitted([1.0, 1.0], gnlin.GaussNewton())
+    assert jnp.allclose(result.model[1], 0.25 + 0.75 * 0.25 * 1.04)
+    assert result.stats["num_rejected_steps"] == 0
+    history = result.history
+    assert np.allclose(history["step_norm"], [0.25, 0.75 * 0.25 * 1.04])
+
+
+def test_the_pure_step_is_one_argument_away():
+    result = fitted([1.0, -3.0], gnlin.GaussNewton(search=None))
+    assert jnp.allclose(result.model[1], -3.0)
+
+
+def test_a_batch_that_is_no_number_at_the_last_point_takes_it_back():
+    # Past 1/8 the second batch is a square root of a negative number.
+    def curved(y, x):
+        return jnp.where(x[0] > 0, y, jnp.sqrt(0.125 - y))
+
+    rows = iter([(np.ones((1, 1)), np.ones((1, 1))), (-np.ones((1, 1)), np.ones((1, 1)))])
+    result = gnlin.fit(
+        (curved, jnp.zeros(1)),
+        lambda epoch: rows,
+        gnlin.DampedGaussNewton(0.1),
+        steps=2,
+        progress=False,
+    )
+    assert jnp.all(jnp.isfinite(result.model[1]))
+    assert float(result.model[1][0]) < 0.125
+
+
+def test_a_network_on_batches():
+    key = jax.random.key(0)
+    model = eqx.nn.MLP(2, 1, 4, 1, key=key)
+    x = jax.random.normal(key, (20, 2))
+    solver = gnlin.TruncatedGaussNewton(0.1)
+    result = gnlin.fit(
+        model,
+        (x, jnp.sum(x, 1, keepdims=True)),
+        solver,
+        batch_size=5,
+        epochs=8,
+        key=key,
+        progress=False,
+    )
+    assert result.history["loss"][-1] < result.history["loss"][0]
