@@ -37,8 +37,8 @@ def read(path):
         pytest.param("resnet", 3, marks=pytest.mark.slow),
         pytest.param("solved-subproblem", 2, marks=pytest.mark.slow),
         pytest.param("stability", 2, marks=pytest.mark.slow),
-        ("lambda-sweep", 4),
-        ("xor-features", 4),
+        pytest.param("lambda-sweep", 4, marks=pytest.mark.slow),
+        pytest.param("xor-features", 4, marks=pytest.mark.slow),
     ],
 )
 def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys):
@@ -74,6 +74,7 @@ def test_probes_and_filters_are_of_the_runs_with_large_k(tmp_path):
         assert (tmp_path / name / f"{name.replace('-', '_')}.png").exists()
 
 
+@pytest.mark.slow
 def test_a_row_of_the_sweep_over_lambda_is_one_run():
     settings = lambda_sweep.LambdaSweep(seeds=2, dampings=(0.1, 10.0), num_steps=5)
     columns = lambda_sweep.train(settings, {}, Place())
@@ -129,6 +130,7 @@ def test_a_row_of_xor_features_is_one_run(solver):
     assert columns["damping"][1] == pytest.approx(1 / (eta * 1e5))
 
 
+@pytest.mark.slow
 def test_the_looks_of_the_sweep_over_k_are_those_of_one_run():
     settings = dataclasses.replace(
         k_sweep.EMBEDDED, seeds=2, num_steps=12, fewest_updates=1

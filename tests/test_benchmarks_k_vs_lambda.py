@@ -187,6 +187,7 @@ TINY = dataclasses.replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [DESCENT, DAMPED])
 @pytest.mark.parametrize("name", ["quintic", "quintic-cross-entropy"])
 def test_a_row_is_one_run(name, solver):
@@ -223,6 +224,7 @@ def test_descent_at_too_large_a_rate_is_counted_as_diverged():
     assert runs[DAMPED]["stable"].all()
 
 
+@pytest.mark.slow
 def test_what_diverged_is_told_and_drawn(tmp_path):
     settings = KVsLambda(seeds=2, periods=(100.0, 1e3, 1e5, 1e7), images_per_class=1)
     shape = 2, 4

@@ -277,6 +277,7 @@ def test_a_resnet_that_normalises_needs_its_state(normalised):
 CROSS_ENTROPY = gnlin.SoftmaxCrossEntropy(reduction="mean")
 
 
+@pytest.mark.slow
 def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
     network, state, batched = normalised
     x, labels = some_digits

@@ -157,6 +157,7 @@ def test_task_has_the_published_sizes():
     assert inner_steps.LEARNING_RATE * largest < 1
 
 
+@pytest.mark.slow
 def test_damped_steps_are_solved_and_timed(task):
     rows = damped_step.in_a_loop(task, 1, num_steps=3, methods=["auto"])
     assert {row.library for row in rows} == {"hand-written", "gnlin", "optimistix"}

@@ -47,6 +47,7 @@ def test_tables_are_registered(name):
 #
 
 
+@pytest.mark.slow
 def test_one_program_gives_the_losses_of_the_loop(task):
     grid = sweeps.grid_of(task, num_seeds=2, num_dampings=3)
     assert grid.name == "6 runs"
@@ -149,6 +150,7 @@ def test_bytes_are_of_collectives_in_loops():
     assert devices.bytes_in_loops(program) == 8 * 8 + 3 * 8 + 4
 
 
+@pytest.mark.slow
 def test_two_devices_communicate():
     found = devices.on_devices(2, 1, 1, [devices.DAMPED])[devices.DAMPED]
     kernel = (2 * devices.NUM_EXAMPLES) ** 2 * 8

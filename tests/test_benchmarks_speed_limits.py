@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from benchmarks.networks.cnn import digits_cnn
 from benchmarks.speed import (
@@ -18,6 +19,7 @@ from benchmarks.speed import (
 )
 
 
+@pytest.mark.slow
 def test_wide_steps_are_solved():
     task = tasks.quintic(width=5, num_examples=6)
     rows = wide.damped(task)
@@ -48,6 +50,7 @@ def test_kernels_agree(monkeypatch):
     assert row.step_error < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_in_mixed_precision_is_solved():
     rows = precision.steps(tasks.quintic(width=5, num_examples=6), 1)
     assert [row.solved for row in rows[:3]] == [True, True, True]
@@ -69,6 +72,7 @@ def test_peak_memory_sees_what_is_held():
     del x
 
 
+@pytest.mark.slow
 def test_inner_steps_on_cross_entropy_agree(monkeypatch):
     powers = {how: [4] for how in cross_entropy_steps.PERIODS}
     monkeypatch.setattr(cross_entropy_steps, "PERIODS", powers)

@@ -53,6 +53,7 @@ def _small_layer():
     return preconditioners.Setting("layer", layer, (x, targets), 1e-4, 1e-2)
 
 
+@pytest.mark.slow
 def test_preconditioned_steps_are_solved_and_say_whether_they_pay():
     rows = preconditioners.of_one_linearisation(_small_layer(), 1)
     assert [row.variant for row in rows] == list(preconditioners._preconditioners())

@@ -86,6 +86,7 @@ def test_curves_have_their_solutions():
     assert np.abs(gradient(solutions, data)).max() < 1e-12
 
 
+@pytest.mark.slow
 def test_fits_at_once():
     rows = _sound(small_fits.batched(5, 1, (1e-8,)))
     assert _libraries(rows) == {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy"}
@@ -133,6 +134,7 @@ def test_what_would_take_minutes_is_left_out_with_a_reason(monkeypatch):
 #
 
 
+@pytest.mark.slow
 def test_large_steps_are_solved():
     (comparison,) = large.comparisons(quick=True)
     rows = comparison.rows

@@ -59,7 +59,14 @@ REACHED = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES)
+# Half a minute each; the README is read first.
+LONG = ("docs/index.md", "docs/scaling.md", "docs/training.md")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in PAGES],
+)
 def test_page_reaches_its_result(page):
     blocks = _python_blocks((ROOT / page).read_text())
     assert blocks, page

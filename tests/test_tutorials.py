@@ -44,6 +44,7 @@ def test_fit(tmp_path):
         assert abs(spread / error - 1) < 0.25
 
 
+@pytest.mark.slow
 def test_poisson(tmp_path):
     found = rows("poisson", tmp_path)
     errors = {name.split(",")[0]: numbers[0] for name, numbers in found.items()}
@@ -53,6 +54,7 @@ def test_poisson(tmp_path):
     assert errors["Levenberg-Marquardt"] < 1e-2 * errors["Adam"]
 
 
+@pytest.mark.slow
 def test_linearised(tmp_path):
     found = rows("linearised", tmp_path)
     narrow, wide = found["16"], found["128"]
@@ -60,6 +62,7 @@ def test_linearised(tmp_path):
     assert max(wide) < 0.01
 
 
+@pytest.mark.slow
 def test_pose_graph(tmp_path):
     found = rows("pose_graph", tmp_path)
     (before, misfit), (after, least) = found["odometry"], found["solved"]
