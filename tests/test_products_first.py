@@ -62,11 +62,13 @@ def test_both_ways_are_counted():
     # Few eigenvalues are above the damping.
     assert 5 < easy["num_inner_steps"] < 40
     assert easy["num_jvps"] <= easy["num_inner_steps"] + 3
-    # And where many are, the tries, and the rows in one reverse pass.
+    # And where many are, the tries, and the rows of the factorisation.
     assert hard["num_inner_steps"] > easy["num_inner_steps"]
-    assert hard["num_vjps"] > hard["num_inner_steps"] + 2
     forced = gnlin.DampedGaussNewton(jnp.asarray(0.1), method="kernel")
-    assert damped_step(forced, jnp.float64).stats["num_inner_steps"] == 0
+    forced = damped_step(forced, jnp.float64).stats
+    assert forced["num_inner_steps"] == 0
+    besides = easy["num_vjps"] - easy["num_inner_steps"] + forced["num_vjps"]
+    assert hard["num_vjps"] == hard["num_inner_steps"] + besides
 
 
 def test_data_that_are_not_finite_reach_neither():
