@@ -83,6 +83,16 @@ def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
     assert result.stats["num_accepted_steps"] == 1
 
 
+def test_the_best_parameters_are_those_that_a_step_was_taken_back_to():
+    # The second batch takes the first one's step back, and is the best one. The others
+    # are far off, until the run has diverged.
+    targets = [2.0, -1.6, *[1000.0] * 8]
+    with pytest.warns(UserWarning, match="diverged"):
+        result = fitted(targets, gnlin.GaussNewton())
+    assert result.history["loss"][1] == pytest.approx(1.28)
+    np.testing.assert_array_equal(result.model[1], 0.0)
+
+
 def test_a_step_that_the_next_batch_likes_stays():
     result = fitted([1.0, 1.0], gnlin.GaussNewton())
     assert jnp.allclose(result.model[1], 0.25 + 0.75 * 0.25 * 1.04)

@@ -132,7 +132,10 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     watch = carry.watch
     if watch is not None:
         assert setting.divergence is not None
-        parameters, now = carry.parameters, loss.astype(watch.first.dtype)
+        # Where the loss is known: a step may have been taken back before this one.
+        stride = state.stride
+        parameters = carry.parameters if stride is None else stride.point
+        now = loss.astype(watch.first.dtype)
         first = Watch.start(objective, parameters, outputs, now)
         watch = _tree.where(number == 0, first, watch)
         watch = watch.look(parameters, now, setting.divergence)

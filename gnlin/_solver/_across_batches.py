@@ -30,15 +30,15 @@ class Stride(eqx.Module):
     won on its own is taken back.
     """
 
-    step: PyTree[Array]  # zero where none was taken
-    won: Float[Array, ""]  # by it, on its own batch
+    point: PyTree[Array]  # where it started
+    won: Float[Array, ""]  # by it, on its own batch; 0 where none was taken
     balance: Float[Array, ""]  # of the last steps, on the batches after theirs
     length: Float[Array, ""]  # the part of a step that is taken
 
     @staticmethod
     def start(y: PyTree[Array], dtype: jnp.dtype) -> "Stride":
         zero = jnp.zeros((), dtype)
-        return Stride(_tree.zeros_like(y), zero, zero, jnp.full((), _FIRST, dtype))
+        return Stride(y, zero, zero, jnp.full((), _FIRST, dtype))
 
     def judged(
         self, objective: AbstractObjective, before: PyTree[Array], now: PyTree[Array]
@@ -55,19 +55,17 @@ class Stride(eqx.Module):
         factor = jnp.where(back, _MUCH_SHORTER, factor)
         length = jnp.clip(factor * self.length, _SHORTEST, 1)
         return Stride(
-            self.step,
+            self.point,
             self.won,
             jnp.where(has_moved, balance, self.balance),
             jnp.where(has_moved, length, self.length).astype(self.length.dtype),
         ), back
 
-    def taken(
-        self, y: PyTree[Array], new_y: PyTree[Array]
-    ) -> tuple[PyTree[Array], PyTree[Array]]:
-        """The step from `y` to `new_y`, as far as it is taken, and where it leads."""
-        step = _tree.scale(self.length, jax.tree.map(jnp.subtract, new_y, y))
-        return step, _tree.axpy(1, step, y)
+    def along(self, y: PyTree[Array], new_y: PyTree[Array]) -> PyTree[Array]:
+        """As far from `y` to `new_y` as a step is taken."""
+        return _tree.axpy(self.length, jax.tree.map(jnp.subtract, new_y, y), y)
 
-    def after(self, step: PyTree[Array], won: Scalar) -> "Stride":
+    def after(self, point: PyTree[Array], won: Scalar) -> "Stride":
+        """A step from there."""
         won = won.astype(self.won.dtype)
-        return Stride(step, jnp.where(won > 0, won, 0), self.balance, self.length)
+        return Stride(point, jnp.where(won > 0, won, 0), self.balance, self.length)

@@ -328,9 +328,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
         stride, back = state.stride, jnp.array(False)
         if stride is not None:
-            before = _tree.axpy(-1, stride.step, y)
-            stride, back = stride.judged(objective, evaluate(before), evaluate(y))
-            y = _tree.where(back, before, y)
+            before = evaluate(stride.point)
+            stride, back = stride.judged(objective, before, evaluate(y))
+            y = _tree.where(back, stride.point, y)
         lin, aux = linearised(fn, y, args, has_aux)
         new_y, state = self.advance(objective, lin, evaluate, state)
         # What has settled on one batch has not on another.
@@ -339,9 +339,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             lambda s: (s.settled, s.stuck, s.terminate), state, (no, no, no)
         )
         if stride is not None:
-            step, new_y = stride.taken(y, new_y)
+            new_y = stride.along(y, new_y)
             outputs = evaluate(new_y)
-            stride = stride.after(step, objective.decrease(lin.outputs, outputs))
+            stride = stride.after(y, objective.decrease(lin.outputs, outputs))
             state = _with_stride(state, stride, objective.value(outputs), back)
         return new_y, state, objective.value(lin.outputs), aux
 
