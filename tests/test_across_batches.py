@@ -56,21 +56,15 @@ def line(y, x):
     return y * x
 
 
-def batches(*targets):
-    """Of one example each, in this order."""
-    inputs = np.ones((len(targets), 1))
-    return inputs, np.array(targets)[:, None]
-
-
-def fitted(targets, solver):
-    rows = iter(zip(*(x[:, None] for x in batches(*targets)), strict=True))
-    return gnlin.fit(
-        (line, jnp.zeros(1)),
-        lambda epoch: rows,
-        solver,
-        steps=len(targets),
-        progress=False,
-    )
+def fitted(targets, solver, model=line, inputs=None):
+    """On batches of one example each, in this order."""
+    inputs = np.ones(len(targets)) if inputs is None else inputs
+    batches = [
+        (np.full((1, 1), x), np.full((1, 1), t))
+        for x, t in zip(inputs, targets, strict=True)
+    ]
+    start = model, jnp.zeros(1)
+    return gnlin.fit(start, batches, solver, steps=len(batches), progress=False)
 
 
 def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
@@ -111,14 +105,7 @@ def test_a_batch_that_is_no_number_at_the_last_point_takes_it_back():
     def curved(y, x):
         return jnp.where(x[0] > 0, y, jnp.sqrt(0.125 - y))
 
-    rows = iter([(np.ones((1, 1)), np.ones((1, 1))), (-np.ones((1, 1)), np.ones((1, 1)))])
-    result = gnlin.fit(
-        (curved, jnp.zeros(1)),
-        lambda epoch: rows,
-        gnlin.DampedGaussNewton(0.1),
-        steps=2,
-        progress=False,
-    )
+    result = fitted([1.0, 1.0], gnlin.DampedGaussNewton(0.1), curved, [1.0, -1.0])
     assert jnp.all(jnp.isfinite(result.model[1]))
     assert float(result.model[1][0]) < 0.125
 

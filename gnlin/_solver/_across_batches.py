@@ -58,7 +58,7 @@ class Stride(eqx.Module):
             self.point,
             self.won,
             jnp.where(has_moved, balance, self.balance),
-            jnp.where(has_moved, length, self.length).astype(self.length.dtype),
+            jnp.where(has_moved, length, self.length),
         ), back
 
     def along(self, y: PyTree[Array], new_y: PyTree[Array]) -> PyTree[Array]:
