@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def _guarded(factorise, matrix: Float[Array, "m n"]):
+def guarded(factorise, matrix: Float[Array, "m n"]):
     finite = jnp.all(jnp.isfinite(matrix))
     factors = factorise(jnp.where(finite, matrix, jnp.zeros_like(matrix)))
     return tuple(jnp.where(finite, factor, jnp.nan) for factor in factors)
@@ -19,7 +19,7 @@ def eigh(
     matrix: Float[Array, "n n"],
 ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
     """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix."""
-    eigenvalues, eigenvectors = _guarded(jnp.linalg.eigh, matrix)
+    eigenvalues, eigenvectors = guarded(jnp.linalg.eigh, matrix)
     return eigenvalues, eigenvectors
 
 
@@ -27,5 +27,5 @@ def svd(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
     """The thin singular value decomposition, singular values descending."""
-    u, s, vt = _guarded(lambda a: jnp.linalg.svd(a, full_matrices=False), matrix)
+    u, s, vt = guarded(lambda a: jnp.linalg.svd(a, full_matrices=False), matrix)
     return u, s, vt

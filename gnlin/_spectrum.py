@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from . import _lapack, _tree
+from . import _lapack, _small_svd, _tree
 from ._sharding import is_here
 from ._tree import matmul, ravel_pytree
 
@@ -112,7 +112,7 @@ def from_svd(
     unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
 ) -> Spectrum:
     """By singular values: the condition number is the Jacobian's own."""
-    u, s, vt = _lapack.svd(jacobian)
+    u, s, vt = _small_svd.svd(jacobian)
     s = jnp.where(s <= _rounding(jacobian) * s[0], 0, s)
     return Spectrum(
         s**2, residual, Partial(matmul, u.T), Partial(_lift_singular, unravel, s, vt)
