@@ -409,7 +409,7 @@ class Snapshots(gnlin.callbacks.Callback):
         self.taken, self.num_taken = (np.array(x) for x in state)
 
 
-def _checkpointed(*arguments: Any, **options: Any) -> gnlin.FitResult:
+def _checkpointed(*arguments: Any, **options: Any) -> gnlin.Solution:
     try:
         return gnlin.fit(*arguments, divergence=None, **options)
     except gnlin.CheckpointError as error:

@@ -14,8 +14,6 @@ from ._fit import (
     Checkpoint as Checkpoint,
     CheckpointError as CheckpointError,
     fit as fit,
-    FitHistory as FitHistory,
-    FitResult as FitResult,
 )
 from ._linearisation import (
     Linearisation as Linearisation,
@@ -43,7 +41,8 @@ from ._objective import (
 )
 from ._per_example import PerExample as PerExample
 from ._schedules import EisenstatWalker as EisenstatWalker
-from ._solve import History as History, Solution as Solution, solve as solve
+from ._solution import History as History, Solution as Solution
+from ._solve import solve as solve
 from ._solver import (
     AbstractGaussNewton as AbstractGaussNewton,
     AdaptiveLinearisation as AdaptiveLinearisation,

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
 from ._linearisation import check_parameters
@@ -80,20 +81,6 @@ def partition(
     return parameters, Frozen(rest, dtypes, fn)
 
 
-def predict(frozen: Frozen, parameters: PyTree, x: PyTree) -> PyTree[Array]:
-    """The output of the model that `partition` has taken apart."""
-    return _checked(_called(frozen.in_training(parameters), x))
-
-
-def check_stateless(model: PyTree) -> None:
-    if _has_state(model):
-        raise ValueError(
-            "The model has state, such as batch normalisation's: train it by "
-            "`gnlin.fit`, or leave its statistics as they are, "
-            "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
-        )
-
-
 def _is_pair(model: Any) -> bool:
     pair = isinstance(model, tuple) and len(model) == 2 and not callable(model)
     return pair and callable(model[0]) and not inspect.isroutine(model[1])
@@ -113,10 +100,10 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
-        if "key" not in kwargs and _takes_key(model) and "key" in str(error):
+        if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
             raise ValueError(
-                "The model needs a `key`, as for dropout: train it by `gnlin.fit`, or "
-                "pass `equinox.nn.inference_mode(model)`."
+                "The model needs a `key`, as for dropout, and is given none here: pass "
+                "`equinox.nn.inference_mode(model)`."
             ) from error
         if not isinstance(error, TypeError | ValueError):
             raise
@@ -162,8 +149,28 @@ class Network(eqx.Module):
             return eqx.Partial(_apply_with_state, self)
         return PerExample(eqx.Partial(_apply, self))
 
+    def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
+        """Without the new state."""
+        found = self.function()(parameters, args)
+        return found[0] if self.has_state else found
+
+    def is_random(self, parameters: PyTree, args: tuple) -> bool:
+        """Whether the outputs depend on the keys, by the function's program."""
+        if not self.takes_key:
+            return False
+        inputs, keys, *state = args
+
+        def of_keys(keys):
+            return self.outputs(parameters, (inputs, keys, *state))
+
+        program = jax.make_jaxpr(of_keys)(keys).jaxpr
+        needed = set(filter(_is_variable, program.outvars))
+        for equation in reversed(program.eqns):
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(filter(_is_variable, equation.invars))
+        return not needed.isdisjoint(program.invars)
+
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
-        keys = keys if self.takes_key else None
         return (inputs, keys, state) if self.has_state else (inputs, keys)
 
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
@@ -182,11 +189,18 @@ def make_network(
     axis_name: str = "batch",
 ) -> tuple[PyTree, Network]:
     """(parameters, the function of them)."""
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
+            f"{axis_name!r} was given."
+        )
     parameters, frozen = partition(model, filter_spec)
     if state is None and _has_state(model):
         raise ValueError(
             "The model has state, such as batch normalisation's: make it by "
-            "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`."
+            "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`; "
+            "or leave its statistics as they are, "
+            "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
         )
     if state is not None and not _has_state(model):
         raise ValueError("The model has no state: leave `state` out.")
@@ -221,6 +235,10 @@ def _apply_with_state(
             "The model normalises over another axis than "
             f"{network.axis_name!r}: pass its `axis_name`."
         ) from error
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
 
 
 def _has_state(model: PyTree) -> bool:

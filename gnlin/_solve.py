@@ -1,110 +1,49 @@
 """Equinox models: full batch, one compiled program."""
 
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Int, Key, PyTree
 
-from . import _tree
-from ._checks import check_count, check_flag
+from ._checks import as_key, check_count, check_flag
 from ._data import as_batch, not_finite
-from ._linearisation import linearise
 from ._losses import AbstractLoss, check_loss, SquaredError
-from ._model import check_stateless, partition, predict
+from ._model import make_network
 from ._objective import BatchLoss
-from ._per_example import PerExample
-from ._sharding import (
-    automatic,
-    choosing,
-    everywhere,
-    keep,
-    mesh_of,
-    on_mesh,
-    places,
-    spread,
-)
+from ._sharding import automatic, choosing, everywhere, keep, mesh_of, on_mesh, places
+from ._solution import COLUMNS, History, in_words, known, Model, Solution
 from ._solver import (
     AbstractGaussNewton,
     as_solver,
     check_divergence,
     LevenbergMarquardt,
     result_name,
-    State,
     statistics,
-    Watch,
-    why_it_ended,
+)
+from ._training import (
+    advanced,
+    begin,
+    Carry,
+    checked_outputs,
+    judged,
+    key_of_steps,
+    row_of,
+    Setting,
+    why_it_failed,
 )
 
 
-Model = TypeVar("Model")
-
 # The history of so many steps is made ready at once.
 _MOST_ROWS = 4096
-
-
-class History(eqx.Module):
-    """What happened, one row an outer step.
-
-    The first `num_steps` rows are filled. Rows of steps that were not made are cut off
-    where the number of steps is known, and NaN where it is not (under `jax.jit` or
-    `jax.vmap`).
-
-    **Attributes:**
-
-    - `loss`: after the step. One entry longer than the others: `loss[0]` is the loss
-        before the first step.
-    - `gradient_norm`: 2-norm of the loss's gradient at the linearisation point.
-    - `step_norm`: 2-norm of the step; 0 where none was taken.
-    - `damping`: of the step; 0 for a solver without one.
-    - `num_inner_steps`: steps on the subproblem.
-    """
-
-    loss: Float[Array, " points"]
-    gradient_norm: Float[Array, " steps"]
-    step_norm: Float[Array, " steps"]
-    damping: Float[Array, " steps"]
-    num_inner_steps: Float[Array, " steps"]
-
-    def __repr__(self) -> str:
-        return f"History(steps={self.gradient_norm.shape})"
-
-
-class Solution(eqx.Module, Generic[Model]):
-    """What [`gnlin.solve`][] returns.
-
-    **Attributes:**
-
-    - `model`: the trained model: the last finite one, or the best, if the run diverged.
-    - `result`: an `optimistix.RESULTS`. `successful` if it has converged,
-        `nonlinear_max_steps_reached` if `max_steps` came first, `stagnation` if steps
-        were next to nothing where the gradient is not, `nonfinite` or
-        `nonlinear_divergence` if the run ended early.
-    - `history`: a [`gnlin.History`][].
-    - `stats`: `num_steps`, `max_steps`, `num_feature_updates`, `num_inner_steps`,
-        `num_jvps` and `num_vjps` (passes of the whole batch through the model, tangent
-        and transposed), `num_accepted_steps`, `num_rejected_steps`.
-    """
-
-    model: Model
-    result: optx.RESULTS
-    history: History
-    stats: dict[str, Any]
-
-    def __repr__(self) -> str:
-        num_steps, loss = self.stats["num_steps"], self.history.loss
-        if isinstance(num_steps, Tracer) or jnp.ndim(num_steps) > 0:
-            return f"Solution({type(self.model).__name__}, history={self.history})"
-        name = result_name(self.result)
-        return (
-            f"Solution({type(self.model).__name__}, {name} after {int(num_steps)} steps, "
-            f"loss {float(loss[0]):.4g} -> {float(loss[int(num_steps)]):.4g})"
-        )
+_WELL = "successful", "nonlinear_max_steps_reached"
 
 
 def solve(
@@ -114,8 +53,11 @@ def solve(
     *,
     loss: AbstractLoss = SquaredError(),
     max_steps: int = 256,
+    key: Key[Array, ""] | None = None,
+    state: PyTree = None,
     divergence: float | None = 100.0,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    axis_name: str = "batch",
     throw: bool = False,
 ) -> Solution[Model]:
     r"""Train an Equinox model on a full batch by a solver of this library.
@@ -128,7 +70,8 @@ def solve(
     - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
         output, a pytree of floating-point arrays; or a pair `(fn, parameters)` with
         `fn(parameters, x)`, of which the parameters are trained. Those in half precision
-        are trained in single, and handed back as they came.
+        are trained in single, and handed back as they came. A `key` argument, if it has
+        one (for dropout), is given a key of its own for each example and step.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss.
     - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
@@ -137,11 +80,16 @@ def solve(
         over the examples, [`gnlin.SoftmaxCrossEntropy`][], or another
         [`gnlin.AbstractLoss`][].
     - `max_steps`: the most outer steps, each of them one feature update.
+    - `key`: of dropout; `jax.random.key(0)` by default. What is drawn is the same for
+        all that one step does, and another for the next: such a run never converges.
+    - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
+        The linearisation includes the statistics of the batch.
     - `divergence`: a loss of more than so many times what it was at the start, for five
         steps in a row, ends the run, which hands back the best model; `None` for no
         such end.
     - `filter_spec`: which leaves to train, as for `equinox.partition`: a function of a
         leaf, or a pytree of booleans. The default trains all floating-point arrays.
+    - `axis_name`: of the batch, as the model's batch normalisation was given it.
     - `throw`: whether to raise if the run ends in non-finite numbers, diverges or stands
         still. If not, it warns, and `solution.result` says so. Reaching `max_steps` does
         neither.
@@ -157,7 +105,7 @@ def solve(
         model = eqx.nn.MLP(1, 1, 50, 4, key=jax.random.key(0))
         x = jnp.linspace(-1, 1, 20)[:, None]
         solution = gnlin.solve(model, (x, jnp.sin(3 * x)))
-        solution.model, solution.history.loss, solution.stats["num_feature_updates"]
+        solution.model, solution.loss, solution.stats["num_feature_updates"]
         ```
     """
     solver = as_solver(solver)
@@ -165,174 +113,142 @@ def solve(
     check_flag("throw", throw)
     check_divergence(divergence)
     check_loss(loss)
-    inputs, targets, weights = as_batch(data)
+    if key is not None:
+        key = key_of_steps(as_key(key))
+    data, max_steps = as_batch(data), int(max_steps)
     mesh = mesh_of((model, data))
-    check_stateless(model)
-    parameters, frozen = partition(automatic(model), filter_spec)
-    fn = PerExample(eqx.Partial(predict, frozen))
+    model, state = automatic((model, state))
+    parameters, network = make_network(model, filter_spec, state, axis_name)
+    where = places((parameters, state), data)
+    setting = Setting(solver, loss, network, key, divergence, places=where)
     with choosing():
         if not loss.is_quadratic:  # which has no values of targets to check
-            outputs = eqx.filter_eval_shape(fn, parameters, inputs)
-            loss.check(outputs, targets)
-        fixed = solver, loss, fn, (inputs, targets, weights), divergence
-        where = places(parameters, (inputs, targets, weights))
-        parameters, result, history, stats, far = _run(
-            fixed, parameters, int(max_steps), where
-        )
-    model = frozen.with_parameters(parameters)
-    stats = {**stats, "max_steps": max_steps}
-    solution = on_mesh(Solution(model, result, history, stats), mesh)
-    if not isinstance(stats["num_steps"], Tracer):
-        solution = _without_unused_rows(solution)
-        if not throw:
-            _warn(solution, divergence if bool(far) else None, (inputs, targets))
-    return _throw(solution) if throw else solution
+            checked_outputs(setting, parameters, state, data)
+        start = parameters, state
+        (carry, num_steps), rows, result, loss_now = _run(setting, data, start, max_steps)
+    rows["step"] = rows["num_feature_updates"]  # each of which is one
+    rows = {name: rows[name] for name in COLUMNS if name in rows}
+    stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
+    reason = complaint = ""
+    if not isinstance(num_steps, Tracer):
+        stats, loss_now = known((stats, loss_now))
+        num_steps = stats["num_steps"]
+        rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
+        ended, why = result_name(result), ""
+        if ended not in _WELL:
+            why = why_it_failed(setting, carry)
+            complaint = (
+                f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
+                f"{why} {not_finite(*data)}".rstrip()
+            )
+        reason = in_words(ended, num_steps, why)
+    solution = Solution(
+        model=network.frozen.with_parameters(carry.parameters),
+        state=carry.model_state,
+        loss=loss_now,
+        result=result,
+        reason=reason,
+        history=History(rows),
+        stats={**stats, "max_steps": max_steps},
+    )
+    solution = on_mesh(solution, mesh)
+    if throw:
+        well = [result == getattr(optx.RESULTS, name) for name in _WELL]
+        return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
+    if complaint:
+        warnings.warn(complaint, stacklevel=2)
+    return solution
 
 
-def _run(fixed, parameters, max_steps, places):
+class _Now(NamedTuple):
+    carry: Carry
+    num_steps: Int[Array, ""]
+
+
+def _run(setting: Setting, data: tuple, start: tuple, max_steps: int):
     """All steps: in one program, and where there are many in several runs of it, so that
     the history takes memory as it is filled."""
     # As a part of another program it is one run: nobody can ask for more of it.
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((fixed, parameters)))
+    leaves = jax.tree.leaves((setting, data, start))
+    traced = any(isinstance(x, Tracer) for x in leaves)
     # 3 and 3.0 are equal, and not the same program.
-    types = tuple(map(type, jax.tree.leaves(fixed)))
+    types = tuple(map(type, leaves))
     sizes = max_steps, max_steps if traced else min(max_steps, _MOST_ROWS), types
-    carry, rows, first_loss = _steps(fixed, parameters, None, sizes, places)
+    now, rows, *ended = _steps(setting, data, start, sizes)
     parts = [rows]
-    if not isinstance(carry.num_steps, Tracer):
-        while not bool(_is_over(carry, max_steps)):
-            carry, rows, _ = _steps(fixed, None, carry, sizes, places)
-            parts.append(rows)
-    rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    state = carry.state
-    result = optx.RESULTS.where(
-        (state.result == optx.RESULTS.successful) & ~state.terminate,
-        optx.RESULTS.nonlinear_max_steps_reached,
-        state.result,
-    )
-    far = False if carry.watch is None else carry.watch.diverges
-    result = optx.RESULTS.where(far, optx.RESULTS.nonlinear_divergence, result)
-    history = History(
-        loss=jnp.concatenate([first_loss[None], rows.loss]),
-        gradient_norm=rows.gradient_norm,
-        step_norm=rows.step_norm,
-        damping=rows.damping,
-        num_inner_steps=rows.num_inner_steps,
-    )
-    stats = {"num_steps": carry.num_steps, **statistics(state.counts)}
-    return carry.y, result, history, stats, far
+    while not (isinstance(now.num_steps, Tracer) or _is_over(now, max_steps)):
+        now, rows, *ended = _steps(setting, data, now, sizes)
+        parts.append(rows)
+    if len(parts) > 1:
+        rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    return now, rows, *ended
 
 
-class _Carry(NamedTuple):
-    y: PyTree[Array]
-    state: State
-    num_steps: Int[Array, ""]
-    watch: Watch | None
-
-
-def _is_over(carry: _Carry, max_steps: int) -> Bool[Array, ""]:
-    state = carry.state
+def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
+    state = now.carry.solver_state
     over = state.terminate | (state.result != optx.RESULTS.successful)
-    if carry.watch is not None:
-        over |= carry.watch.diverges
-    return over | (carry.num_steps >= max_steps)
+    return over | (now.num_steps >= max_steps)
 
 
 @eqx.filter_jit
-def _steps(fixed, parameters, carry, sizes, places):
-    """The first steps from some parameters, or more of them."""
+def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
+    """The first steps from some parameters and a model's state, or more of them."""
     max_steps, num_rows, _ = sizes
-    solver, loss, fn, (inputs, targets, weights), divergence = fixed
-
-    def evaluate(y):
-        return fn(y, inputs)
-
+    inputs, targets, weights = data
+    places = setting.places
     # Here, because evaluating the model's shapes takes longer than many a run, and is
     # done once a compilation.
-    point = parameters if carry is None else carry.y
-    outputs = jax.eval_shape(evaluate, point)
-    loss.check(outputs, targets)
-    objective = BatchLoss(loss, outputs, targets, weights)
-    start = solver.start(point, outputs)
-    first_loss = jnp.zeros((), start.report.loss.dtype)
-    if carry is None:
-        watch = None
-        first_loss = objective.value(evaluate(point)).astype(first_loss.dtype)
-        if divergence is not None:
-            watch = Watch.start(objective, point, outputs, first_loss)
-        carry = _Carry(point, start, jnp.array(0), watch)
-    rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), start.report)
-    begun = carry.num_steps
+    begins = not isinstance(now, _Now)
+    parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
+    outputs = checked_outputs(setting, parameters, state, data)
+    is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
+    objective = BatchLoss(setting.loss, outputs, targets, weights)
+    if begins:
+        now = _Now(begin(setting, parameters, state, outputs), jnp.array(0))
+    begun = now.num_steps
 
-    def full(carry):
-        return carry.num_steps - begun >= num_rows
+    def kept(carry):
+        ours = keep((carry.parameters, carry.model_state), places.carry)
+        return carry._replace(parameters=ours[0], model_state=ours[1])
 
-    def step(carry_and_rows):
-        (y, state, num_steps, watch), rows = carry_and_rows
-        lin = linearise(fn, y, inputs)
-        with spread(places):
-            y, state = solver.advance(objective, lin, evaluate, state)
-        y = keep(y, places.carry)
-        index = num_steps - begun
-        rows = jax.tree.map(lambda r, x: r.at[index].set(x), rows, state.report)
-        if watch is not None:
-            watch = watch.look(y, state.report.loss, divergence)
-        return _Carry(y, state, num_steps + 1, watch), rows
+    row = row_of(now.carry.solver_state)
+    rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
+
+    def full(now):
+        return now.num_steps - begun >= num_rows
+
+    def step(now_and_rows):
+        (carry, num_steps), rows = now_and_rows
+        args = setting.args(inputs, num_steps, carry.model_state)
+        carry, row = advanced(setting, objective, outputs, args, carry, num_steps)
+        at = num_steps - begun
+        rows = jax.tree.map(lambda r, x: r.at[at].set(x), rows, row)
+        return _Now(kept(carry), num_steps + 1), rows
 
     # As far as the steps go by themselves, and then a look at the gradient: in a loop of
     # its own, so that under `jax.vmap` not every step takes one.
-    def stretch(carry_and_rows):
-        def goes_on(carry_and_rows):
-            carry, _ = carry_and_rows
-            pauses = carry.state.pausing | _is_over(carry, max_steps)
-            return ~pauses & ~full(carry)
+    def stretch(now_and_rows):
+        def goes_on(now_and_rows):
+            now, _ = now_and_rows
+            pauses = now.carry.solver_state.pausing | _is_over(now, max_steps)
+            return ~pauses & ~full(now)
 
-        carry, rows = jax.lax.while_loop(goes_on, step, carry_and_rows)
-        state = solver.judged(objective, evaluate, carry.y, carry.state)
-        return carry._replace(state=state), rows
+        now, rows = jax.lax.while_loop(goes_on, step, now_and_rows)
+        args = setting.args(inputs, now.num_steps, now.carry.model_state)
+        carry = judged(setting, objective, args, now.carry, is_random=is_random)
+        return now._replace(carry=carry), rows
 
-    def unfinished(carry_and_rows):
-        carry, _ = carry_and_rows
-        return ~_is_over(carry, max_steps) & ~full(carry)
+    def unfinished(now_and_rows):
+        now, _ = now_and_rows
+        return ~_is_over(now, max_steps) & ~full(now)
 
-    carry, rows = jax.lax.while_loop(unfinished, stretch, (carry, rows))
-    if carry.watch is not None:
-        # Where the run diverges its best point is its last.
-        diverges = carry.watch.diverges
-        carry = carry._replace(y=_tree.where(diverges, carry.watch.y, carry.y))
-    carry = carry._replace(y=keep(carry.y, places.carry))
-    others = everywhere((rows, first_loss), places.mesh)
-    return carry, *others
-
-
-def _without_unused_rows(solution: Solution) -> Solution:
-    num_steps = int(solution.stats["num_steps"])
-    history = jax.tree.map(lambda rows: rows[:num_steps], solution.history)
-    history = eqx.tree_at(
-        lambda h: h.loss, history, solution.history.loss[: num_steps + 1]
+    now, rows = jax.lax.while_loop(unfinished, stretch, (now, rows))
+    carry = kept(now.carry)
+    ended = carry.solver_state
+    result = optx.RESULTS.where(
+        (ended.result == optx.RESULTS.successful) & ~ended.terminate,
+        optx.RESULTS.nonlinear_max_steps_reached,
+        ended.result,
     )
-    return eqx.tree_at(lambda s: s.history, solution, history)
-
-
-def _failed(solution: Solution):
-    ended_well = (solution.result == optx.RESULTS.successful) | (
-        solution.result == optx.RESULTS.nonlinear_max_steps_reached
-    )
-    return ~ended_well
-
-
-def _warn(solution: Solution, factor: float | None, data: tuple[PyTree, PyTree]) -> None:
-    """If it has failed; `factor` as for `why_it_ended`."""
-    if bool(_failed(solution)):
-        num_steps, max_steps = (
-            int(solution.stats[name]) for name in ("num_steps", "max_steps")
-        )
-        warnings.warn(
-            f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-            f"{why_it_ended(solution.result, factor)} {not_finite(*data)}".rstrip(),
-            stacklevel=3,
-        )
-
-
-def _throw(solution: Solution) -> Solution:
-    return solution.result.error_if(solution, _failed(solution))
+    others = everywhere((rows, result, carry.loss), places.mesh)
+    return now._replace(carry=carry), *others

@@ -16,7 +16,7 @@ from ._checks import check_flag, check_nonnegative, check_period
 
 
 if TYPE_CHECKING:
-    from ._fit import FitHistory
+    from ._solution import History
 
 
 __all__ = ["Callback", "EarlyStop", "Log", "Measure", "Progress", "Run"]
@@ -50,7 +50,7 @@ class Run(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def history(self) -> "FitHistory":
+    def history(self) -> "History":
         """All rows so far."""
 
     @property

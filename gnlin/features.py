@@ -31,8 +31,7 @@ from ._accuracy import accuracy
 from ._checks import as_key, check_count, check_nonnegative
 from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
 from ._losses import check_between, is_label, SoftmaxCrossEntropy
-from ._model import check_stateless, partition, predict
-from ._per_example import PerExample
+from ._model import make_network
 from ._solve import solve
 from ._solver import DampedGaussNewton
 from ._tree import ravel_pytree
@@ -69,10 +68,8 @@ def linearise_model(
         lin.shape, lin.spectrum().eigenvalues
         ```
     """
-    check_stateless(model)
-    parameters, frozen = partition(model, filter_spec)
-    outputs = PerExample(eqx.Partial(predict, frozen))
-    return linearise(outputs, parameters, inputs)
+    parameters, network = make_network(model, filter_spec)
+    return linearise(network.function(), parameters, network.args(inputs, None, None))
 
 
 @eqx.filter_jit

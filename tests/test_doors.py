@@ -255,8 +255,7 @@ MODELS = {
     "a string": ("mlp", "must be callable, .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable, .* but a dict was given"),
     "two functions": ((of_pair, of_pair), "must be callable, .* but a tuple was given"),
-    "dropout": (Dropped(LINE, eqx.nn.Dropout(0.5)), "needs a `key`.*inference_mode"),
-    "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*`gnlin.fit`"),
+    "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*pass `state`; or"),
     "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\), it"),
     "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),
     "to a string": ((lambda p, x: "one", PARAMETERS), "must return an array, .* 'one'"),
@@ -271,9 +270,17 @@ def test_models_that_are_none(model, message):
         gnlin.solve(model, (X, T), DAMPED)
     with pytest.raises(ValueError, match=message):
         gnlin.features.linearise_model(model, X)
-    if not isinstance(model, Dropped | Normalised):
-        with pytest.raises(ValueError, match=message):
-            gnlin.fit(model, (X, T), DAMPED, steps=1)
+    with pytest.raises(ValueError, match=message):
+        gnlin.fit(model, (X, T), DAMPED, steps=1)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_dropout_has_no_place_among_features():
+    model = Dropped(LINE, eqx.nn.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"needs a `key`.*inference_mode"):
+        gnlin.features.linearise_model(model, X)
+    lin = gnlin.features.linearise_model(eqx.nn.inference_mode(model), X)
+    assert lin.shape == (6, 2)
 
 
 def test_inputs_without_an_axis_over_features():

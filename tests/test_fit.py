@@ -64,9 +64,12 @@ def test_the_full_batch_is_solve_step_for_step(solver):
     result = fit(data=(X, T), solver=solver, batch_size=None, steps=4)
     history = result.history
     assert_close(numbers(result.model), numbers(solution.model))
-    assert_close(history["loss"], solution.history.loss[:-1])
-    for name in ("gradient_norm", "step_norm", "damping", "num_inner_steps"):
-        assert_close(history[name], getattr(solution.history, name))
+    for name in solution.history:
+        assert_close(history[name], solution.history[name])
+        assert history[name].dtype == solution.history[name].dtype
+    assert set(history) - set(solution.history) == {"epoch"}
+    assert_close(result.loss, solution.loss)
+    assert result.reason == solution.reason
     for name in set(solution.stats) - {"max_steps"}:
         assert result.stats[name] == float(solution.stats[name])
     assert result.result == solution.result
@@ -630,13 +633,16 @@ def test_batch_normalisation_by_iterative_linearisation():
 def test_the_full_batch_with_state():
     solver = gnlin.DampedGaussNewton(0.3)
     result = fit(NORMALISED, (X, T), solver, batch_size=None, steps=2, state=STATE)
+    solution = gnlin.solve(NORMALISED, (X, T), solver, max_steps=2, state=STATE)
     flat, state = _FLAT, STATE
     for _ in range(2):
         f, jacobian = dense_normalised(flat, X)
         _, state = normalised(flat, X, state)
         flat = flat + damped_step(f - np.ravel(T), jacobian, 0.3)
-    assert_close(numbers(result.model), flat, rtol=1e-7)
-    assert_same_state(result.state, state)
+    for found in (result, solution):
+        assert_close(numbers(found.model), flat, rtol=1e-7)
+        assert_same_state(found.state, state)
+    assert_close(result.history.loss, solution.history.loss)
 
 
 def test_another_axis_than_the_models():
@@ -644,6 +650,8 @@ def test_another_axis_than_the_models():
         ValueError, match=r"another axis than 'rows': pass its `axis_name`"
     ):
         fit(NORMALISED, state=STATE, axis_name="rows")
+    with pytest.raises(ValueError, match=r"another axis than 'rows'"):
+        gnlin.solve(NORMALISED, (X, T), state=STATE, axis_name="rows")
 
 
 def test_an_optimisers_steps_may_be_endless_across_batches_only():

@@ -196,7 +196,7 @@ def test_the_table(tmp_path):
         validation=(X, T), metrics={"spread": lambda f, t: jnp.std(f)}, validate_every=4
     )
     history = result.history
-    documented = gnlin.FitHistory.__doc__
+    documented = gnlin.History.__doc__
     for name in history:
         known = f"`{name}`" in documented
         assert known or name.startswith("validation_")
@@ -214,7 +214,7 @@ def test_the_table(tmp_path):
         "validation_loss_linearised",
         "validation_spread_linearised",
     ]
-    assert repr(history).startswith("FitHistory(6 steps: step, epoch, loss")
+    assert repr(history).startswith("History(6 steps: step, epoch, loss")
     assert "loss" in history
     assert dict(history)["step"].tolist() == [1, 2, 3, 4, 5, 6]
     assert history["step"].dtype == history["epoch"].dtype == int

@@ -1,8 +1,10 @@
 """`gnlin.solve`: Equinox models on a full batch."""
 
 import math
+import pickle
 
 import equinox as eqx
+import fit_problems
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,14 +56,14 @@ def test_training(solver):
     n = int(solution.stats["num_steps"])
     history = solution.history
     assert n <= 12
-    assert history.loss.shape == (n + 1,)
-    for name in ("gradient_norm", "step_norm", "damping", "num_inner_steps"):
+    for name in history:
         rows = getattr(history, name)
+        assert rows is history[name]
         assert rows.shape == (n,)
         assert np.all(np.isfinite(rows))
     np.testing.assert_allclose(history.loss[0], loss_of(model), rtol=1e-12)
-    np.testing.assert_allclose(history.loss[-1], loss_of(solution.model), rtol=1e-10)
-    assert history.loss[-1] < 0.2 * history.loss[0]
+    np.testing.assert_allclose(solution.loss, loss_of(solution.model), rtol=1e-10)
+    assert solution.loss < 0.2 * history.loss[0]
     assert set(solution.stats) == {
         "num_steps",
         "max_steps",
@@ -139,7 +141,7 @@ def test_the_ntk_regime():
     solution = gnlin.solve(model, (X, T), solver)
     assert solution.result == optx.RESULTS.successful
     assert int(solution.stats["num_feature_updates"]) == 1
-    assert solution.history.loss.shape == (2,)
+    assert solution.history.loss.shape == (1,)
 
 
 def test_integer_targets_are_converted():
@@ -160,7 +162,7 @@ def test_only_the_chosen_leaves_change():
     spec = eqx.tree_at(lambda m: m.layers[-1].weight, spec, True)
     solver = gnlin.DampedGaussNewton(0.1)
     solution = gnlin.solve(model, (X, T), solver, filter_spec=spec, max_steps=3)
-    assert solution.history.loss[-1] < solution.history.loss[0]
+    assert solution.loss < solution.history.loss[0]
     trained = solution.model
     assert not np.array_equal(trained.layers[-1].weight, model.layers[-1].weight)
     np.testing.assert_array_equal(trained.layers[-1].bias, model.layers[-1].bias)
@@ -204,7 +206,7 @@ def test_scalar_inputs_outputs_and_parameters():
 def test_one_example():
     solution = gnlin.solve(network(), (X[:1], T[:1]), gnlin.LevenbergMarquardt())
     assert solution.result == optx.RESULTS.successful
-    assert solution.history.loss[-1] < 1e-18
+    assert solution.loss < 1e-18
 
 
 def test_single_precision_models_on_double_precision_data():
@@ -218,7 +220,183 @@ def test_single_precision_models_on_double_precision_data():
         leaves = jax.tree.leaves(eqx.filter(solution.model, eqx.is_array))
         assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
         assert solution.history.loss.dtype == jnp.float32
-        assert solution.history.loss[-1] < solution.history.loss[0]
+        assert solution.loss < solution.history.loss[0]
+
+
+#
+# Dropout, and batch normalisation
+#
+
+DATA = fit_problems.X, fit_problems.T
+DROPPED = fit_problems.Dropped(jax.random.key(2))
+NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.key(2))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(0.3),
+        # A bias before a normalisation has no effect, and nothing to be scaled by.
+        gnlin.LevenbergMarquardt(scaling="identity"),
+        gnlin.IterativeLinearisation(20, 0.02),
+    ],
+    ids=["damped", "levenberg-marquardt", "descent"],
+)
+@pytest.mark.parametrize(
+    ("model", "state"), [(DROPPED, None), (NORMALISED, STATE)], ids=["dropout", "norm"]
+)
+def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
+    options = {"key": jax.random.key(5), "state": state}
+    ours = gnlin.solve(model, DATA, solver, max_steps=4, **options)
+    other = fit_problems.fit(model, DATA, solver, batch_size=None, steps=4, **options)
+    for name in ours.history:
+        np.testing.assert_allclose(
+            ours.history[name], other.history[name], rtol=1e-8, atol=1e-12
+        )
+    np.testing.assert_allclose(ours.loss, other.loss, rtol=1e-8)
+    np.testing.assert_allclose(
+        numbers((ours.model, ours.state)),
+        numbers((other.model, other.state)),
+        rtol=1e-7,
+        atol=1e-10,
+    )
+    assert ours.reason == other.reason
+
+
+def test_dropout_is_drawn_anew_for_each_step():
+    x, targets = DATA
+    key = jax.random.key(5)
+    damping = 0.3
+    solution = gnlin.solve(
+        DROPPED, DATA, gnlin.DampedGaussNewton(damping), key=key, max_steps=3
+    )
+    parameters, static = eqx.partition(DROPPED, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(parameters)
+
+    @jax.jit
+    def residuals(flat, keys):
+        model = eqx.combine(unravel(flat), static)
+        return jnp.ravel(jax.vmap(lambda x, key: model(x, key=key))(x, keys) - targets)
+
+    of_steps = jax.random.split(key)[1]
+    for k in range(3):
+        of_step, _ = jax.random.split(jax.random.fold_in(of_steps, k))
+        keys = jax.random.split(of_step, len(x))
+        r, jacobian = residuals(flat, keys), jax.jacobian(residuals)(flat, keys)
+        np.testing.assert_allclose(solution.history.loss[k], 0.5 * r @ r, rtol=1e-9)
+        curvature = jacobian.T @ jacobian + damping * jnp.eye(flat.size)
+        flat = flat - jnp.linalg.solve(curvature, jacobian.T @ r)
+    np.testing.assert_allclose(numbers(solution.model), flat, rtol=1e-8)
+    # As the last step has left it, and under what was drawn for that step.
+    r = residuals(flat, keys)
+    np.testing.assert_allclose(solution.loss, 0.5 * r @ r, rtol=1e-9)
+
+
+def test_what_is_drawn_anew_does_not_settle():
+    nowhere = gnlin.DampedGaussNewton(1e30)
+    solution = gnlin.solve(DROPPED, DATA, nowhere, max_steps=15)
+    assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
+    assert len(np.unique(solution.history.loss)) == 15
+    for model in (eqx.nn.inference_mode(DROPPED), network()):
+        data = (X, T) if isinstance(model, eqx.nn.MLP) else DATA
+        with pytest.warns(UserWarning, match="stands still"):
+            solution = gnlin.solve(model, data, nowhere, max_steps=15)
+        assert len(np.unique(solution.history.loss)) == 1
+
+
+def test_keys_under_vmap_and_states_under_jit():
+    solver = gnlin.DampedGaussNewton(0.3)
+
+    def run(key):
+        return gnlin.solve(DROPPED, DATA, solver, key=key, max_steps=3).history.loss
+
+    keys = jax.random.split(jax.random.key(5), 2)
+    together = eqx.filter_vmap(run)(keys)
+    for i in range(2):
+        np.testing.assert_allclose(together[i], run(keys[i]), rtol=1e-9)
+    assert not np.allclose(together[0], together[1])
+
+    within = eqx.filter_jit(gnlin.solve)(
+        NORMALISED, DATA, solver, max_steps=3, state=STATE, throw=False
+    )
+    alone = gnlin.solve(NORMALISED, DATA, solver, max_steps=3, state=STATE)
+    np.testing.assert_allclose(numbers(within.state), numbers(alone.state), rtol=1e-9)
+    np.testing.assert_allclose(within.loss, alone.loss, rtol=1e-9)
+    assert within.reason == ""
+
+
+def test_one_compilation_for_all_keys_and_states():
+    traced = []
+
+    class Noisy(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x, key):
+            traced.append(0)
+            return self.weight * x + jax.random.normal(key, x.shape)
+
+    for seed in range(3):
+        before = len(traced)
+        key = jax.random.key(seed)
+        solver = gnlin.DampedGaussNewton(0.3)
+        gnlin.solve(Noisy(jnp.ones(1)), (X, T), solver, key=key, max_steps=2)
+    assert len(traced) == before > 0
+
+
+def test_a_state_in_single_precision_stays_there():
+    single = lambda tree: jax.tree.map(
+        lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, tree
+    )
+    data = tuple(part.astype(jnp.float32) for part in DATA)
+    model, state = single((NORMALISED, STATE))
+    solution = gnlin.solve(model, data, state=state, max_steps=3)
+    assert solution.history.loss.dtype == np.float32
+    leaves = zip(jax.tree.leaves(solution.state), jax.tree.leaves(state), strict=True)
+    for left, right in leaves:
+        assert left.dtype == right.dtype
+        assert left.weak_type == right.weak_type
+    outputs, _ = jax.vmap(
+        eqx.nn.inference_mode(solution.model), in_axes=(0, None), out_axes=(0, None)
+    )(data[0], solution.state)
+    assert outputs.dtype == jnp.float32
+
+
+#
+# The history as a table
+#
+
+
+def test_the_table_of_a_run(tmp_path):
+    history = gnlin.solve(network(), (X, T), max_steps=3).history
+    assert history.columns == list(history) == list(history.to_pandas().columns)
+    assert history.columns[:2] == ["step", "loss"]
+    assert repr(history).startswith("History(3 steps: step, loss, gradient_norm")
+    assert history.step.tolist() == [1, 2, 3]
+    history.to_csv(tmp_path / "history.csv")
+    read = np.genfromtxt(tmp_path / "history.csv", delimiter=",", names=True)
+    for name in history:
+        np.testing.assert_array_equal(read[name], history[name])
+    with pytest.raises(AttributeError, match="no column 'epoch', but step, loss, "):
+        _ = history.epoch
+    assert pickle.loads(pickle.dumps(history)).columns == history.columns
+
+
+def test_the_table_of_several_runs():
+    run = lambda t: gnlin.solve(network(), (X, t), max_steps=3).history
+    history = eqx.filter_vmap(run)(jnp.stack([T, 2 * T]))
+    assert repr(history).startswith("History(2 x 3 steps: step, loss")
+    with pytest.raises(ValueError, match="of one run, and this history of several"):
+        history.to_pandas()
+    second = jax.tree.map(lambda column: column[1], history)
+    np.testing.assert_allclose(second.to_pandas()["loss"], run(2 * T).loss, rtol=1e-9)
+
+
+def test_a_solution_in_one_line():
+    solution = gnlin.solve(network(), (X, T), max_steps=3)
+    assert repr(solution) == (
+        "Solution(MLP, nonlinear_max_steps_reached, 'all 3 steps were made', loss "
+        f"{solution.history.loss[0]:.4g} -> {solution.loss:.4g})"
+    )
 
 
 #
@@ -234,7 +412,7 @@ def test_vmap_over_the_damping():
         return gnlin.solve(model, (X, T), gnlin.DampedGaussNewton(damping), max_steps=3)
 
     together = eqx.filter_vmap(run)(dampings)
-    assert together.history.loss.shape == (3, 4)
+    assert together.history.loss.shape == (3, 3)
     for i, damping in enumerate(dampings):
         alone = run(damping)
         np.testing.assert_allclose(
@@ -270,11 +448,11 @@ def test_rows_of_steps_that_were_not_made_are_nan_where_their_number_is_not_know
         return gnlin.solve(model, (x, targets), gnlin.GaussNewton(), max_steps=5)
 
     solution = run(3 * x)
-    assert solution.history.loss.shape == (6,)
+    assert solution.history.loss.shape == (5,)
     assert int(solution.stats["num_steps"]) == 2
-    assert np.all(np.isfinite(solution.history.loss[:3]))
-    assert np.all(np.isnan(solution.history.loss[3:]))
-    assert np.all(np.isnan(solution.history.step_norm[2:]))
+    assert np.all(np.isfinite(solution.history.loss[:2]))
+    for name in solution.history:
+        assert np.all(np.isnan(solution.history[name][2:]))
     np.testing.assert_allclose(solution.model.slope, 3.0, rtol=1e-12)
 
 
@@ -348,7 +526,7 @@ def test_divergence_warns_by_name_and_leaves_the_model():
         solution = gnlin.solve(model, (X, T), solver)
     assert solution.result == optx.RESULTS.nonlinear_divergence
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
-    np.testing.assert_allclose(solution.history.loss[-1], loss_of(model), rtol=1e-10)
+    np.testing.assert_allclose(solution.loss, loss_of(model), rtol=1e-10)
 
 
 def test_no_warning_under_jit_or_vmap():
@@ -408,6 +586,10 @@ MISTAKES = {
         "dtype int64",
     ),
     "not callable": ({"model": NotCallable(jnp.ones(3))}, "must be callable"),
+    "state of none": ({"state": 3}, "has no state: leave `state` out"),
+    "state forgotten": ({"model": NORMALISED, "data": DATA}, "pass `state`"),
+    "key": ({"key": 0}, "`key` must be one key"),
+    "axis": ({"axis_name": 3}, "`axis_name` must be the name"),
     "0 steps": ({"max_steps": 0}, "`max_steps`"),
     "-1 steps": ({"max_steps": -1}, "`max_steps`"),
     "2.5 steps": ({"max_steps": 2.5}, "`max_steps`"),
@@ -443,7 +625,9 @@ def test_more_steps_than_one_table_of_the_history_holds():
         assert int(solution.stats["num_steps"]) == 5000
         assert solution.history.step_norm.shape == (5000,)
         expected = 0.5 * (1 - 1e-4) ** (2 * np.arange(5001))
-        np.testing.assert_allclose(solution.history.loss, expected, rtol=1e-10)
+        np.testing.assert_allclose(solution.history.loss, expected[:-1], rtol=1e-10)
+        np.testing.assert_allclose(solution.loss, expected[-1], rtol=1e-10)
+        np.testing.assert_array_equal(solution.history["step"], np.arange(1, 5001))
 
 
 class Scaled(eqx.Module):

@@ -93,13 +93,14 @@ def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contend
     def run(setting, start, num_steps):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="`gnlin.solve` stopped")
-            return gnlin.solve(
+            solution = gnlin.solve(
                 eqx.combine(start, problem.model),
                 problem.data,
                 solvers[setting],
                 loss=OURS[problem.loss],
                 max_steps=num_steps,
-            ).history.loss
+            )
+        return np.append(solution.history.loss, solution.loss)
 
     def find(setting, start, most_steps):
         # Each number of steps is another program: there are two, of all and of these.

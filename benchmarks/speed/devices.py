@@ -111,7 +111,7 @@ def measure(task: str, num_steps: int, num_rounds: int) -> float:
         solver = gnlin.DampedGaussNewton(
             damping, rtol=0.0, atol=0.0, search=None, method=method
         )
-        return gnlin.solve(model_there, data, solver, max_steps=num_steps).history.loss
+        return gnlin.solve(model_there, data, solver, max_steps=num_steps).loss
 
     place = lambda tree, where: jax.tree.map(
         lambda leaf: jax.device_put(leaf, where) if eqx.is_array(leaf) else leaf, tree

@@ -119,13 +119,14 @@ def damped(task: Task) -> Case:
     @jax.jit
     def run(parameters, args):
         model = eqx.combine(parameters, task.model)
-        return gnlin.solve(model, args, solver, max_steps=NUM_STEPS).history.loss
+        solution = gnlin.solve(model, args, solver, max_steps=NUM_STEPS)
+        return solution.loss, solution.stats["num_steps"]
 
     return Case(
         "gnlin",
         "DampedGaussNewton",
         lambda: run(task.parameters, task.args),
-        count=lambda losses: int(np.isfinite(losses).sum()) - 1,
+        count=lambda found: int(found[1]),
     )
 
 
@@ -146,7 +147,7 @@ def inner_steps(task: Task) -> Callable[[int], Case]:
     @jax.jit
     def run(parameters, args, period):
         model = eqx.combine(parameters, task.model)
-        return gnlin.solve(model, args, solver(period), max_steps=1).history.loss
+        return gnlin.solve(model, args, solver(period), max_steps=1).loss
 
     def case(period: int) -> Case:
         arrays = task.parameters, task.args, jnp.asarray(float(period))

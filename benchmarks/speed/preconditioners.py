@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
@@ -122,14 +121,14 @@ def to_the_same_loss(setting: Setting, num_rounds: int) -> list[Row]:
         )
         return gnlin.solve(setting.model, setting.data, solver, max_steps=num_steps)
 
-    goal = solved(0.0, NUM_OUTER_STEPS).history.loss[-1]
+    goal = solved(0.0, NUM_OUTER_STEPS).loss
     cases = []
     for variant, warmth in (("none", 0.0), (f"warm_start={WARMTH}", WARMTH)):
-        below = np.asarray(solved(warmth, MAX_OUTER_STEPS).history.loss <= goal)
+        below = solved(warmth, MAX_OUTER_STEPS).history.loss <= goal
         num_steps = int(below.argmax()) if below.any() else MAX_OUTER_STEPS
         run = lambda warmth=warmth, num_steps=num_steps: solved(warmth, num_steps)
         solution = run()
-        counts, loss = solution.stats, solution.history.loss[-1]
+        counts, loss = solution.stats, solution.loss
         note = (
             f"{num_steps} outer steps, {counts['num_inner_steps']:.0f} iterations, "
             f"{counts['num_jvps']:.0f} + {counts['num_vjps']:.0f} passes, loss {loss:.3g}"

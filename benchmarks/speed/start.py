@@ -80,9 +80,7 @@ def _ours(task: Task) -> list[Case]:
             "gnlin",
             name,
             lambda solver=solver: (
-                gnlin.solve(
-                    task.model, task.args, solver, max_steps=NUM_STEPS
-                ).history.loss
+                gnlin.solve(task.model, task.args, solver, max_steps=NUM_STEPS).loss
             ),
         )
         for name, solver in solvers.items()

@@ -143,8 +143,7 @@ def _last_loss(
 ) -> Float[Array, ""]:
     model = eqx.combine(parameters, task.model)
     solver = gnlin.DampedGaussNewton(damping, search=None, method=method)
-    solution = gnlin.solve(model, task.args, solver, max_steps=num_steps)
-    return solution.history.loss[solution.stats["num_steps"]]
+    return gnlin.solve(model, task.args, solver, max_steps=num_steps).loss
 
 
 def _in_python(grid: Grid, variant: str, run, note: str) -> Case:

@@ -5,5 +5,3 @@ from ._checkpoint import (
     CheckpointError as CheckpointError,
 )
 from ._fit import fit as fit
-from ._history import FitHistory as FitHistory
-from ._run import FitResult as FitResult

@@ -1,6 +1,5 @@
 """Training on batches, as the user calls it."""
 
-import dataclasses
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +15,7 @@ from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network
 from .._sharding import automatic, mesh_of, on_mesh, places
+from .._solution import Model, Solution
 from .._solver import (
     AbstractGaussNewton,
     AdaptiveLinearisation,
@@ -25,10 +25,10 @@ from .._solver import (
     LevenbergMarquardt,
     Stream,
 )
+from .._training import begin, checked_outputs, Setting
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
-from ._run import FitResult, Model, Run
-from ._step import begin, Setting
+from ._run import Run
 from ._stream import IterableStream, make_stream
 from ._validation import Validation
 
@@ -56,7 +56,7 @@ def fit(
     checkpoint: Checkpoint | str | Path | None = None,
     resume: bool = False,
     divergence: float | None = 100.0,
-) -> FitResult[Model]:
+) -> Solution[Model]:
     r"""Train an Equinox model on batches of data by a solver of this library.
 
     One step of a Gauss-Newton solver is an outer step on the batch: it linearises there,
@@ -107,7 +107,7 @@ def fit(
     - `divergence`: a loss of more than so many times the first, for five steps in a row,
         ends the run, which hands back the best model; `None` for no such end.
 
-    **Returns:** a [`gnlin.FitResult`][]. Non-finite numbers and divergence end the run at
+    **Returns:** a [`gnlin.Solution`][]. Non-finite numbers and divergence end the run at
     the last finite point, with a warning; so does Ctrl-C.
 
     **Raises:** `ValueError` if an argument cannot be meant; [`gnlin.CheckpointError`][],
@@ -162,11 +162,6 @@ def fit(
             '"loss".'
         )
     callbacks = _as_list(callbacks)
-    if not isinstance(axis_name, str):
-        raise ValueError(
-            '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
-            f"{axis_name!r} was given."
-        )
     check_flag("progress", progress)
     check_flag("resume", resume)
     if resume and checkpoint is None:
@@ -193,13 +188,14 @@ def fit(
         loss.reduced("mean"),
         network,
         step_key,
+        divergence,
         augment,
         batch_size,
         curvature_batch_size,
         streaming,
-        divergence,
     )
-    carry = begin(setting, parameters, state, stream.example())
+    outputs = checked_outputs(setting, parameters, state, stream.example())
+    carry = begin(setting, parameters, state, outputs)
     where = places(carry, stream.example())
     if isinstance(stream, IterableStream):  # whose batches are as they are
         where = where._replace(batch=())
@@ -224,12 +220,7 @@ def fit(
     run.train(resume)
     if run.complaint:
         warnings.warn(run.complaint, stacklevel=2)
-    result = run.as_result()
-    kept = result.model, result.state, result.linearisation_point
-    model, state, point = on_mesh(kept, mesh)
-    return dataclasses.replace(
-        result, model=model, state=state, linearisation_point=point
-    )
+    return on_mesh(run.as_solution(), mesh)
 
 
 def _on_a_terminal() -> bool:

@@ -1,9 +1,8 @@
 """The loop on the host: steps, history, callbacks."""
 
-import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,12 @@ from jaxtyping import Array, PyTree
 
 from .._checks import is_key
 from .._data import not_finite
-from .._solver import result_name, RESULT_NAMES, statistics, Stream, why_it_ended
+from .._solution import COLUMNS, History, in_words, known, Solution
+from .._solver import result_name, RESULT_NAMES, statistics, Stream
+from .._training import Carry, Setting, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
-from ._history import COLUMNS, FitHistory, Rows
+from ._history import Rows
 from ._identity import (
     as_numpy,
     checksum,
@@ -33,12 +34,10 @@ from ._snapshot import (
     state_of,
     Unsound,
 )
-from ._step import AnyArray, Carry, Compiled, join, Setting, split, step
+from ._step import AnyArray, Compiled, join, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
-
-Model = TypeVar("Model")
 
 # A run has come to nothing, and says so, where the mean of its last so many losses is
 # this many times the first one; or above it, and this part of all pairs with the first
@@ -46,42 +45,6 @@ Model = TypeVar("Model")
 _LOOKED_BACK = 10
 _WORSE = 2.0
 _RISEN = 0.9
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class FitResult(Generic[Model]):
-    """What [`gnlin.fit`][] returns.
-
-    **Attributes:**
-
-    - `model`: the trained model: the last finite one, or the best, if a callback has
-        asked for it or the run diverged.
-    - `state`: the model's state, `None` if it has none.
-    - `history`: a [`gnlin.FitHistory`][].
-    - `stats`: `num_steps`, `num_epochs`, `num_feature_updates`, `num_inner_steps`,
-        `num_jvps`, `num_vjps`, `num_accepted_steps`, `num_rejected_steps`.
-    - `result`: an `optimistix.RESULTS`: `successful` if it has converged or a callback
-        has stopped it, `nonlinear_max_steps_reached` if all steps were made or the run
-        was interrupted, `nonfinite`, `nonlinear_divergence` or `stagnation` (it stood
-        still, away from a solution) if it ended early.
-    - `reason`: why it ended, in words.
-    - `linearisation_point`: the model at $\\theta_s$, where iterative linearisation has
-        kept it across batches; else `None`.
-    """
-
-    model: Model
-    state: PyTree
-    history: FitHistory
-    stats: dict[str, Any]
-    result: optx.RESULTS
-    reason: str
-    linearisation_point: Model | None
-
-    def __repr__(self) -> str:
-        return (
-            f"FitResult({type(self.model).__name__}, {result_name(self.result)}, "
-            f"{self.reason!r}, {self.history!r})"
-        )
 
 
 class _Now(NamedTuple):
@@ -163,7 +126,7 @@ class Run(AbstractRun):
         return self._rows.latest()
 
     @property
-    def history(self) -> FitHistory:
+    def history(self) -> History:
         return self._rows.as_history()
 
     @property
@@ -345,9 +308,8 @@ class Run(AbstractRun):
             if isinstance(self._stream, ArrayStream):
                 at_fault = not_finite(*self._stream.data)
         else:
-            far = carry.watch is not None and bool(carry.watch.diverges)
-            why = why_it_ended(self.result, self._setting.divergence if far else None)
-        self._reason = f"step {self.step}: {why.split(';')[0]}"
+            why = why_it_failed(self._setting, carry)
+        self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
@@ -383,29 +345,24 @@ class Run(AbstractRun):
         if self._saver is not None and self._saver.save():
             self._tell("on_checkpoint")
 
-    def as_result(self) -> FitResult:
+    def as_solution(self) -> Solution:
         carry = self._carry()
         parameters, state = carry.parameters, carry.model_state
+        loss = None if self._setting.streaming else known(carry.loss)
         if self._chosen is not None:
             own, static = split((parameters, state))
             chosen = map(like_array, self._chosen, own)
-            parameters, state = join(list(chosen), static)
-        stats = {
-            "num_steps": self.step,
-            "num_epochs": self.epoch,
-            **{
-                name: np.asarray(count).item()
-                for name, count in statistics(carry.solver_state.counts).items()
-            },
-        }
-        return FitResult(
-            self._with_frozen(parameters),
-            state,
-            self.history,
-            stats,
-            self.result,
-            self._reason or f"all {self.step} steps were made",
-            self.linearisation_point,
+            (parameters, state), loss = join(list(chosen), static), None
+        counts = known(statistics(carry.solver_state.counts))
+        return Solution(
+            model=self._with_frozen(parameters),
+            state=state,
+            loss=loss,
+            result=self.result,
+            reason=self._reason or in_words(result_name(self.result), self.step),
+            history=self.history,
+            stats={"num_steps": self.step, "num_epochs": self.epoch, **counts},
+            linearisation_point=self.linearisation_point,
         )
 
     #
@@ -436,7 +393,7 @@ class Run(AbstractRun):
             **described_by_field("loss", setting.loss),
             "augmentation": described(setting.augment),
             "curvature_batch_size": str(setting.curvature_batch_size),
-            "key": str(np.asarray(jax.random.key_data(setting.key)).tolist()),
+            "key": str(as_numpy(setting.key).tolist()),
             "list of columns": str(self._rows.columns),
             **(validation.settings() if validation else {}),
             **{name: str(value) for name, value in self._stream.settings().items()},

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import is_key
+from .._solution import COUNTS
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, storable
-from ._history import COUNTS
 from ._identity import as_numpy
 
 

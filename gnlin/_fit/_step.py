@@ -4,83 +4,20 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, PyTree
 
 from .. import _tree
-from .._losses import AbstractLoss
-from .._model import Network
 from .._objective import BatchLoss
-from .._sharding import everywhere, keep, Places, spread
-from .._solver import AbstractGaussNewton, linearised, State, Watch
+from .._sharding import everywhere, keep
+from .._training import advanced, Carry, checked_outputs, judged, Setting
 from ._stream import gather
 
 
 AnyArray = jax.Array | np.ndarray | np.generic
-
-
-class Carry(NamedTuple):
-    """What a step hands to the next."""
-
-    parameters: PyTree[Array]
-    solver_state: State
-    model_state: PyTree
-    watch: Watch | None
-
-
-class Setting(NamedTuple):
-    """What stays the same for the whole run."""
-
-    solver: AbstractGaussNewton
-    loss: AbstractLoss
-    network: Network
-    key: Key[Array, ""]
-    augment: Callable[..., PyTree[Array]] | None
-    batch_size: int | None
-    curvature_batch_size: int | None
-    # Whether it sees one batch after another, not the same examples every time
-    streaming: bool
-    # Of how many times the first loss, for some steps, a run diverges
-    divergence: float | None = None
-    places: Places = Places()
-
-
-def begin(setting: Setting, parameters: PyTree, model_state: PyTree, example) -> Carry:
-    """Before the first step; nothing is evaluated."""
-    outputs = checked_outputs(
-        setting, parameters, model_state, example, augment=setting.augment
-    )
-    solver = setting.solver
-    start = solver.start_stream if setting.streaming else solver.start
-    state, watch = start(parameters, outputs), None
-    if setting.divergence is not None:
-        zero = jnp.zeros((), state.report.loss.dtype)
-        watch = Watch(zero, zero, parameters, jnp.zeros((), int))
-    return Carry(parameters, state, model_state, watch)
-
-
-def checked_outputs(
-    setting: Setting, parameters: PyTree, model_state: PyTree, example, *, augment=None
-) -> PyTree[jax.ShapeDtypeStruct]:
-    """The outputs' shapes, which the targets fit."""
-    inputs, targets, _ = example
-    network = setting.network
-
-    def forward(parameters, inputs):
-        n = jax.tree.leaves(inputs)[0].shape[0]
-        keys = jax.random.split(setting.key, n)
-        if augment is not None:
-            inputs = jax.vmap(augment)(inputs, keys)
-        out = network.function()(parameters, network.args(inputs, keys, model_state))
-        return out[0] if network.has_state else out
-
-    outputs = eqx.filter_eval_shape(forward, parameters, inputs)
-    setting.loss.check(outputs, targets)
-    return outputs
 
 
 def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
@@ -89,25 +26,13 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     - `batch`: the data, and the order in which to take them.
     - `numbers`: an array of the batch's index in it, and the number of the step.
     """
-    solver, network = setting.solver, setting.network
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
     (index, number), (data, order) = numbers[0], batch
-    places = setting.places
     data = gather(data, order, index, size, wider)
-    inputs, targets, weights = keep(data, places.batch)
-    num_examples = jax.tree.leaves(inputs)[0].shape[0]
-    key, augment_key = jax.random.split(jax.random.fold_in(setting.key, number))
-    if setting.augment is not None:
-        keys = jax.random.split(augment_key, num_examples)
-        inputs = jax.vmap(setting.augment)(inputs, keys)
-    keys = jax.random.split(key, num_examples)
-    fn = network.function()
-    args = network.args(inputs, keys, carry.model_state)
-    has_aux = network.has_state
-    outputs = jax.eval_shape(fn, carry.parameters, args)
-    outputs = outputs[0] if has_aux else outputs
-    setting.loss.check(outputs, targets)
+    inputs, targets, weights = data = keep(data, setting.places.batch)
+    outputs = checked_outputs(setting, carry.parameters, carry.model_state, data)
+    args = setting.args(inputs, number, carry.model_state)
     objective = BatchLoss(
         setting.loss,
         outputs,
@@ -116,54 +41,16 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         num_leading=size if wider > size else None,
         is_sample=setting.streaming,
     )
-
-    if setting.streaming:
-        with spread(places):
-            y, state, loss, aux = solver.advance_stream(
-                objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
-            )
-    else:
-        lin, aux = linearised(fn, carry.parameters, args, has_aux)
-        evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
-        with spread(places):
-            y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
-            state = solver.judged(objective, evaluate, y, state)
-        loss = objective.value(lin.outputs)
-    watch = carry.watch
-    if watch is not None:
-        assert setting.divergence is not None
-        # Where the loss is known: a step may have been taken back before this one.
-        stride = state.stride
-        parameters = carry.parameters if stride is None else stride.point
-        now = loss.astype(watch.first.dtype)
-        first = Watch.start(objective, parameters, outputs, now)
-        watch = _tree.where(number == 0, first, watch)
-        watch = watch.look(parameters, now, setting.divergence)
-        y = _tree.where(watch.diverges, watch.y, y)
-        result = optx.RESULTS.where(
-            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
-        )
-        state = eqx.tree_at(lambda s: s.result, state, result)
-    model_state = carry.model_state
-    if has_aux:
-        failed = state.result != optx.RESULTS.successful
-        model_state = _tree.where(failed, model_state, aux)
-    new = Carry(y, state, model_state, watch)
+    new, row = advanced(setting, objective, outputs, args, carry, number)
+    if not setting.streaming:
+        is_random = setting.is_random(carry.parameters, args)
+        new = judged(setting, objective, args, new, is_random=is_random)
     over = carry.solver_state.result != optx.RESULTS.successful
-    new = keep(_tree.where(over, carry, new), places.carry)
-    report, counts = state.report, state.counts
-    row = [
-        loss,
-        report.gradient_norm,
-        report.step_norm,
-        report.damping,
-        report.num_inner_steps,
-        counts.num_feature_updates,
-        new.solver_state.result != optx.RESULTS.successful,
-        state.terminate,
-    ]
-    row = jnp.stack([jnp.asarray(x, float) for x in row])
-    return new, everywhere(row, places.mesh)
+    new = keep(_tree.where(over, carry, new), setting.places.carry)
+    state = new.solver_state
+    ended = state.result != optx.RESULTS.successful, state.terminate
+    row = jnp.stack([jnp.asarray(x, float) for x in [*row.values(), *ended]])
+    return new, everywhere(row, setting.places.mesh)
 
 
 def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, data):
@@ -172,7 +59,6 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
     model, where one is trained."""
     inputs, targets, weights = data
     network = setting.network.in_inference()
-    fn = network.function()
     args = network.args(inputs, None, carry.model_state)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
@@ -181,7 +67,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
     number = jnp.sum(counts != 0, dtype=float)
 
     def predict(y):
-        return fn(y, args)[0] if network.has_state else fn(y, args)
+        return network.outputs(y, args)
 
     def figures(outputs):
         shapes = jax.eval_shape(lambda: outputs)

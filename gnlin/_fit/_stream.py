@@ -32,7 +32,9 @@ class DataEnded(ValueError):
 class ArrayStream:
     """Batches of a data set in memory, drawn without replacement within an epoch."""
 
-    def __init__(self, data, batch_size: int | None, key: Key[Array, ""], name: str):
+    def __init__(
+        self, data, batch_size: int | None, key: Key[Array, ""] | None, name: str
+    ):
         self.data = as_batch(data, name)
         self.num_examples = jax.tree.leaves(self.data[0])[0].shape[0]
         if batch_size is not None and batch_size > self.num_examples:
@@ -52,6 +54,7 @@ class ArrayStream:
         """The batches of an epoch, from the `first` on."""
         order = None
         if self.batch_size is not None:
+            assert self._key is not None
             order = _permutation(self._key, epoch, self.num_examples)
         for index in range(first, self.num_batches):
             yield Batch(self.data, order, index)
@@ -122,7 +125,7 @@ class IterableStream:
 
 
 def make_stream(
-    data: Any, batch_size: int | None, key: Key[Array, ""], name: str = "data"
+    data: Any, batch_size: int | None, key: Key[Array, ""] | None, name: str = "data"
 ):
     """A tuple is arrays, and so is a list that holds one; anything else is batches."""
     data = as_tuple(data)

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from .._training import Carry, checked_outputs, Setting
 from ._identity import described
-from ._step import Carry, checked_outputs, Compiled, evaluate, Setting, split
+from ._step import Compiled, evaluate, split
 from ._stream import ArrayStream, make_stream
 
 
@@ -34,10 +35,10 @@ class Validation:
                 "once: pass a list, a loader, or a function of the epoch that returns an "
                 "iterable."
             )
-        self._stream = make_stream(data, None, setting.key, "validation")
+        self._stream = make_stream(data, None, None, "validation")
         example = self._stream.example()
         checked_outputs(
-            setting._replace(network=setting.network.in_inference()),
+            setting._replace(network=setting.network.in_inference(), augment=None),
             carry.parameters,
             carry.model_state,
             example,

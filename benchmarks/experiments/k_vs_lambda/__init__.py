@@ -89,7 +89,7 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     stable = result == optx.RESULTS.successful
     stable |= result == optx.RESULTS.nonlinear_max_steps_reached
     return {
-        "train_loss": solution.history.loss[stats["num_steps"]],
+        "train_loss": solution.loss,
         "test_error": task.test_error(jax.vmap(model)(test[0]), test[1]),
         "distance": gnlin.features.distance(model, initial),
         "kernel_alignment": gnlin.features.kernel_alignment(kernel, first_kernel),

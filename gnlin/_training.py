@@ -1,0 +1,186 @@
+"""One step of a run, whichever driver makes it: of a network, on a batch."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Key, PyTree, Scalar, ScalarLike
+
+from . import _tree
+from ._losses import AbstractLoss
+from ._model import Network
+from ._objective import AbstractObjective
+from ._sharding import Places, spread
+from ._solver import AbstractGaussNewton, linearised, State, Watch, why_it_ended
+
+
+Shapes = PyTree[jax.ShapeDtypeStruct]
+
+
+class Carry(NamedTuple):
+    """What a step hands to the next."""
+
+    parameters: PyTree[Array]
+    solver_state: State
+    model_state: PyTree
+    watch: Watch | None
+
+    @property
+    def loss(self) -> Scalar:
+        """At the parameters, after an outer step on all examples."""
+        loss, watch = self.solver_state.report.loss, self.watch
+        return loss if watch is None else jnp.where(watch.diverges, watch.best, loss)
+
+
+class Setting(NamedTuple):
+    """What stays the same for the whole run."""
+
+    solver: AbstractGaussNewton
+    loss: AbstractLoss
+    network: Network
+    key: Key[Array, ""] | None  # as from `key_of_steps`; None for that of no key
+    # Of how many times the first loss, for some steps, a run diverges
+    divergence: float | None = None
+    augment: Callable[..., PyTree[Array]] | None = None
+    batch_size: int | None = None
+    curvature_batch_size: int | None = None
+    # Whether it sees one batch after another, not the same examples every time
+    streaming: bool = False
+    places: Places = Places()
+
+    def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> tuple:
+        """What the network's function is given in a step: what is random is drawn anew,
+        and is the same for all that the step asks."""
+        key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
+        key, augment_key = jax.random.split(jax.random.fold_in(key, number))
+        num_examples = jax.tree.leaves(inputs)[0].shape[0]
+        if self.augment is not None:
+            keys = jax.random.split(augment_key, num_examples)
+            inputs = jax.vmap(self.augment)(inputs, keys)
+        keys = jax.random.split(key, num_examples) if self.network.takes_key else None
+        return self.network.args(inputs, keys, state)
+
+    def is_random(self, parameters: PyTree[Array], args: tuple) -> bool:
+        """Whether the same examples have other outputs in each step."""
+        return self.augment is not None or self.network.is_random(parameters, args)
+
+
+def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
+    """Its other half is the shuffling's."""
+    return jax.random.split(key)[1]
+
+
+def checked_outputs(
+    setting: Setting, parameters: PyTree, model_state: PyTree, example: tuple
+) -> Shapes:
+    """The outputs' shapes, which the targets fit."""
+    inputs, targets, _ = example
+
+    def forward(parameters, inputs, state):
+        return setting.network.outputs(parameters, setting.args(inputs, 0, state))
+
+    outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
+    setting.loss.check(outputs, targets)
+    return outputs
+
+
+def begin(
+    setting: Setting, parameters: PyTree[Array], model_state: PyTree, outputs: Shapes
+) -> Carry:
+    """Before the first step; nothing is evaluated."""
+    solver = setting.solver
+    start = solver.start_stream if setting.streaming else solver.start
+    state, watch = start(parameters, outputs), None
+    if setting.divergence is not None:
+        zero = jnp.zeros((), state.report.loss.dtype)
+        watch = Watch(zero, zero, parameters, jnp.zeros((), int))
+    return Carry(parameters, state, model_state, watch)
+
+
+def advanced(
+    setting: Setting,
+    objective: AbstractObjective,
+    outputs: Shapes,
+    args: tuple,
+    carry: Carry,
+    number: Array,
+) -> tuple[Carry, dict[str, Array]]:
+    """One step, and its row of the history. On all examples `judged` is still to say how
+    to go on."""
+    solver, network = setting.solver, setting.network
+    fn, has_aux = network.function(), network.has_state
+    if setting.streaming:
+        with spread(setting.places):
+            y, state, loss, aux = solver.advance_stream(
+                objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
+            )
+    else:
+        evaluate = lambda y: network.outputs(y, args)
+        lin, aux = linearised(fn, carry.parameters, args, has_aux)
+        with spread(setting.places):
+            y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
+        loss = objective.value(lin.outputs)
+    loss = loss.astype(state.report.loss.dtype)
+    watch = carry.watch
+    if watch is not None:
+        assert setting.divergence is not None
+        # Where the loss is known: a step may have been taken back before this one.
+        point = carry.parameters if state.stride is None else state.stride.point
+        first = Watch.start(objective, watch.y, outputs, loss)
+        watch = _tree.where(number == 0, first, watch)
+        watch = watch.look(point, loss, setting.divergence)
+        y = _tree.where(watch.diverges, watch.y, y)
+        result = optx.RESULTS.where(
+            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
+        )
+        state = eqx.tree_at(lambda s: s.result, state, result)
+    model_state = carry.model_state
+    if has_aux:
+        failed = state.result != optx.RESULTS.successful
+        model_state = _tree.where(failed, model_state, aux)
+    row = row_of(state)
+    row["loss"] = loss
+    return Carry(y, state, model_state, watch), row
+
+
+def row_of(state: State) -> dict[str, Array]:
+    """Of the history, but that its loss is after the step."""
+    report, counts = state.report, state.counts
+    return {
+        "loss": report.loss,
+        "gradient_norm": report.gradient_norm,
+        "step_norm": report.step_norm,
+        "damping": report.damping,
+        "num_inner_steps": report.num_inner_steps,
+        "num_feature_updates": counts.num_feature_updates.astype(float),
+    }
+
+
+def judged(
+    setting: Setting,
+    objective: AbstractObjective,
+    args: tuple,
+    carry: Carry,
+    *,
+    is_random: bool,
+) -> Carry:
+    """How a run on all examples goes on after a step."""
+    state = carry.solver_state
+    if is_random:
+        # What has settled on what was drawn for one step has not on another's.
+        no = jnp.array(False)
+        state = eqx.tree_at(lambda s: (s.settled, s.stuck), state, (no, no))
+    else:
+        evaluate = lambda y: setting.network.outputs(y, args)
+        with spread(setting.places):
+            state = setting.solver.judged(objective, evaluate, carry.parameters, state)
+    return carry._replace(solver_state=state)
+
+
+def why_it_failed(setting: Setting, carry: Carry) -> str:
+    """In words."""
+    far = carry.watch is not None and bool(carry.watch.diverges)
+    return why_it_ended(carry.solver_state.result, setting.divergence if far else None)
