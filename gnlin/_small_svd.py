@@ -20,9 +20,9 @@ _MOST_COLUMNS = 6
 _FEWEST_MATRICES = 8
 # So many at once stay in the nearer memories, which 8 columns take in 0.6 of the time.
 _MOST_LANES = 256
-# Of so many rows the triangle is rotated, which takes another factorisation.
+# Of more rows than so many times the columns a triangle is made first, and rotated.
 _TALL = 2
-# Five to nine are enough for random ones.
+# Five to nine are enough for the batches that were measured.
 _MAX_SWEEPS = 30
 
 
