@@ -15,6 +15,10 @@ from ._fit import (
     CheckpointError as CheckpointError,
     fit as fit,
 )
+from ._jacobian import (
+    AbstractJacobian as AbstractJacobian,
+    PerExample as PerExample,
+)
 from ._linearisation import (
     Linearisation as Linearisation,
     linearise as linearise,
@@ -36,14 +40,15 @@ from ._losses import (
 from ._objective import (
     AbstractObjective as AbstractObjective,
     BatchLoss as BatchLoss,
-    Quadratic as Quadratic,
     SumOfSquares as SumOfSquares,
 )
-from ._per_example import PerExample as PerExample
+from ._passes import Passes as Passes
+from ._problem import Quadratic as Quadratic
 from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solution import History as History, Solution as Solution
 from ._solve import solve as solve
 from ._solver import (
+    AbstractFilteredGaussNewton as AbstractFilteredGaussNewton,
     AbstractGaussNewton as AbstractGaussNewton,
     AdaptiveLinearisation as AdaptiveLinearisation,
     DampedGaussNewton as DampedGaussNewton,
@@ -51,12 +56,18 @@ from ._solver import (
     GaussNewton as GaussNewton,
     IterativeLinearisation as IterativeLinearisation,
     LevenbergMarquardt as LevenbergMarquardt,
+    take_step as take_step,
     Trajectory as Trajectory,
     TruncatedGaussNewton as TruncatedGaussNewton,
     Update as Update,
 )
 from ._spectrum import Spectrum as Spectrum
-from ._subproblem import MixedPrecision as MixedPrecision
+from ._subproblem import (
+    AbstractSubproblem as AbstractSubproblem,
+    Answer as Answer,
+    choose as choose,
+    MixedPrecision as MixedPrecision,
+)
 from .filters import (
     equivalent_damping as equivalent_damping,
     equivalent_period as equivalent_period,

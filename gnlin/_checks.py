@@ -23,6 +23,11 @@ def as_scalar(value):
     return np.asarray(value, float) if is_number else value
 
 
+def as_float(period: ScalarLike) -> ScalarLike:
+    # A Python integer may be too large for JAX's integers, but never for a float.
+    return float(period) if isinstance(period, int) else period
+
+
 def _known(value: object) -> bool:
     return not (callable(value) or isinstance(value, Tracer))
 
@@ -40,18 +45,14 @@ def check_positive(name: str, value) -> None:
         raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
 
 
-def check_settings(
-    rtol: object, atol: object, norm: object, memory_budget: object, search: object = None
-) -> None:
-    """What solvers have in common."""
-    check_nonnegative("rtol", rtol)
-    check_nonnegative("atol", atol)
-    if not callable(norm):
+def check_callable(name: str, value: object, what: str, example: str) -> None:
+    if not callable(value):
         raise ValueError(
-            "`norm` must be a function of a pytree, such as `optimistix.max_norm`, but "
-            f"{norm!r} was given."
+            f"`{name}` must be {what}, such as `{example}`, but {value!r} was given."
         )
-    check_count("memory_budget", memory_budget)
+
+
+def check_search(search: object) -> None:
     if not (search == "auto" or isinstance(search, optx.AbstractSearch | None)):
         raise ValueError(
             "`search` must be one of optimistix's, such as "

@@ -11,6 +11,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from . import _tree
 from ._checks import check_nonnegative, nan_unless, nonnegative
+from ._tree import Structure
 
 
 # A curvature p^T A p below this many roundings of its factors may as well be zero.
@@ -27,10 +28,11 @@ class _Iterate(eqx.Module):
 
 
 def semidefinite(
-    mv: Callable[[PyTree[Array]], PyTree[Array]], like: PyTree[Array]
+    mv: Callable[[PyTree[Array]], PyTree[Array]],
+    like: PyTree[Array | jax.ShapeDtypeStruct],
 ) -> lx.FunctionLinearOperator:
     """A positive semidefinite operator on trees of one structure."""
-    structure = jax.eval_shape(lambda: like)
+    structure = Structure.of(like).tree
     with jax.numpy_dtype_promotion("standard"):  # lineax asks for one dtype of all leaves
         return lx.FunctionLinearOperator(mv, structure, lx.positive_semidefinite_tag)
 

@@ -1,9 +1,70 @@
-"""What a function costs, counted on its program, before it is compiled."""
+"""What computations cost: operations counted on programs before they are compiled, and
+the seconds that a machine takes for them, from one measured table."""
 
 import math
+from typing import NamedTuple
 
 import jax
 from jaxtyping import PyTree
+
+
+class Factorisation(NamedTuple):
+    """Seconds for a matrix of n rows: a call, n^2 and n^3 times."""
+
+    call: float
+    square: float
+    cube: float
+
+    def __call__(self, n: int) -> float:
+        return self.call + self.square * float(n) ** 2 + self.cube * float(n) ** 3
+
+
+class Rates(NamedTuple):
+    """What a machine takes, in seconds.
+
+    - `product`: an operation of a product of large matrices.
+    - `passed`: an operation of a pass through a network.
+    - `step`: one iteration of a loop, besides what is done in it.
+    - `looped`: how many times longer a convolution takes inside a loop.
+    - `cholesky`, `eigh`, `svd`: of a square matrix.
+    """
+
+    product: float
+    passed: float
+    step: float
+    looped: float
+    cholesky: Factorisation
+    eigh: Factorisation
+    svd: Factorisation
+
+
+# Measured by `python -m benchmarks speed costs`, in double precision: of a processor with
+# two cores. Only their ratios matter, and those only roughly.
+_RATES = {
+    "cpu": Rates(
+        product=1.1e-11,
+        passed=2.5e-11,
+        step=1e-5,
+        looped=14.0,
+        cholesky=Factorisation(1.5e-5, 1e-8, 1.7e-11),
+        eigh=Factorisation(3e-5, 1.2e-7, 1.3e-10),
+        svd=Factorisation(3e-5, 2.5e-7, 2.5e-10),
+    ),
+    "gpu": Rates(
+        product=5e-14,
+        passed=1e-13,
+        step=3e-5,
+        looped=1.0,
+        cholesky=Factorisation(1e-4, 3e-9, 1e-13),
+        eigh=Factorisation(1e-3, 2e-8, 1e-11),
+        svd=Factorisation(2e-3, 1e-7, 2e-11),
+    ),
+}
+
+
+def rates() -> Rates:
+    """Of the platform that programs are compiled for."""
+    return _RATES.get(jax.default_backend(), _RATES["gpu"])
 
 
 def num_flops(fn, *args: PyTree) -> float:
@@ -16,6 +77,18 @@ def loops_slowly(fn, *args: PyTree) -> bool:
     """Whether a function is many times slower inside a loop: XLA's convolutions are, on a
     CPU, where they take fourteen times as long in a `while` as outside (jax 0.10)."""
     return jax.default_backend() == "cpu" and _convolves(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def bytes_made(jaxpr) -> tuple[int, int]:
+    """What all intermediate results of a program take in memory, and the largest."""
+    total, largest = 0, 0
+    for equation in jaxpr.eqns:
+        inner = [bytes_made(inner) for inner in _inner_jaxprs(equation.params)]
+        own = [v.aval.size * v.aval.dtype.itemsize for v in equation.outvars]
+        made = equation.params.get("length", 1) * sum(x for x, _ in inner)
+        total += made if inner else sum(own)
+        largest = max([largest, *own, *(x for _, x in inner)])
+    return total, largest
 
 
 def _convolves(jaxpr) -> bool:

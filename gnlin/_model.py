@@ -12,8 +12,8 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
+from ._jacobian import PerExample
 from ._linearisation import check_parameters
-from ._per_example import PerExample
 
 
 _HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)

@@ -12,20 +12,8 @@ from jaxtyping import Array, Float, PyTree, Scalar
 from . import _tree
 from ._linearisation import Linearisation
 from ._losses import AbstractFactor, AbstractLoss, IdentityFactor
-
-
-class Quadratic(eqx.Module):
-    r"""A linearised problem with the loss expanded to second order: least squares,
-    $\frac12\lVert R\phi\,\delta + \tilde r\rVert^2 + g_0^\top\delta$.
-
-    - `lin`: whitened: its outputs are the residual $\tilde r = R^{-\top}\nabla L$, its
-        Jacobian is $R\phi$.
-    - `rest`: $g_0$, the part of the gradient that the curvature does not reach; `None`
-        where there cannot be any.
-    """
-
-    lin: Linearisation
-    rest: PyTree[Array] | None = None
+from ._problem import Quadratic
+from ._tree import Structure
 
 
 class AbstractObjective(eqx.Module):
@@ -100,7 +88,7 @@ class SumOfSquares(AbstractObjective):
         return outputs
 
     def expand(self, lin: Linearisation) -> Quadratic:
-        return Quadratic(lin)
+        return Quadratic(lin.jacobian, lin.outputs)
 
 
 class BatchLoss(AbstractObjective):
@@ -191,18 +179,18 @@ class BatchLoss(AbstractObjective):
             factor = self.loss.factor(outputs, target)
             return factor, *factor.whiten(self.loss.gradient(outputs, target))
 
-        factors, residual, remainder = jax.vmap(whiten)(lin.outputs, self.targets)
+        factors, residual, rest = jax.vmap(whiten)(lin.outputs, self.targets)
         if self.weights is not None and self.curvature_weights is not None:
             roots = jnp.sqrt(self.curvature_weights)
             factors = _Weighted(factors, roots)
             safe = jnp.where(roots > 0, roots, 1)
             residual = _by_example(self.weights / safe, residual)
-            if remainder is not None:
-                remainder = _by_example(self.weights, remainder)
-        rest = None if remainder is None else _pulled_back_if_any(lin, remainder)
-        if isinstance(factors, IdentityFactor):
-            return Quadratic(lin.with_outputs(residual), rest)
-        return Quadratic(lin.transformed(factors, residual), rest)
+            rest = None if rest is None else _by_example(self.weights, rest)
+        jacobian = lin.jacobian
+        if not isinstance(factors, IdentityFactor):
+            jacobian = jacobian.transformed(factors, Structure.of(residual))
+        rest = None if rest is None else _pulled_back_if_any(lin, rest)
+        return Quadratic(jacobian, residual, rest)
 
 
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:
@@ -224,11 +212,11 @@ def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Arra
     return jax.vmap(_tree.scale)(weights, tree)
 
 
-def _pulled_back_if_any(lin: Linearisation, remainder: PyTree[Array]) -> PyTree[Array]:
-    """phi^T e. Mostly there is no remainder, and a pass to be saved."""
+def _pulled_back_if_any(lin: Linearisation, rest: PyTree[Array]) -> PyTree[Array]:
+    """phi^T e. Mostly there is nothing left, and a pass to be saved."""
     return jax.lax.cond(
-        _tree.any_nonzero(remainder),
+        _tree.any_nonzero(rest),
         lambda e: lin.vjp(e),
         lambda _: _tree.zeros_like(lin.point),
-        remainder,
+        rest,
     )

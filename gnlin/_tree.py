@@ -3,11 +3,57 @@
 import collections
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import flatten_util
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+
+
+class Structure(NamedTuple):
+    """A pytree's structure, and its leaves' shapes and dtypes; hashable."""
+
+    treedef: Any
+    leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+    @staticmethod
+    def of(tree: PyTree) -> "Structure":
+        leaves, treedef = jax.tree.flatten(tree)
+        return Structure(
+            treedef, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+        )
+
+    @property
+    def tree(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.treedef.unflatten(self.leaves)
+
+    @property
+    def size(self) -> int:
+        return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return dtype(self.leaves)
+
+    @property
+    def eps(self) -> float:
+        return eps(self.leaves)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.leaves)
+
+    def zeros(self) -> PyTree[Array]:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.tree)
+
+    def unravel(self, flat: Array) -> PyTree[Array]:
+        """The inverse of `ravel_pytree`."""
+        ends = np.cumsum([leaf.size for leaf in self.leaves])[:-1]
+        parts = zip(jnp.split(flat, ends), self.leaves, strict=True)
+        leaves = [part.reshape(x.shape).astype(x.dtype) for part, x in parts]
+        return self.treedef.unflatten(leaves)
 
 
 def size(tree: PyTree) -> int:

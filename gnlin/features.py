@@ -29,7 +29,8 @@ from jaxtyping import Array, Float, Int, Key, Num, PyTree, Scalar
 from . import _tree
 from ._accuracy import accuracy
 from ._checks import as_key, check_count, check_nonnegative
-from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation, linearise
+from ._jacobian import DEFAULT_MEMORY_BUDGET
+from ._linearisation import Linearisation, linearise
 from ._losses import check_between, is_label, SoftmaxCrossEntropy
 from ._model import make_network
 from ._solve import solve
@@ -58,6 +59,7 @@ def linearise_model(
     inputs: PyTree[Array],
     *,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Linearisation:
     """The outputs of an Equinox model on a batch of inputs, linearised at its parameters.
 
@@ -69,7 +71,8 @@ def linearise_model(
         ```
     """
     parameters, network = make_network(model, filter_spec)
-    return linearise(network.function(), parameters, network.args(inputs, None, None))
+    fn, args = network.function(), network.args(inputs, None, None)
+    return linearise(fn, parameters, args, memory_budget=memory_budget)
 
 
 @eqx.filter_jit
@@ -88,13 +91,13 @@ def kernel(
         A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
         Generalization in Neural Networks*, 2018, equation 4.
     """
-    check_count("memory_budget", memory_budget)
-    lin = linearise_model(model, inputs, filter_spec=filter_spec)
+    options = {"filter_spec": filter_spec, "memory_budget": memory_budget}
+    lin = linearise_model(model, inputs, **options)
     if len(jax.tree.leaves(lin.outputs)) != 1:
         raise ValueError("The model's output must be one array for a kernel by outputs.")
     m, _ = lin.shape
     n = jax.tree.leaves(inputs)[0].shape[0]
-    return lin.kernel(memory_budget).reshape(n, m // n, n, m // n)
+    return lin.kernel().reshape(n, m // n, n, m // n)
 
 
 def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:

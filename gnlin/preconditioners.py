@@ -13,7 +13,7 @@ to make up for it. "How to choose" in the documentation has cases of both.
 """
 
 import abc
-from typing import Any
+from collections.abc import Sequence
 
 import equinox as eqx
 import jax
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
-from . import _lapack, _rows, _tree
+from . import _lapack, _tree
 from ._checks import check_count, check_whole
 from ._conjugate_gradients import semidefinite
-from ._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from ._jacobian import AbstractBlock, AbstractJacobian
+from ._passes import Passes
 from ._tree import matmul, ravel_pytree
 
 
@@ -44,14 +45,14 @@ class AbstractPreconditioner(eqx.Module):
 
     @abc.abstractmethod
     def inverse(
-        self, lin: Linearisation, damping: ScalarLike
+        self, jacobian: AbstractJacobian, damping: ScalarLike
     ) -> lx.FunctionLinearOperator:
         r"""A positive definite operator near $(\phi^\top\phi + \lambda I)^{-1}$, on the
-        parameters' structure. Of a linearisation that is not finite it is not either."""
+        parameters' structure. Of a Jacobian that is not finite it is not either."""
 
     @abc.abstractmethod
-    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
-        """(Jacobian-vector, vector-Jacobian) products that making it takes."""
+    def passes(self, jacobian: AbstractJacobian) -> Passes:
+        """That making it takes."""
 
 
 class Nystrom(AbstractPreconditioner):
@@ -89,26 +90,27 @@ class Nystrom(AbstractPreconditioner):
         check_count("rank", self.rank)
         check_whole("seed", self.seed)
 
-    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
-        rank = self._rank(lin)
-        return rank, rank
+    def passes(self, jacobian: AbstractJacobian) -> Passes:
+        return Passes(1, 1) * self._rank(jacobian)
 
-    def _rank(self, lin: Linearisation) -> int:
-        _, p = lin.shape
+    def _rank(self, jacobian: AbstractJacobian) -> int:
+        _, p = jacobian.shape
         return min(self.rank, p)
 
     def inverse(
-        self, lin: Linearisation, damping: ScalarLike
+        self, jacobian: AbstractJacobian, damping: ScalarLike
     ) -> lx.FunctionLinearOperator:
-        flat, unravel = ravel_pytree(lin.point)
-        dtype, p = flat.dtype, flat.size
+        unravel, (_, p) = jacobian.domain.unravel, jacobian.shape
+        dtype = jacobian.domain.dtype
         eps = jnp.finfo(dtype).eps
 
         def product(v):
-            return ravel_pytree(lin.vjp(lin.jvp(unravel(v))))[0]
+            return ravel_pytree(jacobian.rmv(jacobian.mv(unravel(v))))[0]
 
         # Algorithm 2.1: A Omega, shifted so that rounding leaves it positive definite
-        omega = jax.random.normal(jax.random.key(self.seed), (p, self._rank(lin)), dtype)
+        omega = jax.random.normal(
+            jax.random.key(self.seed), (p, self._rank(jacobian)), dtype
+        )
         omega, _ = jnp.linalg.qr(omega)
         sketch = jax.vmap(product, 1, 1)(omega)
         shift = eps * jnp.sqrt(jnp.asarray(p, dtype)) * jnp.linalg.norm(sketch)
@@ -134,7 +136,7 @@ class Nystrom(AbstractPreconditioner):
             x = ravel_pytree(v)[0]
             return unravel(x + matmul(u, weights * matmul(u.T, x)))
 
-        return semidefinite(apply, lin.point)
+        return semidefinite(apply, jacobian.domain.tree)
 
 
 class BlockDiagonal(AbstractPreconditioner):
@@ -151,37 +153,33 @@ class BlockDiagonal(AbstractPreconditioner):
     **Arguments:**
 
     - `max_size`: of a block, at least 1; with 1 it is the diagonal alone.
-    - `memory_budget`: bytes that may be held of the Jacobian at a time.
 
     **Raises:** `ValueError` if `max_size` is no whole number of at least 1.
     """
 
     max_size: int = eqx.field(static=True, default=256)
-    memory_budget: int = eqx.field(static=True, default=DEFAULT_MEMORY_BUDGET)
 
     def __check_init__(self):
         check_count("max_size", self.max_size)
-        check_count("memory_budget", self.memory_budget)
 
-    def num_passes(self, lin: Linearisation) -> tuple[int, int]:
-        return lin.num_row_passes()
+    def passes(self, jacobian: AbstractJacobian) -> Passes:
+        return jacobian.cost().rows
 
     def inverse(
-        self, lin: Linearisation, damping: ScalarLike
+        self, jacobian: AbstractJacobian, damping: ScalarLike
     ) -> lx.FunctionLinearOperator:
-        leaves, structure = jax.tree.flatten(lin.point)
-        shapes = [_blocks(leaf.shape, self.max_size) for leaf in leaves]
+        domain = jacobian.domain
+        shapes = [_blocks(leaf.shape, self.max_size) for leaf in domain.leaves]
 
-        def grams(blocks: list[Any]) -> list[Array]:
-            rows = jax.tree.leaves(_rows.dense(blocks))
+        def grams(blocks: Sequence[AbstractBlock]) -> list[Array]:
+            rows = [block.rows() for block in blocks]
             return [
                 jnp.einsum("mki,mkj->kij", x, x, precision=jax.lax.Precision.HIGHEST)
                 for x in map(_split, rows, shapes)
             ]
 
         factors = [
-            _factors(gram, damping)
-            for gram in lin.summed(grams, min(self.memory_budget, _PART_BYTES))
+            _factors(gram, damping) for gram in jacobian.summed(grams, _PART_BYTES)
         ]
 
         def apply(v: PyTree[Array]) -> PyTree[Array]:
@@ -191,9 +189,9 @@ class BlockDiagonal(AbstractPreconditioner):
                     factors, jax.tree.leaves(v), shapes, strict=True
                 )
             ]
-            return structure.unflatten(solved)
+            return domain.treedef.unflatten(solved)
 
-        return semidefinite(apply, lin.point)
+        return semidefinite(apply, jacobian.domain.tree)
 
 
 def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:

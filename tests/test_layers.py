@@ -9,8 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import gnlin
-from gnlin import _layer, _program, _rows
-from gnlin._layer import Layer
+from gnlin._jacobian import _layer, _program, _rows, Layer, Rows
 
 
 def in_double(model):
@@ -66,6 +65,10 @@ def case(name, num_examples=4, dtype=float):
     return fn, parameters, x
 
 
+def layers_of(lin):
+    return [block for block in lin.jacobian.blocks() if isinstance(block, Layer)]
+
+
 def dense(fn, parameters, x):
     flat, unravel = ravel_pytree(parameters)
     batched = lambda v: jax.vmap(lambda e: fn(unravel(v), e))(x).ravel()
@@ -74,7 +77,9 @@ def dense(fn, parameters, x):
 
 def kernel_of(fn, parameters, x, *budget):
     """In one program: an operation at a time there would be a hundred to compile."""
-    kernel = lambda p, x: gnlin.linearise(gnlin.PerExample(fn), p, x).kernel(*budget)
+    options = {"memory_budget": budget[0]} if budget else {}
+    lin = lambda p, x: gnlin.linearise(gnlin.PerExample(fn), p, x, **options)
+    kernel = lambda p, x: lin(p, x).kernel()
     return jax.jit(kernel)(parameters, x)
 
 
@@ -96,20 +101,19 @@ def test_a_layer_is_its_rows(name):
     @jax.jit
     def run(parameters, x, a, v):
         lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
-        blocks = lin.blocks()
-        leaves = jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
-        assert sum(map(_rows.is_layer, leaves)) == 1
+        jacobian = lin.jacobian.at_hand()
+        assert sum(isinstance(x, Layer) for x in jacobian.blocks()) == 1
         unravel = ravel_pytree(parameters)[1]
         cotangent = a.reshape(lin.outputs.shape)
         return {
-            "matrix": (_rows.matrix(_rows.dense(blocks)), lin.matrix()),
+            "matrix": (jacobian.as_matrix(), lin.matrix()),
             "kernel": lin.kernel(),
             "pulled": (
-                ravel_pytree(_rows.pull_back(blocks, a))[0],
+                ravel_pytree(jacobian.pull_back(a))[0],
                 ravel_pytree(lin.materialise().vjp(cotangent))[0],
             ),
-            "pushed": _rows.push_forward(blocks, unravel(v)),
-            "columns": ravel_pytree(_rows.squared_columns(blocks))[0],
+            "pushed": jacobian.push_forward(unravel(v)),
+            "columns": ravel_pytree(jacobian.squared_columns())[0],
         }
 
     found = run(parameters, x, a, v)
@@ -133,9 +137,7 @@ def test_both_ways_to_inner_products(name, way, monkeypatch):
 
     @jax.jit
     def run(parameters, x):
-        blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
-        leaves = jax.tree.leaves(blocks, is_leaf=_rows.is_layer)
-        (layer,) = filter(_rows.is_layer, leaves)
+        (layer,) = layers_of(gnlin.linearise(gnlin.PerExample(fn), parameters, x))
         return layer.rows().reshape(layer.num_rows, -1), getattr(layer, way)()
 
     rows, products = map(np.asarray, run(parameters, x))
@@ -161,9 +163,7 @@ def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
     monkeypatch.setattr(_rows, "_LONG", 9)
     monkeypatch.setattr(_rows, "_SLICE", 4)
     rows = np.random.default_rng(0).normal(size=(3, num_columns))
-    shapes = str(jax.make_jaxpr(_rows.gram)(jnp.asarray(rows)))
-    assert ("f64[3,4]" in shapes) == (num_columns >= 9)
-    gram = _rows.gram(jnp.asarray(rows))
+    gram = Rows(jnp.asarray(rows)).gram()
     np.testing.assert_allclose(gram, rows @ rows.T, rtol=1e-13, atol=1e-13)
 
 
@@ -181,6 +181,46 @@ class Shared(eqx.Module):
 
     def __call__(self, x):
         return self.layer(jnp.tanh(self.layer(x)))
+
+
+class Unrolled(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        z = jnp.zeros(4)
+        for part in (x, jnp.sin(x), x**2):
+            z = jax.jit(lambda z, part: jnp.tanh(self.layer(z) + part))(z, part)
+        return z
+
+
+class Laplacian(eqx.Module):
+    """Second derivatives of a network by its inputs, forward."""
+
+    layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
+
+    def __call__(self, x):
+        first, second = self.layers
+        network = lambda x: second(jnp.tanh(first(x)))
+
+        def along(v):
+            slope = lambda x: jax.jvp(network, (x,), (v,))[1]
+            return jax.jvp(slope, (x,), (v,))[1]
+
+        return network(x) + sum(map(along, jnp.eye(4)))
+
+
+class Convolved(eqx.Module):
+    layer: eqx.nn.Conv1d
+
+    def __call__(self, x):
+        return jnp.sum(self.layer(jnp.tanh(self.layer(x))), axis=1)
+
+
+class BothWays(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __call__(self, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(self.layer(x)) ** 2))(x)
 
 
 class Transposed(eqx.Module):
@@ -215,7 +255,7 @@ class Looped(eqx.Module):
 
 square = eqx.nn.Linear(4, 4, use_bias=False, key=key)
 UNLIKE = {
-    "shared": Shared(square),
+    "both ways": BothWays(square),
     "transposed": Transposed(square),
     "penalised": Penalised(square),
     "product": Product(jax.random.normal(key, (4, 4)), jax.random.normal(key, (4, 4))),
@@ -225,6 +265,54 @@ UNLIKE = {
         eqx.nn.ConvTranspose1d(2, 2, 2, stride=2, key=key)
     ),
 }
+
+
+# How often the weights are used: twice, in three steps, once and in two derivatives.
+SHARED = {
+    "shared": (Shared(eqx.nn.Linear(4, 4, key=key)), (4,), [2, 0]),
+    "unrolled": (Unrolled(eqx.nn.Linear(4, 4, use_bias=False, key=key)), (4,), [3]),
+    "derivatives": (
+        Laplacian((eqx.nn.Linear(4, 6, key=key), eqx.nn.Linear(6, 4, key=key))),
+        (4,),
+        None,
+    ),
+    "convolved": (
+        Convolved(eqx.nn.Conv1d(2, 2, 3, padding=1, use_bias=False, key=key)),
+        (2, 5),
+        [10],
+    ),
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", SHARED)
+def test_weights_that_are_used_several_times_have_as_many_positions(name):
+    model, shape, positions = SHARED[name]
+    parameters, frozen = eqx.partition(in_double(model), eqx.is_inexact_array)
+    fn = lambda p, x: eqx.combine(p, frozen)(x)
+    x = jax.random.normal(jax.random.key(1), (3, *shape))
+    jacobian = dense(fn, parameters, x)
+    a = jnp.sin(jnp.arange(float(jacobian.shape[0])))
+
+    @jax.jit
+    def run(parameters, x):
+        lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+        found = [layer.activations.shape[1] for layer in layers_of(lin)]
+        if positions is None:  # as many as jax makes of it, and more than one
+            assert len(found) == 2
+            assert min(found) > 4
+        else:
+            assert found == [t for t in positions if t]
+        hand = lin.jacobian.at_hand()
+        pulled = ravel_pytree(hand.pull_back(a))[0]
+        return lin.kernel(), lin.matrix(), pulled, hand.push_forward(parameters)
+
+    kernel, matrix, pulled, pushed = run(parameters, x)
+    flat, _ = ravel_pytree(parameters)
+    np.testing.assert_allclose(matrix, jacobian, atol=1e-12)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(pulled, jacobian.T @ a, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(pushed, jacobian @ flat, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.usefixtures("always")
@@ -259,18 +347,17 @@ def test_a_program_with_effects_keeps_its_rows(capfd):
 @pytest.mark.parametrize(("name", "smaller"), [("dense", True), ("convolution", False)])
 def test_factors_only_where_they_are_smaller(name, smaller):
     fn, parameters, x = case(name)  # the convolution: 12 positions of 18 numbers each
-    blocks = gnlin.linearise(gnlin.PerExample(fn), parameters, x).blocks()
-    found = map(_rows.is_layer, jax.tree.leaves(blocks, is_leaf=_rows.is_layer))
-    assert any(found) == smaller
+    lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
+    assert bool(layers_of(lin)) == smaller
 
 
 @pytest.mark.parametrize("name", ["dense", "convolution", "positions"])
 def test_the_bytes_of_blocks_are_foretold(name):
     fn, parameters, x = case(name)
     lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
-    blocks = jax.tree.leaves(lin.blocks(), is_leaf=_rows.is_layer)
-    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(block)) for block in blocks]
-    assert lin.num_block_bytes() == sizes
+    blocks = lin.jacobian.blocks()
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(blocks))
+    assert lin.jacobian.cost().num_bytes == num_bytes
 
 
 def test_the_kernel_within_a_budget():
@@ -282,12 +369,14 @@ def test_the_kernel_within_a_budget():
     x = jax.random.normal(jax.random.key(1), (5, 3))
     lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
     jacobian = dense(fn, parameters, x)
-    sizes = lin.num_block_bytes()
+    blocks = lin.jacobian.blocks()
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(block)) for block in blocks]
     passes = []
     for budget in (sum(sizes), sum(sizes) - 1, max(sizes), max(sizes) - 1, 1):
         kernel = kernel_of(fn, parameters, x, budget)
         np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
-        passes.append(lin.num_kernel_passes(budget))
+        taken = lin.jacobian.within(budget).cost().gram
+        passes.append((taken.jvps, taken.vjps))
     assert passes[0] == (0, 2)
     assert passes[1] == (0, 4)
     assert passes[3][0] == 10
@@ -414,7 +503,7 @@ def test_outputs_of_lower_precision_than_the_parameters(method):
     settings = {"method": method}
     if method == "mixed":
         precision = gnlin.MixedPrecision("float32", 1e-5)
-        settings = {"mixed_precision": precision}
+        settings = {"method": precision}
     mlp = in_double(eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=key))
     model = eqx.nn.Sequential([mlp, eqx.nn.Lambda(lambda x: x.astype(jnp.float32))])
     x = jax.random.normal(jax.random.key(1), (6, 3))

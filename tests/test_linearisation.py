@@ -17,9 +17,9 @@ from problems import (
 )
 
 import gnlin
-from gnlin import _per_example, _program, linearise, PerExample
-from gnlin._objective import Quadratic
-from gnlin._subproblem import prepare
+from gnlin import linearise, PerExample, Quadratic
+from gnlin._jacobian import _of_examples, _program, ByPasses
+from gnlin._subproblem import choose
 from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
 
 
@@ -54,6 +54,10 @@ def dense_jacobian(fn, y, args):
 @pytest.fixture(scope="module")
 def mixed_case():
     return linearise(mixed, POINT, X), dense_jacobian(mixed, POINT, X)
+
+
+def passes(taken):
+    return taken.jvps, taken.vjps
 
 
 def flat(tree):
@@ -124,22 +128,22 @@ def test_rows_in_forward_and_reverse_mode(shape):
     lin = linearise(sines, *as_jax((y, args)))
     assert lin.shape == shape
     m, p = shape
-    assert lin.num_row_passes() == ((p, 0) if p < m else (0, m))
+    assert passes(lin.jacobian.cost().rows) == ((p, 0) if p < m else (0, m))
     np.testing.assert_allclose(lin.rows(), expected, rtol=1e-12)
     np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
 
 
 def test_the_mode_is_the_one_with_fewer_passes(monkeypatch):
     taken = []
-    for name in ("jvp", "vjp"):
-        original = getattr(gnlin.Linearisation, name)
+    for name in ("mv", "rmv"):
+        original = getattr(ByPasses, name)
 
         def spy(self, v, name=name, original=original):
             taken.append(name)
             return original(self, v)
 
-        monkeypatch.setattr(gnlin.Linearisation, name, spy)
-    for shape, mode in (((7, 3), "jvp"), ((3, 7), "vjp"), ((4, 4), "vjp")):
+        monkeypatch.setattr(ByPasses, name, spy)
+    for shape, mode in (((7, 3), "mv"), ((3, 7), "rmv"), ((4, 4), "rmv")):
         linearise(sines, *as_jax(sines_data(shape))).rows()
         assert taken == [mode]
         taken.clear()
@@ -148,7 +152,7 @@ def test_the_mode_is_the_one_with_fewer_passes(monkeypatch):
 def test_the_mode_per_example_is_the_one_with_fewer_passes(monkeypatch):
     taken = []
     reverse, forward = "blocks", "_rows_forward"
-    for module, name in ((_program, reverse), (_per_example, forward)):
+    for module, name in ((_program, reverse), (_of_examples, forward)):
         original = getattr(module, name)
 
         def spy(*args, name=name, original=original):
@@ -174,12 +178,16 @@ def test_the_memory_budget_sets_the_chunk(monkeypatch):
         return original(fn, xs, batch_size=batch_size)
 
     monkeypatch.setattr(jax.lax, "map", spy)
-    lin = linearise(lambda y, x: x * jnp.sum(y**2), jnp.ones(90), jnp.ones(60))
-    lin.kernel()
+    fn = lambda y, x: x * jnp.sum(y**2)
+    within = lambda budget: linearise(
+        fn, jnp.ones(90), jnp.ones(60), memory_budget=budget
+    )
+    num_bytes = 60 * 90 * 8
+    within(2**31).kernel()
     assert not chunks
-    lin.kernel(memory_budget=1)
+    within(1).kernel()
     assert chunks == [1]
-    lin.kernel(memory_budget=lin.num_bytes() - 1)
+    within(num_bytes - 1).kernel()
     assert 1 < chunks[-1] < 60
 
 
@@ -188,11 +196,10 @@ def test_the_memory_budget_sets_the_chunk(monkeypatch):
 def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
     y, args = sines_data(shape)
     jacobian = sines_numpy(y, args)[1]
-    lin = linearise(sines, *as_jax((y, args)))
-    np.testing.assert_allclose(lin.rows(memory_budget), jacobian, rtol=1e-12)
-    kernel = lin.kernel(memory_budget)
-    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, atol=1e-13)
-    spectrum = lin.spectrum("eigh", memory_budget=memory_budget)
+    lin = linearise(sines, *as_jax((y, args)), memory_budget=memory_budget)
+    np.testing.assert_allclose(lin.rows(), jacobian, rtol=1e-12)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=1e-13)
+    spectrum = lin.spectrum("eigh")
     # On the output side there are m eigenvalues, the surplus ones exactly zero.
     w = np.sort(np.asarray(spectrum.eigenvalues))[::-1][: min(shape)]
     s = np.linalg.svd(jacobian, compute_uv=False)
@@ -200,14 +207,15 @@ def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
 
 
 def test_budgeted_mixed_parameters(mixed_case):
-    lin, jacobian = mixed_case
-    np.testing.assert_allclose(lin.kernel(1), jacobian @ jacobian.T, atol=1e-13)
-    np.testing.assert_allclose(lin.matrix(1), jacobian, atol=1e-14)
+    _, jacobian = mixed_case
+    lin = linearise(mixed, POINT, X, memory_budget=1)
+    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=1e-13)
+    np.testing.assert_allclose(lin.matrix(), jacobian, atol=1e-14)
 
 
 def test_bytes_of_the_dense_jacobian(mixed_case):
     lin, _ = mixed_case
-    assert lin.num_bytes() == 7 * 8 * 8
+    assert lin.jacobian.cost().num_bytes == 7 * 8 * 8
 
 
 def test_the_forward_pass_is_made_once():
@@ -288,10 +296,12 @@ def test_per_example(fn, num_outputs):
     expected = dense_jacobian(lifted, w, (x, t))
     lin = linearise(lifted, w, (x, t))
     assert lin.shape == (5 * num_outputs, 4)
-    assert lin.num_row_passes() == ((4, 0) if num_outputs > 4 else (0, num_outputs))
+    fewest = (4, 0) if num_outputs > 4 else (0, num_outputs)
+    assert passes(lin.jacobian.cost().rows) == fewest
     np.testing.assert_allclose(lin.matrix(), expected, atol=1e-13)
     np.testing.assert_allclose(lin.kernel(), expected @ expected.T, atol=1e-13)
-    np.testing.assert_allclose(lin.kernel(1), expected @ expected.T, atol=1e-13)
+    in_chunks = linearise(lifted, w, (x, t), memory_budget=1).kernel()
+    np.testing.assert_allclose(in_chunks, expected @ expected.T, atol=1e-13)
     np.testing.assert_allclose(lin.jacobian.as_matrix(), expected, atol=1e-13)
 
 
@@ -447,7 +457,8 @@ def test_cholesky_is_guarded(monkeypatch, method):
     monkeypatch.setattr(jax.scipy.linalg, "cho_factor", wrapped)
     a = jnp.ones((4, 3)).at[0, 0].set(jnp.nan)
     lin = linearise(lambda y, a: a @ y, jnp.ones(3), a)
-    subproblem = prepare(Quadratic(lin), method, 2**20, damped=True, reuse=False)
+    problem = Quadratic(lin.jacobian, lin.outputs)
+    subproblem = choose(problem, Tikhonov(1.0), method=method)
     with jax.disable_jit():
         answer = subproblem.solve(Tikhonov(1.0))
     assert given == [True]

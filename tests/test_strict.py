@@ -108,7 +108,7 @@ problems = {
     "log-cosh": (
         gnlin.LogCosh(),
         NUMBERS,
-        gnlin.DampedGaussNewton(0.1, mixed_precision=gnlin.MixedPrecision()),
+        gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision()),
     ),
     "of one's own": (OwnLoss(), LABELS, EXACT),
     "of one's own, elementwise": (

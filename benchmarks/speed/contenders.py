@@ -68,7 +68,8 @@ def by_cholesky(problem: Problem) -> Contender:
 
 def damped(problem: Problem) -> Contender:
     solvers = {
-        f"{d:g}": gnlin.DampedGaussNewton(d, 0.0, 0.0, search=None) for d in DAMPINGS
+        f"{d:g}": gnlin.DampedGaussNewton(d, rtol=0.0, atol=0.0, search=None)
+        for d in DAMPINGS
     }
     return _ours(problem, "DampedGaussNewton", solvers)
 
@@ -80,7 +81,7 @@ def truncated(problem: Problem) -> Contender:
         pairs, method = ((0.3, 0.03), (0.1, 0.1)), "matrix-free"
     solvers = {
         f"{tolerance:g}, damping {d:g}": gnlin.TruncatedGaussNewton(
-            tolerance, d, 0.0, 0.0, search=None, method=method
+            tolerance, d, rtol=0.0, atol=0.0, search=None, method=method
         )
         for tolerance, d in pairs
     }

@@ -40,8 +40,7 @@ def _case(task: Task, name: str, precision: gnlin.MixedPrecision | None) -> Case
         rtol=0.0,
         atol=0.0,
         search=None,
-        mixed_precision=precision,
-        method="kernel",
+        method="kernel" if precision is None else precision,
     )
     data = task.inputs, task.targets
 

@@ -18,12 +18,9 @@ from .._sharding import automatic, mesh_of, on_mesh, places
 from .._solution import Model, Solution
 from .._solver import (
     AbstractGaussNewton,
-    AdaptiveLinearisation,
     as_solver,
     check_divergence,
-    IterativeLinearisation,
     LevenbergMarquardt,
-    Stream,
 )
 from .._training import begin, checked_outputs, Setting
 from ..callbacks import Callback, Progress
@@ -202,7 +199,7 @@ def fit(
     setting = setting._replace(places=where)
     looks = None
     if validation is not None:
-        linearised = isinstance(carry.solver_state.memory, Stream)
+        linearised = solver.linearisation_point(carry.solver_state) is not None
         looks = Validation(setting, carry, validation, metrics, linearised)
     if progress and _on_a_terminal():
         callbacks.append(Progress())
@@ -247,13 +244,4 @@ def _check_curvature_batch(size, stream, solver) -> None:
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
             "at most the number of examples, which must be arrays."
         )
-    if isinstance(solver, IterativeLinearisation | AdaptiveLinearisation):
-        raise ValueError(
-            "Iterative linearisation takes its steps across batches, with each batch's "
-            "own loss: leave `curvature_batch_size` out."
-        )
-    if getattr(solver, "form", "quadratic") != "quadratic":
-        raise ValueError(
-            "`curvature_batch_size` is of quadratic problems: pass a solver with "
-            '`form="quadratic"`.'
-        )
+    solver.check_curvature_batch()

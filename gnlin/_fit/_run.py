@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from .._checks import is_key
 from .._data import not_finite
 from .._solution import COLUMNS, History, in_words, known, Solution
-from .._solver import result_name, RESULT_NAMES, statistics, Stream
+from .._solver import result_name, RESULT_NAMES, statistics
 from .._training import Carry, Setting, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
@@ -143,10 +143,9 @@ class Run(AbstractRun):
 
     @property
     def linearisation_point(self) -> PyTree:
-        memory = self._carry().solver_state.memory
-        if not isinstance(memory, Stream):
-            return None
-        return self._with_frozen(memory.point)
+        solver, carry = self._setting.solver, self._carry()
+        point = solver.linearisation_point(carry.solver_state)
+        return None if point is None else self._with_frozen(point)
 
     def record(self, figures: Mapping[str, float]) -> None:
         """Figures of the latest row."""

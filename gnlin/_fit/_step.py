@@ -80,7 +80,7 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
 
     found = figures(predict(carry.parameters))
     if with_linearised:
-        point = carry.solver_state.memory.point
+        point = setting.solver.linearisation_point(carry.solver_state)
         delta = jax.tree.map(jnp.subtract, carry.parameters, point)
         outputs, change = jax.jvp(predict, (point,), (delta,))
         found += figures(_tree.axpy(1, change, outputs))

@@ -14,11 +14,12 @@ from ._gauss_newton import (
     GaussNewton as GaussNewton,
 )
 from ._given import as_solver as as_solver
-from ._iterative_linearisation import (
-    IterativeLinearisation as IterativeLinearisation,
-    Stream as Stream,
-)
+from ._iterative_linearisation import IterativeLinearisation as IterativeLinearisation
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
+from ._stepping import (
+    AbstractFilteredGaussNewton as AbstractFilteredGaussNewton,
+    take_step as take_step,
+)
 from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton
 from ._verdict import (

@@ -13,13 +13,17 @@ from .. import _tree
 from .._checks import as_scalar, check_nonnegative, check_period, check_positive
 from .._linearisation import Linearisation, linearise
 from .._objective import AbstractObjective
+from .._passes import Passes
 from .._tree import ravel_pytree
-from ._base import AbstractGaussNewton, Evaluate, State, step_if_finite, Update
+from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
 from ._iterative_linearisation import IterativeLinearisation
+from ._stepping import take_step
 
 
 # Doubling the period stops here where it has no bound of its own.
 _LARGEST_PERIOD = 2.0**40
+# How many periods are tried at a linearisation, about.
+_TRIALS = 10
 _ROUNDINGS = 10
 
 
@@ -63,12 +67,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     """
 
     descent: IterativeLinearisation
-    max_drift: ScalarLike | None
-    min_ratio: ScalarLike | None
-    check_every: int
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
+    max_drift: ScalarLike | None = eqx.field(default=None, converter=as_scalar)
+    min_ratio: ScalarLike | None = eqx.field(default=0.25, converter=as_scalar)
+    check_every: int = 10
 
     def __init__(
         self,
@@ -97,12 +98,13 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 )
         check_period("check_every", check_every)
         self.descent = descent
-        self.max_drift = as_scalar(max_drift)
-        self.min_ratio = as_scalar(min_ratio)
+        self.max_drift = max_drift
+        self.min_ratio = min_ratio
         self.check_every = check_every
         self.rtol = descent.rtol
         self.atol = descent.atol
         self.norm = descent.norm
+        self.memory_budget = descent.memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:
         """The period to try first."""
@@ -124,14 +126,14 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 "to `gnlin.fit`."
             )
         longest = _longest(descent.period)
-        subproblem = descent.subproblem(objective, lin, _LARGEST_PERIOD)
+        subproblem = descent.subproblem(objective, lin, longest, _TRIALS)
         trusted_at = self._trust(objective, lin, num_steps)
 
         def trusted(period: Scalar) -> Bool[Array, ""]:
             answer = subproblem.solve(descent.filter(period))
             linearised = _tree.axpy(1, lin.jvp(answer.step), lin.outputs)
             solved = answer.result == optx.RESULTS.successful
-            candidate = _tree.axpy(1, answer.step, lin.point)
+            candidate = moved(lin.point, answer.step)
             return solved & trusted_at(evaluate, candidate, linearised)
 
         def attempt(search: _Search) -> _Search:
@@ -153,7 +155,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         )
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
-        update = step_if_finite(
+        update = take_step(
             self,
             objective,
             lin,
@@ -164,14 +166,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             damping=descent.damping_now(),
         )
         drifts = 0 if self.max_drift is None else 1
-        return eqx.tree_at(
-            lambda u: (u.num_jvps, u.num_vjps),
-            update,
-            (
-                update.num_jvps + search.num_trials * (1 + drifts) + drifts,
-                update.num_vjps + search.num_trials * drifts + drifts,
-            ),
-        )
+        looks = Passes(1 + drifts, drifts) * search.num_trials + Passes(drifts, drifts)
+        return eqx.tree_at(lambda u: u.passes, update, update.passes + looks)
 
     def _trust(
         self, objective: AbstractObjective, lin: Linearisation, seed: Int[Array, ""]
@@ -211,6 +207,12 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
     ) -> State:
         return self.descent.start_stream(y, outputs)
+
+    def linearisation_point(self, state: State) -> PyTree[Array] | None:
+        return self.descent.linearisation_point(state)
+
+    def check_curvature_batch(self) -> None:
+        self.descent.check_curvature_batch()
 
     def advance_stream(
         self,

@@ -2,19 +2,20 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._checks import check_callable, check_count, check_nonnegative
+from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
-from .._subproblem import AbstractSubproblem, Answer
+from .._passes import Passes
 from ._across_batches import Stride
 from ._verdict import is_stationary, STANDS_STILL
 
@@ -91,7 +92,8 @@ class Update(eqx.Module):
     - `gradient_norm`: of the objective at the linearisation point, and `step_norm`, of
         `y - lin.point`; `None` to have them computed.
     - `damping`, `num_inner_steps`: for the history.
-    - `num_jvps`, `num_vjps`: passes, tangent and transposed, beyond the linearisation.
+    - `passes`: a [`gnlin.Passes`][], of tangents and transposed, beyond the
+        linearisation.
     - `num_accepted`, `num_rejected`: steps.
     - `settled`: whether the step was within the tolerances; `None` to have it looked at.
         The run has then converged if the gradient agrees.
@@ -107,8 +109,7 @@ class Update(eqx.Module):
     step_norm: Scalar | None = None
     damping: ScalarLike = 0.0
     num_inner_steps: ScalarLike = 1
-    num_jvps: ScalarLike = 0
-    num_vjps: ScalarLike = 0
+    passes: Passes = Passes()
     num_accepted: ScalarLike = 1
     num_rejected: ScalarLike = 0
     settled: Bool[Array, ""] | None = None
@@ -119,38 +120,47 @@ class Update(eqx.Module):
 
 Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
 
-Search = optx.AbstractSearch | Literal["auto"] | None
-
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     """Base class of all solvers here: linearise, solve the linearised problem so far,
     step.
 
-    A solver of your own provides the fields `rtol`, `atol` and `norm`, and `update`; and
-    `first_memory`, if it remembers anything. It then works in [`gnlin.solve`][],
-    [`gnlin.fit`][] and `optimistix.least_squares`, and is told to have converged only
-    where the gradient is next to zero.
+    A solver of your own provides `update`, and `first_memory`, if it remembers anything;
+    it has the arguments below, by keyword, besides its own. It then works in
+    [`gnlin.solve`][], [`gnlin.fit`][] and `optimistix.least_squares`, and is told to have
+    converged only where the gradient is next to zero.
+
+    **Arguments:**
+
+    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: `optimistix.max_norm` by default.
+    - `memory_budget`: bytes that the largest matrix may take.
 
     !!! example
 
         ```python
         class GradientDescent(gnlin.AbstractGaussNewton):
             learning_rate: float
-            rtol: float = 1e-6
-            atol: float = 1e-9
-            norm: Callable = optx.max_norm
 
             def update(self, objective, lin, evaluate, memory, num_steps):
                 gradient = lin.vjp(objective.gradient(lin.outputs))
                 step = jax.tree.map(lambda g: -self.learning_rate * g, gradient)
                 y = jax.tree.map(jnp.add, lin.point, step)
-                return gnlin.Update(y, evaluate(y), num_vjps=1)
+                return gnlin.Update(y, evaluate(y), passes=gnlin.Passes(vjps=1))
         ```
     """
 
-    rtol: AbstractVar[float]
-    atol: AbstractVar[float]
-    norm: AbstractVar[Callable[[PyTree], Scalar]]
+    rtol: float = eqx.field(default=1e-9, kw_only=True)
+    atol: float = eqx.field(default=1e-12, kw_only=True)
+    norm: Callable[[PyTree], Scalar] = eqx.field(default=optx.max_norm, kw_only=True)
+    memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
+
+    def __check_init__(self):
+        check_nonnegative("rtol", self.rtol)
+        check_nonnegative("atol", self.atol)
+        check_callable("norm", self.norm, "a function of a pytree", "optimistix.max_norm")
+        check_count("memory_budget", self.memory_budget)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
         """What `update` is given as `memory` at the first linearisation."""
@@ -178,8 +188,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """The state before the first step; nothing is evaluated."""
         check_parameters(y)
         check_outputs(outputs)
-        for name, value in vars(self).items():
+        for path, value in jax.tree_util.tree_leaves_with_path(self):
             if eqx.is_array(value) and value.ndim > 0:
+                name = jax.tree_util.keystr(path).removeprefix(".")
                 raise ValueError(
                     f"`{name}` must be a scalar, but has the shape {value.shape}; for a "
                     "sweep use `jax.vmap` over it."
@@ -210,6 +221,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """One outer step from a linearisation. Where it leaves the state `pausing`,
         `judged` says how to go on."""
         num_steps = state.counts.num_feature_updates
+        lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         gradient_norm, step_norm, settled = self._completed(update, objective, lin)
         dtype = state.report.loss.dtype
@@ -224,8 +236,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         counts = Counts(
             so_far.num_feature_updates + 1,
             increased(so_far.num_inner_steps, update.num_inner_steps),
-            increased(so_far.num_jvps, update.num_jvps),
-            increased(so_far.num_vjps, update.num_vjps),
+            increased(so_far.num_jvps, update.passes.jvps),
+            increased(so_far.num_vjps, update.passes.vjps),
             increased(so_far.num_accepted_steps, update.num_accepted),
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
@@ -306,11 +318,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
     ) -> State:
         """The state before the first of many batches."""
-        state = self.start(y, outputs)
-        if getattr(self, "search", None) != "auto":
-            return state
-        stride = Stride.start(y, state.report.loss.dtype)
-        return eqx.tree_at(lambda s: s.stride, state, stride, is_leaf=lambda x: x is None)
+        return self.start(y, outputs)
 
     def advance_stream(
         self,
@@ -344,6 +352,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             stride = stride.after(y, objective.decrease(lin.outputs, outputs))
             state = _with_stride(state, stride, objective.value(outputs), back)
         return new_y, state, objective.value(lin.outputs), aux
+
+    def linearisation_point(self, state: State) -> PyTree[Array] | None:
+        """Where the model is linearised, of a solver that keeps it across batches."""
+        return None
+
+    def check_curvature_batch(self) -> None:
+        """Raises `ValueError` where the curvature cannot be that of more examples than
+        the loss."""
 
     def converged(
         self,
@@ -443,117 +459,8 @@ def statistics(counts: Counts) -> dict[str, Array]:
     return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
 
 
-def step_if_finite(
-    solver: AbstractGaussNewton,
-    objective: AbstractObjective,
-    lin: Linearisation,
-    evaluate: Evaluate,
-    subproblem: AbstractSubproblem,
-    answer: Answer,
-    *,
-    search: Search = None,
-    memory: PyTree = None,
-    damping: ScalarLike = 0.0,
-) -> Update:
-    """Take a subproblem's answer, or as much of it as a search says, unless it leads away
-    from the finite numbers."""
-    y, outputs = lin.point, lin.outputs
-    step, result = answer.step, answer.result
-    stuck = jnp.array(False)
-    search = _safeguard(search, objective)
-    if search is not None:
-        step, found = _searched(
-            search, objective, lin, evaluate, subproblem.gradient(), step
-        )
-        stuck = ~found & (result == optx.RESULTS.successful)
-    solved = result == optx.RESULTS.successful
-    step_norm = _tree.norm(step)
-    # A damping that is not finite stands for hyperparameters out of their range.
-    at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
-    at_point &= jnp.isfinite(objective.value(outputs))
-    sound = at_point & jnp.isfinite(step_norm)
-    takes = sound & solved & ~stuck
-    candidate = _tree.where(takes, _tree.axpy(1, step, y), y)
-    new_outputs = evaluate(candidate)
-    finite = sound & _tree.all_finite((new_outputs, outputs))
-    finite &= jnp.isfinite(objective.value(new_outputs))
-    good = finite & takes
-    settled = solver.converged(
-        candidate, step, objective.residual(new_outputs), objective.residual(outputs)
-    )
-    step_norm = jnp.where(good, step_norm, 0)
-    # Without a step at hand a search has nothing to say of the numbers.
-    broken = at_point & ~stuck & solved & ~finite
-    result = optx.RESULTS.where(~at_point | broken, optx.RESULTS.nonfinite, result)
-    return Update(
-        y=_tree.where(good, candidate, y),
-        outputs=_tree.where(good, new_outputs, outputs),
-        memory=memory,
-        gradient_norm=subproblem.gradient_norm,
-        step_norm=step_norm,
-        damping=damping,
-        num_inner_steps=answer.num_inner_steps,
-        num_jvps=subproblem.num_jvps + answer.num_jvps,
-        num_vjps=subproblem.num_vjps + answer.num_vjps,
-        num_accepted=jnp.where(good, 1, 0),
-        num_rejected=jnp.where(good, 0, 1),
-        settled=good & settled,
-        stuck=stuck & at_point,
-        result=result,
-    )
-
-
-def _safeguard(
-    search: Search, objective: AbstractObjective
-) -> optx.AbstractSearch | None:
-    """With `"auto"`, a search for steps that nothing else checks."""
-    if not isinstance(search, str):
-        return search
-    checked = objective.is_quadratic and not objective.is_sample
-    return None if checked else optx.BacktrackingArmijo()
-
-
-_MAX_SEARCH_STEPS = 40
-_ROUNDINGS = 10
-
-
-def _searched(
-    search: optx.AbstractSearch,
-    objective: AbstractObjective,
-    lin: Linearisation,
-    evaluate: Evaluate,
-    gradient: PyTree[Array],
-    direction: PyTree[Array],
-) -> tuple[PyTree[Array], Bool[Array, ""]]:
-    """As much of a direction as an optimistix search accepts, and whether it does."""
-    zero = jnp.zeros((), _tree.dtype(lin.outputs))
-    y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
-    # All a search compares is differences, which are known better than their terms.
-    here = optx.FunctionInfo.EvalGrad(zero, gradient)
-
-    def attempt(carry):
-        step_size, _, state, num_steps = carry
-        candidate = _tree.axpy(step_size, direction, lin.point)
-        outputs = evaluate(candidate)
-        change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
-        there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
-        next_size, accept, _, state = search.step(
-            jnp.array(False), y, _tree.cast_like(candidate, y), here, there, state
-        )
-        lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
-        accept = accept | lost
-        step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
-        return step_size, accept, state, num_steps + 1
-
-    rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs))
-    rounding *= jnp.abs(objective.value(lin.outputs)).astype(zero.dtype)
-    # A slope that is lost in the rounding of the loss is for no search to judge.
-    flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
-    state = search.init(y, jax.eval_shape(lambda: here))
-    first = optx.FunctionInfo.Eval(zero)
-    step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)
-    start = step_size.astype(zero.dtype), jnp.array(False), state, jnp.array(0)
-    step_size, found, _, _ = jax.lax.while_loop(
-        lambda carry: ~carry[1] & (carry[3] < _MAX_SEARCH_STEPS), attempt, start
-    )
-    return _tree.scale(step_size, direction), found
+def moved(
+    y: PyTree[Array], step: PyTree[Array], length: ScalarLike = 1.0
+) -> PyTree[Array]:
+    r"""$\theta + \delta$, or so much of it: where a point moves, it moves here."""
+    return _tree.axpy(length, step, y)

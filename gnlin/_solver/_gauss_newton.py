@@ -2,31 +2,22 @@
 
 from collections.abc import Callable
 
+import equinox as eqx
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .._checks import (
     as_scalar,
+    check_callable,
     check_nonnegative,
-    check_settings,
-    nan_unless,
-    nonnegative,
 )
-from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
-from .._objective import AbstractObjective
 from .._spectrum import Filter
-from .._subproblem import (
-    check_form,
-    check_method,
-    Form,
-    Method,
-    prepare_form,
-)
+from .._subproblem import check_method
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, Search, step_if_finite, Update
+from ._stepping import AbstractFilteredGaussNewton
 
 
-class GaussNewton(AbstractGaussNewton):
+class GaussNewton(AbstractFilteredGaussNewton):
     r"""Gauss-Newton: each linearised problem is solved exactly.
 
     Where the Jacobian is rank-deficient, or has fewer rows than columns, the step is the
@@ -61,73 +52,21 @@ class GaussNewton(AbstractGaussNewton):
         J. Nocedal and S. J. Wright, *Numerical Optimization*, section 10.3 (2006).
     """
 
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-    rcond: ScalarLike | None
-    form: Form
-    search: Search
-    method: Method
-    memory_budget: int
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    rcond: ScalarLike | None = eqx.field(default=None, converter=as_scalar, kw_only=True)
 
-    def __init__(
-        self,
-        rtol: float = 1e-9,
-        atol: float = 1e-12,
-        norm: Callable[[PyTree], Scalar] = optx.max_norm,
-        *,
-        rcond: ScalarLike | None = None,
-        form: Form = "quadratic",
-        search: Search = "auto",
-        method: Method = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ):
-        if rcond is not None:
-            check_nonnegative("rcond", rcond)
-        check_method(method, damped=False)
-        check_form(form, method)
-        check_settings(rtol, atol, norm, memory_budget, search)
-        self.rtol = rtol
-        self.atol = atol
-        self.norm = norm
-        self.rcond = as_scalar(rcond)
-        self.form = form
-        self.search = search
-        self.method = method
-        self.memory_budget = memory_budget
+    def __check_init__(self):
+        if self.rcond is not None:
+            check_nonnegative("rcond", self.rcond)
+        check_method(self.method, damped=False)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: PyTree[Array],
-        num_steps: Int[Array, ""],
-    ) -> Update:
-        subproblem = prepare_form(
-            self.form,
-            objective,
-            lin,
-            self.method,
-            self.memory_budget,
-            damped=False,
-            reuse=True,
-        )
-        answer = subproblem.solve(PseudoInverse(self.rcond))
-        sound = nonnegative(0.0 if self.rcond is None else self.rcond)
-        return step_if_finite(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
-            search=self.search,
-            damping=nan_unless(sound, 0.0),
-        )
+    def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
+        return PseudoInverse(self.rcond)
 
 
-class FilteredGaussNewton(AbstractGaussNewton):
+class FilteredGaussNewton(AbstractFilteredGaussNewton):
     r"""Gauss-Newton with a spectral filter of your choice:
     $\delta = -\phi^\top U g(w) U^\top r$.
 
@@ -148,62 +87,11 @@ class FilteredGaussNewton(AbstractGaussNewton):
     """
 
     filter: Filter
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-    form: Form
-    search: Search
-    method: Method
-    memory_budget: int
 
-    def __init__(
-        self,
-        filter: Filter,
-        rtol: float = 1e-9,
-        atol: float = 1e-12,
-        norm: Callable[[PyTree], Scalar] = optx.max_norm,
-        *,
-        form: Form = "quadratic",
-        search: Search = "auto",
-        method: Method = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ):
-        if not callable(filter):
-            raise ValueError(
-                "`filter` must be a function of the eigenvalues, such as "
-                f"`gnlin.filters.Tikhonov(1.0)`, but {filter!r} was given."
-            )
-        check_method(method, damped=isinstance(filter, Tikhonov))
-        check_form(form, method)
-        self.filter = filter
-        self.form = form
-        self.search = search
-        check_settings(rtol, atol, norm, memory_budget, search)
-        self.rtol = rtol
-        self.atol = atol
-        self.norm = norm
-        self.method = method
-        self.memory_budget = memory_budget
+    def __check_init__(self):
+        example = "gnlin.filters.Tikhonov(1.0)"
+        check_callable("filter", self.filter, "a function of the eigenvalues", example)
+        check_method(self.method, damped=isinstance(self.filter, Tikhonov))
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: PyTree[Array],
-        num_steps: Int[Array, ""],
-    ) -> Update:
-        damped = not isinstance(self.filter, PseudoInverse)
-        subproblem = prepare_form(
-            self.form,
-            objective,
-            lin,
-            self.method,
-            self.memory_budget,
-            damped=damped,
-            reuse=True,
-        )
-        answer = subproblem.solve(self.filter)
-        return step_if_finite(
-            self, objective, lin, evaluate, subproblem, answer, search=self.search
-        )
+    def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
+        return self.filter

@@ -12,29 +12,29 @@ from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import (
+    as_float,
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
     check_flag,
     check_less_than_one,
     check_period,
-    check_settings,
     nan_unless,
     nonnegative,
     positive,
 )
-from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
-from .._objective import AbstractObjective, SumOfSquares
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
 from .._spectrum import Filter
 from .._subproblem import (
-    AbstractSubproblem,
+    AbstractWay,
     Answer,
     check_form,
     check_method,
+    choose,
     Form,
-    Parameters,
-    prepare,
-    prepare_prox_linear,
+    optimised,
+    problem_of,
     ProxLinear,
     updated,
 )
@@ -44,11 +44,12 @@ from ._base import (
     Counts,
     Evaluate,
     linearised,
+    moved,
     Report,
     State,
-    step_if_finite,
     Update,
 )
+from ._stepping import take_step
 from ._trajectory import Trajectory
 from ._verdict import STANDS_STILL
 
@@ -58,8 +59,20 @@ DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
 # Whether, after so many inner steps, the linearised outputs are trusted no more.
 Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
 
-# Up to this many multiplications the kernel and its eigenvalues take a millisecond.
-_CHEAP_SPECTRUM = 10**8
+
+def _whole(period: ScalarLike) -> ScalarLike:
+    if isinstance(period, float) and math.isfinite(period) and period % 1 == 0:
+        return int(period)
+    return period
+
+
+def _unless_zero(damping: ScalarLike) -> ScalarLike:
+    undamped = isinstance(damping, float | int) and damping == 0
+    return 0.0 if undamped else as_scalar(damping)
+
+
+def _is_endless(period: ScalarLike) -> bool:
+    return isinstance(period, float) and math.isinf(period)
 
 
 class IterativeLinearisation(AbstractGaussNewton):
@@ -118,80 +131,43 @@ class IterativeLinearisation(AbstractGaussNewton):
         using Iterative Linearisation*, arXiv:2211.12345.
     """
 
-    period: ScalarLike
-    learning_rate: ScalarLike | None
-    momentum: ScalarLike
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-    nesterov: bool
-    damping: ScalarLike
-    optimiser: Any
-    restart: bool
-    form: Form
-    method: DescentMethod
-    memory_budget: int
+    period: ScalarLike = eqx.field(converter=_whole)
+    learning_rate: ScalarLike | None = eqx.field(default=None, converter=as_scalar)
+    momentum: ScalarLike = 0.0
+    nesterov: bool = eqx.field(default=False, kw_only=True)
+    damping: ScalarLike = eqx.field(default=0.0, converter=_unless_zero, kw_only=True)
+    optimiser: Any = eqx.field(default=None, kw_only=True)
+    restart: bool = eqx.field(default=True, kw_only=True)
+    form: Form = eqx.field(default="prox-linear", kw_only=True)
+    method: DescentMethod = eqx.field(default="auto", kw_only=True)
 
-    def __init__(
-        self,
-        period: ScalarLike,
-        learning_rate: ScalarLike | None = None,
-        momentum: ScalarLike = 0.0,
-        rtol: float = 1e-9,
-        atol: float = 1e-12,
-        norm: Callable[[PyTree], Scalar] = optx.max_norm,
-        *,
-        nesterov: bool = False,
-        damping: ScalarLike = 0.0,
-        optimiser: Any = None,
-        restart: bool = True,
-        form: Form = "prox-linear",
-        method: DescentMethod = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ):
-        check_period("period", period)
-        if (learning_rate is None) == (optimiser is None):
+    def __check_init__(self):
+        check_period("period", self.period)
+        if (self.learning_rate is None) == (self.optimiser is None):
             raise ValueError(
                 "`IterativeLinearisation` takes its inner steps with a `learning_rate` "
                 "or with an `optimiser`: pass one of the two."
             )
-        if learning_rate is not None:
-            check_finite_positive("learning_rate", learning_rate)
-        if optimiser is not None:
-            _check_optimiser(optimiser, momentum, nesterov, method)
-        elif not restart:
+        if self.learning_rate is not None:
+            check_finite_positive("learning_rate", self.learning_rate)
+        if self.optimiser is not None:
+            _check_optimiser(self.optimiser, self.momentum, self.nesterov, self.method)
+        elif not self.restart:
             raise ValueError(
                 "`restart=False` keeps an optimiser's state: pass "
                 "`optimiser=optax.sgd(learning_rate, momentum)`."
             )
-        check_less_than_one("momentum", momentum)
-        check_flag("nesterov", nesterov)
-        check_flag("restart", restart)
-        check_finite_nonnegative("damping", damping)
-        check_method(method, damped=False, also=("kernel", "flow"))
-        if form == "quadratic" and method == "kernel":
+        check_less_than_one("momentum", self.momentum)
+        check_flag("nesterov", self.nesterov)
+        check_flag("restart", self.restart)
+        check_finite_nonnegative("damping", self.damping)
+        check_method(self.method, damped=False, also=("kernel", "flow"))
+        if self.form == "quadratic" and self.method == "kernel":
             raise ValueError(
                 'The method "kernel" takes steps on the loss itself: with '
                 '`form="quadratic"` use "auto", "svd", "eigh" or "matrix-free".'
             )
-        check_form(form, "auto")
-        if isinstance(period, float) and math.isfinite(period):
-            period = int(period)
-        self.period = period
-        self.learning_rate = as_scalar(learning_rate)
-        self.momentum = momentum
-        check_settings(rtol, atol, norm, memory_budget)
-        self.rtol = rtol
-        self.atol = atol
-        self.norm = norm
-        self.nesterov = nesterov
-        undamped = isinstance(damping, float | int) and damping == 0
-        self.damping = 0.0 if undamped else as_scalar(damping)
-        self.optimiser = optimiser
-        self.restart = restart
-        self.form = form
-        self.method = method
-        self.memory_budget = memory_budget
+        check_form(self.form, "auto")
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
         """The spectral filter of a number of inner steps, `period` of them by default."""
@@ -202,7 +178,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             )
         period = self.period if num_inner_steps is None else num_inner_steps
         plain = isinstance(self.momentum, float | int) and self.momentum == 0
-        if self.method == "flow":
+        if self.method == "flow" and not _is_endless(period):
             filter = GradientFlow(eta * period / (1 - self.momentum))
         elif plain:
             filter = GradientDescent(period, eta)
@@ -216,7 +192,7 @@ class IterativeLinearisation(AbstractGaussNewton):
     def damping_now(self) -> Scalar:
         """The damping; NaN where any of the numbers is out of its range."""
         eta = 1.0 if self.learning_rate is None else self.learning_rate
-        period, momentum = jnp.asarray(_as_float(self.period)), jnp.asarray(self.momentum)
+        period, momentum = jnp.asarray(as_float(self.period)), jnp.asarray(self.momentum)
         sound = (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
         sound &= positive(eta) & (momentum >= 0) & (momentum < 1)
         return nan_unless(sound & nonnegative(self.damping), self.damping)
@@ -236,13 +212,11 @@ class IterativeLinearisation(AbstractGaussNewton):
     ) -> Update:
         if self.optimiser is not None:
             return self._optimised(objective, lin, evaluate, memory)
-        endless = isinstance(self.period, float) and math.isinf(self.period)
-        known = float(self.period) if isinstance(self.period, int) else math.inf
-        subproblem = self.subproblem(objective, lin, known, endless=endless)
+        subproblem = self.subproblem(objective, lin)
         answer = subproblem.solve(self.filter())
-        period = jnp.asarray(_as_float(self.period), float)
+        period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
-        update = step_if_finite(
+        update = take_step(
             self, objective, lin, evaluate, subproblem, answer, damping=self.damping_now()
         )
         # Descent without an end is never linearised again: its point is the answer.
@@ -259,12 +233,12 @@ class IterativeLinearisation(AbstractGaussNewton):
         self,
         objective: AbstractObjective,
         lin: Linearisation,
-        subproblem: AbstractSubproblem,
+        subproblem: AbstractWay,
         answer: Answer,
     ) -> Bool[Array, ""]:
         """Whether the linearised problem's gradient is next to nothing of what it was."""
         change = lin.jvp(answer.step)
-        if isinstance(subproblem, ProxLinear):
+        if isinstance(subproblem.problem, ProxLinear):
             cotangent = objective.gradient(_tree.axpy(1, change, lin.outputs))
         else:
             curved = objective.curvature(lin.outputs)(change)
@@ -277,43 +251,19 @@ class IterativeLinearisation(AbstractGaussNewton):
         self,
         objective: AbstractObjective,
         lin: Linearisation,
-        num_steps: float,
-        *,
-        endless: bool = False,
-    ) -> AbstractSubproblem:
-        """The linearised problem, ready for `filter`.
+        longest: ScalarLike | None = None,
+        num_trials: int = 1,
+    ) -> AbstractWay:
+        """The linearised problem, ready for `filter` of any number of steps.
 
-        - `num_steps`: so many, as far as is known, will be taken on it.
-        - `endless`: whether its solution is asked for instead.
+        - `longest`: the most that will be asked for; `period` by default.
+        - `num_trials`: how often one will be.
         """
-        steps = self.form == "prox-linear" and not objective.is_quadratic
-        if steps or self.method == "kernel":
-            method = "auto" if self.method == "flow" else self.method
-            if method in ("svd", "eigh"):
-                raise ValueError(
-                    f"The method {method!r} is for quadratic problems: for this loss use "
-                    '`form="quadratic"`, or "auto", "kernel", "matrix-free" or "flow".'
-                )
-            if endless and self.method == "auto":
-                method = "matrix-free"
-            return prepare_prox_linear(
-                objective,
-                lin,
-                method,
-                self.memory_budget,
-                damped=not endless,
-                num_steps=num_steps,
-            )
+        problem = problem_of(self.form, objective, lin)
+        if self.method == "kernel":
+            problem = ProxLinear(lin.jacobian, lin.outputs, objective)
         method = "auto" if self.method == "flow" else self.method
-        if self.method == "auto" and self._literal_is_cheaper(lin, num_steps):
-            method = "matrix-free"
-        return prepare(
-            objective.expand(lin),
-            method,
-            self.memory_budget,
-            damped=not endless,
-            reuse=True,
-        )
+        return choose(problem, self.filter(longest), num_trials, method)
 
     def _optimised(
         self,
@@ -322,36 +272,23 @@ class IterativeLinearisation(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: PyTree,
     ) -> Update:
-        if isinstance(self.period, float) and math.isinf(self.period):
+        if _is_endless(self.period):
             raise ValueError(
                 "On one batch an `optimiser` takes `period` steps, which must be finite; "
                 'to solve the linearised problem use `GaussNewton(form="prox-linear")`.'
             )
-        if self.form == "quadratic":
-            quadratic = objective.expand(lin)
-            on, rest = quadratic.lin, quadratic.rest
-            subproblem = ProxLinear(SumOfSquares(), on, Parameters(on))
-        else:
-            subproblem, rest = ProxLinear(objective, lin, Parameters(lin)), None
         state = self.optimiser.init(lin.point) if memory is None else memory
         damping = self.damping_now()
-        answer, state = subproblem.optimise(
-            self.optimiser, state, self.period, damping, rest
+        problem = problem_of(self.form, objective, lin)
+        subproblem, answer, state = optimised(
+            problem, lin.point, self.optimiser, state, self.period, damping
         )
-        update = step_if_finite(
+        update = take_step(
             self, objective, lin, evaluate, subproblem, answer, damping=damping
         )
         if memory is None:
             return update
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
-
-    def _literal_is_cheaper(self, lin: Linearisation, num_steps: float) -> bool:
-        """K known to be so small that its steps take fewer passes than the Jacobian,
-        where its factorisation is more than the work of a moment."""
-        m, p = lin.shape
-        if m * p * min(m, p) <= _CHEAP_SPECTRUM:
-            return False
-        return 2 * num_steps - 1 <= sum(lin.num_row_passes())
 
     #
     # Mini-batches: one step is one inner step, and theta_s stays for K of them
@@ -369,6 +306,15 @@ class IterativeLinearisation(AbstractGaussNewton):
         inner = self._optimiser().init(y)
         stream = Stream(y, inner, jnp.array(0))
         return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
+
+    def linearisation_point(self, state: State) -> PyTree[Array] | None:
+        return state.memory.point if isinstance(state.memory, Stream) else None
+
+    def check_curvature_batch(self) -> None:
+        raise ValueError(
+            "Iterative linearisation takes its steps across batches, with each batch's "
+            "own loss: leave `curvature_batch_size` out."
+        )
 
     def _optimiser(self) -> Any:
         if self.learning_rate is None:
@@ -404,11 +350,11 @@ class IterativeLinearisation(AbstractGaussNewton):
 
         optimiser = self._optimiser()
         updates, inner = updated(optimiser, gradient, stream.inner, y)
-        new_y = _tree.axpy(1, updates, y)
+        new_y = moved(y, updates)
         finite = _tree.all_finite((new_y, loss))
         new_y = _tree.where(finite, new_y, y)
         num_steps = stream.num_steps + 1
-        renew = num_steps.astype(float) >= jnp.asarray(_as_float(self.period), float)
+        renew = num_steps.astype(float) >= jnp.asarray(as_float(self.period), float)
         if trigger is not None:
             renew |= trigger(lin, outputs, num_steps)
         point = _tree.where(renew, new_y, stream.point)
@@ -459,7 +405,8 @@ class IterativeLinearisation(AbstractGaussNewton):
             ```
         """
         method = self.method if self.method in ("svd", "eigh") else None
-        spectrum = lin.spectrum(method, memory_budget=self.memory_budget)
+        jacobian = lin.jacobian.within(self.memory_budget)
+        spectrum = lin.with_jacobian(jacobian).spectrum(method)
         return Trajectory(lin, spectrum, self.filter)
 
 
@@ -490,11 +437,6 @@ class _Momentum(eqx.Module):
         if self.nesterov:
             return _tree.axpy(self.momentum, velocity, step), velocity
         return velocity, velocity
-
-
-def _as_float(period: ScalarLike) -> ScalarLike:
-    # A Python integer may be too large for JAX's integers, but never for a float.
-    return float(period) if isinstance(period, int) else period
 
 
 def _check_optimiser(optimiser, momentum, nesterov, method) -> None:

@@ -1,6 +1,7 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,33 +15,36 @@ from .._checks import (
     check_finite_positive,
     check_flag,
     check_fraction,
-    check_settings,
     positive,
 )
-from .._cost import num_flops
-from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._jacobian import Cost
+from .._linearisation import Linearisation
 from .._objective import AbstractObjective
-from .._subproblem import AbstractSubproblem, check_form, check_method, Form, Method
+from .._passes import Passes
+from .._subproblem import (
+    AbstractSubproblem,
+    check_form,
+    check_method,
+    exact_is_dear,
+    Form,
+    Method,
+    MixedPrecision,
+    problem_of,
+)
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._scaling import check_scaling, prepare_scaled, Scaling, without_zeros
+from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+from ._scaling import check_scaling, choose_scaled, Scaling, without_zeros
+from ._stepping import check_quadratic
 from ._trials import first_damping, try_dampings
 
 
 # So many outer steps in a row without a gain are enough.
 _MAX_IDLE = 10
-# Up to this size of the smaller side eigenvalues, which serve all trials, cost less than
-# a Cholesky factorisation for each; at 640 they cost thirty times as much.
-_SMALL_SPECTRUM = 256
-# Above so many multiplications singular values take seconds.
-_DEAR_SVD = 10**9
-# Conjugate gradients take about so many products for a step, and are chosen where the
-# Jacobian at hand costs so many times as much, and so many operations: more than these
-# in a second or two, and on a network, where an exact step is worth little, fewer.
-_PRODUCTS = 20
-_MANY_TIMES = 10
-_DEAR = 1e11
-_DEAR_NETWORK = 1e8
+# Dampings that are tried at one linearisation, about.
+_TRIALS = 2
+# What an exact step is worth, in seconds: of a network, or with other batches to come,
+# little.
+_EXACT_STEP, _EXACT_STEP_OF_NETWORK = 2.0, 2e-3
 
 
 # The first damping on a full batch and across batches, relative to the curvature along
@@ -130,56 +134,33 @@ class LevenbergMarquardt(AbstractGaussNewton):
         algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
     """
 
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-    damping: ScalarLike | None
-    scaling: Scaling | None
-    acceleration: bool | None
-    tolerance: ScalarLike
-    form: Form
-    method: Method
-    memory_budget: int
+    rtol: float = 1e-9
+    atol: float = 1e-12
+    norm: Callable[[PyTree], Scalar] = optx.max_norm
+    damping: ScalarLike | None = eqx.field(
+        default=None, converter=as_scalar, kw_only=True
+    )
+    scaling: Scaling | None = eqx.field(default=None, kw_only=True)
+    acceleration: bool | None = eqx.field(default=None, kw_only=True)
+    tolerance: ScalarLike = eqx.field(default=0.1, converter=as_scalar, kw_only=True)
+    form: Form = eqx.field(default="quadratic", kw_only=True)
+    method: Method | MixedPrecision = eqx.field(default="auto", kw_only=True)
 
-    def __init__(
-        self,
-        rtol: float = 1e-9,
-        atol: float = 1e-12,
-        norm: Callable[[PyTree], Scalar] = optx.max_norm,
-        *,
-        damping: ScalarLike | None = None,
-        scaling: Scaling | None = None,
-        acceleration: bool | None = None,
-        tolerance: ScalarLike = 0.1,
-        form: Form = "quadratic",
-        method: Method = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ):
-        if damping is not None:
-            check_finite_positive("damping", damping)
-        check_method(method)
-        check_form(form, method)
-        check_fraction("tolerance", tolerance)
-        if acceleration and form == "prox-linear":
+    def __check_init__(self):
+        if self.damping is not None:
+            check_finite_positive("damping", self.damping)
+        check_method(self.method)
+        check_form(self.form, self.method)
+        check_fraction("tolerance", self.tolerance)
+        if self.acceleration and self.form == "prox-linear":
             raise ValueError(
                 'The "prox-linear" form has no geodesic acceleration: leave '
                 "`acceleration` out."
             )
-        if scaling is not None:
-            check_scaling(scaling, method, form)
-        if acceleration is not None:
-            check_flag("acceleration", acceleration)
-        check_settings(rtol, atol, norm, memory_budget)
-        self.rtol = rtol
-        self.atol = atol
-        self.norm = norm
-        self.damping = as_scalar(damping)
-        self.scaling = scaling
-        self.acceleration = acceleration
-        self.tolerance = as_scalar(tolerance)
-        self.form = form
-        self.method = method
-        self.memory_budget = memory_budget
+        if self.scaling is not None:
+            check_scaling(self.scaling, self.method, self.form)
+        if self.acceleration is not None:
+            check_flag("acceleration", self.acceleration)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
@@ -187,6 +168,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         damping, count = jnp.array(-1, dtype), jnp.array(0)
         one = jnp.ones((), dtype)
         return _Memory(damping, count, scale, one, one)
+
+    def check_curvature_batch(self) -> None:
+        check_quadratic(self.form)
 
     def start_stream(
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
@@ -206,19 +190,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
-        method, scaling, acceleration = self._how(objective, lin)
-        norms, subproblem = prepare_scaled(
-            scaling,
-            memory.scale,
-            self.form,
-            objective,
-            lin,
-            method,
-            self.memory_budget,
-            damped=_is_wide(lin),
-            reuse=min(lin.shape) <= _SMALL_SPECTRUM,
-            lasting=True,
-        )
+        problem = problem_of(self.form, objective, lin)
+        cost = problem.jacobian.cost()
+        method, scaling, acceleration = self._how(objective, cost)
+        # Of a tall problem the damping may fall so far that squaring the condition number
+        # does harm.
+        m, p = cost.shape
+        kind = Tikhonov(1.0 if p > m else 0.0)
+        how = problem, kind, _TRIALS, method
+        norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting=True)
         dtype = memory.damping.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first_gradient = jnp.where(memory.damping < 0, gradient, memory.first_gradient)
@@ -229,7 +209,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             # large again after each long step: what has been tight stays so.
             left = jnp.fmin(tolerance, jnp.sqrt(gradient / first_gradient))
             tolerance = jnp.fmin(left, memory.tolerance)
-        subproblem = subproblem.truncated(tolerance)
+        if method == "matrix-free":
+            subproblem = subproblem.truncated(tolerance)
         scale = without_zeros(norms)
         relative = self.damping
         if relative is None:
@@ -283,8 +264,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
-            num_jvps=subproblem.num_jvps + trial.num_jvps + 1,
-            num_vjps=subproblem.num_vjps + trial.num_vjps,
+            passes=subproblem.passes + trial.passes + Passes(jvps=1),
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=trial.num_rejected,
             settled=finite & settled,
@@ -311,7 +291,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         one worse was too long, however well it was predicted.
         """
         last: _Last = memory.last  # type: ignore[assignment]
-        before = evaluate(_tree.axpy(-1, last.step, lin.point))
+        before = evaluate(moved(lin.point, last.step, -1))
         dtype = memory.damping.dtype
         gained = objective.decrease(before, lin.outputs)
         known = last.predicted > 0
@@ -327,7 +307,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             scaled = step if scale is None else jax.tree.map(jnp.multiply, scale, step)
             along = _tree.dot(step, subproblem.gradient()).astype(dtype)
             predicted = 0.5 * (damping * _tree.norm(scaled).astype(dtype) ** 2 - along)
-        y = _tree.axpy(1, step, lin.point)
+        y = moved(lin.point, step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
         good = finite & _tree.all_finite((y, outputs)) & (actual >= 0)
@@ -347,8 +327,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=damping,
             num_inner_steps=answer.num_inner_steps,
-            num_jvps=subproblem.num_jvps + answer.num_jvps,
-            num_vjps=subproblem.num_vjps + answer.num_vjps,
+            passes=subproblem.passes + answer.passes,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=jnp.where(good, 0, 1),
             settled=jnp.array(False),
@@ -357,15 +336,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ),
         )
 
-    def _how(
-        self, objective: AbstractObjective, lin: Linearisation
-    ) -> tuple[Method, Scaling, bool]:
+    def _how(self, objective: AbstractObjective, cost: Cost) -> tuple[Any, Scaling, bool]:
         """The method, the scaling and whether to accelerate, where they are not set."""
         method, scaling, acceleration = self.method, self.scaling, self.acceleration
         if self.form == "prox-linear":
             return method, "identity", False
         if method == "auto" and scaling in (None, "identity"):
-            method = "matrix-free" if _is_dear(objective, lin, self) else "auto"
+            exact = objective.is_quadratic and not objective.is_sample
+            worth = _EXACT_STEP if exact else _EXACT_STEP_OF_NETWORK
+            method = "matrix-free" if exact_is_dear(cost, worth) else "auto"
         free = method == "matrix-free"
         if scaling is None:
             scaling = "identity" if free else "more"
@@ -374,30 +353,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return method, scaling, acceleration
 
 
-def _is_dear(
-    objective: AbstractObjective, lin: Linearisation, solver: LevenbergMarquardt
-) -> bool:
-    """Whether a step is many times dearer with the Jacobian at hand than by products."""
-    if not lin.blocks_fit(solver.memory_budget):
-        return True
-    m, p = lin.shape
-    one_pass = num_flops(lin.jvp, lin.point)
-    gram = 2.0 * m * p * min(m, p)
-    at_hand = sum(lin.num_row_passes()) * one_pass + gram
-    exact = objective.is_quadratic and not objective.is_sample
-    dear = _DEAR if exact else _DEAR_NETWORK
-    return at_hand > max(dear, _MANY_TIMES * _PRODUCTS * 2 * one_pass)
-
-
 def _is_finite(
     objective: AbstractObjective, lin: Linearisation, subproblem: AbstractSubproblem
 ) -> Bool[Array, ""]:
     loss = objective.value(lin.outputs)
     return jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(loss)
-
-
-def _is_wide(lin: Linearisation) -> bool:
-    """Whether to form the kernel: for a tall problem the damping may fall so far that
-    squaring the condition number does harm, unless singular values cost too much."""
-    m, p = lin.shape
-    return p > m or m * p**2 > _DEAR_SVD

@@ -1,15 +1,16 @@
 """Scale-invariant damping: lambda |D delta|^2 in place of lambda |delta|^2."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .. import _rows, _tree
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._subproblem import AbstractSubproblem, Form, Method, prepare, prepare_form
+from .. import _tree
+from .._jacobian import AbstractJacobian
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._subproblem import AbstractSubproblem, choose, ProxLinear, Scaled
 
 
 # More's scales never fall. After one steep place they then damp a column for ever (on
@@ -24,7 +25,7 @@ _LASTING_POWER = 1 / 4
 Scaling = Literal["identity", "marquardt", "more"]
 
 
-def check_scaling(scaling: str, method: str, form: str) -> None:
+def check_scaling(scaling: str, method: Any, form: str) -> None:
     if scaling not in ("identity", "marquardt", "more"):
         raise ValueError(
             '`scaling` must be "identity", "marquardt" or "more", but '
@@ -47,69 +48,64 @@ def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
     return None if scaling == "identity" else _tree.zeros_like(y)
 
 
-def prepare_scaled(
-    scaling: Scaling,
-    scale: PyTree[Array] | None,
-    form: Form,
-    objective: AbstractObjective,
-    lin: Linearisation,
-    method: Method,
-    memory_budget: int,
-    *,
-    damped: bool,
-    reuse: bool,
+def choose_scaled(
+    scaling: tuple[Scaling, PyTree[Array] | None],
+    problem: Quadratic | ProxLinear,
+    filter: Filter,
+    num_trials: int,
+    method: Any,
     lasting: bool = False,
 ) -> tuple[PyTree[Array] | None, AbstractSubproblem]:
-    """The new memory of the scales, and the subproblem in the variables `D delta`."""
-    if scaling == "identity":
-        subproblem = prepare_form(
-            form, objective, lin, method, memory_budget, damped=damped, reuse=reuse
+    """The new memory of the scales, and the problem made ready in the variables
+    `D delta`.
+
+    - `scaling`: which, and the memory.
+    - the others as for `choose`, and `lasting` as for `next_scale`.
+    """
+    if scaling[0] == "identity" or isinstance(problem, ProxLinear):
+        return None, choose(problem, filter, num_trials, method)
+    passes = problem.jacobian.cost().rows
+    problem = problem.with_jacobian(_at_hand(scaling[0], problem.jacobian))
+    norms = next_scale(*scaling, problem.jacobian, lasting)
+    scale = without_zeros(norms)
+    ready = choose(problem.scaled(scale), filter, num_trials, method)
+    return norms, Scaled(ready, scale, passes)
+
+
+def _at_hand(scaling: Scaling, jacobian: AbstractJacobian) -> AbstractJacobian:
+    m, _ = jacobian.shape
+    num_bytes = m * jacobian.domain.nbytes
+    if num_bytes > jacobian.memory_budget:
+        raise ValueError(
+            f"`scaling={scaling!r}` needs the dense Jacobian, and its {num_bytes:,} "
+            f"bytes exceed the memory budget of {jacobian.memory_budget:,}: use "
+            '`scaling="identity"`, or raise `memory_budget`.'
         )
-        return None, subproblem
-    quadratic = objective.expand(lin)
-    norms, blocks = next_scale(scaling, scale, quadratic.lin, memory_budget, lasting)
-    subproblem = prepare(
-        quadratic,
-        method,
-        memory_budget,
-        damped=damped,
-        reuse=reuse,
-        scale=without_zeros(norms),
-        blocks=blocks,
-    )
-    return norms, subproblem
+    return jacobian.at_hand()
 
 
 def next_scale(
     scaling: Scaling,
     scale: PyTree[Array] | None,
-    lin: Linearisation,
-    memory_budget: int,
+    jacobian: AbstractJacobian,
     lasting: bool,
-) -> tuple[PyTree[Array], PyTree[Array]]:
-    """The diagonal of D, and the Jacobian's blocks that it was read off.
+) -> PyTree[Array]:
+    """The diagonal of D.
 
     Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
     they have been lately, so that a column that vanishes for a while stays damped;
     `lasting`: the largest ever, unless the present ones are next to nothing beside them.
     """
-    if lin.num_bytes() > memory_budget:
-        raise ValueError(
-            f"`scaling={scaling!r}` needs the dense Jacobian, and its "
-            f"{lin.num_bytes():,} bytes exceed the memory budget of {memory_budget:,}: "
-            'use `scaling="identity"`, or raise `memory_budget`.'
-        )
-    blocks = lin.blocks(memory_budget)
-    norms = jax.tree.map(jnp.sqrt, _rows.squared_columns(blocks))
-    if scaling == "more":
-        ratio = _tree.eps(lin.point) ** -_LASTING_POWER if lasting else 1.0
+    norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
+    if scaling == "marquardt":
+        return norms
+    ratio = jacobian.domain.eps**-_LASTING_POWER if lasting else 1.0
 
-        def largest(norm, before):
-            kept = jnp.maximum(ratio * norm, _FADING * before)
-            return jnp.maximum(norm, jnp.minimum(before, kept))
+    def largest(norm, before):
+        kept = jnp.maximum(ratio * norm, _FADING * before)
+        return jnp.maximum(norm, jnp.minimum(before, kept))
 
-        norms = jax.tree.map(largest, norms, scale)
-    return norms, blocks
+    return jax.tree.map(largest, norms, scale)
 
 
 def without_zeros(scale: PyTree[Array] | None) -> PyTree[Array] | None:

@@ -10,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._passes import Passes
 from .._subproblem import AbstractSubproblem
 from ..filters import Tikhonov
-from ._base import Evaluate, increased
+from ._base import Evaluate, increased, moved
 
 
 # The loss must fall by this part of what the linearisation predicts (as in MINPACK).
@@ -51,8 +52,7 @@ class Trial(eqx.Module):
     stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
     num_rejected: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
-    num_jvps: Float[Array, ""]
-    num_vjps: Float[Array, ""]
+    passes: Passes
 
 
 def first_damping(
@@ -124,7 +124,7 @@ def try_dampings(
             gentle = damped_norm(bend) <= longest
             step = _tree.axpy(0.5, bend.step, step)
 
-        y = _tree.axpy(1, step, lin.point)
+        y = moved(lin.point, step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
 
@@ -168,8 +168,7 @@ def try_dampings(
             num_inner_steps=increased(
                 last.num_inner_steps, *(a.num_inner_steps for a in taken)
             ),
-            num_jvps=increased(last.num_jvps, *(a.num_jvps for a in taken)),
-            num_vjps=increased(last.num_vjps, *(a.num_vjps for a in taken)),
+            passes=sum((a.passes for a in taken), last.passes).traced(),
         )
 
     def again(trial: Trial) -> Bool[Array, ""]:
@@ -192,8 +191,7 @@ def try_dampings(
         stalled=no,
         num_rejected=jnp.array(0),
         num_inner_steps=zero,
-        num_jvps=zero,
-        num_vjps=zero,
+        passes=Passes().traced(),
     )
     return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
 
@@ -209,8 +207,8 @@ def _accelerated(root, evaluate, y, subproblem, damping, velocity):
     _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
     bent = subproblem.with_residual(root(second))
     answer = bent.solve(Tikhonov(damping))
-    taken = (answer.num_jvps + 2 + bent.num_jvps, answer.num_vjps + bent.num_vjps)
-    return eqx.tree_at(lambda a: (a.num_jvps, a.num_vjps), answer, taken)
+    passes = answer.passes + bent.passes + Passes(jvps=2)
+    return eqx.tree_at(lambda a: a.passes, answer, passes)
 
 
 def _slope(

@@ -1,12 +1,10 @@
 """Truncated Gauss-Newton: conjugate gradients, stopped early."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
@@ -16,29 +14,24 @@ from .._checks import (
     check_finite_nonnegative,
     check_fraction,
     check_period,
-    check_settings,
     fraction,
     nan_unless,
     nonnegative,
 )
-from .._cost import loops_slowly
-from .._linearisation import DEFAULT_MEMORY_BUDGET, Linearisation
+from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._passes import Passes
 from .._schedules import EisenstatWalker, Schedule, value_at
 from .._subproblem import (
-    check_form,
-    Form,
+    at_hand_is_cheaper,
     MatrixFree,
-    Parameters,
+    problem_of,
     ProxLinear,
+    ProxLinearOnParameters,
 )
 from ..preconditioners import AbstractPreconditioner
-from ._base import AbstractGaussNewton, Evaluate, Search, step_if_finite, Update
-
-
-# A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
-# less than passes through any function.
-_SMALL_JACOBIAN = 2**16
+from ._base import Evaluate, Update
+from ._stepping import AbstractSearchedGaussNewton, take_step
 
 
 class _Memory(eqx.Module):
@@ -47,7 +40,7 @@ class _Memory(eqx.Module):
     step: PyTree[Array] | None  # the last, for a warm start
 
 
-class TruncatedGaussNewton(AbstractGaussNewton):
+class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     r"""Gauss-Newton whose linearised problem is solved to a tolerance: conjugate
     gradients stop at the first $\delta$ with
 
@@ -95,70 +88,38 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         J. Martens, *Deep learning via Hessian-free optimization*, ICML (2010).
     """
 
-    tolerance: ScalarLike | Schedule | EisenstatWalker
-    damping: ScalarLike | Schedule
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-    form: Form
-    search: Search
-    warm_start: float
-    preconditioner: AbstractPreconditioner | None
-    max_inner_steps: int | None
-    method: Literal["auto", "dense", "matrix-free"]
-    memory_budget: int
+    tolerance: ScalarLike | Schedule | EisenstatWalker = eqx.field(converter=as_scalar)
+    damping: ScalarLike | Schedule = eqx.field(default=0.0, converter=as_scalar)
+    warm_start: float = eqx.field(default=0.0, kw_only=True)
+    preconditioner: AbstractPreconditioner | None = eqx.field(default=None, kw_only=True)
+    max_inner_steps: int | None = eqx.field(default=None, kw_only=True)
+    method: Literal["auto", "dense", "matrix-free"] = eqx.field(
+        default="auto", kw_only=True
+    )
 
-    def __init__(
-        self,
-        tolerance: ScalarLike | Schedule | EisenstatWalker,
-        damping: ScalarLike | Schedule = 0.0,
-        rtol: float = 1e-9,
-        atol: float = 1e-12,
-        norm: Callable[[PyTree], Scalar] = optx.max_norm,
-        *,
-        form: Form = "quadratic",
-        search: Search = "auto",
-        warm_start: float = 0.0,
-        preconditioner: AbstractPreconditioner | None = None,
-        max_inner_steps: int | None = None,
-        method: Literal["auto", "dense", "matrix-free"] = "auto",
-        memory_budget: int = DEFAULT_MEMORY_BUDGET,
-    ):
-        if not isinstance(tolerance, EisenstatWalker):
-            check_fraction("tolerance", tolerance)
-        check_finite_nonnegative("damping", damping)
-        if max_inner_steps is not None:
-            check_period("max_inner_steps", max_inner_steps)
-        if method not in ("auto", "dense", "matrix-free"):
+    def __check_init__(self):
+        if not isinstance(self.tolerance, EisenstatWalker):
+            check_fraction("tolerance", self.tolerance)
+        check_finite_nonnegative("damping", self.damping)
+        check_between("warm_start", self.warm_start, 0.0, 1.0)
+        if self.max_inner_steps is not None:
+            check_period("max_inner_steps", self.max_inner_steps)
+        if self.method not in ("auto", "dense", "matrix-free"):
             raise ValueError(
                 '`method` must be "auto", "dense" or "matrix-free", but '
-                f"{method!r} was given; to solve exactly use `gnlin.DampedGaussNewton`."
+                f"{self.method!r} was given; to solve exactly use "
+                "`gnlin.DampedGaussNewton`."
             )
-        self.tolerance = as_scalar(tolerance)
-        self.damping = as_scalar(damping)
-        check_settings(rtol, atol, norm, memory_budget, search)
-        self.rtol = rtol
-        self.atol = atol
-        self.norm = norm
-        check_form(form, method)
-        check_between("warm_start", warm_start, 0.0, 1.0)
-        if not isinstance(preconditioner, AbstractPreconditioner | None):
+        if not isinstance(self.preconditioner, AbstractPreconditioner | None):
             raise ValueError(
                 "`preconditioner` must be one of `gnlin.preconditioners`, but "
-                f"{preconditioner!r} was given."
+                f"{self.preconditioner!r} was given."
             )
-        if preconditioner is not None and form == "prox-linear":
+        if self.preconditioner is not None and self.form == "prox-linear":
             raise ValueError(
                 'The "prox-linear" form has no preconditioner: leave `preconditioner` '
                 'out, or use `form="quadratic"`.'
             )
-        self.form = form
-        self.search = search
-        self.warm_start = warm_start
-        self.preconditioner = preconditioner
-        self.max_inner_steps = max_inner_steps
-        self.method = method
-        self.memory_budget = memory_budget
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         step = _tree.zeros_like(y) if self.warm_start > 0 else None
@@ -172,27 +133,24 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
-        num_jvps, num_vjps, given = 0, 0, lin
-        dense = self.method == "dense" or (
-            self.method == "auto" and self._dense_is_cheaper(lin)
-        )
-        if dense:
-            num_jvps, num_vjps = lin.num_row_passes()
-            lin = lin.materialise(self.memory_budget)
-        options = {}
+        problem, passes = problem_of(self.form, objective, lin), Passes()
         damping = value_at(self.damping, num_steps, nonnegative)
-        if self.form == "prox-linear" and not objective.is_quadratic:
-            subproblem = ProxLinear(objective, lin, Parameters(lin))
+        options = {}
+        if self.preconditioner is not None:
+            # Of the Jacobian as it came, whose examples are known
+            jacobian = problem.jacobian
+            options["preconditioner"] = self.preconditioner.inverse(jacobian, damping)
+            passes += self.preconditioner.passes(jacobian)
+        at_hand = self.method == "dense"
+        if self.method == "auto":
+            at_hand = at_hand_is_cheaper(problem.jacobian)
+        if at_hand:
+            passes += problem.jacobian.cost().rows
+            problem = problem.at_hand()
+        if isinstance(problem, ProxLinear):
+            subproblem = ProxLinearOnParameters(problem)
         else:
-            quadratic = objective.expand(lin)
-            subproblem = MatrixFree(quadratic.lin, quadratic.rest)
-            if self.preconditioner is not None:
-                # Of the linearisation as it came, whose examples are known
-                of_examples = objective.expand(given).lin
-                inverse = self.preconditioner.inverse(of_examples, damping)
-                options["preconditioner"] = inverse
-                more_jvps, more_vjps = self.preconditioner.num_passes(of_examples)
-                num_jvps, num_vjps = num_jvps + more_jvps, num_vjps + more_vjps
+            subproblem = MatrixFree(problem)
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = nan_unless(~jnp.isnan(tolerance), damping)
@@ -202,14 +160,8 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         answer = subproblem.to_tolerance(
             tolerance, damping, self.max_inner_steps, start, **options
         )
-        if dense:  # products with a matrix are no passes through the function
-            num_vjps -= 1
-        else:
-            num_jvps, num_vjps = num_jvps + answer.num_jvps, num_vjps + answer.num_vjps
-        answer = eqx.tree_at(
-            lambda a: (a.num_jvps, a.num_vjps), answer, (num_jvps, num_vjps)
-        )
-        update = step_if_finite(
+        answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
+        update = take_step(
             self,
             objective,
             lin,
@@ -225,11 +177,6 @@ class TruncatedGaussNewton(AbstractGaussNewton):
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
         memory = _Memory(tolerance, norm, step)
         return eqx.tree_at(lambda u: u.memory, update, memory)
-
-    def _dense_is_cheaper(self, lin: Linearisation) -> bool:
-        if not lin.blocks_fit(self.memory_budget):
-            return False
-        return lin.num_bytes() <= _SMALL_JACOBIAN or loops_slowly(lin.jvp, lin.point)
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

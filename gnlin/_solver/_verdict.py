@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
 from .._checks import check_finite_positive
+from .._jacobian import AbstractJacobian
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
-from .._tree import ravel_pytree
 
 
 # Random probes of a column's norm: eight know it to a quarter, and take a tenth of it
@@ -59,11 +59,8 @@ def is_stationary(
         estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
     quadratic = objective.expand(lin)
-    gradient = quadratic.lin.vjp(quadratic.lin.outputs)
-    if quadratic.rest is not None:
-        gradient = _tree.axpy(1, quadratic.rest, gradient)
-    gradient = _tree.cast_like(gradient, lin.point)
-    norms = _column_norms(quadratic.lin)
+    gradient = _tree.cast_like(quadratic.gradient(), lin.point)
+    norms = _column_norms(quadratic.jacobian)
     eps = _tree.eps((lin.point, lin.outputs))
     dtype = first_loss.dtype
     # The residual's norm, of squared error; else the length that has as much loss.
@@ -119,18 +116,18 @@ def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
     return jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, tree), jnp.array(False))
 
 
-def _column_norms(lin: Linearisation) -> PyTree[Array]:
+def _column_norms(jacobian: AbstractJacobian) -> PyTree[Array]:
     """The norms of the Jacobian's columns, estimated."""
-    flat, unravel = ravel_pytree(lin.outputs)
+    (m, _), dtype = jacobian.shape, jacobian.codomain.dtype
 
     def add(norms, number):
-        pulled = lin.vjp(unravel(_probe(number, flat.size).astype(flat.dtype)))
+        pulled = jacobian.pull_back(_probe(number, m).astype(dtype))
         pulled = _tree.cast_like(pulled, norms)
         # Whose squares may be smaller than any floating-point number.
         return jax.tree.map(jnp.hypot, norms, pulled), None
 
     numbers = jnp.arange(_NUM_PROBES, dtype=jnp.uint32)
-    norms, _ = jax.lax.scan(add, _tree.zeros_like(lin.point), numbers)
+    norms, _ = jax.lax.scan(add, jacobian.domain.zeros(), numbers)
     return _tree.scale(_NUM_PROBES**-0.5, norms)
 
 

@@ -1,21 +1,27 @@
 """The linearised problem, solved as far as a filter asks, the cheapest way."""
 
-from ._base import AbstractSubproblem as AbstractSubproblem, Answer as Answer
-from ._descent import updated as updated
-from ._matrix_free import MatrixFree as MatrixFree
-from ._mixed_precision import (
-    MixedPrecision as MixedPrecision,
-    prepare_refined as prepare_refined,
+from ._base import (
+    AbstractSubproblem as AbstractSubproblem,
+    AbstractWay as AbstractWay,
+    Answer as Answer,
 )
-from ._prepare import (
+from ._choose import (
+    at_hand_is_cheaper as at_hand_is_cheaper,
     check_form as check_form,
     check_method as check_method,
+    choose as choose,
+    exact_is_dear as exact_is_dear,
     Form as Form,
     Method as Method,
-    prepare as prepare,
-    prepare_form as prepare_form,
-    prepare_once as prepare_once,
-    prepare_prox_linear as prepare_prox_linear,
+    problem_of as problem_of,
 )
-from ._prox_linear import ProxLinear as ProxLinear
+from ._descent import updated as updated
+from ._matrix_free import MatrixFree as MatrixFree
+from ._mixed_precision import MixedPrecision as MixedPrecision
+from ._prox_linear import (
+    optimised as optimised,
+    ProxLinear as ProxLinear,
+    ProxLinearOnParameters as ProxLinearOnParameters,
+)
+from ._scaled import Scaled as Scaled
 from ._spaces import Parameters as Parameters

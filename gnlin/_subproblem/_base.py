@@ -1,30 +1,44 @@
 """What is asked of the linearised problem is a filter; how it is answered is here."""
 
 import abc
+import math
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from equinox import AbstractVar
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
+from .._jacobian import Cost
+from .._passes import Passes
 from .._spectrum import Filter
+from ..filters import (
+    GradientDescent,
+    GradientFlow,
+    HeavyBall,
+    Nesterov,
+    PseudoInverse,
+    Tikhonov,
+)
 
 
 class Answer(eqx.Module):
     """The step that solves a subproblem as far as asked, and what it took.
 
-    Counts are of this answer alone, beyond what setting the subproblem up took.
-    `decrease` is what the linearised objective, without damping, falls by; `None` where
-    the step solves a damped quadratic problem, and two products tell. `damped_norm` is
-    the step's in the variables in which the subproblem is damped; `None` where it is not
-    known without a look at the step. Both are of the numerical range of phi.
+    - `passes`: of this answer alone, beyond what setting the subproblem up took.
+    - `decrease`: what the linearised objective, without damping, falls by; `None` where
+        the step solves a damped quadratic problem, and two products tell.
+    - `damped_norm`: the step's in the variables in which the subproblem is damped; `None`
+        where it is not known without a look at the step.
+
+    The last two are of the numerical range of phi.
     """
 
     step: PyTree[Array]
     num_inner_steps: ScalarLike = 0
-    num_jvps: ScalarLike = 0
-    num_vjps: ScalarLike = 0
+    passes: Passes = Passes()
     decrease: Scalar | None = None
     damped_norm: Scalar | None = None
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
@@ -34,12 +48,11 @@ class AbstractSubproblem(eqx.Module):
     """A linearised problem made ready for any number of filters.
 
     - `gradient_norm`: of the objective, NaN where the linearisation is not finite.
-    - `num_jvps`, `num_vjps`: the products that setting it up took.
+    - `passes`: that setting it up took.
     """
 
     gradient_norm: AbstractVar[Scalar]
-    num_jvps: AbstractVar[int]
-    num_vjps: AbstractVar[int]
+    passes: AbstractVar[Passes]
 
     @abc.abstractmethod
     def solve(self, filter: Filter) -> Answer:
@@ -73,4 +86,74 @@ class AbstractSubproblem(eqx.Module):
 
     @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
-        """The same linearisation with other residuals, set up already."""
+        """The same Jacobian with another residual, set up already."""
+
+
+class AbstractWay(AbstractSubproblem):
+    """A way to solve a linearised problem: whether it serves, and what it costs, is known
+    before it is made ready.
+
+    - `method`: what a user calls it.
+    - `problem`: a value, [`gnlin.Quadratic`][] or `ProxLinear`.
+    """
+
+    method: ClassVar[str]
+    problem: AbstractVar[Any]
+
+    @classmethod
+    @abc.abstractmethod
+    def fits(cls, problem: Any, filter: Filter) -> bool:
+        """Whether this is a way to solve such a problem for such a filter."""
+
+    @classmethod
+    @abc.abstractmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        """Seconds, roughly, for so many filters of one kind on a Jacobian of such costs;
+        infinity beyond the memory budget."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, problem: Any, cost: Cost) -> "AbstractWay":
+        """A problem made ready."""
+
+    def gradient(self) -> PyTree[Array]:
+        return self.problem.gradient()
+
+
+Descent = GradientDescent | HeavyBall | Nesterov
+
+
+def num_steps_of(filter: Descent) -> float:
+    """As far as it is known before the program runs: else very many."""
+    period: Any = filter.period
+    return float(period) if _is_known(period) else math.inf
+
+
+def vanishes(filter: Filter) -> bool:
+    """Whether a filter has no damping, or one that may vanish: then it asks for small
+    singular values as they are."""
+    match filter:
+        case PseudoInverse():
+            return True
+        case Tikhonov(damping=damping):
+            return _is_known(damping) and bool(damping == 0)
+        case GradientDescent() | HeavyBall() | Nesterov():
+            return _is_known(filter.period) and math.isinf(filter.period)
+        case GradientFlow(time=time):
+            return _is_known(time) and math.isinf(time)
+    return False
+
+
+def _is_known(number: ScalarLike) -> bool:
+    """Before the program runs."""
+    return isinstance(number, int | float | np.ndarray)
+
+
+# What small singular values are worth that are resolved to rounding, in seconds: a moment
+# where damping hides them, and as long as one is glad to wait where none does.
+ACCURACY, _ACCURACY_DAMPED = 3.0, 1e-4
+
+
+def price_of_squaring(filter: Filter) -> float:
+    """Of forming phi phi^T, or phi^T phi, which squares the condition number."""
+    return ACCURACY if vanishes(filter) else _ACCURACY_DAMPED

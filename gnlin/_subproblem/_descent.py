@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._checks import as_float
 from .._objective import AbstractObjective
 from ._spaces import AbstractSpace, Parameters
 
@@ -42,7 +43,7 @@ def descend(
     zero = space.zero()
     dtype = _tree.dtype(zero)
     eta, mu = jnp.asarray(learning_rate, dtype), jnp.asarray(momentum, dtype)
-    period = _as_float(period)
+    period = jnp.asarray(as_float(period), float)
 
     def advance(z, velocity, g):
         velocity = _tree.axpy(-eta, g, _tree.scale(mu, velocity))
@@ -83,6 +84,7 @@ def optimise(
     space: Parameters,
     objective: AbstractObjective,
     outputs: PyTree[Array],
+    point: PyTree[Array],
     period: ScalarLike,
     optimiser: Any,
     optimiser_state: PyTree,
@@ -90,8 +92,8 @@ def optimise(
     damping: ScalarLike = 0.0,
     rest: PyTree[Array] | None = None,
 ) -> Optimised:
-    """`period` steps of an optax optimiser, which sees the parameters themselves."""
-    point = space.lin.point
+    """`period` steps from a point of an optax optimiser, which sees the parameters
+    themselves."""
 
     def body(carry):
         k, step, state = carry
@@ -102,7 +104,7 @@ def optimise(
         updates, state = updated(optimiser, g, state, _tree.axpy(1, step, point))
         return k + 1, _tree.axpy(1, updates, step), state
 
-    period = _as_float(period)
+    period = jnp.asarray(as_float(period), float)
     start = jnp.zeros((), period.dtype), space.zero(), optimiser_state
 
     def unfinished(carry):
@@ -119,8 +121,3 @@ def updated(
     """An optax optimiser's updates and new state."""
     with jax.numpy_dtype_promotion("standard"):  # it divides by powers of its count
         return optimiser.update(gradient, state, y)
-
-
-def _as_float(period: ScalarLike) -> Array:
-    # A Python integer may be too large for JAX's integers, but never for a float.
-    return jnp.asarray(float(period) if isinstance(period, int) else period, float)

@@ -28,6 +28,9 @@ _STABILITY = 1.54
 _SAFETY = 1.2
 _POWER_STEPS = 3
 
+# Of the local error.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
+
 
 class Flowed(NamedTuple):
     z: PyTree[Array]
@@ -52,10 +55,11 @@ def flow(
     time: ScalarLike,
     damping: ScalarLike,
     tolerance: float,
+    rest: PyTree[Array] | None = None,
 ) -> Flowed:
-    r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - \lambda\delta$ for a time, from
-    zero, by the Runge-Kutta-Chebyshev method of order 2; `tolerance` is of the local
-    error, relative to $\lVert\delta\rVert$.
+    r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - g_0 - \lambda\delta$ for a
+    time, from zero, by the Runge-Kutta-Chebyshev method of order 2; `tolerance` is of
+    the local error, relative to $\lVert\delta\rVert$.
 
     B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
     parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).
@@ -69,6 +73,7 @@ def flow(
     def velocity_at(z):
         at = _tree.axpy(1, space.push(z), outputs)
         g = space.pull(objective.gradient(at))
+        g = g if rest is None else _tree.axpy(1, rest, g)
         return _tree.scale(-1, _tree.axpy(damping, z, g))
 
     def norm(z):

@@ -1,5 +1,7 @@
 """By products with the Jacobian alone: conjugate gradients, or literal descent."""
 
+from typing import ClassVar
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,45 +13,74 @@ from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._checks import nan_unless, nonnegative
 from .._conjugate_gradients import ConjugateGradients, semidefinite
-from .._linearisation import Linearisation
+from .._jacobian import Cost
 from .._objective import SumOfSquares
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
 from ..filters import (
     Damped,
     GradientDescent,
+    GradientFlow,
     HeavyBall,
     Nesterov,
     PseudoInverse,
     Tikhonov,
 )
-from ._base import AbstractSubproblem, Answer
+from ._base import AbstractWay, ACCURACY, Answer, Descent, num_steps_of, vanishes
 from ._descent import descend
+from ._flow import flow, TOLERANCE
 from ._spaces import Parameters
 
 
 _ROUNDINGS = 10
 _POWER_STEPS = 50
+# Of conjugate gradients to rounding, at least.
+_MANY_PRODUCTS = 200
+_FLOW_PRODUCTS = 1_000
 
 
-class MatrixFree(AbstractSubproblem):
+class MatrixFree(AbstractWay):
     """Nothing of size m x p, m x m or p x p is built."""
 
-    linearisation: Linearisation
-    rest: PyTree[Array] | None
+    method: ClassVar[str] = "matrix-free"
+    problem: Quadratic
+    passes: Passes
     tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
     _gradient: PyTree[Array]
     gradient_norm: Scalar
-    num_jvps: int = eqx.field(static=True)
-    num_vjps: int = eqx.field(static=True)
 
-    def __init__(self, linearisation: Linearisation, rest: PyTree[Array] | None = None):
-        self.linearisation = linearisation
-        self.rest = rest
-        self.tolerance = None
-        gradient = linearisation.vjp(linearisation.outputs)
-        self._gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+    def __init__(self, problem: Quadratic, tolerance: ScalarLike | None = None):
+        self.problem = problem
+        self.tolerance = tolerance
+        self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
-        self.num_jvps = 0
-        self.num_vjps = 1
+        self.passes = Passes(vjps=problem.jacobian.a_product().vjps)
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        if isinstance(filter, Damped):
+            return cls.fits(problem, filter.filter)
+        known = isinstance(filter, Tikhonov | Descent | GradientFlow)
+        known |= isinstance(filter, PseudoInverse) and filter.rcond is None
+        return isinstance(problem, Quadratic) and known
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Damped):
+            filter = filter.filter
+        if isinstance(filter, Descent) and not vanishes(filter):
+            return num_trials * num_steps_of(filter) * cost.one_product
+        # How many are needed the spectrum says, and the damping, which nobody knows yet.
+        num_products = max(_MANY_PRODUCTS, min(cost.shape))
+        rough = vanishes(filter)
+        if isinstance(filter, GradientFlow):
+            num_products, rough = _FLOW_PRODUCTS, True
+        return (ACCURACY if rough else 0) + num_trials * num_products * cost.one_product
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "MatrixFree":
+        return cls(problem)
 
     def truncated(self, tolerance: ScalarLike) -> "MatrixFree":
         return eqx.tree_at(
@@ -61,15 +92,15 @@ class MatrixFree(AbstractSubproblem):
 
     def curvature_along_gradient(self) -> Scalar:
         dtype = self.gradient_norm.dtype
-        pushed = self.linearisation.jvp(self._gradient)
+        pushed = self.problem.jacobian.mv(self._gradient)
         return _tree.dot(pushed, pushed).astype(dtype) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
-        other = MatrixFree(self.linearisation.with_outputs(residual))
-        return other if self.tolerance is None else other.truncated(self.tolerance)
+        problem = self.problem.with_residual(residual)
+        return MatrixFree(problem, tolerance=self.tolerance)
 
     def solve(self, filter) -> Answer:
         damping = 0.0
@@ -86,10 +117,9 @@ class MatrixFree(AbstractSubproblem):
                 return self.to_tolerance(self.exactly(), damping)
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self.descend(filter, damping)
-        raise ValueError(
-            f"`{type(filter).__name__}` has no matrix-free form; use a method with a "
-            'spectrum, "svd" or "eigh".'
-        )
+            case GradientFlow(time=time):
+                return self._flow(time, damping)
+        raise AssertionError("`fits` has said so.")
 
     def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""
@@ -119,20 +149,21 @@ class MatrixFree(AbstractSubproblem):
         preconditioner: lx.AbstractLinearOperator | None = None,
     ) -> tuple[Answer, Bool[Array, ""]]:
         """The same, and whether the tolerance is met."""
-        lin = self.linearisation
+        jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
         gradient = self._reachable_gradient(damping)
         norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
         # their signs: phi^T r with the signs of r at random.
-        terms = _tree.norm(lin.vjp(_with_random_signs(lin.outputs)))
+        terms = _tree.norm(jacobian.rmv(_with_random_signs(residual)))
         rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / norm
         tolerance = nan_unless(
             nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         )
         curvature = semidefinite(
-            lambda v: _tree.axpy(damping, v, lin.vjp(lin.jvp(v))), lin.point
+            lambda v: _tree.axpy(damping, v, jacobian.rmv(jacobian.mv(v))),
+            jacobian.domain.tree,
         )
         options = {"y0": start, "preconditioner": preconditioner}
         solution = lx.linear_solve(
@@ -143,32 +174,33 @@ class MatrixFree(AbstractSubproblem):
             throw=False,
         )
         num_products = solution.stats["num_products"]
-        answer = Answer(
-            solution.value, solution.stats["num_steps"], num_products, num_products + 1
+        passes = self.problem.jacobian.a_product() * num_products + Passes(
+            vjps=self.problem.jacobian.a_product().vjps
         )
+        answer = Answer(solution.value, solution.stats["num_steps"], passes)
         return answer, solution.result == lx.RESULTS.successful
 
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
         r"""Without damping there is a solution only for what is in the range of
         $\phi^\top$: of the rest, its projection $\phi^\top(\phi\phi^\top)^+\phi\,g_0$."""
-        rest, lin = self.rest, self.linearisation
+        jacobian, rest = self.problem.jacobian, self.problem.rest
         if rest is None:
             return self._gradient
 
         def projected():
-            kernel = semidefinite(lambda u: lin.jvp(lin.vjp(u)), lin.outputs)
+            kernel = semidefinite(
+                lambda u: jacobian.mv(jacobian.rmv(u)), jacobian.codomain.tree
+            )
             solver = ConjugateGradients(self.exactly())
-            solution = lx.linear_solve(kernel, lin.jvp(rest), solver, throw=False)
-            return lin.vjp(_tree.axpy(1, solution.value, lin.outputs))
+            solution = lx.linear_solve(kernel, jacobian.mv(rest), solver, throw=False)
+            return jacobian.rmv(_tree.axpy(1, solution.value, self.problem.residual))
 
         undamped = jnp.asarray(damping) == 0
         return jax.lax.cond(
             undamped & _tree.any_nonzero(rest), projected, lambda: self._gradient
         )
 
-    def descend(
-        self, filter: GradientDescent | HeavyBall | Nesterov, damping: ScalarLike = 0.0
-    ) -> Answer:
+    def descend(self, filter: Descent, damping: ScalarLike = 0.0) -> Answer:
         """Literal steps, one tangent and one transposed pass each (none but the first
         gradient's for the first step).
 
@@ -179,51 +211,66 @@ class MatrixFree(AbstractSubproblem):
         momentum = getattr(filter, "momentum", 0.0)
         endless = jnp.isinf(jnp.asarray(period, float))
         literal = descend(
-            Parameters(self.linearisation),
+            Parameters(self.problem.jacobian),
             SumOfSquares(),
-            self.linearisation.outputs,
+            self.problem.residual,
             jnp.where(endless, 1, float(period) if isinstance(period, int) else period),
             eta,
             momentum,
             nesterov=isinstance(filter, Nesterov),
             damping=damping,
             gradient=self._gradient,
-            rest=self.rest,
+            rest=self.problem.rest,
         )
-        num_passes = literal.num_steps - 1
+        steps = self.problem.jacobian.a_product() * (literal.num_steps - 1)
 
         def limit():
             exact = self.to_tolerance(self.exactly(), damping)
-            counts = [
-                jnp.asarray(n + _POWER_STEPS, float)
-                for n in (exact.num_jvps, exact.num_vjps)
-            ]
+            taken = exact.passes + self.problem.jacobian.a_product() * _POWER_STEPS
             power = self._power_estimate()
             rate, added, stable = (
                 jnp.asarray(x, power.dtype)
                 for x in (eta, damping, filter.largest_stable())
             )
-            return exact.step, *counts, rate * (power + added) >= stable
+            return exact.step, taken.traced(), rate * (power + added) >= stable
 
-        step, num_jvps, num_vjps, diverged = jax.lax.cond(
-            endless,
-            limit,
-            lambda: (literal.z, num_passes, num_passes, literal.diverged),
+        step, passes, diverged = jax.lax.cond(
+            endless, limit, lambda: (literal.z, steps.traced(), literal.diverged)
         )
         result = optx.RESULTS.where(
             diverged & jnp.isfinite(self.gradient_norm),
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
-        return Answer(step, period, num_jvps, num_vjps, result=result)
+        return Answer(step, period, passes, result=result)
+
+    def _flow(self, time: ScalarLike, damping: ScalarLike) -> Answer:
+        if vanishes(GradientFlow(time)):
+            return self.to_tolerance(self.exactly(), damping)
+        end = flow(
+            Parameters(self.problem.jacobian),
+            SumOfSquares(),
+            self.problem.residual,
+            time,
+            damping,
+            TOLERANCE[_tree.dtype(self._gradient).name],
+            self.problem.rest,
+        )
+        result = optx.RESULTS.where(
+            ~end.met & jnp.isfinite(self.gradient_norm),
+            optx.RESULTS.nonlinear_divergence,
+            optx.RESULTS.successful,
+        )
+        passes = self.problem.jacobian.a_product() * end.num_products
+        return Answer(end.z, end.num_products, passes, result=result)
 
     def _power_estimate(self) -> Scalar:
         """The largest eigenvalue of phi^T phi, by the power method from the gradient."""
-        lin = self.linearisation
+        jacobian = self.problem.jacobian
 
         def body(_, carry):
             v, _ = carry
-            v = lin.vjp(lin.jvp(v))
+            v = jacobian.rmv(jacobian.mv(v))
             size = _tree.norm(v)
             return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
 

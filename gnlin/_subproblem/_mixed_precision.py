@@ -1,25 +1,27 @@
 """A damped problem whose kernel is made in a lower precision than its solution."""
 
 import contextlib
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _rows, _tree
+from .. import _tree
 from .._checks import check_finite_positive
 from .._conjugate_gradients import ConjugateGradients
-from .._objective import Quadratic
+from .._jacobian import AtHand, Cost
+from .._passes import Passes
+from .._problem import Quadratic
 from .._spectrum import Filter
-from .._tree import ravel_pytree
-from ._base import AbstractSubproblem, Answer
-from ._direct import damping_of, Solved, through_outputs
+from ..filters import Tikhonov
+from ._base import AbstractWay, Answer
+from ._cholesky import damping_of
+from ._on_outputs import Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -52,7 +54,7 @@ class MixedPrecision(eqx.Module):
     !!! example
 
         ```python
-        gnlin.DampedGaussNewton(1.0, mixed_precision=gnlin.MixedPrecision("float32"))
+        gnlin.DampedGaussNewton(1.0, method=gnlin.MixedPrecision("float32"))
         ```
 
     ??? cite "Reference"
@@ -89,121 +91,102 @@ class MixedPrecision(eqx.Module):
         return accepted if self.tolerance is None else self.tolerance
 
 
-def prepare_refined(
-    quadratic: Quadratic, precision: MixedPrecision, memory_budget: int
-) -> "Refined":
-    """Make a quadratic problem ready for dampings."""
-    lin = quadratic.lin
-    dtype = jnp.dtype(precision.kernel_dtype)
-    num_passes = lin.num_kernel_passes(memory_budget)
-    if lin.blocks_fit(memory_budget):
-        rows = lin.blocks(memory_budget)
-        kernel = _rows.gram(jax.tree.map(lambda x: x.astype(dtype), rows))
-        pull_back, push_forward = (
-            Partial(_rows.pull_back, rows),
-            Partial(_rows.push_forward, rows),
-        )
-    else:
-        kernel = lin.kernel(memory_budget).astype(dtype)
-        pull_back, push_forward = lin.pull_back, lin.push_forward
-    single = _tree.dtype((dtype, jnp.float32))
-    residual, _ = ravel_pytree(lin.outputs)
-    return Refined(
-        kernel.astype(single),
-        residual,
-        pull_back,
-        push_forward,
-        precision,
-        quadratic.rest,
-        *num_passes,
-    )
-
-
-class Refined(AbstractSubproblem):
+class Refined(AbstractWay):
     r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, as `OnOutputs`, with the
     inverse refined."""
 
+    method: ClassVar[str] = "mixed-precision"
+    problem: Quadratic
     kernel: Float[Array, "m m"]
-    residual: Float[Array, " m"]
-    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]]
-    push_forward: Callable[[PyTree[Array]], Float[Array, " m"]]
     precision: MixedPrecision
-    rest: PyTree[Array] | None
+    passes: Passes
     _gradient: PyTree[Array]
     gradient_norm: Scalar
-    num_jvps: int = eqx.field(static=True)
-    num_vjps: int = eqx.field(static=True)
 
-    def __init__(
-        self,
-        kernel,
-        residual,
-        pull_back,
-        push_forward,
-        precision,
-        rest,
-        num_jvps,
-        num_vjps,
-    ):
+    def __init__(self, problem, kernel, precision, passes):
+        self.problem = problem
         self.kernel = kernel
-        self.residual = residual
-        self.pull_back = pull_back
-        self.push_forward = push_forward
         self.precision = precision
-        self.rest = rest
-        gradient = pull_back(residual)
-        self._gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+        self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
-        self.num_jvps = num_jvps
-        self.num_vjps = num_vjps
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        return math.inf  # only if asked for
+
+    @classmethod
+    def of(
+        cls, problem: Quadratic, cost: Cost, precision: MixedPrecision | None = None
+    ) -> "Refined":
+        precision = MixedPrecision() if precision is None else precision
+        dtype = jnp.dtype(precision.kernel_dtype)
+        problem = problem.at_hand_if_it_fits()
+        jacobian = problem.jacobian
+        if cost.fits:
+            blocks = [block.astype(dtype) for block in jacobian.blocks()]
+            fixed = jacobian.domain, jacobian.codomain, jacobian.memory_budget
+            kernel = AtHand(*fixed, blocks).gram()
+        else:
+            kernel = jacobian.gram().astype(dtype)
+        kernel = kernel.astype(_tree.dtype((dtype, jnp.float32)))
+        return cls(problem, kernel, precision, cost.gram)
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = self.push_forward(self._gradient)
+        pushed = self.problem.jacobian.push_forward(self._gradient)
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.kernel)).astype(self.gradient_norm.dtype)
 
     def with_residual(self, residual: PyTree[Array]) -> "Refined":
-        flat, _ = ravel_pytree(residual)
-        passes = self.pull_back, self.push_forward
-        return Refined(self.kernel, flat, *passes, self.precision, None, 0, 0)
+        problem = self.problem.with_residual(residual)
+        return Refined(problem, self.kernel, self.precision, Passes())
 
     def solve(self, filter: Filter) -> Answer:
-        damping = jnp.asarray(damping_of(filter), self.residual.dtype)
-        pushed = None if self.rest is None else self.push_forward(self.rest)
-        return through_outputs(
-            lambda vector: self._solve(vector, damping, pushed),
-            self.residual,
-            self.pull_back,
-            damping,
-            None if pushed is None else (self.rest, pushed),
+        problem = self.problem
+        damping = jnp.asarray(damping_of(filter), _tree.dtype(problem.residual))
+        pushed = None
+        if problem.rest is not None:
+            pushed = problem.jacobian.push_forward(problem.rest)
+        answer = through_outputs(
+            lambda vector: self._solve(vector, damping, pushed), problem, pushed, damping
         )
+        # A product for each refinement, and one to look at what is left.
+        products = problem.jacobian.a_product()
+        refined = products * (answer.num_inner_steps + 1)
+        return eqx.tree_at(lambda a: a.passes, answer, answer.passes + refined)
 
     def _solve(self, vector, damping, pushed) -> Solved:
         dtype = vector.dtype
         tolerance, worst = self.precision.aim(dtype), self.precision.worst(dtype)
         if pushed is not None:
             # Of what 1/lambda blows up the most is taken back in the step.
-            whole, part, stray, largest = _tree.promoted(
+            whole, part, of_rest, largest = _tree.promoted(
                 (
                     _tree.norm(vector),
-                    _tree.norm(self.residual),
+                    _tree.norm(self.problem.residual),
                     _tree.norm(pushed),
                     self.largest_curvature(),
                 )
             )
-            size = jnp.fmax(part, stray / largest)
+            size = jnp.fmax(part, of_rest / largest)
             share = jnp.fmin(size / whole, 1)
             tolerance, worst = tolerance * share, worst * share
         finite = _tree.all_finite((self.kernel, vector, damping))
         factor = self._factor(damping, finite)
 
         def product(u):
-            pushed = self.push_forward(self.pull_back(u))
+            pushed = self.problem.jacobian.push_forward(
+                self.problem.jacobian.pull_back(u)
+            )
             return _tree.axpy(damping, u, pushed.astype(u.dtype))
 
         def precondition(u):
@@ -229,7 +212,7 @@ class Refined(AbstractSubproblem):
 
     def _factor(self, damping: Scalar, finite: Array) -> Float[Array, "m m"]:
         """Of Cholesky, shifted by as much of the kernel's rounding as it takes."""
-        m, dtype = self.residual.size, self.kernel.dtype
+        m, dtype = self.kernel.shape[0], self.kernel.dtype
         identity = jnp.eye(m, dtype=dtype)
         kernel = jnp.where(finite, self.kernel, identity)
         eps = jnp.finfo(self.precision.kernel_dtype).eps.astype(dtype)

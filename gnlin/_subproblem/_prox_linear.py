@@ -1,18 +1,25 @@
 r"""The linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
+import numpy as np
 import optimistix as optx
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
+from .._checks import as_float
+from .._cost import rates
+from .._jacobian import AbstractJacobian, Cost
+from .._objective import AbstractObjective, SumOfSquares
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
 from ..filters import (
     Damped,
     GradientDescent,
@@ -22,48 +29,68 @@ from ..filters import (
     PseudoInverse,
     Tikhonov,
 )
-from ._base import AbstractSubproblem, Answer
+from ._base import (
+    AbstractSubproblem,
+    AbstractWay,
+    Answer,
+    Descent,
+    num_steps_of,
+    vanishes,
+)
 from ._descent import descend, optimise
-from ._flow import flow
+from ._flow import flow, TOLERANCE
 from ._newton import minimise
-from ._spaces import AbstractSpace, Parameters
+from ._spaces import AbstractSpace, Outputs, Parameters
 
 
-# Of the local error of gradient flow.
-_FLOW_TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
+class ProxLinear(eqx.Module):
+    r"""A linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$: a
+    value.
+
+    - `jacobian`: $\phi$.
+    - `outputs`: $f$.
+    - `objective`: $L$, of the outputs.
+    """
+
+    jacobian: AbstractJacobian
+    outputs: PyTree[Array]
+    objective: AbstractObjective
+
+    def gradient(self) -> PyTree[Array]:
+        return self.jacobian.rmv(self.objective.gradient(self.outputs))
+
+    def at_hand(self) -> "ProxLinear":
+        return ProxLinear(self.jacobian.at_hand(), self.outputs, self.objective)
 
 
-class ProxLinear(AbstractSubproblem):
+class _OnSpace(AbstractWay):
     """What a filter asks of a quadratic problem is here asked of the loss itself: the
     minimiser, damped or not; K steps; gradient flow for a time."""
 
-    objective: AbstractObjective
-    linearisation: Linearisation
+    problem: ProxLinear
     space: AbstractSpace
+    passes: Passes
     tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
     _gradient: PyTree[Array]
     gradient_norm: Scalar
-    num_jvps: int = eqx.field(static=True)
-    num_vjps: int = eqx.field(static=True)
 
-    def __init__(
-        self,
-        objective: AbstractObjective,
-        linearisation: Linearisation,
-        space: AbstractSpace,
-        num_jvps: int = 0,
-        num_vjps: int = 0,
-    ):
-        self.objective = objective
-        self.linearisation = linearisation
+    def __init__(self, problem: ProxLinear, space: AbstractSpace, passes: Passes):
+        self.problem = problem
         self.space = space
         self.tolerance = None
-        self._gradient = linearisation.vjp(objective.gradient(linearisation.outputs))
+        self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
-        self.num_jvps = num_jvps
-        self.num_vjps = num_vjps + 1
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
-    def truncated(self, tolerance: ScalarLike) -> "ProxLinear":
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        if isinstance(filter, Damped):
+            return cls.fits(problem, filter.filter)
+        known = isinstance(filter, Tikhonov | Descent | GradientFlow)
+        known |= isinstance(filter, PseudoInverse) and filter.rcond is None
+        return isinstance(problem, ProxLinear) and known
+
+    def truncated(self, tolerance: ScalarLike) -> "_OnSpace":
         return eqx.tree_at(
             lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
         )
@@ -73,8 +100,9 @@ class ProxLinear(AbstractSubproblem):
 
     def curvature_along_gradient(self) -> Scalar:
         dtype = self.gradient_norm.dtype
-        pushed = self.linearisation.jvp(self._gradient)
-        curved = self.objective.curvature(self.linearisation.outputs)(pushed)
+        problem = self.problem
+        pushed = problem.jacobian.mv(self._gradient)
+        curved = problem.objective.curvature(problem.outputs)(pushed)
         return _tree.dot(pushed, curved).astype(dtype) / self.gradient_norm**2
 
     def largest_curvature(self) -> Scalar:
@@ -100,11 +128,10 @@ class ProxLinear(AbstractSubproblem):
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self._descend(filter, damping)
             case GradientFlow(time=time):
-                return self._flow(time, damping)
-        raise ValueError(
-            f"`{type(filter).__name__}` is a filter of quadratic problems only; use "
-            '`form="quadratic"`.'
-        )
+                return self._unless_endless(
+                    time, damping, lambda t: self._flow(t, damping)
+                )
+        raise AssertionError("`fits` has said so.")
 
     def _exactly(self) -> float:
         """The relative gradient that stands for an exact solution."""
@@ -124,124 +151,202 @@ class ProxLinear(AbstractSubproblem):
         """
         solved = minimise(
             self.space,
-            self.objective,
-            self.linearisation.outputs,
+            self.problem.objective,
+            self.problem.outputs,
             damping,
             tolerance,
             max_steps,
             start,
         )
-        # A tangent and a transposed pass for each product, and for each Newton step.
-        num_passes = self.space.num_passes * (solved.num_products + 2 * solved.num_steps)
+        # A product each way for each of the curvature's, and two for each Newton step.
+        num_steps = solved.num_products + 2 * solved.num_steps
         return Answer(
             self.space.parameters(solved.z),
             solved.num_products + solved.num_steps,
-            num_passes,
-            num_passes,
+            self.space.a_step() * num_steps,
             solved.decrease,
             result=optx.RESULTS.promote(
                 lx.RESULTS.where(solved.stuck, lx.RESULTS.singular, lx.RESULTS.successful)
             ),
         )
 
-    def _descend(
-        self, filter: GradientDescent | HeavyBall | Nesterov, damping: ScalarLike
+    def _descend(self, filter: Descent, damping: ScalarLike) -> Answer:
+        return self._unless_endless(
+            filter.period, damping, lambda k: self._literally(filter, k, damping)
+        )
+
+    def _unless_endless(
+        self,
+        length: ScalarLike,
+        damping: ScalarLike,
+        otherwise: Callable[[ScalarLike], Answer],
     ) -> Answer:
-        period = filter.period
-        if isinstance(period, float) and math.isinf(period):
-            return self._limit(damping)
-        if isinstance(period, int | float):
-            return self._literally(filter, period, damping)
-        endless = jnp.isinf(period)
-        finite = jnp.where(endless, 1, jnp.asarray(period, float))
+        """What steps, or a flow, of some length lead to; or, of an infinite one, what
+        they converge to."""
+        if isinstance(length, int | float | np.ndarray):
+            return self._limit(damping) if np.isinf(length) else otherwise(length)
+        endless = jnp.isinf(length)
+        finite = jnp.where(endless, 1, jnp.asarray(length, float))
 
         def parts(answer: Answer):
-            counts = answer.num_inner_steps, answer.num_jvps, answer.num_vjps
-            return answer.step, [jnp.asarray(n, float) for n in counts], answer.result
+            num_inner_steps = jnp.asarray(answer.num_inner_steps, float)
+            return answer.step, num_inner_steps, answer.passes.traced(), answer.result
 
-        step, counts, result = jax.lax.cond(
+        step, num_inner_steps, passes, result = jax.lax.cond(
             endless,
             lambda: parts(self._limit(damping)),
-            lambda: parts(self._literally(filter, finite, damping)),
+            lambda: parts(otherwise(finite)),
         )
-        return Answer(step, *counts, result=result)
+        return Answer(step, num_inner_steps, passes, result=result)
 
     def _limit(self, damping: ScalarLike) -> Answer:
         """What the steps converge to, if they do."""
-        there = ProxLinear(
-            self.objective, self.linearisation, Parameters(self.linearisation)
-        )
+        there = ProxLinearOnParameters(self.problem)
         return there.to_tolerance(self._exactly(), damping)
 
     def _literally(
         self,
-        filter: GradientDescent | HeavyBall | Nesterov,
+        filter: Descent,
         period: ScalarLike,
         damping: ScalarLike,
     ) -> Answer:
         end = descend(
             self.space,
-            self.objective,
-            self.linearisation.outputs,
+            self.problem.objective,
+            self.problem.outputs,
             period,
             filter.learning_rate,
             getattr(filter, "momentum", 0.0),
             nesterov=isinstance(filter, Nesterov),
             damping=damping,
         )
-        num_passes = self.space.num_passes * (end.num_steps - 1)
-        step = self.space.parameters(end.z)
-        return Answer(
-            step, period, num_passes, num_passes, result=self._verdict(end.diverged)
+        step, passes = (
+            self.space.parameters(end.z),
+            self.space.a_step() * (end.num_steps - 1),
         )
+        return Answer(step, period, passes, result=self.verdict(end.diverged))
 
     def _flow(self, time: ScalarLike, damping: ScalarLike) -> Answer:
-        tolerance = _FLOW_TOLERANCE[_tree.dtype(self._gradient).name]
+        tolerance = TOLERANCE[_tree.dtype(self._gradient).name]
         end = flow(
             self.space,
-            self.objective,
-            self.linearisation.outputs,
+            self.problem.objective,
+            self.problem.outputs,
             time,
             damping,
             tolerance,
         )
-        num_passes = self.space.num_passes * end.num_products
         return Answer(
             self.space.parameters(end.z),
             end.num_products,
-            num_passes,
-            num_passes,
-            result=self._verdict(~end.met),
+            self.space.a_step() * end.num_products,
+            result=self.verdict(~end.met),
         )
 
-    def optimise(
-        self,
-        optimiser: Any,
-        state: PyTree,
-        period: ScalarLike,
-        damping: ScalarLike,
-        rest: PyTree[Array] | None = None,
-    ) -> tuple[Answer, PyTree]:
-        """`period` steps of an optax optimiser on the parameters, and its state."""
-        end = optimise(
-            Parameters(self.linearisation),
-            self.objective,
-            self.linearisation.outputs,
-            period,
-            optimiser,
-            state,
-            damping=damping,
-            rest=rest,
-        )
-        period = jnp.asarray(float(period) if isinstance(period, int) else period)
-        answer = Answer(
-            end.step, period, period, period, result=self._verdict(end.diverged)
-        )
-        return answer, end.optimiser_state
-
-    def _verdict(self, diverged: Array) -> optx.RESULTS:
+    def verdict(self, diverged: Array) -> optx.RESULTS:
+        """Divergence, unless there was no number to start from."""
         return optx.RESULTS.where(
             diverged & jnp.isfinite(self.gradient_norm),
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
+
+
+# Newton's method takes about so many steps, each of about so many products where they
+# are taken on parameters.
+_NEWTON_STEPS, _NEWTON_PRODUCTS = 10, 10
+# And gradient flow so many, or descent whose number of steps is not known.
+_FLOW_PRODUCTS, _MANY_STEPS = 1_000.0, 10_000.0
+
+
+def _num_steps(filter: Filter) -> float | None:
+    """About how many steps a filter takes; `None` for Newton's."""
+    if isinstance(filter, GradientFlow):
+        return _FLOW_PRODUCTS
+    if isinstance(filter, Descent) and not vanishes(filter):
+        return min(num_steps_of(filter), _MANY_STEPS)
+    return None
+
+
+class ProxLinearOnOutputs(_OnSpace):
+    """With the kernel: a product with it a step."""
+
+    method: ClassVar[str] = "kernel"
+
+    def __init__(self, problem: ProxLinear, kernel: Float[Array, "m m"], passes: Passes):
+        super().__init__(problem, Outputs(problem.jacobian, kernel), passes)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Damped):
+            filter = filter.filter
+        m, p = cost.shape
+        num_steps = _num_steps(filter)
+        # Steps are the same in both spaces, but a kernel of less than full rank leaves
+        # Newton's method with coefficients that say nothing.
+        singular = vanishes(filter) or (num_steps is None and m > p)
+        if singular or m**2 * cost.itemsize > cost.memory_budget:
+            return math.inf
+        if num_steps is None:
+            once = _NEWTON_STEPS * 2 / 3 * float(m) ** 3 * rates().product
+        else:
+            once = num_steps * (rates().step + 2.0 * m**2 * rates().passed)
+        return cost.whole_gram + num_trials * once
+
+    @classmethod
+    def of(cls, problem: ProxLinear, cost: Cost) -> "ProxLinearOnOutputs":
+        kernel = problem.jacobian.gram().astype(_tree.dtype(problem.outputs))
+        return cls(problem, kernel, cost.gram)
+
+
+class ProxLinearOnParameters(_OnSpace):
+    """By products with the Jacobian: one each way a step."""
+
+    method: ClassVar[str] = "matrix-free"
+
+    def __init__(self, problem: ProxLinear):
+        super().__init__(problem, Parameters(problem.jacobian), Passes())
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Damped):
+            filter = filter.filter
+        num_steps = _num_steps(filter)
+        newton = _NEWTON_STEPS * _NEWTON_PRODUCTS
+        once = newton if num_steps is None else num_steps
+        return num_trials * once * cost.one_product
+
+    @classmethod
+    def of(cls, problem: ProxLinear, cost: Cost) -> "ProxLinearOnParameters":
+        return cls(problem)
+
+
+def optimised(
+    problem: ProxLinear | Quadratic,
+    point: PyTree[Array],
+    optimiser: Any,
+    state: PyTree,
+    period: ScalarLike,
+    damping: ScalarLike,
+) -> tuple[ProxLinearOnParameters, Answer, PyTree]:
+    """`period` steps of an optax optimiser from a point, and its state."""
+    rest = None
+    if isinstance(problem, Quadratic):
+        rest = problem.rest
+        problem = ProxLinear(problem.jacobian, problem.residual, SumOfSquares())
+    space = Parameters(problem.jacobian)
+    subproblem = ProxLinearOnParameters(problem)
+    end = optimise(
+        space,
+        problem.objective,
+        problem.outputs,
+        point,
+        period,
+        optimiser,
+        state,
+        damping=damping,
+        rest=rest,
+    )
+    passes, result = space.a_step() * as_float(period), subproblem.verdict(end.diverged)
+    answer = Answer(end.step, as_float(period), passes, result=result)
+    return subproblem, answer, end.optimiser_state

@@ -7,7 +7,6 @@ algorithm takes the same steps.
 """
 
 import abc
-from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -17,18 +16,18 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._conjugate_gradients import ConjugateGradients, semidefinite
-from .._linearisation import Linearisation
+from .._jacobian import AbstractJacobian
 from .._objective import AbstractObjective
+from .._passes import Passes
 from .._tree import matmul, ravel_pytree
 
 
 class AbstractSpace(eqx.Module):
-    """Coordinates `z` of a step.
+    """Coordinates `z` of a step."""
 
-    - `num_passes`: a tangent and a transposed pass for each step taken in it, or none.
-    """
-
-    num_passes: ClassVar[int]
+    @abc.abstractmethod
+    def a_step(self) -> Passes:
+        """The passes that each step taken in it takes."""
 
     @abc.abstractmethod
     def zero(self) -> PyTree[Array]:
@@ -74,17 +73,19 @@ class AbstractSpace(eqx.Module):
 class Parameters(AbstractSpace):
     """Parameters themselves: two passes a step, and no matrix."""
 
-    lin: Linearisation
-    num_passes: ClassVar[int] = 1
+    jacobian: AbstractJacobian
+
+    def a_step(self) -> Passes:
+        return self.jacobian.a_product()
 
     def zero(self) -> PyTree[Array]:
-        return _tree.zeros_like(self.lin.point)
+        return self.jacobian.domain.zeros()
 
     def push(self, z: PyTree[Array]) -> PyTree[Array]:
-        return self.lin.jvp(z)
+        return self.jacobian.mv(z)
 
     def pull(self, cotangent: PyTree[Array]) -> PyTree[Array]:
-        return self.lin.vjp(cotangent)
+        return self.jacobian.rmv(cotangent)
 
     def parameters(self, z: PyTree[Array]) -> PyTree[Array]:
         return z
@@ -99,7 +100,7 @@ class Parameters(AbstractSpace):
         curvature = objective.curvature(outputs)
         operator = semidefinite(
             lambda v: _tree.axpy(damping, v, self.pull(curvature(self.push(v)))),
-            self.lin.point,
+            self.jacobian.domain.tree,
         )
         solution = lx.linear_solve(
             operator,
@@ -113,22 +114,23 @@ class Parameters(AbstractSpace):
 class Outputs(AbstractSpace):
     r"""Coefficients $a$ of $\delta = \phi^\top a$: a product with the kernel a step."""
 
-    lin: Linearisation
+    jacobian: AbstractJacobian
     kernel: Float[Array, "m m"]
-    num_passes: ClassVar[int] = 0
+
+    def a_step(self) -> Passes:
+        return Passes()
 
     def zero(self) -> Float[Array, " m"]:
         return jnp.zeros(self.kernel.shape[0], self.kernel.dtype)
 
     def push(self, z: Float[Array, " m"]) -> PyTree[Array]:
-        _, unravel = ravel_pytree(self.lin.outputs)
-        return unravel(matmul(self.kernel, z))
+        return self.jacobian.codomain.unravel(matmul(self.kernel, z))
 
     def pull(self, cotangent: PyTree[Array]) -> Float[Array, " m"]:
         return ravel_pytree(cotangent)[0]
 
     def parameters(self, z: Float[Array, " m"]) -> PyTree[Array]:
-        return self.lin.pull_back(z)
+        return self.jacobian.pull_back(z)
 
     def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
         return matmul(a, ravel_pytree(pushed)[0])
@@ -137,7 +139,7 @@ class Outputs(AbstractSpace):
         # (H K + lambda I) z = -gradient: H K is similar to a semidefinite matrix, and
         # this needs no factor of H, which may be singular.
         curvature = objective.curvature(outputs)
-        _, unravel = ravel_pytree(self.lin.outputs)
+        unravel = self.jacobian.codomain.unravel
         columns = jax.vmap(
             lambda column: ravel_pytree(curvature(unravel(column)))[0], 1, 1
         )

@@ -1,47 +1,59 @@
 """By eigen- or singular values: any filter, one factorisation for all of them."""
 
-import equinox as eqx
+import math
+from typing import ClassVar, Literal
+
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _tree
-from .._spectrum import Filter, Spectrum
-from ._base import AbstractSubproblem, Answer
+from .._cost import rates
+from .._jacobian import Cost
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter, Spectrum, spectrum_of
+from ._base import AbstractWay, Answer, price_of_squaring
 
 
-class Spectral(AbstractSubproblem):
+class Spectral(AbstractWay):
     r"""$\delta = -\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$: each filter costs
     a function and a product.
 
-    $g_0$ is the part of the gradient that is no $\phi^\top r$, `rest`; to it the filter
+    $g_0$ is the part of the gradient that is no $\phi^\top r$, the rest; to it the filter
     is applied as $g(0) I + \phi^\top U\,\frac{g(w) - g(0)}{w}\,U^\top\phi$.
     """
 
+    problem: Quadratic
     spectrum: Spectrum
-    rest: PyTree[Array] | None
+    passes: Passes
     pushed: Float[Array, " k"]  # U^T phi g_0
     gradient_norm: Scalar
-    num_jvps: int = eqx.field(static=True)
-    num_vjps: int = eqx.field(static=True)
 
-    def __init__(
-        self, spectrum, num_jvps, num_vjps, *, rest=None, push_forward=lambda _: None
-    ):
+    def __init__(self, problem: Quadratic, spectrum: Spectrum, passes: Passes):
+        self.problem = problem
         self.spectrum = spectrum
-        self.rest = rest
-        if rest is None:
+        self.passes = passes
+        if problem.rest is None:
             self.pushed = jnp.zeros_like(spectrum.eigenvalues)
             self.gradient_norm = spectrum.gradient_norm()
         else:
-            self.pushed = spectrum.project(push_forward(rest))
+            pushed = problem.jacobian.push_forward(problem.rest)
+            self.pushed = spectrum.project(pushed)
             self.gradient_norm = _tree.norm(self.gradient())
-        self.num_jvps = num_jvps
-        self.num_vjps = num_vjps
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic)
+
+    @classmethod
+    def _made(cls, problem: Quadratic, method: Literal["svd", "eigh"], passes: Passes):
+        spectrum = spectrum_of(problem.jacobian, problem.residual, method)
+        return cls(problem, spectrum, passes)
 
     def gradient(self) -> PyTree[Array]:
-        gradient = self.spectrum.gradient()
-        return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
+        gradient, rest = self.spectrum.gradient(), self.problem.rest
+        return gradient if rest is None else _tree.axpy(1, rest, gradient)
 
     def curvature_along_gradient(self) -> Scalar:
         pushed = self.spectrum.eigenvalues * self.spectrum.coefficients + self.pushed
@@ -53,12 +65,13 @@ class Spectral(AbstractSubproblem):
     def attainable_decrease(self) -> Scalar:
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
         attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
-        if self.rest is None:
+        if self.problem.rest is None:
             return attainable
-        return jnp.where(_tree.any_nonzero(self.rest), jnp.inf, attainable)
+        return jnp.where(_tree.any_nonzero(self.problem.rest), jnp.inf, attainable)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectral":
-        return Spectral(self.spectrum.with_residual(residual), 0, 0)
+        spectrum = self.spectrum.with_residual(residual)
+        return type(self)(self.problem.with_residual(residual), spectrum, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
@@ -72,7 +85,7 @@ class Spectral(AbstractSubproblem):
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
-        if self.rest is None:
+        if self.problem.rest is None:
             return Answer(
                 self.spectrum.lift(-g * c),
                 decrease=0.5 * jnp.sum(w * g * (2 - w * g) * c**2),
@@ -82,4 +95,49 @@ class Spectral(AbstractSubproblem):
         at_zero = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
         slope = jnp.where(w > 0, (g - at_zero) / jnp.where(w > 0, w, 1), 0)
         within = self.spectrum.lift(-g * c - slope * self.pushed)
-        return Answer(_tree.axpy(-at_zero, self.rest, within), result=result)
+        return Answer(_tree.axpy(-at_zero, self.problem.rest, within), result=result)
+
+
+class SingularValues(Spectral):
+    """Of the m x p Jacobian: small ones to rounding."""
+
+    method: ClassVar[str] = "svd"
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        m, p = cost.shape
+        if m * p * cost.itemsize > cost.memory_budget:
+            return math.inf
+        few, many = sorted(cost.shape)
+        # Of an oblong matrix what is left by an orthogonal factorisation.
+        oblong = 4.0 * many * float(few) ** 2 * rates().product
+        tries = num_trials * 4.0 * m * p * rates().product
+        return cost.all_rows + oblong + rates().svd(few) + tries
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "SingularValues":
+        return cls._made(problem.at_hand(), "svd", cost.rows)
+
+
+class Eigenvalues(Spectral):
+    """Of the kernel or of the curvature, whichever is smaller."""
+
+    method: ClassVar[str] = "eigh"
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        m, p = cost.shape
+        if min(m, p) ** 2 * cost.itemsize > cost.memory_budget:
+            return math.inf
+        on_outputs = m <= p or m * p * cost.itemsize > cost.memory_budget
+        gram = cost.whole_gram if on_outputs else cost.whole_curvature
+        n = m if on_outputs else min(m, p)
+        tries = num_trials * 2.0 * n * (m + p) * rates().product
+        return gram + rates().eigh(n) + tries + price_of_squaring(filter)
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
+        m, p = cost.shape
+        if m > p and m * p * cost.itemsize <= cost.memory_budget:
+            return cls._made(problem.at_hand(), "eigh", cost.rows)
+        return cls._made(problem.at_hand_if_it_fits(), "eigh", cost.gram)

@@ -14,9 +14,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal, Var
 from jaxtyping import Array, Float, PyTree
 
-from . import _tree
+from .. import _tree
+from .._cost import bytes_made
+from .._tree import ravel_pytree
 from ._layer import gram_multiplications, Layer
-from ._tree import ravel_pytree
 
 
 class _Use(NamedTuple):
@@ -49,6 +50,14 @@ class _Use(NamedTuple):
         return tuple(axis for axis in axes if axis not in contracted)
 
     @property
+    def axes(self) -> tuple[int, ...]:
+        """Those of the weights, first the output's, then the others in their order."""
+        dimensions = self.equation.params["dimension_numbers"]
+        if self.is_convolution:
+            return tuple(dimensions.rhs_spec)
+        return (*self.out_axes, *dimensions[0][self.operand])
+
+    @property
     def sizes(self) -> tuple[int, int, int]:
         """(o, t, q) of the layer."""
         o = math.prod(self.weights.shape[axis] for axis in self.out_axes)
@@ -63,14 +72,13 @@ class Program(NamedTuple):
     """A function of parameters and one example, and the layers in it."""
 
     jaxpr: ClosedJaxpr
-    layers: dict[int, _Use]  # by the parameters' leaf
+    layers: dict[int, list[Any]]  # by the parameters' leaf, all their uses
 
     def num_bytes_passed(self, num_outputs: int) -> int:
         """What passing one example there and back takes: all that the way there leaves,
         and for each output the most that the way back has at once."""
-        made = [_struct(v) for equation in self.jaxpr.eqns for v in equation.outvars]
-        sizes = [x.size * x.dtype.itemsize for x in made]
-        return sum(sizes) + num_outputs * max(sizes, default=1)
+        made, largest = bytes_made(self.jaxpr.jaxpr)
+        return made + num_outputs * max(largest, 1)
 
 
 def find(
@@ -93,12 +101,14 @@ def find(
     names = dict(zip(closed.jaxpr.invars, range(len(leaves)), strict=False))
     uses: dict[int, list[_Use | None]] = {leaf: [] for leaf in range(len(leaves))}
     _note_uses(closed.jaxpr, names, uses)
-    alone = {
-        leaf: found[0]
-        for leaf, found in uses.items()
-        if len(found) == 1 and found[0] is not None
-    }
-    return Program(closed, alone)
+    alike = {leaf: found for leaf, found in uses.items() if _is_one_layer(found)}
+    return Program(closed, alike)
+
+
+def _is_one_layer(uses: Sequence[_Use | None]) -> bool:
+    """Whether all uses multiply by one matrix: then they are positions of a layer."""
+    axes = {None if use is None else use.axes for use in uses}
+    return len(axes) == 1 and None not in axes
 
 
 def _note_uses(jaxpr: Jaxpr, names: dict[Var, int], uses: dict[int, list]) -> None:
@@ -162,10 +172,11 @@ def evaluate(
     program: Program,
     leaves: Sequence[Array],
     example: Sequence[Array],
-    added: dict[int, Array],
-) -> tuple[list[Array], dict[int, Array]]:
-    """The outputs with something added to those of each layer, and what goes into it."""
-    activations = {}
+    added: dict[int, list[Array]],
+) -> tuple[list[Array], dict[int, list[Array]]]:
+    """The outputs with something added to those of each use of a layer's weights, and
+    what goes into it."""
+    activations = {leaf: [] for leaf in added}
 
     if not added:
         return jaxpr_as_fun(program.jaxpr)(*leaves, *example), activations
@@ -186,8 +197,9 @@ def evaluate(
                     entered = _read(values, equation.invars[1 - operand])
                     weights = _struct(equation.invars[operand])
                     dtype = _tree.dtype((entered, weights))
-                    activations[leaf] = entered.astype(dtype)
-                    outs = [outs[0] + added[leaf]]
+                    use = len(activations[leaf])
+                    activations[leaf].append(entered.astype(dtype))
+                    outs = [outs[0] + added[leaf][use]]
             values.update(zip(equation.outvars, outs, strict=True))
         return [_read(values, atom) for atom in jaxpr.outvars]
 
@@ -211,13 +223,19 @@ def _apply(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, Array]) -> list[A
     return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*[values[v] for v in operands])
 
 
+def _sizes(uses: Sequence[_Use]) -> tuple[int, int, int]:
+    """(o, t, q) of the layer, with the positions of all uses."""
+    o, _, q = uses[0].sizes
+    return o, sum(use.sizes[1] for use in uses), q
+
+
 def num_numbers(program: Program, y: PyTree[Array], num_outputs: int) -> list[int]:
     """That an example's block takes in memory, for each leaf of the parameters."""
     sizes = []
     for k, leaf in enumerate(jax.tree.leaves(y)):
         sizes.append(num_outputs * leaf.size)
         if k in program.layers:
-            o, t, q = program.layers[k].sizes
+            o, t, q = _sizes(program.layers[k])
             sizes[k] = min(sizes[k], t * (num_outputs * o + q))
     return sizes
 
@@ -231,7 +249,7 @@ def num_gram_multiplications(
     for k, leaf in enumerate(jax.tree.leaves(y)):
         by_rows = float(n * c) ** 2 * leaf.size
         if k in program.layers:
-            by_rows = min(gram_multiplications(n, c, *program.layers[k].sizes))
+            by_rows = min(gram_multiplications(n, c, *_sizes(program.layers[k])))
         total += by_rows
     return total
 
@@ -261,8 +279,8 @@ def blocks(
             return evaluate(program, all_leaves, example, added)
 
         nothing = {
-            leaf: jnp.zeros(use.output.shape, use.output.dtype)
-            for leaf, use in layers.items()
+            leaf: [jnp.zeros(use.output.shape, use.output.dtype) for use in uses]
+            for leaf, uses in layers.items()
         }
         chosen = [leaves[leaf] for leaf in plain]
         outputs, pull, activations = jax.vjp(run, nothing, chosen, has_aux=True)
@@ -277,12 +295,12 @@ def blocks(
         activations, signals, rows = jax.lax.map(
             of_example, examples, batch_size=batch_size
         )
-    found = dict(zip(plain, rows, strict=True))
+    found: dict[int, Any] = dict(zip(plain, rows, strict=True))
     n, c = examples[0].shape[0], sum(out.size for out in program.jaxpr.out_avals)
     for leaf in empty:
         found[leaf] = jnp.zeros((n, c, *leaves[leaf].shape), leaves[leaf].dtype)
-    for leaf, use in layers.items():
-        layer = _layer(use, activations[leaf], signals[leaf])
+    for leaf, uses in layers.items():
+        layer = _layer(uses, activations[leaf], signals[leaf])
         found[leaf] = layer if layer.is_smaller() else _by_example(layer)
     return [found[leaf] for leaf in wanted]
 
@@ -292,34 +310,39 @@ def _by_example(layer: Layer) -> Float[Array, "n c ..."]:
     return layer.rows().reshape(n, c, *layer.shape)
 
 
-def _layer(use: _Use, x: Array, signals: Array) -> Layer:
-    """From what went into a layer, (n, ...), and what came back, (n, c, ...)."""
+def _layer(uses: Sequence[_Use], xs: Sequence[Array], backs: Sequence[Array]) -> Layer:
+    """From what went into each use, (n, ...), and what came back, (n, c, ...)."""
+    parts = [_factors(*each) for each in zip(uses, xs, backs, strict=True)]
+    signals, activations = zip(*parts, strict=True)
+    return Layer(
+        jnp.concatenate(_tree.promoted(signals), axis=3),
+        jnp.concatenate(_tree.promoted(activations), axis=1),
+        uses[0].weights.shape,
+        uses[0].axes,
+    )
+
+
+def _factors(
+    use: _Use, x: Array, signals: Array
+) -> tuple[Float[Array, "n c o t"], Float[Array, "n t q"]]:
     o, t, _ = use.sizes
     params = use.equation.params
     n, c = signals.shape[:2]
     if not use.is_convolution:
-        contracted = params["dimension_numbers"][0]
-        of_x = contracted[1 - use.operand]
+        of_x = params["dimension_numbers"][0][1 - use.operand]
         free = [axis for axis in range(x.ndim - 1) if axis not in of_x]
         activations = x.transpose(0, *(axis + 1 for axis in (*free, *of_x)))
         if use.operand == 0:
             signals = signals.reshape(n, c, o, t)
         else:
             signals = signals.reshape(n, c, t, o).swapaxes(2, 3)
-        axes = (*use.out_axes, *contracted[use.operand])
     else:
         dimensions = params["dimension_numbers"]
         x = x.transpose(0, *(axis + 1 for axis in dimensions.lhs_spec))[:, 0]
         signals = signals.transpose(0, 1, *(axis + 2 for axis in dimensions.out_spec))
-        axes = dimensions.rhs_spec
-        size = [use.weights.shape[axis] for axis in axes[2:]]
+        size = [use.weights.shape[axis] for axis in dimensions.rhs_spec[2:]]
         activations = _patches(x, size, signals.shape[4:], params)
-    return Layer(
-        signals.reshape(n, c, o, t),
-        activations.reshape(n, t, -1),
-        use.weights.shape,
-        tuple(axes),
-    )
+    return signals.reshape(n, c, o, t), activations.reshape(n, t, -1)
 
 
 def _patches(

@@ -1,18 +1,20 @@
 r"""Dense and convolutional layers: their part of the Jacobian as products.
 
-Where an array of parameters does nothing but multiply, once, as the weights of a dense
-or a convolutional layer do, its rows of the Jacobian are sums of outer products of what
+Where an array of parameters does nothing but multiply, as the weights of a dense or a
+convolutional layer do, its rows of the Jacobian are sums of outer products of what
 comes back to the layer and what went into it,
 
 $$\phi_{(n,c),(o,q)} = \sum_t s_{n,c,o,t}\,a_{n,t,q},$$
 
 with $s$ the backward signals of output $c$ of example $n$ at the layer's output $o$ in
 position $t$, and $a$ the activations that position $t$ sees (a dense layer has one
-position, a convolution as many as its image, $q$ then running over a patch). They are
-much smaller than the rows, and so is the work for the kernel.
+position, a convolution as many as its image, $q$ then running over a patch; weights that
+are used several times have the positions of all their uses). They are much smaller than
+the rows, and so is the work for the kernel.
 """
 
 import math
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -20,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from . import _tree
-from ._tree import matmul, promoted
+from .. import _tree
+from .._tree import matmul, promoted
+from ._block import AbstractBlock
 
 
 # One multiplication by itself, in memory, takes as long as so many in a matrix product.
@@ -30,7 +33,7 @@ _ELEMENTWISE = 8
 _PART_BYTES = 2**27
 
 
-class Layer(eqx.Module):
+class Layer(AbstractBlock):
     """The Jacobian by the weights of one layer, of all outputs of n examples."""
 
     signals: Float[Array, "n c o t"]
@@ -142,6 +145,17 @@ class Layer(eqx.Module):
         through = jnp.einsum("ntq,oq->not", activations, matrix, precision=precise)
         products = jnp.einsum("ncot,not->nc", signals, through, precision=precise)
         return products.reshape(-1)
+
+    def transformed(self, transform: Callable[[Array], Array]) -> "Layer":
+        # Of an example all rows have the same activations.
+        n, c, o, t = self.signals.shape
+        signals = jax.vmap(transform, 1, 1)(self.signals.reshape(n * c, o * t))
+        signals = signals.astype(self.signals.dtype).reshape(n, -1, o, t)
+        return Layer(signals, self.activations, self.shape, self.axes)
+
+    def astype(self, dtype: jnp.dtype) -> "Layer":
+        signals, activations = (x.astype(dtype) for x in (self.signals, self.activations))
+        return Layer(signals, activations, self.shape, self.axes)
 
     def _as_weights(self, matrix: Array) -> Array:
         sizes = [self.shape[axis] for axis in self.axes]

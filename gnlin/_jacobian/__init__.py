@@ -1,0 +1,14 @@
+"""The Jacobian as an object: what it is made of is known here, and nowhere else."""
+
+from ._at_hand import AtHand as AtHand
+from ._base import (
+    AbstractJacobian as AbstractJacobian,
+    Cost as Cost,
+    DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
+)
+from ._block import AbstractBlock as AbstractBlock
+from ._by_passes import ByPasses as ByPasses
+from ._layer import Layer as Layer
+from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
+from ._rows import Rows as Rows
+from ._scaled import Scaled as Scaled

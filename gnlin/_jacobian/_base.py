@@ -1,0 +1,268 @@
+"""What every Jacobian can be asked."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Float, PyTree
+
+from .. import _tree
+from .._cost import rates
+from .._passes import Passes
+from .._tree import matmul, ravel_pytree, Structure
+from ._block import AbstractBlock
+
+
+DEFAULT_MEMORY_BUDGET = 2**31
+"""Bytes that one Jacobian's largest matrix may take, unless told otherwise."""
+
+# The curvature is summed from parts of the Jacobian of so many bytes, or so many times as
+# many as the sum takes, so that summing costs little.
+_PART_BYTES = 2**20
+_ROWS_A_SUM = 8
+
+Of = TypeVar("Of")
+
+
+class Cost(NamedTuple):
+    """What there is to pay for, known from shapes and programs before anything runs.
+
+    - `shape`, `itemsize`: (m, p), and the bytes of a number.
+    - `rows`: the passes that all blocks together take.
+    - `gram`: those that the kernel takes, within the memory budget.
+    - `one_pass`: operations of a product with the Jacobian, or with its transpose.
+    - `gram_operations`: of the kernel, once the passes are made.
+    - `num_bytes`: that the blocks take in memory.
+    - `memory_budget`: that they, and the matrices made of them, are to stay within.
+    - `loops_slowly`: whether a product is many times slower inside a loop.
+    """
+
+    shape: tuple[int, int]
+    itemsize: int
+    rows: Passes
+    gram: Passes
+    one_pass: float
+    gram_operations: float
+    num_bytes: int
+    memory_budget: int
+    loops_slowly: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether the blocks stay within the budget."""
+        return self.num_bytes <= self.memory_budget
+
+    @property
+    def one_product(self) -> float:
+        """Seconds for a product each way, inside a loop."""
+        rate = rates()
+        slower = rate.looped if self.loops_slowly else 1.0
+        return rate.step + 2 * self.one_pass * rate.passed * slower
+
+    @property
+    def all_rows(self) -> float:
+        """Seconds for the blocks."""
+        return self.rows.number() * self.one_pass * rates().passed
+
+    @property
+    def whole_gram(self) -> float:
+        """Seconds for the kernel, its passes included."""
+        of_passes = self.gram.number() * self.one_pass * rates().passed
+        return of_passes + self.gram_operations * rates().product
+
+    @property
+    def whole_curvature(self) -> float:
+        """Seconds for the curvature, its passes included."""
+        m, p = self.shape
+        return self.all_rows + 2.0 * m * float(p) ** 2 * rates().product
+
+
+class AbstractJacobian(lx.AbstractLinearOperator):
+    r"""$\phi$, the m x p Jacobian of a function at a point: a
+    [lineax](https://docs.kidger.site/lineax) operator from the structure of the
+    parameters to that of the outputs, which knows how its rows depend on the parameters.
+
+    - `domain`, `codomain`: of the parameters and of the outputs.
+    - `memory_budget`: bytes that the largest matrix may take.
+    """
+
+    domain: Structure = eqx.field(static=True)
+    codomain: Structure = eqx.field(static=True)
+    memory_budget: int = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, p): the numbers of outputs and of parameters."""
+        return self.codomain.size, self.domain.size
+
+    #
+    # Products
+    #
+
+    @abc.abstractmethod
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi\,v$: a Jacobian-vector product."""
+
+    @abc.abstractmethod
+    def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi^\top u$: a vector-Jacobian product."""
+
+    def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
+        r"""$\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
+        return ravel_pytree(self.mv(tangent))[0]
+
+    def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
+        r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
+        return self.rmv(self.codomain.unravel(cotangent))
+
+    @abc.abstractmethod
+    def a_product(self) -> Passes:
+        """The passes that a product each way takes: one each, or none."""
+
+    #
+    # Matrices
+    #
+
+    @abc.abstractmethod
+    def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
+        """By each array of parameters, or the `wanted` ones, in the order of leaves."""
+
+    def rows(self) -> PyTree[Array]:
+        r"""The dense Jacobian, as the parameters' structure with a leading axis of length
+        m: m x p numbers."""
+        rows = [block.rows() for block in self.blocks()]
+        return self.domain.treedef.unflatten(rows)
+
+    def as_matrix(self) -> Float[Array, "m p"]:
+        r"""The same as one m x p matrix, parameters in `ravel_pytree` order."""
+        return _as_matrix(self.blocks())
+
+    @abc.abstractmethod
+    def gram(self) -> Float[Array, "m m"]:
+        r"""$\phi\phi^\top$, the empirical neural tangent kernel."""
+
+    def curvature(self) -> Float[Array, "p p"]:
+        r"""$\phi^\top\phi$, parameters in `ravel_pytree` order.
+
+        Of independent examples by some at a time, so that no more of the Jacobian is held
+        than the nearer memories take."""
+
+        def of_part(blocks: Sequence[AbstractBlock]) -> Float[Array, "p p"]:
+            matrix = _as_matrix(blocks)
+            return matmul(matrix.T, matrix)
+
+        of_sum = self.domain.size**2 * self.domain.dtype.itemsize
+        return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * of_sum))
+
+    def squared_columns(self) -> PyTree[Array]:
+        """The squared norms of the columns."""
+        squares = [block.squared_columns() for block in self.blocks()]
+        return self.domain.treedef.unflatten(squares)
+
+    def summed(
+        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
+    ) -> Of:
+        """What a function makes of the blocks; summed over parts of the examples, of so
+        many bytes each, where these are independent."""
+        return of_blocks(self.blocks())
+
+    #
+    # Other Jacobians
+    #
+
+    @abc.abstractmethod
+    def at_hand(self) -> "AbstractJacobian":
+        """The same with its blocks in memory: products with it are products of
+        matrices."""
+
+    def at_hand_if_it_fits(self) -> "AbstractJacobian":
+        """The same, where the blocks stay within the memory budget."""
+        return self.at_hand() if self.fits() else self
+
+    @abc.abstractmethod
+    def transformed(
+        self, matrices: PyTree[Array], codomain: Structure
+    ) -> "AbstractJacobian":
+        r"""$R\phi$, where each example's outputs are multiplied by a matrix of its own.
+
+        - `matrices`: an object with a method `mv`, all of whose arrays have a leading
+            axis over the examples; so must have the outputs.
+        - `codomain`: of what comes out.
+        """
+
+    @abc.abstractmethod
+    def fits(self) -> bool:
+        """Whether the blocks stay within the memory budget."""
+
+    @abc.abstractmethod
+    def within(self, memory_budget: int) -> "AbstractJacobian":
+        """The same, within another budget."""
+
+    @abc.abstractmethod
+    def cost(self) -> Cost:
+        """What products with it, its blocks and its kernel cost."""
+
+    #
+    # As an operator of lineax
+    #
+
+    def transpose(self) -> lx.AbstractLinearOperator:
+        return lx.FunctionLinearOperator(self.rmv, self.codomain.tree)
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.domain.tree
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.codomain.tree
+
+
+def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
+    rows = [block.rows() for block in blocks]
+    flat = [x.reshape(x.shape[0], -1) for x in rows if x.size > 0]
+    return jnp.concatenate(_tree.promoted(flat), axis=1)
+
+
+def _never(operator: AbstractJacobian) -> bool:
+    return False
+
+
+def _as_it_is(operator: AbstractJacobian) -> AbstractJacobian:
+    return operator
+
+
+def _as_function(operator: AbstractJacobian) -> lx.AbstractLinearOperator:
+    return lx.FunctionLinearOperator(operator.mv, operator.in_structure())
+
+
+for _property in (
+    lx.is_symmetric,
+    lx.is_diagonal,
+    lx.is_tridiagonal,
+    lx.is_lower_triangular,
+    lx.is_upper_triangular,
+    lx.is_positive_semidefinite,
+    lx.is_negative_semidefinite,
+    lx.has_unit_diagonal,
+):
+    _property.register(AbstractJacobian)(_never)
+for _made in (lx.linearise, lx.conj):
+    _made.register(AbstractJacobian)(_as_it_is)
+
+
+@lx.materialise.register
+def _(operator: AbstractJacobian) -> lx.AbstractLinearOperator:
+    return lx.materialise(_as_function(operator))
+
+
+@lx.diagonal.register
+def _(operator: AbstractJacobian) -> Array:
+    return lx.diagonal(_as_function(operator))
+
+
+@lx.tridiagonal.register
+def _(operator: AbstractJacobian) -> tuple[Array, Array, Array]:
+    return lx.tridiagonal(_as_function(operator))

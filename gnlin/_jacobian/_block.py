@@ -1,0 +1,40 @@
+"""One array of parameters' part of the Jacobian."""
+
+import abc
+from collections.abc import Callable
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class AbstractBlock(eqx.Module):
+    r"""The columns of $\phi$ that belong to one array of parameters."""
+
+    @abc.abstractmethod
+    def rows(self) -> Float[Array, "m ..."]:
+        """The block itself."""
+
+    @abc.abstractmethod
+    def gram(self) -> Float[Array, "m m"]:
+        """Its rows' inner products."""
+
+    @abc.abstractmethod
+    def squared_columns(self) -> Float[Array, "..."]:
+        """The squared norms of its columns."""
+
+    @abc.abstractmethod
+    def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
+        r"""$\phi v$."""
+
+    @abc.abstractmethod
+    def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
+        r"""$\phi^\top a$."""
+
+    @abc.abstractmethod
+    def transformed(self, transform: Callable[[Array], Array]) -> "AbstractBlock":
+        """With each column transformed, linearly and each example by itself."""
+
+    @abc.abstractmethod
+    def astype(self, dtype: jnp.dtype) -> "AbstractBlock":
+        """In another precision."""

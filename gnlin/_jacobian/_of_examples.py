@@ -1,0 +1,239 @@
+"""The Jacobian of independent examples: what is gained by their independence."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .. import _tree
+from .._passes import Passes
+from .._sharding import is_spread
+from .._tree import ravel_pytree, Structure
+from . import _program
+from ._at_hand import AtHand
+from ._base import AbstractJacobian, Cost, Of
+from ._block import AbstractBlock
+from ._by_passes import ByPasses, forward_is_cheaper
+from ._layer import Layer
+from ._rows import Rows
+
+
+class PerExample(eqx.Module):
+    """A function of one example, lifted to a batch of independent ones.
+
+    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading
+    axis of every array in `args`. What it adds over `jax.vmap` is the knowledge that
+    outputs of one example do not depend on another: the dense Jacobian then takes as
+    many reverse passes as *one example* has outputs, not as all of them have together.
+
+    **Arguments:**
+
+    - `fn`: `fn(y, example)` returning a pytree of arrays.
+
+    !!! example
+
+        ```python
+        residuals = gnlin.PerExample(lambda w, xy: jnp.tanh(w @ xy[0]) - xy[1])
+        lin = gnlin.linearise(residuals, w, (inputs, targets))
+        ```
+    """
+
+    fn: Callable[[Any, Any], PyTree[Array]]
+
+    def __call__(self, y, args):
+        return jax.vmap(self.fn, in_axes=(None, 0))(y, args)
+
+
+class OfExamples(AbstractJacobian):
+    """As many reverse passes as one example has outputs, some arrays of parameters or
+    some examples at a time; dense and convolutional layers by their factors."""
+
+    _passes: ByPasses
+    _fn: Callable[[Any, Any], PyTree[Array]]  # of one example
+    _point: PyTree[Array]
+    _args: PyTree[Array]
+
+    def __init__(self, passes: ByPasses, fn: Callable, point: PyTree, args: PyTree):
+        """The Jacobian `passes` of `PerExample(fn)(y, args)`, at a point."""
+        self._passes = passes
+        self._fn = fn
+        self._point = point
+        self._args = args
+        self.domain = passes.domain
+        self.codomain = passes.codomain
+        self.memory_budget = passes.memory_budget
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._passes.mv(vector)
+
+    def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._passes.rmv(vector)
+
+    def a_product(self) -> Passes:
+        return Passes(1, 1)
+
+    def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
+        wanted = range(len(self.domain.leaves)) if wanted is None else wanted
+        return self._blocks_of(self._point, self._args, wanted)
+
+    def _blocks_of(self, point, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
+        outputs = self._outputs_of_one()
+        if forward_is_cheaper(outputs.size, self.domain.size):
+            of_example = functools.partial(_rows_forward, self._fn)
+            rows = jax.tree.leaves(jax.vmap(of_example, in_axes=(None, 0))(point, args))
+            found = [rows[leaf] for leaf in wanted]
+        else:
+            program = self._program()
+            passed = program.num_bytes_passed(outputs.size)
+            batch_size = max(1, self.memory_budget // passed)
+            found = _program.blocks(program, point, args, wanted, batch_size)
+        # (n, c, ...) -> (m, ...), one output leaf after the other
+        ends = np.cumsum([leaf.size for leaf in outputs.leaves])[:-1]
+
+        def stacked(rows: Array) -> Rows:
+            parts = [
+                part.reshape(part.shape[0] * part.shape[1], *rows.shape[2:])
+                for part in jnp.split(rows, ends, axis=1)
+            ]
+            return Rows(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+
+        return [x if isinstance(x, Layer) else stacked(x) for x in found]
+
+    def gram(self) -> Float[Array, "m m"]:
+        m, _ = self.shape
+        groups, left = _grouped(self._block_bytes(), self.memory_budget)
+        kernel = jnp.zeros((m, m), _tree.dtype((self._point, self.codomain.leaves)))
+        for group in groups:
+            # One group after the other, so that they share their memory.
+            point, kernel = jax.lax.optimization_barrier((self._point, kernel))
+            blocks = self._blocks_of(point, self._args, group)
+            part = AtHand(self.domain, self.codomain, self.memory_budget, blocks)
+            kernel += part.gram()
+        if left:
+            kernel += self._passes.chunked_gram(left).astype(kernel.dtype)
+        return kernel
+
+    def summed(
+        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
+    ) -> Of:
+        n = self._num_examples()
+        most = min(self.memory_budget, part_bytes)
+        size = min(n, max(1, most // max(1, sum(self._block_bytes()) // n)))
+        every = range(len(self.domain.leaves))
+
+        def part(args):
+            return of_blocks(self._blocks_of(self._point, args, every))
+
+        if size == n or is_spread():
+            return part(self._args)
+        whole = n - n % size
+        first, last = (
+            jax.tree.map(lambda x, s=s: x[s], self._args)
+            for s in (slice(None, whole), slice(whole, None))
+        )
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), first)
+        zero = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, self._args)
+        )
+        add = lambda total, args: (jax.tree.map(jnp.add, total, part(args)), None)
+        total, _ = jax.lax.scan(add, zero, parts)
+        return total if whole == n else add(total, last)[0]
+
+    def at_hand(self) -> AtHand:
+        fixed = self.domain, self.codomain, self.memory_budget
+        return AtHand(*fixed, self.blocks())
+
+    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
+        return OfExamples(
+            self._passes.transformed(matrices, codomain),
+            eqx.Partial(_transformed_fn, self._fn),
+            self._point,
+            (self._args, matrices),
+        )
+
+    def fits(self) -> bool:
+        return sum(self._block_bytes()) <= self.memory_budget
+
+    def within(self, memory_budget: int) -> "OfExamples":
+        passes = self._passes.within(memory_budget)
+        return OfExamples(passes, self._fn, self._point, self._args)
+
+    def cost(self) -> Cost:
+        c, (m, p) = self._outputs_of_one().size, self.shape
+        rows = Passes(jvps=p) if forward_is_cheaper(c, p) else Passes(vjps=c)
+        sizes = self._block_bytes()
+        groups, left = _grouped(sizes, self.memory_budget)
+        shape = self._num_examples(), c
+        multiplications = _program.num_gram_multiplications(
+            self._program(), self._point, shape
+        )
+        return self._passes.cost()._replace(
+            rows=rows,
+            gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
+            gram_operations=2 * multiplications,
+            num_bytes=sum(sizes),
+            memory_budget=self.memory_budget,
+        )
+
+    def _num_examples(self) -> int:
+        return jax.tree.leaves(self._args)[0].shape[0]
+
+    def _example(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._args
+        )
+
+    def _outputs_of_one(self) -> Structure:
+        return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
+
+    def _program(self) -> _program.Program:
+        # Over devices the rows are divided by columns, which factors do not have.
+        layers = not is_spread()
+        return _program.find(self._fn, self._point, self._example(), layers=layers)
+
+    def _block_bytes(self) -> list[int]:
+        """What the block of each array of parameters takes in memory."""
+        c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
+        sizes = _program.num_numbers(self._program(), self._point, c)
+        return [self._num_examples() * size * itemsize for size in sizes]
+
+
+def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
+    """The Jacobian of one example, as parameters with a leading axis of outputs."""
+    flat, unravel = ravel_pytree(y)
+
+    def push(v):
+        _, pushed = jax.jvp(lambda y_: fn(y_, example), (y,), (unravel(v),))
+        return ravel_pytree(pushed)[0]
+
+    columns = jax.vmap(push, out_axes=1)(jnp.eye(flat.size, dtype=flat.dtype))
+    return jax.vmap(unravel)(columns.astype(flat.dtype))
+
+
+def _transformed_fn(fn, y, args):
+    example, matrix = args
+    return matrix.mv(fn(y, example))
+
+
+def _grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
+    """Indices in groups of at most that size together, and those that are larger; none
+    of what has no size."""
+    groups: list[list[int]] = []
+    left, room = [], 0
+    for k, size in enumerate(sizes):
+        if size == 0:
+            continue
+        if size > most:
+            left.append(k)
+        elif groups and size <= room:
+            groups[-1].append(k)
+            room -= size
+        else:
+            groups.append([k])
+            room = most - size
+    return groups, left

@@ -1,0 +1,48 @@
+"""What a computation takes: passes through the function."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import ScalarLike
+
+
+class Passes(eqx.Module):
+    """Numbers of Jacobian-vector (tangent) and vector-Jacobian (transposed) products.
+
+    They add up, and can be multiplied: `Passes(1, 1) * num_steps + Passes(vjps=1)`.
+    """
+
+    jvps: ScalarLike = 0
+    vjps: ScalarLike = 0
+
+    def __add__(self, other: "Passes") -> "Passes":
+        return Passes(_sum(self.jvps, other.jvps), _sum(self.vjps, other.vjps))
+
+    def __mul__(self, times: ScalarLike) -> "Passes":
+        return Passes(_product(self.jvps, times), _product(self.vjps, times))
+
+    def number(self) -> float:
+        """Of both kinds together, known before the program runs."""
+        jvps: Any = self.jvps
+        vjps: Any = self.vjps
+        return float(jvps + vjps)
+
+    def traced(self) -> "Passes":
+        """As arrays of one dtype, for a loop to carry."""
+        return Passes(jnp.asarray(self.jvps, float), jnp.asarray(self.vjps, float))
+
+
+# They may be known numbers, or counts of a program that runs, past 2^31.
+
+
+def _sum(a: ScalarLike, b: ScalarLike) -> ScalarLike:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return jnp.asarray(a, float) + jnp.asarray(b, float)
+
+
+def _product(a: ScalarLike, b: ScalarLike) -> ScalarLike:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    return jnp.asarray(a, float) * jnp.asarray(b, float)

@@ -1,0 +1,267 @@
+"""How a subproblem's answer becomes a step: taken whole, searched along, or refused; and
+the solvers whose steps are a filter's."""
+
+import abc
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Bool, Int, PyTree, ScalarLike
+
+from .. import _tree
+from .._checks import check_search, nan_unless, nonnegative
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._subproblem import (
+    AbstractSubproblem,
+    Answer,
+    check_form,
+    choose,
+    Form,
+    Method,
+    MixedPrecision,
+    problem_of,
+    ProxLinear,
+)
+from ..filters import PseudoInverse, Tikhonov
+from ._across_batches import Stride
+from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+
+
+Search = optx.AbstractSearch | Literal["auto"] | None
+
+
+class AbstractSearchedGaussNewton(AbstractGaussNewton):
+    """A solver with a `form` of the linearised problem, and a `search` along its steps;
+    with `search="auto"` the next batch judges a step, too."""
+
+    form: Form = eqx.field(default="quadratic", kw_only=True)
+    search: Search = eqx.field(default="auto", kw_only=True)
+
+    def __check_init__(self):
+        check_search(self.search)
+        check_form(self.form, "auto")
+
+    def check_curvature_batch(self) -> None:
+        check_quadratic(self.form)
+
+    def start_stream(
+        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
+    ) -> State:
+        state = self.start(y, outputs)
+        if self.search != "auto":
+            return state
+        stride = Stride.start(y, state.report.loss.dtype)
+        return eqx.tree_at(lambda s: s.stride, state, stride, is_leaf=lambda x: x is None)
+
+
+def check_quadratic(form: Form) -> None:
+    if form != "quadratic":
+        raise ValueError(
+            "`curvature_batch_size` is of quadratic problems: pass a solver with "
+            '`form="quadratic"`.'
+        )
+
+
+class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
+    r"""A solver whose steps are those of a spectral filter,
+    $\delta = -\phi^\top U g(w) U^\top r$: it says which, and how they are computed, tried
+    and judged is here.
+
+    **Arguments:**
+
+    - `rtol`, `atol`, `norm`, `memory_budget`: as in [`gnlin.AbstractGaussNewton`][].
+    - `form`, `search`, `method`: as in [`gnlin.GaussNewton`][].
+
+    !!! example
+
+        ```python
+        class Cooled(gnlin.AbstractFilteredGaussNewton):
+            damping: float
+
+            def filter_at(self, num_steps):
+                return gnlin.filters.Tikhonov(self.damping * 0.5**num_steps)
+        ```
+    """
+
+    method: Method | MixedPrecision = eqx.field(default="auto", kw_only=True)
+
+    def __check_init__(self):
+        check_form(self.form, self.method)
+
+    @abc.abstractmethod
+    def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
+        """The filter of the next step.
+
+        - `num_steps`: the outer steps made so far.
+        """
+
+    def prepared(
+        self, problem: Quadratic | ProxLinear, filter: Filter, memory: PyTree
+    ) -> tuple[AbstractSubproblem, PyTree]:
+        """The problem made ready, and what the next update is to remember."""
+        return choose(problem, filter, method=self.method), memory
+
+    def update(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: PyTree,
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        filter = self.filter_at(num_steps)
+        problem = problem_of(self.form, objective, lin)
+        subproblem, memory = self.prepared(problem, filter, memory)
+        answer = subproblem.solve(filter)
+        return take_step(
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            search=self.search,
+            memory=memory,
+            damping=_reported(filter),
+        )
+
+
+def _reported(filter: Filter) -> ScalarLike:
+    """The damping; NaN where the filter's number is out of its range."""
+    match filter:
+        case Tikhonov(damping=damping):
+            return damping
+        case PseudoInverse(rcond=rcond) if rcond is not None:
+            return nan_unless(nonnegative(rcond), 0.0)
+    return 0.0
+
+
+def take_step(
+    solver: AbstractGaussNewton,
+    objective: AbstractObjective,
+    lin: Linearisation,
+    evaluate: Evaluate,
+    subproblem: AbstractSubproblem,
+    answer: Answer,
+    *,
+    search: Search = None,
+    memory: PyTree = None,
+    damping: ScalarLike = 0.0,
+) -> Update:
+    """Take a subproblem's answer, or as much of it as a search says, unless it leads away
+    from the finite numbers.
+
+    **Arguments:**
+
+    - `solver`, `objective`, `lin`, `evaluate`: as `update` has them.
+    - `subproblem`, `answer`: what was solved, and how.
+    - `search`: one of optimistix's, `"auto"`, or `None` for the whole step.
+    - `memory`: for the next update.
+    - `damping`: for the history; one that is not finite ends the run.
+
+    **Returns:** a [`gnlin.Update`][].
+    """
+    y, outputs = lin.point, lin.outputs
+    step, result = answer.step, answer.result
+    stuck = jnp.array(False)
+    search = _safeguard(search, objective)
+    if search is not None:
+        step, found = _searched(
+            search, objective, lin, evaluate, subproblem.gradient(), step
+        )
+        stuck = ~found & (result == optx.RESULTS.successful)
+    solved = result == optx.RESULTS.successful
+    step_norm = _tree.norm(step)
+    # A damping that is not finite stands for hyperparameters out of their range.
+    at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
+    at_point &= jnp.isfinite(objective.value(outputs))
+    sound = at_point & jnp.isfinite(step_norm)
+    takes = sound & solved & ~stuck
+    candidate = _tree.where(takes, moved(y, step), y)
+    new_outputs = evaluate(candidate)
+    finite = sound & _tree.all_finite((new_outputs, outputs))
+    finite &= jnp.isfinite(objective.value(new_outputs))
+    good = finite & takes
+    settled = solver.converged(
+        candidate, step, objective.residual(new_outputs), objective.residual(outputs)
+    )
+    step_norm = jnp.where(good, step_norm, 0)
+    # Without a step at hand a search has nothing to say of the numbers.
+    broken = at_point & ~stuck & solved & ~finite
+    result = optx.RESULTS.where(~at_point | broken, optx.RESULTS.nonfinite, result)
+    return Update(
+        y=_tree.where(good, candidate, y),
+        outputs=_tree.where(good, new_outputs, outputs),
+        memory=memory,
+        gradient_norm=subproblem.gradient_norm,
+        step_norm=step_norm,
+        damping=damping,
+        num_inner_steps=answer.num_inner_steps,
+        passes=subproblem.passes + answer.passes,
+        num_accepted=jnp.where(good, 1, 0),
+        num_rejected=jnp.where(good, 0, 1),
+        settled=good & settled,
+        stuck=stuck & at_point,
+        result=result,
+    )
+
+
+def _safeguard(
+    search: Search, objective: AbstractObjective
+) -> optx.AbstractSearch | None:
+    """With `"auto"`, a search for steps that nothing else checks."""
+    if not isinstance(search, str):
+        return search
+    checked = objective.is_quadratic and not objective.is_sample
+    return None if checked else optx.BacktrackingArmijo()
+
+
+_MAX_SEARCH_STEPS = 40
+_ROUNDINGS = 10
+
+
+def _searched(
+    search: optx.AbstractSearch,
+    objective: AbstractObjective,
+    lin: Linearisation,
+    evaluate: Evaluate,
+    gradient: PyTree[Array],
+    direction: PyTree[Array],
+) -> tuple[PyTree[Array], Bool[Array, ""]]:
+    """As much of a direction as an optimistix search accepts, and whether it does."""
+    zero = jnp.zeros((), _tree.dtype(lin.outputs))
+    y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
+    # All a search compares is differences, which are known better than their terms.
+    here = optx.FunctionInfo.EvalGrad(zero, gradient)
+
+    def attempt(carry):
+        step_size, _, state, num_steps = carry
+        candidate = moved(lin.point, direction, step_size)
+        outputs = evaluate(candidate)
+        change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
+        there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))
+        next_size, accept, _, state = search.step(
+            jnp.array(False), y, _tree.cast_like(candidate, y), here, there, state
+        )
+        lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
+        accept = accept | lost
+        step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
+        return step_size, accept, state, num_steps + 1
+
+    rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs))
+    rounding *= jnp.abs(objective.value(lin.outputs)).astype(zero.dtype)
+    # A slope that is lost in the rounding of the loss is for no search to judge.
+    flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
+    state = search.init(y, jax.eval_shape(lambda: here))
+    first = optx.FunctionInfo.Eval(zero)
+    step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)
+    start = step_size.astype(zero.dtype), jnp.array(False), state, jnp.array(0)
+    step_size, found, _, _ = jax.lax.while_loop(
+        lambda carry: ~carry[1] & (carry[3] < _MAX_SEARCH_STEPS), attempt, start
+    )
+    return _tree.scale(step_size, direction), found

@@ -1,0 +1,152 @@
+"""Which way a linearised problem is solved: the one that costs the least."""
+
+import math
+from typing import Any, get_args, Literal
+
+from .._jacobian import AbstractJacobian, Cost
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from .._problem import Quadratic
+from .._spectrum import Filter
+from ._base import AbstractWay
+from ._matrix_free import MatrixFree
+from ._mixed_precision import MixedPrecision, Refined
+from ._on_outputs import OnOutputs
+from ._on_parameters import OnParameters
+from ._products_first import ProductsFirst
+from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
+from ._spectral import Eigenvalues, SingularValues
+
+
+Method = Literal["auto", "svd", "eigh", "kernel", "curvature", "matrix-free"]
+
+Form = Literal["quadratic", "prox-linear"]
+
+WAYS: tuple[type[AbstractWay], ...] = (
+    SingularValues,
+    Eigenvalues,
+    OnOutputs,
+    OnParameters,
+    MatrixFree,
+    ProductsFirst,
+    ProxLinearOnOutputs,
+    ProxLinearOnParameters,
+)
+
+
+def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
+    """`damped`: whether the problem is, so that Cholesky factorisations serve."""
+    if damped and isinstance(method, MixedPrecision):
+        return
+    methods = get_args(Method)
+    if not damped:
+        methods = tuple(m for m in methods if m not in ("kernel", "curvature"))
+    methods = (*methods, *also)
+    if method not in methods:
+        mixed = ", or a `gnlin.MixedPrecision`," if damped else ""
+        raise ValueError(
+            f"`method` must be one of {', '.join(map(repr, methods))}{mixed} here, but "
+            f"{method!r} was given."
+        )
+
+
+def check_form(form: str, method: Any) -> None:
+    if form not in get_args(Form):
+        raise ValueError(
+            f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
+        )
+    quadratic = method in ("svd", "eigh", "curvature")
+    if form == "prox-linear" and (quadratic or isinstance(method, MixedPrecision)):
+        raise ValueError(
+            f"The method {method!r} is for quadratic problems: with "
+            '`form="prox-linear"` use "auto", "kernel" or "matrix-free".'
+        )
+
+
+def problem_of(
+    form: Form, objective: AbstractObjective, lin: Linearisation
+) -> Quadratic | ProxLinear:
+    """The linearised problem in either form; for squared error they are one."""
+    if form == "prox-linear" and not objective.is_quadratic:
+        return ProxLinear(lin.jacobian, lin.outputs, objective)
+    return objective.expand(lin)
+
+
+def choose(
+    problem: Quadratic | ProxLinear,
+    filter: Filter,
+    num_trials: int = 1,
+    method: Any = "auto",
+) -> AbstractWay:
+    """A problem made ready for filters, the cheapest way.
+
+    **Arguments:**
+
+    - `problem`: a [`gnlin.Quadratic`][], such as `objective.expand(lin)`.
+    - `filter`: one of the kind that will be asked for; where their damping may vanish,
+        one without.
+    - `num_trials`: how many of them will be, about.
+    - `method`: a way that is asked for, by its name; or a [`gnlin.MixedPrecision`][].
+
+    **Returns:** a [`gnlin.AbstractSubproblem`][].
+
+    **Raises:** `ValueError` if no way serves for the problem and the filter, or none
+    within the memory budget.
+    """
+    cost = problem.jacobian.cost()
+    name = type(filter).__name__
+    if isinstance(method, MixedPrecision) and isinstance(problem, Quadratic):
+        return Refined.of(problem, cost, method)
+    serving = [way for way in WAYS if way.fits(problem, filter)]
+    if method != "auto":
+        asked = [way for way in serving if way.method == method]
+        if not asked:
+            others = [f'"{way.method}"' for way in serving]
+            if isinstance(problem, ProxLinear):
+                others.append('`form="quadratic"`')
+            raise ValueError(
+                f"The method {method!r} does not serve for `{name}` on a problem of the "
+                f'form {_form(problem)}: use "auto", or {", ".join(others)}.'
+            )
+        return asked[0].of(problem, cost)
+    costs = [way.cost(cost, filter, num_trials) for way in serving]
+    if min(costs, default=math.inf) == math.inf:
+        raise ValueError(
+            f"For `{name}` on a problem of the form {_form(problem)} there is no way "
+            f"within the memory budget of {cost.memory_budget:,} bytes: raise "
+            "`memory_budget`."
+            if serving
+            else f"`{name}` is no filter for a problem of the form {_form(problem)}: use "
+            '`form="quadratic"`.'
+        )
+    return serving[costs.index(min(costs))].of(problem, cost)
+
+
+# A step by conjugate gradients that stop early takes about so many products; one that is
+# solved exactly is dear where it costs so many times as much.
+_PRODUCTS = 20
+_MANY_TIMES = 10
+
+
+def exact_is_dear(cost: Cost, worth: float) -> bool:
+    """Whether a step that is solved exactly costs many times one that is not, and more
+    than it is worth, in seconds."""
+    exactly = min(cost.whole_gram, cost.whole_curvature)
+    early = _PRODUCTS * cost.one_product
+    return not cost.fits or exactly > max(worth, _MANY_TIMES * early)
+
+
+# A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
+# less than passes through any function.
+_SMALL_JACOBIAN = 2**16
+
+
+def at_hand_is_cheaper(jacobian: AbstractJacobian) -> bool:
+    """Whether many products with a Jacobian are cheaper with it in memory."""
+    cost, (m, _) = jacobian.cost(), jacobian.shape
+    small = m * jacobian.domain.nbytes <= _SMALL_JACOBIAN
+    return cost.fits and (small or cost.loops_slowly)
+
+
+def _form(problem: Quadratic | ProxLinear) -> str:
+    return '"quadratic"' if isinstance(problem, Quadratic) else '"prox-linear"'

@@ -1,0 +1,120 @@
+"""By a Cholesky factorisation of the damped kernel, m x m: one for each damping."""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._cost import rates
+from .._jacobian import Cost
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._tree import matmul
+from ..filters import Tikhonov
+from ._base import AbstractWay, Answer, price_of_squaring
+from ._cholesky import damping_of, solve_damped
+
+
+Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
+"""Coefficients, the inner steps that they took, and whether they solve."""
+
+
+class OnOutputs(AbstractWay):
+    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$: see
+    `through_outputs`."""
+
+    method: ClassVar[str] = "kernel"
+    problem: Quadratic
+    kernel: Float[Array, "m m"]
+    passes: Passes
+    pushed: Float[Array, " m"] | None  # phi g_0
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Quadratic, kernel: Float[Array, "m m"], passes: Passes):
+        self.problem = problem
+        self.kernel = kernel
+        self.passes = passes
+        if problem.rest is None:
+            self.pushed = None
+            self.gradient_norm = _norm_by(kernel, problem.flat_residual())
+        else:
+            self.pushed = problem.jacobian.push_forward(problem.rest)
+            self.gradient_norm = _tree.norm(self.gradient())
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        m, p = cost.shape
+        if m**2 * cost.itemsize > cost.memory_budget:
+            return math.inf
+        once = rates().cholesky(m) + 2.0 * m * p * rates().product
+        return cost.whole_gram + num_trials * once + price_of_squaring(filter)
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "OnOutputs":
+        problem = problem.at_hand_if_it_fits()
+        return cls(problem, problem.jacobian.gram(), cost.gram)
+
+    def curvature_along_gradient(self) -> Scalar:
+        pushed = matmul(self.kernel, self.problem.flat_residual())
+        if self.pushed is not None:
+            pushed = _tree.axpy(1, self.pushed, pushed)
+        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.kernel))
+
+    def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
+        return OnOutputs(self.problem.with_residual(residual), self.kernel, Passes())
+
+    def solve(self, filter: Filter) -> Answer:
+        damping = damping_of(filter)
+
+        def solve(vector):
+            a, result = solve_damped(self.kernel, vector, damping)
+            return a, 0, result
+
+        return through_outputs(solve, self.problem, self.pushed, damping)
+
+
+def through_outputs(
+    solve: Callable[[Float[Array, " m"]], Solved],
+    problem: Quadratic,
+    pushed: Float[Array, " m"] | None,
+    damping: ScalarLike,
+) -> Answer:
+    r"""The step, with `solve` for products with $(\phi\phi^\top + \lambda I)^{-1}$:
+    $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, and for a part $g_0$ of the gradient
+    that is no $\phi^\top r$, by Woodbury's identity
+    $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$, with
+    one solution for both; `pushed` is $\phi g_0$."""
+    residual, pull_back = problem.flat_residual(), problem.jacobian.pull_back
+    a_pass = Passes(vjps=problem.jacobian.a_product().vjps)
+    if pushed is None:
+        a, num_steps, result = solve(residual)
+        return Answer(pull_back(-a), num_steps, a_pass, result=result)
+    inverse = 1 / jnp.asarray(damping, residual.dtype)
+    inverse = jnp.where(_tree.any_nonzero(problem.rest), inverse, 0)
+    right = _tree.axpy(-inverse, *_tree.promoted((pushed, residual)))
+    a, num_steps, result = solve(right)
+    step = _tree.axpy(-inverse, problem.rest, pull_back(-a))
+    return Answer(step, num_steps, a_pass, result=result)
+
+
+def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
+    r"""$\lVert\phi^\top r\rVert$, without squares that leave the floating-point range."""
+    residual = residual.astype(_tree.dtype((kernel, residual)))
+    unit = _tree.unit(residual)
+    r = residual / unit
+    product = matmul(kernel, r)
+    size = _tree.unit(product)
+    squared = matmul(r, product / size)
+    return unit * jnp.sqrt(size) * jnp.sqrt(jnp.where(squared < 0, 0, squared))

@@ -1,0 +1,81 @@
+"""By a Cholesky factorisation of the damped curvature, p x p: one for each damping."""
+
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from .. import _tree
+from .._cost import rates
+from .._jacobian import Cost
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._tree import matmul, ravel_pytree
+from ..filters import Tikhonov
+from ._base import AbstractWay, Answer, price_of_squaring
+from ._cholesky import damping_of, solve_damped
+
+
+# A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one
+# the curvature is summed over parts.
+_SMALL_JACOBIAN = 2**20
+
+
+class OnParameters(AbstractWay):
+    r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$."""
+
+    method: ClassVar[str] = "curvature"
+    problem: Quadratic
+    curvature: Float[Array, "p p"]
+    passes: Passes
+    flat_gradient: Float[Array, " p"]
+    gradient_norm: Scalar
+
+    def __init__(
+        self, problem: Quadratic, curvature: Float[Array, "p p"], passes: Passes
+    ):
+        self.problem = problem
+        self.curvature = curvature
+        self.flat_gradient, _ = ravel_pytree(problem.gradient())
+        self.gradient_norm = _tree.norm(self.flat_gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        _, p = cost.shape
+        if p**2 * cost.itemsize > cost.memory_budget:
+            return math.inf
+        once = rates().cholesky(p)
+        return cost.whole_curvature + num_trials * once + price_of_squaring(filter)
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "OnParameters":
+        m, p = cost.shape
+        if m * p * cost.itemsize <= _SMALL_JACOBIAN:
+            problem = problem.at_hand()
+        return cls(problem, problem.jacobian.curvature(), cost.rows)
+
+    def gradient(self) -> PyTree[Array]:
+        return self.problem.jacobian.domain.unravel(self.flat_gradient)
+
+    def curvature_along_gradient(self) -> Scalar:
+        g = self.flat_gradient
+        return matmul(g, matmul(self.curvature, g)) / self.gradient_norm**2
+
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.curvature))
+
+    def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
+        problem = self.problem.with_residual(residual)
+        return OnParameters(problem, self.curvature, Passes())
+
+    def solve(self, filter: Filter) -> Answer:
+        damping = damping_of(filter)
+        step, result = solve_damped(self.curvature, self.flat_gradient, damping)
+        return Answer(self.problem.jacobian.domain.unravel(-step), result=result)

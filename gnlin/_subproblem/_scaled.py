@@ -1,0 +1,58 @@
+"""A problem in other variables, answered in its own."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._passes import Passes
+from .._spectrum import Filter
+from ._base import AbstractSubproblem, Answer
+
+
+class Scaled(AbstractSubproblem):
+    r"""A subproblem in the variables $D\delta$, answered in $\delta$."""
+
+    inner: AbstractSubproblem
+    scale: PyTree[Array]
+    passes: Passes
+    gradient_norm: Scalar
+
+    def __init__(
+        self,
+        inner: AbstractSubproblem,
+        scale: PyTree[Array],
+        passes: Passes,
+    ):
+        """`passes`: that finding the scale has taken."""
+        self.inner = inner
+        self.scale = scale
+        self.passes = inner.passes + passes
+        self.gradient_norm = _tree.norm(self.gradient())
+
+    def gradient(self) -> PyTree[Array]:
+        return jax.tree.map(jnp.multiply, self.scale, self.inner.gradient())
+
+    def scaled_gradient_norm(self) -> Scalar:
+        return self.inner.gradient_norm
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.inner.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.inner.largest_curvature()
+
+    def attainable_decrease(self) -> Scalar:
+        return self.inner.attainable_decrease()
+
+    def truncated(self, tolerance: ScalarLike) -> "Scaled":
+        return eqx.tree_at(lambda s: s.inner, self, self.inner.truncated(tolerance))
+
+    def with_residual(self, residual: PyTree[Array]) -> "Scaled":
+        return Scaled(self.inner.with_residual(residual), self.scale, Passes())
+
+    def solve(self, filter: Filter) -> Answer:
+        answer = self.inner.solve(filter)
+        step = jax.tree.map(jnp.divide, answer.step, self.scale)
+        return eqx.tree_at(lambda a: a.step, answer, step)
