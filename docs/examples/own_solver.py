@@ -1,0 +1,33 @@
+"""A solver of one's own: Gauss-Newton, damped in proportion to the gradient.
+
+The damping vanishes at the solution, so that the steps become Gauss-Newton's, and no
+damping has to be set (N. Yamashita and M. Fukushima, 2001).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import optimistix as optx
+from jaxtyping import Array, Int, PyTree
+
+import gnlin
+
+
+class ProportionalDamping(gnlin.AbstractGaussNewton):
+    factor: float = 1.0
+
+    def update(
+        self,
+        objective: gnlin.AbstractObjective,
+        lin: gnlin.Linearisation,
+        evaluate: Callable[[PyTree], PyTree],
+        memory: Any,
+        num_steps: Int[Array, ""],
+    ) -> gnlin.Update:
+        problem = objective.expand(lin)
+        damped = gnlin.filters.Tikhonov(self.factor * optx.two_norm(problem.gradient()))
+        subproblem = gnlin.choose(problem, damped)
+        answer = subproblem.solve(damped)
+        step = self, objective, lin, evaluate, subproblem, answer
+        search = optx.BacktrackingArmijo()
+        return gnlin.take_step(*step, search=search, damping=damped.damping)
