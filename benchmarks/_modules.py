@@ -50,6 +50,8 @@ TABLES = {
     "training": "benchmarks.speed.time_to_loss",
     "start": "benchmarks.speed.start",
     "device": "benchmarks.speed.device",
+    "costs": "benchmarks.speed.costs",
+    "auto": "benchmarks.speed.auto",
 }
 """Of `speed`: each module has `comparisons(quick)`."""
 

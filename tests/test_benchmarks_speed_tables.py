@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.data import nist
-from benchmarks.speed import fits, large, picture, report, small_fits, tall
+from benchmarks.speed import auto, costs, fits, large, picture, report, small_fits, tall
 
 
 def _libraries(rows):
@@ -158,3 +158,52 @@ def test_linear_residual_of_a_large_problem():
     damped = phi.T @ phi + large.DAMPING * np.eye(flat.size)
     step = -np.linalg.solve(damped, phi.T @ np.asarray(r, float))
     assert problem.linear_residual(problem.unravel((flat + step).astype("f4"))) < 1e-4
+
+
+#
+# What "auto" chooses, and by what
+#
+
+
+@pytest.mark.slow
+def test_every_method_that_serves_is_beside_auto():
+    problem = next(auto._problems())
+    rows, factor = auto._compared(problem, "damped, 1", 2)
+    methods = {"auto", "svd", "eigh", "kernel", "curvature", "matrix-free"}
+    assert {row.variant for row in rows} == methods
+    losses = [float(row.note.rpartition(" ")[2]) for row in rows]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-4)
+    # "auto" is one of those that come as far.
+    assert 1 <= factor < math.inf
+
+
+@pytest.mark.slow
+def test_the_problems_have_the_sizes_that_they_are_said_to():
+    sizes = [problem.shape for problem in auto._problems()]
+    assert len(sizes) * len(auto.SOLVERS) >= 40
+    assert min(m for m, _ in sizes) == 10
+    assert max(m for m, _ in sizes) == 10**5
+    assert min(p for _, p in sizes) < 10
+    assert max(p for _, p in sizes) > 5e4
+
+
+@pytest.mark.slow
+def test_what_operations_cost():
+    (comparison,) = costs.comparisons(quick=True)
+    seconds = {row.variant: row.seconds for row in comparison.rows}
+    assert min(seconds.values()) >= 0
+    assert 0 < seconds["an operation of a matrix product"] < 1e-6
+    for name in ("cholesky", "eigh", "svd"):
+        assert seconds[f"{name}, n = 256"] > 0
+        parts = [seconds[f"{name}, {x}"] for x in ("a call", "n^2 times", "n^3 times")]
+        assert max(parts) > 0
+
+
+def test_costs_are_fitted_without_negative_terms():
+    n = np.array([10.0, 20.0, 40.0, 80.0])
+    powers = np.stack([n**0, n**2, n**3], axis=1)
+    np.testing.assert_allclose(
+        costs._nonnegative(powers, powers @ [3.0, 0.0, 0.5]), [3, 0, 0.5], atol=1e-9
+    )
+    kept = costs._nonnegative(powers, powers @ [3.0, -1.0, 0.5])
+    assert np.all(kept >= 0)

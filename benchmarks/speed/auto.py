@@ -1,0 +1,235 @@
+"""What `method="auto"` chooses, beside every other method."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gnlin
+
+from ..data import digits
+from ..networks.cnn import digits_cnn
+from ..networks.mlp import digits_mlp
+from ..networks.transformer import transformer
+from .report import Comparison, Figure, Row, timed_row
+from .timing import alternate, Case, ratio
+
+
+NUM_STEPS = 1
+ALLOWED, NEVER = 1.5, 3.0
+"""Times the fastest method that "auto" may take, but for 5 %; and what it may never."""
+_SAME = 1e-2
+"""A method is as accurate where the loss is as low after the step, but for this part of
+what it changes."""
+_TOO_MANY = 4_000
+"""On the smaller side a spectrum takes minutes, and is not tried."""
+_MOST_LITERAL = 1_000
+"""Steps that are taken literally."""
+
+
+SQUARED = gnlin.SquaredError()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    name: str
+    model: Any
+    data: tuple[jax.Array, jax.Array]
+    loss: gnlin.AbstractLoss = SQUARED
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        parameters = eqx.filter(self.model, eqx.is_inexact_array)
+        inputs, targets = self.data
+        m = targets.size
+        if isinstance(self.loss, gnlin.SoftmaxCrossEntropy):
+            m = 10 * inputs.shape[0]
+        return m, sum(x.size for x in jax.tree.leaves(parameters))
+
+
+SPECTRAL, DIRECT, FREE = ("svd", "eigh"), ("kernel", "curvature"), ("matrix-free",)
+
+SOLVERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "Gauss-Newton": (gnlin.GaussNewton, (*SPECTRAL, *FREE)),
+    "damped, 1": (
+        lambda method: gnlin.DampedGaussNewton(1.0, method=method),
+        (*SPECTRAL, *DIRECT, *FREE),
+    ),
+    "damped, 1e-4": (
+        lambda method: gnlin.DampedGaussNewton(1e-4, method=method),
+        (*SPECTRAL, *DIRECT, *FREE),
+    ),
+    "Levenberg-Marquardt": (
+        lambda method: gnlin.LevenbergMarquardt(method=method),
+        (*SPECTRAL, *DIRECT, *FREE),
+    ),
+    "truncated, 0.5": (
+        lambda method: gnlin.TruncatedGaussNewton(0.5, 1.0, method=method),
+        ("dense", *FREE),
+    ),
+    "truncated, 1e-4": (
+        lambda method: gnlin.TruncatedGaussNewton(1e-4, 1.0, method=method),
+        ("dense", *FREE),
+    ),
+    "10 steps": (
+        lambda method: gnlin.IterativeLinearisation(10, 1e-4, method=method),
+        (*SPECTRAL, "kernel", *FREE),
+    ),
+    "10^6 steps": (
+        lambda method: gnlin.IterativeLinearisation(10**6, 1e-6, method=method),
+        (*SPECTRAL, "kernel", *FREE),
+    ),
+}
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    rows: list[Row] = []
+    factors: list[float] = []
+    problems = list(_problems())
+    for problem in problems[:2] if quick else problems:
+        for name in SOLVERS:
+            some, factor = _compared(problem, name, 2 if quick else 5)
+            rows.extend(some)
+            factors.append(factor)
+    beyond = np.mean(np.array(factors) > ALLOWED)
+    figures = [
+        Figure('"auto" over the fastest: rows beyond 1.5', "<= 0.05", float(beyond)),
+        Figure('"auto" over the fastest: the worst row', f"<= {NEVER:g}", max(factors)),
+    ]
+    title = f"{len(factors)} problems by every method, a step"
+    yield Comparison(title, rows, '"auto"', figures=figures)
+
+
+def _compared(problem: Problem, name: str, num_rounds: int) -> tuple[list[Row], float]:
+    """A row a method; and how many times longer "auto" takes than the fastest of those
+    that come as far."""
+    make, methods = SOLVERS[name]
+    tried = ["auto", *(x for x in methods if _is_sensible(problem, name, x))]
+    cases = [_case(problem, make(method=method), method) for method in tried]
+    ends = [float(case.run()[1]) for case in cases]
+    timings = alternate(cases, num_rounds)
+    m, p = problem.shape
+    task = f"auto: {problem.name}, m = {m:,}, p = {p:,}; {name}"
+    rows = [
+        dataclasses.replace(
+            timed_row(task, timing, timings[0]), note=f"{task}; loss {end:.6g}"
+        )
+        for timing, end in zip(timings, ends, strict=True)
+    ]
+    start = float(_loss(problem))
+    most = ends[0] + _SAME * abs(start - ends[0])
+    factors = [
+        ratio(timings[0], timing)
+        for timing, end in zip(timings, ends, strict=True)
+        if end <= most
+    ]
+    return rows, max(factors, default=math.inf)
+
+
+def _is_sensible(problem: Problem, name: str, method: str) -> bool:
+    m, p = problem.shape
+    quadratic = isinstance(problem.loss, gnlin.SquaredError)
+    if name == "Gauss-Newton" and method in FREE and min(m, p) > _MOST_LITERAL:
+        return False
+    if name.endswith("steps"):
+        literal = name == "10^6 steps" and (method in FREE or method == "kernel")
+        if literal or (method in SPECTRAL and not quadratic):
+            return False
+    if method == "svd":
+        return min(m, p) * max(m, p) ** 0.5 < 3e4
+    side = {"kernel": m, "curvature": p, "eigh": min(m, p)}.get(method, 0)
+    return side <= _TOO_MANY
+
+
+def _case(problem: Problem, solver: Any, method: str) -> Case:
+    @eqx.filter_jit
+    def run(model, data):
+        solution = gnlin.solve(
+            model, data, solver, loss=problem.loss, max_steps=NUM_STEPS, divergence=None
+        )
+        return eqx.filter(solution.model, eqx.is_array), _value(
+            problem.loss, solution.model, data
+        )
+
+    return Case("gnlin", method, lambda: run(problem.model, problem.data))
+
+
+def _loss(problem: Problem) -> jax.Array:
+    return _value(problem.loss, problem.model, problem.data)
+
+
+def _value(loss: gnlin.AbstractLoss, model: Any, data: Any) -> jax.Array:
+    inputs, targets = data
+    fn, parameters = model if isinstance(model, tuple) else (lambda m, x: m(x), model)
+    outputs = jax.vmap(lambda x: fn(parameters, x))(inputs)
+    return jnp.sum(jax.vmap(loss.value)(outputs, targets))
+
+
+#
+# Problems
+#
+
+
+def _problems() -> Iterator[Problem]:
+    for n, dtype in ((10, float), (1_000, float), (100_000, jnp.float32)):
+        yield _decay(n, dtype)
+    for n, dtype in ((20, float), (500, jnp.float32)):
+        yield _wave(n, dtype)
+    for n, dtype in ((100, float), (256, jnp.float32)):
+        yield _digits("MLP", digits_mlp, n, dtype)
+    yield _digits("CNN", digits_cnn, 64, jnp.float32)
+    yield _digits("transformer", transformer, 64, jnp.float32)
+    yield _digits("linear", lambda key: eqx.nn.Linear(64, 10, key=key), 1_000, float)
+    yield _large()
+
+
+def _decay(n: int, dtype: Any) -> Problem:
+    """An exponential, of four parameters."""
+    x = jnp.linspace(0, 5, n, dtype=dtype)[:, None]
+    fn = lambda p, x: p[0] * jnp.exp(-p[1] * x) + p[2] + p[3] * x
+    truth = jnp.array([2.0, 1.3, 0.5, 0.1], dtype)
+    noise = 0.01 * jax.random.normal(jax.random.key(0), x.shape, dtype)
+    start = jnp.array([1.7, 1.0, 0.3, 0.0], dtype)
+    name = f"decay, {jnp.dtype(dtype).name}"
+    return Problem(name, (fn, start), (x, fn(truth, x) + noise))
+
+
+def _wave(n: int, dtype: Any) -> Problem:
+    x = jnp.linspace(-1, 1, n, dtype=dtype)[:, None]
+    model = _cast(eqx.nn.MLP(1, 1, 50, 3, jnp.tanh, key=jax.random.key(1)), dtype)
+    return Problem(f"wave, {jnp.dtype(dtype).name}", model, (x, jnp.sin(5 * x)))
+
+
+def _large() -> Problem:
+    key = jax.random.key(3)
+    x = jax.random.normal(key, (50, 64))
+    model = _cast(eqx.nn.MLP(64, 1, 256, 2, jnp.tanh, key=key), float)
+    return Problem("wide MLP", model, (x.astype(float), jnp.sin(x[:, :1]).astype(float)))
+
+
+def _digits(name: str, make: Callable, n: int, dtype: Any) -> Problem:
+    model = _cast(make(jax.random.key(2)), dtype)
+    images, labels = (x[:n] for x in _images())
+    images = images.astype(dtype).reshape((n, *_INPUTS.get(name, (64,))))
+    loss = gnlin.SoftmaxCrossEntropy()
+    label = f"{name} on digits, {jnp.dtype(dtype).name}"
+    return Problem(label, model, (images, labels), loss)
+
+
+_INPUTS = {"CNN": (1, 8, 8), "transformer": (1, 8, 8)}
+
+
+def _images() -> tuple[jax.Array, jax.Array]:
+    (images, labels), _ = digits.classification()
+    return jnp.asarray(images), jnp.asarray(labels)
+
+
+def _cast(model: Any, dtype: Any) -> Any:
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model
+    )
