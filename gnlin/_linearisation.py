@@ -192,9 +192,15 @@ def linearise(
     check_outputs(outputs)
     jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
     if isinstance(fn, PerExample):
-        jacobian = OfExamples(jacobian, fn.fn, y, args)
+        of_one = eqx.Partial(_without_aux, fn.fn) if has_aux else fn.fn
+        jacobian = OfExamples(jacobian, of_one, y, args)
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
+
+
+def _without_aux(fn, y, example):
+    out, _ = fn(y, example)
+    return out
 
 
 def check_parameters(y: PyTree) -> None:

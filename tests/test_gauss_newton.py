@@ -281,3 +281,45 @@ def test_parameters_that_still_move_have_not_converged():
     solution = least_squares(fn, gnlin.GaussNewton(), jnp.array([0.0]))
     assert int(solution.stats["num_steps"]) == 2
     np.testing.assert_allclose(solution.value, 1)
+
+
+@pytest.mark.parametrize("time", [0.5, 100.0, np.inf])
+def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
+    """Of a traced time, too, which may be infinite."""
+    y, args = sines_data((7, 3))
+
+    def step(method):
+        filter = gnlin.filters.GradientFlow(jnp.asarray(time))
+        solver = gnlin.FilteredGaussNewton(filter, method=method)
+        solution = optx.least_squares(
+            sines, solver, *as_jax((y, args)), max_steps=1, throw=False
+        )
+        return solution.value - y
+
+    expected = step("svd")
+    error = np.linalg.norm(step("matrix-free") - expected)
+    assert error < 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("damping", [0.0, 1e-13])
+def test_next_to_no_damping_on_a_singular_problem(damping):
+    """What damping does not hide is resolved, while that is cheap."""
+    generator = np.random.default_rng(0)
+    matrix = generator.normal(size=(30, 5)) @ generator.normal(size=(5, 30))
+    target = jnp.asarray(matrix @ generator.normal(size=30))
+    residual = lambda y, a: a @ y - target
+    solver = gnlin.DampedGaussNewton(damping)
+    solution = optx.least_squares(residual, solver, jnp.zeros(30), jnp.asarray(matrix))
+    assert np.linalg.norm(residual(solution.value, matrix)) < 1e-10
+
+
+def test_what_was_made_ready_for_other_filters_says_so():
+    y, args = as_jax(sines_data((7, 3)))
+    lin = gnlin.linearise(sines, y, args)
+    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
+    damped, pseudo = gnlin.filters.Tikhonov(1.0), gnlin.filters.PseudoInverse()
+    for method in ("kernel", "curvature", "products-first"):
+        with pytest.raises(ValueError, match="choose a way for this filter"):
+            gnlin.choose(problem, damped, method=method).solve(pseudo)
+    with pytest.raises(ValueError, match="choose a way for this filter"):
+        gnlin.choose(problem, pseudo, method=gnlin.MixedPrecision())

@@ -423,3 +423,12 @@ def test_across_batches_it_never_ends_as_diverged():
         )
         assert result.result == optx.RESULTS.nonlinear_max_steps_reached
         np.testing.assert_allclose(result.model.w, truth, atol=0.1)
+
+
+def test_rows_that_do_not_fit_where_their_factors_do():
+    """The default scaling needs the rows, and does without."""
+    model = eqx.nn.MLP(60, 1, 60, 1, jnp.tanh, key=jax.random.key(0), dtype=float)
+    x = jax.random.normal(jax.random.key(1), (60, 60))
+    solver = gnlin.LevenbergMarquardt(memory_budget=200_000)
+    solution = gnlin.solve(model, (x, jnp.sin(x[:, :1])), solver, max_steps=10)
+    assert solution.loss < 0.1 * solution.history.loss[0]

@@ -537,3 +537,13 @@ def test_an_unknown_method_is_named():
     lin = linearise(lambda y, args: y, jnp.ones(2))
     with pytest.raises(ValueError, match=r"`method` must be .* 'qr'"):
         lin.spectrum("qr")
+
+
+def test_auxiliary_data_of_each_example():
+    fn = PerExample(lambda y, x: (jnp.sin(x * y), {"x": x}))
+    y, x = jnp.arange(1.0, 4.0), jnp.arange(15.0).reshape(5, 3) / 15
+    lin, aux = linearise(fn, y, x, has_aux=True)
+    np.testing.assert_array_equal(aux["x"], x)
+    expected = dense_jacobian(lambda y, x: fn(y, x)[0], y, x)
+    np.testing.assert_allclose(lin.matrix(), expected, rtol=1e-12)
+    np.testing.assert_allclose(lin.kernel(), expected @ expected.T, rtol=1e-12)

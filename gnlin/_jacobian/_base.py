@@ -39,6 +39,7 @@ class Cost(NamedTuple):
     - `num_bytes`: that the blocks take in memory.
     - `memory_budget`: that they, and the matrices made of them, are to stay within.
     - `loops_slowly`: whether a product is many times slower inside a loop.
+    - `in_parts`: whether the curvature can be summed over parts of the rows.
     """
 
     shape: tuple[int, int]
@@ -50,11 +51,18 @@ class Cost(NamedTuple):
     num_bytes: int
     memory_budget: int
     loops_slowly: bool
+    in_parts: bool = False
 
     @property
     def fits(self) -> bool:
         """Whether the blocks stay within the budget."""
         return self.num_bytes <= self.memory_budget
+
+    @property
+    def rows_fit(self) -> bool:
+        """Whether the m x p matrix does."""
+        m, p = self.shape
+        return m * p * self.itemsize <= self.memory_budget
 
     @property
     def one_product(self) -> float:

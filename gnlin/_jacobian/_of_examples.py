@@ -123,7 +123,8 @@ class OfExamples(AbstractJacobian):
     ) -> Of:
         n = self._num_examples()
         most = min(self.memory_budget, part_bytes)
-        size = min(n, max(1, most // max(1, sum(self._block_bytes()) // n)))
+        of_one = self._outputs_of_one().size * self.domain.nbytes
+        size = min(n, max(1, most // max(1, of_one)))
         every = range(len(self.domain.leaves))
 
         def part(args):
@@ -177,6 +178,7 @@ class OfExamples(AbstractJacobian):
             gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
             gram_operations=2 * multiplications,
             num_bytes=sum(sizes),
+            in_parts=True,
             memory_budget=self.memory_budget,
         )
 

@@ -56,7 +56,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
 
     def __check_init__(self):
         check_finite_nonnegative("damping", self.damping)
-        check_method(self.method, also=("products-first",))
+        check_method(self.method)
         check_scaling(self.scaling, self.method, self.form)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree[Array]:

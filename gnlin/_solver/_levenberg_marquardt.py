@@ -347,7 +347,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             method = "matrix-free" if exact_is_dear(cost, worth) else "auto"
         free = method == "matrix-free"
         if scaling is None:
-            scaling = "identity" if free else "more"
+            # Which needs the rows themselves
+            scaling = "identity" if free or not cost.rows_fit else "more"
         if acceleration is None:
             acceleration = not free
         return method, scaling, acceleration

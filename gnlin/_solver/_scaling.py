@@ -10,7 +10,7 @@ from .. import _tree
 from .._jacobian import AbstractJacobian
 from .._problem import Quadratic
 from .._spectrum import Filter
-from .._subproblem import AbstractSubproblem, choose, ProxLinear, Scaled
+from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 
 
 # More's scales never fall. After one steep place they then damp a column for ever (on
@@ -69,7 +69,7 @@ def choose_scaled(
     norms = next_scale(*scaling, problem.jacobian, lasting)
     scale = without_zeros(norms)
     ready = choose(problem.scaled(scale), filter, num_trials, method)
-    return norms, Scaled(ready, scale, passes)
+    return norms, Rescaled(ready, scale, passes)
 
 
 def _at_hand(scaling: Scaling, jacobian: AbstractJacobian) -> AbstractJacobian:

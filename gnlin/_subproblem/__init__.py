@@ -23,5 +23,5 @@ from ._prox_linear import (
     ProxLinear as ProxLinear,
     ProxLinearOnParameters as ProxLinearOnParameters,
 )
-from ._scaled import Scaled as Scaled
+from ._rescaled import Rescaled as Rescaled
 from ._spaces import Parameters as Parameters

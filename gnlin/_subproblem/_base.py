@@ -2,9 +2,11 @@
 
 import abc
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
@@ -13,7 +15,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._jacobian import Cost
 from .._passes import Passes
-from .._spectrum import Filter
+from .._spectrum import Filter, svd_is_cheap
 from ..filters import (
     GradientDescent,
     GradientFlow,
@@ -136,7 +138,7 @@ def vanishes(filter: Filter) -> bool:
         case PseudoInverse():
             return True
         case Tikhonov(damping=damping):
-            return _is_known(damping) and bool(damping == 0)
+            return _is_known(damping) and bool(np.all(damping == 0))
         case GradientDescent() | HeavyBall() | Nesterov():
             return _is_known(filter.period) and math.isinf(filter.period)
         case GradientFlow(time=time):
@@ -149,11 +151,41 @@ def _is_known(number: ScalarLike) -> bool:
     return isinstance(number, int | float | np.ndarray)
 
 
-# What small singular values are worth that are resolved to rounding, in seconds: a moment
-# where damping hides them, and as long as one is glad to wait where none does.
-ACCURACY, _ACCURACY_DAMPED = 3.0, 1e-4
+# What small singular values are worth that are resolved to rounding, in seconds: as long
+# as one is glad to wait where no damping hides them.
+ACCURACY = 3.0
 
 
-def price_of_squaring(filter: Filter) -> float:
+def price_of_squaring(cost: Cost, filter: Filter) -> float:
     """Of forming phi phi^T, or phi^T phi, which squares the condition number."""
-    return ACCURACY if vanishes(filter) else _ACCURACY_DAMPED
+    return ACCURACY if vanishes(filter) or svd_is_cheap(*cost.shape) else 0.0
+
+
+def unless_endless(
+    length: ScalarLike,
+    limit: Callable[[], Answer],
+    otherwise: Callable[[ScalarLike], Answer],
+) -> Answer:
+    """What steps, or a flow, of some length lead to; or, of an infinite one, what they
+    converge to."""
+    if _is_known(length):
+        return limit() if np.isinf(length) else otherwise(length)
+    endless = jnp.isinf(length)
+    finite = jnp.where(endless, 1, jnp.asarray(length, float))
+
+    def parts(answer: Answer):
+        num_inner_steps = jnp.asarray(answer.num_inner_steps, float)
+        return answer.step, num_inner_steps, answer.passes.traced(), answer.result
+
+    step, num_inner_steps, passes, result = jax.lax.cond(
+        endless, lambda: parts(limit()), lambda: parts(otherwise(finite))
+    )
+    return Answer(step, num_inner_steps, passes, result=result)
+
+
+def does_not_serve(method: str, filter: Filter) -> ValueError:
+    """Of a subproblem that was made ready for other filters."""
+    return ValueError(
+        f"A problem made ready by the method {method!r} does not serve for "
+        f"`{type(filter).__name__}`: choose a way for this filter."
+    )

@@ -8,11 +8,13 @@ from jaxtyping import Array, Float, ScalarLike
 from .. import _tree
 from .._spectrum import Filter
 from ..filters import Tikhonov
+from ._base import does_not_serve
 
 
 def damping_of(filter: Filter) -> ScalarLike:
     """Of the only kind of filter that these systems are."""
-    assert isinstance(filter, Tikhonov)
+    if not isinstance(filter, Tikhonov):
+        raise does_not_serve("cholesky", filter)
     return filter.damping
 
 

@@ -8,7 +8,7 @@ from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._problem import Quadratic
 from .._spectrum import Filter
-from ._base import AbstractWay
+from ._base import AbstractWay, does_not_serve
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
 from ._on_outputs import OnOutputs
@@ -18,7 +18,11 @@ from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameter
 from ._spectral import Eigenvalues, SingularValues
 
 
-Method = Literal["auto", "svd", "eigh", "kernel", "curvature", "matrix-free"]
+Method = Literal[
+    "auto", "svd", "eigh", "kernel", "curvature", "matrix-free", "products-first"
+]
+# Those that serve for damped problems only.
+_DAMPED = ("kernel", "curvature", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
 
@@ -40,10 +44,10 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
         return
     methods = get_args(Method)
     if not damped:
-        methods = tuple(m for m in methods if m not in ("kernel", "curvature"))
+        methods = tuple(m for m in methods if m not in _DAMPED)
     methods = (*methods, *also)
     if method not in methods:
-        mixed = ", or a `gnlin.MixedPrecision`," if damped else ""
+        mixed = " or a `gnlin.MixedPrecision`" if damped else ""
         raise ValueError(
             f"`method` must be one of {', '.join(map(repr, methods))}{mixed} here, but "
             f"{method!r} was given."
@@ -55,7 +59,7 @@ def check_form(form: str, method: Any) -> None:
         raise ValueError(
             f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
         )
-    quadratic = method in ("svd", "eigh", "curvature")
+    quadratic = method in ("svd", "eigh", "curvature", "products-first")
     if form == "prox-linear" and (quadratic or isinstance(method, MixedPrecision)):
         raise ValueError(
             f"The method {method!r} is for quadratic problems: with "
@@ -90,12 +94,14 @@ def choose(
 
     **Returns:** a [`gnlin.AbstractSubproblem`][].
 
-    **Raises:** `ValueError` if no way serves for the problem and the filter, or none
-    within the memory budget.
+    **Raises:** `ValueError` if no way serves for the problem and the filter, or, where
+    none is asked for, none within the memory budget.
     """
     cost = problem.jacobian.cost()
     name = type(filter).__name__
-    if isinstance(method, MixedPrecision) and isinstance(problem, Quadratic):
+    if isinstance(method, MixedPrecision):
+        if isinstance(problem, ProxLinear) or not Refined.fits(problem, filter):
+            raise does_not_serve(Refined.method, filter)
         return Refined.of(problem, cost, method)
     serving = [way for way in WAYS if way.fits(problem, filter)]
     if method != "auto":

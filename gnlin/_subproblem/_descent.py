@@ -12,7 +12,7 @@ from .._objective import AbstractObjective
 from ._spaces import AbstractSpace, Parameters
 
 
-class Descent(NamedTuple):
+class Descended(NamedTuple):
     """Where the steps have led, in a space's coordinates."""
 
     z: PyTree[Array]
@@ -32,7 +32,7 @@ def descend(
     damping: ScalarLike = 0.0,
     gradient: PyTree[Array] | None = None,
     rest: PyTree[Array] | None = None,
-) -> Descent:
+) -> Descended:
     r"""`period` steps from the linearisation point on
     $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2\lVert\delta\rVert^2$.
 
@@ -71,7 +71,7 @@ def descend(
     k, z, _, grown = jax.lax.while_loop(
         lambda carry: (carry[0] < period) & ~carry[3], body, start
     )
-    return Descent(z, k, grown | ~_tree.all_finite(z))
+    return Descended(z, k, grown | ~_tree.all_finite(z))
 
 
 class Optimised(NamedTuple):

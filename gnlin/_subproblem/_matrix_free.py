@@ -27,7 +27,15 @@ from ..filters import (
     PseudoInverse,
     Tikhonov,
 )
-from ._base import AbstractWay, ACCURACY, Answer, Descent, num_steps_of, vanishes
+from ._base import (
+    AbstractWay,
+    Answer,
+    Descent,
+    does_not_serve,
+    num_steps_of,
+    unless_endless,
+    vanishes,
+)
 from ._descent import descend
 from ._flow import flow, TOLERANCE
 from ._spaces import Parameters
@@ -35,9 +43,8 @@ from ._spaces import Parameters
 
 _ROUNDINGS = 10
 _POWER_STEPS = 50
-# Of conjugate gradients to rounding, at least.
-_MANY_PRODUCTS = 200
-_FLOW_PRODUCTS = 1_000
+# As many products as no other way costs.
+_LAST_RESORT = 1e15
 
 
 class MatrixFree(AbstractWay):
@@ -70,13 +77,11 @@ class MatrixFree(AbstractWay):
         if isinstance(filter, Damped):
             filter = filter.filter
         if isinstance(filter, Descent) and not vanishes(filter):
-            return num_trials * num_steps_of(filter) * cost.one_product
-        # How many are needed the spectrum says, and the damping, which nobody knows yet.
-        num_products = max(_MANY_PRODUCTS, min(cost.shape))
-        rough = vanishes(filter)
-        if isinstance(filter, GradientFlow):
-            num_products, rough = _FLOW_PRODUCTS, True
-        return (ACCURACY if rough else 0) + num_trials * num_products * cost.one_product
+            num_steps = min(num_steps_of(filter), _LAST_RESORT)
+            return num_trials * num_steps * cost.one_product
+        # How many are needed the spectrum says, and the damping, which nobody knows yet:
+        # where there is room for anything else, that is taken.
+        return _LAST_RESORT * num_trials * cost.one_product
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "MatrixFree":
@@ -118,8 +123,12 @@ class MatrixFree(AbstractWay):
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self.descend(filter, damping)
             case GradientFlow(time=time):
-                return self._flow(time, damping)
-        raise AssertionError("`fits` has said so.")
+                return unless_endless(
+                    time,
+                    lambda: self.to_tolerance(self.exactly(), damping),
+                    lambda time: self._flow(time, damping),
+                )
+        raise does_not_serve(self.method, filter)
 
     def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""
@@ -245,8 +254,6 @@ class MatrixFree(AbstractWay):
         return Answer(step, period, passes, result=result)
 
     def _flow(self, time: ScalarLike, damping: ScalarLike) -> Answer:
-        if vanishes(GradientFlow(time)):
-            return self.to_tolerance(self.exactly(), damping)
         end = flow(
             Parameters(self.problem.jacobian),
             SumOfSquares(),

@@ -44,6 +44,7 @@ class OnOutputs(AbstractWay):
             self.gradient_norm = _norm_by(kernel, problem.flat_residual())
         else:
             self.pushed = problem.jacobian.push_forward(problem.rest)
+            self.passes = passes + problem.jacobian.a_product()
             self.gradient_norm = _tree.norm(self.gradient())
 
     @classmethod
@@ -56,7 +57,7 @@ class OnOutputs(AbstractWay):
         if m**2 * cost.itemsize > cost.memory_budget:
             return math.inf
         once = rates().cholesky(m) + 2.0 * m * p * rates().product
-        return cost.whole_gram + num_trials * once + price_of_squaring(filter)
+        return cost.whole_gram + num_trials * once + price_of_squaring(cost, filter)
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "OnOutputs":

@@ -49,10 +49,11 @@ class OnParameters(AbstractWay):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         _, p = cost.shape
-        if p**2 * cost.itemsize > cost.memory_budget:
+        held = cost.in_parts or cost.rows_fit
+        if not held or p**2 * cost.itemsize > cost.memory_budget:
             return math.inf
         once = rates().cholesky(p)
-        return cost.whole_curvature + num_trials * once + price_of_squaring(filter)
+        return cost.whole_curvature + num_trials * once + price_of_squaring(cost, filter)
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "OnParameters":

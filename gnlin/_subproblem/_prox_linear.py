@@ -1,14 +1,11 @@
 r"""The linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$."""
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import lineax as lx
-import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
@@ -34,7 +31,9 @@ from ._base import (
     AbstractWay,
     Answer,
     Descent,
+    does_not_serve,
     num_steps_of,
+    unless_endless,
     vanishes,
 )
 from ._descent import descend, optimise
@@ -128,10 +127,12 @@ class _OnSpace(AbstractWay):
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self._descend(filter, damping)
             case GradientFlow(time=time):
-                return self._unless_endless(
-                    time, damping, lambda t: self._flow(t, damping)
+                return unless_endless(
+                    time,
+                    lambda: self._limit(damping),
+                    lambda time: self._flow(time, damping),
                 )
-        raise AssertionError("`fits` has said so.")
+        raise does_not_serve(self.method, filter)
 
     def _exactly(self) -> float:
         """The relative gradient that stands for an exact solution."""
@@ -171,33 +172,11 @@ class _OnSpace(AbstractWay):
         )
 
     def _descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        return self._unless_endless(
-            filter.period, damping, lambda k: self._literally(filter, k, damping)
+        return unless_endless(
+            filter.period,
+            lambda: self._limit(damping),
+            lambda period: self._literally(filter, period, damping),
         )
-
-    def _unless_endless(
-        self,
-        length: ScalarLike,
-        damping: ScalarLike,
-        otherwise: Callable[[ScalarLike], Answer],
-    ) -> Answer:
-        """What steps, or a flow, of some length lead to; or, of an infinite one, what
-        they converge to."""
-        if isinstance(length, int | float | np.ndarray):
-            return self._limit(damping) if np.isinf(length) else otherwise(length)
-        endless = jnp.isinf(length)
-        finite = jnp.where(endless, 1, jnp.asarray(length, float))
-
-        def parts(answer: Answer):
-            num_inner_steps = jnp.asarray(answer.num_inner_steps, float)
-            return answer.step, num_inner_steps, answer.passes.traced(), answer.result
-
-        step, num_inner_steps, passes, result = jax.lax.cond(
-            endless,
-            lambda: parts(self._limit(damping)),
-            lambda: parts(otherwise(finite)),
-        )
-        return Answer(step, num_inner_steps, passes, result=result)
 
     def _limit(self, damping: ScalarLike) -> Answer:
         """What the steps converge to, if they do."""

@@ -40,6 +40,7 @@ class Spectral(AbstractWay):
         else:
             pushed = problem.jacobian.push_forward(problem.rest)
             self.pushed = spectrum.project(pushed)
+            self.passes = passes + problem.jacobian.a_product()
             self.gradient_norm = _tree.norm(self.gradient())
 
     @classmethod
@@ -106,7 +107,7 @@ class SingularValues(Spectral):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         m, p = cost.shape
-        if m * p * cost.itemsize > cost.memory_budget:
+        if not cost.rows_fit:
             return math.inf
         few, many = sorted(cost.shape)
         # Of an oblong matrix what is left by an orthogonal factorisation.
@@ -127,17 +128,17 @@ class Eigenvalues(Spectral):
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         m, p = cost.shape
-        if min(m, p) ** 2 * cost.itemsize > cost.memory_budget:
+        on_outputs = m <= p or not cost.rows_fit
+        n = m if on_outputs else p
+        if n**2 * cost.itemsize > cost.memory_budget:
             return math.inf
-        on_outputs = m <= p or m * p * cost.itemsize > cost.memory_budget
         gram = cost.whole_gram if on_outputs else cost.whole_curvature
-        n = m if on_outputs else min(m, p)
         tries = num_trials * 2.0 * n * (m + p) * rates().product
-        return gram + rates().eigh(n) + tries + price_of_squaring(filter)
+        return gram + rates().eigh(n) + tries + price_of_squaring(cost, filter)
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "Eigenvalues":
         m, p = cost.shape
-        if m > p and m * p * cost.itemsize <= cost.memory_budget:
+        if m > p and cost.rows_fit:
             return cls._made(problem.at_hand(), "eigh", cost.rows)
         return cls._made(problem.at_hand_if_it_fits(), "eigh", cost.gram)

@@ -11,7 +11,7 @@ from .._spectrum import Filter
 from ._base import AbstractSubproblem, Answer
 
 
-class Scaled(AbstractSubproblem):
+class Rescaled(AbstractSubproblem):
     r"""A subproblem in the variables $D\delta$, answered in $\delta$."""
 
     inner: AbstractSubproblem
@@ -46,11 +46,11 @@ class Scaled(AbstractSubproblem):
     def attainable_decrease(self) -> Scalar:
         return self.inner.attainable_decrease()
 
-    def truncated(self, tolerance: ScalarLike) -> "Scaled":
+    def truncated(self, tolerance: ScalarLike) -> "Rescaled":
         return eqx.tree_at(lambda s: s.inner, self, self.inner.truncated(tolerance))
 
-    def with_residual(self, residual: PyTree[Array]) -> "Scaled":
-        return Scaled(self.inner.with_residual(residual), self.scale, Passes())
+    def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
+        return Rescaled(self.inner.with_residual(residual), self.scale, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         answer = self.inner.solve(filter)
