@@ -179,7 +179,7 @@ def flow(period: int) -> Figure:
     by_flow, literal = stepped("flow"), stepped("kernel")
     end, expected = by_flow.run()[0], literal.run()[0]
     start = network.parameters
-    distance = gnlin.features.distance
+    distance = gnlin.features.parameter_distance
     error = distance(end, expected) / distance(expected, start)
     cases = [
         Case("gnlin", "gradient flow", by_flow.run),

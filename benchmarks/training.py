@@ -252,8 +252,8 @@ def flow_error(
         return gnlin.solve(model, data, solver, loss=loss, max_steps=1).model
 
     literal, flow = end("kernel"), end("flow")
-    moved = gnlin.features.distance(literal, model)
-    return float(gnlin.features.distance(flow, literal) / moved)
+    moved = gnlin.features.parameter_distance(literal, model)
+    return float(gnlin.features.parameter_distance(flow, literal) / moved)
 
 
 #

@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from . import (
     callbacks as callbacks,
+    damping as damping,
     features as features,
     filters as filters,
     preconditioners as preconditioners,
@@ -67,10 +68,6 @@ from ._subproblem import (
     Answer as Answer,
     choose as choose,
     MixedPrecision as MixedPrecision,
-)
-from .filters import (
-    equivalent_damping as equivalent_damping,
-    equivalent_period as equivalent_period,
 )
 
 

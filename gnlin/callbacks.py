@@ -277,7 +277,8 @@ class Measure(Callback):
 
         ```python
         gnlin.callbacks.Measure(
-            {"distance": lambda now: gnlin.features.distance(now, model)}, every=10
+            {"distance": lambda now: gnlin.features.parameter_distance(now, model)},
+            every=10,
         )
         ```
     """

@@ -7,7 +7,7 @@ history of a training run by [`gnlin.callbacks.Measure`][]:
 ```python
 first = gnlin.features.kernel(model, inputs)
 measures = {
-    "distance": lambda now: gnlin.features.distance(now, model),
+    "distance": lambda now: gnlin.features.parameter_distance(now, model),
     "alignment": lambda now: gnlin.features.kernel_alignment(
         gnlin.features.kernel(now, inputs), first
     ),
@@ -24,29 +24,25 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key, Num, PyTree, Scalar
+from jaxtyping import Array, Float, Key, Num, PyTree, Scalar
 
 from . import _tree
-from ._accuracy import accuracy
-from ._checks import as_key, check_count, check_nonnegative
+from ._checks import as_key, check_count
 from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation import Linearisation, linearise
-from ._losses import check_between, is_label, SoftmaxCrossEntropy
+from ._losses import check_between, is_label
 from ._model import make_network
-from ._solve import solve
-from ._solver import DampedGaussNewton
 from ._tree import ravel_pytree
 
 
 __all__ = [
     "direction_alignment",
-    "distance",
     "kernel",
     "kernel_alignment",
     "kernel_distance",
     "kernel_drift",
-    "linear_probe",
     "linearise_model",
+    "parameter_distance",
     "target_alignment",
 ]
 
@@ -190,7 +186,7 @@ def kernel_drift(
     return jnp.sqrt(jnp.sum(moved) / jnp.sum(was))
 
 
-def distance(a: PyTree, b: PyTree) -> Scalar:
+def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
     """The 2-norm of the difference of two models' parameters, all their floating-point
     arrays: how far one has travelled from the other."""
     a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
@@ -216,66 +212,6 @@ def direction_alignment(
         return x / jnp.where(size > 0, size, 1)
 
     return jnp.max(_tree.matmul(unit(rows), unit(directions).T), axis=1)
-
-
-def linear_probe(
-    train: tuple[Float[Array, "n d"], Int[Array, " n"]],
-    test: tuple[Float[Array, "k d"], Int[Array, " k"]],
-    *,
-    num_classes: int | None = None,
-    damping: float = 1e-3,
-    max_steps: int = 20,
-) -> Scalar:
-    """The test accuracy of a linear softmax classifier of given features, such as a
-    layer's activations, trained by Newton's method on the mean cross-entropy.
-
-    **Arguments:**
-
-    - `train`, `test`: features and labels.
-    - `num_classes`: by default as many as the labels name.
-    - `damping`: of each Newton step; the features are scaled to unit variance before.
-    - `max_steps`: Newton steps.
-
-    ??? cite "Reference"
-
-        G. Alain and Y. Bengio, *Understanding Intermediate Layers Using Linear Classifier
-        Probes*, 2016.
-    """
-    check_nonnegative("damping", damping)
-    (features, labels), (test_features, test_labels) = (
-        (jnp.asarray(x), jnp.asarray(y)) for x, y in (train, test)
-    )
-    for x, y in ((features, labels), (test_features, test_labels)):
-        if x.ndim != 2 or x.shape[1] != features.shape[-1]:
-            raise ValueError(
-                "The features must have two axes, over examples and features, the same "
-                f"for training and testing, but have the shapes {features.shape} and "
-                f"{test_features.shape}; ravel those of each example."
-            )
-        if not is_label(y) or y.shape != x.shape[:1]:
-            raise ValueError(
-                f"The labels of {x.shape[0]} examples must be integers of the shape "
-                f"{x.shape[:1]}, but are {y.dtype.name} of the shape {y.shape}."
-            )
-    if num_classes is None:
-        num_classes = max(int(jnp.max(labels)), int(jnp.max(test_labels))) + 1
-    check_between("labels", (labels, test_labels), 0, num_classes - 1)
-    mean = features.mean(axis=0, keepdims=True)
-    deviation = features.std(axis=0, keepdims=True)
-    scale = jnp.where(deviation > 0, deviation, 1)
-    classifier = eqx.nn.Linear(features.shape[1], num_classes, key=jax.random.key(0))
-    classifier = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, features.dtype), classifier, is_leaf=eqx.is_array
-    )
-    solution = solve(
-        classifier,
-        ((features - mean) / scale, labels),
-        DampedGaussNewton(damping, method="matrix-free"),
-        loss=SoftmaxCrossEntropy(reduction="mean"),
-        max_steps=max_steps,
-    )
-    outputs = jax.vmap(solution.model)((test_features.astype(mean.dtype) - mean) / scale)
-    return accuracy(outputs, test_labels)
 
 
 def _check_kernels(*kernels: Kernel) -> None:

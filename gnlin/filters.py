@@ -341,7 +341,7 @@ def equivalent_damping(
     !!! example
 
         ```python
-        gnlin.equivalent_damping(period=10**5, learning_rate=1e-5)  # 1.0
+        gnlin.filters.equivalent_damping(period=10**5, learning_rate=1e-5)  # 1.0
         ```
     """
     check_period("period", period)
@@ -355,7 +355,7 @@ def equivalent_period(
     damping: ArrayLike, learning_rate: ArrayLike, momentum: ArrayLike = 0.0
 ) -> ArrayLike:
     r"""The number of steps nearest to a damping: $K = 1/(\eta\lambda)$, the inverse of
-    [`gnlin.equivalent_damping`][].
+    [`gnlin.filters.equivalent_damping`][].
 
     **Returns:** the period as a real number (round it for a solver); infinity for a
     damping of 0.

@@ -184,7 +184,7 @@ def test_a_function_with_its_parameters():
         np.testing.assert_allclose(trained[name], wanted.model.parameters[name])
     kernel = gnlin.features.kernel(solution.model, X)
     np.testing.assert_allclose(kernel, gnlin.features.kernel(wanted.model, X))
-    assert gnlin.features.distance(solution.model, (of_pair, PARAMETERS)) > 0
+    assert gnlin.features.parameter_distance(solution.model, (of_pair, PARAMETERS)) > 0
     result = gnlin.fit((of_pair, PARAMETERS), (X, T), DAMPED, steps=2, progress=False)
     assert result.model[0] is of_pair
     assert result.history["loss"][-1] < result.history["loss"][0]

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from scipy.optimize import minimize
 
 import gnlin
 from gnlin import features
@@ -111,8 +110,8 @@ def test_drift_is_the_relative_change_of_the_kernel():
 def test_distance_of_models():
     flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
     expected = float(np.linalg.norm(flat(ONE) - flat(OTHER)))
-    assert float(features.distance(ONE, OTHER)) == pytest.approx(expected)
-    assert float(features.distance(ONE, ONE)) == 0
+    assert float(features.parameter_distance(ONE, OTHER)) == pytest.approx(expected)
+    assert float(features.parameter_distance(ONE, ONE)) == 0
 
 
 def test_rows_along_directions():
@@ -122,56 +121,10 @@ def test_rows_along_directions():
     np.testing.assert_allclose(found, [1, 1, np.sqrt(0.5), 0], rtol=1e-12)
 
 
-def test_a_linear_probe_is_softmax_regression():
-    key = jax.random.key(4)
-    points = jax.random.normal(key, (60, 2)) + jnp.arange(60.0)[:, None] % 3
-    labels = jnp.arange(60) % 3
-    constant = jnp.concatenate([points, jnp.ones((60, 1))], axis=1)  # no variance
-    train, test = (constant[:40], labels[:40]), (constant[40:], labels[40:])
-    found = float(features.linear_probe(train, test, damping=1e-6))
-
-    mean, deviation = (
-        points[:40].mean(0, keepdims=True),
-        points[:40].std(0, keepdims=True),
-    )
-    standard = lambda x: (x - mean) / deviation
-    value = jax.value_and_grad(_cross_entropy)
-    fit = minimize(
-        lambda w: jax.tree.map(
-            np.asarray, value(jnp.asarray(w), standard(points[:40]), labels[:40])
-        ),
-        np.zeros(9),
-        jac=True,
-    )
-    outputs = _outputs(fit.x, standard(points[40:]))
-    right = np.argmax(np.asarray(outputs), axis=1) == np.asarray(labels[40:])
-    expected = float(np.mean(right))
-    assert found == expected
-
-
-def _outputs(w, x):
-    return x @ w[:6].reshape(2, 3) + w[None, 6:]
-
-
-def _cross_entropy(w, x, labels):
-    logits = jax.nn.log_softmax(_outputs(w, x))
-    return -jnp.mean(jnp.take_along_axis(logits, labels[:, None], axis=1))
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_probe_of_images_is_refused():
-    images = jnp.ones((4, 2, 2)), jnp.zeros(4, int)
-    with pytest.raises(ValueError, match="ravel those of each example"):
-        features.linear_probe(images, images)
-
-
 def kernel(c, n=9):
     return jnp.einsum("ij,cd->icjd", jnp.eye(n), jnp.eye(c))
 
 
-POINTS = jnp.arange(12.0).reshape(6, 2)
-CLASSES = jnp.arange(6) % 3
-PROBED = POINTS, CLASSES
 MISTAKES = {
     "kernels of other outputs": (
         lambda: features.kernel_alignment(kernel(1), kernel(3)),
@@ -198,11 +151,11 @@ MISTAKES = {
         "labels must lie between 0 and 2, but one is 3",
     ),
     "models of other shapes": (
-        lambda: features.distance(jnp.ones((3, 1)), jnp.ones((1, 3))),
+        lambda: features.parameter_distance(jnp.ones((3, 1)), jnp.ones((1, 3))),
         "same structure and shapes",
     ),
     "models of other structures": (
-        lambda: features.distance(jnp.ones(3), (jnp.ones(3), jnp.ones(3))),
+        lambda: features.parameter_distance(jnp.ones(3), (jnp.ones(3), jnp.ones(3))),
         "same structure and shapes",
     ),
     "other linearisations": (
@@ -216,22 +169,6 @@ MISTAKES = {
     "directions of another length": (
         lambda: features.direction_alignment(jnp.ones((4, 3)), jnp.ones((2, 2))),
         r"\(4, 3\) and \(2, 2\)",
-    ),
-    "labels in a column": (
-        lambda: features.linear_probe(PROBED, (POINTS, CLASSES[:, None])),
-        r"integers of the shape \(6,\), but are int64 of the shape \(6, 1\)",
-    ),
-    "one label": (
-        lambda: features.linear_probe((POINTS, CLASSES[:1]), PROBED),
-        r"labels of 6 examples",
-    ),
-    "other features": (
-        lambda: features.linear_probe(PROBED, (POINTS[:, :1], CLASSES)),
-        r"\(6, 2\) and \(6, 1\)",
-    ),
-    "too few classes": (
-        lambda: features.linear_probe(PROBED, PROBED, num_classes=2),
-        "labels must lie between 0 and 1, but one is 2",
     ),
 }
 
@@ -255,7 +192,7 @@ def test_targets_of_one_output():
     assert float(features.target_alignment(matrix, targets)) == float(column)
 
 
-MEASURES = {"distance": lambda model: features.distance(model, ONE)}
+MEASURES = {"distance": lambda model: features.parameter_distance(model, ONE)}
 
 
 def measured(every, **changes):
@@ -283,7 +220,7 @@ def test_measures_are_columns_of_the_history(every, filled):
     result, column = measured(every)
     np.testing.assert_array_equal(np.nonzero(np.isfinite(column))[0], filled)
     if filled[-1] == 3:
-        assert column[-1] == features.distance(result.model, ONE)
+        assert column[-1] == features.parameter_distance(result.model, ONE)
 
 
 def test_measures_at_validations():

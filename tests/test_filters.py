@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gnlin import equivalent_damping, equivalent_period
 from gnlin.filters import (
     AbstractFilter,
+    equivalent_damping,
+    equivalent_period,
     GradientDescent,
     GradientFlow,
     HeavyBall,

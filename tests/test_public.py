@@ -69,8 +69,6 @@ def test_the_public_names():
         "Spectrum",
         "Trajectory",
         "TruncatedGaussNewton",
-        "equivalent_damping",
-        "equivalent_period",
         "filters",
         "linearise",
         "solve",

@@ -243,12 +243,10 @@ def test_features():
 
     def measured():
         a, b = (gnlin.features.kernel(m, inputs) for m in (model, other))
-        probe = gnlin.features.linear_probe((inputs, LABELS), (NUMBERS[:, :2], LABELS))
         return (
             gnlin.features.kernel_alignment(a, b),
             gnlin.features.target_alignment(a, LABELS),
-            gnlin.features.distance(model, other),
-            probe,
+            gnlin.features.parameter_distance(model, other),
         )
 
     assert all(0 <= float(x) <= 1 for x in measured())

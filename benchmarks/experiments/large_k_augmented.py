@@ -20,6 +20,7 @@ from .. import training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..networks.cnn import ConvNet
+from ..probe import linear_probe
 from ..training import Columns, Images, Labelled
 from ..verdicts import judge, Verdict
 
@@ -87,7 +88,7 @@ def probe(model: ConvNet, layer: int, data: tuple[Labelled, Labelled]) -> Array:
     dtype = model.convolutions[0].weight.dtype
     activations = jax.vmap(lambda image: model.features(image.astype(dtype), layer))
     (images, labels), (test_images, test_labels) = data
-    return gnlin.features.linear_probe(
+    return linear_probe(
         (activations(images), labels), (activations(test_images), test_labels)
     )
 

@@ -71,7 +71,9 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
     data = tuple(map(jnp.asarray, xor.examples(settings.num_train, seed=0)))
     test = tuple(map(jnp.asarray, xor.examples(settings.num_test, seed=1)))
     period: Any = point["period"]
-    damping = gnlin.equivalent_damping(jnp.asarray(period), settings.learning_rate)
+    damping = gnlin.filters.equivalent_damping(
+        jnp.asarray(period), settings.learning_rate
+    )
     num_steps = settings.damped_steps
     solver = gnlin.DampedGaussNewton(damping, search=None)
     if point["solver"] == BY_PERIOD:

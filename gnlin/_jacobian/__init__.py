@@ -5,6 +5,7 @@ from ._base import (
     AbstractJacobian as AbstractJacobian,
     Cost as Cost,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
+    plain_operator as plain_operator,
 )
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses

@@ -19,6 +19,12 @@ class AtHand(AbstractJacobian):
 
     _blocks: Sequence[AbstractBlock]
 
+    @staticmethod
+    def of(jacobian: AbstractJacobian, blocks: Sequence[AbstractBlock]) -> "AtHand":
+        """Blocks of a Jacobian, for what it is from and to."""
+        fixed = jacobian.domain, jacobian.codomain, jacobian.memory_budget
+        return AtHand(*fixed, blocks)
+
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self.codomain.unravel(self.push_forward(vector))
 

@@ -234,43 +234,25 @@ def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
     return jnp.concatenate(_tree.promoted(flat), axis=1)
 
 
-def _never(operator: AbstractJacobian) -> bool:
-    return False
+def plain_operator(kind: type[lx.AbstractLinearOperator]) -> None:
+    """An operator of lineax with no structure that a solver could use."""
+    as_function = lambda op: lx.FunctionLinearOperator(op.mv, op.in_structure())
+    for has in (
+        lx.is_symmetric,
+        lx.is_diagonal,
+        lx.is_tridiagonal,
+        lx.is_lower_triangular,
+        lx.is_upper_triangular,
+        lx.is_positive_semidefinite,
+        lx.is_negative_semidefinite,
+        lx.has_unit_diagonal,
+    ):
+        has.register(kind)(lambda operator: False)
+    for of in (lx.linearise, lx.conj):
+        of.register(kind)(lambda operator: operator)
+    lx.materialise.register(kind)(lambda op: lx.materialise(as_function(op)))
+    lx.diagonal.register(kind)(lambda op: lx.diagonal(as_function(op)))
+    lx.tridiagonal.register(kind)(lambda op: lx.tridiagonal(as_function(op)))
 
 
-def _as_it_is(operator: AbstractJacobian) -> AbstractJacobian:
-    return operator
-
-
-def _as_function(operator: AbstractJacobian) -> lx.AbstractLinearOperator:
-    return lx.FunctionLinearOperator(operator.mv, operator.in_structure())
-
-
-for _property in (
-    lx.is_symmetric,
-    lx.is_diagonal,
-    lx.is_tridiagonal,
-    lx.is_lower_triangular,
-    lx.is_upper_triangular,
-    lx.is_positive_semidefinite,
-    lx.is_negative_semidefinite,
-    lx.has_unit_diagonal,
-):
-    _property.register(AbstractJacobian)(_never)
-for _made in (lx.linearise, lx.conj):
-    _made.register(AbstractJacobian)(_as_it_is)
-
-
-@lx.materialise.register
-def _(operator: AbstractJacobian) -> lx.AbstractLinearOperator:
-    return lx.materialise(_as_function(operator))
-
-
-@lx.diagonal.register
-def _(operator: AbstractJacobian) -> Array:
-    return lx.diagonal(_as_function(operator))
-
-
-@lx.tridiagonal.register
-def _(operator: AbstractJacobian) -> tuple[Array, Array, Array]:
-    return lx.tridiagonal(_as_function(operator))
+plain_operator(AbstractJacobian)

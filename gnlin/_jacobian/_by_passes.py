@@ -77,8 +77,7 @@ class ByPasses(AbstractJacobian):
         return jax.lax.map(fn, basis, batch_size=chunk)
 
     def at_hand(self) -> AtHand:
-        fixed = self.domain, self.codomain, self.memory_budget
-        return AtHand(*fixed, self.blocks())
+        return AtHand.of(self, self.blocks())
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)

@@ -112,8 +112,7 @@ class OfExamples(AbstractJacobian):
             # One group after the other, so that they share their memory.
             point, kernel = jax.lax.optimization_barrier((self._point, kernel))
             blocks = self._blocks_of(point, self._args, group)
-            part = AtHand(self.domain, self.codomain, self.memory_budget, blocks)
-            kernel += part.gram()
+            kernel += AtHand.of(self, blocks).gram()
         if left:
             kernel += self._passes.chunked_gram(left).astype(kernel.dtype)
         return kernel
@@ -146,8 +145,7 @@ class OfExamples(AbstractJacobian):
         return total if whole == n else add(total, last)[0]
 
     def at_hand(self) -> AtHand:
-        fixed = self.domain, self.codomain, self.memory_budget
-        return AtHand(*fixed, self.blocks())
+        return AtHand.of(self, self.blocks())
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
         return OfExamples(

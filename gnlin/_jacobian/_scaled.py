@@ -46,9 +46,7 @@ class Scaled(AbstractJacobian):
         return [Rows(block.rows() / jnp.asarray(d)[None]) for block, d in pairs]
 
     def gram(self) -> Float[Array, "m m"]:
-        return AtHand(
-            self.domain, self.codomain, self.memory_budget, self.blocks()
-        ).gram()
+        return AtHand.of(self, self.blocks()).gram()
 
     def at_hand(self) -> "Scaled":
         return Scaled(self.inner.at_hand(), self.scale)

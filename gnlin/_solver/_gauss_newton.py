@@ -38,7 +38,8 @@ class GaussNewton(AbstractFilteredGaussNewton):
         `None` for all of it. `"auto"` backtracks where nothing else checks a step: with a
         loss that is not squared error, and on mini-batches, where the next batch judges
         a step, too.
-    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`.
+    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`;
+        or any solver of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
 
     !!! example

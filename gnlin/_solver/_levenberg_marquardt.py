@@ -10,13 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import (
-    as_scalar,
-    check_finite_positive,
-    check_flag,
-    check_fraction,
-    positive,
-)
+from .._checks import as_scalar, check_finite_positive, check_flag, check_fraction
 from .._jacobian import Cost
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
@@ -28,43 +22,34 @@ from .._subproblem import (
     exact_is_dear,
     Form,
     Method,
-    MixedPrecision,
     problem_of,
 )
+from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
-from ._scaling import check_scaling, choose_scaled, Scaling, without_zeros
+from ._scaling import check_scaling, choose_scaled, Scaling
 from ._stepping import check_quadratic
-from ._trials import first_damping, try_dampings
+from ._trials import try_dampings
 
 
 # So many outer steps in a row without a gain are enough.
 _MAX_IDLE = 10
-# Dampings that are tried at one linearisation, about.
-_TRIALS = 2
 # What an exact step is worth, in seconds: of a network, or with other batches to come,
 # little.
 _EXACT_STEP, _EXACT_STEP_OF_NETWORK = 2.0, 2e-3
 
 
-# The first damping on a full batch and across batches, relative to the curvature along
-# the gradient: on a full batch a rejected trial costs next to nothing.
+# The first damping on a full batch and across batches: on a full batch a rejected trial
+# costs next to nothing.
 _FIRST_DAMPING = 1e-3
 _FIRST_DAMPING_ACROSS = 1.0
-# Across batches it changes by this factor a step (Martens and Grosse, 2015, section 6.5),
-# and after a step that was skipped by the other.
-_SLOW = 0.95
-_SKIPPED = 4.0
-# A step that lowers the loss by less, or more, of what was predicted asks for more, or
-# less damping.
-_POOR, _GOOD = 0.25, 0.75
 
 
 class _Memory(eqx.Module):
-    damping: Float[Array, ""]  # negative before the first linearisation
+    rule: PyTree  # the state of the damping
     num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
     scale: PyTree[Array] | None
-    first_gradient: Float[Array, ""]  # its norm
+    first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
     last: "_Last | None" = None  # across batches
 
@@ -91,8 +76,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `damping`: the first $\lambda$, relative to the curvature along the gradient; by
-        default 0.001, and 1 across batches.
+    - `damping`: the rule by which $\lambda$ changes, one of [`gnlin.damping`][]; a
+        number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
+        curvature along the gradient. By default 0.001, and 1 across batches.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
         norms that the Jacobian's columns have had (Moré, 1978; what is far above the
         present ones fades), `"marquardt"`: their present norms, both of which make the
@@ -108,8 +94,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         prox-linear form has the scaling `"identity"` and no acceleration.
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"` or
         `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand costs many
-        times as much, or more than the memory budget. See "How to choose" in the
-        documentation.
+        times as much, or more than the memory budget; or a [`gnlin.MixedPrecision`][], or
+        a solver of lineax. See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
 
     !!! example
@@ -137,17 +123,17 @@ class LevenbergMarquardt(AbstractGaussNewton):
     rtol: float = 1e-9
     atol: float = 1e-12
     norm: Callable[[PyTree], Scalar] = optx.max_norm
-    damping: ScalarLike | None = eqx.field(
+    damping: ScalarLike | AbstractDamping | None = eqx.field(
         default=None, converter=as_scalar, kw_only=True
     )
     scaling: Scaling | None = eqx.field(default=None, kw_only=True)
     acceleration: bool | None = eqx.field(default=None, kw_only=True)
     tolerance: ScalarLike = eqx.field(default=0.1, converter=as_scalar, kw_only=True)
     form: Form = eqx.field(default="quadratic", kw_only=True)
-    method: Method | MixedPrecision = eqx.field(default="auto", kw_only=True)
+    method: Method = eqx.field(default="auto", kw_only=True)
 
     def __check_init__(self):
-        if self.damping is not None:
+        if not isinstance(self.damping, AbstractDamping | None):
             check_finite_positive("damping", self.damping)
         check_method(self.method)
         check_form(self.form, self.method)
@@ -165,9 +151,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
         scale = None if unscaled else _tree.zeros_like(y)
-        damping, count = jnp.array(-1, dtype), jnp.array(0)
-        one = jnp.ones((), dtype)
-        return _Memory(damping, count, scale, one, one)
+        rule, one = self._rule(across=False), jnp.ones((), dtype)
+        return _Memory(rule.init(dtype), jnp.array(0), scale, -one, one)
 
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
@@ -196,12 +181,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
-        kind = Tikhonov(1.0 if p > m else 0.0)
-        how = problem, kind, _TRIALS, method
+        kind, rule = Tikhonov(1.0 if p > m else 0.0), self._rule(objective.is_sample)
+        how = problem, kind, rule.num_trials, method
         norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting=True)
-        dtype = memory.damping.dtype
+        dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
-        first_gradient = jnp.where(memory.damping < 0, gradient, memory.first_gradient)
+        first_gradient = memory.first_gradient
+        first_gradient = jnp.where(first_gradient < 0, gradient, first_gradient)
         tolerance = jnp.asarray(self.tolerance, dtype)
         if not objective.is_sample:
             # So that it converges faster than linearly (Nocedal and Wright, 2006,
@@ -211,43 +197,29 @@ class LevenbergMarquardt(AbstractGaussNewton):
             tolerance = jnp.fmin(left, memory.tolerance)
         if method == "matrix-free":
             subproblem = subproblem.truncated(tolerance)
-        scale = without_zeros(norms)
-        relative = self.damping
-        if relative is None:
-            across = objective.is_sample
-            relative = _FIRST_DAMPING_ACROSS if across else _FIRST_DAMPING
-        damping = jax.lax.cond(
-            memory.damping < 0,
-            lambda: first_damping(subproblem, relative, dtype),
-            lambda: memory.damping,
-        )
-        finite = _is_finite(objective, lin, subproblem) & positive(relative)
+        finite = _is_finite(objective, lin, subproblem)
         memory = eqx.tree_at(
-            lambda m: (m.damping, m.scale, m.first_gradient, m.tolerance),
+            lambda m: (m.scale, m.first_gradient, m.tolerance),
             memory,
-            (
-                damping,
-                memory.scale if norms is None else norms,
-                first_gradient,
-                tolerance,
-            ),
+            (memory.scale if norms is None else norms, first_gradient, tolerance),
             is_leaf=lambda x: x is None,
         )
         if objective.is_sample:
             return self._one_of_many(
-                objective, lin, evaluate, subproblem, memory, scale, finite
+                objective, lin, evaluate, subproblem, memory, rule, finite
             )
         trial = try_dampings(
             objective,
             lin,
             evaluate,
             subproblem,
-            scale,
-            damping,
+            rule,
+            memory.rule,
             finite,
             acceleration,
             self.converged,
         )
+        finite &= ~jnp.isnan(trial.damping)
         good = trial.accepted & finite
         num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
         settled = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
@@ -256,9 +228,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.damping, m.num_idle),
-                memory,
-                (trial.next_damping, num_idle),
+                lambda m: (m.rule, m.num_idle), memory, (trial.rule, num_idle)
             ),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
@@ -281,7 +251,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         evaluate: Evaluate,
         subproblem: AbstractSubproblem,
         memory: _Memory,
-        scale: PyTree[Array] | None,
+        rule: AbstractDamping,
         finite: Bool[Array, ""],
     ) -> Update:
         """One trial on one batch: a step that does not lower its loss is skipped.
@@ -292,36 +262,29 @@ class LevenbergMarquardt(AbstractGaussNewton):
         """
         last: _Last = memory.last  # type: ignore[assignment]
         before = evaluate(moved(lin.point, last.step, -1))
-        dtype = memory.damping.dtype
+        dtype = memory.tolerance.dtype
+        damping = rule.damping(memory.rule, subproblem, lin.point)
         gained = objective.decrease(before, lin.outputs)
-        known = last.predicted > 0
-        more = known & ((gained < 0) | (last.ratio < _POOR))
-        less = known & (gained > 0) & (last.ratio > _GOOD)
-        factor = jnp.where(more, 1 / _SLOW, jnp.where(less, _SLOW, 1.0))
-        damping = memory.damping * factor.astype(dtype)
+        damping *= slowly(last.predicted > 0, gained, last.ratio).astype(dtype)
+        finite &= jnp.isfinite(damping)
 
         answer = subproblem.solve(Tikhonov(damping))
         step = _tree.cast_like(answer.step, lin.point)
-        predicted = answer.decrease
-        if predicted is None:
-            scaled = step if scale is None else jax.tree.map(jnp.multiply, scale, step)
-            along = _tree.dot(step, subproblem.gradient()).astype(dtype)
-            predicted = 0.5 * (damping * _tree.norm(scaled).astype(dtype) ** 2 - along)
+        predicted = subproblem.predicted(answer, damping)
         y = moved(lin.point, step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
         good = finite & _tree.all_finite((y, outputs)) & (actual >= 0)
         step = _tree.where(good, step, _tree.zeros_like(step))
-        predicted = predicted.astype(dtype)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
         taken = _Last(step, jnp.where(good, predicted, 0), ratio)
         return Update(
             y=_tree.where(good, y, lin.point),
             outputs=_tree.where(good, outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.damping, m.last),
+                lambda m: (m.rule.damping, m.last),
                 memory,
-                (jnp.where(good, damping, _SKIPPED * damping), taken),
+                (jnp.where(good, damping, SKIPPED * damping), taken),
             ),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
@@ -335,6 +298,20 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),
         )
+
+    def _rule(self, across: bool) -> AbstractDamping:
+        """That of one batch; or, across batches, what says where it starts."""
+        damping = self.damping
+        if isinstance(damping, AbstractDamping):
+            if across and not isinstance(damping, Nielsen):
+                raise ValueError(
+                    f"Across batches the damping changes slowly, and not by {damping}: "
+                    "pass a number, the first damping, or one batch of all data."
+                )
+            return damping
+        if damping is None:
+            damping = _FIRST_DAMPING_ACROSS if across else _FIRST_DAMPING
+        return Nielsen(damping)
 
     def _how(self, objective: AbstractObjective, cost: Cost) -> tuple[Any, Scaling, bool]:
         """The method, the scaling and whether to accelerate, where they are not set."""

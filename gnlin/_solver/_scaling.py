@@ -64,24 +64,19 @@ def choose_scaled(
     """
     if scaling[0] == "identity" or isinstance(problem, ProxLinear):
         return None, choose(problem, filter, num_trials, method)
-    passes = problem.jacobian.cost().rows
-    problem = problem.with_jacobian(_at_hand(scaling[0], problem.jacobian))
+    cost = problem.jacobian.cost()
+    if not cost.rows_fit:
+        m, p = cost.shape
+        raise ValueError(
+            f"`scaling={scaling[0]!r}` needs the dense Jacobian, and its "
+            f"{m * p * cost.itemsize:,} bytes exceed the memory budget of "
+            f'{cost.memory_budget:,}: use `scaling="identity"`, or raise `memory_budget`.'
+        )
+    problem = problem.at_hand()
     norms = next_scale(*scaling, problem.jacobian, lasting)
     scale = without_zeros(norms)
     ready = choose(problem.scaled(scale), filter, num_trials, method)
-    return norms, Rescaled(ready, scale, passes)
-
-
-def _at_hand(scaling: Scaling, jacobian: AbstractJacobian) -> AbstractJacobian:
-    m, _ = jacobian.shape
-    num_bytes = m * jacobian.domain.nbytes
-    if num_bytes > jacobian.memory_budget:
-        raise ValueError(
-            f"`scaling={scaling!r}` needs the dense Jacobian, and its {num_bytes:,} "
-            f"bytes exceed the memory budget of {jacobian.memory_budget:,}: use "
-            '`scaling="identity"`, or raise `memory_budget`.'
-        )
-    return jacobian.at_hand()
+    return norms, Rescaled(ready, scale, cost.rows)
 
 
 def next_scale(

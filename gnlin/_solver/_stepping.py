@@ -23,7 +23,6 @@ from .._subproblem import (
     choose,
     Form,
     Method,
-    MixedPrecision,
     problem_of,
     ProxLinear,
 )
@@ -88,7 +87,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
         ```
     """
 
-    method: Method | MixedPrecision = eqx.field(default="auto", kw_only=True)
+    method: Method = eqx.field(default="auto", kw_only=True)
 
     def __check_init__(self):
         check_form(self.form, self.method)

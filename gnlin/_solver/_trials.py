@@ -5,13 +5,14 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
 from .._subproblem import AbstractSubproblem
+from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
 from ._base import Evaluate, increased, moved
 
@@ -36,12 +37,11 @@ _OUTPUT_ROUNDINGS = 10
 _MAX_TRIALS = 60
 
 
-class Trial(eqx.Module):
+class Tried(eqx.Module):
     """The damping tried last, from the one factorisation, and what came of it."""
 
     damping: Float[Array, ""]
-    next_damping: Float[Array, ""]
-    growth: Float[Array, ""]  # of the damping, if the next trial fails
+    rule: PyTree  # the rule's state
     y: PyTree[Array]
     outputs: PyTree[Array]
     step: PyTree[Array]
@@ -55,36 +55,26 @@ class Trial(eqx.Module):
     passes: Passes
 
 
-def first_damping(
-    subproblem: AbstractSubproblem, relative: ScalarLike, dtype: jnp.dtype
-) -> Float[Array, ""]:
-    """So many times the curvature along the gradient."""
-    curvature = subproblem.curvature_along_gradient()
-    # Where the gradient vanishes there is no step to damp.
-    safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
-    return jnp.asarray(relative, dtype) * safe.astype(dtype)
-
-
 def try_dampings(
     objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
     subproblem: AbstractSubproblem,
-    scale: PyTree[Array] | None,
-    damping: Float[Array, ""],
+    rule: AbstractDamping,
+    state: PyTree,
     finite: Bool[Array, ""],
     acceleration: bool,
     converged: Callable[..., Bool[Array, ""]],
-) -> Trial:
-    """Larger and larger dampings, from one linearisation and one factorisation, until
-    one lowers the loss or there is nothing to be gained.
+) -> Tried:
+    """The dampings of a rule, from one linearisation and one factorisation, until one
+    lowers the loss or there is nothing to be gained.
 
-    - `scale`: of the variables in which the subproblem is damped; `None` for ones.
+    - `state`: the rule's.
     - `finite`: whether there is anything to try.
     - `acceleration`: whether to add the second-order correction.
     - `converged`: the solver's test of a step.
     """
-    dtype = damping.dtype
+    dtype = _tree.dtype((lin.point, lin.outputs))
     eps = _tree.eps((lin.point, lin.outputs))
     gradient = subproblem.gradient()
     attainable = subproblem.attainable_decrease().astype(dtype)
@@ -101,27 +91,17 @@ def try_dampings(
     rounding = eps**_ROUNDING_POWER * loss + least
     arrived = loss <= least
 
-    def scaled(step):
-        return step if scale is None else jax.tree.map(jnp.multiply, scale, step)
-
-    def damped_norm(answer):
-        known = answer.damped_norm
-        norm = _tree.norm(scaled(answer.step)) if known is None else known
-        return norm.astype(dtype)
-
-    def attempt(last: Trial) -> Trial:
-        damping = last.next_damping
+    def attempt(last: Tried) -> Tried:
+        damping = rule.damping(last.rule, subproblem, lin.point).astype(dtype)
+        damping = jnp.clip(damping, *sensible)
         answer = subproblem.solve(Tikhonov(damping))
-        if answer.decrease is not None:
-            predicted = answer.decrease.astype(dtype)
-        else:
-            along = _tree.dot(answer.step, gradient).astype(dtype)
-            predicted = 0.5 * (damping * damped_norm(answer) ** 2 - along)
+        predicted = subproblem.predicted(answer, damping)
+        length = subproblem.length_of(answer).astype(dtype)
         step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
         if acceleration:
             bend = _accelerated(root, evaluate, lin.point, subproblem, damping, step)
-            longest = 0.5 * _MAX_ACCELERATION * damped_norm(answer)
-            gentle = damped_norm(bend) <= longest
+            longest = 0.5 * _MAX_ACCELERATION * length
+            gentle = subproblem.length_of(bend).astype(dtype) <= longest
             step = _tree.axpy(0.5, bend.step, step)
 
         y = moved(lin.point, step)
@@ -140,7 +120,6 @@ def try_dampings(
             & (noise | (ratio > _SUFFICIENT_DECREASE))
         )
         ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
-        shrink = jnp.maximum(1 / 3, 1 - (2 * ratio - 1) ** 3)
         first = last.num_rejected == 0
         within = free & converged(y, step, objective.residual(outputs), residual)
         promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
@@ -150,12 +129,10 @@ def try_dampings(
         vanished = first & (known | free)
         vanished &= promise <= (_GRADIENT_ROUNDINGS * eps) ** 2 * loss
         taken = (answer,) if bend is None else (answer, bend)
-        return Trial(
+        trial = Trial(damping, ratio, accepted, length)
+        return Tried(
             damping=damping,
-            next_damping=jnp.clip(
-                damping * jnp.where(accepted, shrink, last.growth), *sensible
-            ),
-            growth=2 * last.growth,
+            rule=rule.after(last.rule, trial),
             y=y,
             outputs=outputs,
             step=step,
@@ -171,16 +148,15 @@ def try_dampings(
             passes=sum((a.passes for a in taken), last.passes).traced(),
         )
 
-    def again(trial: Trial) -> Bool[Array, ""]:
+    def again(trial: Tried) -> Bool[Array, ""]:
         done = trial.accepted | trial.converged | trial.stalled
         spent = (trial.num_rejected >= _MAX_TRIALS) | (trial.damping >= sensible[1])
         return ~done & ~spent
 
     no, zero = jnp.array(False), jnp.zeros((), jnp.result_type(float))
-    start = Trial(
-        damping=damping,
-        next_damping=damping,
-        growth=jnp.array(2, dtype),
+    start = Tried(
+        damping=jnp.zeros((), dtype),
+        rule=state,
         y=lin.point,
         outputs=lin.outputs,
         step=_tree.zeros_like(lin.point),

@@ -13,10 +13,12 @@ import optimistix as optx
 from equinox import AbstractVar
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
+from .. import _tree
 from .._jacobian import Cost
 from .._passes import Passes
 from .._spectrum import Filter, svd_is_cheap
 from ..filters import (
+    Damped,
     GradientDescent,
     GradientFlow,
     HeavyBall,
@@ -73,6 +75,23 @@ class AbstractSubproblem(eqx.Module):
         """The gradient's norm in the variables in which the subproblem is damped."""
         return self.gradient_norm
 
+    def length(self, vector: PyTree[Array]) -> Scalar:
+        """The norm of a step, or of a point, in these variables."""
+        return _tree.norm(vector)
+
+    def length_of(self, answer: Answer) -> Scalar:
+        """The same of an answer's step."""
+        known = answer.damped_norm
+        return self.length(answer.step) if known is None else known
+
+    def predicted(self, answer: Answer, damping: Scalar) -> Scalar:
+        """What a step is predicted to lower the objective by, without damping."""
+        if answer.decrease is not None:
+            return answer.decrease.astype(damping.dtype)
+        along = _tree.dot(answer.step, self.gradient()).astype(damping.dtype)
+        length = self.length_of(answer).astype(damping.dtype)
+        return 0.5 * (damping * length**2 - along)
+
     @abc.abstractmethod
     def curvature_along_gradient(self) -> Scalar:
         """|phi g|^2 / |g|^2: an eigenvalue that the gradient g points to, for scale."""
@@ -125,6 +144,91 @@ class AbstractWay(AbstractSubproblem):
 Descent = GradientDescent | HeavyBall | Nesterov
 
 
+class AbstractIteration(AbstractWay):
+    """A way by iteration: a solution to a tolerance, literal steps, or a flow.
+
+    - `tolerance`: of a damped solution; `None` for an exact one.
+    """
+
+    passes: Passes
+    tolerance: ScalarLike | None
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Any, passes: Passes, tolerance: ScalarLike | None = None):
+        self.problem = problem
+        self.tolerance = tolerance
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+
+    @classmethod
+    def fits(cls, problem: Any, filter: Filter) -> bool:
+        filter, _ = undamped(filter)
+        if isinstance(filter, PseudoInverse):
+            return filter.rcond is None
+        return isinstance(filter, Tikhonov | Descent | GradientFlow)
+
+    def truncated(self, tolerance: ScalarLike) -> "AbstractIteration":
+        return eqx.tree_at(
+            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
+        )
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def largest_curvature(self) -> Scalar:
+        return self.curvature_along_gradient()
+
+    @abc.abstractmethod
+    def exactly(self) -> float:
+        """The tolerance that stands for an exact solution."""
+
+    @abc.abstractmethod
+    def to_tolerance(self, tolerance: ScalarLike, damping: ScalarLike) -> Answer:
+        """The solution, to where the gradient is `tolerance` times what it was."""
+
+    @abc.abstractmethod
+    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
+        """Literal steps."""
+
+    @abc.abstractmethod
+    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
+        """Gradient flow for a time."""
+
+    def solve(self, filter: Filter) -> Answer:
+        filter, damping = undamped(filter)
+        match filter:
+            case Tikhonov(damping=more):
+                tolerance = self.tolerance
+                tolerance = self.exactly() if tolerance is None else tolerance
+                return self.to_tolerance(tolerance, damping + more)
+            case PseudoInverse(rcond=None):
+                # From zero, conjugate gradients never leave the range of phi^T: the
+                # limit is the minimum-norm solution.
+                return self.to_tolerance(self.exactly(), damping)
+            case GradientDescent() | HeavyBall() | Nesterov():
+                return self.descend(filter, damping)
+            case GradientFlow():
+                return self.flow(filter, damping)
+        raise does_not_serve(self.method, filter)
+
+    def verdict(self, diverged: Array) -> optx.RESULTS:
+        """Divergence, unless there was no number to start from."""
+        return optx.RESULTS.where(
+            diverged & jnp.isfinite(self.gradient_norm),
+            optx.RESULTS.nonlinear_divergence,
+            optx.RESULTS.successful,
+        )
+
+
+def undamped(filter: Filter) -> tuple[Filter, ScalarLike]:
+    """A filter without the damping that is added to it, and that."""
+    if isinstance(filter, Damped):
+        return filter.filter, filter.damping
+    return filter, 0.0
+
+
 def num_steps_of(filter: Descent) -> float:
     """As far as it is known before the program runs: else very many."""
     period: Any = filter.period
@@ -153,12 +257,12 @@ def _is_known(number: ScalarLike) -> bool:
 
 # What small singular values are worth that are resolved to rounding, in seconds: as long
 # as one is glad to wait where no damping hides them.
-ACCURACY = 3.0
+_ACCURACY = 3.0
 
 
 def price_of_squaring(cost: Cost, filter: Filter) -> float:
     """Of forming phi phi^T, or phi^T phi, which squares the condition number."""
-    return ACCURACY if vanishes(filter) or svd_is_cheap(*cost.shape) else 0.0
+    return _ACCURACY if vanishes(filter) or svd_is_cheap(*cost.shape) else 0.0
 
 
 def unless_endless(

@@ -3,12 +3,15 @@
 import math
 from typing import Any, get_args, Literal
 
+import lineax as lx
+
 from .._jacobian import AbstractJacobian, Cost
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._problem import Quadratic
 from .._spectrum import Filter
 from ._base import AbstractWay, does_not_serve
+from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
 from ._on_outputs import OnOutputs
@@ -18,9 +21,10 @@ from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameter
 from ._spectral import Eigenvalues, SingularValues
 
 
-Method = Literal[
+MethodName = Literal[
     "auto", "svd", "eigh", "kernel", "curvature", "matrix-free", "products-first"
 ]
+Method = MethodName | MixedPrecision | lx.AbstractLinearSolver
 # Those that serve for damped problems only.
 _DAMPED = ("kernel", "curvature", "products-first")
 
@@ -38,18 +42,29 @@ WAYS: tuple[type[AbstractWay], ...] = (
 )
 
 
+# Ways that come with parameters of their own.
+_OBJECTS: tuple[tuple[type, Any], ...] = (
+    (MixedPrecision, Refined),
+    (lx.AbstractLinearSolver, ByLineax),
+)
+
+
 def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
-    """`damped`: whether the problem is, so that Cholesky factorisations serve."""
+    """`damped`: whether the problem is, so that Cholesky factorisations serve. `also`:
+    names of a solver's own, where it does not take lineax's solvers."""
     if damped and isinstance(method, MixedPrecision):
         return
-    methods = get_args(Method)
+    if not also and isinstance(method, lx.AbstractLinearSolver):
+        return
+    methods = get_args(MethodName)
     if not damped:
         methods = tuple(m for m in methods if m not in _DAMPED)
     methods = (*methods, *also)
     if method not in methods:
-        mixed = " or a `gnlin.MixedPrecision`" if damped else ""
+        others = "" if also else " or a solver of lineax"
+        others = ", a `gnlin.MixedPrecision`" * damped + others
         raise ValueError(
-            f"`method` must be one of {', '.join(map(repr, methods))}{mixed} here, but "
+            f"`method` must be one of {', '.join(map(repr, methods))}{others} here, but "
             f"{method!r} was given."
         )
 
@@ -60,7 +75,7 @@ def check_form(form: str, method: Any) -> None:
             f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
         )
     quadratic = method in ("svd", "eigh", "curvature", "products-first")
-    if form == "prox-linear" and (quadratic or isinstance(method, MixedPrecision)):
+    if form == "prox-linear" and (quadratic or not isinstance(method, str)):
         raise ValueError(
             f"The method {method!r} is for quadratic problems: with "
             '`form="prox-linear"` use "auto", "kernel" or "matrix-free".'
@@ -90,7 +105,8 @@ def choose(
     - `filter`: one of the kind that will be asked for; where their damping may vanish,
         one without.
     - `num_trials`: how many of them will be, about.
-    - `method`: a way that is asked for, by its name; or a [`gnlin.MixedPrecision`][].
+    - `method`: a way that is asked for, by its name; a [`gnlin.MixedPrecision`][]; or a
+        solver of lineax.
 
     **Returns:** a [`gnlin.AbstractSubproblem`][].
 
@@ -99,10 +115,11 @@ def choose(
     """
     cost = problem.jacobian.cost()
     name = type(filter).__name__
-    if isinstance(method, MixedPrecision):
-        if isinstance(problem, ProxLinear) or not Refined.fits(problem, filter):
-            raise does_not_serve(Refined.method, filter)
-        return Refined.of(problem, cost, method)
+    for kind, way in _OBJECTS:
+        if isinstance(method, kind):
+            if not way.fits(problem, filter):
+                raise does_not_serve(way.method, filter)
+            return way.of(problem, cost, method)
     serving = [way for way in WAYS if way.fits(problem, filter)]
     if method != "auto":
         asked = [way for way in serving if way.method == method]

@@ -2,12 +2,10 @@
 
 from typing import ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-import optimistix as optx
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
@@ -18,21 +16,13 @@ from .._objective import SumOfSquares
 from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
-from ..filters import (
-    Damped,
-    GradientDescent,
-    GradientFlow,
-    HeavyBall,
-    Nesterov,
-    PseudoInverse,
-    Tikhonov,
-)
+from ..filters import GradientFlow, Nesterov
 from ._base import (
-    AbstractWay,
+    AbstractIteration,
     Answer,
     Descent,
-    does_not_serve,
     num_steps_of,
+    undamped,
     unless_endless,
     vanishes,
 )
@@ -47,35 +37,22 @@ _POWER_STEPS = 50
 _LAST_RESORT = 1e15
 
 
-class MatrixFree(AbstractWay):
+class MatrixFree(AbstractIteration):
     """Nothing of size m x p, m x m or p x p is built."""
 
     method: ClassVar[str] = "matrix-free"
     problem: Quadratic
-    passes: Passes
-    tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem: Quadratic, tolerance: ScalarLike | None = None):
-        self.problem = problem
-        self.tolerance = tolerance
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = Passes(vjps=problem.jacobian.a_product().vjps)
+        super().__init__(problem, Passes(), tolerance)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        if isinstance(filter, Damped):
-            return cls.fits(problem, filter.filter)
-        known = isinstance(filter, Tikhonov | Descent | GradientFlow)
-        known |= isinstance(filter, PseudoInverse) and filter.rcond is None
-        return isinstance(problem, Quadratic) and known
+        return isinstance(problem, Quadratic) and super().fits(problem, filter)
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if isinstance(filter, Damped):
-            filter = filter.filter
+        filter, _ = undamped(filter)
         if isinstance(filter, Descent) and not vanishes(filter):
             num_steps = min(num_steps_of(filter), _LAST_RESORT)
             return num_trials * num_steps * cost.one_product
@@ -87,48 +64,14 @@ class MatrixFree(AbstractWay):
     def of(cls, problem: Quadratic, cost: Cost) -> "MatrixFree":
         return cls(problem)
 
-    def truncated(self, tolerance: ScalarLike) -> "MatrixFree":
-        return eqx.tree_at(
-            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
-        )
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
     def curvature_along_gradient(self) -> Scalar:
         dtype = self.gradient_norm.dtype
         pushed = self.problem.jacobian.mv(self._gradient)
         return _tree.dot(pushed, pushed).astype(dtype) / self.gradient_norm**2
 
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         problem = self.problem.with_residual(residual)
         return MatrixFree(problem, tolerance=self.tolerance)
-
-    def solve(self, filter) -> Answer:
-        damping = 0.0
-        if isinstance(filter, Damped):
-            filter, damping = filter.filter, filter.damping
-        match filter:
-            case Tikhonov(damping=more):
-                tolerance = self.tolerance
-                tolerance = self.exactly() if tolerance is None else tolerance
-                return self.to_tolerance(tolerance, damping + more)
-            case PseudoInverse(rcond=None):
-                # From zero, conjugate gradients never leave the range of phi^T: the
-                # limit is the minimum-norm solution.
-                return self.to_tolerance(self.exactly(), damping)
-            case GradientDescent() | HeavyBall() | Nesterov():
-                return self.descend(filter, damping)
-            case GradientFlow(time=time):
-                return unless_endless(
-                    time,
-                    lambda: self.to_tolerance(self.exactly(), damping),
-                    lambda time: self._flow(time, damping),
-                )
-        raise does_not_serve(self.method, filter)
 
     def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""
@@ -183,9 +126,8 @@ class MatrixFree(AbstractWay):
             throw=False,
         )
         num_products = solution.stats["num_products"]
-        passes = self.problem.jacobian.a_product() * num_products + Passes(
-            vjps=self.problem.jacobian.a_product().vjps
-        )
+        each = jacobian.a_product()
+        passes = each * num_products + Passes(vjps=each.vjps)
         answer = Answer(solution.value, solution.stats["num_steps"], passes)
         return answer, solution.result == lx.RESULTS.successful
 
@@ -209,67 +151,61 @@ class MatrixFree(AbstractWay):
             undamped & _tree.any_nonzero(rest), projected, lambda: self._gradient
         )
 
-    def descend(self, filter: Descent, damping: ScalarLike = 0.0) -> Answer:
+    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
         """Literal steps, one tangent and one transposed pass each (none but the first
         gradient's for the first step).
 
         Steps without an end, if they converge at all, converge to the minimum-norm
         solution, which conjugate gradients find.
         """
-        period, eta = filter.period, filter.learning_rate
-        momentum = getattr(filter, "momentum", 0.0)
-        endless = jnp.isinf(jnp.asarray(period, float))
-        literal = descend(
-            Parameters(self.problem.jacobian),
-            SumOfSquares(),
-            self.problem.residual,
-            jnp.where(endless, 1, float(period) if isinstance(period, int) else period),
-            eta,
-            momentum,
-            nesterov=isinstance(filter, Nesterov),
-            damping=damping,
-            gradient=self._gradient,
-            rest=self.problem.rest,
-        )
-        steps = self.problem.jacobian.a_product() * (literal.num_steps - 1)
+        each = self.problem.jacobian.a_product()
 
         def limit():
             exact = self.to_tolerance(self.exactly(), damping)
-            taken = exact.passes + self.problem.jacobian.a_product() * _POWER_STEPS
             power = self._power_estimate()
             rate, added, stable = (
                 jnp.asarray(x, power.dtype)
-                for x in (eta, damping, filter.largest_stable())
+                for x in (filter.learning_rate, damping, filter.largest_stable())
             )
-            return exact.step, taken.traced(), rate * (power + added) >= stable
+            diverged = rate * (power + added) >= stable
+            passes = exact.passes + each * _POWER_STEPS
+            return Answer(exact.step, jnp.inf, passes, result=self.verdict(diverged))
 
-        step, passes, diverged = jax.lax.cond(
-            endless, limit, lambda: (literal.z, steps.traced(), literal.diverged)
-        )
-        result = optx.RESULTS.where(
-            diverged & jnp.isfinite(self.gradient_norm),
-            optx.RESULTS.nonlinear_divergence,
-            optx.RESULTS.successful,
-        )
-        return Answer(step, period, passes, result=result)
+        def literally(period):
+            end = descend(
+                Parameters(self.problem.jacobian),
+                SumOfSquares(),
+                self.problem.residual,
+                period,
+                filter.learning_rate,
+                getattr(filter, "momentum", 0.0),
+                nesterov=isinstance(filter, Nesterov),
+                damping=damping,
+                gradient=self._gradient,
+                rest=self.problem.rest,
+            )
+            passes, result = each * (end.num_steps - 1), self.verdict(end.diverged)
+            return Answer(end.z, period, passes, result=result)
 
-    def _flow(self, time: ScalarLike, damping: ScalarLike) -> Answer:
-        end = flow(
-            Parameters(self.problem.jacobian),
-            SumOfSquares(),
-            self.problem.residual,
-            time,
-            damping,
-            TOLERANCE[_tree.dtype(self._gradient).name],
-            self.problem.rest,
-        )
-        result = optx.RESULTS.where(
-            ~end.met & jnp.isfinite(self.gradient_norm),
-            optx.RESULTS.nonlinear_divergence,
-            optx.RESULTS.successful,
-        )
-        passes = self.problem.jacobian.a_product() * end.num_products
-        return Answer(end.z, end.num_products, passes, result=result)
+        return unless_endless(filter.period, limit, literally)
+
+    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
+        def for_a_time(time):
+            end = flow(
+                Parameters(self.problem.jacobian),
+                SumOfSquares(),
+                self.problem.residual,
+                time,
+                damping,
+                TOLERANCE[_tree.dtype(self._gradient).name],
+                self.problem.rest,
+            )
+            passes = self.problem.jacobian.a_product() * end.num_products
+            result = self.verdict(~end.met)
+            return Answer(end.z, end.num_products, passes, result=result)
+
+        limit = lambda: self.to_tolerance(self.exactly(), damping)
+        return unless_endless(filter.time, limit, for_a_time)
 
     def _power_estimate(self) -> Scalar:
         """The largest eigenvalue of phi^T phi, by the power method from the gradient."""

@@ -129,8 +129,7 @@ class Refined(AbstractWay):
         jacobian = problem.jacobian
         if cost.fits:
             blocks = [block.astype(dtype) for block in jacobian.blocks()]
-            fixed = jacobian.domain, jacobian.codomain, jacobian.memory_budget
-            kernel = AtHand(*fixed, blocks).gram()
+            kernel = AtHand.of(jacobian, blocks).gram()
         else:
             kernel = jacobian.gram().astype(dtype)
         kernel = kernel.astype(_tree.dtype((dtype, jnp.float32)))

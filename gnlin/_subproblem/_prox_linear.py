@@ -17,22 +17,14 @@ from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
-from ..filters import (
-    Damped,
-    GradientDescent,
-    GradientFlow,
-    HeavyBall,
-    Nesterov,
-    PseudoInverse,
-    Tikhonov,
-)
+from ..filters import GradientFlow, Nesterov
 from ._base import (
+    AbstractIteration,
     AbstractSubproblem,
-    AbstractWay,
     Answer,
     Descent,
-    does_not_serve,
     num_steps_of,
+    undamped,
     unless_endless,
     vanishes,
 )
@@ -62,40 +54,20 @@ class ProxLinear(eqx.Module):
         return ProxLinear(self.jacobian.at_hand(), self.outputs, self.objective)
 
 
-class _OnSpace(AbstractWay):
+class _OnSpace(AbstractIteration):
     """What a filter asks of a quadratic problem is here asked of the loss itself: the
     minimiser, damped or not; K steps; gradient flow for a time."""
 
     problem: ProxLinear
     space: AbstractSpace
-    passes: Passes
-    tolerance: ScalarLike | None  # of a damped solution; `None` for an exact one
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem: ProxLinear, space: AbstractSpace, passes: Passes):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.space = space
-        self.tolerance = None
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        if isinstance(filter, Damped):
-            return cls.fits(problem, filter.filter)
-        known = isinstance(filter, Tikhonov | Descent | GradientFlow)
-        known |= isinstance(filter, PseudoInverse) and filter.rcond is None
-        return isinstance(problem, ProxLinear) and known
-
-    def truncated(self, tolerance: ScalarLike) -> "_OnSpace":
-        return eqx.tree_at(
-            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
-        )
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
+        return isinstance(problem, ProxLinear) and super().fits(problem, filter)
 
     def curvature_along_gradient(self) -> Scalar:
         dtype = self.gradient_norm.dtype
@@ -104,37 +76,13 @@ class _OnSpace(AbstractWay):
         curved = problem.objective.curvature(problem.outputs)(pushed)
         return _tree.dot(pushed, curved).astype(dtype) / self.gradient_norm**2
 
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         raise ValueError(
             'The "prox-linear" form has no geodesic acceleration; pass '
             "`acceleration=False`."
         )
 
-    def solve(self, filter) -> Answer:
-        damping = 0.0
-        if isinstance(filter, Damped):
-            filter, damping = filter.filter, filter.damping
-        match filter:
-            case Tikhonov(damping=more):
-                tolerance = self.tolerance
-                tolerance = self._exactly() if tolerance is None else tolerance
-                return self.to_tolerance(tolerance, damping + more)
-            case PseudoInverse(rcond=None):
-                return self.to_tolerance(self._exactly(), damping)
-            case GradientDescent() | HeavyBall() | Nesterov():
-                return self._descend(filter, damping)
-            case GradientFlow(time=time):
-                return unless_endless(
-                    time,
-                    lambda: self._limit(damping),
-                    lambda time: self._flow(time, damping),
-                )
-        raise does_not_serve(self.method, filter)
-
-    def _exactly(self) -> float:
+    def exactly(self) -> float:
         """The relative gradient that stands for an exact solution."""
         return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
 
@@ -171,64 +119,47 @@ class _OnSpace(AbstractWay):
             ),
         )
 
-    def _descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        return unless_endless(
-            filter.period,
-            lambda: self._limit(damping),
-            lambda period: self._literally(filter, period, damping),
-        )
-
     def _limit(self, damping: ScalarLike) -> Answer:
         """What the steps converge to, if they do."""
         there = ProxLinearOnParameters(self.problem)
-        return there.to_tolerance(self._exactly(), damping)
+        return there.to_tolerance(self.exactly(), damping)
 
-    def _literally(
-        self,
-        filter: Descent,
-        period: ScalarLike,
-        damping: ScalarLike,
-    ) -> Answer:
-        end = descend(
-            self.space,
-            self.problem.objective,
-            self.problem.outputs,
-            period,
-            filter.learning_rate,
-            getattr(filter, "momentum", 0.0),
-            nesterov=isinstance(filter, Nesterov),
-            damping=damping,
-        )
-        step, passes = (
-            self.space.parameters(end.z),
-            self.space.a_step() * (end.num_steps - 1),
-        )
-        return Answer(step, period, passes, result=self.verdict(end.diverged))
+    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
+        def literally(period):
+            end = descend(
+                self.space,
+                self.problem.objective,
+                self.problem.outputs,
+                period,
+                filter.learning_rate,
+                getattr(filter, "momentum", 0.0),
+                nesterov=isinstance(filter, Nesterov),
+                damping=damping,
+            )
+            step = self.space.parameters(end.z)
+            passes = self.space.a_step() * (end.num_steps - 1)
+            return Answer(step, period, passes, result=self.verdict(end.diverged))
 
-    def _flow(self, time: ScalarLike, damping: ScalarLike) -> Answer:
-        tolerance = TOLERANCE[_tree.dtype(self._gradient).name]
-        end = flow(
-            self.space,
-            self.problem.objective,
-            self.problem.outputs,
-            time,
-            damping,
-            tolerance,
-        )
-        return Answer(
-            self.space.parameters(end.z),
-            end.num_products,
-            self.space.a_step() * end.num_products,
-            result=self.verdict(~end.met),
-        )
+        return unless_endless(filter.period, lambda: self._limit(damping), literally)
 
-    def verdict(self, diverged: Array) -> optx.RESULTS:
-        """Divergence, unless there was no number to start from."""
-        return optx.RESULTS.where(
-            diverged & jnp.isfinite(self.gradient_norm),
-            optx.RESULTS.nonlinear_divergence,
-            optx.RESULTS.successful,
-        )
+    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
+        def for_a_time(time):
+            end = flow(
+                self.space,
+                self.problem.objective,
+                self.problem.outputs,
+                time,
+                damping,
+                TOLERANCE[_tree.dtype(self._gradient).name],
+            )
+            step = self.space.parameters(end.z)
+            passes, result = (
+                self.space.a_step() * end.num_products,
+                self.verdict(~end.met),
+            )
+            return Answer(step, end.num_products, passes, result=result)
+
+        return unless_endless(filter.time, lambda: self._limit(damping), for_a_time)
 
 
 # Newton's method takes about so many steps, each of about so many products where they
@@ -257,8 +188,7 @@ class ProxLinearOnOutputs(_OnSpace):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if isinstance(filter, Damped):
-            filter = filter.filter
+        filter, _ = undamped(filter)
         m, p = cost.shape
         num_steps = _num_steps(filter)
         # Steps are the same in both spaces, but a kernel of less than full rank leaves
@@ -288,8 +218,7 @@ class ProxLinearOnParameters(_OnSpace):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if isinstance(filter, Damped):
-            filter = filter.filter
+        filter, _ = undamped(filter)
         num_steps = _num_steps(filter)
         newton = _NEWTON_STEPS * _NEWTON_PRODUCTS
         once = newton if num_steps is None else num_steps

@@ -37,6 +37,9 @@ class Rescaled(AbstractSubproblem):
     def scaled_gradient_norm(self) -> Scalar:
         return self.inner.gradient_norm
 
+    def length(self, vector: PyTree[Array]) -> Scalar:
+        return _tree.norm(jax.tree.map(jnp.multiply, self.scale, vector))
+
     def curvature_along_gradient(self) -> Scalar:
         return self.inner.curvature_along_gradient()
 

@@ -77,7 +77,7 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     if solver == DESCENT:
         solver = gnlin.IterativeLinearisation(period, rate, method=method)
     else:
-        damping = gnlin.equivalent_damping(period, rate)
+        damping = gnlin.filters.equivalent_damping(period, rate)
         solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
     solution = gnlin.solve(
         initial, train, solver, loss=loss, max_steps=task.num_steps, divergence=None
@@ -91,7 +91,7 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     return {
         "train_loss": solution.loss,
         "test_error": task.test_error(jax.vmap(model)(test[0]), test[1]),
-        "distance": gnlin.features.distance(model, initial),
+        "distance": gnlin.features.parameter_distance(model, initial),
         "kernel_alignment": gnlin.features.kernel_alignment(kernel, first_kernel),
         "largest_eigenvalue": spectrum[-1],
         "stable": stable,

@@ -72,7 +72,7 @@ class Task:
     def damping(self, period: float) -> float:
         """The damping of the same strength as a period, to 12 digits: 1e5, and not
         100000.00000000001."""
-        exact = jnp.asarray(gnlin.equivalent_damping(period, self.learning_rate))
+        exact = jnp.asarray(gnlin.filters.equivalent_damping(period, self.learning_rate))
         return float(f"{float(exact):.12g}")
 
 

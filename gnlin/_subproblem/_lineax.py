@@ -1,0 +1,128 @@
+"""A linearised problem as a least-squares problem for any solver of lineax."""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from .. import _tree
+from .._jacobian import AbstractJacobian, Cost, plain_operator
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
+from ..filters import PseudoInverse, Tikhonov
+from ._base import AbstractWay, Answer
+from ._cholesky import damping_of
+
+
+# Of square systems only: they are given the normal equations.
+_SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
+_ANY = lx.AutoLinearSolver(well_posed=None)
+
+
+class ByLineax(AbstractWay):
+    r"""$\delta$ minimises $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
+    g_0/\sqrt\lambda\rVert^2$: one least-squares problem, with lambda below phi."""
+
+    method: ClassVar[str] = "lineax"
+    problem: Quadratic
+    solver: lx.AbstractLinearSolver
+    passes: Passes
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Quadratic, solver: lx.AbstractLinearSolver):
+        self.problem = problem
+        square: Any = solver
+        self.solver = lx.Normal(square) if isinstance(solver, _SQUARE) else solver
+        self.passes = Passes(vjps=problem.jacobian.a_product().vjps)
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+
+    @classmethod
+    def fits(cls, problem: Any, filter: Filter) -> bool:
+        if not isinstance(problem, Quadratic):
+            return False
+        undamped = isinstance(filter, PseudoInverse) and filter.rcond is None
+        return isinstance(filter, Tikhonov) or (undamped and problem.rest is None)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        return math.inf  # only if asked for
+
+    @classmethod
+    def of(
+        cls, problem: Quadratic, cost: Cost, solver: lx.AbstractLinearSolver = _ANY
+    ) -> "ByLineax":
+        return cls(problem, solver)
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def curvature_along_gradient(self) -> Scalar:
+        pushed = self.problem.jacobian.mv(self._gradient)
+        square = _tree.dot(pushed, pushed).astype(self.gradient_norm.dtype)
+        return square / self.gradient_norm**2
+
+    def largest_curvature(self) -> Scalar:
+        return self.curvature_along_gradient()
+
+    def with_residual(self, residual: PyTree[Array]) -> "ByLineax":
+        return ByLineax(self.problem.with_residual(residual), self.solver)
+
+    def solve(self, filter: Filter) -> Answer:
+        jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)
+        if isinstance(filter, PseudoInverse):
+            return self._solved(jacobian, minus_r)
+        root = jnp.sqrt(jnp.asarray(damping_of(filter), self.gradient_norm.dtype))
+        below = self.problem.rest
+        if below is None:
+            below = jax.tree.map(jnp.zeros_like, jacobian.domain.tree)
+        else:
+            below = _tree.scale(-1 / root, below)
+        return self._solved(_Damped(jacobian, root), (minus_r, below))
+
+    def _solved(self, operator: lx.AbstractLinearOperator, vector: PyTree) -> Answer:
+        solution = lx.linear_solve(operator, vector, self.solver, throw=False)
+        num_steps = solution.stats.get("num_steps", 1)
+        return Answer(
+            solution.value,
+            num_steps,
+            self.problem.jacobian.a_product() * num_steps,
+            result=optx.RESULTS.promote(solution.result),
+        )
+
+
+class _Damped(lx.AbstractLinearOperator):
+    r"""$\phi$ above $\sqrt\lambda I$."""
+
+    jacobian: AbstractJacobian
+    root: Scalar
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.jacobian.mv(vector), _tree.scale(self.root, vector)
+
+    def as_matrix(self) -> Float[Array, "m_plus_p p"]:
+        matrix = self.jacobian.as_matrix()
+        root = self.root.astype(matrix.dtype)
+        return jnp.concatenate([matrix, root * jnp.eye(matrix.shape[1])])
+
+    def transpose(self) -> lx.AbstractLinearOperator:
+        def rmv(vectors):
+            above, below = vectors
+            return _tree.axpy(self.root, below, self.jacobian.rmv(above))
+
+        return lx.FunctionLinearOperator(rmv, self.out_structure())
+
+    def in_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.jacobian.in_structure()
+
+    def out_structure(self) -> PyTree[jax.ShapeDtypeStruct]:
+        return self.jacobian.out_structure(), self.jacobian.in_structure()
+
+
+plain_operator(_Damped)

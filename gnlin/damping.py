@@ -1,0 +1,263 @@
+r"""Rules by which Levenberg-Marquardt's damping follows from how well its trials went.
+
+```python
+solver = gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion())
+```
+
+A fixed damping, or one that follows a schedule, is [`gnlin.DampedGaussNewton`][]'s.
+"""
+
+import abc
+from typing import ClassVar, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from ._checks import as_scalar, check_finite_positive, nan_unless, positive
+from ._subproblem import AbstractSubproblem
+from .filters import Tikhonov
+
+
+__all__ = ["AbstractDamping", "Nielsen", "Trial", "TrustRegion"]
+
+
+class Trial(eqx.Module):
+    r"""What came of a damping, for a rule to judge.
+
+    - `damping`: $\lambda$.
+    - `ratio`: of the decrease of the loss to the predicted one, from 0 to 1.
+    - `accepted`: whether the step is taken; it may not be for other reasons, too.
+    - `length`: $\lVert D\delta\rVert$, as the step is damped.
+    """
+
+    damping: Float[Array, ""]
+    ratio: Float[Array, ""]
+    accepted: Bool[Array, ""]
+    length: Float[Array, ""]
+
+
+_State = TypeVar("_State")
+
+
+# A step that lowers the loss by less, or more, of what was predicted asks for more, or
+# less damping.
+_POOR, _GOOD = 0.25, 0.75
+
+
+class AbstractDamping(eqx.Module, Generic[_State]):
+    r"""How the damping is found, and how it changes from trial to trial.
+
+    A rule of your own has a state, any pytree, of which it says what it is before the
+    first trial of a run, which damping it asks for, and what becomes of it after a trial.
+
+    - `num_trials`: dampings that are solved for at one linearisation, about; of many a
+        decomposition that serves them all is worth its price.
+    """
+
+    num_trials: ClassVar[int] = 2
+
+    @abc.abstractmethod
+    def init(self, dtype: jnp.dtype) -> _State:
+        """The state before the first trial."""
+
+    @abc.abstractmethod
+    def damping(
+        self, state: _State, subproblem: AbstractSubproblem, y: PyTree[Array]
+    ) -> Scalar:
+        r"""The next $\lambda$ to try, from the point `y`."""
+
+    @abc.abstractmethod
+    def after(self, state: _State, trial: Trial) -> _State:
+        """The state after a trial."""
+
+
+class _Changing(eqx.Module):
+    damping: Float[Array, ""]  # negative before the first trial
+    growth: Float[Array, ""]  # if the next trial fails
+
+
+def first_damping(
+    subproblem: AbstractSubproblem, relative: ScalarLike, dtype: jnp.dtype
+) -> Float[Array, ""]:
+    """So many times the curvature along the gradient."""
+    curvature = subproblem.curvature_along_gradient()
+    # Where the gradient vanishes there is no step to damp.
+    safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
+    relative = nan_unless(positive(relative), relative)
+    return relative.astype(dtype) * safe.astype(dtype)
+
+
+class Nielsen(AbstractDamping[_Changing]):
+    r"""A damping that a good step lowers, by up to a factor of 3, and that failing ones
+    raise, by 2, 4, 8 and so on.
+
+    $$\lambda \leftarrow \lambda\,\max\!\left(\tfrac13,\ 1 - (2\rho - 1)^3\right),$$
+
+    with $\rho$ the ratio of the decrease to the predicted one.
+
+    **Arguments:**
+
+    - `initial`: the first $\lambda$, relative to the curvature along the gradient.
+
+    ??? cite "Reference"
+
+        H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
+    """
+
+    initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar)
+
+    def __check_init__(self):
+        check_finite_positive("initial", self.initial)
+
+    def init(self, dtype: jnp.dtype) -> _Changing:
+        return _Changing(jnp.array(-1, dtype), jnp.array(2, dtype))
+
+    def damping(
+        self, state: _Changing, subproblem: AbstractSubproblem, y: PyTree[Array]
+    ) -> Scalar:
+        return jax.lax.cond(
+            state.damping < 0,
+            lambda: first_damping(subproblem, self.initial, state.damping.dtype),
+            lambda: state.damping,
+        )
+
+    def after(self, state: _Changing, trial: Trial) -> _Changing:
+        shrink = jnp.maximum(1 / 3, 1 - (2 * trial.ratio - 1) ** 3)
+        factor = jnp.where(trial.accepted, shrink, state.growth)
+        growth = jnp.where(trial.accepted, 2, 2 * state.growth)
+        return _Changing(trial.damping * factor, growth)
+
+
+# By how much a radius shrinks after a step that was poor, and one that was not taken.
+_POORER, _FAILED = 0.5, 0.25
+# A step is as long as the radius within this part of it,
+_WITHIN = 0.1
+# which takes two or three solutions, and no more than these.
+_MOST_SOLUTIONS = 20
+# Damping at this power of eps, relative to the largest curvature, damps nothing.
+_LEAST_POWER = 2.5
+# Where there is nothing to start from, the damping is at least this part of its bound
+# (Moré, 1978, section 5).
+_LEAST_PART = 1e-3
+
+
+class _Region(eqx.Module):
+    radius: Float[Array, ""]  # negative before the first trial
+    damping: Float[Array, ""]  # of the last trial
+
+
+class TrustRegion(AbstractDamping[_Region]):
+    r"""The damping at which the step is as long as a radius $\Delta$, within a tenth: the
+    step is the best with $\lVert D\delta\rVert \le \Delta$, and undamped where that one
+    is shorter. The radius is twice the step's length after a good step, and a half or a
+    quarter of it after a poor or a failing one.
+
+    Each trial takes a few solutions, which are next to free where the spectrum is at
+    hand, and dear by conjugate gradients.
+
+    **Arguments:**
+
+    - `factor`: the first radius, relative to $\lVert Dy\rVert$ (or the radius itself,
+        where that is 0). MINPACK's is 100; with 1 all of NIST's fits are solved.
+
+    ??? cite "Reference"
+
+        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
+        sections 3 to 5; without the interpolation of a failing step's factor.
+    """
+
+    num_trials: ClassVar[int] = 10
+
+    factor: ScalarLike = eqx.field(default=1.0, converter=as_scalar)
+
+    def __check_init__(self):
+        check_finite_positive("factor", self.factor)
+
+    def init(self, dtype: jnp.dtype) -> _Region:
+        return _Region(jnp.array(-1, dtype), jnp.array(0, dtype))
+
+    def damping(
+        self, state: _Region, subproblem: AbstractSubproblem, y: PyTree[Array]
+    ) -> Scalar:
+        dtype = state.radius.dtype
+        factor = nan_unless(positive(self.factor), self.factor).astype(dtype)
+        size = subproblem.length(y).astype(dtype)
+        first = factor * jnp.where(size > 0, size, 1)
+        radius = jnp.where(state.radius < 0, first, state.radius)
+        return _where_as_long(subproblem, radius, state.damping)
+
+    def after(self, state: _Region, trial: Trial) -> _Region:
+        poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
+        # The first radius is large: what it should have been is known now.
+        fair = jnp.where(state.radius < 0, trial.length, state.radius)
+        radius = jnp.select(
+            [~trial.accepted, poor, good],
+            [_FAILED * trial.length, _POORER * trial.length, 2 * trial.length],
+            fair,
+        )
+        return _Region(radius, trial.damping)
+
+
+class _Search(eqx.Module):
+    damping: Float[Array, ""]  # to try next
+    tried: Float[Array, ""]
+    length: Float[Array, ""]  # of the step at what has been tried
+    low: Float[Array, ""]
+    high: Float[Array, ""]
+    num_solutions: Int[Array, ""]
+
+
+def _where_as_long(
+    subproblem: AbstractSubproblem, radius: Scalar, guess: Scalar
+) -> Scalar:
+    """Hebden's iteration: 1 / |D delta| is next to linear in the damping, so its secants
+    lead to 1 / Delta; between bounds, as Moré keeps it."""
+    dtype = radius.dtype
+
+    def length(damping: Scalar) -> Scalar:
+        long = subproblem.length_of(subproblem.solve(Tikhonov(damping))).astype(dtype)
+        # A factorisation that fails for lack of damping: the step is too long.
+        return jnp.where(jnp.isfinite(long), long, jnp.inf)
+
+    def inside(damping: Scalar, low: Scalar, high: Scalar) -> Scalar:
+        middle = jnp.maximum(_LEAST_PART * high, jnp.sqrt(low * high))
+        return jnp.where((damping > low) & (damping < high), damping, middle)
+
+    largest = subproblem.largest_curvature().astype(dtype)
+    least = jnp.finfo(dtype).eps ** _LEAST_POWER * largest
+    # |D delta| is at most |D^-1 g| / lambda.
+    most = subproblem.scaled_gradient_norm().astype(dtype) / radius
+
+    def closer(last: _Search) -> _Search:
+        damping, long = last.damping, length(last.damping)
+        slope = (1 / long - 1 / last.length) / (damping - last.tried)
+        secant = damping + (1 / radius - 1 / long) / slope
+        low = jnp.where(long > radius, damping, last.low)
+        high = jnp.where(long > radius, last.high, damping)
+        number = last.num_solutions + 1
+        return _Search(inside(secant, low, high), damping, long, low, high, number)
+
+    def apart(search: _Search) -> Bool[Array, ""]:
+        far = jnp.abs(search.length - radius) > _WITHIN * radius
+        return far & (search.num_solutions < _MOST_SOLUTIONS)
+
+    guess, undamped = inside(guess, least, most), length(least)
+    start = _Search(guess, least, undamped, least, most, jnp.array(1))
+    reaches = undamped > (1 + _WITHIN) * radius
+    found = jax.lax.while_loop(lambda search: reaches & apart(search), closer, start)
+    return nan_unless(radius > 0, jnp.where(reaches, found.tried, least))
+
+
+# Across batches it changes by this factor a step (Martens and Grosse, 2015, section 6.5),
+# and after a step that was skipped by the other.
+_SLOW, SKIPPED = 0.95, 4.0
+
+
+def slowly(known: Bool[Array, ""], gained: Scalar, ratio: Scalar) -> Scalar:
+    """The factor by which the damping changes across batches: by what the last step, if
+    it is `known`, `gained` on a batch that it had not seen, and the ratio on its own."""
+    more = known & ((gained < 0) | (ratio < _POOR))
+    less = known & (gained > 0) & (ratio > _GOOD)
+    return jnp.where(more, 1 / _SLOW, jnp.where(less, _SLOW, 1.0))

@@ -1,0 +1,204 @@
+"""Rules of the damping: each beside its own words, and on problems with known ends."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from hypothesis import given, settings, strategies as st
+from problems import least_squares, linear, rosenbrock
+
+import gnlin
+from gnlin.damping import Nielsen, Trial, TrustRegion
+
+
+def trial(damping=1.0, ratio=1.0, *, accepted=True, length=1.0):
+    numbers = (jnp.array(x, float) for x in (damping, ratio))
+    return Trial(*numbers, jnp.array(accepted), jnp.array(length, float))
+
+
+@given(ratio=st.floats(0, 1), damping=st.floats(1e-10, 1e10))
+@settings(deadline=None, max_examples=20)
+def test_nielsens_rule(ratio, damping):
+    rule = Nielsen()
+    state = rule.after(rule.init(jnp.dtype(float)), trial(damping, ratio))
+    expected = damping * max(1 / 3, 1 - (2 * ratio - 1) ** 3)
+    assert float(state.damping) == pytest.approx(expected)
+
+
+def test_nielsens_damping_doubles_its_growth():
+    rule, factors = Nielsen(), []
+    state = rule.init(jnp.dtype(float))
+    for accepted in (False, False, False, True, False):
+        state = rule.after(state, trial(accepted=accepted))
+        factors.append(float(state.damping))
+    assert factors == pytest.approx([2, 4, 8, 1 / 3, 2])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "accepted", "radius"),
+    [(0.9, True, 6.0), (0.5, True, 5.0), (0.1, True, 1.5), (0.9, False, 0.75)],
+)
+def test_the_radius(ratio, accepted, radius):
+    state = eqx.tree_at(
+        lambda s: s.radius, TrustRegion().init(jnp.dtype(float)), jnp.array(5.0)
+    )
+    after = TrustRegion().after(state, trial(2.0, ratio, accepted=accepted, length=3.0))
+    assert float(after.radius) == pytest.approx(radius)
+    assert float(after.damping) == 2
+
+
+MATRICES = {
+    "square": (6, 6, 6),
+    "tall": (9, 4, 4),
+    "wide": (4, 9, 4),
+    "rank-deficient": (8, 6, 3),
+    "one of each": (1, 1, 1),
+}
+
+
+def matrix(shape, seed=0):
+    m, p, rank = shape
+    rng = np.random.default_rng(seed)
+    left, right = rng.normal(size=(m, rank)), rng.normal(size=(rank, p))
+    return left @ np.diag(2.0 ** -np.arange(rank)) @ right, rng.normal(size=m)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "matrix-free"])
+@pytest.mark.parametrize("shape", MATRICES.values(), ids=MATRICES)
+def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
+    a, b = matrix(shape)
+    lin = gnlin.linearise(
+        lambda y, _: jnp.asarray(a, dtype) @ y + jnp.asarray(b, dtype),
+        jnp.zeros(a.shape[1], dtype),
+    )
+    problem = gnlin.SumOfSquares().expand(lin)
+    subproblem = gnlin.choose(problem, gnlin.filters.Tikhonov(1.0), method=method)
+    longest = np.linalg.norm(np.linalg.lstsq(a, b, rcond=None)[0])
+    for part in (1e-3, 0.1, 0.7):
+        rule, radius = TrustRegion(factor=part * longest), part * longest
+        state = rule.init(jnp.dtype(dtype))
+        damping = rule.damping(state, subproblem, lin.point)  # |y| = 0: the radius itself
+        step = np.linalg.norm(subproblem.solve(gnlin.filters.Tikhonov(damping)).step)
+        assert abs(step - radius) <= 0.11 * radius
+
+
+def test_a_step_within_the_radius_is_undamped():
+    a, b = matrix(MATRICES["tall"])
+    lin = gnlin.linearise(lambda y, _: jnp.asarray(a) @ y + jnp.asarray(b), jnp.ones(4))
+    subproblem = gnlin.choose(
+        gnlin.SumOfSquares().expand(lin), gnlin.filters.PseudoInverse()
+    )
+    rule = TrustRegion(factor=1e6)
+    damping = rule.damping(rule.init(jnp.dtype(float)), subproblem, lin.point)
+    assert float(damping) < 1e-20
+
+
+@pytest.mark.parametrize("acceleration", [True, False])
+@pytest.mark.parametrize("rule", [None, 1e-3, Nielsen(1e-2), TrustRegion()])
+def test_on_a_curved_valley(rule, acceleration):
+    solver = gnlin.LevenbergMarquardt(damping=rule, acceleration=acceleration)
+    solution = least_squares(rosenbrock, solver, jnp.array([-1.2, 1.0]))
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, 1, atol=1e-8)
+
+
+def test_a_number_is_nielsens():
+    y0 = jnp.array([-1.2, 1.0])
+    number, rule = (
+        least_squares(rosenbrock, gnlin.LevenbergMarquardt(damping=damping), y0)
+        for damping in (0.1, Nielsen(0.1))
+    )
+    assert number.stats == rule.stats
+    np.testing.assert_array_equal(number.value, rule.value)
+
+
+class Halved(gnlin.damping.AbstractDamping):
+    """A rule of one's own: half as much after a step, ten times as much after none."""
+
+    def init(self, dtype):
+        return jnp.ones((), dtype)
+
+    def damping(self, state, subproblem, y):
+        return state
+
+    def after(self, state, trial):
+        return state * jnp.where(trial.accepted, 0.5, 10.0)
+
+
+def test_a_rule_of_ones_own():
+    solver = gnlin.LevenbergMarquardt(damping=Halved())
+    solution = least_squares(rosenbrock, solver, jnp.array([-1.2, 1.0]))
+    assert solution.result == optx.RESULTS.successful
+    np.testing.assert_allclose(solution.value, 1, atol=1e-8)
+
+
+def test_it_is_one_program_for_all_numbers():
+    compiled = []
+
+    def residual(y, args):
+        compiled.append(1)
+        return rosenbrock(y, args)
+
+    @eqx.filter_jit
+    def end(rule):
+        solver = gnlin.LevenbergMarquardt(damping=rule)
+        return optx.least_squares(residual, solver, jnp.array([-1.2, 1.0])).value
+
+    end(TrustRegion(1.0))
+    traced = len(compiled)
+    end(TrustRegion(10.0))
+    assert len(compiled) == traced
+    swept = jax.vmap(lambda factor: end(TrustRegion(factor)))(
+        jnp.array([0.1, 1.0, 100.0])
+    )
+    np.testing.assert_allclose(swept, 1, atol=1e-6)
+
+
+def test_a_linear_problem_is_one_step():
+    solver = gnlin.LevenbergMarquardt(damping=TrustRegion())
+    a, b = matrix(MATRICES["tall"])
+    solution = least_squares(
+        linear, solver, jnp.ones(4), (jnp.asarray(a), jnp.asarray(b))
+    )
+    assert solution.result == optx.RESULTS.successful
+    assert int(solution.stats["num_steps"]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: TrustRegion(0.0), "`factor` must be"),
+        (lambda: TrustRegion(jnp.inf), "`factor` must be"),
+        (lambda: Nielsen(-1.0), "`initial` must be"),
+        (lambda: gnlin.LevenbergMarquardt(damping=0.0), "`damping` must be"),
+        (lambda: gnlin.LevenbergMarquardt(damping="more"), "`damping` must be"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_mistakes(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_traced_factor_that_cannot_be_meant_ends_the_run():
+    end = jax.jit(
+        lambda factor: (
+            least_squares(
+                rosenbrock,
+                gnlin.LevenbergMarquardt(damping=TrustRegion(factor)),
+                jnp.array([-1.2, 1.0]),
+            ).result
+        )
+    )
+    assert end(-1.0) == optx.RESULTS.nonfinite
+
+
+def test_across_batches_only_a_first_damping_serves():
+    model = eqx.nn.MLP(1, 1, 4, 1, jnp.tanh, key=jax.random.key(0))
+    x = jnp.linspace(-1, 1, 8)[:, None]
+    solver = gnlin.LevenbergMarquardt(damping=TrustRegion())
+    with pytest.raises(ValueError, match="Across batches the damping changes slowly"):
+        gnlin.fit(model, (x, x), solver, steps=2, batch_size=4, progress=False)

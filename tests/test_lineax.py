@@ -1,0 +1,162 @@
+"""Any solver of lineax solves the linearised problem: beside the augmented least squares
+of NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import numpy as np
+import optimistix as optx
+import pytest
+from jax.flatten_util import ravel_pytree
+from problems import (
+    as_jax,
+    damped_step,
+    deficient,
+    gauss_newton_step,
+    least_squares,
+    linear,
+    SHAPES,
+    sines,
+    sines_data,
+    sines_numpy,
+)
+
+import gnlin
+
+
+SOLVERS = {
+    "QR": lx.QR(),
+    "SVD": lx.SVD(),
+    "LSMR": lx.LSMR(1e-12, 1e-12),
+    "auto": lx.AutoLinearSolver(well_posed=None),
+    "CG": lx.CG(1e-10, 1e-10),
+    "Cholesky": lx.Cholesky(),
+    "LU": lx.LU(),
+    "GMRES": lx.GMRES(1e-10, 1e-10),
+    "BiCGStab": lx.BiCGStab(1e-10, 1e-10),
+    "normal equations": lx.Normal(lx.Cholesky()),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_damped_step(name, shape):
+    if name == "BiCGStab" and shape == SHAPES["one parameter"]:
+        pytest.skip("lineax's breaks down on one number")
+    y0, args = sines_data(shape)
+    expected = y0 + damped_step(*sines_numpy(y0, args), 0.1)
+    solver = gnlin.DampedGaussNewton(0.1, method=SOLVERS[name])
+    solution = least_squares(sines, solver, *as_jax((y0, args)), max_steps=1)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["QR", "SVD", "LSMR", "CG", "Cholesky"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_an_undamped_step(name, dtype):
+    for shape in ("tall", "wide"):
+        y0, args = sines_data(SHAPES[shape])
+        expected = y0 + gauss_newton_step(*sines_numpy(y0, args))
+        method = SOLVERS[name]
+        if dtype == jnp.float32 and name == "LSMR":
+            pytest.skip("lineax's has double-precision numbers where x64 is enabled")
+        if dtype == jnp.float32 and name == "CG":
+            method = lx.CG(1e-5, 1e-5)
+        solver = gnlin.GaussNewton(method=method)
+        solution = least_squares(sines, solver, *as_jax((y0, args), dtype), max_steps=1)
+        tolerance = 2e-3 if dtype == jnp.float32 else 1e-6
+        np.testing.assert_allclose(
+            solution.value, expected, rtol=tolerance, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("name", ["SVD", "LSMR"])
+def test_the_minimum_norm_step_of_a_deficient_problem(name):
+    y0, args = deficient((6, 5), rank=2)
+    a, b = args
+    expected = y0 + gauss_newton_step(a @ y0 - b, a)
+    solver = gnlin.GaussNewton(method=SOLVERS[name])
+    solution = least_squares(linear, solver, *as_jax((y0, args)), max_steps=1)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_a_matrix_that_is_singular_is_told():
+    y0, args = deficient((6, 5), rank=2)
+    solver = gnlin.GaussNewton(method=lx.Cholesky())
+    solution = least_squares(linear, solver, *as_jax((y0, args)))
+    assert solution.result != optx.RESULTS.successful
+
+
+def test_iterations_that_do_not_arrive_are_told():
+    y0, args = sines_data((30, 20))
+    solver = gnlin.DampedGaussNewton(1e-6, method=lx.CG(1e-12, 1e-12, max_steps=2))
+    solution = least_squares(sines, solver, *as_jax((y0, args)))
+    assert solution.result == optx.RESULTS.max_steps_reached
+    assert int(solution.stats["num_steps"]) == 1
+
+
+@pytest.mark.parametrize("name", ["QR", "LSMR", "CG"])
+def test_levenberg_marquardt(name):
+    y0, args = sines_data((7, 3))
+    default, other = (
+        least_squares(sines, solver, *as_jax((y0, args)))
+        for solver in (
+            gnlin.LevenbergMarquardt(),
+            gnlin.LevenbergMarquardt(method=SOLVERS[name], scaling="identity"),
+        )
+    )
+    np.testing.assert_allclose(other.value, default.value, rtol=1e-5, atol=1e-6)
+
+
+X = jax.random.normal(jax.random.key(1), (15, 3))
+NETWORK = jax.tree.map(
+    lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
+    eqx.nn.MLP(3, 4, 8, 1, jnp.tanh, key=jax.random.key(0)),
+)
+
+
+@pytest.mark.parametrize("name", ["QR", "LSMR", "CG"])
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (gnlin.SoftmaxCrossEntropy(), jnp.arange(15) % 4),
+        (gnlin.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])),  # has a rest
+    ],
+)
+def test_of_a_network_with_another_loss(name, loss, targets):
+    flat = lambda m: np.asarray(ravel_pytree(eqx.filter(m, eqx.is_inexact_array))[0])
+    ends = [
+        flat(
+            gnlin.solve(
+                NETWORK,
+                (X, targets),
+                gnlin.DampedGaussNewton(1.0, method=method, search=None),
+                loss=loss,
+                max_steps=1,
+            ).model
+        )
+        for method in ("svd", SOLVERS[name])
+    ]
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6, atol=1e-7)
+
+
+def test_products_are_counted():
+    solver = gnlin.DampedGaussNewton(0.5, method=lx.LSMR(1e-12, 1e-12))
+    y0, args = sines_data((30, 20))
+    solution = least_squares(sines, solver, *as_jax((y0, args)), max_steps=1)
+    steps = int(solution.stats["num_inner_steps"])
+    assert steps > 3
+    assert int(solution.stats["num_vjps"]) >= steps
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_mistakes():
+    with pytest.raises(ValueError, match="or a solver of lineax here, but 3 was given"):
+        gnlin.DampedGaussNewton(1.0, method=3)
+    with pytest.raises(ValueError, match="here, but QR"):
+        gnlin.IterativeLinearisation(10, 0.1, method=lx.QR())
+    with pytest.raises(ValueError, match="for quadratic problems"):
+        gnlin.DampedGaussNewton(1.0, method=lx.QR(), form="prox-linear")
+    data, solver = (X, jnp.zeros((15, 4))), gnlin.GaussNewton(method=lx.QR())
+    with pytest.raises(ValueError, match="does not serve"):
+        gnlin.solve(NETWORK, data, solver, loss=gnlin.Huber(0.1))
