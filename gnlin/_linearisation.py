@@ -15,6 +15,8 @@ from ._jacobian import (
     DEFAULT_MEMORY_BUDGET,
     OfExamples,
     PerExample,
+    PerGroup,
+    Stacked,
 )
 from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
 from ._tree import Structure
@@ -74,8 +76,10 @@ class Linearisation(eqx.Module):
         r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
         return self.jacobian.as_matrix()
 
-    def kernel(self) -> Float[Array, "m m"]:
-        r"""The empirical neural tangent kernel $\phi\phi^\top$.
+    def kernel(self, other: "Linearisation | None" = None) -> Float[Array, "m k"]:
+        r"""The empirical neural tangent kernel $\phi\phi^\top$; with another
+        linearisation, of the same parameters on other data, that between the two sets,
+        $\phi\phi'^\top$, as in `test.kernel(train)`.
 
         Of a [`gnlin.PerExample`][] it takes as many reverse passes as one example has
         outputs, and for dense and convolutional layers no rows of the Jacobian: products
@@ -84,7 +88,14 @@ class Linearisation(eqx.Module):
         another function whose m x p Jacobian is, each chunk of rows is pulled back and
         pushed forward again, m passes each way.
         """
-        return self.jacobian.gram()
+        if other is None:
+            return self.jacobian.gram()
+        if other.jacobian.domain != self.jacobian.domain:
+            raise ValueError(
+                "The kernel between two linearisations is of the same parameters, but "
+                "theirs have other shapes or dtypes."
+            )
+        return self.jacobian.gram_with(other.jacobian)
 
     def curvature(self) -> Float[Array, "p p"]:
         r"""$\phi^\top\phi$, parameters in `ravel_pytree` order; of a
@@ -183,6 +194,16 @@ def linearise(
     check_count("memory_budget", memory_budget)
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
+    if isinstance(fn, PerGroup):
+        lins = {
+            name: linearise(
+                PerExample(of_one), y, args[name], memory_budget=memory_budget
+            )
+            for name, of_one in fn.fns.items()
+        }
+        outputs = {name: lin.outputs for name, lin in lins.items()}
+        parts = {name: lin.jacobian for name, lin in lins.items()}
+        return Linearisation(y, outputs, Stacked(parts))
 
     def with_aux(y_):
         out = fn(y_, args)

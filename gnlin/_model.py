@@ -43,11 +43,12 @@ class Frozen(eqx.Module):
 
 
 def partition(
-    model: PyTree, filter_spec: PyTree | Callable[[Any], bool]
+    model: PyTree, filter_spec: PyTree | Callable[[Any], bool], *, called: bool = True
 ) -> tuple[PyTree, Frozen]:
-    """(parameters, frozen), as `equinox.partition`; checked."""
-    fn, trained = model if _is_pair(model) else (None, model)
-    if fn is None and not callable(model):
+    """(parameters, frozen), as `equinox.partition`; checked. `called`: whether on the
+    input of one example, and not by functions of their own."""
+    fn, trained = model if called and _is_pair(model) else (None, model)
+    if called and fn is None and not callable(model):
         raise ValueError(
             "The model must be callable, on one example's input, or a pair "
             f"`(fn, parameters)` with `fn(parameters, x)`, but a {type(model).__name__} "

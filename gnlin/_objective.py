@@ -1,17 +1,20 @@
 """What is minimised, as a function of the outputs, and its second-order expansion."""
 
 import abc
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from . import _tree
+from ._checks import nan_unless, nonnegative
 from ._linearisation import Linearisation
-from ._losses import AbstractFactor, AbstractLoss, IdentityFactor
+from ._losses import AbstractFactor, AbstractLoss, IdentityFactor, Reduction
 from ._problem import Quadratic
 from ._tree import Structure
 
@@ -32,6 +35,10 @@ class AbstractObjective(eqx.Module):
     @abc.abstractmethod
     def value(self, outputs: PyTree[Array]) -> Scalar:
         """The objective."""
+
+    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        """Its parts by their names, if it has any."""
+        return {}
 
     @abc.abstractmethod
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
@@ -113,8 +120,10 @@ class BatchLoss(AbstractObjective):
         weights: Array | None = None,
         num_leading: int | None = None,
         is_sample: bool = False,
+        factor: ScalarLike | None = None,
     ):
-        """`outputs`: their shapes, and the dtypes in which the loss is computed."""
+        """`outputs`: their shapes, and the dtypes in which the loss is computed.
+        `factor`: of the loss, as reduced."""
         self.is_sample = is_sample
         dtype = _tree.dtype(outputs)
         self.loss = loss.reduced("sum")
@@ -123,7 +132,8 @@ class BatchLoss(AbstractObjective):
             targets,
         )
         self.weights = self.curvature_weights = None
-        if weights is None and self.loss.reduction == "sum" and num_leading is None:
+        plain = all(x is None for x in (weights, num_leading, factor))
+        if plain and self.loss.reduction == "sum":
             return
         num_examples = jax.tree.leaves(outputs)[0].shape[0]
         given = jnp.ones(num_examples) if weights is None else weights
@@ -133,6 +143,8 @@ class BatchLoss(AbstractObjective):
         counts = counted(loss, self.targets).astype(dtype)
         total, total_of_all = (_tree.matmul(w, counts) for w in (leading, every))
         unit = jnp.where(total > 0, total, 1) if self.loss.reduction == "mean" else 1
+        if factor is not None:
+            unit = unit / nan_unless(nonnegative(factor), factor).astype(dtype)
         self.weights = leading / unit
         share = total / jnp.where(total_of_all > 0, total_of_all, 1)
         self.curvature_weights = every * share / unit
@@ -175,22 +187,144 @@ class BatchLoss(AbstractObjective):
         return self.gradient(outputs) if self.is_quadratic else outputs
 
     def expand(self, lin: Linearisation) -> Quadratic:
+        return _expanded(lin, *self.whitened(lin.outputs))
+
+    def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
+        """A factor of the second derivative, `None` for the identity; the residual that
+        it makes of the gradient; and what of that it does not reach."""
+
         def whiten(outputs, target):
             factor = self.loss.factor(outputs, target)
             return factor, *factor.whiten(self.loss.gradient(outputs, target))
 
-        factors, residual, rest = jax.vmap(whiten)(lin.outputs, self.targets)
+        factors, residual, rest = jax.vmap(whiten)(outputs, self.targets)
         if self.weights is not None and self.curvature_weights is not None:
             roots = jnp.sqrt(self.curvature_weights)
             factors = _Weighted(factors, roots)
             safe = jnp.where(roots > 0, roots, 1)
             residual = _by_example(self.weights / safe, residual)
             rest = None if rest is None else _by_example(self.weights, rest)
-        jacobian = lin.jacobian
-        if not isinstance(factors, IdentityFactor):
-            jacobian = jacobian.transformed(factors, Structure.of(residual))
-        rest = None if rest is None else _pulled_back_if_any(lin, rest)
-        return Quadratic(jacobian, residual, rest)
+        if isinstance(factors, IdentityFactor):
+            factors = None
+        return factors, residual, rest
+
+
+def _expanded(
+    lin: Linearisation, factors: Any, residual: PyTree[Array], rest: PyTree | None
+) -> Quadratic:
+    jacobian = lin.jacobian
+    if factors is not None:
+        jacobian = jacobian.transformed(factors, Structure.of(residual))
+    rest = None if rest is None else _pulled_back_if_any(lin, rest)
+    return Quadratic(jacobian, residual, rest)
+
+
+class GroupLosses(eqx.Module):
+    """A loss for each group of residuals, and its weight."""
+
+    losses: Mapping[str, AbstractLoss]
+    weights: Mapping[str, ScalarLike]
+
+    @property
+    def is_quadratic(self) -> bool:
+        return all(loss.is_quadratic for loss in self.losses.values())
+
+    def reduced(self, default: Reduction) -> "GroupLosses":
+        losses = {name: loss.reduced(default) for name, loss in self.losses.items()}
+        return GroupLosses(losses, self.weights)
+
+    def check(self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree) -> None:
+        for name, loss in self.losses.items():
+            try:
+                loss.check(outputs[name], _or_zeros(targets[name], outputs[name]))
+            except ValueError as error:
+                raise ValueError(f"In the group {name!r}: {error}") from error
+
+
+class GroupLoss(AbstractObjective):
+    """The sum of the groups' losses, each on the outputs of its name."""
+
+    parts: Mapping[str, BatchLoss]
+    is_sample: bool = eqx.field(static=True)
+
+    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        """Of each group, weighted; none of a single one."""
+        return self._values(outputs) if len(self.parts) > 1 else {}
+
+    def _values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        return {name: part.value(outputs[name]) for name, part in self.parts.items()}
+
+    @property
+    def is_quadratic(self) -> bool:
+        return all(part.is_quadratic for part in self.parts.values())
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return _sum(self._values(outputs).values())
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        parts = self.parts.items()
+        return _sum(part.decrease(outputs[k], new_outputs[k]) for k, part in parts)
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        roots = {name: part.root(outputs[name]) for name, part in self.parts.items()}
+        return lambda v: {name: root(v[name]) for name, root in roots.items()}
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        parts = self.parts.items()
+        products = {name: part.curvature(outputs[name]) for name, part in parts}
+        return lambda v: {name: product(v[name]) for name, product in products.items()}
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.residual(outputs[name]) for name, part in self.parts.items()}
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        factors, residual, rest = {}, {}, {}
+        for name, part in self.parts.items():
+            factors[name], residual[name], rest[name] = part.whitened(lin.outputs[name])
+        none_left = all(x is None for x in rest.values())
+        rest = {k: _or_zeros(x, lin.outputs[k]) for k, x in rest.items()}
+        identity = all(x is None for x in factors.values())
+        return _expanded(
+            lin, None if identity else factors, residual, None if none_left else rest
+        )
+
+
+def objective_of(
+    loss: AbstractLoss | GroupLosses,
+    outputs: PyTree[jax.ShapeDtypeStruct],
+    data: tuple,
+    *,
+    num_leading: int | None = None,
+    is_sample: bool = False,
+) -> BatchLoss | GroupLoss:
+    """The loss on a batch, whose outputs have these shapes."""
+    _, targets, weights = data
+    if isinstance(loss, AbstractLoss):
+        return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
+    parts = {
+        name: BatchLoss(
+            of_group,
+            outputs[name],
+            _or_zeros(targets[name], outputs[name]),
+            is_sample=is_sample,
+            factor=loss.weights[name],
+        )
+        for name, of_group in loss.losses.items()
+    }
+    return GroupLoss(parts=parts, is_sample=is_sample)
+
+
+def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:
+    if tree is not None:
+        return tree
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def _sum(values: Iterable[Scalar]) -> Scalar:
+    return functools.reduce(jnp.add, _tree.promoted(list(values)))
 
 
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:

@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,8 +16,18 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 from ._checks import as_key, check_count, check_flag
 from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
-from ._model import make_network
-from ._objective import BatchLoss
+from ._model import make_network, Network
+from ._objective import GroupLosses, objective_of
+from ._residuals import (
+    as_groups,
+    GroupNetwork,
+    Groups,
+    of_groups,
+    refuse_for_groups,
+    refuse_samplers,
+    Residuals,
+    where_not_finite,
+)
 from ._sharding import automatic, choosing, everywhere, keep, mesh_of, on_mesh, places
 from ._solution import COLUMNS, History, in_words, known, Model, Solution
 from ._solver import (
@@ -33,9 +43,9 @@ from ._training import (
     begin,
     Carry,
     checked_outputs,
+    columns_of,
     judged,
     key_of_steps,
-    row_of,
     Setting,
     why_it_failed,
 )
@@ -48,7 +58,7 @@ _WELL = "successful", "nonlinear_max_steps_reached"
 
 def solve(
     model: Model,
-    data: tuple[PyTree, ...],
+    data: tuple[PyTree, ...] | Groups | Sequence[Residuals] | Residuals,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
@@ -73,7 +83,10 @@ def solve(
         are trained in single, and handed back as they came. A `key` argument, if it has
         one (for dropout), is given a key of its own for each example and step.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
-        or `(inputs, targets, weights)` with n weights of the examples in the loss.
+        or `(inputs, targets, weights)` with n weights of the examples in the loss. Or
+        groups of [`gnlin.Residuals`][], in a dictionary, a list, or a single one: they
+        have their own functions of the model, and losses; a column of the history,
+        `"loss/..."`, is of each.
     - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
         number; or an optimiser of optax.
     - `loss`: of the outputs, on the targets: [`gnlin.SquaredError`][], by default summed
@@ -115,19 +128,28 @@ def solve(
     check_loss(loss)
     if key is not None:
         key = key_of_steps(as_key(key))
-    data, max_steps = as_batch(data), int(max_steps)
-    mesh = mesh_of((model, data))
+    max_steps, groups, mesh = int(max_steps), as_groups(data), mesh_of((model, data))
     model, state = automatic((model, state))
-    parameters, network = make_network(model, filter_spec, state, axis_name)
-    where = places((parameters, state), data)
-    setting = Setting(solver, loss, network, key, divergence, places=where)
+    network: Network | GroupNetwork
+    losses: AbstractLoss | GroupLosses = loss
+    if groups is None:
+        batch = as_batch(data)
+        parameters, network = make_network(model, filter_spec, state, axis_name)
+    else:
+        refuse_for_groups(loss=loss, state=state, key=key)
+        refuse_samplers(groups)
+        parameters, network, batch, losses = of_groups(model, groups, filter_spec)
+    where = places((parameters, state), batch)
+    setting = Setting(solver, losses, network, key, divergence, places=where)
     with choosing():
-        if not loss.is_quadratic:  # which has no values of targets to check
-            checked_outputs(setting, parameters, state, data)
+        if not losses.is_quadratic:  # which has no values of targets to check
+            checked_outputs(setting, parameters, state, batch)
         start = parameters, state
-        (carry, num_steps), rows, result, loss_now = _run(setting, data, start, max_steps)
+        (carry, num_steps), rows, result, loss_now = _run(
+            setting, batch, start, max_steps
+        )
     rows["step"] = rows["num_feature_updates"]  # each of which is one
-    rows = {name: rows[name] for name in COLUMNS if name in rows}
+    rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
     reason = complaint = ""
     if not isinstance(num_steps, Tracer):
@@ -137,9 +159,10 @@ def solve(
         ended, why = result_name(result), ""
         if ended not in _WELL:
             why = why_it_failed(setting, carry)
+            where = not_finite(*batch) if groups is None else where_not_finite(groups)
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-                f"{why} {not_finite(*data)}".rstrip()
+                f"{why} {where}".rstrip()
             )
         reason = in_words(ended, num_steps, why)
     solution = Solution(
@@ -194,15 +217,14 @@ def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
 def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
     """The first steps from some parameters and a model's state, or more of them."""
     max_steps, num_rows, _ = sizes
-    inputs, targets, weights = data
-    places = setting.places
+    inputs, places = data[0], setting.places
     # Here, because evaluating the model's shapes takes longer than many a run, and is
     # done once a compilation.
     begins = not isinstance(now, _Now)
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
     outputs = checked_outputs(setting, parameters, state, data)
     is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
-    objective = BatchLoss(setting.loss, outputs, targets, weights)
+    objective = objective_of(setting.loss, outputs, data)
     if begins:
         now = _Now(begin(setting, parameters, state, outputs), jnp.array(0))
     begun = now.num_steps
@@ -211,7 +233,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
         ours = keep((carry.parameters, carry.model_state), places.carry)
         return carry._replace(parameters=ours[0], model_state=ours[1])
 
-    row = row_of(now.carry.solver_state)
+    row = columns_of(now.carry.solver_state, objective, outputs)
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
     def full(now):

@@ -1,7 +1,7 @@
 """One step of a run, whichever driver makes it: of a network, on a batch."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,7 +12,8 @@ from jaxtyping import Array, Key, PyTree, Scalar, ScalarLike
 from . import _tree
 from ._losses import AbstractLoss
 from ._model import Network
-from ._objective import AbstractObjective
+from ._objective import AbstractObjective, GroupLosses
+from ._residuals import GroupNetwork
 from ._sharding import Places, spread
 from ._solver import AbstractGaussNewton, linearised, State, Watch, why_it_ended
 
@@ -39,8 +40,8 @@ class Setting(NamedTuple):
     """What stays the same for the whole run."""
 
     solver: AbstractGaussNewton
-    loss: AbstractLoss
-    network: Network
+    loss: AbstractLoss | GroupLosses
+    network: Network | GroupNetwork
     key: Key[Array, ""] | None  # as from `key_of_steps`; None for that of no key
     # Of how many times the first loss, for some steps, a run diverges
     divergence: float | None = None
@@ -51,7 +52,7 @@ class Setting(NamedTuple):
     streaming: bool = False
     places: Places = Places()
 
-    def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> tuple:
+    def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
         """What the network's function is given in a step: what is random is drawn anew,
         and is the same for all that the step asks."""
         key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
@@ -63,7 +64,14 @@ class Setting(NamedTuple):
         keys = jax.random.split(key, num_examples) if self.network.takes_key else None
         return self.network.args(inputs, keys, state)
 
-    def is_random(self, parameters: PyTree[Array], args: tuple) -> bool:
+    def drawn(self, data: tuple, number: ScalarLike) -> tuple:
+        """A step's own examples, of groups that have new ones in each."""
+        if not isinstance(self.network, GroupNetwork):
+            return data
+        key = jax.random.key(0) if self.key is None else self.key
+        return self.network.drawn(data, jax.random.fold_in(key, number))
+
+    def is_random(self, parameters: PyTree[Array], args: Any) -> bool:
         """Whether the same examples have other outputs in each step."""
         return self.augment is not None or self.network.is_random(parameters, args)
 
@@ -77,7 +85,9 @@ def checked_outputs(
     setting: Setting, parameters: PyTree, model_state: PyTree, example: tuple
 ) -> Shapes:
     """The outputs' shapes, which the targets fit."""
-    inputs, targets, _ = example
+    inputs, targets, _ = jax.eval_shape(setting.drawn, example, 0)
+    if not isinstance(setting.network, GroupNetwork):
+        targets = example[1]  # whose values can be checked
 
     def forward(parameters, inputs, state):
         return setting.network.outputs(parameters, setting.args(inputs, 0, state))
@@ -104,7 +114,7 @@ def advanced(
     setting: Setting,
     objective: AbstractObjective,
     outputs: Shapes,
-    args: tuple,
+    args: Any,
     carry: Carry,
     number: Array,
 ) -> tuple[Carry, dict[str, Array]]:
@@ -117,12 +127,13 @@ def advanced(
             y, state, loss, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
+        each = objective.values(network.outputs(carry.parameters, args))
     else:
         evaluate = lambda y: network.outputs(y, args)
         lin, aux = linearised(fn, carry.parameters, args, has_aux)
         with spread(setting.places):
             y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
-        loss = objective.value(lin.outputs)
+        loss, each = objective.value(lin.outputs), objective.values(lin.outputs)
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch
     if watch is not None:
@@ -141,9 +152,18 @@ def advanced(
     if has_aux:
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
-    row = row_of(state)
-    row["loss"] = loss
+    row = row_of(state) | {"loss": loss}
+    row |= {f"loss/{name}": x.astype(loss.dtype) for name, x in each.items()}
     return Carry(y, state, model_state, watch), row
+
+
+def columns_of(
+    state: State, objective: AbstractObjective, outputs: Shapes
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a row of the history is made of."""
+    row = jax.eval_shape(row_of, state)
+    names = jax.eval_shape(objective.values, outputs)
+    return row | {f"loss/{name}": row["loss"] for name in names}
 
 
 def row_of(state: State) -> dict[str, Array]:
@@ -162,7 +182,7 @@ def row_of(state: State) -> dict[str, Array]:
 def judged(
     setting: Setting,
     objective: AbstractObjective,
-    args: tuple,
+    args: Any,
     carry: Carry,
     *,
     is_random: bool,

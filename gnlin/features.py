@@ -77,18 +77,17 @@ def kernel(
     inputs: PyTree[Array],
     *,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
-    memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Kernel:
     r"""The empirical neural tangent kernel of an Equinox model on a batch of n inputs,
     $\Theta = \phi\phi^\top$, of shape `(n, c, n, c)` where the model has c outputs.
+    [`gnlin.features.linearise_model`][] has a memory budget, and `.kernel()`.
 
     ??? cite "Reference"
 
         A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
         Generalization in Neural Networks*, 2018, equation 4.
     """
-    options = {"filter_spec": filter_spec, "memory_budget": memory_budget}
-    lin = linearise_model(model, inputs, **options)
+    lin = linearise_model(model, inputs, filter_spec=filter_spec)
     if len(jax.tree.leaves(lin.outputs)) != 1:
         raise ValueError("The model's output must be one array for a kernel by outputs.")
     m, _ = lin.shape

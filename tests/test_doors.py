@@ -410,7 +410,7 @@ def test_solvers_that_are_none(solver, given):
         lambda: gnlin.callbacks.Measure({3: len}),
         lambda: gnlin.callbacks.EarlyStop(3),
         lambda: gnlin.callbacks.EarlyStop(restore_best=1),
-        lambda: gnlin.features.kernel(LINE, X, memory_budget=-1),
+        lambda: gnlin.features.linearise_model(LINE, X, memory_budget=-1),
         lambda: gnlin.solve(LINE, (X, T), DAMPED, throw="no"),
         lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, progress="no"),
         lambda: gnlin.fit(LINE, (X, T), DAMPED, steps=1, resume=1),

@@ -138,7 +138,7 @@ def test_both_ways_to_inner_products(name, way, monkeypatch):
     @jax.jit
     def run(parameters, x):
         (layer,) = layers_of(gnlin.linearise(gnlin.PerExample(fn), parameters, x))
-        return layer.rows().reshape(layer.num_rows, -1), getattr(layer, way)()
+        return layer.rows().reshape(layer.num_rows, -1), getattr(layer, way)(layer)
 
     rows, products = map(np.asarray, run(parameters, x))
     np.testing.assert_allclose(products, rows @ rows.T, rtol=1e-12, atol=1e-12)

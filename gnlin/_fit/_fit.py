@@ -13,7 +13,9 @@ from jaxtyping import Array, Key, PyTree
 from .._checks import as_key, check_count, check_flag
 from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
-from .._model import make_network
+from .._model import make_network, Network
+from .._objective import GroupLosses
+from .._residuals import as_groups, GroupNetwork, of_groups, refuse_for_groups
 from .._sharding import automatic, mesh_of, on_mesh, places
 from .._solution import Model, Solution
 from .._solver import (
@@ -26,7 +28,7 @@ from .._training import begin, checked_outputs, Setting
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
 from ._run import Run
-from ._stream import IterableStream, make_stream
+from ._stream import GroupStream, IterableStream, make_stream
 from ._validation import Validation
 
 
@@ -36,7 +38,7 @@ def fit(
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
-    batch_size: int | None = None,
+    batch_size: int | Mapping[str, int] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     key: Key[Array, ""] | None = None,
@@ -70,13 +72,17 @@ def fit(
     - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, of arrays (or pytrees,
         such as a dictionary of inputs) with a leading axis over examples; or any iterable
         of such batches, such as a list or a loader of tf.data, grain or torch; or a
-        function of the epoch (0, 1, ...) that returns an iterable.
+        function of the epoch (0, 1, ...) that returns an iterable. Or groups of
+        [`gnlin.Residuals`][], in a dictionary, a list, or a single one, whose data may be
+        drawn anew for each step.
     - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
         number; or an optimiser of optax, whose steps are then the model's own.
     - `loss`: of the outputs, on the targets; unless its `reduction` says otherwise the
         mean, so that damping and learning rate mean the same on batches of any size.
     - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
-        left of an epoch, less than a batch, is left out. `None` for all of them.
+        left of an epoch, less than a batch, is left out. `None` for all of them. Of
+        groups a number, or numbers by their names: so many are drawn in each step, which
+        counts as an epoch.
     - `epochs`, `steps`: how long to train; one of the two.
     - `key`: of shuffling, augmentation and dropout; `jax.random.key(0)` by default.
     - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
@@ -134,7 +140,7 @@ def fit(
     check_loss(loss)
     check_divergence(divergence)
     for name, value in (
-        ("batch_size", batch_size),
+        ("batch_size", None if isinstance(batch_size, Mapping) else batch_size),
         ("epochs", epochs),
         ("steps", steps),
         ("validate_every", validate_every),
@@ -171,23 +177,41 @@ def fit(
             f"{checkpoint!r} was given."
         )
 
+    groups = as_groups(data)
     data = as_tuple(data)
-    mesh = mesh_of((model, data) if isinstance(data, tuple) else model)
+    in_memory = groups is not None or isinstance(data, tuple)
+    mesh = mesh_of((model, data) if in_memory else model)
     key = jax.random.key(0) if key is None else as_key(key)
     data_key, step_key = jax.random.split(key)
-    stream = make_stream(data, batch_size, data_key)
-    streaming = batch_size is not None or isinstance(stream, IterableStream)
-    _check_curvature_batch(curvature_batch_size, stream, solver)
     model, state = automatic((model, state))
-    parameters, network = make_network(model, filter_spec, state, axis_name)
+    network: Network | GroupNetwork
+    losses: AbstractLoss | GroupLosses = loss
+    if groups is None:
+        if isinstance(batch_size, Mapping):
+            raise ValueError("A `batch_size` by names is for groups of residuals.")
+        size, stream = batch_size, make_stream(data, batch_size, data_key)
+        streaming = size is not None or isinstance(stream, IterableStream)
+        _check_curvature_batch(curvature_batch_size, stream, solver)
+        parameters, network = make_network(model, filter_spec, state, axis_name)
+    else:
+        refuse_for_groups(
+            loss=loss,
+            state=state,
+            augment=augment,
+            validation=validation,
+            curvature_batch_size=curvature_batch_size,
+        )
+        posed = of_groups(model, groups, filter_spec, batch_size)
+        parameters, network, batch, losses = posed
+        size, stream, streaming = None, GroupStream(groups, batch), network.draws
     setting = Setting(
         solver,
-        loss.reduced("mean"),
+        losses.reduced("mean"),
         network,
         step_key,
         divergence,
         augment,
-        batch_size,
+        size,
         curvature_batch_size,
         streaming,
     )
@@ -213,11 +237,20 @@ def fit(
         looks,
         validate_every,
         checkpoint,
+        _parts(setting, outputs),
     )
     run.train(resume)
     if run.complaint:
         warnings.warn(run.complaint, stacklevel=2)
     return on_mesh(run.as_solution(), mesh)
+
+
+def _parts(setting: Setting, outputs: PyTree) -> list[str]:
+    """The columns of the groups' losses."""
+    if not isinstance(setting.network, GroupNetwork):
+        return []
+    names = sorted(outputs) if len(outputs) > 1 else []
+    return [f"loss/{name}" for name in names]
 
 
 def _on_a_terminal() -> bool:

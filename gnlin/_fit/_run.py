@@ -11,7 +11,6 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._checks import is_key
-from .._data import not_finite
 from .._solution import COLUMNS, History, in_words, known, Solution
 from .._solver import result_name, RESULT_NAMES, statistics
 from .._training import Carry, Setting, why_it_failed
@@ -66,6 +65,10 @@ class _Settled(NamedTuple):
     reason: str
 
 
+# A step's row has neither number nor epoch.
+_UPDATES = COLUMNS.index("num_feature_updates") - 2
+
+
 class _Stopped(Exception):
     """Raised inside the loop, when the run is over before its time."""
 
@@ -84,7 +87,9 @@ class Run(AbstractRun):
         validation: Validation | None,
         validate_every: int | None,
         checkpoint: Checkpoint | None,
+        parts: list[str],
     ):
+        """`parts`: columns of the loss's parts, in the order of a step's row."""
         self._setting = setting
         arrays, self._static = split(_as_handed_out(carry))
         self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
@@ -96,7 +101,7 @@ class Run(AbstractRun):
         self._callbacks = callbacks
         self._validation = validation
         self._validate_every = validate_every
-        own = [*COLUMNS, *(validation.columns if validation else ())]
+        own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
         self._rows = Rows(_checked_columns(own, callbacks))
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
         self._advance: Compiled | None = None
@@ -271,7 +276,7 @@ class Run(AbstractRun):
         elif converged:
             self.stop("converged")
         self._tell("on_step")
-        if figures[-1] != before:
+        if figures[_UPDATES] != before:
             self._tell("on_feature_update")
         if self._validate_every and now.step % self._validate_every == 0:
             self._validate()
@@ -304,8 +309,7 @@ class Run(AbstractRun):
         if self.result == optx.RESULTS.nonfinite:
             what = "the step" if np.isfinite(loss) else "the loss"
             why = f"{what} is not finite; the model is the last finite one."
-            if isinstance(self._stream, ArrayStream):
-                at_fault = not_finite(*self._stream.data)
+            at_fault = self._stream.at_fault()
         else:
             why = why_it_failed(self._setting, carry)
         self._reason = in_words(result_name(self.result), self.step, why)

@@ -11,7 +11,8 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .. import _tree
-from .._objective import BatchLoss
+from .._losses import AbstractLoss
+from .._objective import BatchLoss, objective_of
 from .._sharding import everywhere, keep
 from .._training import advanced, Carry, checked_outputs, judged, Setting
 from ._stream import gather
@@ -30,14 +31,13 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     wider = setting.curvature_batch_size or size
     (index, number), (data, order) = numbers[0], batch
     data = gather(data, order, index, size, wider)
-    inputs, targets, weights = data = keep(data, setting.places.batch)
+    data = setting.drawn(keep(data, setting.places.batch), number)
     outputs = checked_outputs(setting, carry.parameters, carry.model_state, data)
-    args = setting.args(inputs, number, carry.model_state)
-    objective = BatchLoss(
+    args = setting.args(data[0], number, carry.model_state)
+    objective = objective_of(
         setting.loss,
         outputs,
-        targets,
-        weights,
+        data,
         num_leading=size if wider > size else None,
         is_sample=setting.streaming,
     )
@@ -58,11 +58,12 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
     number that count, of the losses and each metric; the latter again of the linearised
     model, where one is trained."""
     inputs, targets, weights = data
-    network = setting.network.in_inference()
+    loss, network = setting.loss, setting.network.in_inference()
+    assert isinstance(loss, AbstractLoss)  # groups have no validation
     args = network.args(inputs, None, carry.model_state)
     num_examples = jax.tree.leaves(inputs)[0].shape[0]
     weights = jnp.ones(num_examples) if weights is None else weights
-    counts = jax.vmap(setting.loss.target_weights)(targets).astype(weights.dtype)
+    counts = jax.vmap(loss.target_weights)(targets).astype(weights.dtype)
     total = _tree.matmul(weights, jnp.sum(counts, axis=tuple(range(1, counts.ndim))))
     number = jnp.sum(counts != 0, dtype=float)
 
@@ -71,9 +72,9 @@ def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, dat
 
     def figures(outputs):
         shapes = jax.eval_shape(lambda: outputs)
-        setting.loss.check(shapes, targets)
-        objective = BatchLoss(setting.loss, shapes, targets)
-        losses = jax.vmap(setting.loss.value)(outputs, objective.targets)
+        loss.check(shapes, targets)
+        objective = BatchLoss(loss, shapes, targets)
+        losses = jax.vmap(loss.value)(outputs, objective.targets)
         means = [metric(outputs, targets) for metric in metrics]
         sums = [jnp.where(number > 0, number * jnp.asarray(x, float), 0) for x in means]
         return [_tree.dot(weights, losses), *sums]

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._data import a_kind_of, as_batch, as_tuple
+from .._data import a_kind_of, as_batch, as_tuple, not_finite
+from .._residuals import Groups, where_not_finite
 from ._identity import checksum, described
 
 
@@ -59,12 +60,38 @@ class ArrayStream:
         for index in range(first, self.num_batches):
             yield Batch(self.data, order, index)
 
+    def at_fault(self) -> str:
+        """Which example is not finite, in a sentence; or ""."""
+        return not_finite(*self.data)
+
     def settings(self) -> dict:
         return {
             "num_examples": self.num_examples,
             "batch_size": self.batch_size,
             "data's checksum": checksum(self.data),
         }
+
+
+class GroupStream(ArrayStream):
+    """Groups of residuals, all of them in each step, or as many of each as are drawn in
+    it: one step an epoch."""
+
+    num_batches = 1
+
+    def __init__(self, groups: Groups, data: tuple):
+        self._groups = groups
+        self.data = data
+        self.batch_size = None
+
+    def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
+        if first == 0:
+            yield Batch(self.data)
+
+    def at_fault(self) -> str:
+        return where_not_finite(self._groups)
+
+    def settings(self) -> dict:
+        return {"data's checksum": checksum(self.data)}
 
 
 class IterableStream:
@@ -114,6 +141,9 @@ class IterableStream:
     def _from_the_beginning(self, epoch: int) -> Iterator:
         begun, self._begun = self._begun, None
         return begun if begun and epoch == 0 else iter(self._iterable(epoch))
+
+    def at_fault(self) -> str:
+        return ""
 
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, PyTree
 from .._passes import Passes
 from .._sharding import by_columns, is_spread
 from .._tree import matmul, promoted, ravel_pytree, Structure
-from ._base import AbstractJacobian, Cost
+from ._base import AbstractJacobian, Cost, gram_of, multiplied
 from ._block import AbstractBlock
 
 
@@ -47,10 +47,9 @@ class AtHand(AbstractJacobian):
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         return self._blocks if wanted is None else [self._blocks[k] for k in wanted]
 
-    def gram(self) -> Float[Array, "m m"]:
-        if not is_spread():
-            grams = promoted([block.gram() for block in self._blocks])
-            return functools.reduce(jnp.add, grams)
+    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
+        if other is not self or not is_spread():
+            return gram_of(self._blocks, other.blocks())
         # Summed over leaves on each device, then once over devices.
         rows = [block.rows() for block in self._blocks]
         parts = [by_columns(x.reshape(x.shape[0], -1)) for x in rows if x.size > 0]
@@ -62,14 +61,13 @@ class AtHand(AbstractJacobian):
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "AtHand":
         def transform(column: Float[Array, " m"]) -> Float[Array, " m"]:
-            multiply = jax.vmap(lambda matrix, v: matrix.mv(v))
-            return ravel_pytree(multiply(matrices, self.codomain.unravel(column)))[0]
+            return ravel_pytree(multiplied(matrices, self.codomain.unravel(column)))[0]
 
         blocks = [block.transformed(transform) for block in self._blocks]
         return AtHand(self.domain, codomain, self.memory_budget, blocks)
 
-    def fits(self) -> bool:
-        return True
+    def block_bytes(self) -> list[int]:
+        return [0 for _ in self._blocks]  # it is there
 
     def within(self, memory_budget: int) -> "AtHand":
         return AtHand(self.domain, self.codomain, memory_budget, self._blocks)

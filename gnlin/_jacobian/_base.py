@@ -1,7 +1,8 @@
 """What every Jacobian can be asked."""
 
 import abc
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import equinox as eqx
@@ -149,9 +150,64 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         r"""The same as one m x p matrix, parameters in `ravel_pytree` order."""
         return _as_matrix(self.blocks())
 
-    @abc.abstractmethod
     def gram(self) -> Float[Array, "m m"]:
         r"""$\phi\phi^\top$, the empirical neural tangent kernel."""
+        return self.gram_with(self)
+
+    def gram_with(self, other: "AbstractJacobian") -> Float[Array, "m k"]:
+        r"""$\phi\phi'^\top$, with another Jacobian of the same parameters: the kernel
+        between two sets. By so many arrays of parameters at a time as the budget allows;
+        for those too large by themselves each chunk of rows is pulled back by one and
+        pushed forward by the other."""
+        sizes = self.block_bytes()
+        if other is not self:
+            sizes = [a + b for a, b in zip(sizes, other.block_bytes(), strict=True)]
+        groups, left = grouped(sizes, self.memory_budget)
+        these, those = self, other
+        shape = self.codomain.size, other.codomain.size
+        kernel = jnp.zeros(shape, _tree.dtype((self.codomain.dtype, self.domain.dtype)))
+        for group in groups:
+            # One group after the other, so that they share their memory.
+            these, kernel = these.in_turn(kernel)
+            if other is not self:
+                those, kernel = those.in_turn(kernel)
+            blocks = these.blocks(group)
+            others = blocks if other is self else those.blocks(group)
+            kernel += gram_of(blocks, others).astype(kernel.dtype)
+        if left:
+            kernel += self._chunked_gram(other, left).astype(kernel.dtype)
+        return kernel
+
+    def _chunked_gram(
+        self, other: "AbstractJacobian", wanted: Sequence[int]
+    ) -> Float[Array, "m k"]:
+        def row(u: Float[Array, " m"]) -> Float[Array, " k"]:
+            pulled, structure = jax.tree.flatten(self.pull_back(u))
+            kept = [x if k in wanted else jnp.zeros_like(x) for k, x in enumerate(pulled)]
+            return other.push_forward(structure.unflatten(kept))
+
+        return self.chunked(row, jnp.eye(self.codomain.size, dtype=self.codomain.dtype))
+
+    def chunked(
+        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k k"]
+    ) -> PyTree[Array]:
+        """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
+        allows."""
+        # What the transposed pass holds is of the size of what the forward pass left.
+        forward = sum(x.nbytes for x in jax.tree.leaves(self) if eqx.is_array(x))
+        one_pass = forward + sum(self.shape) * basis.dtype.itemsize
+        chunk = max(1, self.memory_budget // one_pass)
+        if chunk >= basis.shape[0]:
+            return jax.vmap(fn)(basis)
+        return jax.lax.map(fn, basis, batch_size=chunk)
+
+    def in_turn(self, array: Array) -> tuple["AbstractJacobian", Array]:
+        """The same, its blocks not made before an array is."""
+        return self, array
+
+    @abc.abstractmethod
+    def block_bytes(self) -> list[int]:
+        """What the block of each array of parameters takes in memory."""
 
     def curvature(self) -> Float[Array, "p p"]:
         r"""$\phi^\top\phi$, parameters in `ravel_pytree` order.
@@ -198,13 +254,14 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         r"""$R\phi$, where each example's outputs are multiplied by a matrix of its own.
 
         - `matrices`: an object with a method `mv`, all of whose arrays have a leading
-            axis over the examples; so must have the outputs.
+            axis over the examples; so must have the outputs. Of several groups one for
+            each name, and `None` for the identity.
         - `codomain`: of what comes out.
         """
 
-    @abc.abstractmethod
     def fits(self) -> bool:
         """Whether the blocks stay within the memory budget."""
+        return sum(self.block_bytes()) <= self.memory_budget
 
     @abc.abstractmethod
     def within(self, memory_budget: int) -> "AbstractJacobian":
@@ -232,6 +289,40 @@ def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
     rows = [block.rows() for block in blocks]
     flat = [x.reshape(x.shape[0], -1) for x in rows if x.size > 0]
     return jnp.concatenate(_tree.promoted(flat), axis=1)
+
+
+def multiplied(matrices: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
+    """Each example's outputs by its matrix."""
+    if matrices is None:
+        return outputs
+    if isinstance(matrices, Mapping):
+        return {name: multiplied(m, outputs[name]) for name, m in matrices.items()}
+    return jax.vmap(lambda matrix, v: matrix.mv(v))(matrices, outputs)
+
+
+def gram_of(
+    blocks: Sequence[AbstractBlock], others: Sequence[AbstractBlock]
+) -> Float[Array, "m k"]:
+    """The inner products of rows that consist of blocks."""
+    pairs = zip(blocks, others, strict=True)
+    products = [a.gram() if a is b else a.gram_with(b) for a, b in pairs]
+    return functools.reduce(jnp.add, _tree.promoted(products))
+
+
+def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
+    """Indices in groups of at most that size together, and those that are larger."""
+    groups: list[list[int]] = []
+    left, room = [], 0
+    for k, size in enumerate(sizes):
+        if size > most:
+            left.append(k)
+        elif groups and size <= room:
+            groups[-1].append(k)
+            room -= size
+        else:
+            groups.append([k])
+            room = most - size
+    return groups, left
 
 
 def plain_operator(kind: type[lx.AbstractLinearOperator]) -> None:

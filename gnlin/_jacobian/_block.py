@@ -11,13 +11,22 @@ from jaxtyping import Array, Float
 class AbstractBlock(eqx.Module):
     r"""The columns of $\phi$ that belong to one array of parameters."""
 
+    @property
+    @abc.abstractmethod
+    def num_rows(self) -> int:
+        """m."""
+
     @abc.abstractmethod
     def rows(self) -> Float[Array, "m ..."]:
         """The block itself."""
 
     @abc.abstractmethod
+    def gram_with(self, other: "AbstractBlock") -> Float[Array, "m k"]:
+        """Its rows' inner products with those of another block by the same parameters."""
+
     def gram(self) -> Float[Array, "m m"]:
         """Its rows' inner products."""
+        return self.gram_with(self)
 
     @abc.abstractmethod
     def squared_columns(self) -> Float[Array, "..."]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
@@ -12,7 +11,7 @@ from .._cost import loops_slowly, num_flops
 from .._passes import Passes
 from .._tree import Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost
+from ._base import AbstractJacobian, Cost, multiplied
 from ._block import AbstractBlock
 from ._rows import Rows
 
@@ -46,35 +45,11 @@ class ByPasses(AbstractJacobian):
         blocks = [Rows(x) for x in jax.tree.leaves(rows)]
         return blocks if wanted is None else [blocks[k] for k in wanted]
 
-    def gram(self) -> Float[Array, "m m"]:
+    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
+        # All blocks come at once.
         if self.fits():
-            return self.at_hand().gram()
-        return self.chunked_gram(range(len(self.domain.leaves)))
-
-    def chunked_gram(self, wanted: Sequence[int]) -> Float[Array, "m m"]:
-        """The kernel by some of the arrays of parameters, each chunk of rows pulled back
-        and pushed forward again."""
-
-        def row(u: Float[Array, " m"]) -> Float[Array, " m"]:
-            pulled, structure = jax.tree.flatten(self.pull_back(u))
-            kept = [x if k in wanted else jnp.zeros_like(x) for k, x in enumerate(pulled)]
-            return self.push_forward(structure.unflatten(kept))
-
-        m, _ = self.shape
-        return self.chunked(row, jnp.eye(m, dtype=self.codomain.dtype))
-
-    def chunked(
-        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k k"]
-    ) -> PyTree[Array]:
-        """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
-        allows."""
-        # What the transposed pass holds is of the size of what the forward pass left.
-        forward = sum(x.nbytes for x in jax.tree.leaves(self._jvp) if eqx.is_array(x))
-        one_pass = forward + sum(self.shape) * basis.dtype.itemsize
-        chunk = max(1, self.memory_budget // one_pass)
-        if chunk >= basis.shape[0]:
-            return jax.vmap(fn)(basis)
-        return jax.lax.map(fn, basis, batch_size=chunk)
+            return self.at_hand().gram_with(self.at_hand() if other is self else other)
+        return self._chunked_gram(other, range(len(self.domain.leaves)))
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
@@ -83,8 +58,9 @@ class ByPasses(AbstractJacobian):
         jvp = Partial(_transformed, matrices, self._jvp)
         return ByPasses(self.domain, codomain, self.memory_budget, jvp)
 
-    def fits(self) -> bool:
-        return self._num_bytes() <= self.memory_budget
+    def block_bytes(self) -> list[int]:
+        m, _ = self.shape
+        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
     def within(self, memory_budget: int) -> "ByPasses":
         return ByPasses(self.domain, self.codomain, memory_budget, self._jvp)
@@ -99,13 +75,10 @@ class ByPasses(AbstractJacobian):
             gram=rows if self.fits() else Passes(m, m),
             one_pass=num_flops(self._jvp, self.domain.tree),
             gram_operations=2.0 * float(m) ** 2 * p,
-            num_bytes=self._num_bytes(),
+            num_bytes=sum(self.block_bytes()),
             memory_budget=self.memory_budget,
             loops_slowly=loops_slowly(self._jvp, self.domain.tree),
         )
-
-    def _num_bytes(self) -> int:
-        return self.codomain.size * self.domain.nbytes
 
 
 def forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:
@@ -114,4 +87,4 @@ def forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:
 
 
 def _transformed(matrices, jvp, tangent):
-    return jax.vmap(lambda matrix, v: matrix.mv(v))(matrices, jvp(tangent))
+    return multiplied(matrices, jvp(tangent))

@@ -25,6 +25,8 @@ from jaxtyping import Array, Float
 from .. import _tree
 from .._tree import matmul, promoted
 from ._block import AbstractBlock
+from ._rows import Rows
+from ._stack import Stack
 
 
 # One multiplication by itself, in memory, takes as long as so many in a matrix product.
@@ -71,57 +73,74 @@ class Layer(AbstractBlock):
         activations = (self.activations.reshape(n, -1) / unit_a) ** 2
         return self._as_weights(matmul(signals.T, activations)) * (unit_s * unit_a) ** 2
 
-    def gram(self) -> Float[Array, "m m"]:
-        """Their inner products."""
+    def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
+        """Their inner products with those of another block."""
+        if isinstance(other, Stack):
+            return other.gram_with(self).T
+        if not (isinstance(other, Layer) and other.axes == self.axes):
+            return Rows(self.rows()).gram_with(other)
         n, c, o, t = self.signals.shape
-        if t == 1:
-            signals = self.signals.reshape(n * c, o)
-            activations = self.activations.reshape(n, -1)
-            of_signals = matmul(signals, signals.T).reshape(n, c, n, c)
-            of_activations = matmul(activations, activations.T)
-            return (of_signals * of_activations[:, None, :, None]).reshape(n * c, n * c)
-        by_positions, by_rows = gram_multiplications(n, c, o, t, self.num_inputs)
+        k, e, _, u = other.signals.shape
+        if t == u == 1:
+            of_signals = matmul(
+                self.signals.reshape(n * c, o), other.signals.reshape(k * e, o).T
+            )
+            of_activations = matmul(
+                self.activations.reshape(n, -1), other.activations.reshape(k, -1).T
+            )
+            each = of_signals.reshape(n, c, k, e) * of_activations[:, None, :, None]
+            return each.reshape(n * c, k * e)
+        by_positions, by_rows = gram_multiplications(
+            (n, c, t), (k, e, u), o, self.num_inputs
+        )
         if by_positions < by_rows:
-            return self._gram_of_positions()
-        return self._gram_by_rows()
+            return self._gram_of_positions(other)
+        return self._gram_by_rows(other)
 
     @property
     def num_inputs(self) -> int:
         """Of one output, in one position: q."""
         return self.activations.shape[-1]
 
-    def _gram_of_positions(self):
+    def _gram_of_positions(self, other: "Layer") -> Float[Array, "m k"]:
         """The inner products of all positions of all rows, an example at a time."""
         n, c, o, t = self.signals.shape
-        all_signals = self.signals.swapaxes(2, 3).reshape(n * c * t, o)
-        all_activations = self.activations.reshape(n * t, -1)
+        k, e, _, u = other.signals.shape
+        all_signals = other.signals.swapaxes(2, 3).reshape(k * e * u, o)
+        all_activations = other.activations.reshape(k * u, -1)
 
         def of_example(example):
             signals, activations = example
             signals = signals.swapaxes(1, 2).reshape(c * t, o)
-            of_signals = matmul(signals, all_signals.T).reshape(c, t, n, c, t)
-            of_activations = matmul(activations, all_activations.T).reshape(t, n, t)
+            of_signals = matmul(signals, all_signals.T).reshape(c, t, k, e, u)
+            of_activations = matmul(activations, all_activations.T).reshape(t, k, u)
             products = of_signals * of_activations[None, :, :, None, :]
-            return jnp.sum(products, axis=(1, 4)).reshape(c, n * c)
+            return jnp.sum(products, axis=(1, 4)).reshape(c, k * e)
 
         rows = jax.lax.map(of_example, (self.signals, self.activations))
-        return rows.reshape(n * c, n * c)
+        return rows.reshape(n * c, k * e)
 
-    def _gram_by_rows(self):
+    def _gram_by_rows(self, other: "Layer") -> Float[Array, "m k"]:
         """By the rows, for a few outputs of the layer at a time."""
-        n, c, o, t = self.signals.shape
-        num_bytes = n * c * self.num_inputs * self.signals.dtype.itemsize
+        o, q = self.signals.shape[2], self.num_inputs
+        num_bytes = max(self.num_rows, other.num_rows) * q * self.signals.dtype.itemsize
         part = _largest_divisor(o, max(1, _PART_BYTES // max(1, num_bytes)))
 
+        def rows_of(layer: Layer, k):
+            n, c, _, t = layer.signals.shape
+            signals = jax.lax.dynamic_slice_in_dim(layer.signals, k * part, part, axis=2)
+            rows = matmul(signals.reshape(n, c * part, t), layer.activations)
+            return rows.reshape(n * c, part * q)
+
         def of_part(k):
-            signals = jax.lax.dynamic_slice_in_dim(self.signals, k * part, part, axis=2)
-            rows = matmul(signals.reshape(n, c * part, t), self.activations)
-            rows = rows.reshape(n * c, part * self.num_inputs)
-            return matmul(rows, rows.T)
+            rows = rows_of(self, k)
+            others = rows if other is self else rows_of(other, k)
+            return matmul(rows, others.T)
 
         if part == o:
             return of_part(0)
-        zero = jnp.zeros((n * c, n * c), jax.eval_shape(of_part, 0).dtype)
+        shape = self.num_rows, other.num_rows
+        zero = jnp.zeros(shape, jax.eval_shape(of_part, 0).dtype)
         return jax.lax.fori_loop(0, o // part, lambda k, sum: sum + of_part(k), zero)
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
@@ -162,12 +181,16 @@ class Layer(AbstractBlock):
         return matrix.reshape(sizes).transpose(np.argsort(self.axes))
 
 
-def gram_multiplications(n: int, c: int, o: int, t: int, q: int) -> tuple[float, float]:
-    """(by positions, by rows): of one layer."""
-    m = float(n * c)
-    elementwise = _ELEMENTWISE * m**2 if t > 1 else 0
-    by_positions = t**2 * (m**2 * o + n**2 * q + elementwise)
-    return by_positions, m * t * o * q + m**2 * o * q
+def gram_multiplications(
+    these: tuple[int, int, int], those: tuple[int, int, int], o: int, q: int
+) -> tuple[float, float]:
+    """(by positions, by rows): of one layer. `these` and `those` are examples, their
+    outputs and the layer's positions."""
+    (n, c, t), (k, e, u) = these, those
+    pairs, of_rows = float(n * c) * (k * e), float(n * c * t + k * e * u) / 2
+    elementwise = _ELEMENTWISE * pairs if t * u > 1 else 0
+    by_positions = t * u * (pairs * o + float(n) * k * q + elementwise)
+    return by_positions, of_rows * o * q + pairs * o * q
 
 
 def _largest_divisor(number: int, most: int) -> int:

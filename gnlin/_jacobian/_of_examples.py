@@ -8,15 +8,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, PyTree
 
-from .. import _tree
 from .._passes import Passes
 from .._sharding import is_spread
 from .._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, Of
+from ._base import AbstractJacobian, Cost, grouped, Of
 from ._block import AbstractBlock
 from ._by_passes import ByPasses, forward_is_cheaper
 from ._layer import Layer
@@ -104,18 +103,9 @@ class OfExamples(AbstractJacobian):
 
         return [x if isinstance(x, Layer) else stacked(x) for x in found]
 
-    def gram(self) -> Float[Array, "m m"]:
-        m, _ = self.shape
-        groups, left = _grouped(self._block_bytes(), self.memory_budget)
-        kernel = jnp.zeros((m, m), _tree.dtype((self._point, self.codomain.leaves)))
-        for group in groups:
-            # One group after the other, so that they share their memory.
-            point, kernel = jax.lax.optimization_barrier((self._point, kernel))
-            blocks = self._blocks_of(point, self._args, group)
-            kernel += AtHand.of(self, blocks).gram()
-        if left:
-            kernel += self._passes.chunked_gram(left).astype(kernel.dtype)
-        return kernel
+    def in_turn(self, array: Array) -> tuple["OfExamples", Array]:
+        point, array = jax.lax.optimization_barrier((self._point, array))
+        return OfExamples(self._passes, self._fn, point, self._args), array
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
@@ -155,9 +145,6 @@ class OfExamples(AbstractJacobian):
             (self._args, matrices),
         )
 
-    def fits(self) -> bool:
-        return sum(self._block_bytes()) <= self.memory_budget
-
     def within(self, memory_budget: int) -> "OfExamples":
         passes = self._passes.within(memory_budget)
         return OfExamples(passes, self._fn, self._point, self._args)
@@ -165,8 +152,8 @@ class OfExamples(AbstractJacobian):
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
         rows = Passes(jvps=p) if forward_is_cheaper(c, p) else Passes(vjps=c)
-        sizes = self._block_bytes()
-        groups, left = _grouped(sizes, self.memory_budget)
+        sizes = self.block_bytes()
+        groups, left = grouped(sizes, self.memory_budget)
         shape = self._num_examples(), c
         multiplications = _program.num_gram_multiplications(
             self._program(), self._point, shape
@@ -196,7 +183,7 @@ class OfExamples(AbstractJacobian):
         layers = not is_spread()
         return _program.find(self._fn, self._point, self._example(), layers=layers)
 
-    def _block_bytes(self) -> list[int]:
+    def block_bytes(self) -> list[int]:
         """What the block of each array of parameters takes in memory."""
         c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
         sizes = _program.num_numbers(self._program(), self._point, c)
@@ -218,22 +205,3 @@ def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
 def _transformed_fn(fn, y, args):
     example, matrix = args
     return matrix.mv(fn(y, example))
-
-
-def _grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
-    """Indices in groups of at most that size together, and those that are larger; none
-    of what has no size."""
-    groups: list[list[int]] = []
-    left, room = [], 0
-    for k, size in enumerate(sizes):
-        if size == 0:
-            continue
-        if size > most:
-            left.append(k)
-        elif groups and size <= room:
-            groups[-1].append(k)
-            room -= size
-        else:
-            groups.append([k])
-            room = most - size
-    return groups, left

@@ -249,7 +249,8 @@ def num_gram_multiplications(
     for k, leaf in enumerate(jax.tree.leaves(y)):
         by_rows = float(n * c) ** 2 * leaf.size
         if k in program.layers:
-            by_rows = min(gram_multiplications(n, c, *_sizes(program.layers[k])))
+            o, t, q = _sizes(program.layers[k])
+            by_rows = min(gram_multiplications((n, c, t), (n, c, t), o, q))
         total += by_rows
     return total
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from .._tree import matmul, promoted
 from ._block import AbstractBlock
+from ._stack import Stack
 
 
 # XLA's product of rows so long leaves the caches on a CPU. It is summed over slices of so
@@ -26,24 +27,34 @@ class Rows(AbstractBlock):
     def shape(self) -> tuple[int, ...]:
         return self.array.shape[1:]
 
+    @property
+    def num_rows(self) -> int:
+        return self.array.shape[0]
+
     def rows(self) -> Float[Array, "m ..."]:
         return self.array
 
-    def gram(self) -> Float[Array, "m m"]:
-        m = self.array.shape[0]
-        block = self.array.reshape(m, math.prod(self.shape))  # of no column, too
+    def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
+        if isinstance(other, Stack):
+            return other.gram_with(self).T
+        num_columns = math.prod(self.shape)  # none, too
+        a, b = (x.reshape(x.shape[0], num_columns) for x in (self.array, other.rows()))
         # Of several devices each may have some of the columns.
         one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-        if block.shape[1] < _LONG or not one_cpu:
-            return matmul(block, block.T)
+        if num_columns < _LONG or not one_cpu:
+            return matmul(a, b.T)
 
         def add(k, total):
-            part = jax.lax.dynamic_slice_in_dim(block, k * _SLICE, _SLICE, axis=1)
-            return total + matmul(part, part.T)
+            start = k * _SLICE
+            of_a, of_b = (
+                jax.lax.dynamic_slice_in_dim(x, start, _SLICE, axis=1) for x in (a, b)
+            )
+            return total + matmul(of_a, of_b.T)
 
-        num_slices, num_left = divmod(block.shape[1], _SLICE)
-        left = block[:, block.shape[1] - num_left :]
-        return jax.lax.fori_loop(0, num_slices, add, matmul(left, left.T))
+        num_slices, num_left = divmod(num_columns, _SLICE)
+        first = num_columns - num_left
+        left = matmul(a[:, first:], b[:, first:].T)
+        return jax.lax.fori_loop(0, num_slices, add, left)
 
     def squared_columns(self) -> Float[Array, "..."]:
         return jnp.sum(self.array**2, axis=0)

@@ -45,8 +45,9 @@ class Scaled(AbstractJacobian):
         pairs = zip(self.inner.blocks(wanted), (scales[k] for k in chosen), strict=True)
         return [Rows(block.rows() / jnp.asarray(d)[None]) for block, d in pairs]
 
-    def gram(self) -> Float[Array, "m m"]:
-        return AtHand.of(self, self.blocks()).gram()
+    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
+        here = AtHand.of(self, self.blocks())
+        return here.gram_with(here if other is self else other)
 
     def at_hand(self) -> "Scaled":
         return Scaled(self.inner.at_hand(), self.scale)
@@ -54,9 +55,9 @@ class Scaled(AbstractJacobian):
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Scaled":
         return Scaled(self.inner.transformed(matrices, codomain), self.scale)
 
-    def fits(self) -> bool:
+    def block_bytes(self) -> list[int]:
         m, _ = self.shape
-        return m * self.domain.nbytes <= self.memory_budget
+        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
     def within(self, memory_budget: int) -> "Scaled":
         return Scaled(self.inner.within(memory_budget), self.scale)

@@ -17,7 +17,7 @@ from .._linearisation import check_outputs, check_parameters, Linearisation, lin
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from ._across_batches import Stride
-from ._verdict import is_stationary, STANDS_STILL
+from ._verdict import is_stationary, of_all_runs, STANDS_STILL
 
 
 # So many steps in a row within the tolerances, where there is a gradient, and the run
@@ -409,8 +409,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     ) -> tuple[PyTree[Array], State, Any]:
         lin, aux = linearise(fn, y, args, has_aux=True)
         objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
-        y, state = self.advance(objective, lin, evaluate, state)
-        return y, self.judged(objective, evaluate, y, state), aux
+        # Of many runs under `jax.vmap` those that pause wait for all others.
+        waits = state.settled | state.stuck
+        after = self.advance(objective, lin, evaluate, state)
+        y, state = _tree.where(waits, (y, state), after)
+        state = jax.lax.cond(
+            of_all_runs(state.pausing),
+            lambda: self.judged(objective, evaluate, y, state),
+            lambda: state,
+        )
+        return y, state, aux
 
     def terminate(
         self, fn, y, args, options, state: State, tags

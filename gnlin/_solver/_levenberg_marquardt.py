@@ -177,12 +177,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> Update:
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
-        method, scaling, acceleration = self._how(objective, cost)
+        rule = self._rule(objective.is_sample)
+        tries = rule.num_trials
+        method, scaling, acceleration = self._how(objective, cost, tries)
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
-        kind, rule = Tikhonov(1.0 if p > m else 0.0), self._rule(objective.is_sample)
-        how = problem, kind, rule.num_trials, method
+        kind = Tikhonov(1.0 if p > m else 0.0)
+        how = problem, kind, tries, method
         norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting=True)
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
@@ -313,7 +315,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             damping = _FIRST_DAMPING_ACROSS if across else _FIRST_DAMPING
         return Nielsen(damping)
 
-    def _how(self, objective: AbstractObjective, cost: Cost) -> tuple[Any, Scaling, bool]:
+    def _how(
+        self, objective: AbstractObjective, cost: Cost, num_trials: int
+    ) -> tuple[Any, Scaling, bool]:
         """The method, the scaling and whether to accelerate, where they are not set."""
         method, scaling, acceleration = self.method, self.scaling, self.acceleration
         if self.form == "prox-linear":
@@ -321,7 +325,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if method == "auto" and scaling in (None, "identity"):
             exact = objective.is_quadratic and not objective.is_sample
             worth = _EXACT_STEP if exact else _EXACT_STEP_OF_NETWORK
-            method = "matrix-free" if exact_is_dear(cost, worth) else "auto"
+            method = "matrix-free" if exact_is_dear(cost, num_trials, worth) else "auto"
         free = method == "matrix-free"
         if scaling is None:
             # Which needs the rows themselves

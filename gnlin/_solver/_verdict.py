@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
@@ -141,6 +142,18 @@ def _probe(number: Array, size: int) -> Float[Array, " size"]:
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     x = x ^ (x >> 16)
     return 3**0.5 * (x.astype(jnp.float32) * 2.0**-31 - 1)
+
+
+@custom_vmap
+def of_all_runs(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Of many runs under `jax.vmap`, whether it holds for all: one answer, so that what
+    depends on it is still a branch. Of a single run, the flag itself."""
+    return flag
+
+
+@of_all_runs.def_vmap
+def _(axis_size, in_batched, flags):
+    return of_all_runs(jnp.all(flags)), False
 
 
 class Watch(eqx.Module):

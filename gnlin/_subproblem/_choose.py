@@ -10,19 +10,27 @@ from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._problem import Quadratic
 from .._spectrum import Filter
+from ..filters import Tikhonov
 from ._base import AbstractWay, does_not_serve
+from ._cheap_first import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
-from ._products_first import ProductsFirst
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._spectral import Eigenvalues, SingularValues
 
 
 MethodName = Literal[
-    "auto", "svd", "eigh", "kernel", "curvature", "matrix-free", "products-first"
+    "auto",
+    "svd",
+    "eigh",
+    "kernel",
+    "curvature",
+    "matrix-free",
+    "products-first",
+    "eigh-first",
 ]
 Method = MethodName | MixedPrecision | lx.AbstractLinearSolver
 # Those that serve for damped problems only.
@@ -37,6 +45,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
     OnParameters,
     MatrixFree,
     ProductsFirst,
+    EigenvaluesFirst,
     ProxLinearOnOutputs,
     ProxLinearOnParameters,
 )
@@ -74,8 +83,8 @@ def check_form(form: str, method: Any) -> None:
         raise ValueError(
             f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
         )
-    quadratic = method in ("svd", "eigh", "curvature", "products-first")
-    if form == "prox-linear" and (quadratic or not isinstance(method, str)):
+    by_passes = method in ("auto", "kernel", "matrix-free")
+    if form == "prox-linear" and not by_passes:
         raise ValueError(
             f"The method {method!r} is for quadratic problems: with "
             '`form="prox-linear"` use "auto", "kernel" or "matrix-free".'
@@ -151,10 +160,11 @@ _PRODUCTS = 20
 _MANY_TIMES = 10
 
 
-def exact_is_dear(cost: Cost, worth: float) -> bool:
+def exact_is_dear(cost: Cost, num_trials: int, worth: float) -> bool:
     """Whether a step that is solved exactly costs many times one that is not, and more
     than it is worth, in seconds."""
-    exactly = min(cost.whole_gram, cost.whole_curvature)
+    ways = SingularValues, Eigenvalues, OnOutputs, OnParameters
+    exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in ways)
     early = _PRODUCTS * cost.one_product
     return not cost.fits or exactly > max(worth, _MANY_TIMES * early)
 

@@ -1,0 +1,114 @@
+"""The Jacobian of several groups of independent examples, one above the other."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from .. import _tree
+from .._passes import Passes
+from .._tree import Structure
+from ._base import AbstractJacobian, Cost, Of
+from ._block import AbstractBlock
+from ._of_examples import PerExample
+from ._stack import Stack
+
+
+class PerGroup(eqx.Module):
+    """Functions of one example each, lifted to groups of independent ones: a
+    [`gnlin.PerExample`][] for each name, of the arrays of that name."""
+
+    fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
+
+    def __call__(self, y, args):
+        return {name: PerExample(fn)(y, args[name]) for name, fn in self.fns.items()}
+
+
+class Stacked(AbstractJacobian):
+    """A Jacobian for each name, of the same parameters, each of its own kind."""
+
+    parts: Mapping[str, AbstractJacobian]
+
+    def __init__(self, parts: Mapping[str, AbstractJacobian]):
+        # In the order of the leaves of what they are to
+        self.parts = {name: parts[name] for name in sorted(parts)}
+        first, *_ = self.parts.values()
+        self.domain = first.domain
+        self.codomain = Structure.of(
+            {name: part.codomain.tree for name, part in self.parts.items()}
+        )
+        self.memory_budget = first.memory_budget
+
+    def _each(self, change: Callable[[AbstractJacobian], AbstractJacobian]) -> "Stacked":
+        return Stacked({name: change(part) for name, part in self.parts.items()})
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.mv(vector) for name, part in self.parts.items()}
+
+    def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        pulled = [part.rmv(vector[name]) for name, part in self.parts.items()]
+        return functools.reduce(lambda a, b: _tree.axpy(1, a, b), pulled)
+
+    def a_product(self) -> Passes:
+        return _most(part.a_product() for part in self.parts.values())
+
+    def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
+        each = [part.blocks(wanted) for part in self.parts.values()]
+        return [Stack(blocks) for blocks in zip(*each, strict=True)]
+
+    def block_bytes(self) -> list[int]:
+        each = (part.block_bytes() for part in self.parts.values())
+        return [sum(sizes) for sizes in zip(*each, strict=True)]
+
+    def in_turn(self, array: Array) -> tuple["Stacked", Array]:
+        parts = {}
+        for name, part in self.parts.items():
+            parts[name], array = part.in_turn(array)
+        return Stacked(parts), array
+
+    def summed(
+        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
+    ) -> Of:
+        sums = [part.summed(of_blocks, part_bytes) for part in self.parts.values()]
+        return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+
+    def at_hand(self) -> "Stacked":
+        return self._each(lambda part: part.at_hand())
+
+    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Stacked":
+        trees = codomain.tree
+
+        def of_group(name: str, part: AbstractJacobian) -> AbstractJacobian:
+            if matrices[name] is None:
+                return part
+            return part.transformed(matrices[name], Structure.of(trees[name]))
+
+        return Stacked({name: of_group(name, part) for name, part in self.parts.items()})
+
+    def within(self, memory_budget: int) -> "Stacked":
+        return self._each(lambda part: part.within(memory_budget))
+
+    def cost(self) -> Cost:
+        costs = [part.cost() for part in self.parts.values()]
+        return costs[0]._replace(
+            shape=self.shape,
+            rows=_most(cost.rows for cost in costs),
+            gram=_most(cost.gram for cost in costs),
+            one_pass=sum(cost.one_pass for cost in costs),
+            # Of two groups about the mean of theirs
+            gram_operations=sum(cost.gram_operations**0.5 for cost in costs) ** 2,
+            num_bytes=sum(cost.num_bytes for cost in costs),
+            loops_slowly=any(cost.loops_slowly for cost in costs),
+            in_parts=all(cost.in_parts for cost in costs),
+        )
+
+
+def _most(passes) -> Passes:
+    """Of groups that are passed together."""
+    counts = [(each.jvps, each.vjps) for each in passes]
+    jvps, vjps = zip(*counts, strict=True)
+    return Passes(max(jvps), max(vjps))

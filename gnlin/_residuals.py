@@ -1,0 +1,310 @@
+"""Groups of residuals: functions of a model and one example each, of different kinds."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Key, PyTree, ScalarLike
+
+from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
+from ._data import a_kind_of
+from ._jacobian import PerGroup
+from ._losses import AbstractLoss, check_loss, SquaredError
+from ._model import Frozen, partition
+from ._objective import GroupLosses
+
+
+class Residuals(eqx.Module):
+    r"""A group of residuals: a function of the model and of one example, and examples.
+
+    What is minimised is the sum over groups of `weight` times the `loss` of the residuals
+    of all its examples; with squared error
+
+    $$\sum_g w_g\,\tfrac12 \sum_n \lVert f_g(\theta, x_n)\rVert^2.$$
+
+    **Arguments:**
+
+    - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
+        arrays. It may differentiate the model by its input.
+    - `data`: the examples, a pytree of arrays with a leading axis over them; or, in
+        [`gnlin.fit`][], a function `points(key)` that returns such, drawn anew for each
+        step.
+    - `weight`: of the group, finite and not negative; such as a volume over the number of
+        its points.
+    - `loss`: of the residuals, [`gnlin.SquaredError`][] by default; a robust one, such as
+        [`gnlin.Huber`][], or one on `targets`, such as [`gnlin.SoftmaxCrossEntropy`][].
+    - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
+        over the examples.
+
+    **Raises:** `ValueError` if there are no examples, or the weight cannot be meant.
+
+    !!! example
+
+        ```python
+        interior = gnlin.Residuals(lambda net, x: laplacian(net)(x) + f(x), points)
+        boundary = gnlin.Residuals(lambda net, x: net(x), edges, weight=10.0)
+        groups = {"interior": interior, "boundary": boundary}
+        solution = gnlin.solve(net, groups, max_steps=200)
+        solution.history["loss/boundary"]
+        ```
+    """
+
+    fn: Callable[[Any, Any], PyTree[Array]]
+    data: Any
+    weight: ScalarLike = eqx.field(default=1.0, converter=as_scalar, kw_only=True)
+    loss: AbstractLoss = eqx.field(default=SquaredError(), kw_only=True)
+    targets: PyTree[Array] = eqx.field(default=None, kw_only=True)
+
+    def __check_init__(self):
+        check_callable(
+            "fn", self.fn, "a function of a model and one example", "lambda m, x: m(x)"
+        )
+        check_finite_nonnegative("weight", self.weight)
+        check_loss(self.loss)
+
+
+Groups = Mapping[str, Residuals]
+
+
+def as_groups(data: Any) -> Groups | None:
+    """Of a dictionary or a list of groups, or a single one; `None` of anything else."""
+    if isinstance(data, Residuals):
+        return _checked({"residuals": data})
+    pairs: list = []
+    if isinstance(data, Mapping):
+        pairs = list(data.items())
+    elif isinstance(data, list | tuple):
+        pairs = [(str(k), group) for k, group in enumerate(data)]
+    if not any(isinstance(group, Residuals) for _, group in pairs):
+        return None
+    for name, group in pairs:
+        if not isinstance(name, str) or not isinstance(group, Residuals):
+            raise ValueError(
+                f"A group of residuals must be a `gnlin.Residuals` under its name, but "
+                f"{a_kind_of(group)} was given under {name!r}."
+            )
+    return _checked(dict(pairs))
+
+
+def _checked(groups: Groups) -> Groups:
+    """With its arrays as JAX's."""
+    return {name: _with_arrays(name, group) for name, group in groups.items()}
+
+
+def _with_arrays(name: str, group: Residuals) -> Residuals:
+    if callable(group.data):
+        return _sampled(name, group)
+    trees = {"data": group.data, "targets": group.targets}
+    try:
+        trees = jax.tree.map(jnp.asarray, trees)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The data of the group {name!r} must be arrays of numbers."
+        ) from error
+    leaves = jax.tree.leaves(trees)
+    if not jax.tree.leaves(trees["data"]):
+        raise ValueError(f"The group {name!r} has no data: pass arrays.")
+    lengths = {leaf.shape[0] if leaf.ndim > 0 else None for leaf in leaves}
+    if None in lengths or len(lengths) > 1:
+        found = " and ".join(str(leaf.shape) for leaf in leaves)
+        raise ValueError(
+            f"All arrays of the group {name!r} must have a leading axis over the same "
+            f"number of examples, but have the shapes {found}."
+        )
+    if 0 in lengths:
+        raise ValueError(f"The group {name!r} holds 0 examples: leave it out.")
+    return eqx.tree_at(
+        lambda g: (g.data, g.targets),
+        group,
+        (trees["data"], trees["targets"]),
+        is_leaf=lambda x: x is None,
+    )
+
+
+def _sampled(name: str, group: Residuals) -> Residuals:
+    """Checked, as far as one draw says."""
+    if group.targets is not None:
+        raise ValueError(
+            f"The group {name!r} draws its data: leave its `targets` out, and let `fn` "
+            "compare."
+        )
+    try:
+        drawn = jax.eval_shape(group.data, jax.random.key(0))
+    except TypeError as error:
+        raise ValueError(
+            f"The data of the group {name!r} is a function: it is called with a key, and "
+            f"must return arrays, but failed: {str(error).splitlines()[0]}."
+        ) from error
+    sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
+    if len(sizes) != 1 or sizes & {None, 0}:
+        found = ", ".join(str(x.shape) for x in jax.tree.leaves(drawn))
+        raise ValueError(
+            f"What the group {name!r} draws must be arrays with a leading axis over its "
+            f"examples, the same and at least one, but has the shapes {found or 'none'}."
+        )
+    return group
+
+
+class GroupNetwork(eqx.Module):
+    """What `Network` is of a model and its inputs, of a model and groups."""
+
+    frozen: Frozen
+    fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
+    takes_key: bool = eqx.field(static=True, default=False)
+    has_state: bool = eqx.field(static=True, default=False)
+    axis_name: str = eqx.field(static=True, default="batch")
+
+    samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
+        default_factory=dict
+    )
+    batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
+
+    @property
+    def draws(self) -> bool:
+        """Whether each step has examples of its own."""
+        chosen = (*self.samplers.values(), *self.batch_sizes.values())
+        return any(x is not None for x in chosen)
+
+    def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
+        """(inputs, targets, None) of a step: sampled, or some of them."""
+        inputs, targets, weights = data
+        found = {}
+        for k, name in enumerate(sorted(self.fns)):
+            found[name] = inputs[name], targets[name]
+            own_key, size = jax.random.fold_in(key, k), self.batch_sizes.get(name)
+            sampler = self.samplers.get(name)
+            if sampler is not None:
+                found[name] = sampler(own_key), targets[name]
+            elif size is not None:
+                n = jax.tree.leaves(inputs[name])[0].shape[0]
+                chosen = jax.random.permutation(own_key, n)[:size]
+                found[name] = jax.tree.map(lambda x, c=chosen: x[c], found[name])
+        inputs, targets = ({k: x[i] for k, x in found.items()} for i in (0, 1))
+        return inputs, targets, weights
+
+    def function(self) -> Callable[[PyTree, Any], Any]:
+        return PerGroup(
+            {
+                name: eqx.Partial(_residuals, name, self.frozen, fn)
+                for name, fn in self.fns.items()
+            }
+        )
+
+    def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
+        return inputs
+
+    def outputs(self, parameters: PyTree, args: PyTree) -> PyTree[Array]:
+        return self.function()(parameters, args)
+
+    def is_random(self, parameters: PyTree, args: PyTree) -> bool:
+        return False
+
+    def in_inference(self) -> "GroupNetwork":
+        return self
+
+
+def _residuals(name: str, frozen: Frozen, fn: Callable, parameters: PyTree, example: Any):
+    try:
+        residuals = fn(frozen.in_training(parameters), example)
+    except (IndexError, TypeError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"The function of the group {name!r} is called with the model and one "
+            f"example, without the data's leading axis, and failed: {said}."
+        ) from error
+    leaves = jax.tree.leaves(residuals)
+    if not leaves or not all(map(eqx.is_array_like, leaves)):
+        raise ValueError(
+            f"The function of the group {name!r} must return arrays, but returned "
+            f"{residuals!r}."
+        )
+    return residuals
+
+
+def of_groups(
+    model: PyTree,
+    groups: Groups,
+    filter_spec: PyTree | Callable[[Any], bool],
+    batch_size: Mapping[str, int | None] | int | None = None,
+) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
+    """(parameters, their function, its data, the losses)."""
+    parameters, frozen = partition(model, filter_spec, called=False)
+    sampled = {name: callable(group.data) for name, group in groups.items()}
+    network = GroupNetwork(
+        frozen,
+        {name: group.fn for name, group in groups.items()},
+        samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
+        batch_sizes=_batch_sizes(groups, batch_size),
+    )
+    inputs = {k: None if sampled[k] else g.data for k, g in groups.items()}
+    targets = {name: group.targets for name, group in groups.items()}
+    losses = GroupLosses(
+        {name: group.loss for name, group in groups.items()},
+        {name: group.weight for name, group in groups.items()},
+    )
+    return parameters, network, (inputs, targets, None), losses
+
+
+def _batch_sizes(
+    groups: Groups, batch_size: Mapping[str, int | None] | int | None
+) -> dict[str, int | None]:
+    """Of each group; a number is for all that have as many examples."""
+    if not isinstance(batch_size, Mapping):
+        every = {name: batch_size for name, g in groups.items() if not callable(g.data)}
+    else:
+        every = dict(batch_size)
+        if unknown := sorted(set(every) - set(groups)):
+            raise ValueError(
+                f"`batch_size` names {', '.join(map(repr, unknown))}, but the groups are "
+                f"{', '.join(map(repr, groups))}."
+            )
+    for name, size in every.items():
+        if size is None:
+            continue
+        check_count(f"batch_size[{name!r}]", size)
+        if callable(groups[name].data):
+            raise ValueError(
+                f"The group {name!r} draws its data, as many as it likes: leave its "
+                "`batch_size` out."
+            )
+        n = jax.tree.leaves(groups[name].data)[0].shape[0]
+        if size > n:
+            raise ValueError(
+                f"The group {name!r} has {n} examples, but its `batch_size` is {size}."
+            )
+    return every
+
+
+def refuse_samplers(groups: Groups) -> None:
+    for name, group in groups.items():
+        if callable(group.data):
+            raise ValueError(
+                f"The group {name!r} draws its data anew for each step, and "
+                "`gnlin.solve` has the same in all: use `gnlin.fit`, or pass arrays."
+            )
+
+
+def refuse_for_groups(**options: Any) -> None:
+    """What is of one model on one batch."""
+    defaults = {"loss": SquaredError(), "state": None, "key": None}
+    for name, value in options.items():
+        if not eqx.tree_equal(value, defaults.get(name)):
+            hint = "each group has its own" if name == "loss" else "groups have none"
+            raise ValueError(f"`{name}` is not for groups of residuals: {hint}.")
+
+
+def where_not_finite(groups: Groups) -> str:
+    """Which example of which group is not finite, in a sentence; or ""."""
+    for name, group in groups.items():
+        for leaf in jax.tree.leaves(eqx.filter(group.data, eqx.is_array)):
+            if isinstance(leaf, Tracer) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                continue
+            rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
+            bad = np.flatnonzero(~rows.all(axis=1))
+            if bad.size > 0:
+                return f"Example {bad[0]} of the group {name!r} is not finite."
+    return ""

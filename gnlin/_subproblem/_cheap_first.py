@@ -1,0 +1,177 @@
+"""What is cheap is tried first: products before a factorisation, eigenvalues before
+singular values."""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from equinox import AbstractVar
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool, PyTree, Scalar
+
+from .._jacobian import Cost
+from .._passes import Passes
+from .._problem import Quadratic
+from .._sharding import is_spread
+from .._spectrum import Filter, Spectrum, svd_is_cheap
+from ..filters import Tikhonov
+from ._base import (
+    AbstractSubproblem,
+    AbstractWay,
+    Answer,
+    price_of_squaring,
+    vanishes,
+)
+from ._cholesky import damping_of
+from ._matrix_free import MatrixFree
+from ._on_outputs import OnOutputs
+from ._on_parameters import OnParameters
+from ._spectral import Eigenvalues, SingularValues
+
+
+# Of the price of the factorisation, so much is spent on trying to do without; where fewer
+# products than these come of it, nothing is.
+_SHARE_TRIED = 0.5
+_FEWEST_TRIED = 10
+# How often, about, eigenvalues leave something to singular values.
+_SHARE_UNRESOLVED = 1 / 3
+# What compiling both ways is worth, of every step.
+_BOTH_COMPILED = 1e-3
+
+
+class AbstractFirst(AbstractWay):
+    """A way that is tried, and another that is taken where that does not arrive: decided
+    inside the compiled program, both counted."""
+
+    problem: Quadratic
+    first: AbstractVar[Any]
+    # The same problem, ready to be solved directly; called where it is needed.
+    directly: Callable[[], AbstractSubproblem]
+    gradient_norm: Scalar
+    passes: Passes
+
+    def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
+        self.problem = first.problem
+        self.first = first
+        self.directly = directly
+        self.gradient_norm = first.gradient_norm
+        self.passes = first.passes
+
+    @abc.abstractmethod
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        """What the first way finds, and whether it has arrived."""
+
+    def gradient(self) -> PyTree[Array]:
+        return self.first.gradient()
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.first.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.first.largest_curvature()
+
+    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
+        return self.first.with_residual(residual)
+
+    def solve(self, filter: Filter) -> Answer:
+        tried, arrived = self.attempt(filter)
+
+        def otherwise():
+            direct = self.directly()
+            answer = direct.solve(filter)
+            taken = tried.passes + direct.passes + answer.passes
+            return answer.step, taken.traced(), answer.result
+
+        def there():
+            return tried.step, tried.passes.traced(), tried.result
+
+        step, passes, result = jax.lax.cond(arrived, there, otherwise)
+        return Answer(step, tried.num_inner_steps, passes, result=result)
+
+
+class ProductsFirst(AbstractFirst):
+    """Conjugate gradients take about as many steps as there are distinct eigenvalues
+    above the damping. How many these are is known only when they have been taken: so
+    they are, up to a number whose price is a part of the factorisation's, and the
+    factorisation is made where that has not been enough."""
+
+    method: ClassVar[str] = "products-first"
+    first: MatrixFree
+    most: int = eqx.field(static=True)
+
+    def __init__(
+        self, first: MatrixFree, directly: Callable[[], AbstractSubproblem], most: int
+    ):
+        super().__init__(first, directly)
+        self.most = most
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+        return quadratic and not is_spread()
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if num_trials > 1 or _most_tried(cost) < _FEWEST_TRIED:
+            return math.inf
+        return _BOTH_COMPILED + _SHARE_TRIED * _direct(cost).cost(cost, filter, 1)
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "ProductsFirst":
+        directly = Partial(_direct(cost).of, problem, cost)
+        return cls(MatrixFree(problem), directly, _most_tried(cost))
+
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        damping = damping_of(filter)
+        return self.first.attempt(self.first.exactly(), damping, self.most)
+
+
+class EigenvaluesFirst(AbstractFirst):
+    """Eigenvalues of the kernel or of the curvature are many times cheaper than singular
+    values, and know the small ones badly. Whether there are any between zero and what
+    they know is known only when they have been made: only then singular values are."""
+
+    method: ClassVar[str] = "eigh-first"
+    first: Eigenvalues
+    spectrum: Spectrum  # without what is only rounding
+    resolved: Bool[Array, ""]
+
+    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
+        super().__init__(first, directly)
+        self.spectrum, self.resolved = first.spectrum.resolved()
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and not is_spread()
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if num_trials > 1 or not vanishes(filter) or svd_is_cheap(*cost.shape):
+            return math.inf
+        eigenvalues = Eigenvalues.cost(cost, filter, 1) - price_of_squaring(cost, filter)
+        singular_values = SingularValues.cost(cost, filter, 1)
+        return _BOTH_COMPILED + eigenvalues + _SHARE_UNRESOLVED * singular_values
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
+        directly = Partial(SingularValues.of, problem, cost)
+        return cls(Eigenvalues.of(problem, cost), directly)
+
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        kept = eqx.tree_at(lambda s: s.spectrum, self.first, self.spectrum)
+        return kept.solve(filter), self.resolved
+
+
+def _direct(cost: Cost) -> type[OnOutputs] | type[OnParameters]:
+    m, p = cost.shape
+    return OnOutputs if m <= p else OnParameters
+
+
+def _most_tried(cost: Cost) -> int:
+    direct = _direct(cost).cost(cost, Tikhonov(1.0), 1)
+    if math.isinf(direct):
+        return 0
+    return int(_SHARE_TRIED * direct / cost.one_product)

@@ -1,0 +1,350 @@
+"""Groups of residuals: the same as one stacked problem by hand."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+from gnlin._jacobian import PerGroup, Stacked
+
+
+def tanh_network(width=6, depth=2, outputs="scalar", seed=0):
+    net = eqx.nn.MLP(2, outputs, width, depth, jnp.tanh, key=jax.random.key(seed))
+    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, net)
+
+
+def laplacian(net):
+    def second(x, e):
+        return jax.jvp(lambda x: jax.jvp(net, (x,), (e,))[1], (x,), (e,))[1]
+
+    return lambda x: sum(second(x, e) for e in jnp.eye(x.size, dtype=x.dtype))
+
+
+def source(x):
+    return jnp.sin(jnp.pi * x[0]) * x[1]
+
+
+NET = tanh_network()
+INSIDE = jax.random.uniform(jax.random.key(1), (12, 2))
+EDGES = jax.random.uniform(jax.random.key(2), (5, 2))
+
+
+def interior(net, x):
+    return laplacian(net)(x) + source(x)
+
+
+def boundary(net, x):
+    return jnp.stack([net(x), net(x) ** 2])
+
+
+GROUPS = {
+    "interior": gnlin.Residuals(interior, INSIDE, weight=1 / 12),
+    "boundary": gnlin.Residuals(boundary, EDGES, weight=3.0),
+}
+
+
+def by_hand(net):
+    """One flat vector, weights in it."""
+    within = jax.vmap(lambda x: interior(net, x))(INSIDE) / np.sqrt(12)
+    at_edges = jax.vmap(lambda x: boundary(net, x))(EDGES) * np.sqrt(3)
+    return jnp.concatenate([at_edges.reshape(-1), within.reshape(-1)])
+
+
+PARAMETERS, STATIC = eqx.partition(NET, eqx.is_inexact_array)
+FLAT, UNRAVEL = ravel_pytree(PARAMETERS)
+MATRIX = jax.jacobian(lambda y: by_hand(eqx.combine(UNRAVEL(y), STATIC)))(FLAT)
+
+
+def difference(model):
+    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0] - FLAT)
+
+
+@pytest.mark.parametrize("method", ["svd", "kernel", "curvature", "matrix-free", "auto"])
+def test_a_damped_step(method):
+    matrix, residual = np.asarray(MATRIX), np.asarray(by_hand(NET))
+    damped = matrix.T @ matrix + 0.1 * np.eye(matrix.shape[1])
+    expected = -np.linalg.solve(damped, matrix.T @ residual)
+    solver = gnlin.DampedGaussNewton(0.1, method=method)
+    solution = gnlin.solve(NET, GROUPS, solver, max_steps=1)
+    np.testing.assert_allclose(difference(solution.model), expected, atol=1e-7)
+    loss = 0.5 * residual @ residual
+    np.testing.assert_allclose(solution.history.loss, [loss], rtol=1e-12)
+
+
+def linearised(budget=2**31):
+    def fn(group):
+        return lambda y, x: group(eqx.combine(y, STATIC), x)
+
+    both = PerGroup({"interior": fn(interior), "boundary": fn(boundary)})
+    args = {"interior": INSIDE, "boundary": EDGES}
+    return gnlin.linearise(both, PARAMETERS, args, memory_budget=budget), both, args
+
+
+def dense():
+    def flat(y):
+        net = eqx.combine(UNRAVEL(y), STATIC)
+        at_edges = jax.vmap(lambda x: boundary(net, x))(EDGES)
+        return jnp.concatenate(
+            [at_edges.reshape(-1), jax.vmap(lambda x: interior(net, x))(INSIDE)]
+        )
+
+    return np.asarray(jax.jacobian(flat)(FLAT))
+
+
+@pytest.mark.parametrize("budget", [2**31, 40_000, 1])
+def test_the_stacked_jacobian(budget):
+    lin, _, _ = linearised(budget)
+    matrix = dense()
+    jacobian = lin.jacobian
+    assert isinstance(jacobian, Stacked)
+    assert jacobian.shape == matrix.shape
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+    near(jacobian.gram(), matrix @ matrix.T)
+    near(jacobian.curvature(), matrix.T @ matrix)
+    near(jacobian.as_matrix(), matrix)
+    near(ravel_pytree(jacobian.squared_columns())[0], (matrix**2).sum(axis=0))
+    vector = jax.random.normal(jax.random.key(3), FLAT.shape)
+    near(jacobian.push_forward(UNRAVEL(vector)), matrix @ vector)
+    cotangent = jax.random.normal(jax.random.key(4), (matrix.shape[0],))
+    pulled = ravel_pytree(jacobian.pull_back(cotangent))[0]
+    near(pulled, matrix.T @ cotangent)
+    here = jacobian.at_hand()
+    near(here.gram(), matrix @ matrix.T)
+    near(here.push_forward(UNRAVEL(vector)), matrix @ vector)
+
+
+@pytest.mark.parametrize("budget", [2**31, 40_000, 1])
+def test_the_kernel_between_two_sets(budget):
+    lin, _, _ = linearised(budget)
+    matrix = dense()
+    parts = lin.jacobian.parts
+    rows = {"boundary": matrix[:10], "interior": matrix[10:]}
+    for a in parts:
+        for b in parts:
+            found = parts[a].gram_with(parts[b])
+            np.testing.assert_allclose(found, rows[a] @ rows[b].T, atol=1e-9)
+            stacked = lin.jacobian.gram_with(parts[b])
+            np.testing.assert_allclose(stacked, matrix @ rows[b].T, atol=1e-9)
+            back = parts[b].gram_with(lin.jacobian)
+            np.testing.assert_allclose(back, rows[b] @ matrix.T, atol=1e-9)
+
+
+def test_kernel_of_test_and_training_images():
+    net = eqx.nn.MLP(4, 3, 8, 1, jnp.tanh, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (9, 4))
+    every = gnlin.features.linearise_model(net, x).kernel()
+    test, train = (gnlin.features.linearise_model(net, part) for part in (x[:2], x[2:]))
+    np.testing.assert_allclose(test.kernel(train), every[:6, 6:], rtol=1e-5, atol=1e-5)
+
+
+def test_one_group_is_a_model_on_its_data():
+    x = jnp.linspace(-1, 1, 9)[:, None]
+    net = eqx.nn.MLP(1, 1, 5, 1, jnp.tanh, key=jax.random.key(0))
+    target = jnp.sin(3 * x)
+    group = gnlin.Residuals(lambda net, xy: net(xy[0]) - xy[1], (x, target))
+    aimed = gnlin.Residuals(lambda net, x: net(x), x, targets=target)
+    ends = [gnlin.solve(net, data, max_steps=5) for data in ((x, target), group, [aimed])]
+    for end in ends[1:]:
+        np.testing.assert_allclose(end.history.loss, ends[0].history.loss, rtol=1e-4)
+        assert end.history.columns == ends[0].history.columns
+
+
+def test_other_losses_and_parameters_that_are_no_model():
+    x = jnp.linspace(0, 1, 20)
+    labels = (x > 0.5).astype(int)
+    parameters = {"a": jnp.array(0.3), "w": jnp.array([[0.1], [0.2]])}
+    groups = {
+        "curve": gnlin.Residuals(
+            lambda p, xy: p["a"] * xy[0] - xy[1], (x, 2 * x), loss=gnlin.Huber(0.1)
+        ),
+        "classes": gnlin.Residuals(
+            lambda p, x: p["w"] @ x[None],
+            x,
+            targets=labels,
+            loss=gnlin.SoftmaxCrossEntropy(),
+            weight=0.5,
+        ),
+    }
+    solution = gnlin.solve(parameters, groups, max_steps=30)
+    history = solution.history
+    assert set(history.columns) >= {"loss/curve", "loss/classes"}
+    total = history["loss/curve"] + history["loss/classes"]
+    np.testing.assert_allclose(history.loss, total, rtol=1e-5)
+    assert abs(float(solution.model["a"]) - 2) < 0.05
+    assert history.loss[-1] < 0.2 * history.loss[0]
+
+
+def test_a_weight_of_nothing_and_a_traced_one():
+    def end(weight):
+        groups = {
+            "interior": GROUPS["interior"],
+            "boundary": gnlin.Residuals(boundary, EDGES, weight=weight),
+        }
+        return gnlin.solve(
+            NET, groups, gnlin.DampedGaussNewton(0.1, method="kernel"), max_steps=1
+        ).model
+
+    alone = gnlin.solve(
+        NET,
+        {"interior": GROUPS["interior"]},
+        gnlin.DampedGaussNewton(0.1, method="kernel"),
+        max_steps=1,
+    ).model
+    np.testing.assert_allclose(difference(end(0.0)), difference(alone), atol=1e-9)
+    swept = eqx.filter_vmap(end)(jnp.array([0.0, 3.0]))
+    last = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, swept)
+    np.testing.assert_allclose(difference(last), difference(end(3.0)), atol=1e-8)
+
+
+def test_poissons_equation():
+    """To the accuracy of energy natural gradients (Mueller and Zeinhofer, 2023)."""
+    exact = lambda x: jnp.sin(jnp.pi * x[..., 0]) * jnp.sin(jnp.pi * x[..., 1])
+    side = (jnp.arange(12.0) + 0.5) / 12
+    points = jnp.stack(jnp.meshgrid(side, side), -1).reshape(-1, 2)
+    t, zero = side, jnp.zeros(12)
+    edges = [(t, zero), (t, zero + 1), (zero, t), (zero + 1, t)]
+    edges = jnp.concatenate([jnp.stack(edge, -1) for edge in edges])
+    groups = {
+        "interior": gnlin.Residuals(
+            lambda net, x: laplacian(net)(x) + 2 * jnp.pi**2 * exact(x),
+            points,
+            weight=1 / len(points),
+        ),
+        "boundary": gnlin.Residuals(lambda net, x: net(x), edges, weight=1 / len(edges)),
+    }
+    solution = gnlin.solve(tanh_network(16, 1), groups, max_steps=60)
+    new = jax.random.uniform(jax.random.key(9), (500, 2))
+    error = jax.vmap(solution.model)(new) - exact(new)
+    assert jnp.linalg.norm(error) < 1e-3 * jnp.linalg.norm(exact(new))
+
+
+#
+# fit
+#
+
+
+def test_points_drawn_anew():
+    seen = []
+
+    def points(key):
+        drawn = jax.random.uniform(key, (6, 2))
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), drawn)
+        return drawn
+
+    groups = {
+        "interior": gnlin.Residuals(interior, points),
+        "boundary": gnlin.Residuals(boundary, EDGES),
+    }
+    result = gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=3, progress=False)
+    jax.effects_barrier()
+    assert len({x.tobytes() for x in seen}) == 3
+    assert len(result.history.loss) == 3
+    total = result.history["loss/interior"] + result.history["loss/boundary"]
+    np.testing.assert_allclose(result.history.loss, total, rtol=1e-6)
+    again = gnlin.fit(NET, groups, gnlin.DampedGaussNewton(1.0), steps=3, progress=False)
+    np.testing.assert_array_equal(result.history.loss, again.history.loss)
+
+
+def test_all_examples_in_fit_are_those_of_solve():
+    means = {
+        "interior": gnlin.Residuals(interior, INSIDE, loss=gnlin.SquaredError("mean")),
+        "boundary": gnlin.Residuals(boundary, EDGES, loss=gnlin.SquaredError("mean")),
+    }
+    solver = gnlin.DampedGaussNewton(1.0)
+    fitted = gnlin.fit(NET, means, solver, steps=4, progress=False)
+    solved = gnlin.solve(NET, means, solver, max_steps=4)
+    np.testing.assert_allclose(fitted.history.loss, solved.history.loss, rtol=1e-8)
+    assert fitted.history.columns[-2:] == ["loss/boundary", "loss/interior"]
+
+
+def test_batches_of_each_group(tmp_path):
+    solver, sizes = gnlin.LevenbergMarquardt(), {"interior": 4}
+    settings = {"batch_size": sizes, "progress": False}
+    whole = gnlin.fit(NET, GROUPS, solver, steps=6, **settings)
+    gnlin.fit(NET, GROUPS, solver, steps=3, checkpoint=tmp_path, **settings)
+    resumed = gnlin.fit(
+        NET, GROUPS, solver, steps=6, checkpoint=tmp_path, resume=True, **settings
+    )
+    np.testing.assert_array_equal(resumed.history.loss, whole.history.loss)
+    assert whole.result == optx.RESULTS.nonlinear_max_steps_reached
+
+
+MISTAKES = {
+    "no examples": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES[:0])},
+        "group 'a' holds 0 examples",
+    ),
+    "another kind": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES), "b": (EDGES, EDGES)},
+        "a tuple of 2 was given under 'b'",
+    ),
+    "lengths": (
+        lambda: {"a": gnlin.Residuals(boundary, (EDGES, INSIDE))},
+        r"All arrays of the group 'a' .* \(5, 2\) and \(12, 2\)",
+    ),
+    "no arrays": (
+        lambda: {"a": gnlin.Residuals(boundary, "points")},
+        "data of the group 'a' must be arrays",
+    ),
+    "a function that fails": (
+        lambda: {"a": gnlin.Residuals(lambda net, x: net(x[0]), EDGES)},
+        "function of the group 'a' is called with the model and one example",
+    ),
+    "a function that returns nothing": (
+        lambda: {"a": gnlin.Residuals(lambda net, x: None, EDGES)},
+        "function of the group 'a' must return arrays",
+    ),
+    "targets of another shape": (
+        lambda: {"a": gnlin.Residuals(boundary, EDGES, targets=jnp.ones((5, 3)))},
+        "In the group 'a': The targets must have the shape",
+    ),
+    "a sampler": (
+        lambda: {"a": gnlin.Residuals(boundary, lambda key: EDGES)},
+        "group 'a' draws its data anew",
+    ),
+    "a sampler of nothing": (
+        lambda: {"a": gnlin.Residuals(boundary, lambda key: jnp.array(1.0))},
+        "What the group 'a' draws",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("make", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes(make, words):
+    with pytest.raises(ValueError, match=words):
+        gnlin.solve(NET, make(), gnlin.DampedGaussNewton(1.0))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"loss": gnlin.Huber()}, "`loss` is not for groups"),
+        ({"batch_size": {"inside": 3}}, "`batch_size` names 'inside'"),
+        ({"batch_size": {"interior": 13}}, "'interior' has 12 examples"),
+        ({"batch_size": 6}, "'boundary' has 5 examples"),
+        ({"validation": (EDGES, EDGES)}, "`validation` is not for groups"),
+    ],
+)
+def test_mistakes_of_fit(options, words):
+    with pytest.raises(ValueError, match=words):
+        gnlin.fit(NET, GROUPS, steps=1, progress=False, **options)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("weight", [-1.0, jnp.inf, jnp.nan])
+def test_weights_that_cannot_be_meant(weight):
+    with pytest.raises(ValueError, match="`weight` must"):
+        gnlin.Residuals(boundary, EDGES, weight=weight)
+
+
+def test_an_example_that_is_not_finite_is_named():
+    groups = {"a": gnlin.Residuals(boundary, EDGES.at[3, 0].set(jnp.nan))}
+    with pytest.warns(UserWarning, match="Example 3 of the group 'a' is not finite"):
+        gnlin.solve(NET, groups, gnlin.DampedGaussNewton(1.0))
