@@ -56,6 +56,7 @@ from ._solver import (
     DampedGaussNewton as DampedGaussNewton,
     FilteredGaussNewton as FilteredGaussNewton,
     GaussNewton as GaussNewton,
+    GridSearch as GridSearch,
     IterativeLinearisation as IterativeLinearisation,
     LevenbergMarquardt as LevenbergMarquardt,
     take_step as take_step,

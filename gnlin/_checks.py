@@ -52,11 +52,13 @@ def check_callable(name: str, value: object, what: str, example: str) -> None:
         )
 
 
-def check_search(search: object) -> None:
-    if not (search == "auto" or isinstance(search, optx.AbstractSearch | None)):
+def check_search(search: object, *also: type) -> None:
+    known = isinstance(search, (optx.AbstractSearch, type(None), *also))
+    if not (known or (isinstance(search, str) and search == "auto")):
         raise ValueError(
             "`search` must be one of optimistix's, such as "
-            f"`optimistix.BacktrackingArmijo()`, or `None`, but {search!r} was given."
+            "`optimistix.BacktrackingArmijo()`, a `gnlin.GridSearch`, or `None`, but "
+            f"{search!r} was given."
         )
 
 

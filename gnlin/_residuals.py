@@ -45,11 +45,12 @@ class Residuals(eqx.Module):
     !!! example
 
         ```python
-        interior = gnlin.Residuals(lambda net, x: laplacian(net)(x) + f(x), points)
-        boundary = gnlin.Residuals(lambda net, x: net(x), edges, weight=10.0)
-        groups = {"interior": interior, "boundary": boundary}
-        solution = gnlin.solve(net, groups, max_steps=200)
-        solution.history["loss/boundary"]
+        x = jnp.linspace(0, 1, 20)
+        net = eqx.nn.MLP("scalar", "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
+        interior = gnlin.Residuals(lambda net, x: jax.grad(net)(x) + net(x), x)
+        start = gnlin.Residuals(lambda net, x: net(x) - 1, jnp.zeros(1), weight=10.0)
+        solution = gnlin.solve(net, {"interior": interior, "start": start})
+        solution.history["loss/start"]
         ```
     """
 

@@ -41,6 +41,7 @@ class History(eqx.Module, Mapping[str, Any]):
     | `step` | 1, 2, ... |
     | `epoch` | 0, 1, ...: the one that the step belongs to, in [`gnlin.fit`][] |
     | `loss` | on the step's examples, as reduced, before the step |
+    | `loss/...` | of each group of residuals, where there are several |
     | `gradient_norm` | 2-norm of that loss's gradient |
     | `step_norm` | 2-norm of the step; 0 where none was taken |
     | `damping` | of the step; 0 for a solver without one |

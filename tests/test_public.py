@@ -18,8 +18,9 @@ def public_names(module, prefix):
 PUBLIC = dict(public_names(gnlin, "gnlin."))
 PUBLIC |= {
     name: value
-    for name, value in public_names(gnlin.filters, "gnlin.filters.")
-    if getattr(value, "__module__", "").startswith("gnlin.filters")
+    for module in (gnlin.filters, gnlin.damping)
+    for name, value in public_names(module, f"{module.__name__}.")
+    if getattr(value, "__module__", "") == module.__name__
 }
 PUBLIC |= {
     name: value

@@ -14,6 +14,7 @@ from ._gauss_newton import (
     GaussNewton as GaussNewton,
 )
 from ._given import as_solver as as_solver
+from ._grid_search import GridSearch as GridSearch
 from ._iterative_linearisation import IterativeLinearisation as IterativeLinearisation
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
 from ._stepping import (

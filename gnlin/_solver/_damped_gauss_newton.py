@@ -1,17 +1,33 @@
 """Damped Gauss-Newton."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
-from .._checks import as_scalar, check_finite_nonnegative, nonnegative
+from .. import _tree
+from .._checks import (
+    as_scalar,
+    check_finite_nonnegative,
+    check_less_than_one,
+    nan_unless,
+    nonnegative,
+)
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
 from .._problem import Quadratic
 from .._schedules import Schedule, value_at
 from .._spectrum import Filter
-from .._subproblem import AbstractSubproblem, check_method, ProxLinear
+from .._subproblem import AbstractSubproblem, check_method, ProxLinear, Pulled
 from ..filters import Tikhonov
+from ._base import Evaluate, Update
 from ._scaling import check_scaling, choose_scaled, first_scale, Scaling
 from ._stepping import AbstractFilteredGaussNewton
+
+
+class _Memory(eqx.Module):
+    scale: PyTree[Array] | None
+    last: PyTree[Array] | None  # the last step; None without momentum
 
 
 class DampedGaussNewton(AbstractFilteredGaussNewton):
@@ -32,6 +48,9 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         damp $\lVert D\delta\rVert^2$ with the norms of the Jacobian's columns (the
         present ones, or the largest lately: earlier ones fade by 0.8 an outer step), so
         that the parameters' units do not matter.
+    - `momentum`: $\mu$ below 1, of SPRING: what is damped is the way to a part of the
+        last step, $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that what one
+        batch or draw of points does not determine stays as the last ones had it.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
         must be `"identity"`.
@@ -50,25 +69,66 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
             model, (x, y), gnlin.DampedGaussNewton(damping=lambda step: 10 * 0.9**step)
         )
         ```
+
+    ??? cite "Reference"
+
+        Of the momentum: G. Goldshlager, N. Abrahamsen and L. Lin, *A Kaczmarz-inspired
+        approach to accelerate the optimization of neural network wavefunctions*, J.
+        Comput. Phys. 516 (2024), equation 27.
     """
 
     damping: ScalarLike | Schedule = eqx.field(converter=as_scalar)
     scaling: Scaling = eqx.field(default="identity", kw_only=True)
+    momentum: ScalarLike | None = eqx.field(
+        default=None, converter=as_scalar, kw_only=True
+    )
 
     def __check_init__(self):
         check_finite_nonnegative("damping", self.damping)
         check_method(self.method)
         check_scaling(self.scaling, self.method, self.form)
+        if self.momentum is not None:
+            check_less_than_one("momentum", self.momentum)
+            if self.form == "prox-linear":
+                raise ValueError(
+                    'The "prox-linear" form has no `momentum`: leave it out, or use '
+                    '`form="quadratic"`.'
+                )
 
-    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree[Array]:
-        return first_scale(self.scaling, y)
+    def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
+        last = None if self.momentum is None else _tree.zeros_like(y)
+        return _Memory(first_scale(self.scaling, y), last)
 
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
         return Tikhonov(value_at(self.damping, num_steps, nonnegative))
 
     def prepared(
-        self, problem: Quadratic | ProxLinear, filter: Filter, memory: PyTree[Array]
-    ) -> tuple[AbstractSubproblem, PyTree[Array]]:
-        scaling = self.scaling, memory
-        norms, subproblem = choose_scaled(scaling, problem, filter, 1, self.method)
-        return subproblem, norms
+        self, problem: Quadratic | ProxLinear, filter: Filter, memory: _Memory
+    ) -> tuple[AbstractSubproblem, _Memory]:
+        def ready(problem):
+            nonlocal norms
+            scaling = self.scaling, memory.scale
+            norms, subproblem = choose_scaled(scaling, problem, filter, 1, self.method)
+            return subproblem
+
+        norms = None
+        if memory.last is None or isinstance(problem, ProxLinear):
+            return ready(problem), _Memory(norms, None)
+        momentum = jnp.asarray(self.momentum)
+        momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)
+        pulled = Pulled(problem, _tree.scale(momentum, memory.last), ready)
+        return pulled, _Memory(norms, memory.last)
+
+    def update(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: _Memory,
+        num_steps: Int[Array, ""],
+    ) -> Update:
+        update = super().update(objective, lin, evaluate, memory, num_steps)
+        if self.momentum is None:
+            return update
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        return eqx.tree_at(lambda u: u.memory.last, update, step)

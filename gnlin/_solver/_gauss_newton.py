@@ -34,10 +34,10 @@ class GaussNewton(AbstractFilteredGaussNewton):
     - `form`: of a loss that is not squared error: `"quadratic"`, expanded to second order
         (generalised Gauss-Newton), or `"prox-linear"`, the loss itself on the linearised
         model.
-    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()`;
-        `None` for all of it. `"auto"` backtracks where nothing else checks a step: with a
-        loss that is not squared error, and on mini-batches, where the next batch judges
-        a step, too.
+    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()` or
+        a [`gnlin.GridSearch`][]; `None` for all of it. `"auto"` backtracks where nothing
+        else checks a step: with a loss that is not squared error, and on mini-batches,
+        where the next batch judges a step, too.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`;
         or any solver of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.

@@ -29,9 +29,10 @@ from .._subproblem import (
 from ..filters import PseudoInverse, Tikhonov
 from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+from ._grid_search import GridSearch
 
 
-Search = optx.AbstractSearch | Literal["auto"] | None
+Search = optx.AbstractSearch | GridSearch | Literal["auto"] | None
 
 
 class AbstractSearchedGaussNewton(AbstractGaussNewton):
@@ -42,7 +43,7 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
     search: Search = eqx.field(default="auto", kw_only=True)
 
     def __check_init__(self):
-        check_search(self.search)
+        check_search(self.search, GridSearch)
         check_form(self.form, "auto")
 
     def check_curvature_batch(self) -> None:
@@ -212,7 +213,7 @@ def take_step(
 
 def _safeguard(
     search: Search, objective: AbstractObjective
-) -> optx.AbstractSearch | None:
+) -> optx.AbstractSearch | GridSearch | None:
     """With `"auto"`, a search for steps that nothing else checks."""
     if not isinstance(search, str):
         return search
@@ -225,7 +226,7 @@ _ROUNDINGS = 10
 
 
 def _searched(
-    search: optx.AbstractSearch,
+    search: optx.AbstractSearch | GridSearch,
     objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
@@ -233,6 +234,8 @@ def _searched(
     direction: PyTree[Array],
 ) -> tuple[PyTree[Array], Bool[Array, ""]]:
     """As much of a direction as an optimistix search accepts, and whether it does."""
+    if isinstance(search, GridSearch):
+        return search.along(objective, lin, evaluate, direction)
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
     y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
     # All a search compares is differences, which are known better than their terms.

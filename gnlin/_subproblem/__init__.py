@@ -23,5 +23,6 @@ from ._prox_linear import (
     ProxLinear as ProxLinear,
     ProxLinearOnParameters as ProxLinearOnParameters,
 )
+from ._pulled import Pulled as Pulled
 from ._rescaled import Rescaled as Rescaled
 from ._spaces import Parameters as Parameters

@@ -1,0 +1,58 @@
+"""A search along a step by a grid of its parts."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree, Scalar
+
+from .. import _tree
+from .._checks import check_count
+from .._linearisation import Linearisation
+from .._objective import AbstractObjective
+from ._base import Evaluate, moved
+
+
+class GridSearch(eqx.Module):
+    """A search that tries a step and its halves, quarters and so on, and takes the one
+    whose loss is the least; none, if that of no part is less than where it started.
+
+    **Arguments:**
+
+    - `num_halvings`: the shortest part is $2^{-k}$ of the step.
+
+    !!! example
+
+        ```python
+        solver = gnlin.DampedGaussNewton(1e-8, search=gnlin.GridSearch())
+        ```
+
+    ??? cite "Reference"
+
+        J. Müller and M. Zeinhofer, *Achieving high accuracy with PINNs via energy natural
+        gradient descent*, ICML (2023), section 4.
+    """
+
+    num_halvings: int = eqx.field(static=True, default=30)
+
+    def __check_init__(self):
+        check_count("num_halvings", self.num_halvings)
+
+    def along(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        direction: PyTree[Array],
+    ) -> tuple[PyTree[Array], Bool[Array, ""]]:
+        """The best part of a direction, and whether there is one."""
+
+        def gained(length: Scalar) -> Scalar:
+            outputs = evaluate(moved(lin.point, direction, length))
+            decrease = objective.decrease(lin.outputs, outputs)
+            return jnp.where(jnp.isnan(decrease), -jnp.inf, decrease)
+
+        dtype = _tree.dtype(direction)
+        lengths = 0.5 ** jnp.arange(self.num_halvings + 1, dtype=dtype)
+        gains = jax.lax.map(gained, lengths)
+        best = jnp.argmax(gains)
+        return _tree.scale(lengths[best], direction), gains[best] > 0

@@ -1,0 +1,86 @@
+"""Undamped steps where the method is left to gnlin: by eigenvalues, where these know all
+that there is to know."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+
+
+def problem(shape, smallest, rank, dtype, seed=0):
+    """Singular values from 1 down, and then zeros."""
+    rng, k = np.random.default_rng(seed), min(shape)
+    left, _ = np.linalg.qr(rng.normal(size=(shape[0], k)))
+    right, _ = np.linalg.qr(rng.normal(size=(shape[1], k)))
+    s = np.zeros(k)
+    s[:rank] = np.geomspace(1, smallest, rank)
+    a, b = left * s @ right.T, rng.normal(size=shape[0])
+    step = -right[:, :rank] @ (left[:, :rank].T @ b / s[:rank])
+    return jnp.asarray(a, dtype), jnp.asarray(b, dtype), step
+
+
+def prepared(a, b, method="auto"):
+    y = jnp.zeros(a.shape[1], a.dtype)
+    lin = gnlin.linearise(lambda y, ab: ab[0] @ y + ab[1], y, (a, b))
+    quadratic = gnlin.SumOfSquares().expand(lin)
+    return gnlin.choose(quadratic, gnlin.filters.PseudoInverse(), method=method)
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
+@pytest.mark.parametrize(
+    ("smallest", "rank", "dtype", "resolved", "rtol"),
+    [
+        (0.1, 60, jnp.float64, True, 1e-12),
+        (1e-2, 40, jnp.float64, True, 1e-10),
+        (1e-4, 60, jnp.float64, False, 1e-10),
+        (1e-8, 40, jnp.float64, False, 1e-7),
+        (0.1, 40, jnp.float32, True, 1e-4),
+        (1e-3, 60, jnp.float32, False, 1e-3),
+    ],
+)
+def test_a_step(shape, smallest, rank, dtype, resolved, rtol):
+    a, b, expected = problem(shape, smallest, rank, dtype)
+    way = prepared(a, b)
+    assert way.method == "eigh-first"
+    assert bool(way.resolved) == resolved
+    found = way.solve(gnlin.filters.PseudoInverse()).step
+    error = np.linalg.norm(np.asarray(found) - expected)
+    assert error <= rtol * np.linalg.norm(expected)
+
+
+def test_a_value_just_above_zero_is_seen():
+    """One direction in sixty, a thousand times what counts as rounding."""
+    a, b, _ = problem((60, 90), 0.1, 60, jnp.float64)
+    u, s, vt = np.linalg.svd(np.asarray(a), full_matrices=False)
+    for least, resolved in ((1e-9, False), (0.0, True)):
+        s[-1] = least
+        assert bool(prepared(jnp.asarray(u * s @ vt), b).resolved) == resolved
+
+
+def test_what_is_not_finite_ends_as_that():
+    a, b, _ = problem((60, 90), 0.1, 60, jnp.float64)
+    way = prepared(a.at[3, 4].set(jnp.nan), b)
+    assert not np.isfinite(way.gradient_norm)
+    assert np.isnan(way.solve(gnlin.filters.PseudoInverse()).step).all()
+
+
+def test_a_network_with_cross_entropy():
+    """Each example's curvature has a direction that is zero."""
+    net = eqx.nn.MLP(6, 10, 40, 1, jnp.tanh, key=jax.random.key(0))
+    net = jax.tree.map(lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, net)
+    x = jax.random.normal(jax.random.key(1), (20, 6))
+    labels = jnp.arange(20) % 10
+    losses = [
+        gnlin.solve(
+            net,
+            (x, labels),
+            gnlin.GaussNewton(method=method, search=None),
+            loss=gnlin.SoftmaxCrossEntropy(),
+            max_steps=2,
+        ).history.loss
+        for method in ("svd", "eigh-first")
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
