@@ -38,8 +38,9 @@ _SHARE_TRIED = 0.5
 _FEWEST_TRIED = 10
 # How often, about, eigenvalues leave something to singular values.
 _SHARE_UNRESOLVED = 1 / 3
-# What compiling both ways is worth, of every step.
-_BOTH_COMPILED = 1e-3
+# What compiling both ways is worth, of every step; and trying products, which take their
+# part of the time anyhow.
+_BOTH_COMPILED, _TRYING = 1e-3, 5e-3
 
 
 class AbstractFirst(AbstractWay):
@@ -117,7 +118,7 @@ class ProductsFirst(AbstractFirst):
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         if num_trials > 1 or _most_tried(cost) < _FEWEST_TRIED:
             return math.inf
-        return _BOTH_COMPILED + _SHARE_TRIED * _direct(cost).cost(cost, filter, 1)
+        return _TRYING + _SHARE_TRIED * _direct(cost).cost(cost, filter, 1)
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "ProductsFirst":
