@@ -187,6 +187,14 @@ class GroupNetwork(eqx.Module):
         inputs, targets = ({k: x[i] for k, x in found.items()} for i in (0, 1))
         return inputs, targets, weights
 
+    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
+        """The first targets, as many as a step has."""
+        sizes = {name: self.batch_sizes.get(name) for name in targets}
+        return {
+            name: jax.tree.map(lambda x, k=size: x[:k], targets[name])
+            for name, size in sizes.items()
+        }
+
     def function(self) -> Callable[[PyTree, Any], Any]:
         return PerGroup(
             {

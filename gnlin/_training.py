@@ -85,9 +85,10 @@ def checked_outputs(
     setting: Setting, parameters: PyTree, model_state: PyTree, example: tuple
 ) -> Shapes:
     """The outputs' shapes, which the targets fit."""
-    inputs, targets, _ = jax.eval_shape(setting.drawn, example, 0)
-    if not isinstance(setting.network, GroupNetwork):
-        targets = example[1]  # whose values can be checked
+    inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
+    targets = example[1]  # whose values can be checked
+    if isinstance(setting.network, GroupNetwork):
+        targets = setting.network.as_many(targets)
 
     def forward(parameters, inputs, state):
         return setting.network.outputs(parameters, setting.args(inputs, 0, state))
@@ -127,7 +128,9 @@ def advanced(
             y, state, loss, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
-        each = objective.values(network.outputs(carry.parameters, args))
+        of_groups = isinstance(network, GroupNetwork)
+        now = network.outputs(carry.parameters, args) if of_groups else None
+        each = objective.values(now)
     else:
         evaluate = lambda y: network.outputs(y, args)
         lin, aux = linearised(fn, carry.parameters, args, has_aux)

@@ -22,7 +22,7 @@ def problem(shape, smallest, rank, dtype, seed=0):
     return jnp.asarray(a, dtype), jnp.asarray(b, dtype), step
 
 
-def prepared(a, b, method="auto"):
+def prepared(a, b, method="eigh-first"):
     y = jnp.zeros(a.shape[1], a.dtype)
     lin = gnlin.linearise(lambda y, ab: ab[0] @ y + ab[1], y, (a, b))
     quadratic = gnlin.SumOfSquares().expand(lin)
@@ -44,11 +44,16 @@ def prepared(a, b, method="auto"):
 def test_a_step(shape, smallest, rank, dtype, resolved, rtol):
     a, b, expected = problem(shape, smallest, rank, dtype)
     way = prepared(a, b)
-    assert way.method == "eigh-first"
     assert bool(way.resolved) == resolved
     found = way.solve(gnlin.filters.PseudoInverse()).step
     error = np.linalg.norm(np.asarray(found) - expected)
     assert error <= rtol * np.linalg.norm(expected)
+
+
+def test_it_is_taken_where_singular_values_are_dear():
+    for size, expected in (((300, 500), "eigh-first"), ((5, 6), "svd")):
+        a, b, _ = problem(size, 0.1, min(size), jnp.float64)
+        assert prepared(a, b, "auto").method == expected
 
 
 def test_a_value_just_above_zero_is_seen():

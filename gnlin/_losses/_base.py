@@ -181,7 +181,7 @@ def check_between(
 ) -> None:
     """Traced values pass: they are not known yet. So do those of another process."""
     for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, Tracer | jax.ShapeDtypeStruct) or not is_here(leaf):
+        if isinstance(leaf, Tracer) or not is_here(leaf):
             continue
         wrong = np.asarray(leaf)
         wrong = wrong[~((wrong >= least) & (wrong <= most))]
