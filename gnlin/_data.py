@@ -1,6 +1,6 @@
 """Batches of examples: what a user may pass, as arrays, or a sentence why not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ def as_batch(
             f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
             f"examples `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
         )
-    inputs, targets = map(_as_arrays, ("inputs", "targets"), data)
+    inputs, targets = map(as_arrays, ("inputs", "targets"), data)
     lengths = {
         "inputs": _lengths("inputs", inputs),
         "targets": _lengths("targets", targets),
@@ -62,19 +62,26 @@ def not_finite(
     """Which example has an input or a target that is not finite, in a sentence; or "".
     For a run that has failed: it looks at all data."""
     for name, tree in (("input", inputs), ("target", targets)):
-        for leaf in jax.tree.leaves(tree):
-            if isinstance(leaf, Tracer) or not is_here(leaf):
-                continue
-            rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
-            bad = np.flatnonzero(~rows.all(axis=1))
-            if bad.size > 0:
-                others = f", and {bad.size - 1} more" if bad.size > 1 else ""
-                verb = "are" if others else "is"
-                return f"The {name} of example {bad[0]}{others} {verb} not finite."
+        for bad in rows_not_finite(tree):
+            others = f", and {bad.size - 1} more" if bad.size > 1 else ""
+            verb = "are" if others else "is"
+            return f"The {name} of example {bad[0]}{others} {verb} not finite."
     return ""
 
 
-def _as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
+def rows_not_finite(tree: PyTree[Array]) -> Iterator[np.ndarray]:
+    """Of each leaf that has any, those examples that are not finite, as far as they are
+    known here."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer) or not is_here(leaf):
+            continue
+        rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
+        bad = np.flatnonzero(~rows.all(axis=1))
+        if bad.size > 0:
+            yield bad
+
+
+def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
     return jax.tree.map(lambda x: _as_array(name, x), automatic(tree))
 
 

@@ -174,6 +174,14 @@ class Network(eqx.Module):
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
         return (inputs, keys, state) if self.has_state else (inputs, keys)
 
+    def drawn(self, data: tuple, key: Array) -> tuple:
+        """A step's own examples: those that it is given."""
+        return data
+
+    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
+        """Targets of as many examples as a step has."""
+        return targets
+
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
         return {"key": key} if self.takes_key else {}
 

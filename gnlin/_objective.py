@@ -36,8 +36,13 @@ class AbstractObjective(eqx.Module):
     def value(self, outputs: PyTree[Array]) -> Scalar:
         """The objective."""
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parts, if it has several."""
+        return ()
+
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
-        """Its parts by their names, if it has any."""
+        """Of the parts, by their names."""
         return {}
 
     @abc.abstractmethod
@@ -226,6 +231,10 @@ class GroupLosses(eqx.Module):
     weights: Mapping[str, ScalarLike]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.losses)
+
+    @property
     def is_quadratic(self) -> bool:
         return all(loss.is_quadratic for loss in self.losses.values())
 
@@ -247,11 +256,12 @@ class GroupLoss(AbstractObjective):
     parts: Mapping[str, BatchLoss]
     is_sample: bool = eqx.field(static=True)
 
-    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
-        """Of each group, weighted; none of a single one."""
-        return self._values(outputs) if len(self.parts) > 1 else {}
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.parts)
 
-    def _values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        """Of each group, weighted."""
         return {name: part.value(outputs[name]) for name, part in self.parts.items()}
 
     @property
@@ -259,7 +269,7 @@ class GroupLoss(AbstractObjective):
         return all(part.is_quadratic for part in self.parts.values())
 
     def value(self, outputs: PyTree[Array]) -> Scalar:
-        return _sum(self._values(outputs).values())
+        return _sum(self.values(outputs).values())
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         parts = self.parts.items()
@@ -315,6 +325,11 @@ def objective_of(
         for name, of_group in loss.losses.items()
     }
     return GroupLoss(parts=parts, is_sample=is_sample)
+
+
+def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:
+    """A single group is the whole."""
+    return tuple(sorted(groups)) if len(groups) > 1 else ()
 
 
 def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:

@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from . import _tree
 from ._jacobian import AbstractJacobian, Scaled
@@ -28,6 +28,11 @@ class Quadratic(eqx.Module):
         r"""$\phi^\top r + g_0$."""
         gradient = self.jacobian.rmv(self.residual)
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
+
+    def curvature_along(self, vector: PyTree[Array]) -> Scalar:
+        r"""$\lVert\phi v\rVert^2 / \lVert v\rVert^2$."""
+        pushed, norm = self.jacobian.mv(vector), _tree.norm(vector)
+        return _tree.dot(pushed, pushed).astype(norm.dtype) / norm**2
 
     def flat_residual(self) -> Float[Array, " m"]:
         """In `ravel_pytree` order."""

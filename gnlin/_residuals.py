@@ -5,13 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
-from ._data import a_kind_of
+from ._data import a_kind_of, as_arrays, rows_not_finite
 from ._jacobian import PerGroup
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import Frozen, partition
@@ -100,12 +97,7 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
     if callable(group.data):
         return _sampled(name, group)
     trees = {"data": group.data, "targets": group.targets}
-    try:
-        trees = jax.tree.map(jnp.asarray, trees)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"The data of the group {name!r} must be arrays of numbers."
-        ) from error
+    trees = as_arrays(f"data of the group {name!r}", trees)
     leaves = jax.tree.leaves(trees)
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
@@ -158,7 +150,6 @@ class GroupNetwork(eqx.Module):
     takes_key: bool = eqx.field(static=True, default=False)
     has_state: bool = eqx.field(static=True, default=False)
     axis_name: str = eqx.field(static=True, default="batch")
-
     samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
         default_factory=dict
     )
@@ -309,11 +300,6 @@ def refuse_for_groups(**options: Any) -> None:
 def where_not_finite(groups: Groups) -> str:
     """Which example of which group is not finite, in a sentence; or ""."""
     for name, group in groups.items():
-        for leaf in jax.tree.leaves(eqx.filter(group.data, eqx.is_array)):
-            if isinstance(leaf, Tracer) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-                continue
-            rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
-            bad = np.flatnonzero(~rows.all(axis=1))
-            if bad.size > 0:
-                return f"Example {bad[0]} of the group {name!r} is not finite."
+        for bad in rows_not_finite(eqx.filter(group.data, eqx.is_array)):
+            return f"Example {bad[0]} of the group {name!r} is not finite."
     return ""

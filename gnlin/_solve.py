@@ -46,6 +46,7 @@ from ._training import (
     columns_of,
     judged,
     key_of_steps,
+    row_of,
     Setting,
     why_it_failed,
 )
@@ -233,7 +234,8 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
         ours = keep((carry.parameters, carry.model_state), places.carry)
         return carry._replace(parameters=ours[0], model_state=ours[1])
 
-    row = columns_of(now.carry.solver_state, objective, outputs)
+    row = row_of(now.carry.solver_state)
+    row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
     def full(now):

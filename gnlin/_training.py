@@ -66,8 +66,6 @@ class Setting(NamedTuple):
 
     def drawn(self, data: tuple, number: ScalarLike) -> tuple:
         """A step's own examples, of groups that have new ones in each."""
-        if not isinstance(self.network, GroupNetwork):
-            return data
         key = jax.random.key(0) if self.key is None else self.key
         return self.network.drawn(data, jax.random.fold_in(key, number))
 
@@ -86,9 +84,8 @@ def checked_outputs(
 ) -> Shapes:
     """The outputs' shapes, which the targets fit."""
     inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
-    targets = example[1]  # whose values can be checked
-    if isinstance(setting.network, GroupNetwork):
-        targets = setting.network.as_many(targets)
+    # Whose values can be checked
+    targets = setting.network.as_many(example[1])
 
     def forward(parameters, inputs, state):
         return setting.network.outputs(parameters, setting.args(inputs, 0, state))
@@ -128,15 +125,13 @@ def advanced(
             y, state, loss, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
-        of_groups = isinstance(network, GroupNetwork)
-        now = network.outputs(carry.parameters, args) if of_groups else None
-        each = objective.values(now)
+        now = network.outputs(carry.parameters, args) if objective.names else None
     else:
         evaluate = lambda y: network.outputs(y, args)
         lin, aux = linearised(fn, carry.parameters, args, has_aux)
         with spread(setting.places):
             y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
-        loss, each = objective.value(lin.outputs), objective.values(lin.outputs)
+        loss, now = objective.value(lin.outputs), lin.outputs
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch
     if watch is not None:
@@ -156,17 +151,15 @@ def advanced(
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
     row = row_of(state) | {"loss": loss}
-    row |= {f"loss/{name}": x.astype(loss.dtype) for name, x in each.items()}
+    each = objective.values(now) if objective.names else {}
+    columns = columns_of(objective.names)
+    row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row
 
 
-def columns_of(
-    state: State, objective: AbstractObjective, outputs: Shapes
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a row of the history is made of."""
-    row = jax.eval_shape(row_of, state)
-    names = jax.eval_shape(objective.values, outputs)
-    return row | {f"loss/{name}": row["loss"] for name in names}
+def columns_of(names: tuple[str, ...]) -> dict[str, str]:
+    """Of the history, for the parts of an objective."""
+    return {name: f"loss/{name}" for name in names}
 
 
 def row_of(state: State) -> dict[str, Array]:

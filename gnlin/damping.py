@@ -78,17 +78,6 @@ class _Changing(eqx.Module):
     growth: Float[Array, ""]  # if the next trial fails
 
 
-def first_damping(
-    subproblem: AbstractSubproblem, relative: ScalarLike, dtype: jnp.dtype
-) -> Float[Array, ""]:
-    """So many times the curvature along the gradient."""
-    curvature = subproblem.curvature_along_gradient()
-    # Where the gradient vanishes there is no step to damp.
-    safe = jnp.where(jnp.isfinite(curvature) & (curvature > 0), curvature, 1)
-    relative = nan_unless(positive(relative), relative)
-    return relative.astype(dtype) * safe.astype(dtype)
-
-
 class Nielsen(AbstractDamping[_Changing]):
     r"""A damping that a good step lowers, by up to a factor of 3, and that failing ones
     raise, by 2, 4, 8 and so on.
@@ -117,11 +106,16 @@ class Nielsen(AbstractDamping[_Changing]):
     def damping(
         self, state: _Changing, subproblem: AbstractSubproblem, y: PyTree[Array]
     ) -> Scalar:
-        return jax.lax.cond(
-            state.damping < 0,
-            lambda: first_damping(subproblem, self.initial, state.damping.dtype),
-            lambda: state.damping,
-        )
+        dtype = state.damping.dtype
+
+        def first():
+            curvature = subproblem.curvature_along_gradient().astype(dtype)
+            # Where the gradient vanishes there is no step to damp.
+            safe = jnp.where(positive(curvature), curvature, 1)
+            initial = nan_unless(positive(self.initial), self.initial)
+            return initial.astype(dtype) * safe
+
+        return jax.lax.cond(state.damping < 0, first, lambda: state.damping)
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
         shrink = jnp.maximum(1 / 3, 1 - (2 * trial.ratio - 1) ** 3)

@@ -24,7 +24,7 @@ from .._solver import (
     check_divergence,
     LevenbergMarquardt,
 )
-from .._training import begin, checked_outputs, Setting
+from .._training import begin, checked_outputs, columns_of, Setting
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
 from ._run import Run
@@ -227,6 +227,8 @@ def fit(
         looks = Validation(setting, carry, validation, metrics, linearised)
     if progress and _on_a_terminal():
         callbacks.append(Progress())
+    names = losses.names if isinstance(losses, GroupLosses) else ()
+    parts = list(columns_of(names).values())
     run = Run(
         setting,
         carry,
@@ -237,20 +239,12 @@ def fit(
         looks,
         validate_every,
         checkpoint,
-        _parts(setting, outputs),
+        parts,
     )
     run.train(resume)
     if run.complaint:
         warnings.warn(run.complaint, stacklevel=2)
     return on_mesh(run.as_solution(), mesh)
-
-
-def _parts(setting: Setting, outputs: PyTree) -> list[str]:
-    """The columns of the groups' losses."""
-    if not isinstance(setting.network, GroupNetwork):
-        return []
-    names = sorted(outputs) if len(outputs) > 1 else []
-    return [f"loss/{name}" for name in names]
 
 
 def _on_a_terminal() -> bool:

@@ -158,8 +158,10 @@ class EigenvaluesFirst(AbstractFirst):
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
-        directly = Partial(SingularValues.of, problem, cost)
-        return cls(Eigenvalues.of(problem, cost), directly)
+        first = Eigenvalues.of(problem, cost)
+        # From the rows that are there, if they are.
+        problem = first.problem
+        return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         kept = eqx.tree_at(lambda s: s.spectrum, self.first, self.spectrum)

@@ -21,6 +21,7 @@ from ._cholesky import damping_of
 
 # Of square systems only: they are given the normal equations.
 _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
+_DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 _ANY = lx.AutoLinearSolver(well_posed=None)
 
 
@@ -35,11 +36,13 @@ class ByLineax(AbstractWay):
     _gradient: PyTree[Array]
     gradient_norm: Scalar
 
-    def __init__(self, problem: Quadratic, solver: lx.AbstractLinearSolver):
+    def __init__(
+        self, problem: Quadratic, solver: lx.AbstractLinearSolver, passes: Passes
+    ):
         self.problem = problem
         square: Any = solver
         self.solver = lx.Normal(square) if isinstance(solver, _SQUARE) else solver
-        self.passes = Passes(vjps=problem.jacobian.a_product().vjps)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
         self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
 
@@ -58,21 +61,23 @@ class ByLineax(AbstractWay):
     def of(
         cls, problem: Quadratic, cost: Cost, solver: lx.AbstractLinearSolver = _ANY
     ) -> "ByLineax":
-        return cls(problem, solver)
+        if not _takes_matrix(solver):
+            return cls(problem, solver, Passes())
+        # Once, and not for each filter
+        return cls(problem.at_hand(), solver, cost.rows)
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = self.problem.jacobian.mv(self._gradient)
-        square = _tree.dot(pushed, pushed).astype(self.gradient_norm.dtype)
-        return square / self.gradient_norm**2
+        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> "ByLineax":
-        return ByLineax(self.problem.with_residual(residual), self.solver)
+        problem = self.problem.with_residual(residual)
+        return ByLineax(problem, self.solver, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)
@@ -95,6 +100,12 @@ class ByLineax(AbstractWay):
             self.problem.jacobian.a_product() * num_steps,
             result=optx.RESULTS.promote(solution.result),
         )
+
+
+def _takes_matrix(solver: Any) -> bool:
+    """Whether it multiplies by no operator, but factorises a matrix."""
+    inner = solver.inner_solver if isinstance(solver, lx.Normal) else solver
+    return isinstance(inner, _DIRECT)
 
 
 class _Damped(lx.AbstractLinearOperator):

@@ -65,9 +65,7 @@ class MatrixFree(AbstractIteration):
         return cls(problem)
 
     def curvature_along_gradient(self) -> Scalar:
-        dtype = self.gradient_norm.dtype
-        pushed = self.problem.jacobian.mv(self._gradient)
-        return _tree.dot(pushed, pushed).astype(dtype) / self.gradient_norm**2
+        return self.problem.curvature_along(self._gradient)
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         problem = self.problem.with_residual(residual)

@@ -139,8 +139,7 @@ class Refined(AbstractWay):
         return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = self.problem.jacobian.push_forward(self._gradient)
-        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.kernel)).astype(self.gradient_norm.dtype)
