@@ -132,6 +132,7 @@ def test_it_converges():
     assert solution.loss < 1e-10
 
 
+@pytest.mark.slow
 def test_hyperparameters_may_be_traced():
     def run(drift, eta):
         descent = gnlin.IterativeLinearisation(100, eta)

@@ -61,6 +61,7 @@ def test_networks_have_the_outputs_that_the_targets_need(name):
         task.loss.check(outputs, jnp.asarray(targets))
 
 
+@pytest.mark.slow
 def test_adam_is_a_literal_loop_for_each_rate_and_seed():
     rates = (0.01, 0.1)
     found = run_adam(SMALL, 2, rates, 6, batch_size=4, num_looks=3)
@@ -89,6 +90,7 @@ def test_adam_is_a_literal_loop_for_each_rate_and_seed():
         )
 
 
+@pytest.mark.slow
 def test_a_run_tells_what_it_came_to():
     solver = gnlin.DampedGaussNewton(1.0, search=None)
     found = run_task(SMALL, 0, solver, batch_size=4, num_looks=2)

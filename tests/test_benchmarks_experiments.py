@@ -103,6 +103,7 @@ def test_runs_that_are_not_fitted_are_dropped_and_those_cut_short_not_judged():
     np.testing.assert_array_equal(sweep.finished, [True, True, False])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [xor_features.BY_PERIOD, xor_features.BY_DAMPING])
 def test_a_row_of_xor_features_is_one_run(solver):
     settings = xor_features.XorFeatures(

@@ -212,6 +212,7 @@ def test_a_row_is_one_run(name, solver):
         assert columns["period"][1, i] == period
 
 
+@pytest.mark.slow
 def test_descent_at_too_large_a_rate_is_counted_as_diverged():
     settings = dataclasses.replace(TINY, seeds=1, digits_rate=1.0)
     runs = {

@@ -234,6 +234,7 @@ def literal_resnet(network, images):
     return x.mean(axis=(2, 3)) @ network.dense.weight.T + network.dense.bias[None]
 
 
+@pytest.mark.slow
 def test_resnet_against_a_literal_loop(normalised, some_digits):
     network, state, batched = normalised
     images, _ = some_digits

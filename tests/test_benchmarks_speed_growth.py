@@ -68,6 +68,7 @@ def test_one_program_gives_the_losses_of_the_loop(task):
 #
 
 
+@pytest.mark.slow
 def test_all_reach_the_line_and_stop_there(line):
     for contender in (
         *contenders.first_order(line),
@@ -130,6 +131,7 @@ def test_width_is_found_again(width):
     assert growth._width(tasks.quintic(width, 1).num_parameters) == width
 
 
+@pytest.mark.slow
 def test_programs_that_grow_make_their_steps(task):
     for case in (
         growth.damped(task),

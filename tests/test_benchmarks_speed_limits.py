@@ -39,6 +39,7 @@ def test_the_linear_residual_by_products_is_that_of_the_oracle():
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_kernels_agree(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK", 7)
     images = jax.random.normal(jax.random.key(1), (3, 1, 8, 8))

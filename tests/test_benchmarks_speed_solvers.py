@@ -23,6 +23,7 @@ def test_line_through_points():
     assert rejected.line((0, 5, 8), (1.0, 2.0, 2.6)) == pytest.approx((1.0, 0.2))
 
 
+@pytest.mark.slow
 def test_smaller_first_dampings_reject_more_trials():
     run = rejected._outer_steps(task := quintic(50, 20), {}, 2)
     number = [
@@ -32,6 +33,7 @@ def test_smaller_first_dampings_reject_more_trials():
     assert 0 < number[1] < number[2]
 
 
+@pytest.mark.slow
 def test_rows_of_rejected_trials():
     options = {"acceleration": False, "scaling": "identity"}
     rows, cost = rejected.against_accepted(quintic(5, 20), "plain", options, 2, 3)
@@ -78,6 +80,7 @@ def test_relative_residual():
     assert of_step(jnp.asarray(-np.linalg.solve(curvature, gradient))) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_warm_start_gets_to_the_same_loss(monkeypatch):
     monkeypatch.setattr(preconditioners, "NUM_OUTER_STEPS", 3)
     setting = dataclasses.replace(_small_layer(), damping=10.0)

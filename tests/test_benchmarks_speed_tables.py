@@ -146,6 +146,7 @@ def test_large_steps_are_solved():
     assert {"gnlin", "optimistix", "jaxopt"} <= _libraries(best)
 
 
+@pytest.mark.slow
 def test_linear_residual_of_a_large_problem():
     problem = large.Problem(3, channels=(2,))
     assert problem.linear_residual(problem.parameters) == pytest.approx(1)
@@ -171,8 +172,8 @@ def test_every_method_that_serves_is_beside_auto():
     rows, factor = auto._compared(problem, "damped, 1", 2)
     methods = {"auto", "svd", "eigh", "kernel", "curvature", "matrix-free"}
     assert {row.variant for row in rows} == methods
-    losses = [float(row.note.rpartition(" ")[2]) for row in rows]
-    np.testing.assert_allclose(losses, losses[0], rtol=1e-4)
+    errors = [float(row.note.rpartition(" ")[2]) for row in rows]
+    assert max(errors) < 1e-8
     # "auto" is one of those that come as far.
     assert 1 <= factor < math.inf
 

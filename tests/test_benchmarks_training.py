@@ -25,6 +25,7 @@ SETTINGS = Images(
 )
 
 
+@pytest.mark.slow
 def test_mini_batches_are_a_fit_by_hand():
     data = train, test = training.load(SETTINGS, Place())
     columns = training.mini_batches(

@@ -77,11 +77,17 @@ def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
     problem = gnlin.SumOfSquares().expand(lin)
     subproblem = gnlin.choose(problem, gnlin.filters.Tikhonov(1.0), method=method)
     longest = np.linalg.norm(np.linalg.lstsq(a, b, rcond=None)[0])
+
+    @eqx.filter_jit
+    def length(radius, subproblem, y):
+        rule = TrustRegion(factor=radius)
+        # |y| = 0: the radius itself
+        damping = rule.damping(rule.init(jnp.dtype(dtype)), subproblem, y)
+        return jnp.linalg.norm(subproblem.solve(gnlin.filters.Tikhonov(damping)).step)
+
     for part in (1e-3, 0.1, 0.7):
-        rule, radius = TrustRegion(factor=part * longest), part * longest
-        state = rule.init(jnp.dtype(dtype))
-        damping = rule.damping(state, subproblem, lin.point)  # |y| = 0: the radius itself
-        step = np.linalg.norm(subproblem.solve(gnlin.filters.Tikhonov(damping)).step)
+        radius = part * longest
+        step = float(length(jnp.asarray(radius, dtype), subproblem, lin.point))
         assert abs(step - radius) <= 0.11 * radius
 
 

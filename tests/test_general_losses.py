@@ -1530,7 +1530,7 @@ def test_a_regression_of_few_parameters_by_newton(name, dtype):
         return jnp.sum(each)
 
     known = scipy.optimize.minimize(
-        jax.value_and_grad(value), np.zeros(5), jac=True, options={"gtol": 1e-9}
+        jax.jit(jax.value_and_grad(value)), np.zeros(5), jac=True, options={"gtol": 1e-9}
     )
     for damping in (0.0, 1e-6):
         solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)

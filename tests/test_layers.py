@@ -383,8 +383,10 @@ def test_the_kernel_within_a_budget():
     assert passes[4] == (10, 10)
 
 
-@pytest.mark.parametrize("method", ["kernel", "eigh"])
-@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.SoftmaxCrossEntropy()])
+@pytest.mark.parametrize(
+    ("method", "loss"),
+    [("kernel", gnlin.SquaredError()), ("eigh", gnlin.SoftmaxCrossEntropy())],
+)
 def test_a_damped_step_beyond_the_jacobians_memory(method, loss):
     """The step through factors, in groups, and through dense rows are one."""
     model = in_double(eqx.nn.MLP(5, 3, 24, 2, activation=jnp.tanh, key=key))

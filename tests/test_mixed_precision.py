@@ -34,11 +34,9 @@ Y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
 @pytest.mark.parametrize(
     ("dtype", "damping", "memory_budget"),
     [
-        ("float32", 10.0, 2**31),
         ("float32", 0.1, 3000),
         ("float32", 1e-4, 2**31),
-        ("bfloat16", 10.0, 3000),
-        ("bfloat16", 1e-4, 2**31),
+        ("bfloat16", 1e-4, 3000),
         ("float16", 0.1, 2**31),
         (jnp.float16, 1e-4, 3000),
     ],

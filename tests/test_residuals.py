@@ -98,40 +98,45 @@ def dense():
 
 @pytest.mark.parametrize("budget", [2**31, 40_000, 1])
 def test_the_stacked_jacobian(budget):
-    lin, _, _ = linearised(budget)
     matrix = dense()
-    jacobian = lin.jacobian
-    assert isinstance(jacobian, Stacked)
-    assert jacobian.shape == matrix.shape
-    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-    near(jacobian.gram(), matrix @ matrix.T)
-    near(jacobian.curvature(), matrix.T @ matrix)
-    near(jacobian.as_matrix(), matrix)
-    near(ravel_pytree(jacobian.squared_columns())[0], (matrix**2).sum(axis=0))
-    vector = jax.random.normal(jax.random.key(3), FLAT.shape)
-    near(jacobian.push_forward(UNRAVEL(vector)), matrix @ vector)
-    cotangent = jax.random.normal(jax.random.key(4), (matrix.shape[0],))
-    pulled = ravel_pytree(jacobian.pull_back(cotangent))[0]
-    near(pulled, matrix.T @ cotangent)
-    here = jacobian.at_hand()
-    near(here.gram(), matrix @ matrix.T)
-    near(here.push_forward(UNRAVEL(vector)), matrix @ vector)
+    rng = np.random.default_rng(0)
+    vector, cotangent = rng.normal(size=matrix.shape[1]), rng.normal(size=len(matrix))
+
+    @jax.jit
+    def found():
+        jacobian = linearised(budget)[0].jacobian
+        assert isinstance(jacobian, Stacked)
+        assert jacobian.shape == matrix.shape
+        flat = lambda tree: ravel_pytree(tree)[0]
+        here, direction = jacobian.at_hand(), UNRAVEL(jnp.asarray(vector))
+        return [
+            (jacobian.gram(), matrix @ matrix.T),
+            (here.gram(), matrix @ matrix.T),
+            (jacobian.curvature(), matrix.T @ matrix),
+            (jacobian.as_matrix(), matrix),
+            (flat(jacobian.squared_columns()), (matrix**2).sum(axis=0)),
+            (jacobian.push_forward(direction), matrix @ vector),
+            (here.push_forward(direction), matrix @ vector),
+            (flat(jacobian.pull_back(jnp.asarray(cotangent))), matrix.T @ cotangent),
+        ]
+
+    for ours, expected in found():
+        np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("budget", [2**31, 40_000, 1])
 def test_the_kernel_between_two_sets(budget):
-    lin, _, _ = linearised(budget)
     matrix = dense()
-    parts = lin.jacobian.parts
-    rows = {"boundary": matrix[:10], "interior": matrix[10:]}
-    for a in parts:
-        for b in parts:
-            found = parts[a].gram_with(parts[b])
-            np.testing.assert_allclose(found, rows[a] @ rows[b].T, atol=1e-9)
-            stacked = lin.jacobian.gram_with(parts[b])
-            np.testing.assert_allclose(stacked, matrix @ rows[b].T, atol=1e-9)
-            back = parts[b].gram_with(lin.jacobian)
-            np.testing.assert_allclose(back, rows[b] @ matrix.T, atol=1e-9)
+    rows = {"boundary": matrix[:10], "interior": matrix[10:], "both": matrix}
+
+    @jax.jit
+    def kernels():
+        whole = linearised(budget)[0].jacobian
+        sets = {**whole.parts, "both": whole}
+        return {(a, b): sets[a].gram_with(sets[b]) for a in sets for b in sets}
+
+    for (a, b), kernel in kernels().items():
+        np.testing.assert_allclose(kernel, rows[a] @ rows[b].T, atol=1e-9)
 
 
 def test_kernel_of_test_and_training_images():

@@ -137,7 +137,6 @@ MASK = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
 SOLVERS = {
     "damped": gnlin.DampedGaussNewton(0.1),
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
-    "truncated": gnlin.TruncatedGaussNewton(1e-3, damping=0.1),
     "descent": gnlin.IterativeLinearisation(5, 0.1),
 }
 

@@ -202,8 +202,9 @@ def _slope(
     residual = jnp.sqrt(2 * loss)
     largest = jnp.sqrt(subproblem.largest_curvature()).astype(dtype)
     cosine = subproblem.scaled_gradient_norm().astype(dtype) / (largest * residual)
-    gradient = _tree.cast_like(gradient, lin.point)
-    terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, lin.point)
+    gradient = _tree.joined(_tree.cast_like(gradient, lin.point))
+    point = _tree.joined(lin.point)
+    terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, point)
     sensitivity = _tree.total(terms, dtype)
     return jnp.minimum(cosine, sensitivity / loss)
 

@@ -60,14 +60,14 @@ def is_stationary(
         estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
     quadratic = objective.expand(lin)
-    gradient = _tree.cast_like(quadratic.gradient(), lin.point)
+    gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), lin.point))
     norms = _column_norms(quadratic.jacobian)
     eps = _tree.eps((lin.point, lin.outputs))
     dtype = first_loss.dtype
     # The residual's norm, of squared error; else the length that has as much loss.
     loss = objective.value(lin.outputs).astype(dtype)
     size = jnp.sqrt(2 * jnp.abs(loss))
-    terms = jax.tree.map(jnp.multiply, norms, lin.point)
+    terms = jax.tree.map(jnp.multiply, norms, _tree.joined(lin.point))
     rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
     most = atol + jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size
     # Of one that has risen, a gradient that rounding may have made says nothing.
@@ -94,9 +94,9 @@ def _is_gain(
     objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Callable[[PyTree[Array]], PyTree[Array]],
-    gradient: PyTree[Array],
-    norms: PyTree[Array],
-    chosen: PyTree[Array],
+    gradient: list[Array],
+    norms: list[Array],
+    chosen: list[Array],
 ) -> Bool[Array, ""]:
     """Whether some parameters lower the loss, moved as far as the linearisation says:
     each to its own best, by its share."""
@@ -109,7 +109,8 @@ def _is_gain(
 
     step = jax.tree.map(to_its_best, gradient, norms, chosen)
     predicted = -0.5 * _tree.dot(step, gradient)
-    actual = objective.decrease(lin.outputs, evaluate(_tree.axpy(1, step, lin.point)))
+    new_y = _tree.axpy(1, _tree.parted(step, lin.point), lin.point)
+    actual = objective.decrease(lin.outputs, evaluate(new_y))
     return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
 
 
@@ -117,18 +118,19 @@ def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
     return jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, tree), jnp.array(False))
 
 
-def _column_norms(jacobian: AbstractJacobian) -> PyTree[Array]:
-    """The norms of the Jacobian's columns, estimated."""
+def _column_norms(jacobian: AbstractJacobian) -> list[Array]:
+    """The norms of the Jacobian's columns, estimated, as `_tree.joined`."""
     (m, _), dtype = jacobian.shape, jacobian.codomain.dtype
+    zeros = jacobian.domain.zeros()
 
     def add(norms, number):
         pulled = jacobian.pull_back(_probe(number, m).astype(dtype))
-        pulled = _tree.cast_like(pulled, norms)
+        pulled = _tree.joined(_tree.cast_like(pulled, zeros))
         # Whose squares may be smaller than any floating-point number.
         return jax.tree.map(jnp.hypot, norms, pulled), None
 
     numbers = jnp.arange(_NUM_PROBES, dtype=jnp.uint32)
-    norms, _ = jax.lax.scan(add, jacobian.domain.zeros(), numbers)
+    norms, _ = jax.lax.scan(add, _tree.joined(zeros), numbers)
     return _tree.scale(_NUM_PROBES**-0.5, norms)
 
 

@@ -38,7 +38,8 @@ class Rescaled(AbstractSubproblem):
         return self.inner.gradient_norm
 
     def length(self, vector: PyTree[Array]) -> Scalar:
-        return _tree.norm(jax.tree.map(jnp.multiply, self.scale, vector))
+        scale, vector = _tree.joined(self.scale), _tree.joined(vector)
+        return _tree.norm(jax.tree.map(jnp.multiply, scale, vector))
 
     def curvature_along_gradient(self) -> Scalar:
         return self.inner.curvature_along_gradient()
