@@ -196,10 +196,8 @@ def linearise(
     check_parameters(y)
     if isinstance(fn, PerGroup):
         lins = {
-            name: linearise(
-                PerExample(of_one), y, args[name], memory_budget=memory_budget
-            )
-            for name, of_one in fn.fns.items()
+            name: linearise(of_group, y, args[name], memory_budget=memory_budget)
+            for name, of_group in fn.each().items()
         }
         outputs = {name: lin.outputs for name, lin in lins.items()}
         parts = {name: lin.jacobian for name, lin in lins.items()}
@@ -213,8 +211,9 @@ def linearise(
     check_outputs(outputs)
     jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
     if isinstance(fn, PerExample):
-        of_one = eqx.Partial(_without_aux, fn.fn) if has_aux else fn.fn
-        jacobian = OfExamples(jacobian, of_one, y, args)
+        if has_aux:
+            fn = PerExample(eqx.Partial(_without_aux, fn.fn), fn.part_size)
+        jacobian = OfExamples(jacobian, fn, y, args)
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
 

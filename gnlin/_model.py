@@ -143,12 +143,13 @@ class Network(eqx.Module):
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
+    part_size: int | None = eqx.field(static=True, default=None)
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         """`fn(parameters, args)`, with `args` from `args`."""
         if self.has_state:
             return eqx.Partial(_apply_with_state, self)
-        return PerExample(eqx.Partial(_apply, self))
+        return PerExample(eqx.Partial(_apply, self), self.part_size)
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
         """Without the new state."""
@@ -188,7 +189,7 @@ class Network(eqx.Module):
     def in_inference(self) -> "Network":
         """Without dropout, and with the statistics that training has gathered."""
         frozen = eqx.nn.inference_mode(self.frozen)
-        return Network(frozen, self.takes_key, self.has_state, self.axis_name)
+        return eqx.tree_at(lambda network: network.frozen, self, frozen)
 
 
 def make_network(
@@ -196,12 +197,18 @@ def make_network(
     filter_spec: PyTree | Callable[[Any], bool],
     state: PyTree = None,
     axis_name: str = "batch",
+    part_size: int | None = None,
 ) -> tuple[PyTree, Network]:
     """(parameters, the function of them)."""
     if not isinstance(axis_name, str):
         raise ValueError(
             '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
             f"{axis_name!r} was given."
+        )
+    if part_size is not None and state is not None:
+        raise ValueError(
+            "`part_size` is for independent examples, and the statistics of the model's "
+            "batch normalisation are of all: leave it out."
         )
     parameters, frozen = partition(model, filter_spec)
     if state is None and _has_state(model):
@@ -213,7 +220,8 @@ def make_network(
         )
     if state is not None and not _has_state(model):
         raise ValueError("The model has no state: leave `state` out.")
-    return parameters, Network(frozen, _takes_key(model), state is not None, axis_name)
+    takes_key, has_state = _takes_key(model), state is not None
+    return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
 
 
 def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:

@@ -154,6 +154,7 @@ class GroupNetwork(eqx.Module):
         default_factory=dict
     )
     batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
+    part_size: int | None = eqx.field(static=True, default=None)
 
     @property
     def draws(self) -> bool:
@@ -191,7 +192,8 @@ class GroupNetwork(eqx.Module):
             {
                 name: eqx.Partial(_residuals, name, self.frozen, fn)
                 for name, fn in self.fns.items()
-            }
+            },
+            self.part_size,
         )
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
@@ -230,6 +232,7 @@ def of_groups(
     groups: Groups,
     filter_spec: PyTree | Callable[[Any], bool],
     batch_size: Mapping[str, int | None] | int | None = None,
+    part_size: int | None = None,
 ) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
     """(parameters, their function, its data, the losses)."""
     parameters, frozen = partition(model, filter_spec, called=False)
@@ -239,6 +242,7 @@ def of_groups(
         {name: group.fn for name, group in groups.items()},
         samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
         batch_sizes=_batch_sizes(groups, batch_size),
+        part_size=part_size,
     )
     inputs = {k: None if sampled[k] else g.data for k, g in groups.items()}
     targets = {name: group.targets for name, group in groups.items()}

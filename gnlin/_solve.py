@@ -69,6 +69,7 @@ def solve(
     divergence: float | None = 100.0,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     axis_name: str = "batch",
+    part_size: int | None = None,
     throw: bool = False,
 ) -> Solution[Model]:
     r"""Train an Equinox model on a full batch by a solver of this library.
@@ -104,6 +105,9 @@ def solve(
     - `filter_spec`: which leaves to train, as for `equinox.partition`: a function of a
         leaf, or a pytree of booleans. The default trains all floating-point arrays.
     - `axis_name`: of the batch, as the model's batch normalisation was given it.
+    - `part_size`: how many examples (of each group) have their activations in memory at
+        once; those of the rest are made anew in each product, at some 4/3 of its time.
+        `None` for all of them.
     - `throw`: whether to raise if the run ends in non-finite numbers, diverges or stands
         still. If not, it warns, and `solution.result` says so. Reaching `max_steps` does
         neither.
@@ -124,6 +128,8 @@ def solve(
     """
     solver = as_solver(solver)
     check_count("max_steps", max_steps)
+    if part_size is not None:
+        check_count("part_size", part_size)
     check_flag("throw", throw)
     check_divergence(divergence)
     check_loss(loss)
@@ -135,11 +141,15 @@ def solve(
     losses: AbstractLoss | GroupLosses = loss
     if groups is None:
         batch = as_batch(data)
-        parameters, network = make_network(model, filter_spec, state, axis_name)
+        parameters, network = make_network(
+            model, filter_spec, state, axis_name, part_size
+        )
     else:
         refuse_for_groups(loss=loss, state=state, key=key)
         refuse_samplers(groups)
-        parameters, network, batch, losses = of_groups(model, groups, filter_spec)
+        parameters, network, batch, losses = of_groups(
+            model, groups, filter_spec, part_size=part_size
+        )
     where = places((parameters, state), batch)
     setting = Setting(solver, losses, network, key, divergence, places=where)
     with choosing():

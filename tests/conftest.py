@@ -39,6 +39,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("gnlin")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each worker goes through files of its own: what one test has compiled serves the
+    next."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture
 def unchecked():
     """gnlin as a user runs it: a value of a wrong type is met by gnlin's own checks."""

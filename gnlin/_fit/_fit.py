@@ -50,6 +50,7 @@ def fit(
     curvature_batch_size: int | None = None,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     axis_name: str = "batch",
+    part_size: int | None = None,
     callbacks: Iterable[Callback] | Callback = (),
     progress: bool = True,
     checkpoint: Checkpoint | str | Path | None = None,
@@ -99,6 +100,9 @@ def fit(
         estimated, while the gradient is the batch's; quadratic form only.
     - `filter_spec`: which leaves to train, as for `equinox.partition`.
     - `axis_name`: of the batch, as the model's batch normalisation was given it.
+    - `part_size`: how many examples (of each group) have their activations in memory at
+        once; those of the rest are made anew in each product, at some 4/3 of its time.
+        `None` for all of them.
     - `callbacks`: of `gnlin.callbacks`, or your own.
     - `progress`: whether to draw a bar, where there is a terminal. Without it and without
         callbacks nothing is printed or called.
@@ -145,6 +149,7 @@ def fit(
         ("steps", steps),
         ("validate_every", validate_every),
         ("curvature_batch_size", curvature_batch_size),
+        ("part_size", part_size),
     ):
         if value is not None:
             check_count(name, value)
@@ -192,7 +197,9 @@ def fit(
         size, stream = batch_size, make_stream(data, batch_size, data_key)
         streaming = size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
-        parameters, network = make_network(model, filter_spec, state, axis_name)
+        parameters, network = make_network(
+            model, filter_spec, state, axis_name, part_size
+        )
     else:
         refuse_for_groups(
             loss=loss,
@@ -201,7 +208,7 @@ def fit(
             validation=validation,
             curvature_batch_size=curvature_batch_size,
         )
-        posed = of_groups(model, groups, filter_spec, batch_size)
+        posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
         size, stream, streaming = None, GroupStream(groups, batch), network.draws
     setting = Setting(

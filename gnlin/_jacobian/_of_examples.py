@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._checks import check_count
 from .._passes import Passes
 from .._sharding import is_spread
 from .._tree import ravel_pytree, Structure
@@ -33,6 +34,8 @@ class PerExample(eqx.Module):
     **Arguments:**
 
     - `fn`: `fn(y, example)` returning a pytree of arrays.
+    - `part_size`: how many examples have their activations in memory at once; those of
+        the rest are made anew in each product. `None` for all of them.
 
     !!! example
 
@@ -43,9 +46,43 @@ class PerExample(eqx.Module):
     """
 
     fn: Callable[[Any, Any], PyTree[Array]]
+    part_size: int | None = eqx.field(default=None, static=True)
+
+    def __check_init__(self):
+        if self.part_size is not None:
+            check_count("part_size", self.part_size)
 
     def __call__(self, y, args):
-        return jax.vmap(self.fn, in_axes=(None, 0))(y, args)
+        return by_parts(eqx.Partial(self.fn, y), args, self.part_size)
+
+
+def by_parts(
+    fn: Callable[[Any], PyTree[Array]], examples: PyTree[Array], size: int | None
+) -> PyTree[Array]:
+    """`fn` of each example, of so many at a time. What is between the parameters and the
+    outputs is kept for one part only, and made anew for each pass."""
+    n = jax.tree.leaves(examples)[0].shape[0]
+    if size is None or size >= n:
+        return jax.vmap(fn)(examples)
+    of_part = jax.checkpoint(jax.vmap(fn))
+    whole = n - n % size
+    # Where devices have some examples each, every part is of all devices.
+    axis = 1 if is_spread() else 0
+
+    def split(x: Array) -> Array:
+        x = x[:whole]
+        shape = (-1, size) if axis == 0 else (size, -1)
+        return jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), axis, 0)
+
+    def whole_again(x: Array) -> Array:
+        return jnp.moveaxis(x, 0, axis).reshape(whole, *x.shape[2:])
+
+    found = jax.lax.map(of_part, jax.tree.map(split, examples))
+    found = jax.tree.map(whole_again, found)
+    if whole == n:
+        return found
+    last = of_part(jax.tree.map(lambda x: x[whole:], examples))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, last)
 
 
 class OfExamples(AbstractJacobian):
@@ -53,14 +90,14 @@ class OfExamples(AbstractJacobian):
     some examples at a time; dense and convolutional layers by their factors."""
 
     _passes: ByPasses
-    _fn: Callable[[Any, Any], PyTree[Array]]  # of one example
+    _of_one: PerExample
     _point: PyTree[Array]
     _args: PyTree[Array]
 
-    def __init__(self, passes: ByPasses, fn: Callable, point: PyTree, args: PyTree):
-        """The Jacobian `passes` of `PerExample(fn)(y, args)`, at a point."""
+    def __init__(self, passes: ByPasses, fn: PerExample, point: PyTree, args: PyTree):
+        """The Jacobian `passes` of `fn(y, args)`, at a point."""
         self._passes = passes
-        self._fn = fn
+        self._of_one = fn
         self._point = point
         self._args = args
         self.domain = passes.domain
@@ -83,13 +120,14 @@ class OfExamples(AbstractJacobian):
     def _blocks_of(self, point, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
         outputs = self._outputs_of_one()
         if forward_is_cheaper(outputs.size, self.domain.size):
-            of_example = functools.partial(_rows_forward, self._fn)
-            rows = jax.tree.leaves(jax.vmap(of_example, in_axes=(None, 0))(point, args))
+            of_example = functools.partial(_rows_forward, self._fn, point)
+            rows = jax.tree.leaves(by_parts(of_example, args, self._of_one.part_size))
             found = [rows[leaf] for leaf in wanted]
         else:
             program = self._program()
             passed = program.num_bytes_passed(outputs.size)
-            batch_size = max(1, self.memory_budget // passed)
+            most = self._of_one.part_size or self._num_examples()
+            batch_size = min(most, max(1, self.memory_budget // passed))
             found = _program.blocks(program, point, args, wanted, batch_size)
         # (n, c, ...) -> (m, ...), one output leaf after the other
         ends = np.cumsum([leaf.size for leaf in outputs.leaves])[:-1]
@@ -105,7 +143,7 @@ class OfExamples(AbstractJacobian):
 
     def in_turn(self, array: Array) -> tuple["OfExamples", Array]:
         point, array = jax.lax.optimization_barrier((self._point, array))
-        return OfExamples(self._passes, self._fn, point, self._args), array
+        return OfExamples(self._passes, self._of_one, point, self._args), array
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
@@ -140,14 +178,14 @@ class OfExamples(AbstractJacobian):
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
         return OfExamples(
             self._passes.transformed(matrices, codomain),
-            eqx.Partial(_transformed_fn, self._fn),
+            PerExample(eqx.Partial(_transformed_fn, self._fn), self._of_one.part_size),
             self._point,
             (self._args, matrices),
         )
 
     def within(self, memory_budget: int) -> "OfExamples":
         passes = self._passes.within(memory_budget)
-        return OfExamples(passes, self._fn, self._point, self._args)
+        return OfExamples(passes, self._of_one, self._point, self._args)
 
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
@@ -166,6 +204,10 @@ class OfExamples(AbstractJacobian):
             in_parts=True,
             memory_budget=self.memory_budget,
         )
+
+    @property
+    def _fn(self) -> Callable[[Any, Any], PyTree[Array]]:
+        return self._of_one.fn
 
     def _num_examples(self) -> int:
         return jax.tree.leaves(self._args)[0].shape[0]

@@ -23,9 +23,13 @@ class PerGroup(eqx.Module):
     [`gnlin.PerExample`][] for each name, of the arrays of that name."""
 
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
+    part_size: int | None = eqx.field(default=None, static=True)
+
+    def each(self) -> dict[str, PerExample]:
+        return {name: PerExample(fn, self.part_size) for name, fn in self.fns.items()}
 
     def __call__(self, y, args):
-        return {name: PerExample(fn)(y, args[name]) for name, fn in self.fns.items()}
+        return {name: fn(y, args[name]) for name, fn in self.each().items()}
 
 
 class Stacked(AbstractJacobian):
