@@ -44,6 +44,7 @@ TABLES = {
     "small": "benchmarks.speed.small_fits",
     "tall": "benchmarks.speed.tall",
     "large": "benchmarks.speed.large",
+    "parts": "benchmarks.speed.parts",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "growth": "benchmarks.speed.growth",

@@ -105,7 +105,7 @@ class Nystrom(AbstractPreconditioner):
         eps = jnp.finfo(dtype).eps
 
         def product(v):
-            return ravel_pytree(jacobian.rmv(jacobian.mv(unravel(v))))[0]
+            return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
         # Algorithm 2.1: A Omega, shifted so that rounding leaves it positive definite
         omega = jax.random.normal(

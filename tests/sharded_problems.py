@@ -162,6 +162,7 @@ def solve_case(
     loss="squared error",
     placed="rows",
     types=AxisType.Auto,
+    part_size=None,
 ):
     solver = SOLVERS[name]
     if loss == "cross-entropy":
@@ -170,6 +171,7 @@ def solve_case(
     data, options = DATA[shape, loss], {"loss": LOSSES[loss], "max_steps": 2}
     alone = gnlin.solve(network(), data, solver, **options)
     model = PLACED[placed](network(), mesh)
+    options["part_size"] = part_size
     solution = gnlin.solve(model, by_examples(data, mesh), solver, **options)
     return compared(solution.model, alone.model, model)
 
@@ -368,6 +370,9 @@ ALSO_FOR_CROSS_ENTROPY = (
 FEW = {
     "solve: eigh": lambda: solve_case("damped, eigh", (4, 2)),
     "solve: matrix-free": lambda: solve_case("damped, matrix-free", (1, 8)),
+    "solve: matrix-free, in parts": lambda: solve_case(
+        "damped, matrix-free", (4, 2), part_size=8
+    ),
     "fit: batches": lambda: fit_case("truncated", (4, 2), 8),
     "traffic: matrix-free": lambda: traffic_case("damped, matrix-free"),
     "traffic: eigh": lambda: traffic_case("damped, eigh"),

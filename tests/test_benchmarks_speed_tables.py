@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from benchmarks.data import nist
-from benchmarks.speed import auto, costs, fits, large, picture, report, small_fits, tall
+from benchmarks.speed import (
+    auto,
+    costs,
+    fits,
+    large,
+    parts,
+    picture,
+    report,
+    small_fits,
+    tall,
+)
 
 
 def _libraries(rows):
@@ -208,3 +218,11 @@ def test_costs_are_fitted_without_negative_terms():
     )
     kept = costs._nonnegative(powers, powers @ [3.0, -1.0, 0.5])
     assert np.all(kept >= 0)
+
+
+@pytest.mark.slow
+def test_parts_of_a_batch():
+    one, unsplit, in_parts, many = _sound(parts.steps(8, 32, 64, 1))
+    assert unsplit.ratio == 1
+    assert in_parts.peak_bytes < unsplit.peak_bytes
+    assert many.peak_bytes < 8 * one.peak_bytes

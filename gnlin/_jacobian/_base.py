@@ -128,6 +128,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
         return self.rmv(self.codomain.unravel(cotangent))
 
+    def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        r"""$\phi^\top\phi\,v$."""
+        return self.rmv(self.mv(vector))
+
     @abc.abstractmethod
     def a_product(self) -> Passes:
         """The passes that a product each way takes: one each, or none."""

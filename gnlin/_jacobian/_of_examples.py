@@ -61,28 +61,40 @@ def by_parts(
 ) -> PyTree[Array]:
     """`fn` of each example, of so many at a time. What is between the parameters and the
     outputs is kept for one part only, and made anew for each pass."""
-    n = jax.tree.leaves(examples)[0].shape[0]
-    if size is None or size >= n:
+    if size is None or size >= _number(examples):
         return jax.vmap(fn)(examples)
     of_part = jax.checkpoint(jax.vmap(fn))
+    parts, last = _divided(examples, size)
+    found = jax.lax.map(of_part, parts)
+    axis = _axis_of_parts()
+    found = jax.tree.map(
+        lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:]), found
+    )
+    if last is None:
+        return found
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, of_part(last))
+
+
+def _divided(examples: PyTree[Array], size: int) -> tuple[PyTree[Array], PyTree | None]:
+    """Parts of so many examples, along a new axis, and what is left over."""
+    n, axis = _number(examples), _axis_of_parts()
     whole = n - n % size
-    # Where devices have some examples each, every part is of all devices.
-    axis = 1 if is_spread() else 0
 
     def split(x: Array) -> Array:
-        x = x[:whole]
         shape = (-1, size) if axis == 0 else (size, -1)
-        return jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), axis, 0)
+        return jnp.moveaxis(x[:whole].reshape(*shape, *x.shape[1:]), axis, 0)
 
-    def whole_again(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, axis).reshape(whole, *x.shape[2:])
+    last = None if whole == n else jax.tree.map(lambda x: x[whole:], examples)
+    return jax.tree.map(split, examples), last
 
-    found = jax.lax.map(of_part, jax.tree.map(split, examples))
-    found = jax.tree.map(whole_again, found)
-    if whole == n:
-        return found
-    last = of_part(jax.tree.map(lambda x: x[whole:], examples))
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, last)
+
+def _axis_of_parts() -> int:
+    """Where devices have some examples each, every part is to be of all devices."""
+    return 1 if is_spread() else 0
+
+
+def _number(examples: PyTree[Array]) -> int:
+    return jax.tree.leaves(examples)[0].shape[0]
 
 
 class OfExamples(AbstractJacobian):
@@ -109,6 +121,18 @@ class OfExamples(AbstractJacobian):
 
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._passes.rmv(vector)
+
+    def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        if self._of_one.part_size is None:
+            return self.rmv(self.mv(vector))
+
+        def of_part(args):
+            outputs_of = lambda y: jax.vmap(functools.partial(self._fn, y))(args)
+            _, jvp = jax.linearize(outputs_of, self._point)
+            (found,) = jax.linear_transpose(jvp, self.domain.tree)(jvp(vector))
+            return found
+
+        return self._sum_of_parts(of_part, self._of_one.part_size)
 
     def a_product(self) -> Passes:
         return Passes(1, 1)
@@ -157,20 +181,18 @@ class OfExamples(AbstractJacobian):
         def part(args):
             return of_blocks(self._blocks_of(self._point, args, every))
 
-        if size == n or is_spread():
-            return part(self._args)
-        whole = n - n % size
-        first, last = (
-            jax.tree.map(lambda x, s=s: x[s], self._args)
-            for s in (slice(None, whole), slice(whole, None))
-        )
-        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), first)
+        return part(self._args) if is_spread() else self._sum_of_parts(part, size)
+
+    def _sum_of_parts(self, of_part: Callable[[PyTree[Array]], Of], size: int) -> Of:
+        if size >= self._num_examples():
+            return of_part(self._args)
+        parts, last = _divided(self._args, size)
         zero = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, self._args)
+            lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_part, self._args)
         )
-        add = lambda total, args: (jax.tree.map(jnp.add, total, part(args)), None)
+        add = lambda total, args: (jax.tree.map(jnp.add, total, of_part(args)), None)
         total, _ = jax.lax.scan(add, zero, parts)
-        return total if whole == n else add(total, last)[0]
+        return total if last is None else add(total, last)[0]
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
@@ -210,7 +232,7 @@ class OfExamples(AbstractJacobian):
         return self._of_one.fn
 
     def _num_examples(self) -> int:
-        return jax.tree.leaves(self._args)[0].shape[0]
+        return _number(self._args)
 
     def _example(self) -> PyTree[jax.ShapeDtypeStruct]:
         return jax.tree.map(

@@ -36,6 +36,9 @@ class Scaled(AbstractJacobian):
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._unscaled(self.inner.rmv(vector))
 
+    def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._unscaled(self.inner.curvature_mv(self._unscaled(vector)))
+
     def a_product(self) -> Passes:
         return self.inner.a_product()
 

@@ -1,7 +1,7 @@
 """The Jacobian of several groups of independent examples, one above the other."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .. import _tree
 from .._passes import Passes
 from .._tree import Structure
 from ._base import AbstractJacobian, Cost, Of
@@ -54,8 +53,10 @@ class Stacked(AbstractJacobian):
         return {name: part.mv(vector) for name, part in self.parts.items()}
 
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        pulled = [part.rmv(vector[name]) for name, part in self.parts.items()]
-        return functools.reduce(lambda a, b: _tree.axpy(1, a, b), pulled)
+        return _sum(part.rmv(vector[name]) for name, part in self.parts.items())
+
+    def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return _sum(part.curvature_mv(vector) for part in self.parts.values())
 
     def a_product(self) -> Passes:
         return _most(part.a_product() for part in self.parts.values())
@@ -77,8 +78,7 @@ class Stacked(AbstractJacobian):
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
     ) -> Of:
-        sums = [part.summed(of_blocks, part_bytes) for part in self.parts.values()]
-        return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+        return _sum(part.summed(of_blocks, part_bytes) for part in self.parts.values())
 
     def at_hand(self) -> "Stacked":
         return self._each(lambda part: part.at_hand())
@@ -109,6 +109,10 @@ class Stacked(AbstractJacobian):
             loops_slowly=any(cost.loops_slowly for cost in costs),
             in_parts=all(cost.in_parts for cost in costs),
         )
+
+
+def _sum(trees: Iterable[Of]) -> Of:
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
 
 
 def _most(passes) -> Passes:

@@ -112,7 +112,7 @@ class MatrixFree(AbstractIteration):
             nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         )
         curvature = semidefinite(
-            lambda v: _tree.axpy(damping, v, jacobian.rmv(jacobian.mv(v))),
+            lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
             jacobian.domain.tree,
         )
         options = {"y0": start, "preconditioner": preconditioner}
@@ -211,7 +211,7 @@ class MatrixFree(AbstractIteration):
 
         def body(_, carry):
             v, _ = carry
-            v = jacobian.rmv(jacobian.mv(v))
+            v = jacobian.curvature_mv(v)
             size = _tree.norm(v)
             return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
 

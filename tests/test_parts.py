@@ -1,0 +1,153 @@
+"""A batch in parts: the same to rounding, in the memory of one of them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+
+
+MODEL = jax.tree.map(
+    lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
+    eqx.nn.MLP(3, 2, 8, 2, activation=jnp.tanh, key=jax.random.key(0)),
+)
+X = jax.random.normal(jax.random.key(1), (23, 3))
+DATA = X, jnp.sin(X[:, :2])
+
+
+def numbers(model):
+    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
+
+
+@pytest.mark.parametrize("size", [1, 5, 23, 100])
+@pytest.mark.parametrize("outputs", ["array", "tree"])
+def test_all_products_are_those_of_the_whole(size, outputs):
+    parameters, static = eqx.partition(MODEL, eqx.is_inexact_array)
+
+    def fn(y, x):
+        found = eqx.combine(y, static)(x)
+        return found if outputs == "array" else {"first": found[0], "both": found}
+
+    def products(part_size):
+        lin = gnlin.linearise(gnlin.PerExample(fn, part_size), parameters, X)
+        pushed, curved = lin.jvp(parameters), lin.jacobian.curvature_mv(parameters)
+        matrices = lin.jacobian.gram(), lin.jacobian.curvature(), lin.jacobian.as_matrix()
+        return lin.outputs, pushed, lin.vjp(pushed), curved, matrices
+
+    whole, parts = (jax.jit(products, static_argnums=0)(k) for k in (None, size))
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-12)
+
+
+SOLVERS = {
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
+    "products": gnlin.IterativeLinearisation(20, 0.02, method="matrix-free"),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_run_is_that_of_the_whole(name):
+    whole, parts = (
+        gnlin.solve(MODEL, DATA, SOLVERS[name], max_steps=3, part_size=size)
+        for size in (None, 5)
+    )
+    np.testing.assert_allclose(numbers(parts.model), numbers(whole.model), atol=1e-10)
+    np.testing.assert_allclose(parts.history.loss, whole.history.loss, rtol=1e-10)
+    for count in ("num_jvps", "num_vjps"):
+        assert parts.stats[count] == whole.stats[count]
+
+
+@pytest.mark.parametrize("batch_size", [None, 10])
+def test_fit_in_parts(batch_size):
+    run = lambda size: gnlin.fit(
+        MODEL,
+        DATA,
+        gnlin.IterativeLinearisation(3, 0.02),
+        batch_size=batch_size,
+        steps=4,
+        part_size=size,
+        progress=False,
+    )
+    np.testing.assert_allclose(
+        numbers(run(4).model), numbers(run(None).model), atol=1e-12
+    )
+
+
+def test_groups_in_parts():
+    groups = {
+        "values": gnlin.Residuals(lambda m, x: m(x) - jnp.sin(x[:2]), X),
+        "slopes": gnlin.Residuals(lambda m, x: jax.jacfwd(m)(x)[0], X[:7], weight=0.1),
+    }
+    solver = gnlin.DampedGaussNewton(0.1)
+    whole, parts = (
+        gnlin.solve(MODEL, groups, solver, max_steps=2, part_size=size)
+        for size in (None, 3)
+    )
+    np.testing.assert_allclose(numbers(parts.model), numbers(whole.model), atol=1e-10)
+
+
+def test_dropout_is_drawn_the_same():
+    model = eqx.nn.Sequential([MODEL, eqx.nn.Dropout(0.5)])
+    whole, parts = (
+        gnlin.solve(
+            model, DATA, gnlin.DampedGaussNewton(0.1), max_steps=2, part_size=size
+        )
+        for size in (None, 5)
+    )
+    np.testing.assert_allclose(numbers(parts.model), numbers(whole.model), atol=1e-10)
+
+
+def test_memory_does_not_grow_with_the_batch():
+    model = eqx.nn.MLP(4, 2, 128, 3, activation=jnp.tanh, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def memory(n, part_size):
+        @jax.jit
+        def run(arrays, x, y):
+            solution = gnlin.solve(
+                eqx.combine(arrays, static),
+                (x, y),
+                gnlin.TruncatedGaussNewton(0.1, 0.1, method="matrix-free"),
+                max_steps=1,
+                part_size=part_size,
+            )
+            return eqx.filter(solution.model, eqx.is_array)
+
+        x, y = jnp.zeros((n, 4)), jnp.zeros((n, 2))
+        compiled = run.lower(arrays, x, y).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one, many, unsplit = memory(64, None), memory(1024, 64), memory(1024, None)
+    inputs_and_outputs = 1024 * (4 + 2) * 8
+    assert many < one + 10 * inputs_and_outputs
+    assert unsplit > 3 * many
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "5"])
+def test_what_is_no_size_is_refused(size):
+    for run in (
+        lambda: gnlin.solve(MODEL, DATA, part_size=size),
+        lambda: gnlin.fit(MODEL, DATA, steps=1, part_size=size, progress=False),
+    ):
+        with pytest.raises(ValueError, match="`part_size` must be a whole number"):
+            run()
+
+
+def test_the_statistics_of_a_batch_are_of_all():
+    class Normalised(eqx.Module):
+        norm: eqx.nn.BatchNorm
+        last: eqx.nn.Linear
+
+        def __call__(self, x, state):
+            x, state = self.norm(x, state)
+            return self.last(x), state
+
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="batch")
+    model = Normalised(norm, eqx.nn.Linear(3, 2, key=jax.random.key(0)))
+    with pytest.raises(ValueError, match="`part_size` is for independent examples"):
+        gnlin.solve(model, DATA, state=state, part_size=5)
