@@ -45,6 +45,7 @@ TABLES = {
     "tall": "benchmarks.speed.tall",
     "large": "benchmarks.speed.large",
     "parts": "benchmarks.speed.parts",
+    "graph": "benchmarks.speed.graph",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "growth": "benchmarks.speed.growth",

@@ -16,6 +16,8 @@ from ._jacobian import (
     OfExamples,
     PerExample,
     PerGroup,
+    Selected,
+    Sparse,
     Stacked,
 )
 from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
@@ -210,7 +212,10 @@ def linearise(
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
     jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
-    if isinstance(fn, PerExample):
+    if isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
+        sizes = Structure.of(outputs), memory_budget
+        jacobian = Sparse.of_examples(fn.fn, y, args, *sizes)
+    elif isinstance(fn, PerExample):
         if has_aux:
             fn = PerExample(eqx.Partial(_without_aux, fn.fn), fn.part_size)
         jacobian = OfExamples(jacobian, fn, y, args)

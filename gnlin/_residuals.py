@@ -5,11 +5,14 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
 from ._data import a_kind_of, as_arrays, rows_not_finite
-from ._jacobian import PerGroup
+from ._jacobian import PerGroup, Selected
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import Frozen, partition
 from ._objective import GroupLosses
@@ -34,6 +37,10 @@ class Residuals(eqx.Module):
         its points.
     - `loss`: of the residuals, [`gnlin.SquaredError`][] by default; a robust one, such as
         [`gnlin.Huber`][], or one on `targets`, such as [`gnlin.SoftmaxCrossEntropy`][].
+    - `select`: where each example depends on few of the parameters: `select(example)` is,
+        in the model's structure, for each of its arrays the rows (whole numbers, of any
+        shape) that the example reads, and `fn` is called with these rows alone. The
+        Jacobian then is sparse, and products with it cost what is not zero.
     - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
         over the examples.
 
@@ -56,11 +63,16 @@ class Residuals(eqx.Module):
     weight: ScalarLike = eqx.field(default=1.0, converter=as_scalar, kw_only=True)
     loss: AbstractLoss = eqx.field(default=SquaredError(), kw_only=True)
     targets: PyTree[Array] = eqx.field(default=None, kw_only=True)
+    select: Callable[[Any], PyTree[Array]] | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         check_callable(
             "fn", self.fn, "a function of a model and one example", "lambda m, x: m(x)"
         )
+        if self.select is not None:
+            check_callable(
+                "select", self.select, "a function of one example", "lambda x: x"
+            )
         check_finite_nonnegative("weight", self.weight)
         check_loss(self.loss)
 
@@ -154,6 +166,9 @@ class GroupNetwork(eqx.Module):
         default_factory=dict
     )
     batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
+    selections: Mapping[str, Callable[[Any], PyTree[Array]] | None] = eqx.field(
+        default_factory=dict
+    )
     part_size: int | None = eqx.field(static=True, default=None)
 
     @property
@@ -188,13 +203,12 @@ class GroupNetwork(eqx.Module):
         }
 
     def function(self) -> Callable[[PyTree, Any], Any]:
-        return PerGroup(
-            {
-                name: eqx.Partial(_residuals, name, self.frozen, fn)
-                for name, fn in self.fns.items()
-            },
-            self.part_size,
-        )
+        def of_one(name: str) -> Callable:
+            fn = eqx.Partial(_residuals, name, self.frozen, self.fns[name])
+            select = self.selections.get(name)
+            return fn if select is None else Selected(fn, select)
+
+        return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs
@@ -237,11 +251,15 @@ def of_groups(
     """(parameters, their function, its data, the losses)."""
     parameters, frozen = partition(model, filter_spec, called=False)
     sampled = {name: callable(group.data) for name, group in groups.items()}
+    for name, group in groups.items():
+        if group.select is not None:
+            _check_selection(name, group, parameters)
     network = GroupNetwork(
         frozen,
         {name: group.fn for name, group in groups.items()},
         samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
         batch_sizes=_batch_sizes(groups, batch_size),
+        selections={name: group.select for name, group in groups.items()},
         part_size=part_size,
     )
     inputs = {k: None if sampled[k] else g.data for k, g in groups.items()}
@@ -251,6 +269,42 @@ def of_groups(
         {name: group.weight for name, group in groups.items()},
     )
     return parameters, network, (inputs, targets, None), losses
+
+
+def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> None:
+    """Rows that are there, of each array; as far as they are known here."""
+    select: Callable = group.select  # type: ignore[assignment]
+    data = group.data
+    if callable(data):
+        data = jax.eval_shape(data, jax.random.key(0))
+    known = not any(
+        isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)
+    )
+    rows = jax.vmap(select)(data) if known else jax.eval_shape(jax.vmap(select), data)
+    structure = jax.tree.structure(parameters)
+    if jax.tree.structure(rows) != structure:
+        raise ValueError(
+            f"What `select` of the group {name!r} returns must have the structure of the "
+            f"model's trained arrays, {structure}, but has {jax.tree.structure(rows)}."
+        )
+    for chosen, array in zip(
+        jax.tree.leaves(rows), jax.tree.leaves(parameters), strict=True
+    ):
+        if not jnp.issubdtype(chosen.dtype, jnp.integer) or array.ndim == 0:
+            raise ValueError(
+                f"What `select` of the group {name!r} returns must be whole numbers, the "
+                f"rows of each array, but for one of the shape {array.shape} it returned "
+                f"numbers of dtype {chosen.dtype}."
+            )
+        if not known:
+            continue
+        bad = np.flatnonzero((chosen < 0) | (chosen >= array.shape[0]))
+        if bad.size > 0:
+            wrong, each = np.ravel(chosen)[bad[0]], max(1, chosen.size // chosen.shape[0])
+            raise ValueError(
+                f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
+                f"an array that has {array.shape[0]}."
+            )
 
 
 def _batch_sizes(

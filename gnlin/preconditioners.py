@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, PyTree, ScalarLike
 from . import _lapack, _tree
 from ._checks import check_count, check_whole
 from ._conjugate_gradients import semidefinite
-from ._jacobian import AbstractBlock, AbstractJacobian
+from ._jacobian import AbstractBlock, AbstractJacobian, Rows
 from ._passes import Passes
 from ._tree import matmul, ravel_pytree
 
@@ -172,10 +172,11 @@ class BlockDiagonal(AbstractPreconditioner):
         shapes = [_blocks(leaf.shape, self.max_size) for leaf in domain.leaves]
 
         def grams(blocks: Sequence[AbstractBlock]) -> list[Array]:
-            rows = [block.rows() for block in blocks]
             return [
-                jnp.einsum("mki,mkj->kij", x, x, precision=jax.lax.Precision.HIGHEST)
-                for x in map(_split, rows, shapes)
+                block.row_grams()
+                if leaf.shape[:1] == shape[:1]
+                else Rows(block.rows().reshape(-1, *shape)).row_grams()
+                for block, leaf, shape in zip(blocks, domain.leaves, shapes, strict=True)
             ]
 
         factors = [
@@ -203,10 +204,6 @@ def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
         return 1, size
     first = shape[0]
     return (first, size // first) if size // first <= max_size else (size, 1)
-
-
-def _split(rows: Array, shape: tuple[int, int]) -> Float[Array, "m k i"]:
-    return rows.reshape(rows.shape[0], *shape)
 
 
 def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:

@@ -9,6 +9,7 @@ from ._base import (
 )
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses
+from ._gathered import Selected as Selected, Sparse as Sparse
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
 from ._rows import Rows as Rows

@@ -108,6 +108,12 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         """(m, p): the numbers of outputs and of parameters."""
         return self.codomain.size, self.domain.size
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether each row reads few of the parameters: conjugate gradients then take the
+        curvature's diagonal blocks, which cost next to nothing."""
+        return False
+
     #
     # Products
     #

@@ -4,6 +4,7 @@ import abc
 from collections.abc import Callable
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -31,6 +32,13 @@ class AbstractBlock(eqx.Module):
     @abc.abstractmethod
     def squared_columns(self) -> Float[Array, "..."]:
         """The squared norms of its columns."""
+
+    def row_grams(self) -> Float[Array, "k d d"]:
+        r"""By each row of the array of parameters, its part of $\phi^\top\phi$."""
+        rows = self.rows()
+        rows = rows.reshape(*rows.shape[:2], -1)
+        precise = jax.lax.Precision.HIGHEST
+        return jnp.einsum("mki,mkj->kij", rows, rows, precision=precise)
 
     @abc.abstractmethod
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:

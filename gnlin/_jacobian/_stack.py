@@ -41,6 +41,10 @@ class Stack(AbstractBlock):
         squares = promoted([part.squared_columns() for part in self.parts])
         return functools.reduce(jnp.add, squares)
 
+    def row_grams(self) -> Float[Array, "k d d"]:
+        grams = promoted([part.row_grams() for part in self.parts])
+        return functools.reduce(jnp.add, grams)
+
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         pushed = [part.push_forward(tangent) for part in self.parts]
         return jnp.concatenate(promoted(pushed))

@@ -49,6 +49,10 @@ class Stacked(AbstractJacobian):
     def _each(self, change: Callable[[AbstractJacobian], AbstractJacobian]) -> "Stacked":
         return Stacked({name: change(part) for name, part in self.parts.items()})
 
+    @property
+    def is_sparse(self) -> bool:
+        return all(part.is_sparse for part in self.parts.values())
+
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return {name: part.mv(vector) for name, part in self.parts.items()}
 

@@ -17,6 +17,7 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from ..filters import GradientFlow, Nesterov
+from ..preconditioners import BlockDiagonal
 from ._base import (
     AbstractIteration,
     Answer,
@@ -115,6 +116,8 @@ class MatrixFree(AbstractIteration):
             lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
             jacobian.domain.tree,
         )
+        if preconditioner is None and jacobian.is_sparse:
+            preconditioner = BlockDiagonal().inverse(jacobian, damping)
         options = {"y0": start, "preconditioner": preconditioner}
         solution = lx.linear_solve(
             curvature,

@@ -1,0 +1,247 @@
+"""Whole runs on sparse problems: a pose graph and bundle adjustment, beside SciPy."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+
+import gnlin
+
+from .report import Comparison, Figure, Row, timed_row
+from .timing import alternate, Case
+
+
+RTOL = 1e-8
+"""Of the cost, above the least that any reaches: it counts as solved."""
+MOST_STEPS = 200
+
+
+class Problem(NamedTuple):
+    """`fn(selected, example)` of each example, which reads `select(example)`."""
+
+    name: str
+    start: Any
+    fn: Callable
+    select: Callable
+    examples: Mapping[str, jax.Array]
+
+    def group(self) -> gnlin.Residuals:
+        return gnlin.Residuals(self.fn, self.examples, select=self.select)
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    problems = (
+        (pose_graph(60, 150), bundle(4, 40, 160))
+        if quick
+        else (pose_graph(1_000, 4_000), bundle(50, 5_000, 25_000))
+    )
+    for problem in problems:
+        rows = solved(problem, 1 if quick else 3)
+        ours, scipy = rows
+        figures = [
+            Figure(f"{problem.name}: SciPy's time over gnlin's", "> 1", scipy.ratio),
+            Figure(
+                f"{problem.name}: gnlin's cost over SciPy's, less 1",
+                f"<= {RTOL:g}",
+                (ours.linear_residual or 0.0) - (scipy.linear_residual or 0.0),
+            ),
+        ]
+        title = f"{problem.name}, to convergence"
+        yield Comparison(title, rows, "gnlin", figures=figures)
+
+
+def solved(problem: Problem, num_rounds: int) -> list[Row]:
+    """The error is that of the cost, relative to the least that either reaches."""
+    ends: dict[str, float] = {}
+    group = problem.group()
+
+    def by_gnlin():
+        solution = gnlin.solve(problem.start, group, max_steps=MOST_STEPS)
+        ends["gnlin"] = float(solution.loss)
+        return solution.loss
+
+    by_scipy = _scipy(problem)
+
+    def other():
+        ends["SciPy"] = by_scipy()
+        return np.zeros(1)
+
+    cases = [
+        Case("gnlin", "LM, select=", by_gnlin),
+        Case("SciPy", "trf, jac_sparsity", other, max_rounds=1),
+    ]
+    timings = alternate(cases, num_rounds)
+    least = min(ends.values())
+    rows = []
+    for timing in timings:
+        name = timing.case.library
+        row = timed_row(problem.name, timing, timings[0], tolerance=RTOL)
+        above = ends[name] / least - 1
+        rows.append(
+            dataclasses.replace(
+                row, linear_residual=above, note=f"cost {ends[name]:.10g}"
+            )
+        )
+    return rows
+
+
+def _scipy(problem: Problem) -> Callable[[], float]:
+    """With the pattern of the Jacobian, and its values by our automatic differentiation
+    of the examples: finite differences by colours, its own, are slower."""
+    from scipy.optimize import least_squares
+    from scipy.sparse import coo_matrix
+
+    flat, unravel = jax.flatten_util.ravel_pytree(problem.start)
+    numbers = unravel(jnp.arange(flat.size, dtype=flat.dtype))
+
+    def chosen(y):
+        rows = jax.vmap(problem.select)(problem.examples)
+        return jax.tree.map(lambda a, r: a[r], y, rows)
+
+    @jax.jit
+    def values(v):
+        return jax.vmap(problem.fn)(chosen(unravel(v)), problem.examples).ravel()
+
+    @jax.jit
+    def entries(v):
+        parts = jax.vmap(jax.jacfwd(problem.fn))(chosen(unravel(v)), problem.examples)
+        n = values(v).size // len(jax.tree.leaves(problem.examples)[0])
+        flat_parts = [x.reshape(x.shape[0] * n, -1) for x in jax.tree.leaves(parts)]
+        return jnp.concatenate(flat_parts, axis=1)
+
+    index = [
+        np.asarray(x, int).reshape(x.shape[0], -1)
+        for x in jax.tree.leaves(chosen(numbers))
+    ]
+    m = values(flat).size
+    per_example = np.concatenate(index, axis=1)
+    columns = np.repeat(per_example, m // len(per_example), axis=0)
+    rows = np.repeat(np.arange(m), columns.shape[1])
+
+    def jacobian(v):
+        data = np.asarray(entries(v)).ravel()
+        shape = m, flat.size
+        return coo_matrix((data, (rows, columns.ravel())), shape=shape).tocsr()
+
+    def run() -> float:
+        found = least_squares(
+            lambda v: np.asarray(values(v)),
+            np.asarray(flat),
+            jacobian,
+            method="trf",
+            x_scale="jac",
+            tr_solver="lsmr",
+            ftol=1e-12,
+            xtol=1e-12,
+            gtol=1e-12,
+            max_nfev=MOST_STEPS,
+        )
+        return float(found.cost)
+
+    return run
+
+
+#
+# The problems
+#
+
+
+def _between(a, b):
+    """Pose b in the frame of pose a."""
+    cos, sin = jnp.cos(a[2]), jnp.sin(a[2])
+    dx, dy, turn = b - a
+    return jnp.stack([cos * dx + sin * dy, cos * dy - sin * dx, _wrapped(turn)])
+
+
+def _wrapped(angle):
+    return jnp.arctan2(jnp.sin(angle), jnp.cos(angle))
+
+
+SIGMA = np.array([0.05, 0.05, 0.02])
+
+
+def pose_graph(num_poses: int, num_edges: int) -> Problem:
+    """A robot's laps of a ring: odometry, and places seen again. The first pose is held
+    by what each edge of it says of it."""
+    rng = np.random.default_rng(0)
+    angle = np.linspace(0, 4 * np.pi, num_poses)
+    radius = 10 + 2 * np.cos(3 * angle)
+    xy = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+    forward = np.gradient(xy, axis=0)
+    heading = np.unwrap(np.arctan2(forward[:, 1], forward[:, 0]))
+    true = jnp.asarray(np.column_stack([xy, heading]))
+    odometry = [(k, k + 1) for k in range(num_poses - 1)]
+    ends = rng.integers(0, num_poses, size=(num_edges - len(odometry), 2))
+    near = (ends[:, 0] + rng.integers(2, 30, len(ends))) % num_poses
+    ends[:, 1] = np.where(rng.random(len(ends)) < 0.8, near, ends[:, 1])
+    ends[:, 1] = np.where(
+        ends[:, 0] == ends[:, 1], (ends[:, 0] + 1) % num_poses, ends[:, 1]
+    )
+    edges = jnp.asarray(np.concatenate([odometry, ends]))
+    exact = jax.vmap(_between)(true[edges[:, 0]], true[edges[:, 1]])
+    measured = exact + jnp.asarray(SIGMA * rng.normal(size=exact.shape))
+
+    def misfit(pair, edge):
+        found = _between(pair[0], pair[1]) - edge["measured"]
+        return jnp.append(found[:2], _wrapped(found[2])) / SIGMA
+
+    start = true + jnp.asarray(rng.normal(size=true.shape) * [0.5, 0.5, 0.1])
+    examples = {"ends": edges, "measured": measured}
+    name = f"pose graph, {num_poses:,} poses, {len(edges):,} edges"
+    return Problem(name, start, misfit, lambda edge: edge["ends"], examples)
+
+
+def _rotated(vector, x):
+    """By a rotation vector (Rodrigues)."""
+    square = jnp.sum(vector**2)
+    angle = jnp.sqrt(jnp.where(square > 0, square, 1))
+    small = square < 1e-12
+    a = jnp.where(small, 1 - square / 6, jnp.sin(angle) / angle)
+    b = jnp.where(small, 0.5 - square / 24, (1 - jnp.cos(angle)) / angle**2)
+    turned = jnp.cross(vector, x)
+    return x + a * turned + b * jnp.cross(vector, turned)
+
+
+def bundle(num_cameras: int, num_points: int, num_observations: int) -> Problem:
+    """Cameras around a cloud of points, which see some of it: rotation vectors,
+    translations and points from what is seen, to a thousandth of the focal length."""
+    rng = np.random.default_rng(0)
+    points = rng.uniform(-1, 1, size=(num_points, 3))
+    around = np.linspace(0, 2 * np.pi, num_cameras, endpoint=False)
+    rotations = np.column_stack(
+        [0.1 * rng.normal(size=(num_cameras, 1)), around, 0 * around]
+    )
+    shifts = np.column_stack([0.1 * rng.normal(size=(num_cameras, 2)), 5 + 0 * around])
+    cameras = jnp.asarray(np.concatenate([rotations, shifts], axis=1))
+    each = num_observations // num_points
+    seen_by = np.stack(
+        [rng.choice(num_cameras, each, replace=False) for _ in range(num_points)]
+    )
+    camera, point = seen_by.ravel(), np.repeat(np.arange(num_points), each)
+
+    def projected(chosen):
+        pose, x = chosen["cameras"], chosen["points"]
+        x, y, z = _rotated(pose[:3], x) + pose[3:]
+        return jnp.stack([x / z, y / z])
+
+    true = {"cameras": cameras, "points": jnp.asarray(points)}
+    pairs = {"cameras": cameras[camera], "points": true["points"][point]}
+    seen = jax.vmap(projected)(pairs)
+    seen = seen + 1e-3 * jnp.asarray(rng.normal(size=seen.shape))
+    examples = {
+        "camera": jnp.asarray(camera),
+        "point": jnp.asarray(point),
+        "seen": seen,
+    }
+    start = jax.tree.map(lambda x: x + 0.02 * jnp.asarray(rng.normal(size=x.shape)), true)
+    return Problem(
+        f"bundle adjustment, {num_cameras} cameras, {num_points:,} points",
+        start,
+        lambda chosen, example: (projected(chosen) - example["seen"]) / 1e-3,
+        lambda example: {"cameras": example["camera"], "points": example["point"]},
+        examples,
+    )
