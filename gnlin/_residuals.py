@@ -280,7 +280,15 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
     known = not any(
         isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)
     )
-    rows = jax.vmap(select)(data) if known else jax.eval_shape(jax.vmap(select), data)
+    every = jax.vmap(select)
+    try:
+        rows = every(data) if known else jax.eval_shape(every, data)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"`select` of the group {name!r} is called with one example, without the "
+            f"data's leading axis, and failed: {said}."
+        ) from error
     structure = jax.tree.structure(parameters)
     if jax.tree.structure(rows) != structure:
         raise ValueError(

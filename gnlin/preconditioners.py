@@ -140,7 +140,7 @@ class Nystrom(AbstractPreconditioner):
 
 
 class BlockDiagonal(AbstractPreconditioner):
-    r"""The blocks of the curvature on its diagonal, each factorised.
+    r"""The blocks of the curvature on its diagonal, each inverted.
 
     An array of parameters is one block if it is small enough; else each of its rows is
     one (the weights of a neuron, of a channel), if these are; else its diagonal serves.
@@ -179,15 +179,15 @@ class BlockDiagonal(AbstractPreconditioner):
                 for block, leaf, shape in zip(blocks, domain.leaves, shapes, strict=True)
             ]
 
-        factors = [
-            _factors(gram, damping) for gram in jacobian.summed(grams, _PART_BYTES)
+        inverses = [
+            _inverses(gram, damping) for gram in jacobian.summed(grams, _PART_BYTES)
         ]
 
         def apply(v: PyTree[Array]) -> PyTree[Array]:
             solved = [
-                _solve(factor, x.reshape(shape)).reshape(x.shape)
-                for factor, x, shape in zip(
-                    factors, jax.tree.leaves(v), shapes, strict=True
+                _products(inverse, x.reshape(shape)).reshape(x.shape)
+                for inverse, x, shape in zip(
+                    inverses, jax.tree.leaves(v), shapes, strict=True
                 )
             ]
             return domain.treedef.unflatten(solved)
@@ -206,8 +206,10 @@ def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
     return (first, size // first) if size // first <= max_size else (size, 1)
 
 
-def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
-    """Each block's, of Cholesky; one that rounding leaves singular is damped by it."""
+def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
+    """Of each damped block; one that rounding leaves singular is damped by it. From
+    Cholesky's factors, so that they are positive definite; and not the factors
+    themselves, whose triangular solutions are slow for many small blocks."""
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
@@ -217,9 +219,14 @@ def _factors(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "
     shift = jnp.where(shift > 0, shift, 1)
     finite = _tree.all_finite(gram)
     damped = jnp.where(finite, gram + shift[:, None, None] * identity[None], identity)
-    return jnp.where(finite, jnp.linalg.cholesky(damped), jnp.nan)
+    if size == 1:
+        return jnp.where(finite, 1 / damped, jnp.nan)
+    factors = jnp.linalg.cholesky(damped)
+    halves = jax.vmap(
+        lambda factor: jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
+    )(factors)
+    return jnp.where(finite, _products(halves.swapaxes(1, 2), halves), jnp.nan)
 
 
-def _solve(factor: Float[Array, "k i i"], b: Float[Array, "k i"]) -> Float[Array, "k i"]:
-    solve = jax.vmap(lambda c, x: jax.scipy.linalg.cho_solve((c, True), x))
-    return b / factor[..., 0] ** 2 if factor.shape[-1] == 1 else solve(factor, b)
+def _products(a: Float[Array, "k i j"], b: Float[Array, "k j ..."]) -> Array:
+    return jnp.einsum("kij,kj...->ki...", a, b, precision=jax.lax.Precision.HIGHEST)

@@ -34,69 +34,78 @@ def gathered(y: PyTree[Array], index: PyTree[Array]) -> PyTree[Array]:
 
 
 class Gathered(AbstractBlock):
-    """In each row the entries of a few rows of the array of parameters; the rest of it is
-    zero, and not held.
+    """Of each example a few rows of the array of parameters; the rest is zero, and not
+    held.
 
-    - `values`: by those rows and their entries.
-    - `index`: which rows.
+    - `values`: by n examples, outputs of each, the rows that it reads, and their entries.
+    - `index`: which rows those are.
     - `shape`: of the array of parameters.
     """
 
-    values: Float[Array, "m s d"]
-    index: Int[Array, "m s"]
+    values: Float[Array, "n c s d"]
+    index: Int[Array, "n s"]
     shape: tuple[int, ...] = eqx.field(static=True)
 
     @property
     def num_rows(self) -> int:
-        return self.values.shape[0]
+        n, c, *_ = self.values.shape
+        return n * c
 
     @property
     def _flat(self) -> tuple[int, int]:
         return self.shape[0], math.prod(self.shape[1:])
 
     def rows(self) -> Float[Array, "m ..."]:
-        zeros = jnp.zeros((self.num_rows, *self._flat), self.values.dtype)
-        every = jnp.arange(self.num_rows)[:, None]
-        return zeros.at[every, self.index].add(self.values).reshape(-1, *self.shape)
+        n, c, *_ = self.values.shape
+        zeros = jnp.zeros((n, c, *self._flat), self.values.dtype)
+        example, output = jnp.arange(n)[:, None, None], jnp.arange(c)[None, :, None]
+        full = zeros.at[example, output, self.index[:, None]].add(self.values)
+        return full.reshape(-1, *self.shape)
 
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
         return Rows(self.rows()).gram_with(other)
 
     def squared_columns(self) -> Float[Array, "..."]:
-        return self._scattered(self._distinct() ** 2)
+        return self._scattered(jnp.sum(self._distinct() ** 2, axis=1)).reshape(self.shape)
 
     def row_grams(self) -> Float[Array, "k d d"]:
         values = self._distinct()
-        zeros = jnp.zeros((*self._flat, self._flat[1]), values.dtype)
-        return zeros.at[self.index].add(values[..., :, None] * values[..., None, :])
-
-    def _distinct(self) -> Float[Array, "m s d"]:
-        """Of what is read twice the first has the sum of both, the second nothing."""
-        same = self.index[:, :, None] == self.index[:, None, :]
-        sums = jnp.einsum("mst,mtd->msd", same.astype(self.values.dtype), self.values)
-        first = jnp.argmax(same, axis=2) == jnp.arange(self.index.shape[1])[None]
-        return jnp.where(first[..., None], sums, 0)
+        return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         values, tangent = promoted((self.values, tangent))
-        return jnp.sum(values * tangent.reshape(self._flat)[self.index], axis=(1, 2))
+        read = tangent.reshape(self._flat)[self.index]
+        return _einsum("ncsd,nsd->nc", values, read).ravel()
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
         a, values = promoted((a, self.values))
-        return self._scattered((a[:, None, None] * values).astype(self.values.dtype))
+        by_example = a.reshape(values.shape[:2])
+        pulled = _einsum("nc,ncsd->nsd", by_example, values).astype(self.values.dtype)
+        return self._scattered(pulled).reshape(self.shape)
 
-    def _scattered(self, values: Float[Array, "m s d"]) -> Float[Array, "..."]:
-        zeros = jnp.zeros(self._flat, values.dtype)
-        return zeros.at[self.index].add(values).reshape(self.shape)
+    def _scattered(self, parts: Float[Array, "n s ..."]) -> Float[Array, "k ..."]:
+        zeros = jnp.zeros((self.shape[0], *parts.shape[2:]), parts.dtype)
+        return zeros.at[self.index].add(parts)
+
+    def _distinct(self) -> Float[Array, "n c s d"]:
+        """Of what is read twice the first has the sum of both, the second nothing."""
+        same = self.index[:, :, None] == self.index[:, None, :]
+        sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
+        first = jnp.argmax(same, axis=2) == jnp.arange(self.index.shape[1])[None]
+        return jnp.where(first[:, None, :, None], sums, 0)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Gathered":
-        # The rows of an example read the same.
-        columns = self.values.reshape(self.num_rows, math.prod(self.values.shape[1:]))
+        columns = self.values.reshape(self.num_rows, math.prod(self.values.shape[2:]))
         new = jax.vmap(transform, 1, 1)(columns).astype(self.values.dtype)
-        return Gathered(new.reshape(self.values.shape), self.index, self.shape)
+        n, _, *rest = self.values.shape
+        return Gathered(new.reshape(n, -1, *rest), self.index, self.shape)
 
     def astype(self, dtype: jnp.dtype) -> "Gathered":
         return Gathered(self.values.astype(dtype), self.index, self.shape)
+
+
+def _einsum(subscripts: str, *operands: Array) -> Array:
+    return jnp.einsum(subscripts, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
 class Sparse(AtHand):
@@ -125,27 +134,23 @@ class Sparse(AtHand):
         forward = forward_is_cheaper(num_outputs, of_one.size)
         derivative = jax.jacfwd if forward else jax.jacrev
         every = jax.vmap(derivative(fn.fn))(chosen, examples)
-        # By outputs, then by parameters; an output's rows are those of all examples.
+        # By arrays of outputs, then by parameters
         by_output = outputs.treedef.flatten_up_to(every)
         blocks = []
-        for k, (leaf, rows) in enumerate(
-            zip(Structure.of(y).leaves, jax.tree.leaves(index), strict=True)
-        ):
-            reads = rows.reshape(n, -1)
+        leaves = zip(Structure.of(y).leaves, jax.tree.leaves(index), strict=True)
+        for k, (leaf, reads) in enumerate(leaves):
+            reads = reads.reshape(n, -1)
             shape = reads.shape[1], math.prod(leaf.shape[1:])
             values = [
                 jax.tree.leaves(part)[k].reshape(n, -1, *shape) for part in by_output
             ]
-            index_of_rows = [
-                jnp.broadcast_to(reads[:, None], (*x.shape[:2], shape[0])) for x in values
-            ]
-            blocks.append(
-                Gathered(
-                    jnp.concatenate([x.reshape(-1, *shape) for x in values]),
-                    jnp.concatenate([x.reshape(-1, shape[0]) for x in index_of_rows]),
-                    leaf.shape,
+            if len(values) > 1:
+                # One after the other, each of all examples
+                reads = jnp.concatenate(
+                    [jnp.repeat(reads, x.shape[1], 0) for x in values]
                 )
-            )
+                values = [jnp.concatenate([x.reshape(-1, 1, *shape) for x in values])]
+            blocks.append(Gathered(values[0], reads, leaf.shape))
         passes = Passes(jvps=of_one.size) if forward else Passes(vjps=num_outputs)
         return Sparse(Structure.of(y), outputs, memory_budget, blocks, passes)
 
