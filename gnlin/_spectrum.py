@@ -97,19 +97,19 @@ class Spectrum(eqx.Module):
         rounding, and whether these are zero: whether there is nothing that singular
         values would tell.
 
-        What is left is known to $\varepsilon^{2/3}$ relatively. With the eigenvectors of
+        What is left is known to $\varepsilon^{1/2}$ relatively. With the eigenvectors of
         the rest, in random sums, the Jacobian itself is multiplied: it says to
-        $\varepsilon^{5/6}$ of the largest singular value whether theirs are zero.
+        $\varepsilon^{3/4}$ of the largest singular value whether theirs are zero.
         """
         w = self.eigenvalues
         if self._pushed is None:
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
-        small = w <= eps ** (1 / 3) * largest
+        small = w <= eps ** (1 / 2) * largest
         probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
         pushed = jax.vmap(self._pushed)(jnp.where(small[None], probes, 0))
         size = jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * largest))
-        zero = size <= _ZERO * w.size**0.5 * eps ** (5 / 6)
+        zero = size <= _ZERO * w.size**0.5 * eps ** (3 / 4)
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
 
