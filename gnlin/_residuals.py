@@ -282,7 +282,10 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
     )
     every = jax.vmap(select)
     try:
-        rows = every(data) if known else jax.eval_shape(every, data)
+        rows = jax.eval_shape(every, data)
+        if known:
+            with jax.ensure_compile_time_eval():  # within a program, too
+                rows = every(data)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         said = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -304,11 +307,12 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
                 f"rows of each array, but for one of the shape {array.shape} it returned "
                 f"numbers of dtype {chosen.dtype}."
             )
-        if not known:
+        if not isinstance(chosen, Array) or isinstance(chosen, Tracer):
             continue
+        chosen = np.asarray(chosen)
         bad = np.flatnonzero((chosen < 0) | (chosen >= array.shape[0]))
         if bad.size > 0:
-            wrong, each = np.ravel(chosen)[bad[0]], max(1, chosen.size // chosen.shape[0])
+            wrong, each = chosen.ravel()[bad[0]], max(1, chosen.size // len(chosen))
             raise ValueError(
                 f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
                 f"an array that has {array.shape[0]}."

@@ -11,6 +11,7 @@ from benchmarks.speed import (
     auto,
     costs,
     fits,
+    graph,
     large,
     parts,
     picture,
@@ -226,3 +227,15 @@ def test_parts_of_a_batch():
     assert unsplit.ratio == 1
     assert in_parts.peak_bytes < unsplit.peak_bytes
     assert many.peak_bytes < 8 * one.peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "problem",
+    [graph.pose_graph(20, 50), graph.bundle(4, 20, 80)],
+    ids=["poses", "bundle"],
+)
+def test_sparse_problems_are_solved_by_all(problem):
+    rows = _sound(graph.solved(problem, 1))
+    assert len(rows) == 3
+    assert all(row.solved for row in rows)

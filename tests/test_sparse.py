@@ -144,6 +144,21 @@ def test_a_batch_of_edges_a_step():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-8, atol=1e-9)
 
 
+def test_in_a_program_whose_data_are_traced():
+    solver = gnlin.DampedGaussNewton(0.1, method="curvature")
+
+    def solved(measured):
+        edges = {"ends": ENDS, "measured": measured}
+        group = gnlin.Residuals(misfit, edges, select=lambda edge: edge["ends"])
+        both = {"edges": group, "prior": SPARSE["prior"]}
+        return gnlin.solve(POSES, both, solver, max_steps=2).model
+
+    known = solved(MEASURED)
+    np.testing.assert_allclose(jax.jit(solved)(MEASURED), known, atol=1e-12)
+    many = jax.vmap(solved)(jnp.stack([MEASURED, 0 * MEASURED]))
+    np.testing.assert_allclose(many[0], known, atol=1e-12)
+
+
 def chain(n):
     """A line of n poses, each measured from the one before, and so is the first."""
     ends = jnp.stack([jnp.arange(n - 1), jnp.arange(1, n)], axis=1)
