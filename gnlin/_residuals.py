@@ -227,11 +227,10 @@ def _residuals(name: str, frozen: Frozen, fn: Callable, parameters: PyTree, exam
     try:
         residuals = fn(frozen.in_training(parameters), example)
     except (IndexError, TypeError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ValueError(
-            f"The function of the group {name!r} is called with the model and one "
-            f"example, without the data's leading axis, and failed: {said}."
-        ) from error
+        what = (
+            f"The function of the group {name!r} is called with the model and one example"
+        )
+        raise _failed(what, error) from error
     leaves = jax.tree.leaves(residuals)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
@@ -239,6 +238,12 @@ def _residuals(name: str, frozen: Frozen, fn: Callable, parameters: PyTree, exam
             f"{residuals!r}."
         )
     return residuals
+
+
+def _failed(what: str, error: Exception) -> ValueError:
+    """Of a function of one example."""
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    return ValueError(f"{what}, without the data's leading axis, and failed: {said}.")
 
 
 def of_groups(
@@ -287,11 +292,8 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
             with jax.ensure_compile_time_eval():  # within a program, too
                 rows = every(data)
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ValueError(
-            f"`select` of the group {name!r} is called with one example, without the "
-            f"data's leading axis, and failed: {said}."
-        ) from error
+        what = f"`select` of the group {name!r} is called with one example"
+        raise _failed(what, error) from error
     structure = jax.tree.structure(parameters)
     if jax.tree.structure(rows) != structure:
         raise ValueError(
