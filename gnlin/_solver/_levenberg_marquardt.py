@@ -76,7 +76,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `damping`: the rule by which $\lambda$ changes, one of [`gnlin.damping`][]; a
+    - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
         curvature along the gradient. By default 0.001, and 1 across batches.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
