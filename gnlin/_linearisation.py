@@ -6,8 +6,10 @@ from typing import Any, Literal, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 
+from . import _tree
+from ._bounds import Box, free_scale
 from ._checks import check_count
 from ._jacobian import (
     AbstractJacobian,
@@ -16,6 +18,7 @@ from ._jacobian import (
     OfExamples,
     PerExample,
     PerGroup,
+    Scaled,
     Selected,
     Sparse,
     Stacked,
@@ -41,6 +44,8 @@ class Linearisation(eqx.Module):
     point: PyTree[Array]
     outputs: PyTree[Array]
     jacobian: AbstractJacobian
+    # Where a point may move to; None for anywhere
+    box: Box | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -133,11 +138,25 @@ class Linearisation(eqx.Module):
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """The same Jacobian with other outputs, of the same structure."""
-        return Linearisation(self.point, outputs, self.jacobian)
+        return Linearisation(self.point, outputs, self.jacobian, self.box)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Linearisation":
         """The same, with the Jacobian in another form."""
-        return Linearisation(self.point, self.outputs, jacobian)
+        return Linearisation(self.point, self.outputs, jacobian, self.box)
+
+    def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
+        """The same between bounds, at which the `blocked` parameters stay: their columns
+        are zero."""
+        jacobian = Scaled(self.jacobian, free_scale(blocked, self.point))
+        box = box.without(blocked, self.point)
+        return Linearisation(self.point, self.outputs, jacobian, box)
+
+    def moved(self, step: PyTree[Array], length: ScalarLike = 1.0) -> PyTree[Array]:
+        r"""$\theta + \delta$, or so much of it, between the bounds: where a point moves,
+        it moves here."""
+        if self.box is None:
+            return _tree.axpy(length, step, self.point)
+        return self.box.moved(self.point, _tree.scale(length, step))
 
 
 @overload

@@ -13,6 +13,7 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
+from ._bounds import check_start
 from ._checks import as_key, check_count, check_flag
 from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
@@ -150,6 +151,8 @@ def solve(
         parameters, network, batch, losses = of_groups(
             model, groups, filter_spec, part_size=part_size
         )
+    check_start(solver.bounds, parameters)
+    parameters = solver.between_bounds(parameters)
     where = places((parameters, state), batch)
     setting = Setting(solver, losses, network, key, divergence, places=where)
     with choosing():

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
+from .._bounds import check_start
 from .._checks import as_key, check_count, check_flag
 from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
@@ -211,6 +212,7 @@ def fit(
         posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
         size, stream, streaming = None, GroupStream(groups, batch), network.draws
+    check_start(solver.bounds, parameters)
     setting = Setting(
         solver,
         losses.reduced("mean"),

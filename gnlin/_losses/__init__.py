@@ -20,5 +20,13 @@ from ._factors import (
     SoftmaxFactor as SoftmaxFactor,
 )
 from ._poisson import PoissonNLL as PoissonNLL
-from ._robust import Huber as Huber, LogCosh as LogCosh, PseudoHuber as PseudoHuber
+from ._robust import (
+    AbstractRobust as AbstractRobust,
+    Arctan as Arctan,
+    Cauchy as Cauchy,
+    Huber as Huber,
+    LogCosh as LogCosh,
+    PseudoHuber as PseudoHuber,
+    Tukey as Tukey,
+)
 from ._squared_error import SquaredError as SquaredError

@@ -8,7 +8,7 @@ from .._checks import check_finite_positive
 from ._base import AbstractElementwiseLoss, Reduction
 
 
-class _Robust(AbstractElementwiseLoss):
+class AbstractRobust(AbstractElementwiseLoss):
     delta: AbstractVar[float]
 
     def __check_init__(self):
@@ -21,7 +21,7 @@ class _Robust(AbstractElementwiseLoss):
         return float(self.delta) ** 2
 
 
-class Huber(_Robust):
+class Huber(AbstractRobust):
     r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
     $r = f - y$.
 
@@ -55,7 +55,7 @@ class Huber(_Robust):
         return (jnp.abs(output - target) <= self.delta).astype(output.dtype)
 
 
-class PseudoHuber(_Robust):
+class PseudoHuber(AbstractRobust):
     r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: like Huber's loss, and
     smooth. An outlier has next to no curvature, so that an undamped step overshoots: take
     [`gnlin.LevenbergMarquardt`][].
@@ -89,7 +89,7 @@ class PseudoHuber(_Robust):
         return slope**-1.5
 
 
-class LogCosh(_Robust):
+class LogCosh(AbstractRobust):
     r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has next to no
     curvature, so that an undamped step overshoots: take [`gnlin.LevenbergMarquardt`][].
 
@@ -115,3 +115,100 @@ class LogCosh(_Robust):
     def root(self, output: Array, target: Array) -> Array:
         x = jnp.abs(output - target) / self.delta
         return 2 * jnp.exp(-x) / (1 + jnp.exp(-2 * x))  # 1 / cosh
+
+
+class Cauchy(AbstractRobust):
+    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. An outlier pulls the less the
+    farther it is: not convex, so that where a run ends depends on its start.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        P. W. Holland and R. E. Welsch, *Robust regression using iteratively reweighted
+        least-squares*, Comm. Statist. 6 (1977).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u = (output - target) / self.delta
+        return 0.5 * self.delta**2 * jnp.log1p(u**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / (1 + (residual / self.delta) ** 2)
+
+    def root(self, output: Array, target: Array) -> Array:
+        u2 = ((output - target) / self.delta) ** 2
+        return jnp.sqrt(jnp.maximum(1 - u2, 0)) / (1 + u2)
+
+
+class Tukey(AbstractRobust):
+    r"""$\frac16\delta^2(1 - (1 - (r/\delta)^2)^3)$ up to $|r| = \delta$, and
+    $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier does not pull
+    at all: start near the solution, such as that of [`gnlin.Huber`][].
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        A. E. Beaton and J. W. Tukey, *The fitting of power series, meaning polynomials,
+        illustrated on band-spectroscopic data*, Technometrics 16 (1974).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+        return self.delta**2 / 6 * u2 * (3 - 3 * u2 + u2**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        u2 = jnp.minimum((residual / self.delta) ** 2, 1)
+        return residual * (1 - u2) ** 2
+
+    def root(self, output: Array, target: Array) -> Array:
+        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+        return jnp.sqrt(jnp.maximum((1 - u2) * (1 - 5 * u2), 0))
+
+
+class Arctan(AbstractRobust):
+    r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`: of
+    no more than $\frac\pi4\delta^2$ however far an outlier is. Not convex.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        B. Triggs et al., *Bundle adjustment: a modern synthesis* (2000), section 3.3.
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u = (output - target) / self.delta
+        return 0.5 * self.delta**2 * jnp.arctan(u**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / (1 + (residual / self.delta) ** 4)
+
+    def root(self, output: Array, target: Array) -> Array:
+        u4 = ((output - target) / self.delta) ** 4
+        return jnp.sqrt(jnp.maximum(1 - 3 * u4, 0)) / (1 + u4)

@@ -15,7 +15,7 @@ from .._linearisation import Linearisation, linearise
 from .._objective import AbstractObjective
 from .._passes import Passes
 from .._tree import ravel_pytree
-from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
 
@@ -105,6 +105,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self.atol = descent.atol
         self.norm = descent.norm
         self.memory_budget = descent.memory_budget
+        self.bounds = descent.bounds
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:
         """The period to try first."""
@@ -133,7 +134,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             answer = subproblem.solve(descent.filter(period))
             linearised = _tree.axpy(1, lin.jvp(answer.step), lin.outputs)
             solved = answer.result == optx.RESULTS.successful
-            candidate = moved(lin.point, answer.step)
+            candidate = lin.moved(answer.step)
             return solved & trusted_at(evaluate, candidate, linearised)
 
         def attempt(search: _Search) -> _Search:
@@ -164,6 +165,11 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             answer,
             memory=search.best,
             damping=descent.damping_now(),
+            again=lambda lin: (
+                descent.subproblem(objective, lin, search.best)
+                .solve(descent.filter(search.best))
+                .step
+            ),
         )
         drifts = 0 if self.max_drift is None else 1
         looks = Passes(1 + drifts, drifts) * search.num_trials + Passes(drifts, drifts)

@@ -11,6 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._bounds import Bounds, Box
 from .._checks import check_callable, check_count, check_nonnegative
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
@@ -136,6 +137,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
     - `memory_budget`: bytes that the largest matrix may take.
+    - `bounds`: on the parameters, `(lower, upper)`, each a number, a tree with the
+        parameters' structure (or a part of it: a number is then for all of a part), or
+        `None`. All points are between them, and parameters whose bounds are equal stay.
+        A parameter at a bound that the way down leads beyond has no column in the
+        Jacobian; of a step that leads beyond others each parameter stops at its own, or
+        all stop with the first, whichever lowers the linearised loss more.
 
     !!! example
 
@@ -155,6 +162,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     atol: float = eqx.field(default=1e-12, kw_only=True)
     norm: Callable[[PyTree], Scalar] = eqx.field(default=optx.max_norm, kw_only=True)
     memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
+    bounds: Bounds | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         check_nonnegative("rtol", self.rtol)
@@ -188,7 +196,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """The state before the first step; nothing is evaluated."""
         check_parameters(y)
         check_outputs(outputs)
-        for path, value in jax.tree_util.tree_leaves_with_path(self):
+        if self.bounds is not None:
+            Box.of(self.bounds, y)  # or an error
+        numbers = eqx.tree_at(lambda s: s.bounds, self, None, is_leaf=lambda x: x is None)
+        for path, value in jax.tree_util.tree_leaves_with_path(numbers):
             if eqx.is_array(value) and value.ndim > 0:
                 name = jax.tree_util.keystr(path).removeprefix(".")
                 raise ValueError(
@@ -222,6 +233,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         `judged` says how to go on."""
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
+        lin = self._within_bounds(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         gradient_norm, step_norm, settled = self._completed(update, objective, lin)
         dtype = state.report.loss.dtype
@@ -292,6 +304,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
         def look():
             lin = linearise(lambda y_, _: evaluate(y_), y)
+            lin = self._within_bounds(objective, lin)
             return is_stationary(
                 objective, lin, evaluate, self.rtol, self.atol, state.first_loss
             )
@@ -309,6 +322,23 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             state,
             (no, no, num_still, state.terminate | stationary, result),
         )
+
+    #
+    # Bounds
+    #
+
+    def between_bounds(self, y: PyTree[Array]) -> PyTree[Array]:
+        """The nearest point that is."""
+        return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
+
+    def _within_bounds(
+        self, objective: AbstractObjective, lin: Linearisation
+    ) -> Linearisation:
+        if self.bounds is None:
+            return lin
+        box = Box.of(self.bounds, lin.point)
+        slope = lin.vjp(objective.gradient(lin.outputs))
+        return lin.within(box, box.blocked(lin.point, slope))
 
     #
     # Mini-batches
@@ -407,6 +437,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def step(
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
+        y = self.between_bounds(y)
         lin, aux = linearise(fn, y, args, has_aux=True)
         objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         # Of many runs under `jax.vmap` those that pause wait for all others.
@@ -465,10 +496,3 @@ def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:
 
 def statistics(counts: Counts) -> dict[str, Array]:
     return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
-
-
-def moved(
-    y: PyTree[Array], step: PyTree[Array], length: ScalarLike = 1.0
-) -> PyTree[Array]:
-    r"""$\theta + \delta$, or so much of it: where a point moves, it moves here."""
-    return _tree.axpy(length, step, y)

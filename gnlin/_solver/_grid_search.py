@@ -9,7 +9,7 @@ from .. import _tree
 from .._checks import check_count
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
-from ._base import Evaluate, moved
+from ._base import Evaluate
 
 
 class GridSearch(eqx.Module):
@@ -47,7 +47,7 @@ class GridSearch(eqx.Module):
         """The best part of a direction, and whether there is one."""
 
         def gained(length: Scalar) -> Scalar:
-            outputs = evaluate(moved(lin.point, direction, length))
+            outputs = evaluate(lin.moved(direction, length))
             decrease = objective.decrease(lin.outputs, outputs)
             return jnp.where(jnp.isnan(decrease), -jnp.inf, decrease)
 

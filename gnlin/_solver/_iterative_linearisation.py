@@ -44,7 +44,6 @@ from ._base import (
     Counts,
     Evaluate,
     linearised,
-    moved,
     Report,
     State,
     Update,
@@ -217,7 +216,14 @@ class IterativeLinearisation(AbstractGaussNewton):
         period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
         update = take_step(
-            self, objective, lin, evaluate, subproblem, answer, damping=self.damping_now()
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            damping=self.damping_now(),
+            again=lambda lin: self.subproblem(objective, lin).solve(self.filter()).step,
         )
         # Descent without an end is never linearised again: its point is the answer.
         over = jnp.isinf(period) & (update.result == optx.RESULTS.successful)
@@ -350,7 +356,7 @@ class IterativeLinearisation(AbstractGaussNewton):
 
         optimiser = self._optimiser()
         updates, inner = updated(optimiser, gradient, stream.inner, y)
-        new_y = moved(y, updates)
+        new_y = self.between_bounds(_tree.axpy(1, updates, y))
         finite = _tree.all_finite((new_y, loss))
         new_y = _tree.where(finite, new_y, y)
         num_steps = stream.num_steps + 1

@@ -26,7 +26,8 @@ from .._subproblem import (
 )
 from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._between_bounds import Again, between_bounds
 from ._scaling import check_scaling, choose_scaled, Scaling
 from ._stepping import check_quadratic
 from ._trials import try_dampings
@@ -186,6 +187,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
         kind = Tikhonov(1.0 if p > m else 0.0)
         how = problem, kind, tries, method
         norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting=True)
+
+        def again(damping: Scalar) -> Again:
+            def step(lin: Linearisation) -> PyTree[Array]:
+                how = problem_of(self.form, objective, lin), kind, 1, method
+                _, subproblem = choose_scaled((scaling, norms), *how, lasting=True)
+                return subproblem.solve(Tikhonov(damping)).step
+
+            return step
+
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first_gradient = memory.first_gradient
@@ -220,6 +230,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             finite,
             acceleration,
             self.converged,
+            again,
         )
         finite &= ~jnp.isnan(trial.damping)
         good = trial.accepted & finite
@@ -263,7 +274,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         one worse was too long, however well it was predicted.
         """
         last: _Last = memory.last  # type: ignore[assignment]
-        before = evaluate(moved(lin.point, last.step, -1))
+        before = evaluate(_tree.axpy(-1, last.step, lin.point))
         dtype = memory.tolerance.dtype
         damping = rule.damping(memory.rule, subproblem, lin.point)
         gained = objective.decrease(before, lin.outputs)
@@ -273,7 +284,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         answer = subproblem.solve(Tikhonov(damping))
         step = _tree.cast_like(answer.step, lin.point)
         predicted = subproblem.predicted(answer, damping)
-        y = moved(lin.point, step)
+        if lin.box is not None:
+            step, predicted = between_bounds(objective, lin, step)
+            predicted = predicted.astype(dtype)
+        y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
         good = finite & _tree.all_finite((y, outputs)) & (actual >= 0)

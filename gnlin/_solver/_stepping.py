@@ -28,7 +28,8 @@ from .._subproblem import (
 )
 from ..filters import PseudoInverse, Tikhonov
 from ._across_batches import Stride
-from ._base import AbstractGaussNewton, Evaluate, moved, State, Update
+from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._between_bounds import Again, between_bounds
 from ._grid_search import GridSearch
 
 
@@ -115,8 +116,12 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
         num_steps: Int[Array, ""],
     ) -> Update:
         filter = self.filter_at(num_steps)
-        problem = problem_of(self.form, objective, lin)
-        subproblem, memory = self.prepared(problem, filter, memory)
+
+        def prepared(lin):
+            problem = problem_of(self.form, objective, lin)
+            return self.prepared(problem, filter, memory)
+
+        subproblem, new_memory = prepared(lin)
         answer = subproblem.solve(filter)
         return take_step(
             self,
@@ -126,8 +131,9 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
             subproblem,
             answer,
             search=self.search,
-            memory=memory,
+            memory=new_memory,
             damping=_reported(filter),
+            again=lambda lin: prepared(lin)[0].solve(filter).step,
         )
 
 
@@ -152,6 +158,7 @@ def take_step(
     search: Search = None,
     memory: PyTree = None,
     damping: ScalarLike = 0.0,
+    again: Again | None = None,
 ) -> Update:
     """Take a subproblem's answer, or as much of it as a search says, unless it leads away
     from the finite numbers.
@@ -163,11 +170,16 @@ def take_step(
     - `search`: one of optimistix's, `"auto"`, or `None` for the whole step.
     - `memory`: for the next update.
     - `damping`: for the history; one that is not finite ends the run.
+    - `again`: a function of a linearisation that solves it as this one was, to its step:
+        with bounds, for the parameters that have not come to theirs.
 
     **Returns:** a [`gnlin.Update`][].
     """
     y, outputs = lin.point, lin.outputs
     step, result = answer.step, answer.result
+    if lin.box is not None:
+        step = _tree.cast_like(step, y)
+        step, _ = between_bounds(objective, lin, step, again)
     stuck = jnp.array(False)
     search = _safeguard(search, objective)
     if search is not None:
@@ -182,7 +194,7 @@ def take_step(
     at_point &= jnp.isfinite(objective.value(outputs))
     sound = at_point & jnp.isfinite(step_norm)
     takes = sound & solved & ~stuck
-    candidate = _tree.where(takes, moved(y, step), y)
+    candidate = _tree.where(takes, lin.moved(step), y)
     new_outputs = evaluate(candidate)
     finite = sound & _tree.all_finite((new_outputs, outputs))
     finite &= jnp.isfinite(objective.value(new_outputs))
@@ -243,7 +255,7 @@ def _searched(
 
     def attempt(carry):
         step_size, _, state, num_steps = carry
-        candidate = moved(lin.point, direction, step_size)
+        candidate = lin.moved(direction, step_size)
         outputs = evaluate(candidate)
         change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
         there = optx.FunctionInfo.Eval(jnp.where(jnp.isnan(change), jnp.inf, change))

@@ -10,7 +10,6 @@ from jaxtyping import Array, Int, PyTree, ScalarLike
 from .._checks import check_period
 from .._linearisation import Linearisation
 from .._spectrum import Filter, Spectrum
-from ._base import moved
 
 
 class Trajectory(eqx.Module):
@@ -52,4 +51,4 @@ class Trajectory(eqx.Module):
 
     def _after(self, num_inner_steps: Int[Array, ""]) -> PyTree[Array]:
         step = self.spectrum.step(self.filter(num_inner_steps))
-        return moved(self.linearisation.point, step)
+        return self.linearisation.moved(step)

@@ -14,7 +14,8 @@ from .._passes import Passes
 from .._subproblem import AbstractSubproblem
 from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
-from ._base import Evaluate, increased, moved
+from ._base import Evaluate, increased
+from ._between_bounds import Again, between_bounds
 
 
 # The loss must fall by this part of what the linearisation predicts (as in MINPACK).
@@ -65,6 +66,7 @@ def try_dampings(
     finite: Bool[Array, ""],
     acceleration: bool,
     converged: Callable[..., Bool[Array, ""]],
+    again: Callable[[Scalar], Again],
 ) -> Tried:
     """The dampings of a rule, from one linearisation and one factorisation, until one
     lowers the loss or there is nothing to be gained.
@@ -73,6 +75,7 @@ def try_dampings(
     - `finite`: whether there is anything to try.
     - `acceleration`: whether to add the second-order correction.
     - `converged`: the solver's test of a step.
+    - `again`: what solves the problem with a damping at another linearisation.
     """
     dtype = _tree.dtype((lin.point, lin.outputs))
     eps = _tree.eps((lin.point, lin.outputs))
@@ -98,13 +101,16 @@ def try_dampings(
         predicted = subproblem.predicted(answer, damping)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
+        if lin.box is not None:
+            step, predicted = between_bounds(objective, lin, step, again(damping))
+            predicted = predicted.astype(dtype)
         if acceleration:
             bend = _accelerated(root, evaluate, lin.point, subproblem, damping, step)
             longest = 0.5 * _MAX_ACCELERATION * length
             gentle = subproblem.length_of(bend).astype(dtype) <= longest
             step = _tree.axpy(0.5, bend.step, step)
 
-        y = moved(lin.point, step)
+        y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
 
@@ -148,7 +154,7 @@ def try_dampings(
             passes=sum((a.passes for a in taken), last.passes).traced(),
         )
 
-    def again(trial: Tried) -> Bool[Array, ""]:
+    def goes_on(trial: Tried) -> Bool[Array, ""]:
         done = trial.accepted | trial.converged | trial.stalled
         spent = (trial.num_rejected >= _MAX_TRIALS) | (trial.damping >= sensible[1])
         return ~done & ~spent
@@ -169,7 +175,7 @@ def try_dampings(
         num_inner_steps=zero,
         passes=Passes().traced(),
     )
-    return jax.lax.while_loop(lambda trial: again(trial) & finite, attempt, start)
+    return jax.lax.while_loop(lambda trial: goes_on(trial) & finite, attempt, start)
 
 
 def _accelerated(root, evaluate, y, subproblem, damping, velocity):

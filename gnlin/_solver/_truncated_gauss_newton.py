@@ -1,6 +1,6 @@
 """Truncated Gauss-Newton: conjugate gradients, stopped early."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -21,6 +21,7 @@ from .._checks import (
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
+from .._problem import Quadratic
 from .._schedules import EisenstatWalker, Schedule, value_at
 from .._subproblem import (
     at_hand_is_cheaper,
@@ -133,9 +134,49 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         memory: _Memory,
         num_steps: Int[Array, ""],
     ) -> Update:
-        problem, passes = problem_of(self.form, objective, lin), Passes()
         damping = value_at(self.damping, num_steps, nonnegative)
-        options = {}
+        problem = problem_of(self.form, objective, lin)
+        subproblem, options, passes = self._prepared(problem, damping)
+        norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
+        tolerance = self._tolerance(memory, norm, num_steps)
+        damping = nan_unless(~jnp.isnan(tolerance), damping)
+        start = None
+        if memory.step is not None:
+            start = _tree.scale(self.warm_start, memory.step)
+        answer = subproblem.to_tolerance(
+            tolerance, damping, self.max_inner_steps, start, **options
+        )
+        answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
+
+        def again(lin: Linearisation) -> PyTree[Array]:
+            problem = problem_of(self.form, objective, lin)
+            subproblem, options, _ = self._prepared(problem, damping)
+            how = tolerance, damping, self.max_inner_steps, None
+            return subproblem.to_tolerance(*how, **options).step
+
+        update = take_step(
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            search=self.search,
+            memory=_Memory(tolerance, norm, None),
+            damping=damping,
+            again=again,
+        )
+        if memory.step is None:
+            return update
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        memory = _Memory(tolerance, norm, step)
+        return eqx.tree_at(lambda u: u.memory, update, memory)
+
+    def _prepared(
+        self, problem: Quadratic | ProxLinear, damping: ScalarLike
+    ) -> tuple[MatrixFree | ProxLinearOnParameters, dict[str, Any], Passes]:
+        """The problem made ready, options of its solution, and what that has taken."""
+        options, passes = {}, Passes()
         if self.preconditioner is not None:
             # Of the Jacobian as it came, whose examples are known
             jacobian = problem.jacobian
@@ -148,35 +189,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             passes += problem.jacobian.cost().rows
             problem = problem.at_hand()
         if isinstance(problem, ProxLinear):
-            subproblem = ProxLinearOnParameters(problem)
-        else:
-            subproblem = MatrixFree(problem)
-        norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
-        tolerance = self._tolerance(memory, norm, num_steps)
-        damping = nan_unless(~jnp.isnan(tolerance), damping)
-        start = None
-        if memory.step is not None:
-            start = _tree.scale(self.warm_start, memory.step)
-        answer = subproblem.to_tolerance(
-            tolerance, damping, self.max_inner_steps, start, **options
-        )
-        answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
-        update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
-            search=self.search,
-            memory=_Memory(tolerance, norm, None),
-            damping=damping,
-        )
-        if memory.step is None:
-            return update
-        step = jax.tree.map(jnp.subtract, update.y, lin.point)
-        memory = _Memory(tolerance, norm, step)
-        return eqx.tree_at(lambda u: u.memory, update, memory)
+            return ProxLinearOnParameters(problem), options, passes
+        return MatrixFree(problem), options, passes
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

@@ -109,7 +109,7 @@ def _is_gain(
 
     step = jax.tree.map(to_its_best, gradient, norms, chosen)
     predicted = -0.5 * _tree.dot(step, gradient)
-    new_y = _tree.axpy(1, _tree.parted(step, lin.point), lin.point)
+    new_y = lin.moved(_tree.parted(step, lin.point))
     actual = objective.decrease(lin.outputs, evaluate(new_y))
     return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
 

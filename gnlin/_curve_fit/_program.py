@@ -1,0 +1,201 @@
+"""What of a fit is compiled: the run, and what its end says of the parameters."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+
+from .. import _tree
+from .._bounds import Box
+from .._linearisation import linearise
+from .._losses import AbstractElementwiseLoss, SquaredError
+from .._solve import solve
+from .._solver import AbstractGaussNewton
+from .._tree import ravel_pytree
+from .._uncertainty import Covariance, covariance, robust_variance
+
+
+class Data(NamedTuple):
+    """A data set, its y as m numbers.
+
+    - `sigma`: of each, or a lower triangular factor of their covariance.
+    - `counted`: 1, and 0 for those that are missing.
+    """
+
+    x: PyTree[Array]
+    y: Float[Array, " m"]
+    sigma: Float[Array, "..."]
+    counted: Float[Array, " m"]
+
+
+class Curve(eqx.Module):
+    """A function of the free parameters, as a user's function of all of them."""
+
+    f: Callable[[Any, Any], PyTree]
+    names: tuple[str, ...] = eqx.field(static=True)  # of those that are fixed
+
+    def __call__(self, free: PyTree, fixed: dict, x: PyTree) -> Float[Array, " m"]:
+        return flat(self.f(self.merged(free, fixed), x))
+
+    def merged(self, free: PyTree, fixed: dict) -> PyTree:
+        return {**free, **fixed} if self.names else free
+
+
+def flat(values: PyTree) -> Float[Array, " m"]:
+    """As real numbers in one row."""
+
+    def real(value):
+        value = jnp.asarray(value)
+        if jnp.iscomplexobj(value):
+            value = jnp.stack([value.real, value.imag], axis=-1)
+        return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
+
+    return ravel_pytree(jax.tree.map(real, values))[0]
+
+
+def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:
+    """In units of what is known of each."""
+    if data.sigma.ndim == 2:
+        return jax.scipy.linalg.solve_triangular(data.sigma, values, lower=True)
+    return data.counted * values / data.sigma
+
+
+class Fitted(NamedTuple):
+    """The end of a run.
+
+    - `parameters`: those that are free.
+    - `residuals`: y - f, in units of sigma.
+    - `at_bound`: -1 at a lower bound that the way down leads beyond, 1 at an upper.
+    - `pull`: the loss's derivative along each parameter, to be held by a multiplier.
+    - `variance`: of the residuals in units of sigma, as estimated.
+    """
+
+    parameters: PyTree[Array]
+    loss: Scalar
+    chi_squared: Scalar
+    residuals: Float[Array, " m"]
+    at_bound: Int[Array, " k"]
+    pull: Float[Array, " k"]
+    covariance: Covariance
+    num_points: Scalar
+    num_free: Scalar
+    variance: Scalar
+    history: Any
+    result: optx.RESULTS
+    num_steps: Int[Array, ""]
+    losses: Float[Array, " starts"] | None = None  # of all starts, the best first
+
+
+class Setting(NamedTuple):
+    """What a fit was asked for, but its data and its start."""
+
+    curve: Curve
+    solver: AbstractGaussNewton
+    loss: AbstractElementwiseLoss
+    max_steps: int
+    fixed: dict
+    absolute_sigma: bool
+    many: bool  # data sets
+
+
+@eqx.filter_jit
+def fitted(
+    curve: Curve,
+    solver: AbstractGaussNewton,
+    loss: AbstractElementwiseLoss,
+    max_steps: int,
+    data: Data,
+    start: PyTree[Array],
+    fixed: dict,
+    axes: tuple[Any, ...] = (),
+) -> Fitted:
+    """Many of them, one level of `axes` in the other, each of the data, the start and the
+    bounds."""
+
+    def one(data, start, bounds):
+        bounded = with_bounds(solver, bounds)
+        return _fitted(curve, bounded, loss, max_steps, data, start, fixed)
+
+    for of_level in reversed(axes):
+        one = jax.vmap(one, in_axes=of_level)
+    return one(data, start, solver.bounds)
+
+
+def best(end: Fitted, many: bool) -> Fitted:
+    """Of all starts, of each data set."""
+
+    def of_one(end: Fitted) -> Fitted:
+        losses = jnp.where(jnp.isnan(end.loss), jnp.inf, end.loss)
+        chosen = jax.tree.map(lambda x: x[jnp.argmin(losses)], end)
+        return chosen._replace(losses=jnp.sort(losses))
+
+    return jax.vmap(of_one)(end) if many else of_one(end)
+
+
+def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:
+    return eqx.tree_at(lambda s: s.bounds, solver, bounds, is_leaf=lambda x: x is None)
+
+
+def _fitted(curve, solver, loss, max_steps, data, start, fixed) -> Fitted:
+    def scaled(free, given):
+        data, fixed = given
+        return whitened(curve(free, fixed, data.x), data)
+
+    target = whitened(data.y, data)
+    # One example, of which the residuals are the outputs.
+    inputs = jax.tree.map(lambda x: jnp.asarray(x)[None], (data, fixed))
+    solution = solve(
+        (scaled, start),
+        (inputs, target[None]),
+        solver,
+        loss=loss,
+        max_steps=max_steps,
+        divergence=None,
+    )
+    _, parameters = solution.model
+    lin = linearise(scaled, parameters, (data, fixed))
+    pull = data.counted * loss.derivative(lin.outputs, target)
+    curvature = data.counted * loss.root(lin.outputs, target) ** 2
+    jacobian = lin.matrix()
+    slope = lin.vjp(pull)
+    at_bound, blocked = _at_bounds(solver.bounds, parameters, slope)
+    errors = covariance(jacobian, ~blocked)
+    residuals = target - lin.outputs
+    num_points, num_free = jnp.sum(data.counted), jnp.sum(~blocked).astype(target.dtype)
+    chi_squared = _tree.dot(residuals, residuals)
+    if isinstance(loss, SquaredError):
+        variance = chi_squared / (num_points - num_free)
+    else:
+        variance = robust_variance(pull, curvature, data.counted, num_free)
+    return Fitted(
+        parameters,
+        solution.loss,
+        chi_squared,
+        residuals,
+        at_bound,
+        ravel_pytree(slope)[0],
+        errors,
+        num_points,
+        num_free,
+        jnp.where(num_points > num_free, variance, jnp.inf),
+        solution.history,
+        solution.result,
+        solution.stats["num_steps"],
+    )
+
+
+def _at_bounds(
+    bounds: Any, y: PyTree[Array], slope: PyTree[Array]
+) -> tuple[Int[Array, " k"], Bool[Array, " k"]]:
+    if bounds is None:
+        none = jnp.zeros(_tree.size(y), int)
+        return none, none != 0
+    box = Box.of(bounds, y)
+    blocked, _ = ravel_pytree(box.blocked(y, slope))
+    upper, _ = ravel_pytree(jax.tree.map(lambda x, high: x >= high, y, box.upper))
+    side = jnp.where(upper, 1, -1)
+    return jnp.where(blocked, side, 0), blocked.astype(bool)

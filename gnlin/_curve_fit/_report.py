@@ -1,0 +1,98 @@
+"""A fit in words."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+# Correlations below this are not told.
+_LEAST_CORRELATION = 0.1
+_MOST_OUTLIERS = 10
+
+
+def report(fit: "CurveFit") -> str:
+    """A table, one row a parameter."""
+    points = int(fit._end.num_points)
+    lines = [
+        f"{fit.reason}: {points} points, {len(fit.names)} free parameters",
+        f"chi-squared {float(fit.chi_squared):.6g}, reduced "
+        f"{float(fit.reduced_chi_squared):.4g} ({float(fit.degrees_of_freedom):.0f} "
+        f"degrees of freedom), AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}",
+        "",
+        *_aligned(_rows(fit)),
+    ]
+    pairs = _correlations(fit)
+    if pairs:
+        lines += ["", f"correlations of at least {_LEAST_CORRELATION:g}:"]
+        lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in pairs]
+    outliers = fit.outliers()
+    if outliers.size:
+        shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
+        more = ", ..." if outliers.size > _MOST_OUTLIERS else ""
+        lines += ["", f"{outliers.size} outliers, at points {shown}{more}"]
+    if fit.losses is not None:
+        losses = np.asarray(fit.losses)
+        same = int(np.sum(losses <= losses[0] * (1 + 1e-3) + 1e-300))
+        lines += [
+            "",
+            f"{same} of {losses.size} starts came to the best loss, {losses[0]:.6g}; the "
+            f"worst to {losses[-1]:.6g}",
+        ]
+    undetermined = fit.undetermined()
+    if undetermined:
+        lines += ["", f"not determined: {'; '.join(undetermined)}"]
+    return "\n".join(lines)
+
+
+def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
+    from ._result import names_of
+
+    def flat(tree: Any) -> np.ndarray:
+        leaves = [np.ravel(np.asarray(x)) for x in jax.tree.leaves(tree)]
+        return np.concatenate(leaves)
+
+    columns = (
+        names_of(fit.parameters),
+        flat(fit.parameters),
+        flat(fit.standard_errors),
+        flat(fit.at_bound),
+        flat(fit.multipliers),
+    )
+    fixed = set(names_of(fit._setting.fixed)) if fit._setting.fixed else set()
+    rows = []
+    for name, value, error, side, multiplier in zip(*columns, strict=True):
+        if name in fixed:
+            known, note = "", "fixed"
+        elif side != 0:
+            known = ""
+            which = "upper" if side > 0 else "lower"
+            note = f"at its {which} bound, multiplier {multiplier:.3g}"
+        elif not np.isfinite(error):
+            known, note = "", "not determined"
+        else:
+            part = f"{100 * error / abs(value):.2g} %" if value != 0 else ""
+            known, note = f"± {error:.3g}", f"({part})" if part else ""
+        rows.append((name, f"{value:.8g}", known, note))
+    return rows
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([x.ljust(w) for x, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def _correlations(fit: "CurveFit") -> list[tuple[float, str, str]]:
+    matrix = np.asarray(fit.covariance_matrix)
+    errors = np.sqrt(np.diagonal(matrix))
+    found = []
+    for i, j in zip(*np.triu_indices(len(errors), 1), strict=True):
+        with np.errstate(all="ignore"):
+            value = matrix[i, j] / (errors[i] * errors[j])
+        if np.isfinite(value) and abs(value) >= _LEAST_CORRELATION:
+            found.append((float(value), fit.names[i], fit.names[j]))
+    return sorted(found, key=lambda pair: -abs(pair[0]))

@@ -1,0 +1,400 @@
+"""What a fit returns: parameters, how well they are known, and a report."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import scipy.stats
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from .. import _tree
+from .._checks import check_fraction
+from .._linearisation import linearise
+from .._losses import AbstractRobust
+from .._solver import result_name, why_it_ended
+from .._uncertainty import Covariance
+from ._program import Data, fitted, Fitted, flat, Setting, with_bounds
+from ._report import report
+
+
+class Interval(NamedTuple):
+    """Between two ends, in the parameters' structure."""
+
+    low: PyTree
+    high: PyTree
+
+
+class Band(NamedTuple):
+    """A curve, and the ends of its confidence interval at each point."""
+
+    mean: Float[Array, " n"]
+    low: Float[Array, " n"]
+    high: Float[Array, " n"]
+
+
+class CurveFit(eqx.Module):
+    r"""What [`gnlin.curve_fit`][] returns; of several data sets each array has an axis
+    over them in front. It prints as a report.
+
+    **Attributes:**
+
+    - `parameters`: in the structure of `start`.
+    - `standard_errors`: likewise: 0 for those that are fixed, NaN for those at a bound
+        (the others' are then at given values of these), infinite for those that the data
+        do not determine.
+    - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
+        `fit.covariance["a"]["rate"]`; of an array the matrix.
+    - `chi_squared`: of the residuals in units of `sigma`; `reduced_chi_squared`, by
+        degrees of freedom.
+    - `degrees_of_freedom`: points, less parameters that are free and at no bound.
+    - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points.
+    - `scale`: what `sigma` is times, as estimated; 1 if it is absolute.
+    - `at_bound`: of each parameter -1 if it is held at its lower bound, 1 at its upper.
+    - `multipliers`: the derivative of the objective by those, 0 for others.
+    - `aic`, `bic`: Akaike's and the Bayesian information criterion.
+    - `losses`: of all `starts`, the best first.
+    - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][].
+    """
+
+    parameters: PyTree
+    standard_errors: PyTree
+    covariance: PyTree
+    correlation: PyTree
+    chi_squared: Any
+    reduced_chi_squared: Any
+    degrees_of_freedom: Any
+    residuals: Array
+    scale: Any
+    at_bound: PyTree
+    multipliers: PyTree
+    aic: Any
+    bic: Any
+    losses: Array | None
+    result: optx.RESULTS
+    reason: str = eqx.field(static=True)
+    history: Any
+    num_steps: Any
+    _setting: Setting
+    _data: Data
+    _end: Fitted
+
+    def __repr__(self) -> str:
+        if isinstance(self.chi_squared, Tracer):
+            return "CurveFit(traced)"
+        if self._setting.many:
+            number = self.chi_squared.shape[0]
+            well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
+            return f"CurveFit({number} data sets, {well} of them converged)"
+        return report(self)
+
+    def complaint(self) -> str:
+        """What a user has to know, if anything."""
+        if isinstance(self.chi_squared, Tracer):
+            return ""
+        if self._setting.many:
+            failed = np.asarray(~(self.result == optx.RESULTS.successful))
+            if not failed.any():
+                return ""
+            return (
+                f"`gnlin.curve_fit`: {failed.sum()} of {failed.size} data sets have not "
+                "converged; `fit.result` says which."
+            )
+        if result_name(self.result) != "successful":
+            return f"`gnlin.curve_fit` has not converged: {self.reason}."
+        if np.all(np.asarray(self._end.covariance.determined)):
+            if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
+                return ""
+            return (
+                "`gnlin.curve_fit`: there are no more points than parameters, so that "
+                "nothing says how large the errors are: pass `sigma` and "
+                "`absolute_sigma=True`, or more points."
+            )
+        return (
+            "`gnlin.curve_fit`: the data do not determine all parameters: moving "
+            f"{'; or '.join(self.undetermined())} leaves the curve as it is. Fix one of "
+            "them, or pass more points."
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters that are free, entry by entry."""
+        return names_of(self._free)
+
+    @property
+    def _free(self) -> PyTree:
+        return self._end.parameters
+
+    @property
+    def covariance_matrix(self) -> Float[Array, "k k"]:
+        """Of the parameters that are free, in the order of `names`."""
+        return self._end.covariance.matrix(self.scale**2)
+
+    def undetermined(self) -> list[str]:
+        """Directions in which the parameters may move without a change of the curve."""
+        found = []
+        for direction in np.asarray(self._end.covariance.directions):
+            size = np.max(np.abs(direction))
+            if size == 0:
+                continue
+            parts = [
+                f"{name} by {part:.3g}"
+                for name, part in zip(self.names, direction / size, strict=True)
+                if abs(part) > 1e-6
+            ]
+            found.append(" and ".join(parts))
+        return found
+
+    def band(
+        self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None
+    ) -> Band:
+        """The curve at any x, with its confidence interval, by the curve's derivatives.
+
+        **Arguments:**
+
+        - `x`: as `f` takes it.
+        - `confidence`: between 0 and 1, at each point by itself, by Student's
+            distribution, or the normal one where `sigma` was absolute.
+        - `sigma`: of a new measurement there: then the interval is that of its result.
+
+        **Returns:** `(mean, low, high)`, of the shape that `f` returns.
+        """
+        check_fraction("confidence", confidence)
+        if self._setting.many:
+            raise ValueError("A band is of one data set: fit it by itself.")
+        x = jax.tree.map(jnp.asarray, x)
+        curve, fixed = self._setting.curve, self._setting.fixed
+        mean, factor = _curve_and_errors(curve, self._free, fixed, x, self._end.covariance)
+        variance = self.scale**2 * factor
+        if sigma is not None:
+            variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
+        width = self._quantile(confidence) * jnp.sqrt(variance)
+        shape = jax.eval_shape(lambda p: curve(p, fixed, x), self._free).shape
+        like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
+        if isinstance(like, jax.ShapeDtypeStruct) and np.prod(like.shape) == shape[0]:
+            shape = like.shape
+        return Band(*(v.reshape(shape) for v in (mean, mean - width, mean + width)))
+
+    def confidence_intervals(self, confidence: float = 0.95) -> Interval:
+        r"""The profile likelihood's: each parameter is moved to where the best fit of the
+        others is as much worse as the confidence allows, by refits in one program.
+
+        By an F-test with the fit's own variance, or, where `sigma` was absolute, by
+        $\chi^2$ with one degree of freedom. Infinite where no such point is found; of
+        what is fixed or at a bound NaN.
+
+        ??? cite "Reference"
+
+            D. M. Bates and D. G. Watts, *Nonlinear regression analysis and its
+            applications* (1988), section 6.1.
+        """
+        check_fraction("confidence", confidence)
+        if self._setting.many:
+            raise ValueError("Profiles are of one data set: fit it by itself.")
+        return Interval(*_profiles(self, self._quantile(confidence)))
+
+    def _quantile(self, confidence: float) -> float:
+        both = 0.5 + 0.5 * confidence
+        if self._setting.absolute_sigma:
+            return float(scipy.stats.norm.ppf(both))
+        return float(scipy.stats.t.ppf(both, np.asarray(self.degrees_of_freedom)))
+
+    def outliers(self) -> np.ndarray:
+        """Where a robust loss pulls less than half as much as squared error would."""
+        loss, residuals = self._setting.loss, np.asarray(self.residuals)
+        if not isinstance(loss, AbstractRobust):
+            return np.zeros(0, int)
+        pull = np.abs(np.asarray(loss.derivative(jnp.asarray(residuals), jnp.zeros(()))))
+        return np.flatnonzero(pull < 0.5 * np.abs(residuals))
+
+    def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
+        """Data with their errors, the curve, and its confidence band; needs matplotlib,
+        and one x of one axis.
+
+        **Returns:** the axes.
+        """
+        from ._picture import plot
+
+        return plot(self, ax, confidence, num_points)
+
+
+def names_of(tree: PyTree) -> tuple[str, ...]:
+    """Of all entries, as `rate`, or `rate[0]`."""
+    names = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
+        shape = np.shape(leaf)
+        names += [
+            name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)
+        ]
+    return tuple(names)
+
+
+def made(setting: Setting, data: Data, end: Fitted) -> CurveFit:
+    """Of the end of a run, in the parameters' structure."""
+    one = lambda end: _in_structure(setting, end)
+    parts = jax.vmap(one)(end) if setting.many else one(end)
+    reason = ""
+    if not setting.many and not isinstance(end.loss, Tracer):
+        name = result_name(end.result)
+        reason = f"converged in {int(end.num_steps)} steps"
+        if name == "nonlinear_max_steps_reached":
+            reason = f"all {int(end.num_steps)} steps were made"
+        elif name != "successful":
+            reason = why_it_ended(end.result).rstrip(".")
+    return CurveFit(
+        **parts,
+        chi_squared=end.chi_squared,
+        residuals=end.residuals,
+        losses=end.losses,
+        result=end.result,
+        reason=reason,
+        history=end.history,
+        num_steps=end.num_steps,
+        _setting=setting,
+        _data=data,
+        _end=end,
+    )
+
+
+def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
+    like, kept = _tree.Structure.of(end.parameters), setting.fixed
+    merged = setting.curve.merged
+    variance = jnp.where(setting.absolute_sigma, 1.0, end.variance)
+    matrix = end.covariance.matrix(variance)
+    errors = jnp.sqrt(jnp.diagonal(matrix))
+    held = end.at_bound != 0
+    errors = jnp.where(held, jnp.nan, errors)
+    outer = errors[:, None] * errors[None, :]
+    correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
+    correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
+    none = _tree.zeros_like(kept)
+    dof = end.num_points - end.num_free
+    residual = end.chi_squared / end.num_points
+    likelihood = end.num_points * jnp.log(residual)
+    return {
+        "parameters": merged(end.parameters, kept),
+        "standard_errors": merged(like.unravel(errors), none),
+        "covariance": _blocks(matrix, end.parameters, kept, merged),
+        "correlation": _blocks(correlation, end.parameters, kept, merged),
+        "reduced_chi_squared": end.chi_squared / dof,
+        "degrees_of_freedom": dof,
+        "scale": jnp.sqrt(variance),
+        "at_bound": merged(_unravelled(end.at_bound, end.parameters), none),
+        "multipliers": merged(like.unravel(jnp.where(held, end.pull, 0)), none),
+        "aic": likelihood + 2 * end.num_free,
+        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
+    }
+
+
+def _unravelled(flat: Array, like: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = zip(jnp.split(flat, ends), leaves, strict=True)
+    return structure.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
+
+
+def _blocks(matrix: Array, free: PyTree, kept: dict, merged) -> PyTree:
+    """A block for each two leaves, zero for those that are fixed."""
+
+    def row(rows: Array, shape: tuple[int, ...]) -> PyTree:
+        parts = jax.vmap(lambda r: _unravelled(r, free))(rows)
+        parts = jax.tree.map(lambda b: b.reshape(shape + b.shape[1:]), parts)
+        zeros = {k: jnp.zeros(shape + v.shape) for k, v in kept.items()}
+        return merged(parts, zeros)
+
+    leaves, structure = jax.tree.flatten(free)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = zip(jnp.split(matrix, ends), leaves, strict=True)
+    blocks = structure.unflatten([row(part, leaf.shape) for part, leaf in parts])
+    full = merged(free, kept)
+    zeros = {
+        name: jax.tree.map(lambda b, v=v: jnp.zeros(v.shape + b.shape), full)
+        for name, v in kept.items()
+    }
+    return merged(blocks, zeros)
+
+
+@eqx.filter_jit
+def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
+    """The curve, and its variance in units of the residuals'."""
+    lin = linearise(lambda p, given: curve(p, *given), free, (fixed, x))
+    pushed = _tree.matmul(lin.matrix(), errors.factor)
+    return lin.outputs, jnp.sum(pushed**2, axis=1)
+
+
+# A root is found when the distance is met to this part.
+_NEAR = 1e-5
+_MOST_REFITS = 30
+# Farther than so many standard errors there is none.
+_FARTHEST = 1e4
+
+
+def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
+    """The ends of all intervals, each by a secant on the signed root of what the loss has
+    risen by, in standard errors, which is nearly a straight line."""
+    setting, end = fit._setting, fit._end
+    best, unravel = _tree.ravel_pytree(end.parameters)
+    k, dtype = best.size, best.dtype
+    errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
+    known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
+    low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
+    if setting.solver.bounds is not None:
+        from .._bounds import Box
+
+        box = Box.of(setting.solver.bounds, end.parameters)
+        low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
+    which = np.concatenate([np.arange(k), np.arange(k)])
+    sign = np.concatenate([-np.ones(k), np.ones(k)])
+    levels = ((None, 0, 0),)
+
+    def risen(at: np.ndarray) -> np.ndarray:
+        """How far, with one parameter of each refit held there."""
+        rows = jnp.arange(2 * k)
+        starts = jnp.tile(best, (2 * k, 1)).at[rows, which].set(jnp.asarray(at, dtype))
+        lower = jnp.tile(low, (2 * k, 1)).at[rows, which].set(starts[rows, which])
+        upper = jnp.tile(high, (2 * k, 1)).at[rows, which].set(starts[rows, which])
+        tree = jax.vmap(unravel)
+        solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
+        refit = fitted(
+            setting.curve,
+            solver,
+            setting.loss,
+            setting.max_steps,
+            fit._data,
+            tree(starts),
+            setting.fixed,
+            levels,
+        )
+        rise = 2 * (refit.loss - end.loss) / fit.scale**2
+        return np.sqrt(np.maximum(np.asarray(rise), 0))
+
+    centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
+    reach = np.where(sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre)
+    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)  # in standard errors
+    step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
+    found = ~known[which]
+    for _ in range(_MOST_REFITS):
+        step = np.minimum(step, reach / unit)
+        distance = risen(centre + sign * step * unit)
+        distance = np.where(np.isnan(distance), np.inf, distance)
+        found |= np.abs(distance - quantile) <= _NEAR * quantile
+        found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
+        if found.all():
+            break
+        below = distance < quantile
+        near, far = np.where(below, step, near), np.where(below, far, step)
+        with np.errstate(all="ignore"):
+            secant = step * quantile / distance
+        middle = np.where(np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far))
+        inside = (secant > near) & (secant < np.minimum(far, 4 * np.maximum(near, quantile)))
+        step = np.where(found, step, np.where(inside, secant, middle))
+    met = np.abs(distance - quantile) <= 1e-3 * quantile
+    ends = np.where(met, centre + sign * step * unit, sign * np.inf)
+    ends = np.where(known[which], ends, np.nan)
+    merged, none = setting.curve.merged, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
+    return tuple(merged(unravel(jnp.asarray(e, dtype)), none) for e in (ends[:k], ends[k:]))

@@ -1,0 +1,81 @@
+"""What a fit knows of its parameters: their covariance, from singular values."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Scalar
+
+from . import _small_svd
+from ._tree import matmul
+
+
+# A parameter is not determined that has this part, or more, in a direction that leaves
+# the residuals as they are, and a part of less than rounding's root in no such.
+_PART = 1e-6
+
+
+class Covariance(NamedTuple):
+    """Of k parameters, in units of the residuals' variance.
+
+    - `factor`: $V S^{-1}$, of which $F F^\\top$ is the covariance.
+    - `determined`: whether the residuals say anything of each.
+    - `directions`: along which they stay as they are, a row each; else zero.
+    """
+
+    factor: Float[Array, "k k"]
+    determined: Bool[Array, " k"]
+    directions: Float[Array, "k k"]
+
+    def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
+        """Infinite on the diagonal for what is not determined, and NaN beside it."""
+        known = variance * matmul(self.factor, self.factor.T)
+        both = self.determined[:, None] & self.determined[None, :]
+        unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
+        return jnp.where(both, known, unknown.astype(known.dtype))
+
+
+def covariance(
+    jacobian: Float[Array, "m k"], free: Bool[Array, " k"]
+) -> Covariance:
+    r"""$(J^\top J)^{-1}$ of the free parameters, by $J = U S V^\top$: no matrix is
+    inverted, nor squared.
+
+    The columns are scaled to length 1 first, so that neither the answer nor what counts
+    as zero depends on the parameters' units.
+    """
+    m, k = jacobian.shape
+    jacobian = jnp.where(free[None], jacobian, 0)
+    if m < k:  # All right singular vectors are wanted.
+        jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
+    norms = jnp.linalg.norm(jacobian, axis=0)
+    units = jnp.where(norms > 0, norms, 1)
+    _, s, vt = _small_svd.svd(jacobian / units)
+    eps = jnp.finfo(jacobian.dtype).eps
+    known = s > max(m, k) * eps * s[0]
+    factor = jnp.where(known, vt.T / jnp.where(known, s, 1), 0) / units[:, None]
+    parts = jnp.where(known[:, None], 0, vt)
+    undetermined = free & (jnp.linalg.norm(parts, axis=0) > _PART)
+    directions = jnp.where(free[None], parts / units, 0)
+    return Covariance(factor, ~undetermined, directions)
+
+
+def robust_variance(
+    pull: Float[Array, " m"],
+    curvature: Float[Array, " m"],
+    counted: Float[Array, " m"],
+    num_parameters: Scalar,
+) -> Scalar:
+    r"""The factor of $(J^\top J)^{-1}$ for a robust loss $\rho$, of the residuals' pulls
+    $\psi = \rho'$ and their slopes $\psi'$, where `counted` is 1; for squared error it is
+    $\chi^2/(n-k)$.
+
+    ??? cite "Reference"
+
+        P. J. Huber, *Robust statistics* (1981), section 7.6, equation 6.5.
+    """
+    number = jnp.sum(counted)
+    mean = jnp.sum(counted * curvature) / number
+    spread = jnp.sum(counted * (curvature - mean) ** 2) / number
+    correction = 1 + num_parameters / number * spread / mean**2
+    pulls = jnp.sum(counted * pull**2) / (number - num_parameters)
+    return correction**2 * pulls / mean**2

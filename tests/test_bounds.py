@@ -1,0 +1,218 @@
+"""Bounds on the parameters, against SciPy's bounded least squares."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.optimize
+
+import gnlin
+
+
+SOLVERS = {
+    "levenberg-marquardt": gnlin.LevenbergMarquardt,
+    "gauss-newton": gnlin.GaussNewton,
+    "damped": lambda **kw: gnlin.DampedGaussNewton(0.01, **kw),
+    "damped, by the kernel": lambda **kw: gnlin.DampedGaussNewton(
+        0.01, method="kernel", **kw
+    ),
+    "truncated": lambda **kw: gnlin.TruncatedGaussNewton(0.01, **kw),
+    "by steps": lambda **kw: gnlin.IterativeLinearisation(1000, 1e-2, **kw),
+}
+
+
+def linear(y, args):
+    a, b = args
+    return a @ y - b
+
+
+def linear_problems(m, n, number):
+    rng = np.random.default_rng(m + n)
+    for _ in range(number):
+        a, b = rng.normal(size=(m, n)), 3 * rng.normal(size=m)
+        yield a, b, -rng.uniform(0, 0.3, n), rng.uniform(0, 0.3, n)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+@pytest.mark.parametrize(("m", "n"), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)])
+def test_a_linear_problems_constrained_minimum(name, m, n):
+    @eqx.filter_jit
+    def run(args, bounds):
+        solver = SOLVERS[name](bounds=bounds)
+        return optx.least_squares(linear, solver, jnp.zeros(n), args, max_steps=1000)
+
+    for a, b, lower, upper in linear_problems(m, n, 5):
+        ours = run((a, b), (lower, upper)).value
+        theirs = scipy.optimize.lsq_linear(a, b, (lower, upper), "bvls", tol=1e-14)
+        cost = 0.5 * np.sum((a @ ours - b) ** 2)
+        np.testing.assert_allclose(cost, theirs.cost, rtol=1e-7, atol=1e-14)
+        assert np.all((lower <= ours) & (ours <= upper))
+
+
+def test_few_steps_where_many_bounds_are_active():
+    """Each outer step solves the bounded linear problem: from face to face."""
+    for a, b, lower, upper in linear_problems(50, 30, 5):
+        solver = gnlin.GaussNewton(bounds=(lower, upper))
+        solution = optx.least_squares(linear, solver, jnp.zeros(30), (a, b))
+        assert solution.stats["num_feature_updates"] <= 5
+
+
+def rosenbrock(y, args):
+    return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        (None, 0.5),
+        (-2.0, [0.2, np.inf]),
+        ([-1.5, 0.3], None),
+        ([0.0, 0.0], [0.0, 2.0]),  # one that stays
+    ],
+)
+@pytest.mark.parametrize("name", ["levenberg-marquardt", "damped"])
+def test_rosenbrock(bounds, name):
+    lower, upper = (jnp.asarray(b) if isinstance(b, list) else b for b in bounds)
+    low = np.broadcast_to(-np.inf if lower is None else lower, 2)
+    high = np.broadcast_to(np.inf if upper is None else upper, 2)
+    start = np.clip([-1.2, 1.0], low, high)
+    solver = SOLVERS[name](bounds=(lower, upper))
+    solution = optx.least_squares(rosenbrock, solver, jnp.asarray(start), max_steps=3000)
+    room = np.where(low == high, 1e-15, 0)
+    reference = scipy.optimize.least_squares(
+        lambda y: np.asarray(rosenbrock(y, None)),
+        start,
+        bounds=(low - room, high + room),
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    )
+    np.testing.assert_allclose(solution.value, reference.x, rtol=1e-6, atol=1e-8)
+    assert np.all((low <= solution.value) & (solution.value <= high))
+
+
+def test_the_function_is_never_asked_beyond():
+    def logarithm(y, x):
+        return jnp.log(y) * x - 1.0  # NaN below zero
+
+    x = jnp.linspace(-3.0, -1.0, 5)  # towards exp(-0.5) and beyond
+    solver = gnlin.LevenbergMarquardt(bounds=(0.5, None))
+    solution = optx.least_squares(logarithm, solver, jnp.array([10.0]), x)
+    unbounded = np.exp(np.sum(x) / np.sum(x**2))
+    np.testing.assert_allclose(solution.value[0], max(unbounded, 0.5), rtol=1e-6)
+
+
+def test_infinite_bounds_are_none():
+    start = jnp.array([-1.2, 1.0])
+    without = optx.least_squares(rosenbrock, gnlin.LevenbergMarquardt(), start)
+    solver = gnlin.LevenbergMarquardt(bounds=(-jnp.inf, jnp.inf))
+    infinite = optx.least_squares(rosenbrock, solver, start)
+    np.testing.assert_allclose(infinite.value, without.value, rtol=1e-12)
+    assert infinite.stats["num_steps"] == without.stats["num_steps"]
+
+
+def test_a_start_beyond_is_moved_to_the_bounds_by_optimistix():
+    solver = gnlin.LevenbergMarquardt(bounds=(None, 0.5))
+    solution = optx.least_squares(rosenbrock, solver, jnp.array([3.0, 3.0]))
+    np.testing.assert_allclose(solution.value, [0.5, 0.25], rtol=1e-8)
+
+
+def test_of_a_part_of_a_dictionary():
+    def decay(p, x):
+        return p["a"] * jnp.exp(-p["rate"] * x)
+
+    x = jnp.linspace(0, 3, 30)
+    data = x[None], (2 * jnp.exp(-1.5 * x))[None]
+    start = {"a": jnp.array(1.0), "rate": jnp.array(0.5)}
+    solver = gnlin.LevenbergMarquardt(bounds=(None, {"rate": 1.0}))
+    _, parameters = gnlin.solve((decay, start), data, solver).model
+    assert parameters["rate"] == 1.0
+    shape = np.exp(-x)
+    a = shape @ data[1][0] / (shape @ shape)
+    np.testing.assert_allclose(parameters["a"], a, rtol=1e-8)
+
+
+def test_many_bounds_in_one_program():
+    num_traced = 0
+
+    def residuals(y, args):
+        nonlocal num_traced
+        num_traced += 1
+        return rosenbrock(y, args)
+
+    @jax.jit
+    @jax.vmap
+    def run(upper):
+        solver = gnlin.LevenbergMarquardt(bounds=(None, upper))
+        return optx.least_squares(residuals, solver, jnp.array([-1.2, 1.0])).value
+
+    values = run(jnp.array([0.2, 0.5, jnp.inf]))
+    np.testing.assert_allclose(values[:, 0], [0.2, 0.5, 1.0], rtol=1e-6)
+    before = num_traced
+    run(jnp.array([0.1, 0.4, 0.7]))
+    assert num_traced == before
+
+
+def test_in_single_precision():
+    a, b, lower, upper = next(linear_problems(20, 5, 1))
+    args = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    bounds = jnp.asarray(lower, jnp.float32), jnp.asarray(upper, jnp.float32)
+    solver = gnlin.LevenbergMarquardt(bounds=bounds)
+    y = optx.least_squares(linear, solver, jnp.zeros(5, jnp.float32), args).value
+    theirs = scipy.optimize.lsq_linear(a, b, (lower, upper), "bvls", tol=1e-14)
+    np.testing.assert_allclose(y, theirs.x, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(bounds=(0.0, 0.3)),
+        gnlin.DampedGaussNewton(1.0, bounds=(0.0, 0.3)),
+        gnlin.IterativeLinearisation(5, 0.1, bounds=(0.0, 0.3)),
+    ],
+)
+def test_a_network_on_batches_stays_inside(solver):
+    x = jax.random.normal(jax.random.key(0), (40, 3))
+    y = x @ jnp.array([[1.0], [0.2], [-1.0]])
+    model = eqx.nn.Linear(3, 1, use_bias=False, key=jax.random.key(1))
+    model = eqx.tree_at(lambda m: m.weight, model, jnp.full((1, 3), 0.1))
+    result = gnlin.fit(model, (x, y), solver, epochs=20, batch_size=20, progress=False)
+    weight = result.model.weight
+    assert jnp.all((weight >= 0) & (weight <= 0.3))
+    np.testing.assert_allclose(weight[0, jnp.array([0, 2])], [0.3, 0.0], atol=0.02)
+
+
+def decay_with(bounds, start=1.0):
+    x = jnp.linspace(0, 1, 5)
+    solver = gnlin.LevenbergMarquardt(bounds=bounds)
+    model = (lambda p, x: p["a"] * x, {"a": jnp.array(start)})
+    return gnlin.solve(model, (x, 2 * x), solver)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "start", "message"),
+    [
+        ((0.0, 0.5), 1.0, "start of the parameter .*'a'.* within its bounds, but is 1"),
+        ((1.0, 0.5), 1.0, "lower bound of the parameter .*'a'.* not be above"),
+        ((np.nan, 0.5), 0.2, "lower bound of the parameter .*'a'.* not be above"),
+        (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound, but 'a'"),
+        ((None, {"a": np.ones(3)}), 1.0, "upper bounds must be a number, or have"),
+        ((0.0, 1.0, 2.0), 1.0, "must be a pair"),
+        (3.0, 1.0, "must be a pair"),
+    ],
+)
+def test_what_are_no_bounds(bounds, start, message):
+    with pytest.raises(ValueError, match=message):
+        decay_with(bounds, start)
+
+
+def test_traced_bounds_that_no_point_is_between_end_as_not_finite():
+    def run(lower):
+        solver = gnlin.LevenbergMarquardt(bounds=(lower, 0.0))
+        start = jnp.array([-1.2, 1.0])
+        return optx.least_squares(rosenbrock, solver, start, throw=False).result
+
+    result = jax.jit(run)(1.0)
+    assert result == optx.RESULTS.nonfinite
