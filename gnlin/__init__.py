@@ -11,6 +11,7 @@ from . import (
 )
 from ._accuracy import accuracy as accuracy
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
+from ._curve_fit import curve_fit as curve_fit, CurveFit as CurveFit
 from ._fit import (
     Checkpoint as Checkpoint,
     CheckpointError as CheckpointError,
@@ -28,6 +29,8 @@ from ._losses import (
     AbstractElementwiseLoss as AbstractElementwiseLoss,
     AbstractFactor as AbstractFactor,
     AbstractLoss as AbstractLoss,
+    Arctan as Arctan,
+    Cauchy as Cauchy,
     DenseFactor as DenseFactor,
     DiagonalFactor as DiagonalFactor,
     Huber as Huber,
@@ -37,6 +40,7 @@ from ._losses import (
     SigmoidCrossEntropy as SigmoidCrossEntropy,
     SoftmaxCrossEntropy as SoftmaxCrossEntropy,
     SquaredError as SquaredError,
+    Tukey as Tukey,
 )
 from ._objective import (
     AbstractObjective as AbstractObjective,

@@ -14,10 +14,6 @@ from . import _tree
 from ._sharding import is_here
 
 
-Bounds = tuple[PyTree[ArrayLike | None], PyTree[ArrayLike | None]]
-"""`(lower, upper)`, as a user gives them."""
-
-
 class Box(eqx.Module):
     """All points between two, which have the parameters' structure."""
 
@@ -28,11 +24,7 @@ class Box(eqx.Module):
     def of(bounds: Any, y: PyTree[Array]) -> "Box":
         """From `(lower, upper)` as a user gives them, each a number, a tree whose leaves
         are for whole parts of the parameters, or `None`, as is any part of it."""
-        if not isinstance(bounds, tuple | list) or len(bounds) != 2:
-            raise ValueError(
-                "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
-                f"parameters' structure, but {bounds!r} was given."
-            )
+        check_pair(bounds)
         lower = _spread(bounds[0], y, -jnp.inf, "lower")
         upper = _spread(bounds[1], y, jnp.inf, "upper")
         return Box(lower, upper)
@@ -103,6 +95,14 @@ class Box(eqx.Module):
 
         ys = jax.tree.map(end, y, self.lower, self.upper, step, reached)
         return ys, reached
+
+
+def check_pair(bounds: Any) -> None:
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ValueError(
+            "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
+            f"parameters' structure, but {bounds!r} was given."
+        )
 
 
 def check_start(bounds: Any, y: PyTree[Array]) -> None:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Scalar
+from jaxtyping import Array, Bool, Float, Int, Scalar
 
 from . import _small_svd
 from ._tree import matmul
@@ -18,11 +18,13 @@ class Covariance(NamedTuple):
     """Of k parameters, in units of the residuals' variance.
 
     - `factor`: $V S^{-1}$, of which $F F^\\top$ is the covariance.
+    - `rank`: of the Jacobian, how many are.
     - `determined`: whether the residuals say anything of each.
     - `directions`: along which they stay as they are, a row each; else zero.
     """
 
     factor: Float[Array, "k k"]
+    rank: Int[Array, ""]
     determined: Bool[Array, " k"]
     directions: Float[Array, "k k"]
 
@@ -34,9 +36,7 @@ class Covariance(NamedTuple):
         return jnp.where(both, known, unknown.astype(known.dtype))
 
 
-def covariance(
-    jacobian: Float[Array, "m k"], free: Bool[Array, " k"]
-) -> Covariance:
+def covariance(jacobian: Float[Array, "m k"], free: Bool[Array, " k"]) -> Covariance:
     r"""$(J^\top J)^{-1}$ of the free parameters, by $J = U S V^\top$: no matrix is
     inverted, nor squared.
 
@@ -49,14 +49,15 @@ def covariance(
         jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
     norms = jnp.linalg.norm(jacobian, axis=0)
     units = jnp.where(norms > 0, norms, 1)
-    _, s, vt = _small_svd.svd(jacobian / units)
+    _, s, vt = _small_svd.svd(jacobian / units[None])
     eps = jnp.finfo(jacobian.dtype).eps
     known = s > max(m, k) * eps * s[0]
-    factor = jnp.where(known, vt.T / jnp.where(known, s, 1), 0) / units[:, None]
+    factor = jnp.where(known[None], vt.T / jnp.where(known, s, 1)[None], 0)
+    factor /= units[:, None]
     parts = jnp.where(known[:, None], 0, vt)
     undetermined = free & (jnp.linalg.norm(parts, axis=0) > _PART)
-    directions = jnp.where(free[None], parts / units, 0)
-    return Covariance(factor, ~undetermined, directions)
+    directions = jnp.where(free[None], parts / units[None], 0)
+    return Covariance(factor, jnp.sum(known), ~undetermined, directions)
 
 
 def robust_variance(

@@ -57,6 +57,13 @@ REACHED = {
     "docs/own-solver.md": lambda n: (
         n["solution"].loss < 0.1 * n["solution"].history.loss[0]
     ),
+    "docs/fits.md": lambda n: (
+        abs(n["fit"].parameters["rate"] - 1.3) < 3 * n["fit"].standard_errors["rate"]
+        and n["bounded"].parameters["background"] == 0.3
+        and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
+        and n["robust"].outliers().tolist() == [8, 30]
+        and abs(n["fits"].parameters["rate"].mean() - 1.3) < 0.1
+    ),
     "docs/groups.md": lambda n: (
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]
         and np.mean(n["result"].history.loss[-3:]) < 0.5 * n["result"].history.loss[0]

@@ -158,6 +158,8 @@ class Problem:
     """The two starting points, (2, p)."""
     certified: np.ndarray
     """The certified parameters, (p,), to 11 digits."""
+    standard_errors: np.ndarray
+    """Theirs, (p,), likewise."""
     sum_of_squares: float
     """The certified residual sum of squares."""
 
@@ -204,5 +206,6 @@ def load(name: str) -> Problem:
         y=np.log(y) if name == "Nelson" else y,
         starts=table[:, :2].T,
         certified=table[:, 2],
+        standard_errors=table[:, 3],
         sum_of_squares=sum_of_squares,
     )

@@ -16,7 +16,7 @@ from .._bounds import Box, check_start
 from .._checks import check_count, check_flag
 from .._losses import AbstractElementwiseLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, LevenbergMarquardt
-from ._program import best, Curve, Data, fitted, Fitted, flat, Setting, with_bounds
+from ._program import Curve, Data, Fitted, fitted, flat, Setting, with_bounds
 from ._result import CurveFit, made
 
 
@@ -62,9 +62,9 @@ def curve_fit(
         their m x m covariance. By default all are 1, and unknown.
     - `absolute_sigma`: whether `sigma` is known, and not only up to a factor, which else
         is estimated from the residuals, as SciPy has it.
-    - `bounds`: of a dictionary `{name: (lower, upper)}`; else `(lower, upper)`, numbers or
-        trees of `start`'s structure, as solvers have them. Infinite ones, and `None`, are
-        none.
+    - `bounds`: of a dictionary `{name: (lower, upper)}`; else `(lower, upper)`, numbers
+        or trees of `start`'s structure, as solvers have them. Infinite ones, and `None`,
+        are none.
     - `fixed`: names of those of a dictionary that stay as they are.
     - `loss`: [`gnlin.SquaredError`][], or a robust one, [`gnlin.Huber`][],
         [`gnlin.PseudoHuber`][], [`gnlin.LogCosh`][], [`gnlin.Cauchy`][],
@@ -78,8 +78,8 @@ def curve_fit(
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
 
-    **Raises:** `ValueError` in one sentence, for what cannot be meant. It warns if the run
-    has not converged, or if the data do not determine all parameters.
+    **Raises:** `ValueError` in one sentence, for what cannot be meant. It warns if the
+    run has not converged, or if the data do not determine all parameters.
 
     !!! example
 
@@ -113,9 +113,7 @@ def curve_fit(
     y, axes_of_start = _several(curve, free, kept, x, y)
     many = y.ndim == 2
     data, axes_of_data = _data(x, y, sigma, nan_policy)
-    of_each = [free]
-    if axes_of_start == 0:
-        of_each = [jax.tree.map(lambda s: s[k], free) for k in range(y.shape[0])]
+    of_each = [free] if axes_of_start is None else _unstacked(free, y.shape[0])
     limits = _limits(bounds, start, kept)
     for one in of_each:
         check_start(limits, one)
@@ -126,20 +124,19 @@ def curve_fit(
         free = jax.tree.map(lambda s: s if many else s[0], free)
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
 
-    def run(data: Data, loss: AbstractElementwiseLoss) -> Fitted:
-        end = fitted(curve, solver, loss, max_steps, data, free, kept, levels)
-        return end if starts is None else best(end, many)
-
+    setting = Setting(curve, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
-        end = run(data, SquaredError())
+        first = setting._replace(loss=SquaredError())
+        end, parts = fitted(first, data, free, levels)
         for _ in range(_ROUNDS):
             data = data._replace(sigma=_spread(data, end))
-            end = run(data, loss)
+            end, parts = fitted(setting, data, free, levels)
     else:
-        end = run(data, loss)
-    setting = Setting(curve, solver, loss, max_steps, kept, absolute_sigma, many)
-    fit = made(setting, data, end)
-    _warn(fit)
+        end, parts = fitted(setting, data, free, levels)
+    fit = made(setting, data, end, parts)
+    complaint = fit.complaint()
+    if complaint:
+        warnings.warn(complaint, stacklevel=2)
     return fit
 
 
@@ -151,7 +148,9 @@ def _as_floats(value: ArrayLike) -> Array:
         )
     # Of no weak type: that of a Python number would be compiled apart.
     kind = value.dtype if jnp.issubdtype(value.dtype, jnp.floating) else float
-    return jnp.asarray(np.asarray(value) if not isinstance(value, Tracer) else value, kind)
+    return jnp.asarray(
+        np.asarray(value) if not isinstance(value, Tracer) else value, kind
+    )
 
 
 def _parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
@@ -174,6 +173,10 @@ def _parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
     if not free:
         raise ValueError("All parameters are fixed: there is nothing to fit.")
     return free, {k: start[k] for k in start if k in names}
+
+
+def _unstacked(tree: PyTree[Array], number: int) -> list[PyTree[Array]]:
+    return [jax.tree.map(lambda s, k=k: s[k], tree) for k in range(number)]
 
 
 def _limits(bounds: Any, start: PyTree, kept: dict) -> Any:
@@ -242,14 +245,15 @@ def _several(
             return jax.vmap(flat)(given), None
     found = jax.eval_shape(lambda p: curve.f(curve.merged(p, kept), x), free)
     raise ValueError(
-        f"`f(start, x)` must have the shapes of `y`, {jax.tree.map(jnp.shape, given)}, but "
-        f"has {jax.tree.map(lambda o: o.shape, found)}."
+        "`f(start, x)` must have the shapes of `y`, "
+        f"{jax.tree.map(jnp.shape, given)}, but has "
+        f"{jax.tree.map(lambda o: o.shape, found)}."
     )
 
 
 def _data(
     x: PyTree, y: Float[Array, "*sets m"], sigma: Any, nan_policy: str
-) -> tuple[Data, Data]:
+) -> tuple[Data, Any]:
     """The data, and which of it is of one data set."""
     missing = jnp.isnan(y)
     known = not isinstance(y, Tracer)
@@ -257,12 +261,11 @@ def _data(
         raise ValueError("`y` must be finite, but has an infinite value.")
     if known and nan_policy == "raise" and bool(jnp.any(missing)):
         raise ValueError(
-            "`y` has a missing value (NaN): leave it out, or pass "
-            '`nan_policy="omit"`.'
+            '`y` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
         )
     counted = jnp.where(missing, 0, 1).astype(y.dtype)
     many = y.ndim == 2
-    axes = Data(None, 0, None, 0) if many else Data(None, None, None, None)
+    axes: Any = Data(*((None, 0, None, 0) if many else (None,) * 4))  # type: ignore[arg-type]
     if sigma is None:
         one = jnp.ones(y.shape[:-1], y.dtype)
         axes = axes._replace(sigma=0 if many else None)
@@ -275,7 +278,9 @@ def _data(
         try:
             factor = np.linalg.cholesky(given)
         except np.linalg.LinAlgError as error:
-            raise ValueError("`sigma`, a covariance, must be positive definite.") from error
+            raise ValueError(
+                "`sigma`, a covariance, must be positive definite."
+            ) from error
         if known and bool(jnp.any(missing)):
             raise ValueError(
                 "With a covariance as `sigma` no value of `y` may be missing: leave its "
@@ -303,21 +308,27 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
     check_count("starts", number)
     first = starts[0]
     box = None if limits is None else Box.of(limits, first)
-    flat_box = None if box is None else [_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper)]
+    flat_box = (
+        None
+        if box is None
+        else [_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper)]
+    )
     if flat_box is None or not all(bool(jnp.all(jnp.isfinite(b))) for b in flat_box):
         raise ValueError(
             "`starts` are drawn between the bounds: give each parameter that is free a "
             "finite lower and upper one."
         )
     low, high = flat_box
-    engine = scipy.stats.qmc.Sobol(low.size, seed=0)
-    with np.errstate(all="ignore"):
-        drawn = engine.random_base2(int(np.ceil(np.log2(max(number - 1, 1)))))
-    points = low + jnp.asarray(drawn[: number - 1], low.dtype) * (high - low)
+    # Its first point is a corner.
+    sequence = scipy.stats.qmc.Sobol(low.size, scramble=False).fast_forward(1)
+    drawn = sequence.random(number - 1) if number > 1 else np.zeros((0, low.size))
+    points = low + jnp.asarray(drawn, low.dtype) * (high - low)
     unravel = _tree.Structure.of(first).unravel
 
     def of_one(start):
-        return jax.vmap(unravel)(jnp.concatenate([_tree.ravel_pytree(start)[0][None], points]))
+        return jax.vmap(unravel)(
+            jnp.concatenate([_tree.ravel_pytree(start)[0][None], points])
+        )
 
     return jax.tree.map(lambda *s: jnp.stack(s), *map(of_one, starts))
 
@@ -337,9 +348,3 @@ def _spread(data: Data, end: Fitted) -> Array:
         return of_one(data, end.residuals)
     each = jax.vmap(lambda y, s, c, r: of_one(Data(None, y, s, c), r))
     return each(data.y, data.sigma, data.counted, end.residuals)
-
-
-def _warn(fit: CurveFit) -> None:
-    complaint = fit.complaint()
-    if complaint:
-        warnings.warn(complaint, stacklevel=3)

@@ -1,6 +1,6 @@
 """A fit as a picture."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp

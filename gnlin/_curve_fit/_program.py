@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
@@ -104,28 +105,29 @@ class Setting(NamedTuple):
 
 @eqx.filter_jit
 def fitted(
-    curve: Curve,
-    solver: AbstractGaussNewton,
-    loss: AbstractElementwiseLoss,
-    max_steps: int,
-    data: Data,
-    start: PyTree[Array],
-    fixed: dict,
-    axes: tuple[Any, ...] = (),
-) -> Fitted:
-    """Many of them, one level of `axes` in the other, each of the data, the start and the
-    bounds."""
+    setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
+) -> tuple[Fitted, dict[str, Any]]:
+    """The end of a run, and what it is in the parameters' structure.
+
+    - `levels`: of what to map over, one in the other: axes of the data, the start and the
+        bounds. One more than is for several data sets is over starts, of which the best
+        is chosen.
+    """
 
     def one(data, start, bounds):
-        bounded = with_bounds(solver, bounds)
-        return _fitted(curve, bounded, loss, max_steps, data, start, fixed)
+        solver = with_bounds(setting.solver, bounds)
+        return _fitted(setting._replace(solver=solver), data, start)
 
-    for of_level in reversed(axes):
+    for of_level in reversed(levels):
         one = jax.vmap(one, in_axes=of_level)
-    return one(data, start, solver.bounds)
+    end = one(data, start, setting.solver.bounds)
+    if len(levels) > setting.many:
+        end = _best(end, setting.many)
+    structured = lambda end: _in_structure(setting, end)
+    return end, jax.vmap(structured)(end) if setting.many else structured(end)
 
 
-def best(end: Fitted, many: bool) -> Fitted:
+def _best(end: Fitted, many: bool) -> Fitted:
     """Of all starts, of each data set."""
 
     def of_one(end: Fitted) -> Fitted:
@@ -140,7 +142,10 @@ def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton
     return eqx.tree_at(lambda s: s.bounds, solver, bounds, is_leaf=lambda x: x is None)
 
 
-def _fitted(curve, solver, loss, max_steps, data, start, fixed) -> Fitted:
+def _fitted(setting: Setting, data: Data, start: PyTree[Array]) -> Fitted:
+    curve, solver, loss = setting.curve, setting.solver, setting.loss
+    fixed = setting.fixed
+
     def scaled(free, given):
         data, fixed = given
         return whitened(curve(free, fixed, data.x), data)
@@ -153,7 +158,7 @@ def _fitted(curve, solver, loss, max_steps, data, start, fixed) -> Fitted:
         (inputs, target[None]),
         solver,
         loss=loss,
-        max_steps=max_steps,
+        max_steps=setting.max_steps,
         divergence=None,
     )
     _, parameters = solution.model
@@ -165,7 +170,7 @@ def _fitted(curve, solver, loss, max_steps, data, start, fixed) -> Fitted:
     at_bound, blocked = _at_bounds(solver.bounds, parameters, slope)
     errors = covariance(jacobian, ~blocked)
     residuals = target - lin.outputs
-    num_points, num_free = jnp.sum(data.counted), jnp.sum(~blocked).astype(target.dtype)
+    num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
     chi_squared = _tree.dot(residuals, residuals)
     if isinstance(loss, SquaredError):
         variance = chi_squared / (num_points - num_free)
@@ -199,3 +204,61 @@ def _at_bounds(
     upper, _ = ravel_pytree(jax.tree.map(lambda x, high: x >= high, y, box.upper))
     side = jnp.where(upper, 1, -1)
     return jnp.where(blocked, side, 0), blocked.astype(bool)
+
+
+def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
+    like, kept = _tree.Structure.of(end.parameters), setting.fixed
+    merged = setting.curve.merged
+    variance = jnp.where(setting.absolute_sigma, 1.0, end.variance)
+    matrix = end.covariance.matrix(variance)
+    errors = jnp.sqrt(jnp.diagonal(matrix))
+    held = end.at_bound != 0
+    errors = jnp.where(held, jnp.nan, errors)
+    outer = errors[:, None] * errors[None, :]
+    correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
+    correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
+    none = _tree.zeros_like(kept)
+    dof = end.num_points - end.num_free
+    residual = end.chi_squared / end.num_points
+    likelihood = end.num_points * jnp.log(residual)
+    return {
+        "parameters": merged(end.parameters, kept),
+        "standard_errors": merged(like.unravel(errors), none),
+        "covariance": _blocks(matrix, end.parameters, kept, merged),
+        "correlation": _blocks(correlation, end.parameters, kept, merged),
+        "reduced_chi_squared": end.chi_squared / dof,
+        "degrees_of_freedom": dof,
+        "scale": jnp.sqrt(variance),
+        "at_bound": merged(_unravelled(end.at_bound, end.parameters), none),
+        "multipliers": merged(like.unravel(jnp.where(held, end.pull, 0)), none),
+        "aic": likelihood + 2 * end.num_free,
+        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
+    }
+
+
+def _unravelled(flat: Array, like: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = zip(jnp.split(flat, ends), leaves, strict=True)
+    return structure.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
+
+
+def _blocks(matrix: Array, free: PyTree, kept: dict, merged) -> PyTree:
+    """A block for each two leaves, zero for those that are fixed."""
+
+    def row(rows: Array, shape: tuple[int, ...]) -> PyTree:
+        parts = jax.vmap(lambda r: _unravelled(r, free))(rows)
+        parts = jax.tree.map(lambda b: b.reshape(shape + b.shape[1:]), parts)
+        zeros = {k: jnp.zeros(shape + v.shape) for k, v in kept.items()}
+        return merged(parts, zeros)
+
+    leaves, structure = jax.tree.flatten(free)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = zip(jnp.split(matrix, ends), leaves, strict=True)
+    blocks = structure.unflatten([row(part, leaf.shape) for part, leaf in parts])
+    full = merged(free, kept)
+    zeros = {
+        name: jax.tree.map(lambda b, v=v: jnp.zeros(v.shape + b.shape), full)
+        for name, v in kept.items()
+    }
+    return merged(blocks, zeros)

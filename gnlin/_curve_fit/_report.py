@@ -1,6 +1,6 @@
 """A fit in words."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 import numpy as np

@@ -1,6 +1,5 @@
 """What a fit returns: parameters, how well they are known, and a report."""
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,7 +17,7 @@ from .._linearisation import linearise
 from .._losses import AbstractRobust
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import Data, fitted, Fitted, flat, Setting, with_bounds
+from ._program import Data, Fitted, fitted, Setting, with_bounds
 from ._report import report
 
 
@@ -115,7 +114,7 @@ class CurveFit(eqx.Module):
                 "`absolute_sigma=True`, or more points."
             )
         return (
-            "`gnlin.curve_fit`: the data do not determine all parameters: moving "
+            "`gnlin.curve_fit`: the data do not determine all parameters: to move "
             f"{'; or '.join(self.undetermined())} leaves the curve as it is. Fix one of "
             "them, or pass more points."
         )
@@ -149,9 +148,7 @@ class CurveFit(eqx.Module):
             found.append(" and ".join(parts))
         return found
 
-    def band(
-        self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None
-    ) -> Band:
+    def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:
         """The curve at any x, with its confidence interval, by the curve's derivatives.
 
         **Arguments:**
@@ -168,7 +165,9 @@ class CurveFit(eqx.Module):
             raise ValueError("A band is of one data set: fit it by itself.")
         x = jax.tree.map(jnp.asarray, x)
         curve, fixed = self._setting.curve, self._setting.fixed
-        mean, factor = _curve_and_errors(curve, self._free, fixed, x, self._end.covariance)
+        mean, factor = _curve_and_errors(
+            curve, self._free, fixed, x, self._end.covariance
+        )
         variance = self.scale**2 * factor
         if sigma is not None:
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
@@ -228,16 +227,12 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
         shape = np.shape(leaf)
-        names += [
-            name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)
-        ]
+        names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
     return tuple(names)
 
 
-def made(setting: Setting, data: Data, end: Fitted) -> CurveFit:
-    """Of the end of a run, in the parameters' structure."""
-    one = lambda end: _in_structure(setting, end)
-    parts = jax.vmap(one)(end) if setting.many else one(end)
+def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> CurveFit:
+    """Of the end of a run, and what it is in the parameters' structure."""
     reason = ""
     if not setting.many and not isinstance(end.loss, Tracer):
         name = result_name(end.result)
@@ -259,64 +254,6 @@ def made(setting: Setting, data: Data, end: Fitted) -> CurveFit:
         _data=data,
         _end=end,
     )
-
-
-def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
-    like, kept = _tree.Structure.of(end.parameters), setting.fixed
-    merged = setting.curve.merged
-    variance = jnp.where(setting.absolute_sigma, 1.0, end.variance)
-    matrix = end.covariance.matrix(variance)
-    errors = jnp.sqrt(jnp.diagonal(matrix))
-    held = end.at_bound != 0
-    errors = jnp.where(held, jnp.nan, errors)
-    outer = errors[:, None] * errors[None, :]
-    correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
-    correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
-    none = _tree.zeros_like(kept)
-    dof = end.num_points - end.num_free
-    residual = end.chi_squared / end.num_points
-    likelihood = end.num_points * jnp.log(residual)
-    return {
-        "parameters": merged(end.parameters, kept),
-        "standard_errors": merged(like.unravel(errors), none),
-        "covariance": _blocks(matrix, end.parameters, kept, merged),
-        "correlation": _blocks(correlation, end.parameters, kept, merged),
-        "reduced_chi_squared": end.chi_squared / dof,
-        "degrees_of_freedom": dof,
-        "scale": jnp.sqrt(variance),
-        "at_bound": merged(_unravelled(end.at_bound, end.parameters), none),
-        "multipliers": merged(like.unravel(jnp.where(held, end.pull, 0)), none),
-        "aic": likelihood + 2 * end.num_free,
-        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
-    }
-
-
-def _unravelled(flat: Array, like: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(like)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(jnp.split(flat, ends), leaves, strict=True)
-    return structure.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
-
-
-def _blocks(matrix: Array, free: PyTree, kept: dict, merged) -> PyTree:
-    """A block for each two leaves, zero for those that are fixed."""
-
-    def row(rows: Array, shape: tuple[int, ...]) -> PyTree:
-        parts = jax.vmap(lambda r: _unravelled(r, free))(rows)
-        parts = jax.tree.map(lambda b: b.reshape(shape + b.shape[1:]), parts)
-        zeros = {k: jnp.zeros(shape + v.shape) for k, v in kept.items()}
-        return merged(parts, zeros)
-
-    leaves, structure = jax.tree.flatten(free)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(jnp.split(matrix, ends), leaves, strict=True)
-    blocks = structure.unflatten([row(part, leaf.shape) for part, leaf in parts])
-    full = merged(free, kept)
-    zeros = {
-        name: jax.tree.map(lambda b, v=v: jnp.zeros(v.shape + b.shape), full)
-        for name, v in kept.items()
-    }
-    return merged(blocks, zeros)
 
 
 @eqx.filter_jit
@@ -360,21 +297,15 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
         upper = jnp.tile(high, (2 * k, 1)).at[rows, which].set(starts[rows, which])
         tree = jax.vmap(unravel)
         solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
-        refit = fitted(
-            setting.curve,
-            solver,
-            setting.loss,
-            setting.max_steps,
-            fit._data,
-            tree(starts),
-            setting.fixed,
-            levels,
-        )
+        refits = setting._replace(solver=solver, many=True)
+        refit, _ = fitted(refits, fit._data, tree(starts), levels)
         rise = 2 * (refit.loss - end.loss) / fit.scale**2
         return np.sqrt(np.maximum(np.asarray(rise), 0))
 
     centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
-    reach = np.where(sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre)
+    reach = np.where(
+        sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre
+    )
     near, far = np.zeros(2 * k), np.full(2 * k, np.inf)  # in standard errors
     step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
     found = ~known[which]
@@ -390,11 +321,20 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
         near, far = np.where(below, step, near), np.where(below, far, step)
         with np.errstate(all="ignore"):
             secant = step * quantile / distance
-        middle = np.where(np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far))
-        inside = (secant > near) & (secant < np.minimum(far, 4 * np.maximum(near, quantile)))
+        middle = np.where(
+            np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far)
+        )
+        inside = (secant > near) & (
+            secant < np.minimum(far, 4 * np.maximum(near, quantile))
+        )
         step = np.where(found, step, np.where(inside, secant, middle))
     met = np.abs(distance - quantile) <= 1e-3 * quantile
     ends = np.where(met, centre + sign * step * unit, sign * np.inf)
     ends = np.where(known[which], ends, np.nan)
-    merged, none = setting.curve.merged, jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
-    return tuple(merged(unravel(jnp.asarray(e, dtype)), none) for e in (ends[:k], ends[k:]))
+    merged, none = (
+        setting.curve.merged,
+        jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed),
+    )
+    return tuple(
+        merged(unravel(jnp.asarray(e, dtype)), none) for e in (ends[:k], ends[k:])
+    )

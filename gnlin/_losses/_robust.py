@@ -118,8 +118,8 @@ class LogCosh(AbstractRobust):
 
 
 class Cauchy(AbstractRobust):
-    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. An outlier pulls the less the
-    farther it is: not convex, so that where a run ends depends on its start.
+    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. The farther an outlier
+    is the less it pulls: not convex, so that where a run ends depends on its start.
 
     **Arguments:**
 

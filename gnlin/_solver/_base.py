@@ -11,7 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._bounds import Bounds, Box
+from .._bounds import Box, check_pair
 from .._checks import check_callable, check_count, check_nonnegative
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
@@ -162,13 +162,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     atol: float = eqx.field(default=1e-12, kw_only=True)
     norm: Callable[[PyTree], Scalar] = eqx.field(default=optx.max_norm, kw_only=True)
     memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
-    bounds: Bounds | None = eqx.field(default=None, kw_only=True)
+    bounds: Any = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         check_nonnegative("rtol", self.rtol)
         check_nonnegative("atol", self.atol)
         check_callable("norm", self.norm, "a function of a pytree", "optimistix.max_norm")
         check_count("memory_budget", self.memory_budget)
+        if self.bounds is not None:
+            check_pair(self.bounds)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
         """What `update` is given as `memory` at the first linearisation."""

@@ -108,7 +108,9 @@ class MatrixFree(AbstractIteration):
         # too, and is none. Its rounding is that of its terms, summed without regard to
         # their signs: phi^T r with the signs of r at random.
         terms = _tree.norm(jacobian.rmv(_with_random_signs(residual)))
-        rounding = _ROUNDINGS * jnp.finfo(dtype).eps * terms / norm
+        rounding = (
+            _ROUNDINGS * jnp.finfo(dtype).eps * terms / jnp.where(norm > 0, norm, 1)
+        )
         tolerance = nan_unless(
             nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
         )

@@ -1,0 +1,370 @@
+"""Fits, against SciPy, NIST's certified standard errors and formulas written out."""
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.optimize
+import scipy.stats
+
+import gnlin
+from benchmarks.data import nist
+
+
+X = np.linspace(0, 4, 50)
+NOISE = 0.05 * np.random.default_rng(0).normal(size=50)
+SIGMA = 0.05 * (1 + X)
+START = {"a": 1.0, "rate": 0.5, "c": 0.0}
+
+
+def decay(p, x):
+    return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
+
+
+def plain(x, a, c, rate):
+    return a * np.exp(-rate * x) + c
+
+
+Y = plain(X, 2.5, 0.5, 1.3) + NOISE
+
+
+def values(tree):
+    return np.array([float(v) for v in jax.tree.leaves(tree)])
+
+
+def of_scipy(y=Y, **options):
+    return scipy.optimize.curve_fit(plain, X, y, [1, 0, 0.5], ftol=1e-14, **options)
+
+
+def covariance_of(size):
+    distance = np.abs(np.subtract.outer(np.arange(size), np.arange(size)))
+    return 0.05**2 * 0.5**distance
+
+
+@pytest.mark.parametrize("absolute_sigma", [False, True])
+@pytest.mark.parametrize("sigma", [None, 0.1, SIGMA, covariance_of(50)])
+def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
+    options = {"absolute_sigma": absolute_sigma}
+    fit = gnlin.curve_fit(decay, X, Y, START, sigma=sigma, **options)
+    of_each = np.full(50, sigma) if np.ndim(sigma) == 0 and sigma else sigma
+    parameters, covariance = of_scipy(sigma=of_each, **options)
+    np.testing.assert_allclose(values(fit.parameters), parameters, rtol=1e-6)
+    np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-4)
+    errors = np.sqrt(np.diagonal(covariance))
+    np.testing.assert_allclose(values(fit.standard_errors), errors, rtol=1e-4)
+    block = fit.covariance["a"]["rate"]
+    np.testing.assert_allclose(block, fit.covariance_matrix[0, 2], rtol=1e-12)
+    correlation = covariance[0, 1] / errors[0] / errors[1]
+    np.testing.assert_allclose(fit.correlation["a"]["c"], correlation, rtol=1e-4)
+    residual = Y - plain(X, *parameters)
+    whitened = np.linalg.solve(
+        np.linalg.cholesky(covariance_of(50) if np.ndim(sigma) == 2 else np.eye(50)),
+        residual / (1 if sigma is None or np.ndim(sigma) == 2 else np.asarray(sigma)),
+    )
+    np.testing.assert_allclose(fit.chi_squared, whitened @ whitened, rtol=1e-8)
+    assert fit.degrees_of_freedom == 47
+
+
+@pytest.mark.parametrize("name", ["Misra1a", "Hahn1", "MGH09", "Eckerle4", "Thurber"])
+def test_nists_standard_errors(name):
+    """To 8 digits, which are certified to 11."""
+    problem = nist.load(name)
+    fit = gnlin.curve_fit(problem.model, problem.x, problem.y, problem.starts[1])
+    np.testing.assert_allclose(fit.standard_errors, problem.standard_errors, rtol=1e-8)
+
+
+def test_of_a_bound_and_of_what_is_fixed():
+    bounds = {"rate": (0.0, 1.0), "a": (None, 10.0)}
+    fit = gnlin.curve_fit(decay, X, Y, START, bounds=bounds, fixed=["c"])
+    assert fit.parameters["rate"] == 1.0
+    assert fit.parameters["c"] == 0.0
+    shape = np.exp(-X)
+    a = shape @ Y / (shape @ shape)
+    np.testing.assert_allclose(fit.parameters["a"], a, rtol=1e-8)
+    variance = np.sum((Y - a * shape) ** 2) / 49
+    error = np.sqrt(variance / (shape @ shape))
+    np.testing.assert_allclose(fit.standard_errors["a"], error, rtol=1e-8)
+    assert np.isnan(fit.standard_errors["rate"])
+    assert fit.standard_errors["c"] == 0
+    assert values(fit.at_bound).tolist() == [0, 0, 1]
+    # The objective's derivative, by differences
+    step = 1e-6
+    loss = lambda rate: 0.5 * np.sum((Y - a * np.exp(-rate * X)) ** 2)
+    slope = (loss(1 + step) - loss(1 - step)) / (2 * step)
+    np.testing.assert_allclose(fit.multipliers["rate"], slope, rtol=1e-5)
+    report = str(fit)
+    assert "at its upper bound, multiplier" in report
+    assert "fixed" in report
+
+
+def test_a_bound_that_is_not_reached_changes_nothing():
+    fit = gnlin.curve_fit(decay, X, Y, START, bounds={"rate": (0.0, np.inf)})
+    parameters, covariance = of_scipy()
+    np.testing.assert_allclose(values(fit.parameters), parameters, rtol=1e-6)
+    np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-4)
+
+
+def test_the_bands_are_the_derivatives_formula():
+    fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
+    x = np.array([0.0, 1.0, 7.0])
+    a, c, rate = values(fit.parameters)
+    slopes = np.stack([np.exp(-rate * x), np.ones(3), -a * x * np.exp(-rate * x)], 1)
+    covariance = np.asarray(fit.covariance_matrix)
+    error = np.sqrt(np.einsum("ni,ij,nj->n", slopes, covariance, slopes))
+    quantile = scipy.stats.t.ppf(0.95, 47)
+    mean, low, high = fit.band(x, 0.9)
+    np.testing.assert_allclose(mean, plain(x, a, c, rate), rtol=1e-12)
+    np.testing.assert_allclose(high - mean, quantile * error, rtol=1e-8)
+    np.testing.assert_allclose(mean - low, quantile * error, rtol=1e-8)
+    wide = fit.band(x, 0.9, sigma=0.05 * (1 + x))
+    of_new = np.hypot(error, fit.scale * 0.05 * (1 + x))
+    np.testing.assert_allclose(wide.high - mean, quantile * of_new, rtol=1e-8)
+
+
+def test_profiles_are_those_of_refits_one_by_one():
+    fit = gnlin.curve_fit(decay, X, Y, START)
+    low, high = fit.confidence_intervals(0.95)
+    best, _ = of_scipy()
+    least = np.sum((Y - plain(X, *best)) ** 2)
+    allowed = least * (1 + scipy.stats.f.ppf(0.95, 1, 47) / 47)
+    for k, name in enumerate(("a", "c", "rate")):
+
+        def rise(value, k=k):
+            def residuals(others):
+                return Y - plain(X, *np.insert(others, k, value))
+
+            start = np.delete(best, k)
+            refit = scipy.optimize.least_squares(residuals, start, xtol=1e-14, ftol=1e-14)
+            return 2 * refit.cost - allowed
+
+        error = float(fit.standard_errors[name])
+        ends = (best[k] - 6 * error, best[k]), (best[k], best[k] + 6 * error)
+        roots = [scipy.optimize.brentq(rise, *end, xtol=1e-10) for end in ends]
+        found = float(low[name]), float(high[name])
+        np.testing.assert_allclose(found, roots, rtol=1e-4)
+
+
+def test_an_interval_without_an_end():
+    """Of a rate whose curve has died out before the second point."""
+    x = np.array([0.0, 1.0, 2.0, 3.0])
+    y = np.array([1.0, 0.02, -0.02, 0.01])
+    fit = gnlin.curve_fit(
+        lambda p, x: jnp.exp(-p * x), x, y, 3.0, sigma=0.02, absolute_sigma=True
+    )
+    low, high = fit.confidence_intervals()
+    assert np.isfinite(low)
+    assert high == np.inf
+
+
+def test_outliers_have_no_say():
+    y = Y.copy()
+    y[[3, 20, 40]] += [3.0, -4.0, 5.0]
+    robust = gnlin.curve_fit(decay, X, y, START, loss=gnlin.Huber(1.345))
+    clean = gnlin.curve_fit(decay, X, Y, START)
+    error = values(clean.standard_errors)
+    distance = np.abs(values(robust.parameters) - values(clean.parameters))
+    assert np.all(distance < 2 * error)
+    assert robust.outliers().tolist() == [3, 20, 40]
+    assert "3 outliers, at points 3, 20, 40" in str(robust)
+    # The scale is that of the noise, not of the outliers.
+    np.testing.assert_allclose(robust._data.sigma, 0.05, rtol=0.3)
+    np.testing.assert_allclose(values(robust.standard_errors), error, rtol=0.5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (gnlin.Huber(0.1), "huber"),
+        (gnlin.PseudoHuber(0.1), "soft_l1"),
+        (gnlin.Cauchy(0.1), "cauchy"),
+        (gnlin.Arctan(0.1), "arctan"),
+    ],
+)
+def test_robust_losses_are_scipys(loss, name):
+    y = Y.copy()
+    y[[3, 20, 40]] += [3.0, -4.0, 5.0]
+    fit = gnlin.curve_fit(decay, X, y, START, sigma=1.0, loss=loss)
+    reference = scipy.optimize.least_squares(
+        lambda p: y - plain(X, *p),
+        values(fit.parameters) + 1e-3,
+        loss=name,
+        f_scale=0.1,
+        xtol=1e-15,
+        ftol=1e-15,
+        gtol=1e-15,
+    )
+    np.testing.assert_allclose(values(fit.parameters), reference.x, rtol=1e-5)
+
+
+def test_missing_values():
+    y = Y.copy()
+    y[[7, 30]] = np.nan
+    kept = np.isfinite(y)
+    fit = gnlin.curve_fit(decay, X, y, START, sigma=SIGMA, nan_policy="omit")
+    without = gnlin.curve_fit(decay, X[kept], Y[kept], START, sigma=SIGMA[kept])
+    np.testing.assert_allclose(values(fit.parameters), values(without.parameters))
+    np.testing.assert_allclose(fit.covariance_matrix, without.covariance_matrix)
+    assert fit.degrees_of_freedom == without.degrees_of_freedom == 45
+
+
+@pytest.mark.parametrize("own_starts", [False, True])
+def test_many_data_sets_at_once(own_starts):
+    scales = np.array([1.0, 2.0, 0.5, 3.0])
+    ys = scales[:, None] * Y
+    start = START
+    if own_starts:
+        start = {name: value + 0.1 * scales for name, value in START.items()}
+    fits = gnlin.curve_fit(decay, X, ys, start, sigma=SIGMA)
+    for k, scale in enumerate(scales):
+        one = gnlin.curve_fit(decay, X, scale * Y, START, sigma=SIGMA)
+        of_one = jax.tree.map(lambda leaf, k=k: leaf[k], fits.parameters)
+        np.testing.assert_allclose(values(of_one), values(one.parameters), rtol=1e-6)
+        errors = jax.tree.map(lambda leaf, k=k: leaf[k], fits.standard_errors)
+        np.testing.assert_allclose(values(errors), values(one.standard_errors), rtol=1e-5)
+    assert repr(fits) == "CurveFit(4 data sets, 4 of them converged)"
+
+
+def test_many_starts_find_the_global_minimum():
+    """A sine's frequency has a local minimum at each wrong one."""
+    x = np.linspace(0, 10, 60)
+    y = 2 * np.sin(3.3 * x + 0.4)
+
+    def sine(p, x):
+        return p["a"] * jnp.sin(p["w"] * x + p["phase"])
+
+    start = {"a": 1.0, "w": 1.0, "phase": 0.0}
+    bounds = {"a": (0.1, 5.0), "w": (0.5, 6.0), "phase": (-3.2, 3.2)}
+    fit = gnlin.curve_fit(sine, x, y, start, bounds=bounds, starts=32)
+    np.testing.assert_allclose(values(fit.parameters), [2.0, 0.4, 3.3], rtol=1e-6)
+    assert fit.losses.shape == (32,)
+    assert fit.losses[-1] > 1
+    assert "of 32 starts came to the best loss" in str(fit)
+
+
+def test_complex_values_and_arrays():
+    w = np.linspace(0.1, 3, 20)
+
+    def response(p, w):
+        return p[0] / (1j * w + p[1])
+
+    y = np.asarray(response(np.array([2.0, 0.7]), w))
+    fit = gnlin.curve_fit(response, w, y, np.array([1.0, 1.0]))
+    np.testing.assert_allclose(fit.parameters, [2.0, 0.7], rtol=1e-8)
+    assert fit.covariance.shape == (2, 2)
+    assert fit.names == ("p[0]", "p[1]")
+
+
+def test_in_single_precision():
+    fit = gnlin.curve_fit(
+        decay,
+        jnp.asarray(X, jnp.float32),
+        jnp.asarray(Y, jnp.float32),
+        {k: jnp.float32(v) for k, v in START.items()},
+    )
+    parameters, covariance = of_scipy()
+    np.testing.assert_allclose(values(fit.parameters), parameters, rtol=1e-4)
+    np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-3)
+
+
+def test_inside_jit():
+    @jax.jit
+    def rate(y):
+        fit = gnlin.curve_fit(decay, jnp.asarray(X), y, START)
+        return fit.parameters["rate"], fit.standard_errors["rate"]
+
+    fit = gnlin.curve_fit(decay, X, Y, START)
+    value, error = rate(jnp.asarray(Y))
+    np.testing.assert_allclose(value, fit.parameters["rate"], rtol=1e-8)
+    np.testing.assert_allclose(error, fit.standard_errors["rate"], rtol=1e-6)
+
+
+def test_one_program_for_all_numbers():
+    num_traced = 0
+
+    def traced(p, x):
+        nonlocal num_traced
+        num_traced += 1
+        return decay(p, x)
+
+    bounds = {"rate": (0.0, 5.0)}
+    gnlin.curve_fit(traced, X, Y, START, sigma=0.1, bounds=bounds)
+    before = num_traced
+    bounds = {"rate": (0.1, 4.0)}
+    start = {"a": 2.0, "rate": 1.0, "c": 0.3}
+    gnlin.curve_fit(traced, X, Y + 1, start, sigma=0.2, bounds=bounds)
+    assert num_traced - before <= 1  # its shapes are looked at
+
+
+def test_what_is_not_determined_is_told():
+    with pytest.warns(UserWarning, match=r"to move a by -?1 and b by -?1 leaves the"):
+        fit = gnlin.curve_fit(
+            lambda p, x: (p["a"] + p["b"]) * x, X, Y, {"a": 1.0, "b": 2.0}
+        )
+    assert np.all(np.isinf(values(fit.standard_errors)))
+    assert "not determined" in str(fit)
+    assert fit.degrees_of_freedom == 49
+
+
+def test_fewer_points_than_parameters():
+    with pytest.warns(UserWarning, match="do not determine all parameters"):
+        fit = gnlin.curve_fit(decay, X[:2], Y[:2], START)
+    assert fit.result == optx.RESULTS.successful
+
+
+def test_as_many_points_as_parameters():
+    with pytest.warns(UserWarning, match="no more points than parameters"):
+        gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
+
+
+def test_a_run_that_has_not_converged_says_so():
+    with pytest.warns(UserWarning, match="not converged: all 2 steps were made"):
+        gnlin.curve_fit(decay, X, Y, START, max_steps=2)
+
+
+def test_the_picture():
+    matplotlib.use("Agg")
+    fit = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
+    ax = fit.plot()
+    assert len(ax.lines) >= 2
+    assert ax.get_legend() is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigma": 0.0}, "`sigma` must be positive and finite"),
+        ({"sigma": np.full(50, np.nan)}, "`sigma` must be positive and finite"),
+        ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
+        ({"sigma": -np.eye(50)}, "must be positive definite"),
+        ({"bounds": {"rate": (1.0, 2.0)}}, "start of the parameter .*rate.* is 0.5"),
+        ({"bounds": {"rate": (2.0, 1.0)}}, "lower bound of the parameter .*rate"),
+        ({"bounds": {"speed": (0, 1)}}, "no parameter 'speed' to have bounds"),
+        ({"bounds": {"rate": 1.0}}, "bounds of 'rate' must be a pair"),
+        ({"bounds": 1.0}, "`bounds` must be a dictionary"),
+        ({"fixed": ["speed"]}, "no parameter 'speed' to be fixed"),
+        ({"fixed": ["a", "c", "rate"]}, "All parameters are fixed"),
+        ({"loss": gnlin.SoftmaxCrossEntropy()}, "`loss` must be `gnlin.SquaredError"),
+        ({"nan_policy": "propagate"}, "`nan_policy` must be"),
+        ({"starts": 8}, "`starts` are drawn between the bounds"),
+        ({"starts": 0, "bounds": (-9.0, 9.0)}, "`starts` must be a whole number"),
+        ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
+    ],
+)
+def test_what_cannot_be_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        gnlin.curve_fit(decay, X, Y, START, **options)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (Y[:7], "must have the shapes of `y`, \\(7,\\), but has \\(50,\\)"),
+        (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
+        (np.where(X > 3, np.inf, Y), "`y` must be finite"),
+    ],
+)
+def test_what_is_no_data(y, message):
+    with pytest.raises(ValueError, match=message):
+        gnlin.curve_fit(decay, X, y, START)
