@@ -17,7 +17,7 @@ from .._linearisation import check_outputs, check_parameters, Linearisation, lin
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from ._across_batches import Stride
-from ._verdict import is_stationary, of_all_runs, STANDS_STILL
+from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
 
 
 # So many steps in a row within the tolerances, where there is a gradient, and the run
@@ -410,7 +410,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         lin, aux = linearise(fn, y, args, has_aux=True)
         objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         # Of many runs under `jax.vmap` those that pause wait for all others.
-        waits = state.settled | state.stuck
+        waits = if_of_many(state.settled | state.stuck)
         after = self.advance(objective, lin, evaluate, state)
         y, state = _tree.where(waits, (y, state), after)
         state = jax.lax.cond(
