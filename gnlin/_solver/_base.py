@@ -242,11 +242,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
         num_still = jnp.where(settled, state.num_still, 0)
-        first_loss = jax.lax.cond(
-            num_steps == 0,
-            lambda: objective.value(lin.outputs).astype(dtype),
-            lambda: state.first_loss,
-        )
+        loss = objective.value(lin.outputs).astype(dtype)
+        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         new = State(
             update.memory,
             report,
