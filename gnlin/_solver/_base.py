@@ -23,6 +23,8 @@ from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
 # So many steps in a row within the tolerances, where there is a gradient, and the run
 # stands still.
 _MOST_STILL = 10
+# To look at so many parameters costs less than to decide whether to.
+_FEW = 1_000
 
 
 class Report(eqx.Module):
@@ -386,7 +388,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             return (norm(each) < 1) & _tree.all_finite(y)
 
         small_change = relative(norm(change), norm(residual)) < 1
-        # There may be many parameters, and mostly the residuals settle it.
+        if _tree.size(y) <= _FEW:
+            return small_change & small_step()
+        # Of many parameters: mostly the residuals settle it.
         return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
     #
