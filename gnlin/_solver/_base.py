@@ -18,12 +18,14 @@ from .._linearisation import check_outputs, check_parameters, Linearisation, lin
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from ._across_batches import Stride
-from ._verdict import is_stationary, of_all_runs, STANDS_STILL
+from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
 
 
 # So many steps in a row within the tolerances, where there is a gradient, and the run
 # stands still.
 _MOST_STILL = 10
+# To look at so many parameters costs less than to decide whether to.
+_FEW = 1_000
 
 
 class Report(eqx.Module):
@@ -256,11 +258,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
         num_still = jnp.where(settled, state.num_still, 0)
-        first_loss = jax.lax.cond(
-            num_steps == 0,
-            lambda: objective.value(lin.outputs).astype(dtype),
-            lambda: state.first_loss,
-        )
+        loss = objective.value(lin.outputs).astype(dtype)
+        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         new = State(
             update.memory,
             report,
@@ -421,7 +420,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             return (norm(each) < 1) & _tree.all_finite(y)
 
         small_change = relative(norm(change), norm(residual)) < 1
-        # There may be many parameters, and mostly the residuals settle it.
+        if _tree.size(y) <= _FEW:
+            return small_change & small_step()
+        # Of many parameters: mostly the residuals settle it.
         return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
     #
@@ -443,7 +444,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         lin, aux = linearise(fn, y, args, has_aux=True)
         objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         # Of many runs under `jax.vmap` those that pause wait for all others.
-        waits = state.settled | state.stuck
+        waits = if_of_many(state.settled | state.stuck)
         after = self.advance(objective, lin, evaluate, state)
         y, state = _tree.where(waits, (y, state), after)
         state = jax.lax.cond(

@@ -158,6 +158,18 @@ def _(axis_size, in_batched, flags):
     return of_all_runs(jnp.all(flags)), False
 
 
+@custom_vmap
+def if_of_many(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Of one of many runs under `jax.vmap`, the flag; false of a single run, which has
+    none to wait for: known to the compiler, which drops what would be done if it held."""
+    return jnp.zeros_like(flag)
+
+
+@if_of_many.def_vmap
+def _(axis_size, in_batched, flags):
+    return flags, True
+
+
 class Watch(eqx.Module):
     """Over a run that nothing else checks: the best point so far, and for how many steps
     in a row the loss has been far above where it started."""
