@@ -28,7 +28,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("docs/img"))
     out = parser.parse_args().out
     t = np.linspace(0, 4, 40)
-    noise = 0.05 * np.random.default_rng(0).normal(size=40)
+    noise = 0.15 * np.random.default_rng(0).normal(size=40)
     y = decay({"height": 2.5, "rate": 1.3, "background": 0.4}, t) + noise
     wrong = y.at[jnp.array([8, 30])].add(2.0)
 

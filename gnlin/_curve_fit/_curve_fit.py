@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree
 from .. import _tree
 from .._bounds import Box, check_start
 from .._checks import check_count, check_flag
-from .._losses import AbstractElementwiseLoss, AbstractRobust, SquaredError
+from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, LevenbergMarquardt
 from ._program import Curve, Data, Fitted, fitted, flat, Setting, with_bounds
 from ._result import CurveFit, made
@@ -38,9 +38,9 @@ def curve_fit(
     absolute_sigma: bool = False,
     bounds: Any = None,
     fixed: Iterable[str] = (),
-    loss: AbstractElementwiseLoss = SquaredError(),
+    loss: AbstractLoss = SquaredError(),
     starts: int | None = None,
-    nan_policy: Literal["raise", "omit"] = "raise",
+    nan_policy: str = "raise",
     max_steps: int = 1000,
 ) -> CurveFit:
     r"""Fit a function's parameters to data: their values, and how well they are known.
@@ -322,7 +322,7 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
     # Its first point is a corner.
     sequence = scipy.stats.qmc.Sobol(low.size, scramble=False).fast_forward(1)
     drawn = sequence.random(number - 1) if number > 1 else np.zeros((0, low.size))
-    points = low + jnp.asarray(drawn, low.dtype) * (high - low)
+    points = low[None] + jnp.asarray(drawn, low.dtype) * (high - low)[None]
     unravel = _tree.Structure.of(first).unravel
 
     def of_one(start):

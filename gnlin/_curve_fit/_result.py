@@ -203,12 +203,12 @@ class CurveFit(eqx.Module):
         return float(scipy.stats.t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
     def outliers(self) -> np.ndarray:
-        """Where a robust loss pulls less than half as much as squared error would."""
+        """Where a robust loss pulls less than a third as much as squared error would."""
         loss, residuals = self._setting.loss, np.asarray(self.residuals)
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)
         pull = np.abs(np.asarray(loss.derivative(jnp.asarray(residuals), jnp.zeros(()))))
-        return np.flatnonzero(pull < 0.5 * np.abs(residuals))
+        return np.flatnonzero(pull < np.abs(residuals) / 3)
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
         """Data with their errors, the curve, and its confidence band; needs matplotlib,

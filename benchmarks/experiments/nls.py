@@ -1,0 +1,213 @@
+"""Moré, Garbow and Hillstrom's problems from near and far: gnlin beside other libraries.
+
+41 least-squares problems, each from its start and from 10 and 100 times as far from zero.
+A run is *solved* if its sum of squares is one of the minima that are known. What a solver
+reports as solved is *false* if it is none, and SciPy goes on from there to less.
+"""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from rich.table import Table
+
+import gnlin
+
+from .._options import Options
+from .._results import circumstances, write_csv, write_json
+from ..data.classical import FACTORS, Problem, PROBLEMS
+from ..figures import figure
+from ..speed.report import wide_console
+from .nist import (
+    jaxopt_levenberg_marquardt,
+    MAX_STEPS,
+    Outcome,
+    scipy_least_squares,
+    Solve,
+    through_optimistix,
+)
+
+
+QUICK = ("rosenbrock-2", "helical_valley-3", "bard-3")
+# What a report of success may leave for another solver to gain.
+_GAIN = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    problem: str
+    factor: float
+    solver: str
+    sum_of_squares: float
+    solved: bool
+    reported: bool
+    false: bool
+    steps: int | None
+    evaluations: int | None
+    result: str
+
+
+def run(options: Options) -> None:
+    """Solve, print, and write nls.csv, settings.json and the profiles."""
+    problems = [p for p in PROBLEMS if not options.quick or p.name in QUICK]
+    solvers = _solvers(options.quick)
+    console = wide_console(200)
+    began = time.perf_counter()
+    rows = []
+    for problem in problems:
+        for factor in FACTORS:
+            rows += [attempt(problem, factor, *solver) for solver in solvers.items()]
+        jax.clear_caches()
+        console.print(f"{problem.name}: {time.perf_counter() - began:.0f} s so far")
+    console.print(_table(rows, tuple(solvers)))
+    console.print(_summary(rows, tuple(solvers)))
+    write_csv(options.out / "nls.csv", rows)
+    settings = {
+        **circumstances(),
+        "quick": options.quick,
+        "problems": [problem.name for problem in problems],
+        "factors": FACTORS,
+        "max_steps": MAX_STEPS,
+    }
+    write_json(options.out / "settings.json", settings)
+    draw(rows, tuple(solvers), options.out)
+
+
+def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
+    """One solver from one start. What raises has not reported anything."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # overflow on the way is part of the task
+        try:
+            outcome = solve(problem, problem.from_far(factor))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            nothing = np.full(len(problem.start), np.nan)
+            outcome = Outcome(nothing, None, None, reason, reported=False)
+        end = sum_of_squares(problem, outcome.parameters)
+        solved = problem.is_minimum(end)
+        false = outcome.reported and not solved and _goes_on(problem, outcome.parameters)
+    return Row(
+        problem=problem.name,
+        factor=factor,
+        solver=solver,
+        sum_of_squares=end,
+        solved=solved,
+        reported=outcome.reported,
+        false=false,
+        steps=outcome.steps,
+        evaluations=outcome.evaluations,
+        result=outcome.result,
+    )
+
+
+def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
+    return float(jnp.sum(problem.residuals(jnp.asarray(y)) ** 2))
+
+
+def _goes_on(problem: Problem, y: np.ndarray) -> bool:
+    """Whether there is less to be had from there, for one of SciPy's methods."""
+    before = sum_of_squares(problem, y)
+    if not np.isfinite(before):
+        return True
+    for method in ("lm", "trf"):
+        try:
+            after = scipy_least_squares(method, tight=True)(problem, y).parameters
+        except ValueError:  # of numbers that it cannot start from
+            continue
+        if sum_of_squares(problem, after) < (1 - _GAIN) * before:
+            return True
+    return False
+
+
+def _solvers(quick: bool) -> dict[str, Solve]:
+    ours = {"gnlin LM": through_optimistix(gnlin.LevenbergMarquardt())}
+    rule = gnlin.damping.TrustRegion()
+    theirs = optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10)
+    if quick:
+        return {**ours, "SciPy lm": scipy_least_squares("lm", tight=True)}
+    return {
+        **ours,
+        "gnlin LM, trust region": through_optimistix(
+            gnlin.LevenbergMarquardt(damping=rule)
+        ),
+        "optimistix LM": through_optimistix(theirs),
+        "jaxopt LM": jaxopt_levenberg_marquardt,
+        "SciPy lm": scipy_least_squares("lm", tight=True),
+        "SciPy trf": scipy_least_squares("trf", tight=True),
+        "SciPy dogbox": scipy_least_squares("dogbox", tight=True),
+    }
+
+
+#
+# The tables
+#
+
+
+def _table(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
+    title = "Sum of squares / steps (* not solved, ! falsely reported)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("problem", no_wrap=True)
+    for solver in solvers:
+        table.add_column(solver, justify="right")
+    cells = {(row.problem, row.factor, row.solver): row for row in rows}
+    for name, factor in dict.fromkeys((row.problem, row.factor) for row in rows):
+        of_solvers = (_cell(cells[name, factor, solver]) for solver in solvers)
+        table.add_row(f"{name} x {factor:g}", *of_solvers)
+    return table
+
+
+def _cell(row: Row) -> str:
+    steps = "-" if row.steps is None else f"{row.steps:,}"
+    marks = "*" * (not row.solved) + "!" * row.false
+    return f"{row.sum_of_squares:.6g}{marks} / {steps}"
+
+
+def _summary(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
+    table = Table(title="All of them", title_justify="left")
+    table.add_column("solver")
+    for heading in ("solved", "and reported", "falsely reported", "of", "median steps"):
+        table.add_column(heading, justify="right")
+    for solver in solvers:
+        own = [row for row in rows if row.solver == solver]
+        steps = [row.steps for row in own if row.solved and row.steps is not None]
+        table.add_row(
+            solver,
+            str(sum(row.solved for row in own)),
+            str(sum(row.solved and row.reported for row in own)),
+            str(sum(row.false for row in own)),
+            str(len(own)),
+            f"{np.median(steps):g}" if steps else "",
+        )
+    return table
+
+
+def draw(rows: Sequence[Row], solvers: Sequence[str], folder: Path) -> None:
+    """Performance profiles of the steps (Dolan and Moré, 2002): for each ratio, on which
+    part of the problems a solver takes at most so many times the fewest steps of any."""
+    cases = list(dict.fromkeys((row.problem, row.factor) for row in rows))
+    steps = np.full((len(solvers), len(cases)), np.inf)
+    for row in rows:
+        if row.solved and row.steps is not None:
+            place = solvers.index(row.solver), cases.index((row.problem, row.factor))
+            steps[place] = max(row.steps, 1)
+    fewest = steps.min(axis=0)
+    ratios = steps[:, np.isfinite(fewest)] / fewest[np.isfinite(fewest)]
+    at = np.logspace(0, 3, 200)
+    fig, ax = figure()
+    for solver, own in zip(solvers, ratios, strict=True):
+        share = [np.sum(own <= ratio) / len(cases) for ratio in at]
+        ax.plot(at, share, label=solver)
+    ax.set(
+        xscale="log",
+        xlabel="steps, over the fewest of any solver",
+        ylabel="part of the problems",
+        ylim=(0, 1),
+    )
+    ax.legend()
+    fig.savefig(folder / "nls.png")
