@@ -30,6 +30,7 @@ EXPERIMENTS = {
 }
 BENCHMARKS = {
     "nist": "benchmarks.experiments.nist",
+    "nls": "benchmarks.experiments.nls",
     "speed": "benchmarks.speed",
     "speed-training": "benchmarks.speed_training",
 }

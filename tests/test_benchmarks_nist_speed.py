@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks import speed_training
+from benchmarks.__main__ import main
 from benchmarks._options import Options
 from benchmarks.data import nist
 from benchmarks.experiments import nist as nist_experiment
@@ -230,3 +231,14 @@ def test_training_speed_quick_writes_its_results(tmp_path, capsys):
     for row in rows:
         assert math.isfinite(float(row["measured"])), row["what"]
     assert json.loads((tmp_path / "settings.json").read_text())["quick"] is True
+
+
+def test_the_classical_problems(tmp_path):
+    """Those of `--quick` are solved, and said to be; the tables and the profiles are
+    written."""
+    assert main(["nls", "--quick", "--out", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "nls.csv").read_text().splitlines()))
+    assert len(rows) == 3 * 3 * 2
+    ours = [row for row in rows if row["solver"] == "gnlin LM"]
+    assert all(row["solved"] == "True" and row["reported"] == "True" for row in ours)
+    assert (tmp_path / "nls.png").stat().st_size > 10_000

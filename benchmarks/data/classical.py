@@ -23,6 +23,9 @@ class Problem:
     fn: Callable[[Any], Any]
     start: tuple[float, ...]
     minima: tuple[float, ...]
+    x: float = 0.0
+    """The data, of which there are none, are not used."""
+    y: float = 0.0
 
     def residuals(self, b: jax.Array, args: Any = None) -> jax.Array:
         """As one array. `args` are not used: the data are part of the problem."""

@@ -5,7 +5,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,24 @@ class Outcome:
     steps: int | None
     evaluations: int | None
     result: str
+    reported: bool
+    """As solved, by the solver itself."""
 
 
-Solve = Callable[[nist.Problem, np.ndarray], Outcome]
+class Problem(Protocol):
+    """NIST's, or another."""
+
+    @property
+    def residuals(self) -> Callable: ...
+
+    @property
+    def x(self) -> Any: ...
+
+    @property
+    def y(self) -> Any: ...
+
+
+Solve = Callable[[Any, np.ndarray], Outcome]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +102,7 @@ def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             outcome = Outcome(
-                np.full(problem.certified.shape, np.nan), None, None, reason
+                np.full(problem.certified.shape, np.nan), None, None, reason, False
             )
     lre = problem.lre(outcome.parameters)
     return Row(
@@ -115,28 +130,32 @@ def _quick_solvers() -> dict[str, Solve]:
 def _solvers() -> dict[str, Solve]:
     tight: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
     return {
-        "gnlin LM": _optimistix(gnlin.LevenbergMarquardt()),
-        "gnlin LM marquardt": _optimistix(gnlin.LevenbergMarquardt(scaling="marquardt")),
-        "gnlin LM identity": _optimistix(gnlin.LevenbergMarquardt(scaling="identity")),
-        "gnlin GN": _optimistix(gnlin.GaussNewton(search=None)),
-        "optimistix LM": _optimistix(optx.LevenbergMarquardt(**tight)),
-        "optimistix Dogleg": _optimistix(optx.Dogleg(**tight)),
-        "optimistix GN": _optimistix(optx.GaussNewton(**tight)),
-        "jaxopt LM": _jaxopt_levenberg_marquardt,
+        "gnlin LM": through_optimistix(gnlin.LevenbergMarquardt()),
+        "gnlin LM marquardt": _by_scaling("marquardt"),
+        "gnlin LM identity": _by_scaling("identity"),
+        "gnlin GN": through_optimistix(gnlin.GaussNewton(search=None)),
+        "optimistix LM": through_optimistix(optx.LevenbergMarquardt(**tight)),
+        "optimistix Dogleg": through_optimistix(optx.Dogleg(**tight)),
+        "optimistix GN": through_optimistix(optx.GaussNewton(**tight)),
+        "jaxopt LM": jaxopt_levenberg_marquardt,
         "jaxopt GN": _jaxopt_gauss_newton,
-        "SciPy lm": _scipy("lm", tight=True),
-        "SciPy trf": _scipy("trf", tight=True),
-        "SciPy lm default": _scipy("lm", tight=False),
-        "SciPy trf default": _scipy("trf", tight=False),
+        "SciPy lm": scipy_least_squares("lm", tight=True),
+        "SciPy trf": scipy_least_squares("trf", tight=True),
+        "SciPy lm default": scipy_least_squares("lm", tight=False),
+        "SciPy trf default": scipy_least_squares("trf", tight=False),
     }
 
 
-def _data(problem: nist.Problem) -> tuple[jax.Array, jax.Array]:
+def _by_scaling(scaling: Any) -> Solve:
+    return through_optimistix(gnlin.LevenbergMarquardt(scaling=scaling))
+
+
+def _data(problem: Problem) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(problem.x), jnp.asarray(problem.y)
 
 
-def _optimistix(solver: Any) -> Solve:
-    def solve(problem: nist.Problem, start: np.ndarray) -> Outcome:
+def through_optimistix(solver: Any) -> Solve:
+    def solve(problem: Problem, start: np.ndarray) -> Outcome:
         solution = optx.least_squares(
             problem.residuals,
             solver,
@@ -150,6 +169,7 @@ def _optimistix(solver: Any) -> Solve:
             int(solution.stats["num_steps"]),
             _evaluations(solution.stats),
             _first_sentence(optx.RESULTS[solution.result]),
+            bool(solution.result == optx.RESULTS.successful),
         )
 
     return solve
@@ -166,7 +186,7 @@ def _evaluations(stats: dict[str, Any]) -> int | None:
     return int(stats["num_accepted_steps"] + stats["num_rejected_steps"])
 
 
-def _jaxopt_levenberg_marquardt(problem: nist.Problem, start: np.ndarray) -> Outcome:
+def jaxopt_levenberg_marquardt(problem: Problem, start: np.ndarray) -> Outcome:
     # QR on the stacked Jacobian: its other linear solvers square the condition number.
     # Its other stopping rule, on the gradient, is absolute, and mostly is never met.
     import jaxopt
@@ -185,7 +205,7 @@ def _jaxopt_levenberg_marquardt(problem: nist.Problem, start: np.ndarray) -> Out
     return _jaxopt(solver, problem, start)
 
 
-def _jaxopt_gauss_newton(problem: nist.Problem, start: np.ndarray) -> Outcome:
+def _jaxopt_gauss_newton(problem: Problem, start: np.ndarray) -> Outcome:
     import jaxopt
 
     solver = jaxopt.GaussNewton(
@@ -198,21 +218,21 @@ def _jaxopt_gauss_newton(problem: nist.Problem, start: np.ndarray) -> Outcome:
     return _jaxopt(solver, problem, start)
 
 
-def _jaxopt(solver: Any, problem: nist.Problem, start: np.ndarray) -> Outcome:
+def _jaxopt(solver: Any, problem: Problem, start: np.ndarray) -> Outcome:
     end = jax.jit(solver.run)(jnp.asarray(start), _data(problem))
     steps = int(end.state.iter_num)
     stopped = "stopped by itself" if steps < MAX_STEPS else "all steps used"
-    return Outcome(np.asarray(end.params), steps, None, stopped)
+    return Outcome(np.asarray(end.params), steps, None, stopped, steps < MAX_STEPS)
 
 
-def _scipy(method: Any, tight: bool) -> Solve:
+def scipy_least_squares(method: Any, tight: bool) -> Solve:
     from scipy.optimize import least_squares
 
     tolerance = 1e-15 if tight else 1e-8  # the latter is its default
     # Scaling by the Jacobian's columns does better than none where precision counts.
     x_scale: Any = "jac" if tight else 1.0
 
-    def solve(problem: nist.Problem, start: np.ndarray) -> Outcome:
+    def solve(problem: Problem, start: np.ndarray) -> Outcome:
         data = _data(problem)
         residuals = jax.jit(problem.residuals)
         jacobian: Any = jax.jit(jax.jacfwd(problem.residuals))
@@ -228,7 +248,8 @@ def _scipy(method: Any, tight: bool) -> Solve:
             xtol=tolerance,
             gtol=tolerance,
         )
-        return Outcome(result.x, int(result.njev), int(result.nfev), result.message)
+        counts = int(result.njev), int(result.nfev)
+        return Outcome(result.x, *counts, result.message, result.status > 0)
 
     return solve
 

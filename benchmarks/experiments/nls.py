@@ -88,7 +88,7 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             nothing = np.full(len(problem.start), np.nan)
-            outcome = Outcome(nothing, None, None, reason, reported=False)
+            outcome = Outcome(nothing, None, None, reason, False)
         end = sum_of_squares(problem, outcome.parameters)
         solved = problem.is_minimum(end)
         false = outcome.reported and not solved and _goes_on(problem, outcome.parameters)
@@ -199,15 +199,15 @@ def draw(rows: Sequence[Row], solvers: Sequence[str], folder: Path) -> None:
     fewest = steps.min(axis=0)
     ratios = steps[:, np.isfinite(fewest)] / fewest[np.isfinite(fewest)]
     at = np.logspace(0, 3, 200)
-    fig, ax = figure()
-    for solver, own in zip(solvers, ratios, strict=True):
-        share = [np.sum(own <= ratio) / len(cases) for ratio in at]
-        ax.plot(at, share, label=solver)
-    ax.set(
-        xscale="log",
-        xlabel="steps, over the fewest of any solver",
-        ylabel="part of the problems",
-        ylim=(0, 1),
-    )
-    ax.legend()
-    fig.savefig(folder / "nls.png")
+    with figure(folder / "nls.png", 8, 5) as drawing:
+        ax = drawing.subplots()
+        for solver, own in zip(solvers, ratios, strict=True):
+            share = [np.sum(own <= ratio) / len(cases) for ratio in at]
+            ax.plot(at, share, label=solver)
+        ax.set(
+            xscale="log",
+            xlabel="steps, over the fewest of any solver",
+            ylabel="part of the problems",
+            ylim=(0, 1),
+        )
+        ax.legend()

@@ -28,7 +28,7 @@ from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import Again, between_bounds
-from ._scaling import check_scaling, choose_scaled, Scaling
+from ._scaling import check_scaling, choose_scaled, Lasting, Scaling
 from ._stepping import check_quadratic
 from ._trials import try_dampings
 
@@ -52,6 +52,7 @@ class _Memory(eqx.Module):
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
+    damping: Float[Array, ""]  # of the last step
     last: "_Last | None" = None  # across batches
 
 
@@ -153,7 +154,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
         scale = None if unscaled else _tree.zeros_like(y)
         rule, one = self._rule(across=False), jnp.ones((), dtype)
-        return _Memory(rule.init(dtype), jnp.array(0), scale, -one, one)
+        zero = jnp.zeros((), dtype)
+        return _Memory(rule.init(dtype), jnp.array(0), scale, -one, one, zero)
 
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
@@ -186,12 +188,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
         how = problem, kind, tries, method
-        norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting=True)
+        lasting = Lasting(memory.damping, lin.point)
+        norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting)
 
         def again(damping: Scalar) -> Again:
             def step(lin: Linearisation) -> PyTree[Array]:
                 how = problem_of(self.form, objective, lin), kind, 1, method
-                _, subproblem = choose_scaled((scaling, norms), *how, lasting=True)
+                _, subproblem = choose_scaled((scaling, norms), *how, lasting)
                 return subproblem.solve(Tikhonov(damping)).step
 
             return step
@@ -241,7 +244,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.rule, m.num_idle), memory, (trial.rule, num_idle)
+                lambda m: (m.rule, m.num_idle, m.damping),
+                memory,
+                (trial.rule, num_idle, trial.damping),
             ),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
