@@ -75,6 +75,7 @@ from ._subproblem import (
     choose as choose,
     MixedPrecision as MixedPrecision,
 )
+from ._uncertainty import predictive_variance as predictive_variance
 
 
 __version__ = _version("gnlin")

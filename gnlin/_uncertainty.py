@@ -1,11 +1,15 @@
-"""What a fit knows of its parameters: their covariance, from singular values."""
+"""What a fit knows: the covariance of its parameters, from singular values, and the
+variance of a linearised model's predictions."""
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Scalar
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from . import _small_svd
+from ._checks import check_finite_positive
+from ._linearisation import Linearisation
 from ._tree import matmul
 
 
@@ -80,3 +84,64 @@ def robust_variance(
     correction = 1 + num_parameters / number * spread / mean**2
     pulls = jnp.sum(counted * pull**2) / (number - num_parameters)
     return correction**2 * pulls / mean**2
+
+
+def predictive_variance(
+    test: Linearisation,
+    train: Linearisation,
+    damping: ScalarLike,
+    variance: ScalarLike = 1.0,
+) -> PyTree[Array]:
+    r"""The variance of a linearised model's outputs on test inputs, given training data
+    (the linearised Laplace approximation, for squared error):
+
+    $$\sigma^2\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top =
+    \tfrac{\sigma^2}{\lambda}(K_{**} - K_{*}(K + \lambda I)^{-1}K_{*}^\top),$$
+
+    its diagonal, on the side that is smaller: with more parameters than outputs it takes
+    kernels only, by layers where there are any, and m x m numbers.
+
+    **Arguments:**
+
+    - `test`, `train`: linearisations of one model at one point, on the two sets of
+        inputs, as from [`gnlin.features.linearise_model`][].
+    - `damping`: $\lambda > 0$, as the model was trained with: the prior precision of the
+        parameters, in units of the noise's.
+    - `variance`: $\sigma^2$, of the noise.
+
+    **Returns:** the variances, in the structure of the outputs; the noise of a new
+    measurement is not in them.
+
+    **Raises:** `ValueError` if `damping` is not positive.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 1, 16, 2, key=jax.random.key(0))
+        train = gnlin.features.linearise_model(model, inputs[:4])
+        test = gnlin.features.linearise_model(model, inputs[4:])
+        variances = gnlin.predictive_variance(test, train, damping=0.1)
+        ```
+
+    ??? cite "Reference"
+
+        A. Immer, M. Korzepa and M. Bauer, *Improving predictions of Bayesian neural nets
+        via local linearization*, AISTATS (2021), equation 8.
+    """
+    check_finite_positive("damping", damping)
+    m, p = train.shape
+
+    def whitened(square, sides):
+        damped = square + jnp.asarray(damping, square.dtype) * jnp.eye(len(square))
+        factor = jnp.linalg.cholesky(damped.astype(square.dtype))
+        half = jax.scipy.linalg.solve_triangular(factor, sides, lower=True)
+        return jnp.sum(half**2, axis=0)
+
+    if p <= m:
+        flat = whitened(train.curvature(), test.matrix().T)
+    else:
+        prior = jnp.diagonal(test.kernel())
+        rest = jnp.maximum(prior - whitened(train.kernel(), train.kernel(test)), 0)
+        flat = rest / jnp.asarray(damping, rest.dtype)
+    flat *= jnp.asarray(variance, flat.dtype)
+    return test.jacobian.codomain.unravel(flat)

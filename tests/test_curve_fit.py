@@ -1,5 +1,6 @@
 """Fits, against SciPy, NIST's certified standard errors and formulas written out."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -369,3 +370,24 @@ def test_what_cannot_be_meant(options, message):
 def test_what_is_no_data(y, message):
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(decay, X, y, START)
+
+
+@pytest.mark.parametrize("num_train", [5, 60])
+def test_the_variance_of_predictions(num_train):
+    """On either side, against the formula with the dense Jacobians."""
+    model = eqx.nn.MLP(2, 2, 5, 1, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (num_train, 2))
+    new = jax.random.normal(jax.random.key(2), (7, 2))
+    train, test = (gnlin.features.linearise_model(model, part) for part in (x, new))
+    found = gnlin.predictive_variance(test, train, 0.3, variance=2.0)
+    phi, phi_new = np.asarray(train.matrix()), np.asarray(test.matrix())
+    inverse = np.linalg.inv(phi.T @ phi + 0.3 * np.eye(phi.shape[1]))
+    expected = 2.0 * np.diagonal(phi_new @ inverse @ phi_new.T)
+    np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-9)
+    assert found.shape == (7, 2)
+
+
+def test_without_damping_there_is_no_prior():
+    lin = gnlin.linearise(lambda y, _: y**2, jnp.ones(3))
+    with pytest.raises(ValueError, match="`damping` must be greater than 0"):
+        gnlin.predictive_variance(lin, lin, 0.0)
