@@ -1,7 +1,8 @@
 """Differential equations with known solutions, as groups of residuals of a network.
 
-A point is (x_1, ..., x_d), or (t, x) where there is a time. Derivatives by its coordinates
-are taken forwards: there are few of them, and a layer's weights stay a layer's.
+A point is (x_1, ..., x_d), or (t, x) where there is a time. Derivatives by its
+coordinates are taken forwards: there are few of them, and a layer's weights stay a
+layer's.
 """
 
 import dataclasses

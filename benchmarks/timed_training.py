@@ -1,7 +1,8 @@
 """Models trained on groups of residuals for so many seconds, by whom, and how they came.
 
 Compilation is apart, and so is whatever is asked of the models on the way: they are kept,
-and looked at later.
+and looked at later. On a CPU the seconds are those of the process, so that other work on
+the machine does not count.
 """
 
 import time
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar
 
 import gnlin
 
@@ -48,14 +49,20 @@ class _Clock:
     """When to look: at times that grow by the same factor, and at the end."""
 
     def __init__(self, seconds: float, num_looks: int):
+        on_cpu = jax.default_backend() == "cpu"
+        self.time = time.process_time if on_cpu else time.perf_counter
         self.seconds = seconds
         self.times = list(np.geomspace(seconds / 1000, seconds, num_looks))
         self.looks: list[Look] = []
-        self.begun = time.perf_counter()
+        self.begun = self.time()
+
+    @property
+    def now(self) -> float:
+        return self.time() - self.begun
 
     def told(self, steps: int, model: PyTree) -> bool:
         """Whether time is up."""
-        now = time.perf_counter() - self.begun
+        now = self.now
         over = now >= self.seconds
         if over or now >= self.times[0]:
             self.looks.append(Look(now, steps, model))
@@ -65,10 +72,11 @@ class _Clock:
 
 def objective(model: PyTree, groups: Groups) -> Scalar:
     """That of gnlin: squared errors, by the groups' weights."""
-    found = [
-        group.weight * jnp.sum(_residuals(group, model) ** 2) for group in groups.values()
+    squares = [
+        jnp.asarray(group.weight) * jnp.sum(_residuals(group, model) ** 2)
+        for group in groups.values()
     ]
-    return 0.5 * sum(found[1:], found[0])
+    return 0.5 * jnp.sum(jnp.stack(squares))
 
 
 def _residuals(group: gnlin.Residuals, model: PyTree) -> Float[Array, " m"]:
@@ -120,7 +128,7 @@ class _Descent:
     """Some steps of an optimiser, compiled; its learning rate, if it takes one, is given
     with each call."""
 
-    def __init__(self, make: Callable[[ScalarLike], Any], steps_a_call: int):
+    def __init__(self, make: Callable[[Any], Any], steps_a_call: int):
         self.steps_a_call = steps_a_call
         self._init = lambda trained: promoting(make(0.0).init)(trained)
 
@@ -134,7 +142,12 @@ class _Descent:
                 trained, state = carry
                 value, gradient = jax.value_and_grad(value_of)(trained)
                 updates, state = optimiser.update(
-                    gradient, state, trained, value=value, grad=gradient, value_fn=value_of
+                    gradient,
+                    state,
+                    trained,
+                    value=value,
+                    grad=gradient,
+                    value_fn=value_of,
                 )
                 return optax.apply_updates(trained, updates), state
 
@@ -157,20 +170,18 @@ class _Descent:
     ) -> tuple[PyTree, int]:
         """As long as the clock says; `rate` is of the share of the time that is over."""
         carry, frozen = self.begin(model)
-        begun, over = time.perf_counter() - clock.begun, False
+        begun, over = clock.now, False
         while not over:
-            now = time.perf_counter() - clock.begun
-            share = (now - begun) / (end - begun)
+            share = (clock.now - begun) / (end - begun)
             carry = self._advance(carry, frozen, groups, jnp.asarray(rate(share)))
             carry = jax.block_until_ready(carry)
             steps += self.steps_a_call
             model = eqx.combine(carry[0], frozen)
-            over = clock.told(steps, model)
-            over |= time.perf_counter() - clock.begun >= end
+            over = clock.told(steps, model) or clock.now >= end
         return model, steps
 
     def compiled(self, model: PyTree, groups: Groups) -> None:
-        """Also for what it hands to itself, whose types need not be those of the start."""
+        """Also for what it hands to itself: its types need not be those of the start."""
         carry, frozen = self.begin(model)
         for _ in range(2):
             carry = self._advance(carry, frozen, groups, jnp.asarray(0.0))
@@ -183,7 +194,9 @@ _LBFGS = _Descent(lambda rate: optax.lbfgs(), 5)
 
 def adam(rate: float) -> Trainer:
     """Its learning rate falls as a cosine, to nothing at the end."""
-    return _descents((_ADAM, lambda share: rate * 0.5 * (1 + np.cos(np.pi * share))))
+    return _descents(
+        (_ADAM, lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1))))
+    )
 
 
 def lbfgs() -> Trainer:
@@ -193,7 +206,7 @@ def lbfgs() -> Trainer:
 
 def adam_then_lbfgs(rate: float) -> Trainer:
     """Half of the time each."""
-    falling = lambda share: rate * 0.5 * (1 + np.cos(np.pi * share))
+    falling = lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1)))
     return _descents((_ADAM, falling), (_LBFGS, lambda share: 0.0))
 
 
@@ -215,6 +228,19 @@ def _descents(*parts: tuple[_Descent, Callable[[float], float]]) -> Trainer:
 #
 
 
+def rows_of(
+    model_at: Callable[[Array], PyTree], v: Float[Array, " p"], groups: Groups
+) -> tuple[Float[Array, " m"], Float[Array, "m p"]]:
+    """The residuals, and by a reverse pass of each their derivatives; weighted."""
+    found = []
+    for group in groups.values():
+        of_one = lambda v, x, fn=group.fn: fn(model_at(v), x)
+        pair = jax.vmap(jax.value_and_grad(of_one), (None, 0))(v, group.data)
+        found.append([jnp.sqrt(group.weight) * each for each in pair])
+    residual, rows = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    return residual, rows
+
+
 @eqx.filter_jit
 def natural_step(model: PyTree, groups: Groups) -> PyTree:
     """Of energy natural gradient descent: the Gramian of the residuals' gradients, a
@@ -223,14 +249,7 @@ def natural_step(model: PyTree, groups: Groups) -> PyTree:
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(trained)
     model_at = lambda v: eqx.combine(unravel(v), frozen)
-    rows, residuals = [], []
-    for group in groups.values():
-        of_one = lambda v, x, fn=group.fn: fn(model_at(v), x)
-        found = jax.vmap(jax.value_and_grad(of_one), (None, 0))(flat, group.data)
-        root = jnp.sqrt(group.weight)
-        residuals.append(root * found[0])
-        rows.append(root * found[1])
-    jacobian, residual = jnp.concatenate(rows), jnp.concatenate(residuals)
+    residual, jacobian = rows_of(model_at, flat, groups)
     gramian, gradient = jacobian.T @ jacobian, jacobian.T @ residual
     direction = jnp.linalg.lstsq(gramian, gradient)[0]
     lengths = jnp.asarray(LENGTHS)

@@ -35,9 +35,7 @@ def test_points_are_where_they_belong(name):
     groups = equation.groups(64)
     low, high = np.array(equation.axes).T
     for group in groups.values():
-        x = np.asarray(
-            group.data["x"] if isinstance(group.data, dict) else group.data
-        )
+        x = np.asarray(group.data["x"] if isinstance(group.data, dict) else group.data)
         assert np.all((low <= x) & (x <= high))
         assert group.weight == pytest.approx(1 / len(x))
     assert len(groups["interior"].data) == 64
