@@ -173,7 +173,7 @@ class _Descent:
         begun, over = clock.now, False
         while not over:
             share = (clock.now - begun) / (end - begun)
-            carry = self._advance(carry, frozen, groups, jnp.asarray(rate(share)))
+            carry = self._advance(carry, frozen, groups, jnp.asarray(rate(share), float))
             carry = jax.block_until_ready(carry)
             steps += self.steps_a_call
             model = eqx.combine(carry[0], frozen)
@@ -184,7 +184,7 @@ class _Descent:
         """Also for what it hands to itself: its types need not be those of the start."""
         carry, frozen = self.begin(model)
         for _ in range(2):
-            carry = self._advance(carry, frozen, groups, jnp.asarray(0.0))
+            carry = self._advance(carry, frozen, groups, jnp.zeros((), float))
         jax.block_until_ready(carry)
 
 

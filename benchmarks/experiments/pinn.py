@@ -40,7 +40,7 @@ COLOURS = {
     LBFGS: ORANGE,
     BOTH: PURPLE,
 }
-DAMPING, MOMENTUM = 1e-10, 0.9
+DAMPING, MOMENTUM = 1e-6, 0.9
 
 ACCURACY = {
     "poisson-2d": 1e-6,
@@ -63,10 +63,10 @@ class Size(NamedTuple):
 
 SMALL = {
     "poisson-2d": Size((32,), 784),
-    "poisson-5d": Size((32, 32), 600),
-    "heat": Size((64,), 784),
-    "burgers": Size((20, 20), 784),
-    "conductivity": Size((32,), 576),
+    "poisson-5d": Size((64,), 400),
+    "heat": Size((32,), 400),
+    "burgers": Size((16, 16), 576),
+    "conductivity": Size((32,), 400),
 }
 TINY = {name: Size((8,), 64) for name in SMALL}
 LARGE = {
@@ -84,7 +84,7 @@ class Pinn(Settings):
     seeds: int = 3
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
     """Of the equations, by their names."""
-    seconds: float = 5.0
+    seconds: float = 4.0
     rates: tuple[float, ...] = (3e-3, 1e-2)
     """Of Adam: the best of these, at the end, on the test points."""
     num_looks: int = 60
