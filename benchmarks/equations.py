@@ -6,6 +6,7 @@ layer's.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -161,6 +162,7 @@ def _group(fn: Callable, data: PyTree) -> gnlin.Residuals:
     return gnlin.Residuals(fn, data, weight=1 / number, loss=loss)
 
 
+@functools.cache  # the same function is compiled once
 def _equals(exact: Callable) -> Callable:
     return lambda u, x: u(x) - exact(x)
 
