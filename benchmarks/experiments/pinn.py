@@ -31,7 +31,7 @@ LM, SPRING = "Levenberg-Marquardt", "damped, momentum, grid search"
 NATURAL = "energy natural gradients, by hand"
 ADAM, LBFGS, BOTH = "Adam", "L-BFGS", "Adam, then L-BFGS"
 TUNED = ADAM, BOTH
-FIRST_ORDER = ADAM, LBFGS, BOTH
+OURS, FIRST_ORDER = (LM, SPRING), (ADAM, LBFGS, BOTH)
 COLOURS = {
     LM: BLUE,
     SPRING: GREEN,
@@ -267,9 +267,9 @@ def draw(settings: Pinn, all_runs: Sequence[Runs], out: Path) -> Mapping[str, st
         f"(below), compilation apart; {settings.seconds:g} s a run, a line each of "
         f"{settings.seeds} seeds; of Adam, whose rate falls as a cosine, the best of the "
         f"rates {', '.join(f'{rate:g}' for rate in settings.rates)}. {sizes}.",
-        "pinn_solutions": "The exact solutions, the errors of Levenberg-Marquardt, and "
-        "those of the best of Adam, L-BFGS and one after the other, of the first of "
-        f"{settings.seeds} seeds, on common scales of their logarithms. Of five "
+        "pinn_solutions": "The exact solutions, the errors of the better of gnlin's two "
+        "solvers, and those of the best of Adam, L-BFGS and one after the other, of the "
+        f"first of {settings.seeds} seeds, on common scales of their logarithms. Of five "
         "dimensions two are shown, and the others at 1/2.",
     }
 
@@ -304,7 +304,7 @@ def _draw_errors(settings: Pinn, all_runs: Sequence[Runs], path: Path) -> None:
         drawing.legend(
             *panels[0, 0].get_legend_handles_labels(),
             loc="outside lower center",
-            ncols=6,
+            ncols=number + 1,
         )
 
 
@@ -314,15 +314,22 @@ def _draw_solutions(settings: Pinn, all_runs: Sequence[Runs], path: Path) -> Non
         panels = drawing.subplots(3, number, squeeze=False)
         for name, column in zip(settings.sizes, panels.T, strict=True):
             equation = EQUATIONS[name]
-            others = [best(all_runs, name, solver) for solver in FIRST_ORDER]
-            other = min(others, key=lambda runs: _log_error(runs)[0])
-            ours = only(all_runs, equation=name, solver=LM)
+            ours, other = (
+                min(
+                    (best(all_runs, name, solver) for solver in solvers),
+                    key=lambda runs: _log_error(runs)[0],
+                )
+                for solvers in (OURS, FIRST_ORDER)
+            )
             at = _drawn_at(equation)
             exact = np.asarray(jax.vmap(equation.exact)(at))
             wrong = [np.abs(runs["u"][0, :, 0] - exact) for runs in (ours, other)]
             logs = [np.log10(np.maximum(each, 1e-14)) for each in wrong]
             common = {"vmin": np.percentile(logs[0], 5), "vmax": logs[1].max()}
-            said = [equation.name, f"error: {LM}", f"error: {other.point['solver']}"]
+            said = [
+                equation.name,
+                *(f"error: {runs.point['solver']}" for runs in (ours, other)),
+            ]
             for panel, values, title in zip(column, [exact, *logs], said, strict=True):
                 scale = {} if panel is column[0] else common
                 image = panel.imshow(

@@ -52,7 +52,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
         ],
     )
     jax.clear_caches()
-    errors = of_seeds(*((2, 0.3) if quick else (5, 20.0)))
+    errors = of_seeds(*((2, 0.3) if quick else (5, 10.0)))
     what = "log10 of the least relative error, p = 129, median of five seeds"
     least = math.log10(statistics.median(row.step_error or 1.0 for row in errors))
     yield Comparison(
