@@ -22,6 +22,12 @@ from .timing import alternate, Case
 
 EQUATION = EQUATIONS["poisson-2d"]
 DEEP, SHALLOW = (64, 64, 48, 48), (32,)
+BY_LAYERS: dict[str, Any] = {
+    "method": "kernel",
+    "scaling": "identity",
+    "acceleration": False,
+}
+"""What needs no rows."""
 ENOUGH, MOST_SECONDS = 1e-4, 120.0
 FINE = 1e-6
 _FIRST_DAMPING = 1e-3
@@ -69,10 +75,9 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 def steps(hidden: Sequence[int], number: int, num_rounds: int) -> list[Row]:
     model, groups = _problem(hidden, number, 0)
-    layers: dict[str, Any] = {"method": "kernel", "scaling": "identity"}
     cases = [
         Case("hand-written", "rows, Cholesky", lambda: by_hand(model, groups), _count),
-        _by_gnlin("LM, by layers", model, groups, {**layers, "acceleration": False}),
+        _by_gnlin("LM, by layers", model, groups, BY_LAYERS),
         _by_gnlin("LM", model, groups, {}),
         _by_gnlin('LM, "kernel"', model, groups, {"method": "kernel"}),
     ]
@@ -134,9 +139,7 @@ def to_an_accuracy(hidden: Sequence[int], number: int, seconds: float) -> list[R
     have as long."""
     model, groups = _problem(hidden, number, 0)
     said, error_of = _size(model, groups), eqx.filter_jit(EQUATION.error)
-    ours = by_the_clock.by_gnlin(
-        gnlin.LevenbergMarquardt(method="kernel", scaling="identity")
-    )
+    ours = by_the_clock.by_gnlin(gnlin.LevenbergMarquardt(**BY_LAYERS))
     looks = ours(model, groups, seconds, _LOOKS)
     there = next((x for x in looks if error_of(x.model) <= ENOUGH), looks[-1])
     rows = [_row("gnlin", "LM, by layers", said, there, error_of)]
