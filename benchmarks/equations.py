@@ -122,7 +122,8 @@ class Equation:
         network = TanhMLP((len(self.axes), *hidden), key)
         if self.coefficient is None:
             return network
-        return {"u": network, "coefficient": jnp.array(FIRST_CONDUCTIVITY)}
+        first = jnp.array(FIRST_CONDUCTIVITY, float)
+        return {"u": network, "coefficient": first}
 
     def u(self, model: PyTree) -> Function:
         return model if self.coefficient is None else model["u"]
