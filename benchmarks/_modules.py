@@ -26,6 +26,7 @@ EXPERIMENTS = {
         "adaptive",
         "kernel-drift",
         "defaults",
+        "pinn",
     )
 }
 BENCHMARKS = {
@@ -47,6 +48,7 @@ TABLES = {
     "large": "benchmarks.speed.large",
     "parts": "benchmarks.speed.parts",
     "graph": "benchmarks.speed.graph",
+    "pinn": "benchmarks.speed.pinn",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",
     "growth": "benchmarks.speed.growth",

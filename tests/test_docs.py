@@ -70,12 +70,23 @@ REACHED = {
         and n["kernel"].shape == (10, 50)
         and np.allclose(n["poses"][200], [0, 0, 2 * np.pi], atol=1e-6)
     ),
+    "docs/differential-equations.md": lambda n: (
+        n["error"](n["solution"].model) < 2e-4
+        and n["error"](n["result"].model) < 1e-2
+        and abs(n["found"].model["conductivity"] - 0.25) < 0.01
+        and n["error"](n["found"].model["u"]) < 0.02
+    ),
     "docs/training.md": lambda n: n["accuracy"] > 0.9 and n["again"] > 0.9,
 }
 
 
 # Half a minute each; the README is read first.
-LONG = ("docs/index.md", "docs/scaling.md", "docs/training.md")
+LONG = (
+    "docs/differential-equations.md",
+    "docs/index.md",
+    "docs/scaling.md",
+    "docs/training.md",
+)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Fully connected networks, ReLU where nothing else is said."""
 
+from collections.abc import Sequence
+
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 
@@ -47,4 +50,23 @@ class DropoutMLP(eqx.Module):
         *hidden, last = self.layers
         for layer, key in zip(hidden, keys, strict=True):
             x = self.dropout(jax.nn.relu(layer(x)), key=key)
+        return last(x)
+
+
+class TanhMLP(eqx.Module):
+    """From a point to a number, by hidden layers of any widths."""
+
+    layers: tuple[eqx.nn.Linear, ...]
+
+    def __init__(self, sizes: Sequence[int], key: Key[Array, ""]):
+        ends = zip(sizes, (*sizes[1:], "scalar"), strict=True)
+        keys = jax.random.split(key, len(sizes))
+        self.layers = tuple(
+            eqx.nn.Linear(*pair, key=k) for pair, k in zip(ends, keys, strict=True)
+        )
+
+    def __call__(self, x: Float[Array, " d"]) -> Float[Array, ""]:
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = jnp.tanh(layer(x))
         return last(x)

@@ -1,0 +1,273 @@
+"""Models trained on groups of residuals for so many seconds, by whom, and how they came.
+
+Compilation is apart, and so is whatever is asked of the models on the way: they are kept,
+and looked at later. On a CPU the seconds are those of the process, so that other work on
+the machine does not count.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree, Scalar
+
+import gnlin
+
+from .equations import Groups
+from .speed.opponents import promoting
+
+
+LENGTHS = 0.5 ** np.arange(31)
+"""Parts of a step that a grid search tries."""
+
+
+class Look(NamedTuple):
+    """A model on the way."""
+
+    seconds: float
+    steps: int
+    model: PyTree
+
+
+class Trainer(Protocol):
+    """Trains a model on groups for some seconds of work, and looks at it about as often
+    as is asked for: closely at first, and last at the end."""
+
+    def __call__(
+        self, model: PyTree, groups: Groups, seconds: float, num_looks: int
+    ) -> list[Look]: ...
+
+
+class _Clock:
+    """When to look: at times that grow by the same factor, and at the end."""
+
+    def __init__(self, seconds: float, num_looks: int):
+        on_cpu = jax.default_backend() == "cpu"
+        self.time = time.process_time if on_cpu else time.perf_counter
+        self.seconds = seconds
+        self.times = list(np.geomspace(seconds / 1000, seconds, num_looks))
+        self.looks: list[Look] = []
+        self.begun = self.time()
+
+    @property
+    def now(self) -> float:
+        return self.time() - self.begun
+
+    def told(self, steps: int, model: PyTree) -> bool:
+        """Whether time is up."""
+        now = self.now
+        over = now >= self.seconds
+        if over or now >= self.times[0]:
+            self.looks.append(Look(now, steps, model))
+            self.times = [t for t in self.times if t > now]
+        return over
+
+
+def objective(model: PyTree, groups: Groups) -> Scalar:
+    """That of gnlin: squared errors, by the groups' weights."""
+    squares = [
+        jnp.asarray(group.weight) * jnp.sum(_residuals(group, model) ** 2)
+        for group in groups.values()
+    ]
+    return 0.5 * jnp.sum(jnp.stack(squares))
+
+
+def _residuals(group: gnlin.Residuals, model: PyTree) -> Float[Array, " m"]:
+    return jax.vmap(lambda x: group.fn(model, x))(group.data)
+
+
+#
+# gnlin
+#
+
+
+class _Watch(gnlin.callbacks.Callback):
+    def __init__(self, seconds: float, num_looks: int):
+        self.how = seconds, num_looks
+
+    def on_start(self, run: Any) -> None:
+        self.clock = _Clock(*self.how)
+
+    def on_step(self, run: Any) -> None:
+        if self.clock.told(run.step, run.model):
+            run.stop("time is up")
+
+    def on_end(self, run: Any) -> None:
+        """Where it has converged before."""
+        self.clock.seconds = 0.0
+        if not self.clock.looks or self.clock.looks[-1].steps < run.step:
+            self.clock.told(run.step, run.model)
+
+
+def by_gnlin(solver: Any) -> Trainer:
+    def train(model, groups, seconds, num_looks):
+        watch = _Watch(seconds, num_looks)
+        options = {"progress": False, "divergence": None}
+        with warnings.catch_warnings():  # of one that stands still
+            warnings.simplefilter("ignore", UserWarning)
+            gnlin.fit(model, groups, solver, steps=2, **options)  # compiles
+            gnlin.fit(model, groups, solver, steps=10**9, callbacks=watch, **options)
+        return watch.clock.looks
+
+    return train
+
+
+#
+# Optimisers of optax
+#
+
+
+class _Descent:
+    """Some steps of an optimiser, compiled; its learning rate, if it takes one, is given
+    with each call."""
+
+    def __init__(self, make: Callable[[Any], Any], steps_a_call: int):
+        self.steps_a_call = steps_a_call
+        self._init = lambda trained: promoting(make(0.0).init)(trained)
+
+        @eqx.filter_jit
+        @promoting
+        def advance(carry, frozen, groups, rate):
+            optimiser = optax.with_extra_args_support(make(rate))
+            value_of = lambda trained: objective(eqx.combine(trained, frozen), groups)
+
+            def step(_, carry):
+                trained, state = carry
+                value, gradient = jax.value_and_grad(value_of)(trained)
+                updates, state = optimiser.update(
+                    gradient,
+                    state,
+                    trained,
+                    value=value,
+                    grad=gradient,
+                    value_fn=value_of,
+                )
+                return optax.apply_updates(trained, updates), state
+
+            return jax.lax.fori_loop(0, steps_a_call, step, carry)
+
+        self._advance = advance
+
+    def begin(self, model: PyTree) -> tuple[tuple, PyTree]:
+        trained, frozen = eqx.partition(model, eqx.is_inexact_array)
+        return (trained, self._init(trained)), frozen
+
+    def until(
+        self,
+        clock: _Clock,
+        end: float,
+        model: PyTree,
+        groups: Groups,
+        steps: int,
+        rate: Callable[[float], float],
+    ) -> tuple[PyTree, int]:
+        """As long as the clock says; `rate` is of the share of the time that is over."""
+        carry, frozen = self.begin(model)
+        begun, over = clock.now, False
+        while not over:
+            share = (clock.now - begun) / (end - begun)
+            carry = self._advance(carry, frozen, groups, jnp.asarray(rate(share), float))
+            carry = jax.block_until_ready(carry)
+            steps += self.steps_a_call
+            model = eqx.combine(carry[0], frozen)
+            over = clock.told(steps, model) or clock.now >= end
+        return model, steps
+
+    def compiled(self, model: PyTree, groups: Groups) -> None:
+        """Also for what it hands to itself: its types need not be those of the start."""
+        carry, frozen = self.begin(model)
+        for _ in range(2):
+            carry = self._advance(carry, frozen, groups, jnp.zeros((), float))
+        jax.block_until_ready(carry)
+
+
+_ADAM = _Descent(optax.adam, 20)
+_LBFGS = _Descent(lambda rate: optax.lbfgs(), 5)
+
+
+def adam(rate: float) -> Trainer:
+    """Its learning rate falls as a cosine, to nothing at the end."""
+    return _descents(
+        (_ADAM, lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1))))
+    )
+
+
+def lbfgs() -> Trainer:
+    """Ten pairs, a zoom search."""
+    return _descents((_LBFGS, lambda share: 0.0))
+
+
+def adam_then_lbfgs(rate: float) -> Trainer:
+    """Half of the time each."""
+    falling = lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1)))
+    return _descents((_ADAM, falling), (_LBFGS, lambda share: 0.0))
+
+
+def _descents(*parts: tuple[_Descent, Callable[[float], float]]) -> Trainer:
+    def train(model, groups, seconds, num_looks):
+        for descent, _ in parts:
+            descent.compiled(model, groups)
+        clock, steps = _Clock(seconds, num_looks), 0
+        for k, (descent, rate) in enumerate(parts, start=1):
+            end = seconds * k / len(parts)
+            model, steps = descent.until(clock, end, model, groups, steps, rate)
+        return clock.looks
+
+    return train
+
+
+#
+# Energy natural gradients
+#
+
+
+def rows_of(
+    model_at: Callable[[Array], PyTree], v: Float[Array, " p"], groups: Groups
+) -> tuple[Float[Array, " m"], Float[Array, "m p"]]:
+    """The residuals, and by a reverse pass of each their derivatives; weighted."""
+    found = []
+    for group in groups.values():
+        of_one = lambda v, x, fn=group.fn: fn(model_at(v), x)
+        pair = jax.vmap(jax.value_and_grad(of_one), (None, 0))(v, group.data)
+        found.append([jnp.sqrt(group.weight) * each for each in pair])
+    residual, rows = (jnp.concatenate(parts) for parts in zip(*found, strict=True))
+    return residual, rows
+
+
+@eqx.filter_jit
+def natural_step(model: PyTree, groups: Groups) -> PyTree:
+    """Of energy natural gradient descent: the Gramian of the residuals' gradients, a
+    least-squares solution, and the best of the step's halves, quarters and so on (J.
+    Müller and M. Zeinhofer, ICML 2023, algorithm 1)."""
+    trained, frozen = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(trained)
+    model_at = lambda v: eqx.combine(unravel(v), frozen)
+    residual, jacobian = rows_of(model_at, flat, groups)
+    gramian, gradient = jacobian.T @ jacobian, jacobian.T @ residual
+    direction = jnp.linalg.lstsq(gramian, gradient)[0]
+    lengths = jnp.asarray(LENGTHS)
+    value_at = lambda length: objective(model_at(flat - length * direction), groups)
+    values = jax.lax.map(value_at, lengths)
+    values = jnp.where(jnp.isnan(values), jnp.inf, values)
+    return model_at(flat - lengths[jnp.argmin(values)] * direction)
+
+
+def natural_gradients() -> Trainer:
+    def train(model, groups, seconds, num_looks):
+        jax.block_until_ready(eqx.filter(natural_step(model, groups), eqx.is_array))
+        clock, steps, over = _Clock(seconds, num_looks), 0, False
+        while not over:
+            model = natural_step(model, groups)
+            jax.block_until_ready(eqx.filter(model, eqx.is_array))
+            steps += 1
+            over = clock.told(steps, model)
+        return clock.looks
+
+    return train
