@@ -44,6 +44,7 @@ TABLES = {
     "precision": "benchmarks.speed.precision",
     "rejected": "benchmarks.speed.rejected",
     "small": "benchmarks.speed.small_fits",
+    "curve-fit": "benchmarks.speed.curve_fits",
     "tall": "benchmarks.speed.tall",
     "large": "benchmarks.speed.large",
     "parts": "benchmarks.speed.parts",

@@ -10,6 +10,7 @@ from benchmarks.data import nist
 from benchmarks.speed import (
     auto,
     costs,
+    curve_fits,
     fits,
     graph,
     large,
@@ -227,6 +228,13 @@ def test_parts_of_a_batch():
     assert unsplit.ratio == 1
     assert in_parts.peak_bytes < unsplit.peak_bytes
     assert many.peak_bytes < 8 * one.peak_bytes
+
+
+@pytest.mark.slow
+def test_many_bounded_fits():
+    by_hand, ours, scipys = _sound(curve_fits.fitted(25, 1))
+    assert by_hand.solved and ours.solved
+    assert _libraries([by_hand, ours, scipys]) == {fits.LIMIT, "gnlin", "SciPy"}
 
 
 @pytest.mark.slow

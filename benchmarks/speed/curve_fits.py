@@ -1,0 +1,93 @@
+"""`gnlin.curve_fit` on many data sets at once, with bounds, beside SciPy's one by one."""
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.optimize
+
+import gnlin
+
+from . import fits
+from .report import Comparison, Figure, Row, timed_row
+from .small_fits import logistic_curves, residuals
+from .timing import alternate, Case
+
+
+NUM_FITS, NUM_BY_SCIPY = 500, 20
+# Of the worst parameter of all fits, relatively.
+SOLVED = 1e-4
+LOWER, UPPER = (-10.0, -10.0, 0.0, -3.0), (10.0, 10.0, 20.0, 3.0)
+
+
+def comparisons(quick: bool) -> Iterator[Comparison]:
+    num_fits, rounds = (50, 3) if quick else (NUM_FITS, 15)
+    rows = fitted(num_fits, rounds)
+    _, ours, scipys = rows
+    figures = [
+        Figure(
+            f"{num_fits} bounded fits with their errors over unbounded ones by hand",
+            "<= 3",
+            None if quick else ours.ratio,
+        ),
+        Figure(
+            "SciPy's time, one after the other, over gnlin's",
+            ">= 20",
+            None if quick else (scipys.ratio or 0.0) / (ours.ratio or 1.0),
+        ),
+    ]
+    title = f"{num_fits} curves of four parameters: fits, bounds, standard errors"
+    yield Comparison(title, rows, "gnlin", figures=figures)
+
+
+def fitted(num_fits: int, num_rounds: int) -> list[Row]:
+    starts, (xs, ys), solutions = logistic_curves(num_fits)
+    x, bounds = xs[0], (jnp.array(LOWER), jnp.array(UPPER))
+    hand = jax.jit(jax.vmap(fits.methods()[0].make(residuals, 1e-10)))
+
+    def curve(p, x):
+        return residuals(p, (x, jnp.zeros_like(x)))
+
+    def by_gnlin():
+        fit = gnlin.curve_fit(curve, x, ys, starts[0], bounds=bounds)
+        return fit.parameters, fit.standard_errors
+
+    def by_scipy():
+        def model(x, low, high, slope, middle):
+            return low + (high - low) / (1 + np.exp(-slope * (x - middle)))
+
+        start, where = np.asarray(starts[0]), (LOWER, UPPER)
+        return [
+            scipy.optimize.curve_fit(model, np.asarray(x), y, start, bounds=where)[0]
+            for y in np.asarray(ys[:NUM_BY_SCIPY])
+        ]
+
+    part = min(NUM_BY_SCIPY, num_fits) / num_fits
+    cases = [
+        Case(fits.LIMIT, "LM, Cholesky, no bounds", lambda: hand(starts, (xs, ys))),
+        Case("gnlin", "curve_fit", by_gnlin),
+        Case(
+            "SciPy",
+            "curve_fit",
+            by_scipy,
+            count=lambda _: part,  # type: ignore[arg-type]
+            max_rounds=3,
+            note=f"{NUM_BY_SCIPY} of them, times {1 / part:.0f}",
+        ),
+    ]
+    timings = alternate(cases, num_rounds)
+    ends = hand(starts, (xs, ys)).parameters, by_gnlin()[0], None
+    rows = []
+    for timing, end in zip(timings, ends, strict=True):
+        error = 0.0 if end is None else np.max(np.abs(end / solutions - 1))
+        rows.append(
+            timed_row(
+                f"{num_fits} fits",
+                timing,
+                timings[0],
+                step_error=float(error),
+                tolerance=SOLVED,
+            )
+        )
+    return rows
