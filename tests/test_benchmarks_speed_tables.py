@@ -233,7 +233,8 @@ def test_parts_of_a_batch():
 @pytest.mark.slow
 def test_many_bounded_fits():
     by_hand, ours, scipys = _sound(curve_fits.fitted(25, 1))
-    assert by_hand.solved and ours.solved
+    assert by_hand.solved
+    assert ours.solved
     assert _libraries([by_hand, ours, scipys]) == {fits.LIMIT, "gnlin", "SciPy"}
 
 
