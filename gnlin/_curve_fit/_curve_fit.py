@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .. import _tree
@@ -87,8 +86,9 @@ def curve_fit(
         def decay(p, x):
             return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
 
+        measured = 2 * jnp.exp(-x) + 0.01 * jnp.cos(100 * x)
         start = {"a": 1.0, "rate": 0.5, "c": 0.0}
-        fit = gnlin.curve_fit(decay, x, y, start, bounds={"rate": (0.0, jnp.inf)})
+        fit = gnlin.curve_fit(decay, x, measured, start, bounds={"rate": (0.0, jnp.inf)})
         print(fit)
         fit.parameters["rate"], fit.standard_errors["rate"]
         ```
@@ -155,8 +155,10 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
             "`starts` are drawn between the bounds: give each parameter that is free a "
             "finite lower and upper one."
         )
+    from scipy.stats.qmc import Sobol  # dear to import
+
     # Its first point is a corner.
-    sequence = scipy.stats.qmc.Sobol(low.size, scramble=False).fast_forward(1)
+    sequence = Sobol(low.size, scramble=False).fast_forward(1)
     drawn = sequence.random(number - 1) if number > 1 else np.zeros((0, low.size))
     points = low[None] + jnp.asarray(drawn, low.dtype) * (high - low)[None]
     unravel = _tree.Structure.of(first).unravel

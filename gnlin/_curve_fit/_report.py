@@ -4,6 +4,7 @@ from typing import Any, TYPE_CHECKING
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 
 if TYPE_CHECKING:
@@ -12,6 +13,16 @@ if TYPE_CHECKING:
 # Correlations below this are not told.
 _LEAST_CORRELATION = 0.1
 _MOST_OUTLIERS = 10
+
+
+def names_of(tree: PyTree) -> tuple[str, ...]:
+    """Of all entries, as `rate`, or `rate[0]`."""
+    names = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
+        shape = np.shape(leaf)
+        names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
+    return tuple(names)
 
 
 def report(fit: "CurveFit") -> str:
@@ -49,8 +60,6 @@ def report(fit: "CurveFit") -> str:
 
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
-    from ._result import names_of
-
     def flat(tree: Any) -> np.ndarray:
         leaves = [np.ravel(np.asarray(x)) for x in jax.tree.leaves(tree)]
         return np.concatenate(leaves)

@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-import scipy.stats
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .. import _tree
+from .._bounds import Box
 from .._checks import check_fraction
 from .._linearisation import linearise
 from .._losses import AbstractRobust
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
 from ._program import Data, Fitted, fitted, Setting, with_bounds
-from ._report import report
+from ._report import names_of, report
 
 
 class Interval(NamedTuple):
@@ -197,10 +197,12 @@ class CurveFit(eqx.Module):
         return Interval(*_profiles(self, self._quantile(confidence)))
 
     def _quantile(self, confidence: float) -> float:
+        from scipy.stats import norm, t  # dear to import
+
         both = 0.5 + 0.5 * confidence
         if self._setting.absolute_sigma:
-            return float(scipy.stats.norm.ppf(both))
-        return float(scipy.stats.t.ppf(both, np.asarray(self.degrees_of_freedom)))
+            return float(norm.ppf(both))
+        return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
     def outliers(self) -> np.ndarray:
         """Where a robust loss pulls less than a third as much as squared error would."""
@@ -219,16 +221,6 @@ class CurveFit(eqx.Module):
         from ._picture import plot
 
         return plot(self, ax, confidence, num_points)
-
-
-def names_of(tree: PyTree) -> tuple[str, ...]:
-    """Of all entries, as `rate`, or `rate[0]`."""
-    names = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
-        shape = np.shape(leaf)
-        names += [name + "".join(f"[{k}]" for k in index) for index in np.ndindex(*shape)]
-    return tuple(names)
 
 
 def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> CurveFit:
@@ -281,8 +273,6 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
     known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
     low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
     if setting.solver.bounds is not None:
-        from .._bounds import Box
-
         box = Box.of(setting.solver.bounds, end.parameters)
         low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
     which = np.concatenate([np.arange(k), np.arange(k)])
