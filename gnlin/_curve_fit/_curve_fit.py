@@ -40,7 +40,7 @@ def curve_fit(
     loss: AbstractLoss = SquaredError(),
     starts: int | None = None,
     nan_policy: str = "raise",
-    max_steps: int = 1000,
+    max_steps: int = 256,
 ) -> CurveFit:
     r"""Fit a function's parameters to data: their values, and how well they are known.
 
