@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Bool, PyTree
 
 from . import _tree
+from ._checks import check_names
 from ._sharding import is_here
 
 
@@ -140,12 +141,7 @@ def _spread(
 ) -> PyTree[Array]:
     """A bound for each of the parameters; `none` for those without."""
     if isinstance(bound, Mapping) and isinstance(y, Mapping):
-        unknown = sorted(set(bound) - set(y))
-        if unknown:
-            raise ValueError(
-                f"There is no parameter {unknown[0]!r} to have a {which} bound, but "
-                f"{', '.join(map(repr, y))}."
-            )
+        check_names(bound, y, f"to have a {which} bound")
         return {k: _spread(bound.get(k), part, none, which) for k, part in y.items()}
 
     def each(limit, part):

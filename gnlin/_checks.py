@@ -4,6 +4,7 @@ A traced value cannot be looked at before the program runs, and passes; so does 
 schedule, whose values are not known yet.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
@@ -146,6 +147,17 @@ def check_count(name: str, value) -> None:
 def check_whole(name: str, value) -> None:
     if not is_whole(value):
         raise ValueError(f"`{name}` must be a whole number, but {value!r} was given.")
+
+
+def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
+    """`what` they would be for, as in "to be fixed"."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"There is no parameter {name!r} {what}, but "
+                f"{', '.join(map(repr, known))}."
+            )
 
 
 def check_flag(name: str, value: object) -> None:

@@ -1048,3 +1048,39 @@ def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success(solver):
     assert nonfinite
     np.testing.assert_array_equal(numbers(model), numbers(affine()))
     assert not run(jnp.asarray([0, 1, 2, 2, 0]))[1]
+
+
+FORGETTING = {
+    "cauchy": (gnlin.Cauchy, lambda u: 0.5 * np.log1p(u**2)),
+    "arctan": (gnlin.Arctan, lambda u: 0.5 * np.arctan(u**2)),
+    "tukey": (gnlin.Tukey, lambda u: (1 - np.maximum(1 - u**2, 0) ** 3) / 6),
+}
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_losses_that_forget_what_is_far_off(name):
+    """Their formulas, derivatives by differences, and no curvature where there is less
+    than none."""
+    kind, formula = FORGETTING[name]
+    loss = kind(0.75)
+    residual = np.array([-40.0, -1.5, -0.7, -0.3, 0.0, 1e-4, 0.2, 0.5, 0.8, 3.0, 1e6])
+    value = lambda r: 0.75**2 * formula(np.asarray(r) / 0.75)
+    outputs, targets = jnp.asarray(residual + 2), jnp.full(residual.shape, 2.0)
+    near = np.abs(residual) < 1e-2
+    found = loss.elementwise(outputs, targets)
+    np.testing.assert_allclose(found, value(residual), rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(found[near], residual[near] ** 2 / 2, rtol=1e-6)
+    step = 1e-4
+    ahead, here, behind = (value(residual + k * step) for k in (1, 0, -1))
+    slope = loss.derivative(outputs, targets)
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), atol=1e-5)
+    curvature = np.maximum((ahead - 2 * here + behind) / step**2, 0)
+    root = loss.root(outputs, targets)
+    np.testing.assert_allclose(root**2, curvature, atol=1e-4)
+    assert slope[-1] < 1e-5 * residual[-1]
+
+
+@pytest.mark.parametrize("name", FORGETTING)
+def test_losses_that_forget_have_a_length_to_forget_by(name):
+    with pytest.raises(ValueError, match="`delta` must be greater than 0"):
+        FORGETTING[name][0](0.0)

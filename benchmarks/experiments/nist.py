@@ -4,7 +4,7 @@ import dataclasses
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -64,6 +64,15 @@ class Row:
     evaluations: int | None
     result: str
 
+    @property
+    def case(self) -> str:
+        return f"{self.problem} {self.start}"
+
+    @property
+    def cell(self) -> str:
+        steps = "-" if self.steps is None else f"{self.steps:,}"
+        return f"{self.lre:.1f}{'' if self.solved else '*'} / {steps}"
+
 
 def run(options: Options) -> None:
     """Solve, print, and write nist.csv and settings.json."""
@@ -77,8 +86,9 @@ def run(options: Options) -> None:
         for start in (1, 2):
             rows += [attempt(problem, start, *solver) for solver in solvers.items()]
         console.print(f"{name}: {time.perf_counter() - began:.0f} s so far")
-    console.print(_table(rows, tuple(solvers)))
-    console.print(_summary(rows, tuple(solvers)))
+    title = "LRE / steps (* not solved)"
+    console.print(table_of_cases(title, rows, tuple(solvers)))
+    console.print(table_of_all(rows, tuple(solvers), _COLUMNS))
     for row in rows:
         if row.lre == 0:
             console.print(f"{row.problem}, start {row.start}, {row.solver}: {row.result}")
@@ -259,40 +269,41 @@ def scipy_least_squares(method: Any, tight: bool) -> Solve:
 #
 
 
-def _table(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
-    """LRE and steps of every solver on every problem; a star where it is not solved."""
-    table = Table(title="LRE / steps (* not solved)", title_justify="left")
+def table_of_cases(title: str, rows: Sequence[Any], solvers: Sequence[str]) -> Table:
+    """A row a `case`, a column a `solver`, and each row's `cell`."""
+    table = Table(title=title, title_justify="left")
     table.add_column("problem", no_wrap=True)
     for solver in solvers:
         table.add_column(solver, justify="right")
-    cells = {(row.problem, row.start, row.solver): row for row in rows}
-    for name, start in dict.fromkeys((row.problem, row.start) for row in rows):
-        of_solvers = (_cell(cells[name, start, solver]) for solver in solvers)
-        table.add_row(f"{name} {start}", *of_solvers)
+    cells = {(row.case, row.solver): row.cell for row in rows}
+    for case in dict.fromkeys(row.case for row in rows):
+        table.add_row(case, *(cells[case, solver] for solver in solvers))
     return table
 
 
-def _cell(row: Row) -> str:
-    steps = "-" if row.steps is None else f"{row.steps:,}"
-    return f"{row.lre:.1f}{'' if row.solved else '*'} / {steps}"
-
-
-def _summary(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
+def table_of_all(
+    rows: Sequence[Any],
+    solvers: Sequence[str],
+    columns: Mapping[str, Callable[[list[Any]], str]],
+) -> Table:
+    """A row a solver; by its heading, what a column says of a solver's rows."""
     table = Table(title="All of them", title_justify="left")
     table.add_column("solver")
-    for heading in ("solved", "of", "mean LRE", "median steps", "median evaluations"):
+    for heading in columns:
         table.add_column(heading, justify="right")
     for solver in solvers:
         own = [row for row in rows if row.solver == solver]
-        table.add_row(
-            solver,
-            str(sum(row.solved for row in own)),
-            str(len(own)),
-            f"{statistics.fmean(row.lre for row in own):.2f}",
-            _median([row.steps for row in own]),
-            _median([row.evaluations for row in own]),
-        )
+        table.add_row(solver, *(of(own) for of in columns.values()))
     return table
+
+
+_COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "solved": lambda own: str(sum(row.solved for row in own)),
+    "of": lambda own: str(len(own)),
+    "mean LRE": lambda own: f"{statistics.fmean(row.lre for row in own):.2f}",
+    "median steps": lambda own: _median([row.steps for row in own]),
+    "median evaluations": lambda own: _median([row.evaluations for row in own]),
+}
 
 
 def _median(counts: Sequence[int | None]) -> str:

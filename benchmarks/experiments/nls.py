@@ -8,14 +8,13 @@ reports as solved is *false* if it is none, and SciPy goes on from there to less
 import dataclasses
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from rich.table import Table
 
 import gnlin
 
@@ -30,6 +29,8 @@ from .nist import (
     Outcome,
     scipy_least_squares,
     Solve,
+    table_of_all,
+    table_of_cases,
     through_optimistix,
 )
 
@@ -52,6 +53,16 @@ class Row:
     evaluations: int | None
     result: str
 
+    @property
+    def case(self) -> str:
+        return f"{self.problem} x {self.factor:g}"
+
+    @property
+    def cell(self) -> str:
+        steps = "-" if self.steps is None else f"{self.steps:,}"
+        marks = "*" * (not self.solved) + "!" * self.false
+        return f"{self.sum_of_squares:.6g}{marks} / {steps}"
+
 
 def run(options: Options) -> None:
     """Solve, print, and write nls.csv, settings.json and the profiles."""
@@ -65,8 +76,9 @@ def run(options: Options) -> None:
             rows += [attempt(problem, factor, *solver) for solver in solvers.items()]
         jax.clear_caches()
         console.print(f"{problem.name}: {time.perf_counter() - began:.0f} s so far")
-    console.print(_table(rows, tuple(solvers)))
-    console.print(_summary(rows, tuple(solvers)))
+    title = "Sum of squares / steps (* not solved, ! falsely reported)"
+    console.print(table_of_cases(title, rows, tuple(solvers)))
+    console.print(table_of_all(rows, tuple(solvers), _COLUMNS))
     write_csv(options.out / "nls.csv", rows)
     settings = {
         **circumstances(),
@@ -149,42 +161,19 @@ def _solvers(quick: bool) -> dict[str, Solve]:
 #
 
 
-def _table(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
-    title = "Sum of squares / steps (* not solved, ! falsely reported)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("problem", no_wrap=True)
-    for solver in solvers:
-        table.add_column(solver, justify="right")
-    cells = {(row.problem, row.factor, row.solver): row for row in rows}
-    for name, factor in dict.fromkeys((row.problem, row.factor) for row in rows):
-        of_solvers = (_cell(cells[name, factor, solver]) for solver in solvers)
-        table.add_row(f"{name} x {factor:g}", *of_solvers)
-    return table
+def _median_steps(own: list[Row]) -> str:
+    """Of those that are solved."""
+    steps = [row.steps for row in own if row.solved and row.steps is not None]
+    return f"{np.median(steps):g}" if steps else ""
 
 
-def _cell(row: Row) -> str:
-    steps = "-" if row.steps is None else f"{row.steps:,}"
-    marks = "*" * (not row.solved) + "!" * row.false
-    return f"{row.sum_of_squares:.6g}{marks} / {steps}"
-
-
-def _summary(rows: Sequence[Row], solvers: Sequence[str]) -> Table:
-    table = Table(title="All of them", title_justify="left")
-    table.add_column("solver")
-    for heading in ("solved", "and reported", "falsely reported", "of", "median steps"):
-        table.add_column(heading, justify="right")
-    for solver in solvers:
-        own = [row for row in rows if row.solver == solver]
-        steps = [row.steps for row in own if row.solved and row.steps is not None]
-        table.add_row(
-            solver,
-            str(sum(row.solved for row in own)),
-            str(sum(row.solved and row.reported for row in own)),
-            str(sum(row.false for row in own)),
-            str(len(own)),
-            f"{np.median(steps):g}" if steps else "",
-        )
-    return table
+_COLUMNS: dict[str, Callable[[list[Row]], str]] = {
+    "solved": lambda own: str(sum(row.solved for row in own)),
+    "and reported": lambda own: str(sum(row.solved and row.reported for row in own)),
+    "falsely reported": lambda own: str(sum(row.false for row in own)),
+    "of": lambda own: str(len(own)),
+    "median steps": _median_steps,
+}
 
 
 def draw(rows: Sequence[Row], solvers: Sequence[str], folder: Path) -> None:

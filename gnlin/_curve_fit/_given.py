@@ -9,6 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree
 
+from .._checks import check_names
 from ._program import Curve, Data, flat
 
 
@@ -20,9 +21,7 @@ def as_floats(value: ArrayLike) -> Array:
         )
     # Of no weak type: that of a Python number would be compiled apart.
     kind = value.dtype if jnp.issubdtype(value.dtype, jnp.floating) else float
-    return jnp.asarray(
-        np.asarray(value) if not isinstance(value, Tracer) else value, kind
-    )
+    return jnp.asarray(value, kind)
 
 
 def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
@@ -35,12 +34,7 @@ def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
             "`fixed` is for parameters with names, in a dictionary; of others make the "
             "lower and the upper bound equal."
         )
-    unknown = [name for name in names if name not in start]
-    if unknown:
-        raise ValueError(
-            f"There is no parameter {unknown[0]!r} to be fixed, but "
-            f"{', '.join(map(repr, start))}."
-        )
+    check_names(names, start, "to be fixed")
     free = {k: value for k, value in start.items() if k not in names}
     if not free:
         raise ValueError("All parameters are fixed: there is nothing to fit.")
@@ -57,12 +51,7 @@ def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
                 "`bounds` by names are for parameters in a dictionary: pass a pair "
                 "`(lower, upper)`."
             )
-        unknown = [name for name in bounds if name not in start]
-        if unknown:
-            raise ValueError(
-                f"There is no parameter {unknown[0]!r} to have bounds, but "
-                f"{', '.join(map(repr, start))}."
-            )
+        check_names(bounds, start, "to have bounds")
         for name, pair in bounds.items():
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise ValueError(

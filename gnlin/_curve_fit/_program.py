@@ -207,8 +207,6 @@ def _at_bounds(
 
 
 def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
-    like, kept = _tree.Structure.of(end.parameters), setting.fixed
-    merged = setting.curve.merged
     variance = jnp.where(setting.absolute_sigma, 1.0, end.variance)
     matrix = end.covariance.matrix(variance)
     errors = jnp.sqrt(jnp.diagonal(matrix))
@@ -217,48 +215,55 @@ def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
     outer = errors[:, None] * errors[None, :]
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
-    none = _tree.zeros_like(kept)
     dof = end.num_points - end.num_free
     residual = end.chi_squared / end.num_points
     likelihood = end.num_points * jnp.log(residual)
+    every = _Every(setting, end.parameters)
     return {
-        "parameters": merged(end.parameters, kept),
-        "standard_errors": merged(like.unravel(errors), none),
-        "covariance": _blocks(matrix, end.parameters, kept, merged),
-        "correlation": _blocks(correlation, end.parameters, kept, merged),
+        "parameters": every.parameters,
+        "standard_errors": every.vector(errors),
+        "covariance": every.blocks(matrix),
+        "correlation": every.blocks(correlation),
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,
         "scale": jnp.sqrt(variance),
-        "at_bound": merged(_unravelled(end.at_bound, end.parameters), none),
-        "multipliers": merged(like.unravel(jnp.where(held, end.pull, 0)), none),
+        "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
+        "multipliers": every.vector(jnp.where(held, end.pull, 0)),
         "aic": likelihood + 2 * end.num_free,
         "bic": likelihood + jnp.log(end.num_points) * end.num_free,
     }
 
 
-def _unravelled(flat: Array, like: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(like)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(jnp.split(flat, ends), leaves, strict=True)
-    return structure.unflatten([part.reshape(leaf.shape) for part, leaf in parts])
+class _Every:
+    """All parameters: what is of those that are free in their structure, with zeros for
+    those that are fixed."""
 
+    def __init__(self, setting: Setting, free: PyTree[Array]):
+        merged, fixed = setting.curve.merged, setting.fixed
+        self.parameters = merged(free, fixed)
+        self.like = _tree.Structure.of(self.parameters)
+        is_free = merged(
+            jax.tree.map(lambda x: np.ones(x.shape, bool), free),
+            jax.tree.map(lambda x: np.zeros(x.shape, bool), fixed),
+        )
+        flags = [flag.ravel() for flag in jax.tree.leaves(is_free)]
+        self.places = np.flatnonzero(np.concatenate(flags))
 
-def _blocks(matrix: Array, free: PyTree, kept: dict, merged) -> PyTree:
-    """A block for each two leaves, zero for those that are fixed."""
+    def vector(self, values: Array) -> PyTree[Array]:
+        zeros = jnp.zeros(self.like.size, values.dtype)
+        return self.like.unravel(zeros.at[self.places].set(values))
 
-    def row(rows: Array, shape: tuple[int, ...]) -> PyTree:
-        parts = jax.vmap(lambda r: _unravelled(r, free))(rows)
-        parts = jax.tree.map(lambda b: b.reshape(shape + b.shape[1:]), parts)
-        zeros = {k: jnp.zeros(shape + v.shape) for k, v in kept.items()}
-        return merged(parts, zeros)
+    def blocks(self, matrix: Array) -> PyTree[Array]:
+        """One for each two leaves."""
+        zeros = jnp.zeros((self.like.size, matrix.shape[0]), matrix.dtype)
+        rows = jax.vmap(self.vector)(zeros.at[self.places].set(matrix))
+        ends = np.cumsum([leaf.size for leaf in self.like.leaves])
 
-    leaves, structure = jax.tree.flatten(free)
-    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    parts = zip(jnp.split(matrix, ends), leaves, strict=True)
-    blocks = structure.unflatten([row(part, leaf.shape) for part, leaf in parts])
-    full = merged(free, kept)
-    zeros = {
-        name: jax.tree.map(lambda b, v=v: jnp.zeros(v.shape + b.shape), full)
-        for name, v in kept.items()
-    }
-    return merged(blocks, zeros)
+        def of(leaf, end):
+            some = slice(end - leaf.size, end)
+            return jax.tree.map(
+                lambda row: row[some].reshape(leaf.shape + row.shape[1:]), rows
+            )
+
+        pairs = zip(self.like.leaves, ends, strict=True)
+        return self.like.treedef.unflatten([of(*pair) for pair in pairs])

@@ -172,9 +172,9 @@ class CurveFit(eqx.Module):
         if sigma is not None:
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
-        shape = jax.eval_shape(lambda p: curve(p, fixed, x), self._free).shape
         like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
-        if isinstance(like, jax.ShapeDtypeStruct) and np.prod(like.shape) == shape[0]:
+        shape = mean.shape
+        if isinstance(like, jax.ShapeDtypeStruct) and like.size == mean.size:
             shape = like.shape
         return Band(*(v.reshape(shape) for v in (mean, mean - width, mean + width)))
 
@@ -321,10 +321,6 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
     met = np.abs(distance - quantile) <= 1e-3 * quantile
     ends = np.where(met, centre + sign * step * unit, sign * np.inf)
     ends = np.where(known[which], ends, np.nan)
-    merged, none = (
-        setting.curve.merged,
-        jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed),
-    )
-    return tuple(
-        merged(unravel(jnp.asarray(e, dtype)), none) for e in (ends[:k], ends[k:])
-    )
+    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
+    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
+    return of_all(ends[:k]), of_all(ends[k:])

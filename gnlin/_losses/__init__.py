@@ -1,4 +1,4 @@
-"""Convex losses of a model's outputs, each with a factor of its Hessian."""
+"""Losses of a model's outputs, each with a factor of its Hessian."""
 
 from ._base import (
     AbstractElementwiseLoss as AbstractElementwiseLoss,

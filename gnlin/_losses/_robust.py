@@ -1,4 +1,4 @@
-"""Losses that grow linearly, so that no outlier has the last word."""
+"""Losses that grow linearly, or less, so that no outlier has the last word."""
 
 import jax.numpy as jnp
 from equinox import AbstractVar
@@ -9,6 +9,8 @@ from ._base import AbstractElementwiseLoss, Reduction
 
 
 class AbstractRobust(AbstractElementwiseLoss):
+    """Half the square of a residual that is small beside `delta`, and less of others."""
+
     delta: AbstractVar[float]
 
     def __check_init__(self):

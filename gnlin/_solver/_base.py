@@ -143,8 +143,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         parameters' structure (or a part of it: a number is then for all of a part), or
         `None`. All points are between them, and parameters whose bounds are equal stay.
         A parameter at a bound that the way down leads beyond has no column in the
-        Jacobian; of a step that leads beyond others each parameter stops at its own, or
-        all stop with the first, whichever lowers the linearised loss more.
+        Jacobian; a step that leads beyond others is followed to the first of them, and
+        solved again for the parameters that have not come to theirs.
 
     !!! example
 

@@ -53,13 +53,9 @@ def between_bounds(
         linearised = _tree.axpy(1, lin.jvp(step), lin.outputs)
         return objective.decrease(lin.outputs, linearised)
 
-    def to_first_bound(path: _Path) -> tuple[PyTree[Array], PyTree[Array]]:
-        ahead = jax.tree.map(jnp.subtract, path.target, path.step)
-        # Of all at once: the others are held already, and do not move.
-        return box.followed(_tree.axpy(1, path.step, point), ahead)
-
     def next_face(path: _Path) -> _Path:
-        y, at_bound = to_first_bound(path)
+        ahead = jax.tree.map(jnp.subtract, path.target, path.step)
+        y, at_bound = box.followed(_tree.axpy(1, path.step, point), ahead)
         held = jax.tree.map(jnp.logical_or, path.held, at_bound)
         step = jax.tree.map(jnp.subtract, y, point)
         fixed = jax.tree.map(lambda h, d: jnp.where(h, d, 0), held, step)
@@ -80,8 +76,8 @@ def between_bounds(
         no = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), point)
         start = _Path(_tree.zeros_like(step), step, no, jnp.array(0))
         path = jax.lax.while_loop(goes_on, next_face, start)
-        ends = box.is_left(point, path.target)
-        return _tree.where(ends, path.step, path.target)
+        unsolved = box.is_left(point, path.target)
+        return _tree.where(unsolved, path.step, path.target)
 
     step = jax.lax.cond(box.is_left(point, step), bent, lambda: step)
     return step, predicted(step)
