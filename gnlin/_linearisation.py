@@ -97,11 +97,7 @@ class Linearisation(eqx.Module):
         """
         if other is None:
             return self.jacobian.gram()
-        if other.jacobian.domain != self.jacobian.domain:
-            raise ValueError(
-                "The kernel between two linearisations is of the same parameters, but "
-                "theirs have other shapes or dtypes."
-            )
+        check_same_parameters(self, other)
         return self.jacobian.gram_with(other.jacobian)
 
     def curvature(self) -> Float[Array, "p p"]:
@@ -245,6 +241,14 @@ def linearise(
 def _without_aux(fn, y, example):
     out, _ = fn(y, example)
     return out
+
+
+def check_same_parameters(one: Linearisation, other: Linearisation) -> None:
+    if one.jacobian.domain != other.jacobian.domain:
+        raise ValueError(
+            "The kernel between two linearisations is of the same parameters, but "
+            "theirs have other shapes or dtypes."
+        )
 
 
 def check_parameters(y: PyTree) -> None:

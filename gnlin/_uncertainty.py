@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from . import _small_svd
 from ._checks import check_finite_positive
-from ._linearisation import Linearisation
+from ._linearisation import check_same_parameters, Linearisation
 from ._tree import matmul
 
 
@@ -112,7 +112,8 @@ def predictive_variance(
     **Returns:** the variances, in the structure of the outputs; the noise of a new
     measurement is not in them.
 
-    **Raises:** `ValueError` if `damping` is not positive.
+    **Raises:** `ValueError` if `damping` is not positive, or if the parameters are not
+    the same.
 
     !!! example
 
@@ -129,6 +130,7 @@ def predictive_variance(
         via local linearization*, AISTATS (2021), equation 8.
     """
     check_finite_positive("damping", damping)
+    check_same_parameters(test, train)
     m, p = train.shape
 
     def whitened(square, sides):

@@ -350,13 +350,21 @@ def test_the_picture():
         ({"loss": gnlin.SoftmaxCrossEntropy()}, "`loss` must be `gnlin.SquaredError"),
         ({"nan_policy": "propagate"}, "`nan_policy` must be"),
         ({"starts": 8}, "`starts` are drawn between the bounds"),
+        ({"start": {"a": np.nan, "rate": 1.0, "c": 0.0}}, "`start` must be finite"),
+        ({"start": {"a": "one"}}, "`start` must hold numbers or arrays"),
+        ({"start": {}}, "failed: KeyError: 'a'"),
+        ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "of JAX's operations, and"),
+        ({"f": lambda x, a, b: a * x}, "is called as `f.parameters, x.`, of JAX"),
+        ({"f": 3}, "`f` must be a function of the parameters and x"),
+        ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         ({"starts": 0, "bounds": (-9.0, 9.0)}, "`starts` must be a whole number"),
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],
 )
 def test_what_cannot_be_meant(options, message):
+    given = {"f": decay, "x": X, "y": Y, "start": START, **options}
     with pytest.raises(ValueError, match=message):
-        gnlin.curve_fit(decay, X, Y, START, **options)
+        gnlin.curve_fit(**given)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +373,7 @@ def test_what_cannot_be_meant(options, message):
         (Y[:7], "must have the shapes of `y`, \\(7,\\), but has \\(50,\\)"),
         (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
+        (np.full(50, np.nan), "`y` has a missing value"),
     ],
 )
 def test_what_is_no_data(y, message):
@@ -385,6 +394,18 @@ def test_the_variance_of_predictions(num_train):
     expected = 2.0 * np.diagonal(phi_new @ inverse @ phi_new.T)
     np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-9)
     assert found.shape == (7, 2)
+
+
+def test_data_of_which_nothing_is_left():
+    nothing = np.full(50, np.nan)
+    with pytest.raises(ValueError, match="There is no data: all of `y` is missing"):
+        gnlin.curve_fit(decay, X, nothing, START, nan_policy="omit")
+
+
+def test_predictions_of_another_model():
+    two = (gnlin.linearise(lambda y, _: y**2, jnp.ones(n)) for n in (3, 4))
+    with pytest.raises(ValueError, match="of the same parameters"):
+        gnlin.predictive_variance(*two, 0.1)
 
 
 def test_without_damping_there_is_no_prior():

@@ -11,9 +11,9 @@ from jaxtyping import Array, ArrayLike, PyTree
 
 from .. import _tree
 from .._bounds import Box, check_start
-from .._checks import check_count, check_flag
+from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
-from .._solver import AbstractGaussNewton, LevenbergMarquardt
+from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ._given import as_floats, data_of, limits, parted, several
 from ._program import Curve, Data, Fitted, fitted, Setting, with_bounds
 from ._result import CurveFit, made
@@ -31,7 +31,7 @@ def curve_fit(
     x: PyTree[ArrayLike],
     y: PyTree[ArrayLike],
     start: PyTree[ArrayLike],
-    solver: AbstractGaussNewton = LevenbergMarquardt(),
+    solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     sigma: ArrayLike | None = None,
     absolute_sigma: bool = False,
@@ -93,6 +93,8 @@ def curve_fit(
         fit.parameters["rate"], fit.standard_errors["rate"]
         ```
     """
+    solver = as_solver(solver)
+    check_callable("f", f, "a function of the parameters and x", "lambda p, x: p * x")
     check_count("max_steps", max_steps)
     check_flag("absolute_sigma", absolute_sigma)
     if nan_policy not in ("raise", "omit"):

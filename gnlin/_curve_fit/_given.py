@@ -14,7 +14,14 @@ from ._program import Curve, Data, flat
 
 
 def as_floats(value: ArrayLike) -> Array:
-    value = jnp.asarray(value)
+    try:
+        value = jnp.asarray(value)
+    except TypeError as error:
+        raise ValueError(
+            f"`start` must hold numbers or arrays, but {value!r} was given."
+        ) from error
+    if not isinstance(value, Tracer) and not bool(jnp.all(jnp.isfinite(value))):
+        raise ValueError(f"`start` must be finite, but {value} was given.")
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ValueError(
             "`start` must be real: fit real and imaginary parts as two parameters."
@@ -80,10 +87,13 @@ def several(
     given = jnp.asarray(y) if isinstance(y, list | tuple | float | int) else y
     given = jax.tree.map(jnp.asarray, given)
 
+    failures: list[Exception] = []
+
     def shapes(free):
         try:
             out = jax.eval_shape(lambda p: curve.f(curve.merged(p, kept), x), free)
-        except (TypeError, ValueError):
+        except Exception as error:
+            failures.append(error)
             return None
         return jax.tree.structure(out), [o.shape for o in jax.tree.leaves(out)]
 
@@ -100,6 +110,12 @@ def several(
             return jax.vmap(flat)(given), 0
         if shapes(free) == of_one:
             return jax.vmap(flat)(given), None
+    if failures:
+        said = str(failures[0]).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            "`f` is called as `f(parameters, x)`, of JAX's operations, and failed: "
+            f"{type(failures[0]).__name__}: {said}."
+        ) from failures[0]
     found = jax.eval_shape(lambda p: curve.f(curve.merged(p, kept), x), free)
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
@@ -121,6 +137,8 @@ def data_of(
                 "`y` has a missing value (NaN): leave it out, or pass "
                 '`nan_policy="omit"`.'
             )
+    if not isinstance(y, Tracer) and bool(jnp.all(missing)):
+        raise ValueError("There is no data: all of `y` is missing, or it is empty.")
     counted = jnp.where(missing, 0, 1).astype(y.dtype)
     errors = _errors(sigma, y)
     covariance = _is_covariance(errors, y)
