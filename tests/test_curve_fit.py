@@ -355,7 +355,6 @@ def test_the_picture():
         ({"start": {}}, "failed: KeyError: 'a'"),
         ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "of JAX's operations, and"),
         ({"f": lambda x, a, b: a * x}, "is called as `f.parameters, x.`, of JAX"),
-        ({"f": 3}, "`f` must be a function of the parameters and x"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         ({"starts": 0, "bounds": (-9.0, 9.0)}, "`starts` must be a whole number"),
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),

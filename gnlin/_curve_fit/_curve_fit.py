@@ -14,7 +14,7 @@ from .._bounds import Box, check_start
 from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
-from ._given import as_floats, data_of, limits, parted, several
+from ._given import as_start, data_of, limits, parted, several
 from ._program import Curve, Data, Fitted, fitted, Setting, with_bounds
 from ._result import CurveFit, made
 
@@ -30,7 +30,7 @@ def curve_fit(
     f: Callable[[Any, Any], PyTree],
     x: PyTree[ArrayLike],
     y: PyTree[ArrayLike],
-    start: PyTree[ArrayLike],
+    start: PyTree,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     sigma: ArrayLike | None = None,
@@ -108,7 +108,7 @@ def curve_fit(
         )
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit`, and not to the solver.")
-    start = jax.tree.map(as_floats, start)
+    start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
     x = jax.tree.map(jnp.asarray, x)

@@ -7,24 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_names
 from ._program import Curve, Data, flat
 
 
-def as_floats(value: ArrayLike) -> Array:
+def as_start(value: Any) -> Array:
+    """One of the parameters, a number or an array."""
+    value = _as_floats(value, "start")
+    if not isinstance(value, Tracer) and not bool(jnp.all(jnp.isfinite(value))):
+        raise ValueError(f"`start` must be finite, but {value} was given.")
+    return value
+
+
+def _as_floats(value: Any, name: str) -> Array:
     try:
         value = jnp.asarray(value)
     except TypeError as error:
         raise ValueError(
-            f"`start` must hold numbers or arrays, but {value!r} was given."
+            f"`{name}` must hold numbers or arrays, but {value!r} was given."
         ) from error
-    if not isinstance(value, Tracer) and not bool(jnp.all(jnp.isfinite(value))):
-        raise ValueError(f"`start` must be finite, but {value} was given.")
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ValueError(
-            "`start` must be real: fit real and imaginary parts as two parameters."
+            f"`{name}` must be real: fit real and imaginary parts as two parameters."
         )
     # Of no weak type: that of a Python number would be compiled apart.
     kind = value.dtype if jnp.issubdtype(value.dtype, jnp.floating) else float
@@ -76,7 +82,7 @@ def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
             {k: v for k, v in b.items() if k not in kept} if isinstance(b, Mapping) else b
             for b in bounds
         )
-    return jax.tree.map(as_floats, tuple(bounds))
+    return jax.tree.map(lambda b: _as_floats(b, "bounds"), tuple(bounds))
 
 
 def several(
