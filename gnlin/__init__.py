@@ -75,6 +75,7 @@ from ._subproblem import (
     choose as choose,
     MixedPrecision as MixedPrecision,
 )
+from ._tangent_kernel import TangentKernel as TangentKernel
 from ._uncertainty import predictive_variance as predictive_variance
 
 

@@ -85,6 +85,21 @@ def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
     return jax.tree.map(lambda x: _as_array(name, x), automatic(tree))
 
 
+def as_inputs(inputs: PyTree) -> PyTree:
+    """Of examples, checked; NumPy arrays, which may be larger than memory, as they are."""
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
+    lengths = _lengths("inputs", inputs)
+    if len(lengths) > 1:
+        raise ValueError(
+            "All inputs must have the same number of examples, but there are "
+            f"{_listed(lengths)}."
+        )
+    if lengths == {0}:
+        raise ValueError("There is no data: the inputs hold 0 examples.")
+    return inputs
+
+
 def _as_array(name: str, x: Any) -> Array:
     try:
         return jnp.asarray(x)

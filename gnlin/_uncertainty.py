@@ -142,7 +142,7 @@ def predictive_variance(
     if p <= m:
         flat = whitened(train.curvature(), test.matrix().T)
     else:
-        prior = jnp.diagonal(test.kernel())
+        prior = test.jacobian.squared_rows()
         rest = jnp.maximum(prior - whitened(train.kernel(), train.kernel(test)), 0)
         flat = rest / jnp.asarray(damping, rest.dtype)
     flat *= jnp.asarray(variance, flat.dtype)

@@ -17,7 +17,7 @@ from .._training import Carry, Setting, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
 from ._history import Rows
-from ._identity import (
+from .._identity import (
     as_numpy,
     checksum,
     described,

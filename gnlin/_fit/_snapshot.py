@@ -13,7 +13,7 @@ from .._checks import is_key
 from .._solution import COUNTS
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, storable
-from ._identity import as_numpy
+from .._identity import as_numpy
 
 
 class Unsound(Exception):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._residuals import Groups, where_not_finite
-from ._identity import checksum, described
+from .._identity import checksum, described
 
 
 class Batch(NamedTuple):

@@ -232,6 +232,25 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         of_sum = self.domain.size**2 * self.domain.dtype.itemsize
         return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * of_sum))
 
+    def squared_rows(self) -> Float[Array, " m"]:
+        """The squared norms of the rows: the kernel's diagonal, without the kernel."""
+        groups, left = grouped(self.block_bytes(), self.memory_budget)
+        these = self
+        total = jnp.zeros(self.codomain.size, self.domain.dtype)
+        for group in groups:
+            these, total = these.in_turn(total)
+            squares = [block.squared_rows() for block in these.blocks(group)]
+            total += functools.reduce(jnp.add, _tree.promoted(squares)).astype(total.dtype)
+        if left:
+
+            def square(u: Float[Array, " m"]) -> Float[Array, ""]:
+                pulled = jax.tree.leaves(self.pull_back(u))
+                kept = [pulled[k] for k in left]
+                return _tree.dot(kept, kept).astype(total.dtype)
+
+            total += self.chunked(square, jnp.eye(len(total), dtype=self.codomain.dtype))
+        return total
+
     def squared_columns(self) -> PyTree[Array]:
         """The squared norms of the columns."""
         squares = [block.squared_columns() for block in self.blocks()]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class AbstractBlock(eqx.Module):
@@ -28,6 +28,19 @@ class AbstractBlock(eqx.Module):
     def gram(self) -> Float[Array, "m m"]:
         """Its rows' inner products."""
         return self.gram_with(self)
+
+    @abc.abstractmethod
+    def merged(self, num_outputs: int) -> "AbstractBlock":
+        """With the outputs of an example as one row, beside each other: its inner products
+        are traces over outputs."""
+
+    @abc.abstractmethod
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "AbstractBlock":
+        """The rows of one output of each example."""
+
+    @abc.abstractmethod
+    def squared_rows(self) -> Float[Array, " m"]:
+        """The squared norms of its rows."""
 
     @abc.abstractmethod
     def squared_columns(self) -> Float[Array, "..."]:

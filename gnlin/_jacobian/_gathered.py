@@ -65,6 +65,16 @@ class Gathered(AbstractBlock):
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
         return Rows(self.rows()).gram_with(other)
 
+    def merged(self, num_outputs: int) -> Rows:
+        return Rows(self.rows()).merged(num_outputs)
+
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> Rows:
+        return Rows(self.rows()).of_output(k, num_outputs)
+
+    def squared_rows(self) -> Float[Array, " m"]:
+        # An entry that is read twice is the sum of both.
+        return Rows(self.rows()).squared_rows()
+
     def squared_columns(self) -> Float[Array, "..."]:
         return self._scattered(jnp.sum(self._distinct() ** 2, axis=1)).reshape(self.shape)
 

@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .. import _tree
 from .._tree import matmul, promoted
@@ -61,6 +61,30 @@ class Layer(AbstractBlock):
         product = jnp.multiply if t == 1 else matmul
         rows = product(signals, self.activations)
         return jax.vmap(self._as_weights)(rows.reshape(n * c, -1))
+
+    def merged(self, num_outputs: int) -> "Layer":
+        """One row an example: outputs are further outputs of the layer."""
+        n, c, o, t = self.signals.shape
+        shape = c, *self.shape
+        axes = 0, *(axis + 1 for axis in self.axes)
+        return Layer(self.signals.reshape(n, 1, c * o, t), self.activations, shape, axes)
+
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Layer":
+        signals = self.signals[:, k][:, None]
+        return Layer(signals, self.activations, self.shape, self.axes)
+
+    def squared_rows(self) -> Float[Array, " m"]:
+        c, o, t = self.signals.shape[1:]
+
+        def of_example(example):
+            signals, activations = example
+            rows = matmul(signals.reshape(c * o, t), activations)
+            return jnp.sum(rows.reshape(c, -1) ** 2, axis=1)
+
+        if t == 1:
+            sizes = jnp.sum(self.activations**2, axis=(1, 2))
+            return (jnp.sum(self.signals**2, axis=(2, 3)) * sizes[:, None]).reshape(-1)
+        return jax.lax.map(of_example, (self.signals, self.activations)).reshape(-1)
 
     def squared_columns(self) -> Float[Array, "..."]:
         """The squared norms of the Jacobian's columns, as weights."""

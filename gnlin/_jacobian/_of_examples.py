@@ -228,6 +228,11 @@ class OfExamples(AbstractJacobian):
         )
 
     @property
+    def function(self) -> PerExample:
+        """That it is the Jacobian of."""
+        return self._of_one
+
+    @property
     def _fn(self) -> Callable[[Any, Any], PyTree[Array]]:
         return self._of_one.fn
 

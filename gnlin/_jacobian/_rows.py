@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._tree import matmul, promoted
 from ._block import AbstractBlock
@@ -55,6 +55,15 @@ class Rows(AbstractBlock):
         first = num_columns - num_left
         left = matmul(a[:, first:], b[:, first:].T)
         return jax.lax.fori_loop(0, num_slices, add, left)
+
+    def merged(self, num_outputs: int) -> "Rows":
+        return Rows(self.array.reshape(-1, num_outputs, *self.shape))
+
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Rows":
+        return Rows(self.merged(num_outputs).array[:, k])
+
+    def squared_rows(self) -> Float[Array, " m"]:
+        return jnp.sum(self.array**2, axis=tuple(range(1, self.array.ndim)))
 
     def squared_columns(self) -> Float[Array, "..."]:
         return jnp.sum(self.array**2, axis=0)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._tree import promoted
 from ._block import AbstractBlock
@@ -36,6 +36,15 @@ class Stack(AbstractBlock):
             return jnp.concatenate(blocks, axis=1)
 
         return jnp.concatenate(promoted([line(i) for i in range(len(self.parts))]))
+
+    def merged(self, num_outputs: int) -> "Stack":
+        return Stack([part.merged(num_outputs) for part in self.parts])
+
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Stack":
+        return Stack([part.of_output(k, num_outputs) for part in self.parts])
+
+    def squared_rows(self) -> Float[Array, " m"]:
+        return jnp.concatenate(promoted([part.squared_rows() for part in self.parts]))
 
     def squared_columns(self) -> Float[Array, "..."]:
         squares = promoted([part.squared_columns() for part in self.parts])

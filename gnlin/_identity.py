@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .._checks import is_key
+from ._checks import is_key
 
 
 _MOST_NUMBERS = 8

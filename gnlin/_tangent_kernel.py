@@ -1,0 +1,410 @@
+"""The tangent kernel of a model, as a function of two sets of inputs."""
+
+import collections
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float, PyTree
+
+from ._checks import check_count, check_flag, is_whole
+from ._data import as_inputs
+from ._identity import checksum, described
+from ._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
+from ._kernel_file import KernelFile, Place, Tiles
+from ._linearisation import Linearisation, linearise
+from ._model import make_network
+from ._sharding import mesh_of
+from ._tree import promoted
+
+
+Outputs = Literal["all", "trace", "diagonal"] | int
+
+
+class TangentKernel(eqx.Module):
+    r"""The empirical neural tangent kernel of a model, as a function of two sets of
+    inputs,
+
+    $$\Theta_{ic,jd} = \sum_k \frac{\partial f_c(x_i)}{\partial\theta_k}
+    \frac{\partial f_d(x'_j)}{\partial\theta_k}.$$
+
+    It takes as many reverse passes through one example as that has outputs, and of dense
+    and convolutional layers no rows of the Jacobian. The trace and the diagonal over
+    outputs are made by themselves, not taken from all of it.
+
+    **Arguments:**
+
+    - `model`: of one example's input, as for [`gnlin.solve`][]: an Equinox model or a
+        pair `(fn, parameters)`; or the [`gnlin.Linearisation`][] of a
+        [`gnlin.PerExample`][], whose inputs then are those examples.
+    - `outputs`: `"all"`; `"trace"`, the sum over outputs $\sum_c\Theta_{ic,jc}$;
+        `"diagonal"`, each output with itself; or the index of one output.
+    - `filter_spec`: which parameters, as for `equinox.partition`: a function of a leaf, or
+        a pytree of booleans. The default has all floating-point arrays.
+    - `state`: of a model with batch normalisation, whose statistics stay as they are.
+    - `memory_budget`: bytes that a kernel, and all that it is made of, may take. One
+        that takes more is made in tiles, on all devices that there are.
+
+    **Raises:** `ValueError` if the model has no such parameters, is random, or has
+    several arrays of outputs, or if `outputs` is none of these.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 2, 16, 2, key=jax.random.key(0))
+        test, train = inputs[:3], inputs[3:]
+        gnlin.TangentKernel(model)(test, train)  # (3, 2, 5, 2)
+        gnlin.TangentKernel(model, outputs="trace")(test, train)  # (3, 5)
+        ```
+
+    ??? cite "Reference"
+
+        A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
+        Generalization in Neural Networks*, NeurIPS (2018), equation 4; of its layers as
+        products: R. Novak, J. Sohl-Dickstein and S. Schoenholz, *Fast Finite Width Neural
+        Tangent Kernel*, ICML (2022), section 3.3.
+    """
+
+    outputs: Outputs = eqx.field(static=True)
+    memory_budget: int = eqx.field(static=True)
+    _fn: PerExample
+    _point: PyTree[Array]
+    _has_keys: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        model: PyTree,
+        *,
+        outputs: Outputs = "all",
+        filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+        state: PyTree = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        check_count("memory_budget", memory_budget)
+        if not (is_whole(outputs) or outputs in get_args(get_args(Outputs)[0])):
+            raise ValueError(
+                '`outputs` must be "all", "trace", "diagonal", or the index of one, but '
+                f"{outputs!r} was given."
+            )
+        self.outputs = outputs
+        self.memory_budget = memory_budget
+        self._has_keys = not isinstance(model, Linearisation)
+        if isinstance(model, Linearisation):
+            if not isinstance(model.jacobian, OfExamples):
+                raise ValueError(
+                    "The tangent kernel is a function of one example's input, and the "
+                    "linearisation is of a function of all of them: linearise a "
+                    "`gnlin.PerExample`, or pass the model."
+                )
+            self._fn, self._point = model.jacobian.function, model.point
+            return
+        if state is not None:
+            model = (eqx.Partial(_in_inference, state), model)
+        parameters, network = make_network(model, filter_spec)
+        fn = network.function()
+        assert isinstance(fn, PerExample)
+        self._fn, self._point = fn, parameters
+
+    def __call__(
+        self,
+        x1: PyTree[ArrayLike],
+        x2: PyTree[ArrayLike] | None = None,
+        *,
+        file: str | os.PathLike | None = None,
+        progress: bool = False,
+    ) -> Float[Array, "..."] | np.ndarray:
+        """The kernel between two sets of n1 and n2 inputs of c outputs.
+
+        **Arguments:**
+
+        - `x1`, `x2`: inputs, with a leading axis over examples; without `x2` it is the
+            kernel of `x1`, of which each pair is made once.
+        - `file`: where to write it, as a NumPy file of any size, a tile at a time. A run
+            that is killed goes on where it was when it is called again, to the same
+            bytes; a file that is done is read.
+        - `progress`: whether to show a bar, a tile at a time.
+
+        **Returns:** an array of the shape `(n1, c, n2, c)`; `(n1, n2)` for the trace or
+        one output, `(n1, n2, c)` for the diagonal. With `file` it is a NumPy array that
+        stays on disk.
+
+        **Raises:** `ValueError` if the model cannot be called on such inputs, if the
+        kernel is larger than the memory budget and no file is given, or if the file has
+        another kernel.
+        """
+        check_flag("progress", progress)
+        sets = self._checked(x1, x2)
+        (n1, c), (n2, _) = (self._sizes(x) for x in sets)
+        shape, dtype = self._shape(n1, n2, c), self._dtype(sets[0])
+        if file is not None:
+            return self._in_file(_npy(file), sets, shape, symmetric=x2 is None, bar=progress)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.memory_budget:
+            raise ValueError(
+                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
+                f"memory budget is {self.memory_budget:,}: pass `file`, in which it is "
+                "made a tile at a time, or raise `memory_budget`."
+            )
+        tile = self._tile_size(sets[0], shape)
+        if _is_traced((self, sets)) or mesh_of(sets) or tile >= max(n1, n2):
+            return _tile(self, sets[0], None if x2 is None else sets[1])
+        whole = np.empty(shape, dtype)
+        tiles = Tiles(n1, n2, tile, x2 is None)
+        for parts in self._tiles(sets, tiles, 0, progress):
+            for place, part in parts:
+                whole[place] = part
+        return jnp.asarray(whole)
+
+    def _in_file(
+        self,
+        path: Path,
+        sets: tuple[PyTree, PyTree],
+        shape: tuple[int, ...],
+        *,
+        symmetric: bool,
+        bar: bool,
+    ) -> np.ndarray:
+        if _is_traced((self, sets)):
+            raise ValueError(
+                "A kernel is not written to a `file` from inside a compiled function: "
+                "call it outside, or leave `file` out."
+            )
+        identity = {
+            "parameters": checksum(self._point),
+            "functions": described(self._fn),
+            "inputs": checksum(sets),
+            "outputs": str(self.outputs),
+        }
+        kept = KernelFile(path, shape, self._dtype(sets[0]), identity)
+        tile, num_done = kept.begin(self._tile_size(sets[0], shape))
+        tiles = Tiles(*(self._sizes(x)[0] for x in sets), tile, symmetric)
+        rest = self._tiles(sets, tiles, num_done, bar)
+        for number, parts in enumerate(rest, num_done + 1):
+            kept.put(parts, tile, number)
+        return kept.read()
+
+    def by_parameter(
+        self, x1: PyTree[ArrayLike], x2: PyTree[ArrayLike] | None = None
+    ) -> PyTree[Array]:
+        """The part of each array of parameters, in the structure of the model; their sum
+        is the kernel."""
+        sets = self._checked(x1, x2)
+        return _by_parameter(self, sets[0], None if x2 is None else sets[1])
+
+    def diagonal(self, x: PyTree[ArrayLike]) -> Float[Array, "n c"]:
+        r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
+        return _diagonal(self, self._checked(x, None)[0])
+
+    #
+    # What it is made of
+    #
+
+    def _linearise(self, x: PyTree[Array]) -> Linearisation:
+        args = (x, None) if self._has_keys else x
+        fn = self._fn
+        if is_whole(self.outputs):
+            fn = PerExample(eqx.Partial(_one_output, fn.fn, self.outputs), fn.part_size)
+        return linearise(fn, self._point, args, memory_budget=self.memory_budget)
+
+    def _parts(
+        self, x1: PyTree[Array], x2: PyTree[Array] | None
+    ) -> Iterator[Float[Array, "..."]]:
+        """By array of parameters."""
+        (n1, c), (n2, _) = (self._sizes(x) for x in (x1, x1 if x2 is None else x2))
+        blocks = self._linearise(x1).jacobian.blocks()
+        others = blocks if x2 is None else self._linearise(x2).jacobian.blocks()
+        for block, other in zip(blocks, others, strict=True):
+            gram = self._gram(block, block if x2 is None else other, c)
+            yield gram.reshape(self._shape(n1, n2, c))
+
+    def _gram(self, a: AbstractBlock, b: AbstractBlock, c: int) -> Float[Array, "..."]:
+        def product(a, b, same):
+            return a.gram() if same else a.gram_with(b)
+
+        if self.outputs == "trace":
+            merged = a.merged(c)
+            return product(merged, merged if a is b else b.merged(c), a is b)
+        if self.outputs == "diagonal":
+
+            def of_output(k):
+                first = a.of_output(k, c)
+                return product(first, first if a is b else b.of_output(k, c), a is b)
+
+            return jnp.moveaxis(jax.lax.map(of_output, jnp.arange(c)), 0, -1)
+        return product(a, b, a is b)
+
+    def _outputs_of(self, x: PyTree[Array]) -> jax.ShapeDtypeStruct:
+        """The shape of all examples' outputs, without a look at them."""
+        like = _like(x, jax.tree.leaves(x)[0].shape[0])
+        args = (like, None) if self._has_keys else like
+        leaves = jax.tree.leaves(eqx.filter_eval_shape(self._fn, self._point, args))
+        if len(leaves) != 1:
+            raise ValueError(
+                f"A tangent kernel is of one array of outputs, and the model has "
+                f"{len(leaves)}: pass a function that returns one of them, such as "
+                "`(lambda model, x: model(x)[0], model)`."
+            )
+        return leaves[0]
+
+    def _checked(self, x1: PyTree, x2: PyTree | None) -> tuple[PyTree, PyTree]:
+        sets = [as_inputs(x) for x in ((x1,) if x2 is None else (x1, x2))]
+        outputs = [self._outputs_of(x) for x in sets]
+        shapes = [shape.shape[1:] for shape in outputs]
+        if shapes[0] != shapes[-1]:
+            raise ValueError(
+                "The model must have outputs of the same shape on both sets of inputs, "
+                f"but has {shapes[0]} and {shapes[1]}."
+            )
+        c = math.prod(shapes[0])
+        if is_whole(self.outputs) and not 0 <= self.outputs < c:
+            raise ValueError(
+                f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
+            )
+        return sets[0], sets[-1]
+
+    def _sizes(self, x: PyTree[Array]) -> tuple[int, int]:
+        """(n, c)."""
+        n, *shape = self._outputs_of(x).shape
+        return n, math.prod(shape)
+
+    def _dtype(self, x: PyTree[Array]) -> np.dtype:
+        return np.dtype(eqx.filter_eval_shape(_tile, self, _like(x, 1), None).dtype)
+
+    def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
+        match self.outputs:
+            case "all":
+                return n1, c, n2, c
+            case "diagonal":
+                return n1, n2, c
+        return n1, n2
+
+    #
+    # Tiles
+    #
+
+    def _tile_size(self, x: PyTree[Array], shape: tuple[int, ...]) -> int:
+        """Examples a side, so that the blocks of two sets, their kernel and a part of it
+        take half of the memory budget; and so that each device has one."""
+        most = max(shape[0], shape[-2] if self.outputs == "all" else shape[1])
+        one = _like(x, 1)
+        c = self._sizes(one)[1]
+
+        def sizes(x):
+            return jnp.zeros(sum(self._linearise(x).jacobian.block_bytes()), jnp.int8)
+
+        of_blocks = 2 * eqx.filter_eval_shape(sizes, one).shape[0]
+        of_kernel = 2 * math.prod(self._shape(1, 1, c)) * self._dtype(x).itemsize
+        # of_kernel t^2 + of_blocks t = budget / 2
+        root = math.sqrt(of_blocks**2 + 2 * of_kernel * self.memory_budget)
+        tile = max((root - of_blocks) / (2 * of_kernel), 1)
+        return math.ceil(most / max(math.ceil(most / tile), jax.local_device_count()))
+
+    def _tiles(
+        self, sets: tuple[PyTree, PyTree], tiles: Tiles, num_done: int, progress: bool
+    ) -> Iterator[list[tuple[Place, np.ndarray]]]:
+        """Those that are not done, a device ahead of what is asked for."""
+        from tqdm.auto import tqdm
+
+        devices = jax.local_devices()
+        waiting: collections.deque = collections.deque()
+
+        def finished():
+            (rows, columns), tile = waiting.popleft()
+            tile = np.asarray(tile)
+            yield self._place(rows, columns), tile
+            if tiles.symmetric and rows != columns:
+                yield self._place(columns, rows), tile.transpose(self._mirrored())
+
+        with tqdm(total=len(tiles), initial=num_done, disable=not progress) as bar:
+            for number in range(num_done, len(tiles)):
+                rows, columns = tiles[number]
+                same = tiles.symmetric and rows == columns
+                kernel, x1 = self, jax.tree.map(lambda a, at=rows: a[at], sets[0])
+                x2 = jax.tree.map(lambda a, at=columns: a[at], sets[1])
+                parts = kernel, x1, None if same else x2
+                if len(devices) > 1:
+                    parts = _put(parts, devices[number % len(devices)])
+                waiting.append(((rows, columns), _tile(*parts)))
+                if len(waiting) == len(devices):
+                    yield list(finished())
+                    bar.update()
+            while waiting:
+                yield list(finished())
+                bar.update()
+
+    def _place(self, rows: slice, columns: slice) -> Place:
+        every = slice(None)
+        return (rows, every, columns, every) if self.outputs == "all" else (rows, columns)
+
+    def _mirrored(self) -> tuple[int, ...]:
+        match self.outputs:
+            case "all":
+                return 2, 3, 0, 1
+            case "diagonal":
+                return 1, 0, 2
+        return 1, 0
+
+
+@eqx.filter_jit
+def _tile(
+    kernel: TangentKernel, x1: PyTree[Array], x2: PyTree[Array] | None
+) -> Float[Array, "..."]:
+    return functools.reduce(jnp.add, promoted(list(kernel._parts(x1, x2))))
+
+
+@eqx.filter_jit
+def _by_parameter(
+    kernel: TangentKernel, x1: PyTree[Array], x2: PyTree[Array] | None
+) -> PyTree[Array]:
+    structure = jax.tree.structure(kernel._point)
+    return structure.unflatten(kernel._parts(x1, x2))
+
+
+@eqx.filter_jit
+def _diagonal(kernel: TangentKernel, x: PyTree[Array]) -> Float[Array, "n c"]:
+    squares = kernel._linearise(x).jacobian.squared_rows()
+    return squares.reshape(kernel._sizes(x))
+
+
+def _one_output(
+    fn: Callable[[Any, Any], PyTree[Array]], k: int, y: PyTree[Array], example: Any
+) -> Float[Array, ""]:
+    (outputs,) = jax.tree.leaves(fn(y, example))
+    return outputs.reshape(-1)[k]
+
+
+def _in_inference(state: PyTree, model: Any, x: PyTree[Array]) -> PyTree[Array]:
+    outputs, _ = eqx.nn.inference_mode(model)(x, state)
+    return outputs
+
+
+def _like(x: PyTree[Array], n: int) -> PyTree[jax.ShapeDtypeStruct]:
+    """So many of such examples."""
+    canonical = jax.dtypes.canonicalize_dtype
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), canonical(a.dtype)), x
+    )
+
+
+def _put(tree: PyTree, device: jax.Device) -> PyTree:
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, device), rest)
+
+
+def _npy(file: str | os.PathLike) -> Path:
+    if not isinstance(file, str | os.PathLike) or not os.fspath(file):
+        raise ValueError(f"`file` must be the path of a file, but {file!r} was given.")
+    path = Path(file)
+    return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
+
+
+def _is_traced(tree: PyTree) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
