@@ -7,6 +7,7 @@ from . import (
     damping as damping,
     features as features,
     filters as filters,
+    predict as predict,
     preconditioners as preconditioners,
 )
 from ._accuracy import accuracy as accuracy

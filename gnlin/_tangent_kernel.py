@@ -145,7 +145,9 @@ class TangentKernel(eqx.Module):
         (n1, c), (n2, _) = (self._sizes(x) for x in sets)
         shape, dtype = self._shape(n1, n2, c), self._dtype(sets[0])
         if file is not None:
-            return self._in_file(_npy(file), sets, shape, symmetric=x2 is None, bar=progress)
+            return self._in_file(
+                _npy(file), sets, shape, symmetric=x2 is None, bar=progress
+            )
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.memory_budget:
             raise ValueError(

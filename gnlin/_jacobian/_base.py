@@ -240,7 +240,9 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         for group in groups:
             these, total = these.in_turn(total)
             squares = [block.squared_rows() for block in these.blocks(group)]
-            total += functools.reduce(jnp.add, _tree.promoted(squares)).astype(total.dtype)
+            total += functools.reduce(jnp.add, _tree.promoted(squares)).astype(
+                total.dtype
+            )
         if left:
 
             def square(u: Float[Array, " m"]) -> Float[Array, ""]:

@@ -19,10 +19,11 @@ from ._descent import updated as updated
 from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import MixedPrecision as MixedPrecision
 from ._prox_linear import (
+    OnSpace as OnSpace,
     optimised as optimised,
     ProxLinear as ProxLinear,
     ProxLinearOnParameters as ProxLinearOnParameters,
 )
 from ._pulled import Pulled as Pulled
 from ._rescaled import Rescaled as Rescaled
-from ._spaces import Parameters as Parameters
+from ._spaces import Outputs as Outputs, Parameters as Parameters

@@ -16,8 +16,15 @@ class Descended(NamedTuple):
     """Where the steps have led, in a space's coordinates."""
 
     z: PyTree[Array]
+    velocity: PyTree[Array]
     num_steps: Scalar  # a float: it may pass 2^31
     diverged: Bool[Array, ""]
+
+
+def at_rest(space: AbstractSpace) -> Descended:
+    """At the linearisation point, before the first step."""
+    zero = space.zero()
+    return Descended(zero, zero, jnp.zeros((), float), jnp.array(False))
 
 
 def descend(
@@ -32,13 +39,14 @@ def descend(
     damping: ScalarLike = 0.0,
     gradient: PyTree[Array] | None = None,
     rest: PyTree[Array] | None = None,
+    start: Descended | None = None,
 ) -> Descended:
     r"""`period` steps from the linearisation point on
     $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2\lVert\delta\rVert^2$.
 
     Heavy ball (Polyak, 1964): $v \leftarrow \mu v - \eta g$, $z \leftarrow z + v$;
     Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$. `gradient` is the
-    first, where it is known.
+    first, where it is known; `start` is where fewer steps have led, to go on from.
     """
     zero = space.zero()
     dtype = _tree.dtype(zero)
@@ -67,11 +75,15 @@ def descend(
         gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
     # One that has grown past 1/eps says nothing any more.
     largest = _tree.norm(gradient) / jnp.finfo(dtype).eps
-    start = jnp.ones((), period.dtype), *advance(zero, zero, gradient), jnp.array(False)
-    k, z, _, grown = jax.lax.while_loop(
-        lambda carry: (carry[0] < period) & ~carry[3], body, start
+    if start is None:
+        k, z, velocity = jnp.ones((), period.dtype), *advance(zero, zero, gradient)
+        grown = jnp.array(False)
+    else:
+        z, velocity, k, grown = start
+    k, z, velocity, grown = jax.lax.while_loop(
+        lambda carry: (carry[0] < period) & ~carry[3], body, (k, z, velocity, grown)
     )
-    return Descended(z, k, grown | ~_tree.all_finite(z))
+    return Descended(z, velocity, k, grown | ~_tree.all_finite(z))
 
 
 class Optimised(NamedTuple):

@@ -56,16 +56,17 @@ def flow(
     damping: ScalarLike,
     tolerance: float,
     rest: PyTree[Array] | None = None,
+    start: PyTree[Array] | None = None,
 ) -> Flowed:
     r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - g_0 - \lambda\delta$ for a
-    time, from zero, by the Runge-Kutta-Chebyshev method of order 2; `tolerance` is of
-    the local error, relative to $\lVert\delta\rVert$.
+    time, from zero or from `start`, by the Runge-Kutta-Chebyshev method of order 2;
+    `tolerance` is of the local error, relative to $\lVert\delta\rVert$.
 
     B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
     parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).
     """
-    zero = space.zero()
-    dtype = _tree.dtype(zero)
+    begin = space.zero() if start is None else start
+    dtype = _tree.dtype(begin)
     eps = jnp.finfo(dtype).eps
     time = jnp.asarray(time, dtype)
     max_stages = max(10, int((tolerance / (10 * eps)) ** 0.5))
@@ -127,17 +128,17 @@ def flow(
     def unfinished(it: _Iterate) -> Bool[Array, ""]:
         return (it.time < time * (1 - 4 * eps)) & (it.num_steps < _MAX_STEPS)
 
-    velocity = velocity_at(zero)
+    velocity = velocity_at(begin)
     size = norm(velocity)
     eigenvector = _tree.scale(1 / jnp.where(size > 0, size, 1), velocity)
-    radius, eigenvector = spectral_radius(zero, eigenvector)
+    radius, eigenvector = spectral_radius(begin, eigenvector)
     first = jnp.minimum(time, tolerance**0.5 / jnp.where(radius > 0, radius, 1))
     count = jnp.array(0)
-    start = _Iterate(
-        jnp.zeros((), dtype), first, zero, velocity, eigenvector, count, count
+    now = _Iterate(
+        jnp.zeros((), dtype), first, begin, velocity, eigenvector, count, count
     )
     finite = _tree.all_finite(velocity)
-    end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, start)
+    end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, now)
     arrived = end.time >= time * (1 - 4 * eps)
     met = arrived & finite & _tree.all_finite(end.z)
     return Flowed(end.z, end.num_products, met)

@@ -1,9 +1,11 @@
 r"""The linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
@@ -28,7 +30,7 @@ from ._base import (
     unless_endless,
     vanishes,
 )
-from ._descent import descend, optimise
+from ._descent import at_rest, descend, Descended, optimise
 from ._flow import flow, TOLERANCE
 from ._newton import minimise
 from ._spaces import AbstractSpace, Outputs, Parameters
@@ -54,7 +56,7 @@ class ProxLinear(eqx.Module):
         return ProxLinear(self.jacobian.at_hand(), self.outputs, self.objective)
 
 
-class _OnSpace(AbstractIteration):
+class OnSpace(AbstractIteration):
     """What a filter asks of a quadratic problem is here asked of the loss itself: the
     minimiser, damped or not; K steps; gradient flow for a time."""
 
@@ -161,6 +163,50 @@ class _OnSpace(AbstractIteration):
 
         return unless_endless(filter.time, lambda: self._limit(damping), for_a_time)
 
+    def path(
+        self,
+        filter: Filter,
+        amounts: Float[Array, " s"],
+        seen: Callable[[PyTree[Array]], Float[Array, " n"]],
+    ) -> Float[Array, "s n"]:
+        """What `seen` makes of the coordinates after each of so many steps, or of such
+        times, in ascending order: each goes on from the last. NaN where they have
+        diverged, or lost more than there was to lose."""
+        filter, damping = undamped(filter)
+        problem, space = self.problem, self.space
+        fixed = space, problem.objective, problem.outputs
+
+        def loss(z):
+            outputs = _tree.axpy(1, space.push(z), problem.outputs)
+            return problem.objective.value(outputs)
+
+        def further(start: Descended, period: Scalar):
+            end = descend(
+                *fixed,
+                period,
+                filter.learning_rate,
+                getattr(filter, "momentum", 0.0),
+                nesterov=isinstance(filter, Nesterov),
+                damping=damping,
+                gradient=first,
+                start=start,
+            )
+            worse = ~(loss(end.z) <= at_first)  # which is convex
+            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
+
+        def later(start, time: Scalar):
+            z, before = start
+            tolerance = TOLERANCE[_tree.dtype(self._gradient).name]
+            end = flow(*fixed, time - before, damping, tolerance, start=z)
+            return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
+
+        if isinstance(filter, GradientFlow):
+            start = space.zero(), jnp.zeros((), amounts.dtype)
+            return jax.lax.scan(later, start, amounts)[1]
+        first = space.pull(problem.objective.gradient(problem.outputs))
+        at_first = problem.objective.value(problem.outputs)
+        return jax.lax.scan(further, at_rest(space), amounts)[1]
+
 
 # Newton's method takes about so many steps, each of about so many products where they
 # are taken on parameters.
@@ -178,7 +224,7 @@ def _num_steps(filter: Filter) -> float | None:
     return None
 
 
-class ProxLinearOnOutputs(_OnSpace):
+class ProxLinearOnOutputs(OnSpace):
     """With the kernel: a product with it a step."""
 
     method: ClassVar[str] = "kernel"
@@ -208,7 +254,7 @@ class ProxLinearOnOutputs(_OnSpace):
         return cls(problem, kernel, cost.gram)
 
 
-class ProxLinearOnParameters(_OnSpace):
+class ProxLinearOnParameters(OnSpace):
     """By products with the Jacobian: one each way a step."""
 
     method: ClassVar[str] = "matrix-free"

@@ -1,0 +1,31 @@
+r"""What a linearised model predicts after training: at any number of steps, after gradient
+flow for any time, and with what uncertainty.
+
+The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
+squared error all that training makes of it is in the eigenpairs of one matrix, the kernel
+or the curvature, whichever is smaller: it is factorised once, when the predictor is made,
+and every time, damping and input after that is a product.
+"""
+
+from ._paths import (
+    Descent as Descent,
+    Flow as Flow,
+    gradient_descent as gradient_descent,
+    gradient_flow as gradient_flow,
+)
+from ._posterior import (
+    Gaussian as Gaussian,
+    Posterior as Posterior,
+    posterior as posterior,
+)
+
+
+__all__ = [
+    "Descent",
+    "Flow",
+    "Gaussian",
+    "Posterior",
+    "gradient_descent",
+    "gradient_flow",
+    "posterior",
+]

@@ -1,0 +1,59 @@
+"""The eigenpairs of the kernel or of the curvature, and how they are seen from elsewhere."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .. import _lapack
+from .._jacobian import AbstractJacobian
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._tree import matmul, ravel_pytree
+
+
+class Eigenbasis(eqx.Module):
+    r"""Of the kernel $\phi\phi^\top = U w U^\top$, or with fewer parameters than outputs
+    of the curvature $\phi^\top\phi = V w V^\top$.
+
+    The step of a filter $g$ changes outputs with the Jacobian $\phi_*$ by
+    $-B\,(g(w)\,c)$, where
+
+    - `coefficients`: $c$, that is $U^\top r$, or $V^\top\phi^\top r$;
+    - `seen_from`: $B$, that is $\phi_*\phi^\top U$, or $\phi_* V$.
+    """
+
+    eigenvalues: Float[Array, " k"]
+    coefficients: Float[Array, " k"]
+    vectors: Float[Array, "k k"]
+    jacobian: AbstractJacobian
+    on_outputs: bool = eqx.field(static=True)
+
+    @staticmethod
+    def fits(jacobian: AbstractJacobian) -> bool:
+        """Whether the matrix stays within the memory budget."""
+        smaller = min(jacobian.shape)
+        return smaller**2 * jacobian.domain.dtype.itemsize <= jacobian.memory_budget
+
+    @staticmethod
+    def of(problem: Quadratic) -> "Eigenbasis":
+        jacobian, right = problem.jacobian, problem.flat_residual()
+        m, p = jacobian.shape
+        on_outputs = m <= p
+        if on_outputs:
+            matrix = jacobian.gram()
+        else:
+            matrix = jacobian.curvature()
+            right, _ = ravel_pytree(jacobian.pull_back(right))
+        w, vectors = _lapack.eigh(matrix)
+        w = jnp.where(w <= w.size * jnp.finfo(w.dtype).eps * w[-1], 0, w)
+        coefficients = matmul(vectors.T, right).astype(w.dtype)
+        return Eigenbasis(w, coefficients, vectors, jacobian, on_outputs)
+
+    def filtered(self, filter: Filter) -> Float[Array, " k"]:
+        """-g(w) c."""
+        return -filter(self.eigenvalues) * self.coefficients
+
+    def seen_from(self, other: AbstractJacobian) -> Float[Array, "n k"]:
+        """B."""
+        rows = other.gram_with(self.jacobian) if self.on_outputs else other.as_matrix()
+        return matmul(rows, self.vectors)

@@ -1,0 +1,378 @@
+"""Gradient descent and gradient flow on a linearised model, at any number of steps."""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from equinox import AbstractVar
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._checks import check_finite_nonnegative, check_flag
+from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._linearisation import Linearisation
+from .._losses import AbstractLoss, SquaredError
+from .._subproblem import choose, OnSpace, Outputs, ProxLinear
+from .._tree import matmul
+from ..filters import (
+    AbstractFilter,
+    Damped,
+    GradientDescent,
+    GradientFlow,
+    HeavyBall,
+    Nesterov,
+)
+from ._eigenbasis import Eigenbasis
+from ._linearised import check_finite, LinearisedModel
+
+
+def gradient_descent(
+    model: PyTree,
+    data: Any,
+    *,
+    learning_rate: ScalarLike,
+    momentum: ScalarLike = 0.0,
+    nesterov: bool = False,
+    damping: ScalarLike = 0.0,
+    loss: AbstractLoss = SquaredError(),
+    from_zero: bool = False,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+) -> "Descent":
+    r"""Gradient descent on a linearised model, by the full batch: its outputs after any
+    number of steps.
+
+    For squared error they are those of a filter of the kernel,
+
+    $$f_K(x) = f(x) - \Theta(x, X)\,U g_K(w)\,U^\top (f(X) - Y),$$
+
+    [`gnlin.filters.GradientDescent`][] or one with momentum: one factorisation, here, and
+    all numbers of steps after it, infinity too. With another loss the steps are taken,
+    from each number to the next.
+
+    **Arguments:**
+
+    - `model`: of one example's input, as for [`gnlin.solve`][].
+    - `data`: `(inputs, targets)`, or with weights of the examples `(inputs, targets,
+        weights)`, trained on.
+    - `learning_rate`: $\eta$, for the loss as reduced (by default the sum over examples).
+    - `momentum`, `nesterov`: heavy ball, or Nesterov's, as `optax.sgd` has them.
+    - `damping`: $\lambda$ of $\frac\lambda2\lVert\theta - \theta_0\rVert^2$, added to the
+        loss.
+    - `loss`: of one example.
+    - `from_zero`: take the model's own outputs for zero, and have a regression with its
+        kernel alone: the mean over initialisations that are centred; of a trained model
+        the regression with its *after-kernel*.
+    - `filter_spec`: which parameters are trained, as for [`gnlin.solve`][].
+    - `memory_budget`: bytes that the largest matrix may take; where the smaller of
+        kernel and curvature takes more, steps are taken with squared error too.
+
+    **Returns:** a [`gnlin.predict.Descent`][].
+
+    **Raises:** `ValueError` if the data or a hyperparameter cannot be meant, if anything
+    is not finite, or if the descent diverges.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+        train = inputs[:6], targets[:6, None]
+        predict = gnlin.predict.gradient_descent(model, train, learning_rate=1e-3)
+        predict(inputs[6:], steps=[0, 10, 1e3, math.inf])  # (4, 2, 1)
+        ```
+
+    ??? cite "Reference"
+
+        J. Lee et al., *Wide Neural Networks of Any Depth Evolve as Linear Models Under
+        Gradient Descent*, NeurIPS (2019), equations 8 to 11, for the flow.
+    """
+    check_flag("nesterov", nesterov)
+    kind: Any = Nesterov if nesterov else HeavyBall
+    plain = isinstance(momentum, int | float) and momentum == 0 and not nesterov
+    steps: AbstractFilter
+    if plain:
+        steps = GradientDescent(1, learning_rate)
+    else:
+        steps = kind(1, learning_rate, momentum)
+    linearised = LinearisedModel.of(
+        model, data, loss, filter_spec, memory_budget, from_zero
+    )
+    return Descent(linearised, *_way(linearised, steps, damping))
+
+
+def gradient_flow(
+    model: PyTree,
+    data: Any,
+    *,
+    damping: ScalarLike = 0.0,
+    loss: AbstractLoss = SquaredError(),
+    from_zero: bool = False,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+) -> "Flow":
+    r"""Gradient flow on a linearised model: its outputs after any time,
+
+    $$f_T(x) = f(x) - \Theta(x, X)\,U\,\tfrac{1 - e^{-wT}}{w}\,U^\top (f(X) - Y)$$
+
+    for squared error; for another loss by a stabilised method for the differential
+    equation. It is what many very small steps do, with $T = \eta K$.
+
+    **Arguments:** those of [`gnlin.predict.gradient_descent`][].
+
+    **Returns:** a [`gnlin.predict.Flow`][].
+
+    **Raises:** as [`gnlin.predict.gradient_descent`][].
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+        train = inputs[:6], targets[:6, None]
+        predict = gnlin.predict.gradient_flow(model, train)
+        predict(inputs[6:], times=jnp.logspace(-3, 3, 50))  # (50, 2, 1)
+        ridge = gnlin.predict.gradient_flow(model, train, damping=0.1, from_zero=True)
+        ridge(inputs[6:])  # kernel ridge regression
+        ```
+    """
+    linearised = LinearisedModel.of(
+        model, data, loss, filter_spec, memory_budget, from_zero
+    )
+    return Flow(linearised, *_way(linearised, GradientFlow(1.0), damping))
+
+
+class AbstractPath(eqx.Module):
+    """A linearised model, trained for as long as is asked."""
+
+    _linearised: AbstractVar[LinearisedModel]
+    _way: AbstractVar[Eigenbasis | OnSpace]
+    _filter: AbstractVar[AbstractFilter]
+
+    @abc.abstractmethod
+    def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:
+        """The filter of so many steps, or of such a time."""
+
+    def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
+        if isinstance(self._filter, Damped):
+            return Damped(self._for(self._filter.filter, amount), self._filter.damping)
+        return self._for(self._filter, amount)
+
+    def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:
+        """With a leading axis, if `amounts` have one."""
+        changes = _changes(self, on, amounts.ravel())
+        finite = isinstance(changes, Tracer) or bool(jnp.all(jnp.isfinite(changes)))
+        if not finite:
+            bad = ~np.isfinite(np.asarray(changes)).all(axis=1)
+            raise ValueError(
+                f"Training has diverged at {amounts.ravel()[bad].min():g}: lower the "
+                "learning rate, or add `damping`."
+            )
+        changes = changes.astype(_tree.dtype(on.outputs))
+        if amounts.ndim == 0:
+            return self._moved(on, changes[0])
+        return jax.vmap(lambda change: self._moved(on, change))(changes)
+
+    def _moved(self, on: Linearisation, change: Float[Array, " n"]) -> PyTree[Array]:
+        unravelled = on.jacobian.codomain.unravel(change)
+        return jax.tree.map(jnp.add, on.outputs, unravelled)
+
+    def _loss(self, data: Any, amounts: np.ndarray) -> Array:
+        if data is None:
+            on, objective = self._linearised.train, self._linearised.objective
+        else:
+            objective = self._linearised.objective_on(data)
+            on = self._linearised.on(data[0])
+        outputs = self._outputs(on, amounts)
+        if amounts.ndim == 0:
+            return objective.value(outputs)
+        return jax.lax.map(objective.value, outputs)
+
+
+class Descent(AbstractPath):
+    """A linearised model under gradient descent; made by
+    [`gnlin.predict.gradient_descent`][]."""
+
+    _linearised: LinearisedModel
+    _way: Eigenbasis | OnSpace
+    _filter: AbstractFilter
+
+    def __call__(
+        self, inputs: PyTree[ArrayLike] | None = None, steps: ArrayLike | list = math.inf
+    ) -> PyTree[Array]:
+        """The outputs.
+
+        **Arguments:**
+
+        - `inputs`: n of them, with a leading axis; `None` for those of training.
+        - `steps`: how many; several, along a new leading axis; `math.inf` for where the
+            steps converge to.
+
+        **Returns:** an array of the shape `(n, ...)`, or `(len(steps), n, ...)`.
+
+        **Raises:** `ValueError` if `steps` are not whole and at least 0, or if they
+        diverge.
+        """
+        return self._outputs(self._linearised.on(inputs), _amounts("steps", steps))
+
+    def loss(self, steps: ArrayLike | list = math.inf, data: Any = None) -> Array:
+        """The loss after so many steps, on the training data or on others."""
+        return self._loss(data, _amounts("steps", steps))
+
+    def _for(self, filter, amount):
+        return eqx.tree_at(lambda f: f.period, filter, amount)
+
+
+class Flow(AbstractPath):
+    """A linearised model under gradient flow; made by [`gnlin.predict.gradient_flow`][]."""
+
+    _linearised: LinearisedModel
+    _way: Eigenbasis | OnSpace
+    _filter: AbstractFilter
+
+    def __call__(
+        self, inputs: PyTree[ArrayLike] | None = None, times: ArrayLike | list = math.inf
+    ) -> PyTree[Array]:
+        """The outputs.
+
+        **Arguments:**
+
+        - `inputs`: n of them, with a leading axis; `None` for those of training.
+        - `times`: how long; several, along a new leading axis; `math.inf` for where the
+            flow ends.
+
+        **Returns:** an array of the shape `(n, ...)`, or `(len(times), n, ...)`.
+
+        **Raises:** `ValueError` if a time is negative.
+        """
+        return self._outputs(self._linearised.on(inputs), _amounts("times", times))
+
+    def loss(self, times: ArrayLike | list = math.inf, data: Any = None) -> Array:
+        """The loss after such times, on the training data or on others."""
+        return self._loss(data, _amounts("times", times))
+
+    def _for(self, filter, amount):
+        return eqx.tree_at(lambda f: f.time, filter, amount)
+
+
+def _way(
+    linearised: LinearisedModel, filter: AbstractFilter, damping: ScalarLike
+) -> tuple[Eigenbasis | OnSpace, AbstractFilter]:
+    """How it is trained, set up; and the filter, damped."""
+    check_finite_nonnegative("damping", damping)
+    undamped = isinstance(damping, int | float) and damping == 0
+    whole = filter if undamped else Damped(filter, damping)
+    way = _set_up(linearised, whole)
+    if isinstance(way, Eigenbasis):
+        check_finite((way.eigenvalues, way.coefficients))
+        _check_convergence(way.eigenvalues[-1], filter, damping)
+    else:
+        check_finite(way.gradient_norm)
+    return way, whole
+
+
+@eqx.filter_jit
+def _set_up(linearised: LinearisedModel, filter: AbstractFilter) -> Eigenbasis | OnSpace:
+    train, objective = linearised.train, linearised.objective
+    if objective.is_quadratic and Eigenbasis.fits(train.jacobian):
+        return Eigenbasis.of(objective.expand(train))
+    problem = ProxLinear(train.jacobian, train.outputs, objective)
+    if not isinstance(filter, GradientFlow):  # of about so many steps
+        filter = eqx.tree_at(_period, filter, 10_000)
+    way = choose(problem, filter)
+    assert isinstance(way, OnSpace)
+    return way
+
+
+def _period(filter: Any) -> Any:
+    return filter.filter.period if isinstance(filter, Damped) else filter.period
+
+
+def _changes(
+    path: AbstractPath, on: Linearisation, amounts: Float[np.ndarray, " s"]
+) -> Float[Array, "s n"]:
+    """By how much the outputs have changed after each of some amounts, flat."""
+    if isinstance(path._way, Eigenbasis):
+        return _in_closed_form(path, on, jnp.asarray(amounts, float))
+    distinct, where = np.unique(amounts, return_inverse=True)
+    finite = distinct[np.isfinite(distinct)]
+    found = []
+    if finite.size > 0:
+        found.append(_literally(path, on, jnp.asarray(finite, float)))
+    if finite.size < distinct.size:
+        found.append(_in_the_limit(path, on)[None])
+    return jnp.concatenate(found)[where]
+
+
+@eqx.filter_jit
+def _in_closed_form(
+    path: AbstractPath, on: Linearisation, amounts: Float[Array, " s"]
+) -> Float[Array, "s n"]:
+    basis = path._way
+    assert isinstance(basis, Eigenbasis)
+
+    def filtered(amount: Scalar) -> Float[Array, " k"]:
+        along = basis.filtered(path._filter_of(amount))
+        return jnp.where(amount == 0, 0, along)
+
+    along = jax.vmap(filtered)(amounts.astype(basis.eigenvalues.dtype))
+    return matmul(along, basis.seen_from(on.jacobian).T)
+
+
+@eqx.filter_jit
+def _literally(
+    path: AbstractPath, on: Linearisation, amounts: Float[Array, " s"]
+) -> Float[Array, "s n"]:
+    way, jacobian = path._way, on.jacobian
+    assert isinstance(way, OnSpace)
+    seen = lambda z: jacobian.push_forward(way.space.parameters(z))
+    if isinstance(way.space, Outputs):
+        cross = jacobian.gram_with(way.problem.jacobian)
+        seen = lambda z: matmul(cross, z)
+    return way.path(path._filter_of(1.0), amounts, seen)
+
+
+@eqx.filter_jit
+def _in_the_limit(path: AbstractPath, on: Linearisation) -> Float[Array, " n"]:
+    assert isinstance(path._way, OnSpace)
+    answer = path._way.solve(path._filter_of(math.inf))
+    return on.jacobian.push_forward(answer.step)
+
+
+def _amounts(name: str, given: Any) -> np.ndarray:
+    whole = name == "steps"
+    what = "whole numbers of at least 0" if whole else "numbers of at least 0"
+    wrong = f"`{name}` must be {what}, or `math.inf`, but {given!r} was given."
+    if isinstance(given, Tracer):
+        raise ValueError(
+            f"`{name}` must be known when the program is made: call the predictor with "
+            "numbers, all at once."
+        )
+    try:
+        amounts = np.asarray(given, float)
+    except (TypeError, ValueError) as error:
+        raise ValueError(wrong) from error
+    sound = (amounts >= 0) & (~np.isfinite(amounts) | (np.floor(amounts) == amounts))
+    if not whole:
+        sound = amounts >= 0
+    if amounts.ndim > 1 or amounts.size == 0 or not sound.all():
+        raise ValueError(wrong)
+    return amounts
+
+
+def _check_convergence(largest: Scalar, filter: Any, damping: ScalarLike) -> None:
+    """Of squared error, by the largest eigenvalue, where the numbers are known."""
+    numbers = jax.tree.leaves((largest, filter, damping))
+    if isinstance(filter, GradientFlow) or any(isinstance(x, Tracer) for x in numbers):
+        return
+    curvature = float(largest) + float(damping)
+    most = float(filter.largest_stable()) / curvature if curvature > 0 else math.inf
+    if float(filter.learning_rate) >= most:
+        raise ValueError(
+            f"At a learning rate of {float(filter.learning_rate):g} gradient descent "
+            f"diverges on this linearised model: it must be less than {most:.3g}."
+        )

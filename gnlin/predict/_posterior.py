@@ -1,0 +1,323 @@
+"""What is known of a linearised model's outputs: mean, variance, and evidence."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._checks import check_finite_positive, check_fraction
+from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._losses import AbstractLoss, SquaredError
+from .._tree import matmul
+from ..filters import Tikhonov
+from ._eigenbasis import Eigenbasis
+from ._linearised import check_finite, LinearisedModel
+
+
+# The damping of most evidence is looked for among so many at a time, in so many rounds,
+# over so many decades around the eigenvalues.
+_TRIED, _ROUNDS, _BEYOND = 65, 5, 1e4
+
+
+class Gaussian(NamedTuple):
+    """A normal distribution of each output by itself.
+
+    - `mean`, `variance`: in the structure of the outputs.
+    """
+
+    mean: PyTree[Array]
+    variance: PyTree[Array]
+
+    @property
+    def standard_deviation(self) -> PyTree[Array]:
+        return jax.tree.map(jnp.sqrt, self.variance)
+
+    def interval(
+        self, confidence: float = 0.95, noise: ScalarLike = 0.0
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
+        """(low, high), about the mean. With the standard deviation of the noise it is the
+        interval of a new measurement."""
+        check_fraction("confidence", confidence)
+        factor = jax.scipy.special.ndtri(0.5 + 0.5 * confidence)
+
+        def width(variance: Array) -> Array:
+            whole = variance + jnp.asarray(noise, variance.dtype) ** 2
+            return factor.astype(variance.dtype) * jnp.sqrt(whole)
+
+        widths = jax.tree.map(width, self.variance)
+        low = jax.tree.map(jnp.subtract, self.mean, widths)
+        return low, jax.tree.map(jnp.add, self.mean, widths)
+
+    def probabilities(self) -> PyTree[Array]:
+        r"""Of classes, where the outputs are logits:
+        $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$.
+
+        ??? cite "Reference"
+
+            D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
+            Computation 4 (1992), equation 11; of several classes: Z. Lu, E. Ie and F.
+            Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
+        """
+
+        def of_logits(mean: Array, variance: Array) -> Array:
+            return jax.nn.softmax(mean / jnp.sqrt(1 + math.pi / 8 * variance), axis=-1)
+
+        return jax.tree.map(of_logits, self.mean, self.variance)
+
+
+def posterior(
+    model: PyTree,
+    data: Any,
+    *,
+    noise: ScalarLike | None = None,
+    prior: ScalarLike = 1.0,
+    loss: AbstractLoss = SquaredError(),
+    from_zero: bool = False,
+    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    memory_budget: int = DEFAULT_MEMORY_BUDGET,
+) -> "Posterior":
+    r"""The posterior of a linearised model's outputs, given data (linearised Laplace).
+
+    With normal parameters of standard deviation $s$ about the model's, and normal noise
+    of standard deviation $\sigma$, the linearised model is a Gaussian process with the
+    kernel $s^2\Theta$, and on inputs x
+
+    $$\mu = f(x) - \Theta(x, X)(\Theta + \lambda I)^{-1}(f(X) - Y), \qquad
+    v = s^2\bigl(\Theta(x, x) - \Theta(x, X)(\Theta + \lambda I)^{-1}\Theta(X, x)\bigr),$$
+
+    with $\lambda = \sigma^2/s^2$: the damping that finds this mean. It is exact, by one
+    factorisation of the kernel or of the curvature, whichever is smaller.
+
+    With another loss it is Laplace's approximation about the model, which is to be
+    trained: the mean is the model's output, and $\Theta$ is weighted by the loss's second
+    derivative. The prior then is about zero, of what weight decay $1/s^2$ trains.
+
+    **Arguments:**
+
+    - `model`: of one example's input, as for [`gnlin.solve`][].
+    - `data`: `(inputs, targets)`, or with weights of the examples.
+    - `noise`: $\sigma$, in units of the targets; of squared error only, and needed there.
+        [`gnlin.predict.Posterior.tuned`][] finds a better one.
+    - `prior`: $s$, in units of the parameters.
+    - `loss`: of one example; its sum over the examples is the negative log-likelihood.
+    - `from_zero`: take the model's own outputs for zero: a Gaussian process with the
+        tangent kernel, and nothing of the initialisation in its mean.
+    - `filter_spec`: which parameters are uncertain, as for [`gnlin.solve`][].
+    - `memory_budget`: bytes that the largest matrix may take.
+
+    **Returns:** a [`gnlin.predict.Posterior`][].
+
+    **Raises:** `ValueError` if the data or an argument cannot be meant, if anything is not
+    finite, or if the matrix does not fit into the memory budget.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+        train = inputs[:6], targets[:6, None]
+        posterior = gnlin.predict.posterior(model, train, noise=0.1).tuned()
+        mean, variance = posterior(inputs[6:])
+        low, high = posterior(inputs[6:]).interval(0.95, noise=posterior.noise)
+        ```
+
+    ??? cite "Reference"
+
+        A. Immer, M. Korzepa and M. Bauer, *Improving predictions of Bayesian neural nets
+        via local linearization*, AISTATS (2021), equations 8 and 9.
+    """
+    if isinstance(loss, AbstractLoss) and loss.is_quadratic:
+        if noise is None:
+            raise ValueError(
+                "Squared error needs `noise`, the targets' standard deviation about the "
+                "model: pass a guess, and `.tuned()` finds the one of most evidence."
+            )
+        check_finite_positive("noise", noise)
+    elif noise is not None:
+        raise ValueError("`noise` is for squared error only: leave it out.")
+    elif from_zero:
+        raise ValueError("`from_zero` is for squared error only: leave it out.")
+    check_finite_positive("prior", prior)
+    if isinstance(loss, AbstractLoss):
+        loss = loss.reduced("sum")
+    linearised = LinearisedModel.of(
+        model, data, loss, filter_spec, memory_budget, from_zero
+    )
+    if not Eigenbasis.fits(linearised.train.jacobian):
+        raise ValueError(
+            "The smaller of kernel and curvature, of "
+            f"{min(linearised.train.shape):,} rows, does not fit into the memory budget "
+            f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data."
+        )
+    basis, residual = _set_up(linearised)
+    check_finite((basis.eigenvalues, residual))
+    dtype = basis.eigenvalues.dtype
+    noise = jnp.asarray(1.0 if noise is None else noise, dtype)
+    return Posterior(linearised, basis, residual, noise, jnp.asarray(prior, dtype))
+
+
+class Posterior(eqx.Module):
+    """Of a linearised model's outputs; made by [`gnlin.predict.posterior`][].
+
+    **Attributes:**
+
+    - `noise`, `prior`: the standard deviations; the noise is 1 where the loss is not
+        squared error.
+    """
+
+    _linearised: LinearisedModel
+    _basis: Eigenbasis
+    _residual: Float[Array, " m"]
+    noise: Scalar
+    prior: Scalar
+
+    @property
+    def damping(self) -> Scalar:
+        r"""$\lambda = \sigma^2/s^2$."""
+        return (self.noise / self.prior) ** 2
+
+    def __call__(self, inputs: PyTree[ArrayLike] | None = None) -> Gaussian:
+        """Mean and variance of the outputs, without noise, on n inputs with a leading
+        axis; `None` for those of training."""
+        return _predicted(self, inputs)
+
+    def at(
+        self, *, noise: ScalarLike | None = None, prior: ScalarLike | None = None
+    ) -> "Posterior":
+        """The same with another noise or prior: nothing is factorised again.
+
+        !!! example
+
+            ```python
+            model = eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(0))
+            posterior = gnlin.predict.posterior(
+                model, (inputs, targets[:, None]), noise=0.1
+            )
+            evidence = jax.vmap(lambda s: posterior.at(noise=s).log_evidence())
+            evidence(jnp.logspace(-3, 1, 50))
+            ```
+        """
+        for name, value in (("noise", noise), ("prior", prior)):
+            if value is not None:
+                check_finite_positive(name, value)
+        if noise is not None and not self._is_quadratic:
+            raise ValueError("`noise` is for squared error only: leave it out.")
+        dtype = self._basis.eigenvalues.dtype
+        new = [
+            old if value is None else jnp.asarray(value, dtype)
+            for old, value in ((self.noise, noise), (self.prior, prior))
+        ]
+        return eqx.tree_at(lambda p: (p.noise, p.prior), self, tuple(new))
+
+    def log_evidence(self) -> Scalar:
+        r"""The logarithm of the marginal likelihood, $\log p(Y \mid \sigma, s)$, from the
+        eigenvalues alone: another noise or prior costs next to nothing, and so does its
+        derivative.
+
+        For squared error $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
+        \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss
+        $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$.
+
+        ??? cite "Reference"
+
+            C. Rasmussen and C. Williams, *Gaussian Processes for Machine Learning*
+            (2006), equation 2.30; A. Immer et al., *Scalable Marginal Likelihood
+            Estimation for Model Selection in Deep Learning*, ICML (2021), equation 8.
+        """
+        w = self._basis.eigenvalues
+        variance, scale = self.noise**2, self.prior**2
+        if not self._is_quadratic:
+            point, outputs = self._linearised.train.point, self._linearised.train.outputs
+            loss = self._linearised.objective.value(outputs).astype(w.dtype)
+            squared = _tree.dot(point, point).astype(w.dtype)
+            return -loss - squared / (2 * scale) - 0.5 * jnp.sum(jnp.log1p(scale * w))
+        m = self._residual.size
+        left = (m - w.size) * jnp.log(variance)
+        log_det = jnp.sum(jnp.log(scale * w + variance)) + left
+        return -0.5 * (self._misfit() / scale + log_det + m * math.log(2 * math.pi))
+
+    def _misfit(self) -> Scalar:
+        r"""$r^\top(\Theta + \lambda I)^{-1} r$."""
+        basis, damping = self._basis, self.damping
+        along = basis.coefficients**2 / (basis.eigenvalues + damping)
+        if basis.on_outputs:
+            return jnp.sum(along)
+        return (_tree.dot(self._residual, self._residual) - jnp.sum(along)) / damping
+
+    def tuned(self) -> "Posterior":
+        """With the noise and the prior of most evidence; of a loss that is not squared
+        error the prior alone.
+
+        For each damping the best scale of both is known,
+        $s^2 = r^\\top(\\Theta + \\lambda I)^{-1} r / m$; the damping is looked for on a
+        grid, and on a finer one about its best.
+        """
+        return _tuned(self)
+
+    @property
+    def _is_quadratic(self) -> bool:
+        return self._linearised.objective.is_quadratic
+
+    def _scaled(self) -> "Posterior":
+        """At this damping, with the scale of most evidence."""
+        if not self._is_quadratic:
+            return self
+        scale = jnp.sqrt(self._misfit() / self._residual.size)
+        scale = jnp.where(scale > 0, scale, self.prior)
+        return self.at(noise=scale * jnp.sqrt(self.damping), prior=scale)
+
+    def _damped(self, damping: Scalar) -> "Posterior":
+        if self._is_quadratic:
+            return self.at(noise=jnp.sqrt(damping) * self.prior)._scaled()
+        return self.at(prior=1 / jnp.sqrt(damping))
+
+
+@eqx.filter_jit
+def _set_up(linearised: LinearisedModel) -> tuple[Eigenbasis, Float[Array, " m"]]:
+    problem = linearised.objective.expand(linearised.train)
+    return Eigenbasis.of(problem), problem.flat_residual()
+
+
+@eqx.filter_jit
+def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
+    linearised, basis = posterior._linearised, posterior._basis
+    on, damping = linearised.on(inputs), posterior.damping
+    seen = basis.seen_from(on.jacobian)
+    w, unravel = basis.eigenvalues, on.jacobian.codomain.unravel
+    mean = on.outputs
+    if posterior._is_quadratic:
+        change = unravel(matmul(seen, basis.filtered(Tikhonov(damping))))
+        mean = jax.tree.map(jnp.add, mean, change)
+    if basis.on_outputs:
+        gained = jnp.sum(seen**2 / (w + damping)[None], axis=1)
+        left = on.jacobian.squared_rows().astype(w.dtype) - gained
+    else:
+        left = jnp.sum(seen**2 * (damping / (w + damping))[None], axis=1)
+    variance = posterior.prior**2 * jnp.maximum(left, 0)
+    return Gaussian(mean, unravel(variance))
+
+
+@eqx.filter_jit
+def _tuned(posterior: Posterior) -> Posterior:
+    w = posterior._basis.eigenvalues
+    largest, least = w[-1], jnp.max(w) * jnp.finfo(w.dtype).eps
+    largest = jnp.where(largest > 0, largest, 1)
+    low, high = (
+        jnp.log(jnp.maximum(least, jnp.finfo(w.dtype).tiny)),
+        jnp.log(_BEYOND * largest),
+    )
+
+    def finer(_, ends):
+        low, high = ends
+        logs = low + (high - low) * jnp.linspace(0, 1, _TRIED, dtype=w.dtype)
+        evidence = jax.vmap(lambda x: posterior._damped(jnp.exp(x)).log_evidence())(logs)
+        best = logs[jnp.argmax(jnp.where(jnp.isfinite(evidence), evidence, -jnp.inf))]
+        spacing = (high - low) / (_TRIED - 1)
+        return jnp.maximum(best - spacing, low), jnp.minimum(best + spacing, high)
+
+    low, high = jax.lax.fori_loop(0, _ROUNDS, finer, (low, high))
+    return posterior._damped(jnp.exp((low + high) / 2))
