@@ -7,8 +7,8 @@ from . import (
     damping as damping,
     features as features,
     filters as filters,
-    predict as predict,
     preconditioners as preconditioners,
+    predict as predict,
 )
 from ._accuracy import accuracy as accuracy
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients

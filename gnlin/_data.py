@@ -86,7 +86,7 @@ def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
 
 
 def as_inputs(inputs: PyTree) -> PyTree:
-    """Of examples, checked; NumPy arrays, which may be larger than memory, as they are."""
+    """Of examples, checked; NumPy arrays, which memory may not hold, as they are."""
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
     lengths = _lengths("inputs", inputs)
@@ -110,7 +110,7 @@ def _as_array(name: str, x: Any) -> Array:
         ) from error
 
 
-def _lengths(name: str, tree: PyTree[Array]) -> set[int]:
+def _lengths(name: str, tree: PyTree) -> set[int]:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         raise ValueError(f"There is no data: the {name} hold no array.")

@@ -71,8 +71,8 @@ class KernelFile(NamedTuple):
     def _found(self) -> tuple[int, int]:
         if not self._record.exists():
             raise ValueError(
-                f"`file` is {str(self.path)!r}, which is there already and no kernel that "
-                "was made here: give another name."
+                f"`file` is {str(self.path)!r}, which is there already and is no kernel "
+                "that was made here: give another name."
             )
         found = json.loads(self._record.read_text())
         for what, ours in self.identity.items():

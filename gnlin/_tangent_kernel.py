@@ -47,8 +47,8 @@ class TangentKernel(eqx.Module):
         [`gnlin.PerExample`][], whose inputs then are those examples.
     - `outputs`: `"all"`; `"trace"`, the sum over outputs $\sum_c\Theta_{ic,jc}$;
         `"diagonal"`, each output with itself; or the index of one output.
-    - `filter_spec`: which parameters, as for `equinox.partition`: a function of a leaf, or
-        a pytree of booleans. The default has all floating-point arrays.
+    - `filter_spec`: which parameters, as for `equinox.partition`: a function of a leaf,
+        or a pytree of booleans. The default has all floating-point arrays.
     - `state`: of a model with batch normalisation, whose statistics stay as they are.
     - `memory_budget`: bytes that a kernel, and all that it is made of, may take. One
         that takes more is made in tiles, on all devices that there are.
@@ -94,7 +94,7 @@ class TangentKernel(eqx.Module):
                 '`outputs` must be "all", "trace", "diagonal", or the index of one, but '
                 f"{outputs!r} was given."
             )
-        self.outputs = outputs
+        self.outputs = outputs if isinstance(outputs, str) else int(outputs)
         self.memory_budget = memory_budget
         self._has_keys = not isinstance(model, Linearisation)
         if isinstance(model, Linearisation):
@@ -115,8 +115,8 @@ class TangentKernel(eqx.Module):
 
     def __call__(
         self,
-        x1: PyTree[ArrayLike],
-        x2: PyTree[ArrayLike] | None = None,
+        x1: PyTree,
+        x2: PyTree | None = None,
         *,
         file: str | os.PathLike | None = None,
         progress: bool = False,
@@ -187,21 +187,22 @@ class TangentKernel(eqx.Module):
         }
         kept = KernelFile(path, shape, self._dtype(sets[0]), identity)
         tile, num_done = kept.begin(self._tile_size(sets[0], shape))
-        tiles = Tiles(*(self._sizes(x)[0] for x in sets), tile, symmetric)
+        (n1, _), (n2, _) = (self._sizes(x) for x in sets)
+        tiles = Tiles(n1, n2, tile, symmetric)
         rest = self._tiles(sets, tiles, num_done, bar)
         for number, parts in enumerate(rest, num_done + 1):
             kept.put(parts, tile, number)
         return kept.read()
 
     def by_parameter(
-        self, x1: PyTree[ArrayLike], x2: PyTree[ArrayLike] | None = None
+        self, x1: PyTree, x2: PyTree | None = None
     ) -> PyTree[Array]:
         """The part of each array of parameters, in the structure of the model; their sum
         is the kernel."""
         sets = self._checked(x1, x2)
         return _by_parameter(self, sets[0], None if x2 is None else sets[1])
 
-    def diagonal(self, x: PyTree[ArrayLike]) -> Float[Array, "n c"]:
+    def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
         r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
         return _diagonal(self, self._checked(x, None)[0])
 
@@ -209,15 +210,15 @@ class TangentKernel(eqx.Module):
     # What it is made of
     #
 
-    def _linearise(self, x: PyTree[Array]) -> Linearisation:
+    def _linearise(self, x: PyTree) -> Linearisation:
         args = (x, None) if self._has_keys else x
         fn = self._fn
-        if is_whole(self.outputs):
+        if not isinstance(self.outputs, str):
             fn = PerExample(eqx.Partial(_one_output, fn.fn, self.outputs), fn.part_size)
         return linearise(fn, self._point, args, memory_budget=self.memory_budget)
 
     def _parts(
-        self, x1: PyTree[Array], x2: PyTree[Array] | None
+        self, x1: PyTree, x2: PyTree | None
     ) -> Iterator[Float[Array, "..."]]:
         """By array of parameters."""
         (n1, c), (n2, _) = (self._sizes(x) for x in (x1, x1 if x2 is None else x2))
@@ -243,7 +244,7 @@ class TangentKernel(eqx.Module):
             return jnp.moveaxis(jax.lax.map(of_output, jnp.arange(c)), 0, -1)
         return product(a, b, a is b)
 
-    def _outputs_of(self, x: PyTree[Array]) -> jax.ShapeDtypeStruct:
+    def _outputs_of(self, x: PyTree) -> jax.ShapeDtypeStruct:
         """The shape of all examples' outputs, without a look at them."""
         like = _like(x, jax.tree.leaves(x)[0].shape[0])
         args = (like, None) if self._has_keys else like
@@ -266,18 +267,18 @@ class TangentKernel(eqx.Module):
                 f"but has {shapes[0]} and {shapes[1]}."
             )
         c = math.prod(shapes[0])
-        if is_whole(self.outputs) and not 0 <= self.outputs < c:
+        if not isinstance(self.outputs, str) and not 0 <= self.outputs < c:
             raise ValueError(
                 f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
             )
         return sets[0], sets[-1]
 
-    def _sizes(self, x: PyTree[Array]) -> tuple[int, int]:
+    def _sizes(self, x: PyTree) -> tuple[int, int]:
         """(n, c)."""
         n, *shape = self._outputs_of(x).shape
         return n, math.prod(shape)
 
-    def _dtype(self, x: PyTree[Array]) -> np.dtype:
+    def _dtype(self, x: PyTree) -> np.dtype:
         return np.dtype(eqx.filter_eval_shape(_tile, self, _like(x, 1), None).dtype)
 
     def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
@@ -292,7 +293,7 @@ class TangentKernel(eqx.Module):
     # Tiles
     #
 
-    def _tile_size(self, x: PyTree[Array], shape: tuple[int, ...]) -> int:
+    def _tile_size(self, x: PyTree, shape: tuple[int, ...]) -> int:
         """Examples a side, so that the blocks of two sets, their kernel and a part of it
         take half of the memory budget; and so that each device has one."""
         most = max(shape[0], shape[-2] if self.outputs == "all" else shape[1])
@@ -331,7 +332,7 @@ class TangentKernel(eqx.Module):
                 same = tiles.symmetric and rows == columns
                 kernel, x1 = self, jax.tree.map(lambda a, at=rows: a[at], sets[0])
                 x2 = jax.tree.map(lambda a, at=columns: a[at], sets[1])
-                parts = kernel, x1, None if same else x2
+                parts: Any = kernel, x1, None if same else x2
                 if len(devices) > 1:
                     parts = _put(parts, devices[number % len(devices)])
                 waiting.append(((rows, columns), _tile(*parts)))
@@ -357,21 +358,21 @@ class TangentKernel(eqx.Module):
 
 @eqx.filter_jit
 def _tile(
-    kernel: TangentKernel, x1: PyTree[Array], x2: PyTree[Array] | None
+    kernel: TangentKernel, x1: PyTree, x2: PyTree | None
 ) -> Float[Array, "..."]:
     return functools.reduce(jnp.add, promoted(list(kernel._parts(x1, x2))))
 
 
 @eqx.filter_jit
 def _by_parameter(
-    kernel: TangentKernel, x1: PyTree[Array], x2: PyTree[Array] | None
+    kernel: TangentKernel, x1: PyTree, x2: PyTree | None
 ) -> PyTree[Array]:
     structure = jax.tree.structure(kernel._point)
     return structure.unflatten(kernel._parts(x1, x2))
 
 
 @eqx.filter_jit
-def _diagonal(kernel: TangentKernel, x: PyTree[Array]) -> Float[Array, "n c"]:
+def _diagonal(kernel: TangentKernel, x: PyTree) -> Float[Array, "n c"]:
     squares = kernel._linearise(x).jacobian.squared_rows()
     return squares.reshape(kernel._sizes(x))
 
@@ -383,12 +384,12 @@ def _one_output(
     return outputs.reshape(-1)[k]
 
 
-def _in_inference(state: PyTree, model: Any, x: PyTree[Array]) -> PyTree[Array]:
+def _in_inference(state: PyTree, model: Any, x: PyTree) -> PyTree[Array]:
     outputs, _ = eqx.nn.inference_mode(model)(x, state)
     return outputs
 
 
-def _like(x: PyTree[Array], n: int) -> PyTree[jax.ShapeDtypeStruct]:
+def _like(x: PyTree, n: int) -> PyTree[jax.ShapeDtypeStruct]:
     """So many of such examples."""
     canonical = jax.dtypes.canonicalize_dtype
     return jax.tree.map(
@@ -396,7 +397,7 @@ def _like(x: PyTree[Array], n: int) -> PyTree[jax.ShapeDtypeStruct]:
     )
 
 
-def _put(tree: PyTree, device: jax.Device) -> PyTree:
+def _put(tree: PyTree, device: Any) -> PyTree:
     arrays, rest = eqx.partition(tree, eqx.is_array)
     return eqx.combine(jax.device_put(arrays, device), rest)
 

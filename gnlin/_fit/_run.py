@@ -11,12 +11,6 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._checks import is_key
-from .._solution import COLUMNS, History, in_words, known, Solution
-from .._solver import result_name, RESULT_NAMES, statistics
-from .._training import Carry, Setting, why_it_failed
-from ..callbacks import Callback, Run as AbstractRun
-from ._checkpoint import Checkpoint
-from ._history import Rows
 from .._identity import (
     as_numpy,
     checksum,
@@ -24,6 +18,12 @@ from .._identity import (
     described_by_field,
     described_by_leaf,
 )
+from .._solution import COLUMNS, History, in_words, known, Solution
+from .._solver import result_name, RESULT_NAMES, statistics
+from .._training import Carry, Setting, why_it_failed
+from ..callbacks import Callback, Run as AbstractRun
+from ._checkpoint import Checkpoint
+from ._history import Rows
 from ._saver import Saver
 from ._snapshot import (
     CallbackState,

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Array
 
 from .._checks import is_key
+from .._identity import as_numpy
 from .._solution import COUNTS
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, storable
-from .._identity import as_numpy
 
 
 class Unsound(Exception):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import a_kind_of, as_batch, as_tuple, not_finite
-from .._residuals import Groups, where_not_finite
 from .._identity import checksum, described
+from .._residuals import Groups, where_not_finite
 
 
 class Batch(NamedTuple):

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from .._training import Carry, checked_outputs, Setting
 from .._identity import described
+from .._training import Carry, checked_outputs, Setting
 from ._step import Compiled, evaluate, split
 from ._stream import ArrayStream, make_stream
 

@@ -31,8 +31,8 @@ class AbstractBlock(eqx.Module):
 
     @abc.abstractmethod
     def merged(self, num_outputs: int) -> "AbstractBlock":
-        """With the outputs of an example as one row, beside each other: its inner products
-        are traces over outputs."""
+        """With the outputs of an example beside each other, as one row: inner products
+        then are traces over outputs."""
 
     @abc.abstractmethod
     def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "AbstractBlock":

@@ -181,6 +181,7 @@ class OnSpace(AbstractIteration):
             return problem.objective.value(outputs)
 
         def further(start: Descended, period: Scalar):
+            assert isinstance(filter, Descent)
             end = descend(
                 *fixed,
                 period,
@@ -203,6 +204,7 @@ class OnSpace(AbstractIteration):
         if isinstance(filter, GradientFlow):
             start = space.zero(), jnp.zeros((), amounts.dtype)
             return jax.lax.scan(later, start, amounts)[1]
+        assert isinstance(filter, Descent)
         first = space.pull(problem.objective.gradient(problem.outputs))
         at_first = problem.objective.value(problem.outputs)
         return jax.lax.scan(further, at_rest(space), amounts)[1]

@@ -1,5 +1,5 @@
-r"""What a linearised model predicts after training: at any number of steps, after gradient
-flow for any time, and with what uncertainty.
+r"""What a linearised model predicts after training: at any number of steps, after any
+time, and with what uncertainty.
 
 The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
 squared error all that training makes of it is in the eigenpairs of one matrix, the kernel

@@ -1,4 +1,4 @@
-"""The eigenpairs of the kernel or of the curvature, and how they are seen from elsewhere."""
+"""Eigenpairs of the kernel or of the curvature, and how other outputs see them."""
 
 import equinox as eqx
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ from .._data import as_batch, as_inputs
 from .._linearisation import Linearisation, linearise
 from .._losses import AbstractLoss, check_loss
 from .._model import make_network, Network
-from .._objective import BatchLoss, objective_of
+from .._objective import AbstractObjective, objective_of
 from .._tree import Structure
 
 
@@ -27,7 +27,7 @@ class LinearisedModel(eqx.Module):
     network: Network
     loss: AbstractLoss
     train: Linearisation
-    objective: BatchLoss
+    objective: AbstractObjective
     from_zero: bool = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
 
@@ -61,7 +61,7 @@ class LinearisedModel(eqx.Module):
             self.network, point, as_inputs(inputs), self.memory_budget, self.from_zero
         )
 
-    def objective_on(self, data: Any) -> BatchLoss:
+    def objective_on(self, data: Any) -> AbstractObjective:
         """The loss on other data."""
         batch = as_batch(data)
         outputs = Structure.of(self.on(batch[0]).outputs).tree
@@ -76,8 +76,8 @@ def check_finite(numbers: PyTree[Array]) -> None:
         return
     if not all(bool(jnp.all(jnp.isfinite(x))) for x in leaves):
         raise ValueError(
-            "The model's outputs, its Jacobian or the data are not finite: nothing can be "
-            "predicted from them."
+            "The model's outputs, its Jacobian or the data are not finite: nothing can "
+            "be predicted from them."
         )
 
 

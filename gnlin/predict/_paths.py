@@ -32,6 +32,10 @@ from ._eigenbasis import Eigenbasis
 from ._linearised import check_finite, LinearisedModel
 
 
+# How a problem of many steps is set up does not depend on how many.
+_SOME_STEPS = 10_000
+
+
 def gradient_descent(
     model: PyTree,
     data: Any,
@@ -97,9 +101,9 @@ def gradient_descent(
     plain = isinstance(momentum, int | float) and momentum == 0 and not nesterov
     steps: AbstractFilter
     if plain:
-        steps = GradientDescent(1, learning_rate)
+        steps = GradientDescent(_SOME_STEPS, learning_rate)
     else:
-        steps = kind(1, learning_rate, momentum)
+        steps = kind(_SOME_STEPS, learning_rate, momentum)
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero
     )
@@ -228,7 +232,8 @@ class Descent(AbstractPath):
 
 
 class Flow(AbstractPath):
-    """A linearised model under gradient flow; made by [`gnlin.predict.gradient_flow`][]."""
+    """A linearised model under gradient flow; made by
+    [`gnlin.predict.gradient_flow`][]."""
 
     _linearised: LinearisedModel
     _way: Eigenbasis | OnSpace
@@ -281,15 +286,9 @@ def _set_up(linearised: LinearisedModel, filter: AbstractFilter) -> Eigenbasis |
     if objective.is_quadratic and Eigenbasis.fits(train.jacobian):
         return Eigenbasis.of(objective.expand(train))
     problem = ProxLinear(train.jacobian, train.outputs, objective)
-    if not isinstance(filter, GradientFlow):  # of about so many steps
-        filter = eqx.tree_at(_period, filter, 10_000)
     way = choose(problem, filter)
     assert isinstance(way, OnSpace)
     return way
-
-
-def _period(filter: Any) -> Any:
-    return filter.filter.period if isinstance(filter, Damped) else filter.period
 
 
 def _changes(
@@ -364,7 +363,7 @@ def _amounts(name: str, given: Any) -> np.ndarray:
     return amounts
 
 
-def _check_convergence(largest: Scalar, filter: Any, damping: ScalarLike) -> None:
+def _check_convergence(largest: Scalar, filter: Any, damping: Any) -> None:
     """Of squared error, by the largest eigenvalue, where the numbers are known."""
     numbers = jax.tree.leaves((largest, filter, damping))
     if isinstance(filter, GradientFlow) or any(isinstance(x, Tracer) for x in numbers):

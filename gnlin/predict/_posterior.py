@@ -112,8 +112,8 @@ def posterior(
 
     **Returns:** a [`gnlin.predict.Posterior`][].
 
-    **Raises:** `ValueError` if the data or an argument cannot be meant, if anything is not
-    finite, or if the matrix does not fit into the memory budget.
+    **Raises:** `ValueError` if the data or an argument cannot be meant, if anything is
+    not finite, or if the matrix does not fit into the memory budget.
 
     !!! example
 
@@ -304,12 +304,9 @@ def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
 @eqx.filter_jit
 def _tuned(posterior: Posterior) -> Posterior:
     w = posterior._basis.eigenvalues
-    largest, least = w[-1], jnp.max(w) * jnp.finfo(w.dtype).eps
-    largest = jnp.where(largest > 0, largest, 1)
-    low, high = (
-        jnp.log(jnp.maximum(least, jnp.finfo(w.dtype).tiny)),
-        jnp.log(_BEYOND * largest),
-    )
+    largest = jnp.where(w[-1] > 0, w[-1], 1)
+    eps = jnp.finfo(w.dtype).eps
+    ends = jnp.log(eps * largest), jnp.log(_BEYOND * largest)
 
     def finer(_, ends):
         low, high = ends
@@ -319,5 +316,5 @@ def _tuned(posterior: Posterior) -> Posterior:
         spacing = (high - low) / (_TRIED - 1)
         return jnp.maximum(best - spacing, low), jnp.minimum(best + spacing, high)
 
-    low, high = jax.lax.fori_loop(0, _ROUNDS, finer, (low, high))
+    low, high = jax.lax.fori_loop(0, _ROUNDS, finer, ends)
     return posterior._damped(jnp.exp((low + high) / 2))

@@ -1,0 +1,389 @@
+"""Predictions of linearised models, against literal training and dense formulas."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, strategies as st
+from scipy import integrate, stats
+
+import gnlin
+
+
+RNG = np.random.default_rng(0)
+TEST = jnp.asarray(RNG.normal(size=(5, 3)))
+# Fewer outputs than parameters, and more
+CASES = {"wide": (16, 7), "tall": (3, 60), "one": (4, 1)}
+STEPS = [0, 1, 7, 500, 1e3]
+
+
+def case(name, dtype=float):
+    width, n = CASES[name]
+    rng = np.random.default_rng(n)
+    model = eqx.nn.MLP(3, 2, width, 2, activation=jnp.tanh, key=jax.random.key(0))
+    cast = lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+    inputs, targets = (jnp.asarray(rng.normal(size=(n, k)), dtype) for k in (3, 2))
+    return jax.tree.map(cast, model), (inputs, targets)
+
+
+def dense(model, inputs):
+    lin = gnlin.features.linearise_model(model, inputs)
+    return np.asarray(lin.outputs, float), np.asarray(lin.matrix(), float)
+
+
+def rate(model, inputs):
+    _, rows = dense(model, inputs)
+    return 0.5 / np.linalg.norm(rows, 2) ** 2
+
+
+def literal(model, data, optimiser, steps, gradient, damping=0.0, start=1.0):
+    """Steps of optax on the linearised model, and its outputs on the test inputs."""
+    outputs, rows = dense(model, data[0])
+    on_test, rows_of_test = dense(model, TEST)
+    delta = jnp.zeros(rows.shape[1])
+    state, found = optimiser.init(delta), {}
+
+    @jax.jit
+    def step(delta, state):
+        at = start * outputs + (rows @ delta).reshape(outputs.shape)
+        slope = rows.T @ gradient(at).ravel() + damping * delta
+        updates, state = optimiser.update(slope, state, delta)
+        return delta + updates, state
+
+    for k in range(int(max(steps)) + 1):
+        found[k] = start * on_test + (rows_of_test @ delta).reshape(on_test.shape)
+        delta, state = step(delta, state)
+    return np.stack([found[int(k)] for k in steps])
+
+
+def least_squares(targets):
+    return lambda outputs: outputs - targets
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}, {"nesterov": 0.9}])
+def test_descent_is_literal_training(name, momentum):
+    model, data = case(name)
+    learning_rate = rate(model, data[0])
+    predict = gnlin.predict.gradient_descent(
+        model,
+        data,
+        learning_rate=learning_rate,
+        momentum=sum(momentum.values()),
+        nesterov="nesterov" in momentum,
+    )
+    optimiser = optax.sgd(
+        learning_rate, sum(momentum.values()), nesterov="nesterov" in momentum
+    )
+    found = predict(TEST, steps=STEPS)
+    expected = literal(model, data, optimiser, STEPS, least_squares(data[1]))
+    np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(predict(TEST, steps=7), expected[2], rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "options", [{"damping": 0.3}, {"from_zero": True}, {"weights": 1}]
+)
+def test_descent_with(options):
+    model, data = case("wide")
+    learning_rate = 0.3 * rate(model, data[0])
+    damping, start = options.get("damping", 0.0), float("from_zero" not in options)
+    gradient = least_squares(data[1])
+    if options.pop("weights", None):
+        weights = jnp.arange(7.0)
+        data = *data, weights
+        plain, weighted = gradient, weights[:, None]
+        gradient = lambda outputs: weighted * plain(outputs)
+        learning_rate /= 6
+    predict = gnlin.predict.gradient_descent(
+        model, data, learning_rate=learning_rate, **options
+    )
+    sgd = optax.sgd(learning_rate)
+    expected = literal(model, data, sgd, STEPS, gradient, damping, start)
+    np.testing.assert_allclose(predict(TEST, steps=STEPS), expected, rtol=1e-8, atol=1e-9)
+
+
+def test_without_end_it_interpolates():
+    model, data = case("wide")
+    predict = gnlin.predict.gradient_descent(
+        model, data, learning_rate=rate(model, data[0])
+    )
+    np.testing.assert_allclose(predict(), data[1], atol=1e-8)
+    np.testing.assert_allclose(predict(data[0]), data[1], atol=1e-8)
+    losses = predict.loss([0, 10, math.inf])
+    outputs, _ = dense(model, data[0])
+    assert losses[0] == pytest.approx(0.5 * np.sum((outputs - data[1]) ** 2))
+    assert losses[0] > losses[1] > losses[2]
+    assert predict.loss(math.inf) < 1e-15
+    other = TEST, jnp.ones((5, 2))
+    expected = 0.5 * np.sum((predict(TEST, steps=10) - 1.0) ** 2)
+    assert predict.loss(10, other) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_flow_is_the_differential_equation(name):
+    model, data = case(name)
+    outputs, rows = dense(model, data[0])
+    on_test, rows_of_test = dense(model, TEST)
+    time = 20 * rate(model, data[0])
+    residual = lambda d: (outputs + (rows @ d).reshape(outputs.shape)) - data[1]
+    end = integrate.solve_ivp(
+        lambda _, d: -rows.T @ np.ravel(residual(d)),
+        (0, time),
+        np.zeros(rows.shape[1]),
+        rtol=1e-10,
+        atol=1e-12,
+    ).y[:, -1]
+    expected = on_test + (rows_of_test @ end).reshape(on_test.shape)
+    predict = gnlin.predict.gradient_flow(model, data)
+    np.testing.assert_allclose(predict(TEST, times=time), expected, rtol=1e-7, atol=1e-8)
+    shapes = predict(TEST, times=jnp.array([0.0, time, math.inf])).shape
+    assert shapes == (3, 5, 2)
+
+
+def test_regression_with_the_kernel_alone():
+    model, data = case("wide")
+    rows, of_test = (dense(model, x)[1] for x in (data[0], TEST))
+    ridge = gnlin.predict.gradient_flow(model, data, damping=0.1, from_zero=True)
+    weights = np.linalg.solve(rows @ rows.T + 0.1 * np.eye(14), np.ravel(data[1]))
+    expected = of_test @ rows.T @ weights
+    np.testing.assert_allclose(ridge(TEST).ravel(), expected, rtol=1e-9)
+
+
+def softmax_gradient(labels):
+    return lambda outputs: jax.nn.softmax(outputs) - jax.nn.one_hot(labels, 2)
+
+
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_cross_entropy_by_literal_steps_and_by_flow(name):
+    model, (inputs, targets) = case(name)
+    labels = jnp.argmax(targets, axis=1)
+    learning_rate, loss = rate(model, inputs), gnlin.SoftmaxCrossEntropy()
+    data = inputs, labels
+    predict = gnlin.predict.gradient_descent(
+        model, data, learning_rate=learning_rate, momentum=0.5, loss=loss
+    )
+    steps = [100, 3, 0, 3]
+    sgd = optax.sgd(learning_rate, 0.5)
+    expected = literal(model, data, sgd, steps, softmax_gradient(labels))
+    np.testing.assert_allclose(predict(TEST, steps=steps), expected, rtol=1e-8)
+    # Flow is what very small steps do
+    flow = gnlin.predict.gradient_flow(model, data, loss=loss, damping=0.01)
+    small = optax.sgd(learning_rate / 20)
+    along = literal(model, data, small, [200, 2000], softmax_gradient(labels), 0.01)
+    times = [10 * learning_rate, 100 * learning_rate]
+    np.testing.assert_allclose(flow(TEST, times=times), along, atol=2e-2)
+    losses = flow.loss([0, 1, 10, math.inf])
+    assert np.all(np.diff(losses[:2]) < 0)
+    outputs, rows = dense(model, inputs)
+    # Where it ends the slope along each parameter is the damping's
+    end = flow()
+    pulled = rows @ rows.T @ np.ravel(softmax_gradient(labels)(end))
+    moved = np.ravel(end - outputs)
+    np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
+
+
+def test_literally_where_nothing_fits():
+    model, data = case("wide")
+    settings = {"learning_rate": rate(model, data[0]), "momentum": 0.9}
+    whole = gnlin.predict.gradient_descent(model, data, **settings)
+    small = gnlin.predict.gradient_descent(model, data, **settings, memory_budget=100)
+    steps = [500, 7, 7, 0]
+    expected = whole(TEST, steps=steps)
+    np.testing.assert_allclose(small(TEST, steps=steps), expected, rtol=1e-9)
+
+
+def test_an_ensemble_is_one_program():
+    _, data = case("wide")
+    traced = []
+
+    def of_seed(key):
+        traced.append(key)
+        model = eqx.nn.MLP(3, 2, 16, 2, activation=jnp.tanh, key=key)
+        predict = gnlin.predict.gradient_descent(model, data, learning_rate=1e-3)
+        return predict(TEST, steps=[10, math.inf])
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    found = eqx.filter_jit(eqx.filter_vmap(of_seed))(keys)
+    assert len(traced) == 1
+    assert found.shape == (4, 2, 5, 2)
+    np.testing.assert_allclose(found[2], of_seed(keys[2]), rtol=1e-6)
+
+
+def gaussian_process(model, data, noise, prior, zero=False):
+    (outputs, rows), (on_test, of_test) = dense(model, data[0]), dense(model, TEST)
+    outputs, on_test = (0 * x if zero else x for x in (outputs, on_test))
+    covariance = prior**2 * rows @ rows.T + noise**2 * np.eye(len(rows))
+    cross = prior**2 * of_test @ rows.T
+    residual = np.ravel(outputs - data[1])
+    mean = np.ravel(on_test) - cross @ np.linalg.solve(covariance, residual)
+    after = prior**2 * of_test @ of_test.T - cross @ np.linalg.solve(covariance, cross.T)
+    evidence = stats.multivariate_normal(cov=covariance).logpdf(residual)
+    return mean, np.diag(after), evidence
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("zero", [False, True])
+def test_the_posterior_is_a_gaussian_process(name, zero):
+    model, data = case(name)
+    posterior = gnlin.predict.posterior(model, data, noise=0.3, prior=2.0, from_zero=zero)
+    mean, variance, evidence = gaussian_process(model, data, 0.3, 2.0, zero)
+    found = posterior(TEST)
+    np.testing.assert_allclose(np.ravel(found.mean), mean, rtol=1e-8, atol=1e-10)
+    np.testing.assert_allclose(np.ravel(found.variance), variance, rtol=1e-8, atol=1e-10)
+    assert posterior.log_evidence() == pytest.approx(evidence, rel=1e-9)
+    other = posterior.at(noise=0.7, prior=0.5)
+    again = gaussian_process(model, data, 0.7, 0.5, zero)
+    np.testing.assert_allclose(np.ravel(other(TEST).mean), again[0], rtol=1e-8)
+    assert other.log_evidence() == pytest.approx(again[2], rel=1e-9)
+    slope = jax.grad(lambda s: posterior.at(noise=s).log_evidence())(0.3)
+    ends = [gaussian_process(model, data, 0.3 + h, 2.0, zero)[2] for h in (1e-6, -1e-6)]
+    assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
+
+
+def test_predictive_variance_is_the_same():
+    model, data = case("wide")
+    test, train = (gnlin.features.linearise_model(model, x) for x in (TEST, data[0]))
+    found = gnlin.predictive_variance(test, train, damping=0.3**2 / 4, variance=0.3**2)
+    posterior = gnlin.predict.posterior(model, data, noise=0.3, prior=2.0)
+    np.testing.assert_allclose(found, posterior(TEST).variance, rtol=1e-9)
+
+
+def test_the_evidence_finds_the_noise():
+    """Of data that are drawn from the prior."""
+    model, (_, _) = case("wide")
+    inputs = jnp.asarray(np.random.default_rng(1).normal(size=(150, 3)))
+    outputs, rows = dense(model, inputs)
+    rng = np.random.default_rng(2)
+    signal = outputs.ravel() + rows @ (0.5 * rng.normal(size=rows.shape[1]))
+    targets = (signal + 0.2 * rng.normal(size=signal.size)).reshape(outputs.shape)
+    posterior = gnlin.predict.posterior(model, (inputs, targets), noise=3.0).tuned()
+    assert posterior.noise == pytest.approx(0.2, rel=0.2)
+    assert posterior.prior == pytest.approx(0.5, rel=0.4)
+    # The top of it in both directions
+    best = posterior.log_evidence()
+    for factor in (0.97, 1.03):
+        assert posterior.at(noise=factor * posterior.noise).log_evidence() < best
+        assert posterior.at(prior=factor * posterior.prior).log_evidence() < best
+    # And intervals that hold what they promise
+    low, high = posterior().interval(0.9, noise=posterior.noise)
+    assert np.mean((low < targets) & (targets < high)) == pytest.approx(0.93, abs=0.06)
+
+
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_laplace_about_a_classifier(name):
+    model, (inputs, targets) = case(name)
+    labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
+    posterior = gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=0.5)
+    (outputs, rows), (on_test, of_test) = dense(model, inputs), dense(model, TEST)
+    p = np.asarray(jax.nn.softmax(outputs))
+    hessian = np.zeros((len(rows), len(rows)))
+    for i, q in enumerate(p):
+        hessian[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = np.diag(q) - np.outer(q, q)
+    precision = rows.T @ hessian @ rows + 4.0 * np.eye(rows.shape[1])
+    variance = np.diag(of_test @ np.linalg.solve(precision, of_test.T))
+    found = posterior(TEST)
+    np.testing.assert_allclose(np.ravel(found.variance), variance, rtol=1e-8)
+    np.testing.assert_allclose(found.mean, on_test, rtol=1e-12)
+    flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(posterior_point(model))])
+    evidence = (
+        np.sum(np.log(p[np.arange(len(p)), labels]))
+        - 2.0 * np.sum(flat**2)
+        - 0.5 * np.linalg.slogdet(precision / 4.0)[1]
+    )
+    assert posterior.log_evidence() == pytest.approx(evidence, rel=1e-9)
+    best = posterior.tuned()
+    assert best.log_evidence() >= posterior.log_evidence()
+    flatter = found.probabilities()
+    np.testing.assert_allclose(flatter.sum(axis=1), 1.0)
+    assert np.all(np.max(flatter, axis=1) <= np.max(jax.nn.softmax(on_test), axis=1))
+
+
+def posterior_point(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+@given(st.floats(0.05, 0.95), st.floats(0.0, 2.0))
+def test_intervals(confidence, noise):
+    gaussian = gnlin.predict.Gaussian(jnp.array([1.0]), jnp.array([0.49]))
+    low, high = gaussian.interval(confidence, noise)
+    expected = stats.norm(1.0, math.hypot(0.7, noise)).interval(confidence)
+    np.testing.assert_allclose((low[0], high[0]), expected, rtol=1e-6)
+    np.testing.assert_allclose(gaussian.standard_deviation, [0.7])
+
+
+def test_single_precision():
+    for name in ("wide", "tall"):
+        model, data = case(name, jnp.float32)
+        double, same = case(name)
+        settings = {"learning_rate": float(rate(double, same[0]))}
+        found = gnlin.predict.gradient_descent(model, data, **settings)(
+            TEST.astype(jnp.float32), steps=STEPS
+        )
+        assert found.dtype == jnp.float32
+        expected = gnlin.predict.gradient_descent(double, same, **settings)(
+            TEST, steps=STEPS
+        )
+        np.testing.assert_allclose(found, expected, atol=2e-3)
+        posterior = gnlin.predict.posterior(model, data, noise=0.3)
+        mean, variance, _ = gaussian_process(double, same, 0.3, 1.0)
+        found = posterior(TEST.astype(jnp.float32))
+        np.testing.assert_allclose(np.ravel(found.mean), mean, atol=5e-3)
+        np.testing.assert_allclose(np.ravel(found.variance), variance, atol=5e-3)
+
+
+def test_what_cannot_be_meant(unchecked):
+    model, data = case("wide")
+    inputs, targets = data
+    descent = lambda *args, **options: gnlin.predict.gradient_descent(
+        *args, **{"learning_rate": 1e-4, **options}
+    )
+    posterior = gnlin.predict.posterior
+    labels = jnp.arange(7) % 2
+    cross_entropy = gnlin.SoftmaxCrossEntropy()
+    predict = descent(model, data)
+    growing = descent(model, (inputs, labels), learning_rate=1e3, loss=cross_entropy)
+    cases = {
+        "it must be less than": lambda: descent(model, data, learning_rate=10.0),
+        "diverged at 50": lambda: growing(TEST, steps=[0, 50]),
+        "`learning_rate` must be greater": lambda: descent(
+            model, data, learning_rate=0.0
+        ),
+        "less than 1": lambda: descent(model, data, momentum=1.0),
+        "`nesterov` must be `True`": lambda: descent(model, data, nesterov=0.9),
+        "`damping` must not be negative": lambda: descent(model, data, damping=-1.0),
+        "targets must have the shape": lambda: descent(model, (inputs, targets[:, 0])),
+        "same number of examples": lambda: descent(model, (inputs, targets[:3])),
+        "must be a pair": lambda: descent(model, inputs),
+        "not finite": lambda: descent(model, (inputs, targets * jnp.nan)),
+        "0 examples": lambda: predict(inputs[:0]),
+        "the input of one example": lambda: predict(inputs[:, :2]),
+        "whole numbers of at least 0": lambda: predict(TEST, steps=[1.5]),
+        "but -1 was given": lambda: predict(TEST, steps=-1),
+        "but 'all' was given": lambda: predict(TEST, steps="all"),
+        "must be known": lambda: jax.jit(lambda k: predict(TEST, steps=k))(3),
+        "`times` must be numbers": lambda: gnlin.predict.gradient_flow(model, data)(
+            TEST, times=-0.5
+        ),
+        "`loss` must be one of": lambda: descent(model, data, loss="mse"),
+        "needs `noise`": lambda: posterior(model, data),
+        "`noise` must be greater": lambda: posterior(model, data, noise=0.0),
+        "`prior` must be greater": lambda: posterior(model, data, noise=1.0, prior=-1.0),
+        "`noise` is for squared": lambda: posterior(
+            model, (inputs, labels), noise=1.0, loss=cross_entropy
+        ),
+        "`from_zero` is for": lambda: posterior(
+            model, (inputs, labels), from_zero=True, loss=cross_entropy
+        ),
+        "does not fit": lambda: posterior(model, data, noise=1.0, memory_budget=100),
+        "strictly between 0 and 1": lambda: posterior(model, data, noise=1.0)(
+            TEST
+        ).interval(95),
+    }
+    for said, call in cases.items():
+        with pytest.raises(ValueError, match=said):
+            call()

@@ -1,0 +1,352 @@
+"""The kernel between two sets, against rows of the Jacobian in NumPy."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import gnlin
+from gnlin._kernel_file import Tiles
+
+
+KEY = jax.random.key(0)
+
+
+class Convolutional(eqx.Module):
+    conv: eqx.nn.Conv2d
+    dense: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.conv = eqx.nn.Conv2d(1, 2, 3, key=key)
+        self.dense = eqx.nn.Linear(18, 3, key=key)
+
+    def __call__(self, x):
+        return self.dense(jnp.tanh(self.conv(x)).ravel())
+
+
+class Normalised(eqx.Module):
+    dense: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.dense = eqx.nn.Linear(3, 2, key=key)
+        self.norm = eqx.nn.BatchNorm(2, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(self.dense(x), state)
+
+
+MODELS = {
+    "dense": (eqx.nn.MLP(3, 2, 5, 2, activation=jnp.tanh, key=KEY), (3,), 2),
+    "convolutional": (Convolutional(KEY), (1, 5, 5), 3),
+    "one scalar": (eqx.nn.MLP(3, "scalar", 4, 1, key=KEY), (3,), 1),
+    "of one parameter": ((lambda a, x: jnp.sin(a * x[:2]), jnp.array(0.3)), (3,), 2),
+}
+
+
+def drawn(shape, n, seed=0):
+    return np.random.default_rng(seed).normal(size=(n, *shape))
+
+
+def rows(model, inputs):
+    """By example and output."""
+    fn, parameters = (
+        model
+        if isinstance(model, tuple)
+        else (lambda m, x: m(x), eqx.filter(model, eqx.is_inexact_array))
+    )
+    _, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def of(parameters, x):
+        whole = eqx.combine(parameters, static)
+        whole = parameters if isinstance(model, tuple) else whole
+        return jnp.ravel(fn(whole, x))
+
+    each = jax.vmap(jax.jacrev(of), (None, 0))(parameters, jnp.asarray(inputs))
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(each)]
+    return np.concatenate([x.reshape(*x.shape[:2], -1) for x in leaves], axis=2)
+
+
+def views(j1, j2):
+    whole = np.einsum("icp,jdp->icjd", j1, j2)
+    return {
+        "all": whole,
+        "trace": np.einsum("icjc->ij", whole),
+        "diagonal": np.einsum("icjc->ijc", whole),
+        0: whole[:, 0, :, 0],
+    }
+
+
+@pytest.mark.parametrize("outputs", ["all", "trace", "diagonal", 0])
+@pytest.mark.parametrize("name", MODELS)
+def test_between_two_sets(name, outputs):
+    model, shape, c = MODELS[name]
+    x1, x2 = drawn(shape, 4), drawn(shape, 7, seed=1)
+    j1, j2 = rows(model, x1), rows(model, x2)
+    assert j1.shape[1] == c
+    kernel = gnlin.TangentKernel(model, outputs=outputs)
+    close = {"rtol": 1e-11, "atol": 1e-12}
+    np.testing.assert_allclose(kernel(x1, x2), views(j1, j2)[outputs], **close)
+    np.testing.assert_allclose(kernel(x2), views(j2, j2)[outputs], **close)
+    np.testing.assert_allclose(kernel(x2[:1]), views(j2[:1], j2[:1])[outputs], **close)
+
+
+@pytest.mark.parametrize("outputs", ["all", "trace", "diagonal", 1])
+@pytest.mark.parametrize("budget", [4_000, 8_000])
+def test_in_tiles(outputs, budget, tmp_path):
+    """In memory, and to a file: the last tile overlaps, the mirrored are not made."""
+    model, shape, _ = MODELS["dense"]
+    x1, x2 = drawn(shape, 11), drawn(shape, 7, seed=1)
+    whole = gnlin.TangentKernel(model, outputs=outputs)
+    tiled = gnlin.TangentKernel(model, outputs=outputs, memory_budget=budget)
+    close = {"rtol": 1e-12, "atol": 1e-13}
+    np.testing.assert_allclose(tiled(x1, x2), whole(x1, x2), **close)
+    np.testing.assert_allclose(tiled(x1), whole(x1), **close)
+    for name, sets in (("a", (x1,)), ("b", (x1, x2))):
+        found = tiled(*sets, file=tmp_path / "folder" / name)
+        assert isinstance(found, np.memmap)
+        np.testing.assert_allclose(found, whole(*sets), **close)
+        assert json.loads((tmp_path / f"folder/{name}.npy.json").read_text())["tile"] < 11
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 40), st.booleans())
+def test_tiles_cover_everything_and_are_of_one_size(n1, n2, size, symmetric):
+    n2 = n1 if symmetric else n2
+    seen = np.zeros((n1, n2), int)
+    tiles = Tiles(n1, n2, size, symmetric)
+    shapes = {seen[place].shape for place in tiles}
+    assert shapes == {(min(n1, size), min(n2, size))}
+    for number in range(len(tiles)):
+        place_rows, place_columns = tiles[number]
+        seen[place_rows, place_columns] += 1
+        if symmetric and place_rows != place_columns:
+            seen[place_columns, place_rows] += 1
+    assert np.all(seen > 0)
+
+
+def test_parts_of_it():
+    model, shape, c = MODELS["convolutional"]
+    x1, x2 = drawn(shape, 4), drawn(shape, 3, seed=1)
+    kernel = gnlin.TangentKernel(model)
+    whole = kernel(x1, x2)
+    parts = kernel.by_parameter(x1, x2)
+    assert parts.dense.weight.shape == whole.shape
+    of_weights = np.einsum("icp,jdp->icjd", *(rows_of_dense(model, x) for x in (x1, x2)))
+    np.testing.assert_allclose(parts.dense.weight, of_weights, rtol=1e-12)
+    np.testing.assert_allclose(sum(jax.tree.leaves(parts)), whole, rtol=1e-12)
+    expected = np.einsum("icic->ic", kernel(x1))
+    np.testing.assert_allclose(kernel.diagonal(x1), expected, rtol=1e-12)
+    of_one = gnlin.TangentKernel(model, outputs=c - 1)
+    with pytest.raises(ValueError, match="outputs 0 to 2"):
+        gnlin.TangentKernel(model, outputs=c)(x1)
+    assert of_one(x1).shape == (4, 4)
+
+
+def rows_of_dense(model, inputs):
+    features = jax.vmap(lambda x: jnp.tanh(model.conv(x)).ravel())(jnp.asarray(inputs))
+    each = np.einsum("iq,cd->icdq", features, np.eye(3))
+    return each.reshape(len(inputs), 3, -1)
+
+
+def test_of_some_parameters_and_of_batch_normalisation():
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 4)
+    spec = jax.tree.map(lambda _: False, model)
+    spec = eqx.tree_at(lambda m: m.layers[-1].bias, spec, True)
+    kernel = gnlin.TangentKernel(model, filter_spec=spec)(x)
+    np.testing.assert_allclose(kernel, np.broadcast_to(np.eye(2)[:, None], (4, 2, 4, 2)))
+    normalised, state = eqx.nn.make_with_state(Normalised)(KEY)
+    with pytest.raises(ValueError, match="pass `state`"):
+        gnlin.TangentKernel(normalised)
+    found = gnlin.TangentKernel(normalised, state=state)(x)
+    by_hand = lambda m, x: eqx.nn.inference_mode(m)(x, state)[0]
+    expected = gnlin.features.kernel((by_hand, normalised), x)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_of_a_linearisation():
+    fn = gnlin.PerExample(lambda w, example: jnp.tanh(w @ example[0]) * example[1])
+    point = jnp.arange(3.0)
+    one, other = ((drawn((3,), n), drawn((), n)) for n in (4, 6))
+    lins = [
+        gnlin.linearise(fn, point, jax.tree.map(jnp.asarray, s)) for s in (one, other)
+    ]
+    found = gnlin.TangentKernel(lins[0])(one, other)
+    np.testing.assert_allclose(found.reshape(4, 6), lins[0].kernel(lins[1]), rtol=1e-12)
+    coupled = gnlin.linearise(lambda w, x: jnp.cumsum(x @ w), point, jnp.asarray(one[0]))
+    with pytest.raises(ValueError, match="linearise a `gnlin"):
+        gnlin.TangentKernel(coupled)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_inside_a_program_and_in_either_precision(dtype):
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 5).astype(dtype)
+    cast = lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+    model = jax.tree.map(cast, model)
+    plain = gnlin.TangentKernel(model, outputs="trace")(x)
+    assert plain.dtype == dtype
+    inside = eqx.filter_jit(lambda m, x: gnlin.TangentKernel(m, outputs="trace")(x))
+    np.testing.assert_allclose(inside(model, x), plain, rtol=20 * np.finfo(dtype).eps)
+
+    def of_seed(key):
+        network = eqx.nn.MLP(3, 2, 5, 1, key=key)
+        return gnlin.TangentKernel(network)(jnp.asarray(x, float))
+
+    keys = jax.random.split(KEY, 3)
+    ensemble = eqx.filter_vmap(of_seed)(keys)
+    np.testing.assert_allclose(ensemble[1], of_seed(keys[1]), rtol=1e-5)
+
+
+KILLED = """
+    import os, sys
+    import equinox as eqx, jax, numpy as np
+    import gnlin
+    from gnlin._kernel_file import KernelFile
+
+    put, left = KernelFile.put, int(sys.argv[2])
+
+    def counted(self, parts, tile, num_done):
+        put(self, parts, tile, num_done)
+        print("tile", num_done, flush=True)
+        if num_done == left:
+            os._exit(9)
+
+    KernelFile.put = counted
+    model = eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0))
+    inputs = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    kernel = gnlin.TangentKernel(model, outputs="trace", memory_budget=3_000)
+    kernel(inputs, file=sys.argv[1])
+"""
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(KILLED))
+
+    def run(file, left):
+        return subprocess.run(
+            [sys.executable, program, tmp_path / file, str(left)],
+            capture_output=True,
+            text=True,
+            cwd=os.getcwd(),
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+
+    whole = run("whole.npy", -1)
+    assert whole.returncode == 0, whole.stderr
+    num_tiles = whole.stdout.count("tile")
+    assert num_tiles > 3
+    killed = run("killed.npy", 2)
+    assert killed.returncode == 9
+    resumed = run("killed.npy", -1)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout.count("tile") == num_tiles - 2
+    bytes_of = lambda name: (tmp_path / name).read_bytes()
+    assert bytes_of("whole.npy") == bytes_of("killed.npy")
+    again = run("killed.npy", -1)
+    assert again.stdout == ""
+
+
+def test_files_that_are_something_else(tmp_path):
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 4)
+    kernel = gnlin.TangentKernel(model)
+    first = np.array(kernel(x, file=tmp_path / "k"))
+    other = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.ones(5))
+    cases = {
+        "other parameters": lambda: gnlin.TangentKernel(other)(x, file=tmp_path / "k"),
+        "other inputs": lambda: kernel(x[:3], file=tmp_path / "k"),
+        "other outputs": lambda: gnlin.TangentKernel(model, outputs="trace")(
+            x, file=tmp_path / "k"
+        ),
+    }
+    for what, call in cases.items():
+        with pytest.raises(ValueError, match=f"a kernel of {what}"):
+            call()
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(ValueError, match="no kernel"):
+        kernel(x, file=tmp_path / "text")
+    np.testing.assert_array_equal(np.load(tmp_path / "k.npy"), first)
+    with pytest.raises(ValueError, match="compiled"):
+        jax.jit(lambda x: kernel(x, file=tmp_path / "k"))(x)
+    with pytest.raises(ValueError, match="path of a file"):
+        kernel(x, file="")
+
+
+def test_what_cannot_be_meant(unchecked):
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 40)
+    kernel = gnlin.TangentKernel(model)
+    cases = {
+        "takes 51,200 bytes": lambda: gnlin.TangentKernel(model, memory_budget=9_999)(x),
+        "the input of one example": lambda: kernel(x[:, :2]),
+        "0 examples": lambda: kernel(x, x[:0]),
+        "hold a scalar": lambda: kernel(1.0),
+        "must be arrays of numbers": lambda: kernel("inputs"),
+        '`outputs` must be "all"': lambda: gnlin.TangentKernel(model, outputs="some"),
+        "`outputs` must be": lambda: gnlin.TangentKernel(model, outputs=1.5),
+        "model has 2": lambda: gnlin.TangentKernel(
+            (lambda w, x: (w * x, x), jnp.ones(3))
+        )(x),
+        "outputs of the same shape": lambda: gnlin.TangentKernel(
+            (lambda w, x: w * x, jnp.ones(()))
+        )(x, x[:, :2]),
+        "no trainable array": lambda: gnlin.TangentKernel(model, filter_spec=False),
+    }
+    for said, call in cases.items():
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+def test_not_finite_stays_where_it_is():
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 4)
+    x[2] = np.nan
+    kernel = gnlin.TangentKernel(model, outputs="trace")(x)
+    finite = np.isfinite(kernel)
+    assert finite[0, 1]
+    assert finite[3, 3]
+    assert not finite[2].any()
+
+
+def test_widens_to_the_arc_cosine_kernel():
+    """One hidden layer of ReLUs: Cho and Saul (2009), as in Jacot et al. (2018)."""
+
+    def closed_form(x1, x2):
+        sizes = np.linalg.norm(x1, axis=1)[:, None] * np.linalg.norm(x2, axis=1)
+        cosine = np.clip(x1 @ x2.T / sizes, -1, 1)
+        angle = np.arccos(cosine)
+        first = (np.sin(angle) + (np.pi - angle) * cosine) / (2 * np.pi) * sizes
+        return first + (np.pi - angle) / (2 * np.pi) * (x1 @ x2.T)
+
+    def network(width, key):
+        first, second = jax.random.split(key)
+        weights = (
+            jax.random.normal(first, (width, 3)),
+            jax.random.normal(second, (width,)),
+        )
+        return lambda w, x: w[1] @ jax.nn.relu(w[0] @ x) / jnp.sqrt(width), weights
+
+    x1, x2 = drawn((3,), 5), drawn((3,), 4, seed=1)
+    limit = closed_form(x1, x2)
+
+    def error(width):
+        found = [
+            gnlin.TangentKernel(network(width, key), outputs="trace")(x1, x2) - limit
+            for key in jax.random.split(KEY, 8)
+        ]
+        return np.sqrt(np.mean(np.square(found)))
+
+    errors = [error(width) for width in (64, 1024, 16384)]
+    # As one over the root of the width: a factor of 4 each
+    np.testing.assert_allclose(np.divide(errors[:-1], errors[1:]), 4.0, rtol=0.5)
+    assert errors[-1] < 0.02 * np.abs(limit).max()
