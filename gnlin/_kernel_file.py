@@ -10,16 +10,16 @@ import numpy as np
 
 
 Place = tuple[slice, ...]
+Size = tuple[int, int]
 
 
 class Tiles(Sequence):
-    """Of a matrix of n1 times n2 examples, by so many a side, as slices of rows and of
-    columns; of a symmetric one those on and above the diagonal. All are of one size: the
-    last overlap with those before them."""
+    """Of a matrix of so many examples by so many, as slices of rows and of columns; of a
+    symmetric one those on and above the diagonal. All are of one size: the last overlap
+    with those before them."""
 
-    def __init__(self, n1: int, n2: int, size: int, symmetric: bool):
-        self.symmetric = symmetric
-        rows, columns = _slices(n1, size), _slices(n2, size)
+    def __init__(self, shape: Size, size: Size, symmetric: bool):
+        rows, columns = map(_slices, shape, size)
         self._all = [
             (r, c)
             for i, r in enumerate(rows)
@@ -53,7 +53,7 @@ class KernelFile(NamedTuple):
     dtype: np.dtype
     identity: Mapping[str, str]
 
-    def begin(self, tile: int) -> tuple[int, int]:
+    def begin(self, tile: Size) -> tuple[Size, int]:
         """(the size of a tile, how many are done): as they are in the file, or of a new
         one."""
         if self.path.exists():
@@ -68,7 +68,7 @@ class KernelFile(NamedTuple):
         os.replace(new, self.path)
         return tile, 0
 
-    def _found(self) -> tuple[int, int]:
+    def _found(self) -> tuple[Size, int]:
         if not self._record.exists():
             raise ValueError(
                 f"`file` is {str(self.path)!r}, which is there already and is no kernel "
@@ -81,9 +81,9 @@ class KernelFile(NamedTuple):
                     f"`file` is {str(self.path)!r}, which has a kernel of other {what}: "
                     f"give another name, or delete it and {self._record.name!r}."
                 )
-        return found["tile"], found["num_done"]
+        return tuple(found["tile"]), found["num_done"]
 
-    def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: int, num_done: int):
+    def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: Size, num_done: int):
         """Parts of the array, after which so many tiles are done."""
         array = np.load(self.path, mmap_mode="r+")
         for place, part in parts:
@@ -99,7 +99,7 @@ class KernelFile(NamedTuple):
     def _record(self) -> Path:
         return _beside(self.path, ".json")
 
-    def _note(self, tile: int, num_done: int) -> None:
+    def _note(self, tile: Size, num_done: int) -> None:
         record = {"tile": tile, "num_done": num_done, "identity": dict(self.identity)}
         new = _beside(self._record, ".new")
         new.write_text(json.dumps(record, indent=1))

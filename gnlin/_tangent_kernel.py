@@ -6,14 +6,14 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, Literal
+from typing import Any, get_args, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Float, PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_count, check_flag, is_whole
 from ._data import as_inputs
@@ -27,6 +27,8 @@ from ._tree import promoted
 
 
 Outputs = Literal["all", "trace", "diagonal"] | int
+# Tiles between two sets have so many times more rows than columns.
+_LONGER = 4
 
 
 class TangentKernel(eqx.Module):
@@ -142,38 +144,28 @@ class TangentKernel(eqx.Module):
         """
         check_flag("progress", progress)
         sets = self._checked(x1, x2)
-        (n1, c), (n2, _) = (self._sizes(x) for x in sets)
-        shape, dtype = self._shape(n1, n2, c), self._dtype(sets[0])
         if file is not None:
-            return self._in_file(
-                _npy(file), sets, shape, symmetric=x2 is None, bar=progress
-            )
-        num_bytes = math.prod(shape) * dtype.itemsize
+            return self._in_file(_npy(file), sets, progress)
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        num_bytes = math.prod(shape) * sets.dtype.itemsize
         if num_bytes > self.memory_budget:
             raise ValueError(
                 f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
                 f"memory budget is {self.memory_budget:,}: pass `file`, in which it is "
                 "made a tile at a time, or raise `memory_budget`."
             )
-        tile = self._tile_size(sets[0], shape)
-        if _is_traced((self, sets)) or mesh_of(sets) or tile >= max(n1, n2):
-            return _tile(self, sets[0], None if x2 is None else sets[1])
-        whole = np.empty(shape, dtype)
-        tiles = Tiles(n1, n2, tile, x2 is None)
-        for parts in self._tiles(sets, tiles, 0, progress):
+        whole = sets.n1, sets.n2
+        inside = _is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
+        tile = whole if inside else self._tile(sets)
+        if tile == whole:
+            return _tile(self, sets.x1, sets.x2)
+        kernel = np.empty(shape, sets.dtype)
+        for parts in self._tiles(sets, tile, 0, progress):
             for place, part in parts:
-                whole[place] = part
-        return jnp.asarray(whole)
+                kernel[place] = part
+        return jnp.asarray(kernel)
 
-    def _in_file(
-        self,
-        path: Path,
-        sets: tuple[PyTree, PyTree],
-        shape: tuple[int, ...],
-        *,
-        symmetric: bool,
-        bar: bool,
-    ) -> np.ndarray:
+    def _in_file(self, path: Path, sets: "_Sets", progress: bool) -> np.ndarray:
         if _is_traced((self, sets)):
             raise ValueError(
                 "A kernel is not written to a `file` from inside a compiled function: "
@@ -182,29 +174,26 @@ class TangentKernel(eqx.Module):
         identity = {
             "parameters": checksum(self._point),
             "functions": described(self._fn),
-            "inputs": checksum(sets),
+            "inputs": checksum((sets.x1, sets.x2)),
             "outputs": str(self.outputs),
         }
-        kept = KernelFile(path, shape, self._dtype(sets[0]), identity)
-        tile, num_done = kept.begin(self._tile_size(sets[0], shape))
-        (n1, _), (n2, _) = (self._sizes(x) for x in sets)
-        tiles = Tiles(n1, n2, tile, symmetric)
-        rest = self._tiles(sets, tiles, num_done, bar)
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        kept = KernelFile(path, shape, sets.dtype, identity)
+        tile, num_done = kept.begin(self._tile(sets))
+        rest = self._tiles(sets, tile, num_done, progress)
         for number, parts in enumerate(rest, num_done + 1):
             kept.put(parts, tile, number)
         return kept.read()
 
-    def by_parameter(
-        self, x1: PyTree, x2: PyTree | None = None
-    ) -> PyTree[Array]:
+    def by_parameter(self, x1: PyTree, x2: PyTree | None = None) -> PyTree[Array]:
         """The part of each array of parameters, in the structure of the model; their sum
         is the kernel."""
         sets = self._checked(x1, x2)
-        return _by_parameter(self, sets[0], None if x2 is None else sets[1])
+        return _by_parameter(self, sets.x1, sets.x2)
 
     def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
         r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
-        return _diagonal(self, self._checked(x, None)[0])
+        return _diagonal(self, self._checked(x, None).x1)
 
     #
     # What it is made of
@@ -217,16 +206,17 @@ class TangentKernel(eqx.Module):
             fn = PerExample(eqx.Partial(_one_output, fn.fn, self.outputs), fn.part_size)
         return linearise(fn, self._point, args, memory_budget=self.memory_budget)
 
-    def _parts(
-        self, x1: PyTree, x2: PyTree | None
-    ) -> Iterator[Float[Array, "..."]]:
+    def _rows(self, x: PyTree) -> "_Blocks":
+        lin = self._linearise(x)
+        n = _number(lin.outputs)
+        return _Blocks(tuple(lin.jacobian.blocks()), n, lin.shape[0] // n)
+
+    def _parts(self, these: "_Blocks", those: "_Blocks | None") -> list[Array]:
         """By array of parameters."""
-        (n1, c), (n2, _) = (self._sizes(x) for x in (x1, x1 if x2 is None else x2))
-        blocks = self._linearise(x1).jacobian.blocks()
-        others = blocks if x2 is None else self._linearise(x2).jacobian.blocks()
-        for block, other in zip(blocks, others, strict=True):
-            gram = self._gram(block, block if x2 is None else other, c)
-            yield gram.reshape(self._shape(n1, n2, c))
+        others = these if those is None else those
+        shape = self._shape(these.n, others.n, these.c)
+        pairs = zip(these.blocks, others.blocks, strict=True)
+        return [self._gram(a, b, these.c).reshape(shape) for a, b in pairs]
 
     def _gram(self, a: AbstractBlock, b: AbstractBlock, c: int) -> Float[Array, "..."]:
         def product(a, b, same):
@@ -244,42 +234,25 @@ class TangentKernel(eqx.Module):
             return jnp.moveaxis(jax.lax.map(of_output, jnp.arange(c)), 0, -1)
         return product(a, b, a is b)
 
-    def _outputs_of(self, x: PyTree) -> jax.ShapeDtypeStruct:
-        """The shape of all examples' outputs, without a look at them."""
-        like = _like(x, jax.tree.leaves(x)[0].shape[0])
-        args = (like, None) if self._has_keys else like
-        leaves = jax.tree.leaves(eqx.filter_eval_shape(self._fn, self._point, args))
-        if len(leaves) != 1:
-            raise ValueError(
-                f"A tangent kernel is of one array of outputs, and the model has "
-                f"{len(leaves)}: pass a function that returns one of them, such as "
-                "`(lambda model, x: model(x)[0], model)`."
-            )
-        return leaves[0]
-
-    def _checked(self, x1: PyTree, x2: PyTree | None) -> tuple[PyTree, PyTree]:
-        sets = [as_inputs(x) for x in ((x1,) if x2 is None else (x1, x2))]
-        outputs = [self._outputs_of(x) for x in sets]
-        shapes = [shape.shape[1:] for shape in outputs]
-        if shapes[0] != shapes[-1]:
-            raise ValueError(
-                "The model must have outputs of the same shape on both sets of inputs, "
-                f"but has {shapes[0]} and {shapes[1]}."
-            )
-        c = math.prod(shapes[0])
+    def _checked(self, x1: PyTree, x2: PyTree | None) -> "_Sets":
+        x1 = as_inputs(x1)
+        n1 = n2 = _number(x1)
+        shape, dtype, num_bytes = _look(self, _first(x1))
+        if x2 is not None:
+            x2 = as_inputs(x2)
+            n2 = _number(x2)
+            other = _look(self, _first(x2))[0]
+            if other.shape != shape.shape:
+                raise ValueError(
+                    "The model must have outputs of the same shape on both sets of "
+                    f"inputs, but has {shape.shape} and {other.shape}."
+                )
+        c = shape.size
         if not isinstance(self.outputs, str) and not 0 <= self.outputs < c:
             raise ValueError(
                 f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
             )
-        return sets[0], sets[-1]
-
-    def _sizes(self, x: PyTree) -> tuple[int, int]:
-        """(n, c)."""
-        n, *shape = self._outputs_of(x).shape
-        return n, math.prod(shape)
-
-    def _dtype(self, x: PyTree) -> np.dtype:
-        return np.dtype(eqx.filter_eval_shape(_tile, self, _like(x, 1), None).dtype)
+        return _Sets(x1, x2, n1, n2, c, np.dtype(dtype.dtype), num_bytes)
 
     def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
         match self.outputs:
@@ -293,49 +266,67 @@ class TangentKernel(eqx.Module):
     # Tiles
     #
 
-    def _tile_size(self, x: PyTree, shape: tuple[int, ...]) -> int:
-        """Examples a side, so that the blocks of two sets, their kernel and a part of it
-        take half of the memory budget; and so that each device has one."""
-        most = max(shape[0], shape[-2] if self.outputs == "all" else shape[1])
-        one = _like(x, 1)
-        c = self._sizes(one)[1]
+    def _num_bytes(self, sets: "_Sets", rows: int, columns: int) -> float:
+        """Of the blocks of so many examples, their kernel and a part of it."""
+        entries = math.prod(self._shape(rows, columns, sets.c))
+        of_blocks = (rows + columns) * float(sets.bytes_of_one)
+        return of_blocks + 2 * entries * sets.dtype.itemsize
 
-        def sizes(x):
-            return jnp.zeros(sum(self._linearise(x).jacobian.block_bytes()), jnp.int8)
+    def _tile(self, sets: "_Sets") -> tuple[int, int]:
+        """Its rows and columns, so that it takes half of the memory budget, and each
+        device has one. Between two sets it has more rows, whose blocks are kept, than
+        columns."""
+        longer = 1 if sets.x2 is None else _LONGER
+        devices = jax.local_device_count()
 
-        of_blocks = 2 * eqx.filter_eval_shape(sizes, one).shape[0]
-        of_kernel = 2 * math.prod(self._shape(1, 1, c)) * self._dtype(x).itemsize
-        # of_kernel t^2 + of_blocks t = budget / 2
-        root = math.sqrt(of_blocks**2 + 2 * of_kernel * self.memory_budget)
-        tile = max((root - of_blocks) / (2 * of_kernel), 1)
-        return math.ceil(most / max(math.ceil(most / tile), jax.local_device_count()))
+        def sides(size: int) -> tuple[int, int]:
+            return min(size * longer, sets.n1), min(size, sets.n2)
+
+        size = math.ceil(max(sets.n1, sets.n2) / devices)
+        if self._num_bytes(sets, sets.n1, sets.n2) <= self.memory_budget / 2:
+            return (sets.n1, sets.n2) if devices == 1 else sides(size)
+        while size > 1 and self._num_bytes(sets, *sides(size)) > self.memory_budget / 2:
+            size = math.ceil(0.9 * size) if size > 10 else size - 1
+        return sides(size)
 
     def _tiles(
-        self, sets: tuple[PyTree, PyTree], tiles: Tiles, num_done: int, progress: bool
+        self, sets: "_Sets", tile: tuple[int, int], num_done: int, progress: bool
     ) -> Iterator[list[tuple[Place, np.ndarray]]]:
         """Those that are not done, a device ahead of what is asked for."""
         from tqdm.auto import tqdm
 
+        symmetric = sets.x2 is None
+        tiles = Tiles((sets.n1, sets.n2), tile, symmetric)
         devices = jax.local_devices()
+        several = len(devices) > 1
+        here = [_put(self, device) for device in devices] if several else [self]
         waiting: collections.deque = collections.deque()
+        # On each device the blocks of the rows that it is at.
+        made: dict[int, tuple[slice, _Blocks]] = {}
+
+        def blocks_of(x, at, k):
+            part = jax.tree.map(lambda a: a[at], x)
+            return _blocks(here[k], _put(part, devices[k]) if several else part)
 
         def finished():
             (rows, columns), tile = waiting.popleft()
             tile = np.asarray(tile)
             yield self._place(rows, columns), tile
-            if tiles.symmetric and rows != columns:
+            if symmetric and rows != columns:
                 yield self._place(columns, rows), tile.transpose(self._mirrored())
 
         with tqdm(total=len(tiles), initial=num_done, disable=not progress) as bar:
             for number in range(num_done, len(tiles)):
                 rows, columns = tiles[number]
-                same = tiles.symmetric and rows == columns
-                kernel, x1 = self, jax.tree.map(lambda a, at=rows: a[at], sets[0])
-                x2 = jax.tree.map(lambda a, at=columns: a[at], sets[1])
-                parts: Any = kernel, x1, None if same else x2
-                if len(devices) > 1:
-                    parts = _put(parts, devices[number % len(devices)])
-                waiting.append(((rows, columns), _tile(*parts)))
+                k = number % len(devices)
+                if k not in made or made[k][0] != rows:
+                    made.pop(k, None)
+                    made[k] = rows, blocks_of(sets.x1, rows, k)
+                these, those = made[k][1], None
+                if not (symmetric and rows == columns):
+                    those = blocks_of(sets.x1 if symmetric else sets.x2, columns, k)
+                waiting.append(((rows, columns), _product(here[k], these, those)))
+                del these, those
                 if len(waiting) == len(devices):
                     yield list(finished())
                     bar.update()
@@ -356,25 +347,78 @@ class TangentKernel(eqx.Module):
         return 1, 0
 
 
+class _Blocks(eqx.Module):
+    """The rows of n examples of c outputs, by array of parameters."""
+
+    blocks: tuple[AbstractBlock, ...]
+    n: int = eqx.field(static=True)
+    c: int = eqx.field(static=True)
+
+
+class _Sets(NamedTuple):
+    """Two sets of inputs, or one; what the model makes of them.
+
+    - `bytes_of_one`: what the blocks of one example take.
+    """
+
+    x1: PyTree
+    x2: PyTree | None
+    n1: int
+    n2: int
+    c: int
+    dtype: np.dtype
+    bytes_of_one: Array
+
+
 @eqx.filter_jit
-def _tile(
-    kernel: TangentKernel, x1: PyTree, x2: PyTree | None
+def _look(
+    kernel: TangentKernel, one: PyTree
+) -> tuple[Array, Float[Array, "0"], Float[Array, ""]]:
+    """What is to be known of one example before any work: its outputs, the kernel's
+    dtype, and what its blocks take."""
+    args = (one, None) if kernel._has_keys else one
+    leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
+    if len(leaves) != 1:
+        raise ValueError(
+            f"A tangent kernel is of one array of outputs, and the model has "
+            f"{len(leaves)}: pass a function that returns one of them, such as "
+            "`(lambda model, x: model(x)[0], model)`."
+        )
+    (shape,) = leaves
+    dtype = eqx.filter_eval_shape(_tile, kernel, one, None).dtype
+    num_bytes = float(sum(kernel._linearise(one).jacobian.block_bytes()))
+    return jnp.zeros(shape.shape[1:]), jnp.zeros(0, dtype), jnp.array(num_bytes)
+
+
+@eqx.filter_jit
+def _blocks(kernel: TangentKernel, x: PyTree) -> _Blocks:
+    return kernel._rows(x)
+
+
+@eqx.filter_jit
+def _product(
+    kernel: TangentKernel, these: _Blocks, those: _Blocks | None
 ) -> Float[Array, "..."]:
-    return functools.reduce(jnp.add, promoted(list(kernel._parts(x1, x2))))
+    return functools.reduce(jnp.add, promoted(kernel._parts(these, those)))
 
 
 @eqx.filter_jit
-def _by_parameter(
-    kernel: TangentKernel, x1: PyTree, x2: PyTree | None
-) -> PyTree[Array]:
+def _tile(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> Float[Array, "..."]:
+    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
+    return _product(kernel, these, those)
+
+
+@eqx.filter_jit
+def _by_parameter(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> PyTree[Array]:
     structure = jax.tree.structure(kernel._point)
-    return structure.unflatten(kernel._parts(x1, x2))
+    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
+    return structure.unflatten(kernel._parts(these, those))
 
 
 @eqx.filter_jit
 def _diagonal(kernel: TangentKernel, x: PyTree) -> Float[Array, "n c"]:
     squares = kernel._linearise(x).jacobian.squared_rows()
-    return squares.reshape(kernel._sizes(x))
+    return squares.reshape(_number(x), -1)
 
 
 def _one_output(
@@ -389,12 +433,12 @@ def _in_inference(state: PyTree, model: Any, x: PyTree) -> PyTree[Array]:
     return outputs
 
 
-def _like(x: PyTree, n: int) -> PyTree[jax.ShapeDtypeStruct]:
-    """So many of such examples."""
-    canonical = jax.dtypes.canonicalize_dtype
-    return jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct((n, *a.shape[1:]), canonical(a.dtype)), x
-    )
+def _number(x: PyTree) -> int:
+    return jax.tree.leaves(x)[0].shape[0]
+
+
+def _first(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: a[:1], x)
 
 
 def _put(tree: PyTree, device: Any) -> PyTree:

@@ -13,7 +13,7 @@ from .._checks import check_count, check_flag
 from .._data import as_batch, as_inputs
 from .._linearisation import Linearisation, linearise
 from .._losses import AbstractLoss, check_loss
-from .._model import make_network, Network
+from .._model import make_network, Network, partition
 from .._objective import AbstractObjective, objective_of
 from .._tree import Structure
 
@@ -22,6 +22,8 @@ class LinearisedModel(eqx.Module):
     """- `train`: its linearisation on the training inputs.
     - `objective`: the loss on the training data.
     - `from_zero`: whether the outputs at the linearisation point count as zero.
+    - `about`: parameters that the prior is about, if not those linearised at. With
+        squared error the linearised model starts there.
     """
 
     network: Network
@@ -30,6 +32,7 @@ class LinearisedModel(eqx.Module):
     objective: AbstractObjective
     from_zero: bool = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
+    about: PyTree[Array] | None = None
 
     @staticmethod
     def of(
@@ -39,27 +42,31 @@ class LinearisedModel(eqx.Module):
         filter_spec: PyTree | Callable[[Any], bool],
         memory_budget: int,
         from_zero: bool,
+        about: PyTree | None = None,
     ) -> "LinearisedModel":
         check_loss(loss)
         check_flag("from_zero", from_zero)
         check_count("memory_budget", memory_budget)
         batch = as_batch(data)
         parameters, network = make_network(model, filter_spec)
-        train = _linearise(network, parameters, batch[0], memory_budget, from_zero)
+        if about is not None:
+            about = _parameters_of(about, parameters, filter_spec)
+        fixed = memory_budget, from_zero, about if loss.is_quadratic else None
+        train = _linearise(network, parameters, batch[0], *fixed)
         outputs = Structure.of(train.outputs).tree
         loss.check(outputs, batch[1])
         objective = objective_of(loss, outputs, batch)
-        fixed = from_zero, memory_budget
-        return LinearisedModel(network, loss, train, objective, *fixed)
+        return LinearisedModel(
+            network, loss, train, objective, from_zero, memory_budget, about
+        )
 
     def on(self, inputs: PyTree | None) -> Linearisation:
         """On other inputs; `None` for those of training."""
         if inputs is None:
             return self.train
-        point = self.train.point
-        return _linearise(
-            self.network, point, as_inputs(inputs), self.memory_budget, self.from_zero
-        )
+        start = self.about if self.loss.is_quadratic else None
+        fixed = self.memory_budget, self.from_zero, start
+        return _linearise(self.network, self.train.point, as_inputs(inputs), *fixed)
 
     def objective_on(self, data: Any) -> AbstractObjective:
         """The loss on other data."""
@@ -81,6 +88,18 @@ def check_finite(numbers: PyTree[Array]) -> None:
         )
 
 
+def _parameters_of(
+    model: PyTree, like: PyTree[Array], filter_spec: PyTree | Callable[[Any], bool]
+) -> PyTree[Array]:
+    parameters, _ = partition(model, filter_spec)
+    if not eqx.tree_equal(*(jax.tree.map(jnp.shape, x) for x in (parameters, like))):
+        raise ValueError(
+            "`about` must be a model of the same structure and shapes as `model`, such "
+            "as the one that it was trained from."
+        )
+    return parameters
+
+
 @eqx.filter_jit
 def _linearise(
     network: Network,
@@ -88,9 +107,10 @@ def _linearise(
     inputs: PyTree[Array],
     memory_budget: int,
     from_zero: bool,
+    about: PyTree[Array] | None,
 ) -> Linearisation:
     args = network.args(inputs, None, None)
     lin = linearise(network.function(), parameters, args, memory_budget=memory_budget)
-    return (
-        lin.with_outputs(jax.tree.map(jnp.zeros_like, lin.outputs)) if from_zero else lin
-    )
+    if from_zero:
+        return lin.with_outputs(jax.tree.map(jnp.zeros_like, lin.outputs))
+    return lin if about is None else lin.with_outputs(lin(about))

@@ -76,6 +76,7 @@ def posterior(
     *,
     noise: ScalarLike | None = None,
     prior: ScalarLike = 1.0,
+    about: PyTree | None = None,
     loss: AbstractLoss = SquaredError(),
     from_zero: bool = False,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
@@ -83,9 +84,9 @@ def posterior(
 ) -> "Posterior":
     r"""The posterior of a linearised model's outputs, given data (linearised Laplace).
 
-    With normal parameters of standard deviation $s$ about the model's, and normal noise
-    of standard deviation $\sigma$, the linearised model is a Gaussian process with the
-    kernel $s^2\Theta$, and on inputs x
+    With normal parameters of standard deviation $s$ about those of the model, and normal
+    noise of standard deviation $\sigma$, the linearised model is a Gaussian process with
+    the kernel $s^2\Theta$, and on inputs x
 
     $$\mu = f(x) - \Theta(x, X)(\Theta + \lambda I)^{-1}(f(X) - Y), \qquad
     v = s^2\bigl(\Theta(x, x) - \Theta(x, X)(\Theta + \lambda I)^{-1}\Theta(X, x)\bigr),$$
@@ -95,7 +96,7 @@ def posterior(
 
     With another loss it is Laplace's approximation about the model, which is to be
     trained: the mean is the model's output, and $\Theta$ is weighted by the loss's second
-    derivative. The prior then is about zero, of what weight decay $1/s^2$ trains.
+    derivative. Its prior is about zero: what weight decay of $1/s^2$ trains with.
 
     **Arguments:**
 
@@ -104,6 +105,9 @@ def posterior(
     - `noise`: $\sigma$, in units of the targets; of squared error only, and needed there.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
     - `prior`: $s$, in units of the parameters.
+    - `about`: a model whose parameters the prior is about, if not those of `model`: of a
+        trained one the one that it was trained from. A prior about parameters that know
+        the data already would count them twice.
     - `loss`: of one example; its sum over the examples is the negative log-likelihood.
     - `from_zero`: take the model's own outputs for zero: a Gaussian process with the
         tangent kernel, and nothing of the initialisation in its mean.
@@ -145,7 +149,7 @@ def posterior(
     if isinstance(loss, AbstractLoss):
         loss = loss.reduced("sum")
     linearised = LinearisedModel.of(
-        model, data, loss, filter_spec, memory_budget, from_zero
+        model, data, loss, filter_spec, memory_budget, from_zero, about
     )
     if not Eigenbasis.fits(linearised.train.jacobian):
         raise ValueError(
@@ -220,7 +224,8 @@ class Posterior(eqx.Module):
 
         For squared error $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
         \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss
-        $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$.
+        $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$,
+        with $\theta$ taken from what the prior is about.
 
         ??? cite "Reference"
 
@@ -231,9 +236,10 @@ class Posterior(eqx.Module):
         w = self._basis.eigenvalues
         variance, scale = self.noise**2, self.prior**2
         if not self._is_quadratic:
-            point, outputs = self._linearised.train.point, self._linearised.train.outputs
-            loss = self._linearised.objective.value(outputs).astype(w.dtype)
-            squared = _tree.dot(point, point).astype(w.dtype)
+            train, about = self._linearised.train, self._linearised.about
+            loss = self._linearised.objective.value(train.outputs).astype(w.dtype)
+            moved = train.point if about is None else _tree.axpy(-1, about, train.point)
+            squared = _tree.dot(moved, moved).astype(w.dtype)
             return -loss - squared / (2 * scale) - 0.5 * jnp.sum(jnp.log1p(scale * w))
         m = self._residual.size
         left = (m - w.size) * jnp.log(variance)
