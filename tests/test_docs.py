@@ -1,6 +1,7 @@
 """Examples in the README, the documentation and the docstrings run; names are listed."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,21 @@ REACHED = {
         and abs(n["found"].model["conductivity"] - 0.25) < 0.01
         and n["error"](n["found"].model["u"]) < 0.02
     ),
+    "docs/neural-tangents.md": lambda n: (
+        n["losses"][-1] < 1e-9 < n["losses"][0]
+        and n["trace"](n["x_train"]).shape == (20, 20)
+        and n["ensemble"].shape == (8, 3, 5, 2)
+        and np.allclose(n["after"](n["x_train"]), n["y_train"], atol=0.05)
+    ),
+    "docs/uncertainty.md": lambda n: (
+        abs(n["posterior"].noise - 0.15) < 0.05
+        and np.mean(
+            (n["low"] < jnp.sin(4 * n["new"])) & (jnp.sin(4 * n["new"]) < n["high"])
+        )
+        > 0.5
+        and n["curve"].max() <= n["posterior"].log_evidence() + 1e-3
+        and n["scores"][1.0] > n["scores"][0.1]
+    ),
     "docs/training.md": lambda n: n["accuracy"] > 0.9 and n["again"] > 0.9,
 }
 
@@ -111,6 +127,9 @@ def as_a_reader():
 
 def _public() -> list[tuple[str, object]]:
     names = [(f"gnlin.{n}", getattr(gnlin, n)) for n in vars(gnlin) if n[0] != "_"]
+    names += [
+        (f"gnlin.predict.{n}", getattr(gnlin.predict, n)) for n in gnlin.predict.__all__
+    ]
     return [(n, o) for n, o in names if not inspect.ismodule(o)] + [
         (f"{module.__name__}.{n}", o)
         for module in (gnlin.filters, gnlin.damping)
@@ -148,6 +167,7 @@ def namespace():
         "jax": jax,
         "jnp": jnp,
         "lx": lx,
+        "math": math,
         "np": np,
         "optax": optax,
         "optx": optx,

@@ -72,13 +72,13 @@ def line(key, n):
 
 
 def uncertainty(num_points, num_draws, path):
-    model = eqx.nn.MLP(1, 1, 64, 2, jnp.tanh, key=jax.random.key(0), dtype=float)
+    start = eqx.nn.MLP(1, 1, 64, 2, jnp.tanh, key=jax.random.key(0), dtype=float)
     where = lambda m: m.layers[0].weight
-    model = eqx.tree_at(where, model, replace_fn=lambda w: 3 * w)
+    start = eqx.tree_at(where, start, replace_fn=lambda w: 2 * w)
     data = line(jax.random.key(1), num_points)
-    trained = gnlin.solve(model, data, gnlin.DampedGaussNewton(0.1), max_steps=100).model
     # --8<-- [start:posterior]
-    posterior = gnlin.predict.posterior(trained, data, noise=0.3).tuned()
+    model = gnlin.solve(start, data, gnlin.DampedGaussNewton(1.0), max_steps=20).model
+    posterior = gnlin.predict.posterior(model, data, noise=0.3, about=start).tuned()
     grid = jnp.linspace(-2, 2, 201)[:, None]
     known = posterior(grid)
     low, high = known.interval(0.95)
@@ -103,8 +103,8 @@ def uncertainty(num_points, num_draws, path):
     bands.plot(x, known.mean[:, 0], color=BLUE)
     bands.plot(x, jnp.sin(4 * x), "--", color=GREY, label="the truth")
     bands.plot(*data, "k.", markersize=4)
-    bands.set(ylim=(-3, 3), xlabel="x", title="what is known of a network's outputs")
-    bands.legend(frameon=False, loc="upper center", ncols=3)
+    bands.set(ylim=(-3.6, 3), xlabel="x", title="what is known of a network's outputs")
+    bands.legend(frameon=False, loc="lower center", ncols=3)
     calibration.plot([0, 1], [0, 1], color=GREY, linewidth=1)
     calibration.plot(levels, np.mean(found, axis=1), color=ORANGE)
     calibration.set(xlabel="confidence", ylabel="share of new points inside", aspect=1)
@@ -121,7 +121,5 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     few = arguments.quick
-    kernels(
-        100 if few else 300, 10 if few else 50, arguments.out / "tangent_kernel.png"
-    )
+    kernels(100 if few else 300, 10 if few else 50, arguments.out / "tangent_kernel.png")
     uncertainty(40, 2 if few else 20, arguments.out / "uncertainty.png")

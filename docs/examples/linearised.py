@@ -39,13 +39,10 @@ def residuals(network, data):
 def linearised_predictions(network, periods):
     """On the grid, after so many steps on the network linearised as it is, and the
     learning rate, half of the largest stable one."""
-    trained, rest = eqx.partition(network, eqx.is_inexact_array)
-    of = lambda fn: lambda trained, args: fn(eqx.combine(trained, rest), args)
-    lin = gnlin.linearise(of(residuals), trained, (X, Y))
-    eta = 1 / lin.spectrum().eigenvalues.max()
-    trajectory = gnlin.IterativeLinearisation(periods[0], eta).trajectory(lin)
-    on_grid = gnlin.linearise(of(outputs), trained, GRID)
-    return trajectory.outputs(jnp.array(periods), on=on_grid), eta
+    kernel = gnlin.TangentKernel(network, outputs=0)(X)
+    eta = 1 / jnp.linalg.norm(kernel, 2)
+    predict = gnlin.predict.gradient_descent(network, (X, Y), learning_rate=eta)
+    return predict(GRID, steps=periods), eta
 
 
 # --8<-- [end:linearised]

@@ -86,9 +86,9 @@ def gradient_descent(
 
         ```python
         model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
-        train = inputs[:6], targets[:6, None]
+        train = inputs[:4], targets[:4, None]
         predict = gnlin.predict.gradient_descent(model, train, learning_rate=1e-3)
-        predict(inputs[6:], steps=[0, 10, 1e3, math.inf])  # (4, 2, 1)
+        predict(inputs[4:], steps=[0, 10, 1e3, math.inf])  # (4, 2, 1)
         ```
 
     ??? cite "Reference"
@@ -137,11 +137,11 @@ def gradient_flow(
 
         ```python
         model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
-        train = inputs[:6], targets[:6, None]
+        train = inputs[:4], targets[:4, None]
         predict = gnlin.predict.gradient_flow(model, train)
-        predict(inputs[6:], times=jnp.logspace(-3, 3, 50))  # (50, 2, 1)
+        predict(inputs[4:], times=jnp.logspace(-3, 3, 50))  # (50, 2, 1)
         ridge = gnlin.predict.gradient_flow(model, train, damping=0.1, from_zero=True)
-        ridge(inputs[6:])  # kernel ridge regression
+        ridge(inputs[4:])  # kernel ridge regression
         ```
     """
     linearised = LinearisedModel.of(

@@ -123,10 +123,10 @@ def posterior(
 
         ```python
         model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
-        train = inputs[:6], targets[:6, None]
+        train = inputs[:4], targets[:4, None]
         posterior = gnlin.predict.posterior(model, train, noise=0.1).tuned()
-        mean, variance = posterior(inputs[6:])
-        low, high = posterior(inputs[6:]).interval(0.95, noise=posterior.noise)
+        mean, variance = posterior(inputs[4:])
+        low, high = posterior(inputs[4:]).interval(0.95, noise=posterior.noise)
         ```
 
     ??? cite "Reference"
