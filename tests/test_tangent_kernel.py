@@ -210,6 +210,37 @@ def test_inside_a_program_and_in_either_precision(dtype):
     np.testing.assert_allclose(ensemble[1], of_seed(keys[1]), rtol=1e-5)
 
 
+SEVERAL = """
+    import os
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=3"
+    import equinox as eqx, jax, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+    import gnlin
+
+    model = eqx.nn.MLP(3, 2, 5, 1, key=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
+    on_devices = NamedSharding(Mesh(np.array(jax.devices()), "d"), P("d"))
+    for outputs in ("all", "trace", "diagonal", 1):
+        kernel = gnlin.TangentKernel(model, outputs=outputs)
+        one = eqx.filter_jit(lambda x, z, kernel=kernel: (kernel(x), kernel(x, z)))
+        for found, expected in zip((kernel(x), kernel(x, x[:9])), one(x, x[:9])):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        spread = kernel(jax.device_put(x, on_devices))
+        np.testing.assert_allclose(spread, kernel(x), rtol=1e-5, atol=1e-6)
+        assert len(spread.devices()) == 3
+"""
+
+
+def test_on_several_devices(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(SEVERAL))
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+
+
 KILLED = """
     import os, sys
     import equinox as eqx, jax, numpy as np
