@@ -82,7 +82,14 @@ def _dispatch(given: argparse.Namespace) -> int:
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
     options = Options(
-        out, scale, given.seeds, given.steps, given.grid, given.data_dir, given.resume
+        out,
+        scale,
+        given.seeds,
+        given.steps,
+        given.grid,
+        given.data_dir,
+        given.reduction,
+        given.resume,
     )
     if name == "speed" and given.part is not None:
         options = dataclasses.replace(options, tables=(_table(given.part),))
@@ -103,7 +110,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
                 flag = option.replace("_", "-")
                 raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
         return
-    for option in ("steps", "grid"):
+    for option in ("steps", "grid", "reduction"):
         if getattr(given, option) is not None and name == "all":
             raise Refusal(f"--{option} is of one experiment; name it instead of 'all'.")
     if given.data_dir is not None and scale != "full":
@@ -301,6 +308,14 @@ def _parser() -> argparse.ArgumentParser:
         help="how many steps a run makes (default: the scale's own number)",
     )
     parser.add_argument(
+        "--reduction",
+        type=_reduction,
+        metavar="R",
+        help="sum or mean: what the learning rates on mini-batches are of (default: the "
+        "scale's own; at the full scale the sum over the training set, which the paper's "
+        "boundary of stability fits)",
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="go on with what was interrupted, in the folder of the results",
@@ -328,6 +343,10 @@ def _one_of(names: Sequence[str], text: str) -> str:
 
 def _scale(text: str) -> str:
     return _one_of(("embedded", "full"), text)
+
+
+def _reduction(text: str) -> str:
+    return _one_of(("sum", "mean"), text)
 
 
 def _device(text: str) -> str:

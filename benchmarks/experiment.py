@@ -153,6 +153,12 @@ class Experiment(Generic[S]):
                     "This experiment has no one number of steps; leave --steps out."
                 )
             changes[self.steps] = options.steps
+        if options.reduction is not None:
+            if not hasattr(settings, "reduction"):
+                raise Refusal(
+                    "This experiment trains on no mini-batches; leave --reduction out."
+                )
+            changes["reduction"] = options.reduction
         return dataclasses.replace(settings, **changes)
 
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:

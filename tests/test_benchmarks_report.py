@@ -23,7 +23,11 @@ NAMES = ["k-sweep", "batch", "filters", "resnet"]
 
 
 def verdict(claim, outcome, estimate=0.5, low=0.25, high=0.75):
-    return Verdict(claim, "a number", "> 0", estimate, low, high, 5, outcome)
+    p = 0.001 if outcome in (CONFIRMED, REFUTED) else 0.5
+    reason = "a direction"
+    return Verdict(
+        claim, "a number", "> 0", reason, estimate, low, high, 5, 0, p, outcome
+    )
 
 
 VERDICTS = [
@@ -138,7 +142,7 @@ def test_a_seed_alone_has_no_interval(tmp_path):
     (row,) = (
         line for line in written(tmp_path)[0].splitlines() if "| who knows |" in line
     )
-    assert "| none | 5 | **undecided** |" in row
+    assert "| none | 5 | 0.5 | **undecided** | **undecided** |" in row
 
 
 def test_figures_are_linked_in_one_page_and_held_in_the_other(tmp_path):
@@ -290,7 +294,7 @@ def test_text_is_text(tmp_path):
     assert not re.search(bare, markdown)
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows if "a \\| b" in row}
-    assert widths == {6, 8}
+    assert widths == {6, 10}
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))
