@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
+from numpy import ndarray
 from scipy.optimize import minimize
 
 import gnlin
 
-from .experiment import Place
-from .training import Columns, Draw, Images, load, NETWORKS
+from .experiment import Place, Runs
+from .training import Columns, Draw, Images, Labelled, load, NETWORKS
 
 
 TOLERANCE = 1e-4
@@ -33,37 +34,24 @@ def train_endlessly(settings: Images, place: Place) -> Columns:
     return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
 
 
+def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
+    """The linearised network's test accuracies; NaN where the problem is not solved."""
+    finished = runs.final("finished") > 0
+    return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
+
+
 def _minimise(model: PyTree, draw: Draw) -> dict[str, float]:
-    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
-    start, unravel = ravel_pytree(parameters)
-
-    def linearised(moved, inputs):
-        fn = lambda y: jax.vmap(eqx.combine(unravel(y), frozen))(inputs)
-        outputs, change = jax.jvp(fn, (start,), (moved,))
-        return outputs + change
-
-    @jax.jit
-    def loss_and_gradient(moved, images, labels):
-        loss = lambda moved: jnp.mean(
-            optax.softmax_cross_entropy_with_integer_labels(
-                linearised(moved, images), labels
-            )
-        )
-        return jax.value_and_grad(loss)(moved)
-
+    size = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0].size
     found = minimize(
-        lambda moved: tuple(map(np.asarray, loss_and_gradient(moved, *draw.train))),
-        np.zeros(start.size),
+        lambda moved: tuple(
+            map(np.asarray, _loss_and_gradient(moved, model, draw.train))
+        ),
+        np.zeros(size),
         jac=True,
         method="L-BFGS-B",
         options={"gtol": TOLERANCE, "ftol": 0, "maxiter": MOST_STEPS, "maxfun": 10**6},
     )
-
-    def accuracy(data):
-        images, labels = data
-        outputs = jax.jit(linearised)(jnp.asarray(found.x), images)
-        return float(gnlin.accuracy(outputs, labels))
-
+    accuracy = lambda data: float(_accuracy(found.x, model, data))
     residual = float(np.abs(found.jac).max())
     return {
         "inner_steps": float(found.nit),
@@ -74,3 +62,28 @@ def _minimise(model: PyTree, draw: Draw) -> dict[str, float]:
         "validation_accuracy_linearised": accuracy(draw.validation),
         "test_accuracy_linearised": accuracy(draw.test),
     }
+
+
+def _linearised(moved, model: PyTree, inputs: Array) -> Array:
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    start, unravel = ravel_pytree(parameters)
+    fn = lambda y: jax.vmap(eqx.combine(unravel(y), frozen))(inputs)
+    outputs, change = jax.jvp(fn, (start,), (moved,))
+    return outputs + change
+
+
+@eqx.filter_jit
+def _loss_and_gradient(moved, model: PyTree, data: Labelled) -> tuple[Array, Array]:
+    images, labels = data
+
+    def loss(moved):
+        outputs = _linearised(moved, model, images)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+    return jax.value_and_grad(loss)(jnp.asarray(moved))
+
+
+@eqx.filter_jit
+def _accuracy(moved, model: PyTree, data: Labelled) -> Array:
+    images, labels = data
+    return gnlin.accuracy(_linearised(jnp.asarray(moved), model, images), labels)

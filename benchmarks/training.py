@@ -27,10 +27,11 @@ import gnlin
 from ._options import Refusal
 from .data import augmentation, cifar10, digits, mnist
 from .data.standard import DATASETS, scaled, standardised
+from .data.teachers import TEACHERS
 from .experiment import Place, Runs, Settings
 from .figures import band
 from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
-from .networks.mlp import digits_mlp
+from .networks.mlp import digits_mlp, teacher_mlp
 from .networks.resnet import resnet18
 
 
@@ -52,6 +53,7 @@ Callbacks = Callable[[Draw, PyTree], Sequence[gnlin.callbacks.Callback]]
 
 NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
     "digits-mlp": digits_mlp,
+    "teacher-mlp": teacher_mlp,
     "digits-cnn": digits_cnn,
     "smooth-digits-cnn": smooth_digits_cnn,
     "lenet": lenet,
@@ -112,6 +114,9 @@ def load(settings: Images, place: Place, seed: int) -> Draw:
 def _load(
     data: str, network: str, data_dir: Path | None, num_train: int | None, seed: int
 ):
+    if data in TEACHERS:
+        assert num_train is not None
+        return TEACHERS[data].draw(num_train, seed)
     if data == "digits":
         return digits.draw(num_train, seed, network.endswith("mlp"))
     (images, labels), test = _standard(data, data_dir)

@@ -17,7 +17,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
-from ..first_linearisation import TOLERANCE, train_endlessly
+from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
@@ -78,12 +78,7 @@ def errors(
     """By the paper's statistic, optimal early stopping, which what is solved has no need
     of; NaN where it is not solved."""
 
-    def accuracy(runs):
-        if math.isfinite(period):
-            return training.optimally_stopped(runs)
-        finished = runs.final("finished") > 0
-        return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
-
+    accuracy = training.optimally_stopped if math.isfinite(period) else solved_accuracy
     found = [
         accuracy(only(all_runs, period=period, num_train=size)) for size in settings.sizes
     ]

@@ -16,7 +16,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
-from ..first_linearisation import TOLERANCE, train_endlessly
+from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -38,7 +38,12 @@ class MnistK(Images):
 
 EMBEDDED = MnistK()
 QUICK = dataclasses.replace(
-    EMBEDDED, seeds=2, periods=(1.0, 10.0, math.inf), num_steps=30, num_looks=6
+    EMBEDDED,
+    seeds=2,
+    periods=(1.0, 10.0, math.inf),
+    num_train=100,
+    num_steps=30,
+    num_looks=6,
 )
 FULL = dataclasses.replace(
     EMBEDDED,
@@ -77,12 +82,6 @@ def levelling(runs: Runs, period: float) -> Float[ndarray, " seeds"]:
     return (first - second).mean(axis=1)
 
 
-def solved(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The test accuracies of K = infinity; NaN where it is not solved."""
-    finished = runs.final("finished") > 0
-    return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
-
-
 def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     finite = [period for period in settings.periods if period < math.inf]
     final = {k: only(all_runs, period=k).final("test_accuracy") for k in finite}
@@ -115,7 +114,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
             )
         )
     if math.inf in settings.periods and finite:
-        endless = solved(only(all_runs, period=math.inf))
+        endless = solved_accuracy(only(all_runs, period=math.inf))
         verdicts.append(
             judge(
                 "K = infinity ends worse than all finite K",
@@ -138,7 +137,7 @@ def draw(settings: MnistK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             name = "test_accuracy_linearised"
             training.draw_band(linearised, runs, name, colour, label)
         if math.inf in settings.periods and finite:
-            end = 100 * solved(only(all_runs, period=math.inf))
+            end = 100 * solved_accuracy(only(all_runs, period=math.inf))
             steps = only(all_runs, period=finite[0])["inner_steps"].mean(axis=0)
             flat = np.tile(end[np.isfinite(end)], (2, 1)).T
             if len(flat):

@@ -18,6 +18,11 @@ def digits_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
     return eqx.nn.MLP(64, 10, width_size=40, depth=1, key=key)
 
 
+def teacher_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
+    """30-128-2: 4,226 parameters."""
+    return eqx.nn.MLP(30, 2, width_size=128, depth=1, key=key)
+
+
 def xor_mlp(key: Key[Array, ""], scale: float | Float[Array, ""] = 1.0) -> eqx.nn.MLP:
     """2-100-1, from weights so many times as large as Equinox's: 401 parameters."""
     model = eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key)

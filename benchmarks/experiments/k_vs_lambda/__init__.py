@@ -32,9 +32,9 @@ from ._curves import (
     DAMPED,
     DESCENT,
     eigenvalues,
+    errors_where_tested,
     share_agreeing,
     SOLVERS,
-    tested_errors,
 )
 from ._figures import draw
 from ._tasks import EMBEDDED, FULL, KVsLambda, make_task, QUICK, Task, TASKS
@@ -127,7 +127,7 @@ def judge_all(settings: KVsLambda, all_runs: Sequence[Runs]) -> list[Verdict]:
             "range where the filters differ",
             "share of the strengths at which they differ that lie in the longest stretch "
             f"where the mean test errors are within {CLOSE:.0%} of their range",
-            tested_errors(*of_task),
+            errors_where_tested(*of_task),
             thresholds.HALF_AGREES,
             statistic=share_agreeing,
         )

@@ -49,7 +49,7 @@ def _range(a: Runs, b: Runs) -> float:
     return float(span) or np.nan
 
 
-def tested_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
+def errors_where_tested(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
     """Test errors of both; NaN where a run diverged, and where the filters are one by
     construction."""
     largest = np.maximum(a["largest_eigenvalue"], b["largest_eigenvalue"]).max(axis=0)
