@@ -78,7 +78,8 @@ def _dispatch(given: argparse.Namespace) -> int:
         return _data(given.part, given.data_dir)
     if name == "report":
         _prepare(None)
-        return _report(given.out or Path("results"))
+        folder = given.out or Path("results")
+        return _report(folder) or _against(folder, given.against)
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
     options = Options(
@@ -89,6 +90,7 @@ def _dispatch(given: argparse.Namespace) -> int:
         given.grid,
         given.data_dir,
         given.reduction,
+        given.task,
         given.resume,
     )
     if name == "speed" and given.part is not None:
@@ -110,7 +112,9 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
                 flag = option.replace("_", "-")
                 raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
         return
-    for option in ("steps", "grid", "reduction"):
+    if given.against is not None:
+        raise Refusal(f"'{name}' takes no --against; `report` does.")
+    for option in ("steps", "grid", "reduction", "task"):
         if getattr(given, option) is not None and name == "all":
             raise Refusal(f"--{option} is of one experiment; name it instead of 'all'.")
     if given.data_dir is not None and scale != "full":
@@ -119,7 +123,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 def _taken(name: str) -> tuple[str, ...]:
     """What a benchmark or a command takes."""
-    options = {"list": (), "data": ("part", "data_dir"), "report": ("out",)}
+    options = {"list": (), "data": ("part", "data_dir"), "report": ("out", "against")}
     return "name", *options.get(name, ("part", "quick", "device", "out"))
 
 
@@ -192,6 +196,14 @@ def _report(folder: Path) -> int:
     from .report import write
 
     write(folder, list(EXPERIMENTS))
+    return 0
+
+
+def _against(folder: Path, other: Path | None) -> int:
+    if other is not None:
+        from .against import compare
+
+        compare(folder, other)
     return 0
 
 
@@ -314,6 +326,19 @@ def _parser() -> argparse.ArgumentParser:
         help="sum or mean: what the learning rates on mini-batches are of (default: the "
         "scale's own; at the full scale the sum over the training set, which the paper's "
         "boundary of stability fits)",
+    )
+    parser.add_argument(
+        "--task",
+        type=_folder,
+        metavar="FILE",
+        help="a Python file with a model and data of your own, for the experiments on "
+        "images that take any",
+    )
+    parser.add_argument(
+        "--against",
+        type=_folder,
+        metavar="FILE",
+        help="with `report`: another report's report.json, to print what differs",
     )
     parser.add_argument(
         "--resume",

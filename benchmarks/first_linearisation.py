@@ -17,7 +17,7 @@ from scipy.optimize import minimize
 import gnlin
 
 from .experiment import Place, Runs
-from .training import Columns, Draw, Images, Labelled, load, NETWORKS
+from .training import Columns, Draw, Images, Labelled, load, model_of
 
 
 TOLERANCE = 1e-4
@@ -26,7 +26,7 @@ MOST_STEPS = 5_000
 
 def train_endlessly(settings: Images, place: Place) -> Columns:
     """Of all seeds, at one look. `finished` says whether the tolerance was reached."""
-    make_model = NETWORKS[settings.network]
+    make_model = model_of(settings)
     runs = [
         _minimise(make_model(jax.random.key(seed)), load(settings, place, seed))
         for seed in range(settings.seeds)

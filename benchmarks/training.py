@@ -24,6 +24,7 @@ from numpy import ndarray
 
 import gnlin
 
+from . import own_task
 from ._options import Refusal
 from .data import augmentation, cifar10, digits, mnist
 from .data.standard import DATASETS, scaled, standardised
@@ -73,6 +74,8 @@ AUGMENTATIONS = {
 LOSS = gnlin.SoftmaxCrossEntropy(reduction="sum")
 
 NUM_CLASSES = 10
+MOST_MARKED = 30
+"""Feature updates in a figure."""
 VALIDATION_SHARE = 0.1
 """Of the training images of the standard files."""
 
@@ -103,6 +106,12 @@ class Images(Settings):
     augmentation: str = "none"
 
 
+def model_of(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
+    if settings.data.endswith(".py"):
+        return own_task.read(settings.data).model
+    return NETWORKS[settings.network]
+
+
 def load(settings: Images, place: Place, seed: int) -> Draw:
     """Of digits a draw of all parts; of the standard files the test images are fixed."""
     drawn = _load(
@@ -114,6 +123,8 @@ def load(settings: Images, place: Place, seed: int) -> Draw:
 def _load(
     data: str, network: str, data_dir: Path | None, num_train: int | None, seed: int
 ):
+    if data.endswith(".py"):
+        return own_task.draw(data, num_train, seed)
     if data in TEACHERS:
         assert num_train is not None
         return TEACHERS[data].draw(num_train, seed)
@@ -174,7 +185,7 @@ def full_batch(
     looks = looks_at(num_updates, settings.num_looks)
     # As many for all points, so that those alike in all else share a compiled program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
-    make_model, seeds = NETWORKS[settings.network], range(settings.seeds)
+    make_model, seeds = model_of(settings), range(settings.seeds)
     draws = [load(settings, place, seed) for seed in seeds]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
     found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), padded)
@@ -320,7 +331,7 @@ def _loss(settings: Images, num_train: int, batch_size: int) -> gnlin.AbstractLo
 def _fit(settings, place, solver, callbacks, seed) -> Columns:
     draw = Draw(*(_single(labelled) for labelled in load(settings, place, seed)))
     train = draw.train
-    make_model = NETWORKS[settings.network]
+    make_model = model_of(settings)
     state = None
     if settings.network.endswith("-bn"):
         model, state = eqx.nn.make_with_state(make_model)(jax.random.key(seed))
@@ -519,3 +530,11 @@ def draw_band(
     range."""
     steps = runs["inner_steps"].mean(axis=0)
     band(axes, steps, scale * runs[name], colour, label)
+
+
+def mark_updates(axes: Any, runs: Runs) -> None:
+    """Where the linearisation is made anew, if these are few."""
+    period, end = runs.point["period"], runs["inner_steps"].max()
+    if end / period <= MOST_MARKED:
+        for step in np.arange(period, end, period):
+            axes.axvline(step, color="#CCCCCC", linewidth=0.7, zorder=0)

@@ -2,8 +2,8 @@
 
 What learns no features has to learn all functions of a degree k at once, of which there
 are `d choose k`; what finds the directions has to find d numbers each. The degree is that
-of the least polynomial with the same signs: of the staircase 2, by whose terms of degree 1
-and 2 its sign is decided.
+of the least polynomial with the same signs: of the staircase 2, for the sign of
+x1 + x1 x2 - x1 x3 is its own everywhere.
 
 ??? cite "References"
 

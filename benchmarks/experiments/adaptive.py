@@ -208,4 +208,5 @@ EXPERIMENT = Experiment(
     "model has moved are to give the same accuracy from fewer of them.",
     grid="periods",
     steps="",
+    any_task=True,
 )

@@ -128,7 +128,7 @@ def _baseline(settings: KSweep, name: str) -> gnlin.AbstractGaussNewton:
 def _flow_error(settings: KSweep) -> float:
     """Of as many steps as the longest period that is not gradient flow."""
     data = training.load(settings, Place(), 0).train
-    model = training.NETWORKS[settings.network](jax.random.key(0))
+    model = training.model_of(settings)(jax.random.key(0))
     return training.flow_error(
         model, data, training.LOSS, settings.learning_rate, int(training.FLOW_FROM)
     )
@@ -240,4 +240,5 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10: K up to 10^4 is like K = 1; beyond it is erratic; at 10^8 "
     "worse, approaching truncated Gauss-Newton.",
     grid="periods",
+    any_task=True,
 )

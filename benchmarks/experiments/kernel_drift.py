@@ -14,7 +14,7 @@ import gnlin
 
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import figure, shades
+from ..figures import band, figure, shades
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -111,16 +111,22 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     colours = shades(len(settings.periods))
-    titles = {
-        "alignment_with_first": "With the first kernel",
-        "alignment_with_last": "With the last kernel",
+    # Before the first step the first kernel is itself, and the last as far as in the end.
+    panels_of = {
+        "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
+        "alignment_with_last": ("With the last kernel", lambda end: end),
     }
     with figure(out / "kernel_drift.png", width=11, height=4.6) as drawing:
         panels = drawing.subplots(1, 2, sharey=True)
-        for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        for panel, (name, (title, at_start)) in zip(
+            panels, panels_of.items(), strict=True
+        ):
             for period, colour in zip(settings.periods, colours, strict=True):
                 runs, label = only(all_runs, period=period), f"K = {period:,}"
-                training.draw_band(panel, runs, name, colour, label, scale=1)
+                end = runs["alignment_with_first"][:, -1:]
+                steps = np.concatenate([[0], runs["inner_steps"].mean(axis=0)])
+                values = np.concatenate([at_start(end), runs[name]], axis=1)
+                band(panel, steps, values, colour, label)
             panel.set(title=title, xlabel="Inner steps")
         panels[0].set_ylabel("Centred kernel alignment")
         panels[0].legend()
@@ -142,4 +148,5 @@ EXPERIMENT = Experiment(
     draw,
     paper="After Fort et al. (2020): the kernel changes fastest early in training.",
     grid="periods",
+    any_task=True,
 )

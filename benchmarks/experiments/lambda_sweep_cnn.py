@@ -128,4 +128,5 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, cross-entropy, Adam on each linearised problem: more damping "
     "generalises better.",
     grid="dampings",
+    any_task=True,
 )

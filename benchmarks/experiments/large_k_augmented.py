@@ -148,6 +148,8 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             training.draw_band(network, runs, "test_accuracy", colour, label)
             name = "test_accuracy_linearised"
             training.draw_band(linearised, runs, name, colour, label)
+        for panel in (network, linearised):
+            training.mark_updates(panel, ends(settings, all_runs)[1])
         network.set(title="The network", ylabel="Test accuracy (%)", xlabel="Steps")
         linearised.set(title="The linearised network", xlabel="Steps")
         network.legend()

@@ -136,6 +136,8 @@ def draw(settings: MnistK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             training.draw_band(network, runs, "test_accuracy", colour, label)
             name = "test_accuracy_linearised"
             training.draw_band(linearised, runs, name, colour, label)
+        for panel in (network, linearised) if finite else ():
+            training.mark_updates(panel, only(all_runs, period=max(finite)))
         if math.inf in settings.periods and finite:
             end = 100 * solved_accuracy(only(all_runs, period=math.inf))
             steps = only(all_runs, period=finite[0])["inner_steps"].mean(axis=0)
@@ -167,4 +169,5 @@ EXPERIMENT = Experiment(
     paper="CNN on MNIST, learning rate 10^-4: K up to 100 alike; K = 1,000 levels off "
     "before each feature update; all but infinity end within 0.4 %.",
     grid="periods",
+    any_task=True,
 )
