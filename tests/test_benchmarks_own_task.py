@@ -92,6 +92,7 @@ def test_an_experiment_with_tasks_of_its_own_takes_none(task):
         settings_of(xor_features, task)
 
 
+@pytest.mark.slow
 def test_an_experiment_is_run_on_it(task, tmp_path):
     out = tmp_path / "results"
     command = ["batch", "--quick", "--task", str(task), "--seeds", "1", "--grid", "1"]

@@ -88,7 +88,7 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         for runs in both
     ]
     largest = float(np.nanmax(np.abs(np.array(shown))))
-    with figure(out / "filters.png", width=11, height=5.5) as drawing:
+    with figure(out / "filters.png", width=13, height=3.8) as drawing:
         parts: Any = drawing.subfigures(1, 3, width_ratios=[1.6, 1, 1])
         left, *halves = parts
         axes = left.subplots()

@@ -26,7 +26,7 @@ from ..verdicts import judge, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Provable(Images):
-    seeds: int = 6
+    seeds: int = 12
     tasks: tuple[str, ...] = tuple(TEACHERS)
     network: str = "teacher-mlp"
     sizes: tuple[int, ...] = (200, 400, 1_000, 2_000, 4_000)
@@ -129,7 +129,7 @@ def draw(settings: Provable, all_runs: Sequence[Runs], out: Path) -> Mapping[str
                 (teacher.num_functions, "functions of the degree"),
             ):
                 panel.axvline(number, color=BLACK, linestyle=":", linewidth=1)
-                panel.text(number, 51, f" {name}", rotation=90, va="top", fontsize=8)
+                panel.text(number, 4, f" {name}", rotation=90, va="bottom", fontsize=8)
             panel.set(xscale="log", xlabel="Training examples $n$", title=teacher.title)
             panel.set_ylim(-2, 53)
         panels[0].set_ylabel("Test error (%)")
