@@ -78,11 +78,20 @@ def _dispatch(given: argparse.Namespace) -> int:
         return _data(given.part, given.data_dir)
     if name == "report":
         _prepare(None)
-        return _report(given.out or Path("results"))
+        folder = given.out or Path("results")
+        return _report(folder) or _against(folder, given.against)
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
     options = Options(
-        out, scale, given.seeds, given.steps, given.grid, given.data_dir, given.resume
+        out,
+        scale,
+        given.seeds,
+        given.steps,
+        given.grid,
+        given.data_dir,
+        given.reduction,
+        given.task,
+        given.resume,
     )
     if name == "speed" and given.part is not None:
         options = dataclasses.replace(options, tables=(_table(given.part),))
@@ -103,7 +112,9 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
                 flag = option.replace("_", "-")
                 raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
         return
-    for option in ("steps", "grid"):
+    if given.against is not None:
+        raise Refusal(f"'{name}' takes no --against; `report` does.")
+    for option in ("steps", "grid", "reduction", "task"):
         if getattr(given, option) is not None and name == "all":
             raise Refusal(f"--{option} is of one experiment; name it instead of 'all'.")
     if given.data_dir is not None and scale != "full":
@@ -112,7 +123,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 def _taken(name: str) -> tuple[str, ...]:
     """What a benchmark or a command takes."""
-    options = {"list": (), "data": ("part", "data_dir"), "report": ("out",)}
+    options = {"list": (), "data": ("part", "data_dir"), "report": ("out", "against")}
     return "name", *options.get(name, ("part", "quick", "device", "out"))
 
 
@@ -185,6 +196,14 @@ def _report(folder: Path) -> int:
     from .report import write
 
     write(folder, list(EXPERIMENTS))
+    return 0
+
+
+def _against(folder: Path, other: Path | None) -> int:
+    if other is not None:
+        from .against import compare
+
+        compare(folder, other)
     return 0
 
 
@@ -301,6 +320,27 @@ def _parser() -> argparse.ArgumentParser:
         help="how many steps a run makes (default: the scale's own number)",
     )
     parser.add_argument(
+        "--reduction",
+        type=_reduction,
+        metavar="R",
+        help="sum or mean: what the learning rates on mini-batches are of (default: the "
+        "scale's own; at the full scale the sum over the training set, which the paper's "
+        "boundary of stability fits)",
+    )
+    parser.add_argument(
+        "--task",
+        type=_folder,
+        metavar="FILE",
+        help="a Python file with a model and data of your own, for the experiments on "
+        "images that take any",
+    )
+    parser.add_argument(
+        "--against",
+        type=_folder,
+        metavar="FILE",
+        help="with `report`: another report's report.json, to print what differs",
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="go on with what was interrupted, in the folder of the results",
@@ -328,6 +368,10 @@ def _one_of(names: Sequence[str], text: str) -> str:
 
 def _scale(text: str) -> str:
     return _one_of(("embedded", "full"), text)
+
+
+def _reduction(text: str) -> str:
+    return _one_of(("sum", "mean"), text)
 
 
 def _device(text: str) -> str:

@@ -19,6 +19,7 @@ EXPERIMENTS = {
         "batch",
         "data-scaling",
         "xor-features",
+        "provable-features",
         "solved-subproblem",
         "resnet",
         "mnist-k",

@@ -18,6 +18,10 @@ class Options:
     """In place of the swept values of the scale."""
     data_dir: Path | None = None
     """Of MNIST's and CIFAR-10's files."""
+    reduction: Literal["sum", "mean"] | None = None
+    """Of the loss on mini-batches, in place of the scale's own."""
+    task: Path | None = None
+    """A file with a task of the user's own, in place of the scale's data and network."""
     resume: bool = False
     tables: tuple[str, ...] = ()
     """Those of a benchmark that are wanted; none for all."""

@@ -219,7 +219,7 @@ td:nth-child(n+4) { white-space: nowrap; }
 .outcome { font-weight: 600; white-space: nowrap; }
 .confirmed { color: var(--confirmed); }
 .refuted { color: var(--refuted); }
-.undecided { color: var(--undecided); }
+.undecided, .untested { color: var(--undecided); }
 summary { cursor: pointer; color: var(--link); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; }
 dt { color: var(--faint); }

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from threadpoolctl import threadpool_limits
 
-from . import _results
+from . import _results, own_task
 from ._options import Options, Refusal
 from .verdicts import print_verdicts, Verdict
 
@@ -134,6 +134,8 @@ class Experiment(Generic[S]):
     """Of what `--grid` may hold: beyond them no figure can be drawn, or no run ends."""
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
     """Of each seed: more where a point holds a grid of its own."""
+    any_task: bool = False
+    """Whether `--task` can replace data and network."""
     runs_of: str | None = None
     """Another experiment with the same settings and runs."""
 
@@ -141,6 +143,8 @@ class Experiment(Generic[S]):
         """Of the scale, with what the options change."""
         settings: S = getattr(self, options.scale)
         changes: dict[str, Any] = {}
+        if options.task is not None:
+            changes |= self._task(settings, options.task)
         if options.seeds is not None:
             changes["seeds"] = options.seeds
         if options.grid is not None:
@@ -153,7 +157,26 @@ class Experiment(Generic[S]):
                     "This experiment has no one number of steps; leave --steps out."
                 )
             changes[self.steps] = options.steps
+        if options.reduction is not None:
+            if not hasattr(settings, "reduction"):
+                raise Refusal(
+                    "This experiment trains on no mini-batches; leave --reduction out."
+                )
+            changes["reduction"] = options.reduction
         return dataclasses.replace(settings, **changes)
+
+    def _task(self, settings: S, path: Path) -> dict[str, Any]:
+        if not self.any_task:
+            raise Refusal("This experiment has tasks of its own; leave --task out.")
+        task = own_task.read(str(path))
+        for name in task.settings:
+            if not hasattr(settings, name):
+                raise Refusal(
+                    f"The task '{path}' sets '{name}', which is no setting of this "
+                    "experiment; its settings.json names them all."
+                )
+        whole = {"data": str(path), "network": f"{path.stem} {task.digest}"}
+        return {"num_train": None, "augmentation": "none", **task.settings, **whole}
 
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
         own = getattr(settings, self.grid)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from . import thresholds
 from ._modules import EXPERIMENTS, summary
 from ._options import Refusal
 from ._page import (
@@ -30,12 +31,26 @@ from ._page import (
     Table,
     Text,
 )
-from ._results import claim_folder, read_settings, write_whole
-from .verdicts import CONFIDENCE, CONFIRMED, REFUTED, UNDECIDED, Verdict
+from ._results import claim_folder, read_settings, write_json, write_whole
+from .verdicts import (
+    after_holm,
+    CONFIDENCE,
+    CONFIRMED,
+    NOT_TESTED,
+    Outcome as Judged,
+    REFUTED,
+    UNDECIDED,
+    Verdict,
+)
 
 
 TITLE = "What the experiments found"
-OUTCOMES = {CONFIRMED: "confirmed", REFUTED: "refuted", UNDECIDED: "undecided"}
+OUTCOMES: dict[str, str] = {
+    CONFIRMED: "confirmed",
+    REFUTED: "refuted",
+    UNDECIDED: "undecided",
+    NOT_TESTED: "untested",
+}
 SCALES = {"quick": ["--quick"], "full": ["--scale", "full"]}
 """As they are said on the command line."""
 
@@ -57,6 +72,8 @@ class Found:
     date: str
     circumstances: Mapping[str, str]
     verdicts: Sequence[Verdict]
+    after_holm: Sequence[Judged] = ()
+    """The outcome of each verdict among those of all experiments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +93,7 @@ def write(folder: Path, names: Sequence[str]) -> None:
             f"'{folder}' has no results of an experiment in a folder of its own; make "
             "some by `python -m benchmarks all`, or name another folder with --out."
         )
+    results = _corrected(results)
     blocks = _page(folder, results)
     images = [block for block in blocks if isinstance(block, Image)]
     claim_folder(folder / "report")
@@ -91,11 +109,46 @@ def write(folder: Path, names: Sequence[str]) -> None:
         write_whole(
             folder / name, lambda part, text=text: part.write_text(text, encoding="utf-8")
         )
+    write_json(folder / "report.json", _as_json(results))
     num_found = sum(isinstance(result, Found) for result in results)
     print(
         f"{num_found} of {len(results)} experiments, {len(images)} figures. In {folder}: "
-        "report.html, report.md, report/"
+        "report.html, report.md, report.json, report/"
     )
+
+
+def _corrected(results: Sequence[Found | Lacking]) -> list[Found | Lacking]:
+    """With the outcomes after Holm's correction over the verdicts of all."""
+    found = [result for result in results if isinstance(result, Found)]
+    outcomes = iter(after_holm([v for result in found for v in result.verdicts]))
+    return [
+        dataclasses.replace(result, after_holm=[next(outcomes) for _ in result.verdicts])
+        if isinstance(result, Found)
+        else result
+        for result in results
+    ]
+
+
+def _as_json(results: Sequence[Found | Lacking]) -> dict[str, Any]:
+    """By experiment and claim, what `--against` compares."""
+    return {
+        result.name: {
+            v.claim: {
+                "outcome": v.outcome,
+                "after_holm": corrected,
+                "estimate": _number(v.estimate),
+                "low": _number(v.low),
+                "high": _number(v.high),
+            }
+            for v, corrected in zip(result.verdicts, result.after_holm, strict=True)
+        }
+        for result in results
+        if isinstance(result, Found)
+    }
+
+
+def _number(x: float) -> float | None:
+    return x if math.isfinite(x) else None
 
 
 def _result(folder: Path, name: str) -> Found | Lacking:
@@ -145,11 +198,15 @@ def _verdict(row: Mapping[str, Any]) -> Verdict:
         _line(row["claim"]),
         _line(row["quantity"]),
         row["condition"],
+        _line(row["reason"]),
         float(row["estimate"]),
         float(row["low"]),
         float(row["high"]),
         int(row["num_seeds"]),
+        int(row["num_left_out"]),
+        float(row["p"]),
         row["outcome"],
+        _line(row["note"]),
     )
 
 
@@ -217,14 +274,23 @@ def _opening(folder: Path, found: Sequence[Found]) -> list[Block]:
         ),
         Paragraph(
             [
-                "A claim of the paper is a statement on one number a seed. It is ",
+                "A claim of the paper is a statement on one statistic of the seeds, each "
+                "a draw of everything that varies: initialisation, batches, and the "
+                "images where there are any. It is ",
                 Outcome("confirmed"),
-                f" if Student's {CONFIDENCE:.0%} interval for the mean over the seeds "
-                "lies within what is claimed, ",
+                f" if its bootstrap {CONFIDENCE:.0%} interval lies within what is "
+                "claimed, ",
                 Outcome("refuted"),
-                " if it lies beyond, and ",
+                " if it lies beyond, ",
                 Outcome("undecided"),
-                " otherwise.",
+                " otherwise, and ",
+                Outcome("untested"),
+                " where the runs cannot tell: at a ceiling, on a network that is not "
+                "trained, or where a claim holds by construction. What is decided on its "
+                "own and no longer after Holm's correction over the verdicts of all "
+                "experiments is said. The thresholds are those of ",
+                Code("benchmarks/thresholds.py"),
+                f", set on {thresholds.DATE}.",
             ]
         ),
     ]
@@ -245,9 +311,10 @@ def _overview(results: Sequence[Found | Lacking]) -> Table:
             rows.append([name, [result.state], [""], [""], [""]])
             continue
         claims: list[str | Outcome] = []
-        for verdict in result.verdicts:
+        for verdict, corrected in zip(result.verdicts, result.after_holm, strict=True):
             claims += ["\n"] if claims else []
-            claims += [Outcome(OUTCOMES[verdict.outcome]), f": {verdict.claim}"]
+            after = " (undecided after Holm)" if corrected != verdict.outcome else ""
+            claims += [Outcome(OUTCOMES[verdict.outcome]), f"{after}: {verdict.claim}"]
         seconds = "those of another" if result.borrowed else _duration(result.seconds)
         rows.append(
             [name, claims or [""], [result.scale], [f"{result.num_runs:,}"], [seconds]]
@@ -257,11 +324,16 @@ def _overview(results: Sequence[Found | Lacking]) -> Table:
 
 def _totals(results: Sequence[Found | Lacking], found: Sequence[Found]) -> str:
     outcomes = Counter(v.outcome for result in found for v in result.verdicts)
-    counts = ", ".join(f"{outcomes[key]} {word}" for key, word in OUTCOMES.items())
+    corrected = Counter(outcome for result in found for outcome in result.after_holm)
+    counts, after = (
+        ", ".join(f"{of[key]} {word}" for key, word in OUTCOMES.items())
+        for of in (outcomes, corrected)
+    )
     own = [result for result in found if not result.borrowed]
     return (
         f"{len(found)} of {len(results)} experiments have results. Of "
-        f"{outcomes.total()} claims: {counts}. In total "
+        f"{outcomes.total()} claims: {counts}; after Holm's correction over all of them: "
+        f"{after}. In total "
         f"{sum(result.num_runs for result in own):,} runs in "
         f"{_duration(sum(result.seconds for result in own))}."
     )
@@ -333,7 +405,7 @@ def _of(result: Found, usual: Found) -> list[Block]:
         listed = ", ".join(f"{name} {value}" for name, value in other.items())
         blocks.append(Paragraph([f"Made otherwise than {usual.name}: {listed}."]))
     blocks += [_figure(result, stem, text) for stem, text in result.figures.items()]
-    blocks.append(_judged(result.verdicts))
+    blocks += _judged(result)
     settings = {key: _shown(value) for key, value in result.settings.items()}
     blocks.append(Details("Settings", settings))
     return blocks
@@ -348,25 +420,38 @@ def _figure(result: Found, stem: str, caption: str) -> Block:
     return Image(source, f"{name}.png", f"Figure {stem} of {result.name}", caption)
 
 
-def _judged(verdicts: Sequence[Verdict]) -> Block:
-    if not verdicts:
-        return Paragraph(["It judges no claim."])
-    header = "claim", "quantity", "claimed", "mean", f"{CONFIDENCE:.0%} interval"
-    return Table(
-        [*header, "seeds", "outcome"],
+def _judged(result: Found) -> list[Block]:
+    if not result.verdicts:
+        return [Paragraph(["It judges no claim."])]
+    header = "claim", "quantity", "claimed", "estimate", f"{CONFIDENCE:.0%} interval"
+    table = Table(
+        [*header, "seeds", "p", "outcome", "after Holm"],
         [
             [
-                [v.claim],
+                [f"{v.claim} ({v.note})" if v.note else v.claim],
                 [v.quantity],
                 [v.condition],
                 [f"{v.estimate:.3g}"],
                 [_interval(v)],
-                [str(v.num_seeds)],
+                [f"{v.num_seeds}" + (f" of {_all_seeds(v)}" if v.num_left_out else "")],
+                [f"{v.p:.1g}"],
                 [Outcome(OUTCOMES[v.outcome])],
+                [Outcome(OUTCOMES[corrected])],
             ]
-            for v in verdicts
+            for v, corrected in zip(result.verdicts, result.after_holm, strict=True)
         ],
     )
+    reasons = {
+        condition: "; ".join(
+            dict.fromkeys(v.reason for v in result.verdicts if v.condition == condition)
+        )
+        for condition in dict.fromkeys(v.condition for v in result.verdicts)
+    }
+    return [table, Details("Why so much", reasons)]
+
+
+def _all_seeds(verdict: Verdict) -> int:
+    return verdict.num_seeds + verdict.num_left_out
 
 
 def _interval(verdict: Verdict) -> str:

@@ -2,7 +2,8 @@
 
 On the full batch all seeds are trained by one compiled program, and looked at after given
 numbers of feature updates. On mini-batches it is `gnlin.fit`, a seed after the other,
-looked at after given numbers of steps.
+looked at after given numbers of steps. A seed draws the training, validation and test
+images as well as the initialisation.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -23,23 +24,37 @@ from numpy import ndarray
 
 import gnlin
 
+from . import own_task
 from ._options import Refusal
 from .data import augmentation, cifar10, digits, mnist
 from .data.standard import DATASETS, scaled, standardised
+from .data.teachers import TEACHERS
 from .experiment import Place, Runs, Settings
 from .figures import band
 from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
-from .networks.mlp import digits_mlp
+from .networks.mlp import digits_mlp, teacher_mlp
 from .networks.resnet import resnet18
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
 Columns = dict[str, ndarray]
-Callbacks = Callable[[int, PyTree], Sequence[gnlin.callbacks.Callback]]
-"""Of a seed and its model before training."""
+
+
+class Draw(NamedTuple):
+    """Of the images, a seed."""
+
+    train: Labelled
+    validation: Labelled
+    """What early stopping looks at."""
+    test: Labelled
+
+
+Callbacks = Callable[[Draw, PyTree], Sequence[gnlin.callbacks.Callback]]
+"""Of a seed's images, and its model before training."""
 
 NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
     "digits-mlp": digits_mlp,
+    "teacher-mlp": teacher_mlp,
     "digits-cnn": digits_cnn,
     "smooth-digits-cnn": smooth_digits_cnn,
     "lenet": lenet,
@@ -57,9 +72,12 @@ AUGMENTATIONS = {
     "none": None,
 }
 LOSS = gnlin.SoftmaxCrossEntropy(reduction="sum")
-MEAN_LOSS = gnlin.SoftmaxCrossEntropy(reduction="mean")
 
 NUM_CLASSES = 10
+MOST_MARKED = 30
+"""Feature updates in a figure."""
+VALIDATION_SHARE = 0.1
+"""Of the training images of the standard files."""
 
 # Below, passes through the model are cheaper than a kernel.
 _LITERAL = 30
@@ -79,34 +97,51 @@ class Images(Settings):
     batch_size: int | None = None
     """`None` for the full batch."""
     learning_rate: float = 1e-3
+    reduction: Literal["sum", "mean"] = "mean"
+    """Of the loss on mini-batches, which the learning rate is of: the mean, or the sum
+    over all training images, of which a batch is an estimate."""
     num_steps: int = 1000
     """Inner steps a run."""
     num_looks: int = 24
     augmentation: str = "none"
 
 
-def load(settings: Images, place: Place) -> tuple[Labelled, Labelled]:
-    """Training and test images with their classes."""
-    return _load(settings.data, settings.network, settings.num_train, place.data_dir)
+def model_of(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
+    if settings.data.endswith(".py"):
+        return own_task.read(settings.data).model
+    return NETWORKS[settings.network]
 
 
-@functools.lru_cache(maxsize=2)
-def _load(data: str, network: str, num_train: int | None, data_dir: Path | None):
-    flat = network.endswith("mlp")
-    if data == "digits" and num_train is not None:
-        train, test = digits.labelled(num_train // digits.NUM_CLASSES, flat)
-    elif data == "digits":
-        train, test = digits.classification(flat)
-    else:
-        train, test = _standard(data, data_dir)
-        train = tuple(x[:num_train] for x in train)
-    return _on_device(*train), _on_device(*test)
+def load(settings: Images, place: Place, seed: int) -> Draw:
+    """Of digits a draw of all parts; of the standard files the test images are fixed."""
+    drawn = _load(
+        settings.data, settings.network, place.data_dir, settings.num_train, seed
+    )
+    return Draw(*(_on_device(*labelled) for labelled in drawn))
+
+
+def _load(
+    data: str, network: str, data_dir: Path | None, num_train: int | None, seed: int
+):
+    if data.endswith(".py"):
+        return own_task.draw(data, num_train, seed)
+    if data in TEACHERS:
+        assert num_train is not None
+        return TEACHERS[data].draw(num_train, seed)
+    if data == "digits":
+        return digits.draw(num_train, seed, network.endswith("mlp"))
+    (images, labels), test = _standard(data, data_dir)
+    order = np.random.default_rng(seed).permutation(len(labels))
+    num_validation = math.ceil(VALIDATION_SHARE * len(labels))
+    validation, train = order[:num_validation], order[num_validation:][:num_train]
+    return (images[train], labels[train]), (images[validation], labels[validation]), test
 
 
 def _on_device(images: ndarray, labels: ndarray) -> Labelled:
     return jnp.asarray(images), jnp.asarray(labels)
 
 
+@functools.lru_cache(maxsize=2)
 def _standard(data: str, data_dir: Path | None):
     if data_dir is None:
         raise Refusal(
@@ -120,19 +155,13 @@ def _standard(data: str, data_dir: Path | None):
     return (images, labels), (test_images, test_labels)
 
 
-def subset(labelled: Labelled, size: int) -> Labelled:
-    """So many of the examples, drawn without replacement; those of a smaller size are
-    among those of a larger one."""
-    images, labels = labelled
-    drawn = np.random.default_rng(0).permutation(len(labels))[:size]
-    return images[drawn], labels[drawn]
-
-
 def described(settings: Images) -> str:
     """The network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
-    batch += "" if settings.batch_size is None else str(settings.batch_size)
+    if settings.batch_size is not None:
+        loss = "mean" if settings.reduction == "mean" else "summed over all of them"
+        batch += f"{settings.batch_size}, loss {loss}"
     return f"{settings.network} on {number} training images of {settings.data}, {batch}"
 
 
@@ -148,7 +177,7 @@ def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
 
 def full_batch(
     settings: Images,
-    data: tuple[Labelled, Labelled],
+    place: Place,
     solver: gnlin.AbstractGaussNewton,
     num_updates: int,
 ) -> Columns:
@@ -156,19 +185,21 @@ def full_batch(
     looks = looks_at(num_updates, settings.num_looks)
     # As many for all points, so that those alike in all else share a compiled program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
-    make_model = NETWORKS[settings.network]
-    found = _train_all(make_model, solver, jnp.arange(settings.seeds), padded, *data)
+    make_model, seeds = model_of(settings), range(settings.seeds)
+    draws = [load(settings, place, seed) for seed in seeds]
+    draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
+    found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), padded)
     return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
 
 
 @eqx.filter_jit
-def _train_all(make_model, solver, seeds, looks, train, test):
-    one = lambda seed: _train(make_model, solver, seed, looks, train, test)
+def _train_all(make_model, solver, seeds, looks):
+    one = lambda seed: _train(make_model, solver, seed[0], seed[1], looks)
     return jax.lax.map(one, seeds)
 
 
-def _train(make_model, solver, seed, looks, train, test):
-    (inputs, labels), (test_inputs, test_labels) = train, test
+def _train(make_model, solver, seed, draw: Draw, looks):
+    (inputs, labels), (held_out, held_out_labels), (test_inputs, test_labels) = draw
     model = make_model(jax.random.key(seed))
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
     fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
@@ -201,6 +232,7 @@ def _train(make_model, solver, seed, looks, train, test):
             "stable": stable,
             "train_loss": objective.value(fitted),
             "train_accuracy": gnlin.accuracy(fitted, labels),
+            "validation_accuracy": gnlin.accuracy(fn(y, held_out), held_out_labels),
             "test_accuracy": gnlin.accuracy(tested, test_labels),
             "train_accuracy_linearised": gnlin.accuracy(linearised(inputs), labels),
             "test_accuracy_linearised": gnlin.accuracy(
@@ -220,7 +252,7 @@ def literal(period: float) -> Any:
 
 def descend(
     settings: Images,
-    data: tuple[Labelled, Labelled],
+    place: Place,
     period: float,
     learning_rate: float,
     *,
@@ -234,7 +266,7 @@ def descend(
         jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method
     )
     num_updates = max(round(settings.num_steps / period), fewest_updates)
-    return full_batch(settings, data, solver, num_updates)
+    return full_batch(settings, place, solver, num_updates)
 
 
 def flow_error(
@@ -275,33 +307,40 @@ def looks(settings: Images) -> tuple[int, int]:
 
 def mini_batches(
     settings: Images,
-    data: tuple[Labelled, Labelled],
-    solver: gnlin.AbstractGaussNewton,
     place: Place,
-    *,
-    loss: gnlin.AbstractLoss = MEAN_LOSS,
-    callbacks: Callbacks = lambda seed, model: (),
+    solver: gnlin.AbstractGaussNewton,
+    callbacks: Callbacks = lambda draw, model: (),
 ) -> Columns:
     """Of all seeds, at evenly spaced looks; in single precision. What the callbacks
-    record are columns as well."""
+    record are columns as well. The training loss is the mean over a batch."""
     runs = [
-        _fit(settings, data, solver, place, loss, callbacks, seed)
-        for seed in range(settings.seeds)
+        _fit(settings, place, solver, callbacks, seed) for seed in range(settings.seeds)
     ]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
 
 
-def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
-    train, test = (_single(labelled) for labelled in data)
-    make_model = NETWORKS[settings.network]
+def _loss(settings: Images, num_train: int, batch_size: int) -> gnlin.AbstractLoss:
+    """Of a batch, whose sum over the training images is estimated by that over the
+    batch."""
+    if settings.reduction == "mean":
+        return gnlin.SoftmaxCrossEntropy(reduction="mean")
+    weights = np.full(NUM_CLASSES, num_train / batch_size)
+    return gnlin.SoftmaxCrossEntropy(reduction="sum", class_weights=weights)
+
+
+def _fit(settings, place, solver, callbacks, seed) -> Columns:
+    draw = Draw(*(_single(labelled) for labelled in load(settings, place, seed)))
+    train = draw.train
+    make_model = model_of(settings)
     state = None
     if settings.network.endswith("-bn"):
         model, state = eqx.nn.make_with_state(make_model)(jax.random.key(seed))
     else:
         model = make_model(jax.random.key(seed))
     model = _single(model)
-    told = list(callbacks(seed, model))
-    batch_size = min(settings.batch_size, len(train[1]))
+    told = [HeldOut(draw.validation), *callbacks(draw, model)]
+    num_train = len(train[1])
+    batch_size = min(settings.batch_size or num_train, num_train)
     every, num_looks = looks(settings)
     checkpoint = None
     if place.checkpoints is not None:
@@ -313,12 +352,12 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
             model,
             train,
             solver,
-            loss=loss,
+            loss=_loss(settings, num_train, batch_size),
             batch_size=batch_size,
             steps=settings.num_steps,
             key=jax.random.key(seed),
             state=_single(state),
-            validation=test,
+            validation=draw.test,
             validate_every=every,
             metrics={"accuracy": gnlin.accuracy},
             augment=AUGMENTATIONS[settings.augmentation],
@@ -336,7 +375,8 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
     ours = {
         "inner_steps": history["num_inner_steps"].cumsum(),
         "feature_updates": history["num_feature_updates"],
-        "train_loss": history["loss"],
+        "train_loss": history["loss"]
+        / (1 if settings.reduction == "mean" else num_train),
         "test_accuracy": np.nan_to_num(history["validation_accuracy"], nan=0.0),
     }
     if "validation_accuracy_linearised" in history.columns:
@@ -345,6 +385,7 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
     for callback in told:
         ours |= {name: history[name] for name in callback.columns}
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
+    columns["validation_accuracy"] = np.nan_to_num(columns.pop("held_out_accuracy"))
     columns["stable"] = np.ones(num_looks)
     well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
     if not any(bool(result.result == each) for each in well):
@@ -353,6 +394,30 @@ def _fit(settings, data, solver, place, loss, callbacks, seed) -> Columns:
         if isinstance(callback, Snapshots):
             columns[callback.name] = callback.taken
     return columns
+
+
+class HeldOut(gnlin.callbacks.Callback):
+    """The network's accuracy on the validation images, which `fit` itself is not told of:
+    what it looks at are the test images."""
+
+    columns = ("held_out_accuracy",)
+
+    def __init__(self, data: Labelled):
+        self.data = data
+
+    def on_validation(self, run: Any) -> None:
+        found = _accuracy(run.model, run.model_state, self.data)
+        run.record({"held_out_accuracy": float(found)})
+
+
+@eqx.filter_jit
+def _accuracy(model, state, data: Labelled) -> Array:
+    images, labels = data
+    model = eqx.nn.inference_mode(model)
+    if state is None:
+        return gnlin.accuracy(jax.vmap(model)(images), labels)
+    outputs, _ = jax.vmap(model, (0, None), (0, None), axis_name="batch")(images, state)
+    return gnlin.accuracy(outputs, labels)
 
 
 class TrainAccuracy(gnlin.callbacks.Callback):
@@ -434,6 +499,19 @@ def _padded(x: ndarray, length: int) -> ndarray:
 #
 
 
+def early_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
+    """The test accuracy at the look with the best validation accuracy, the first of
+    several."""
+    best = np.argmax(runs["validation_accuracy"], axis=1)
+    return runs["test_accuracy"][np.arange(len(best)), best]
+
+
+def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
+    """The paper's "optimal early stopping": the best test accuracy of all looks, which is
+    chosen on the test images, and the higher the more looks there are."""
+    return runs["test_accuracy"].max(axis=1)
+
+
 def updates_to(
     runs: Runs, accuracy: float | Float[ndarray, " seeds"]
 ) -> Float[ndarray, " seeds"]:
@@ -452,3 +530,11 @@ def draw_band(
     range."""
     steps = runs["inner_steps"].mean(axis=0)
     band(axes, steps, scale * runs[name], colour, label)
+
+
+def mark_updates(axes: Any, runs: Runs) -> None:
+    """Where the linearisation is made anew, if these are few."""
+    period, end = runs.point["period"], runs["inner_steps"].max()
+    if end / period <= MOST_MARKED:
+        for step in np.arange(period, end, period):
+            axes.axvline(step, color="#CCCCCC", linewidth=0.7, zorder=0)

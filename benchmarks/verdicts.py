@@ -1,77 +1,218 @@
-"""Whether a claim held: a number a seed, its confidence interval, and what follows."""
+"""Whether a claim held: a statistic of the seeds, its bootstrap interval, what follows.
+
+A seed is one draw of everything that varies: the initialisation, the order of batches,
+and the training set and its split. Seeds are therefore independent, and are what is
+resampled; what is measured more than once at a seed is a row, and is resampled whole.
+
+The interval is the percentile interval, widened to what it would be if the resampled
+means were normal and Student's quantile were taken for them (Hesterberg): as honest with
+a few seeds as Student's, and within the statistic's own bounds. The p-value inverts it;
+further out than resamples reach it is Student's, to which it comes near there.
+
+??? cite "References"
+
+    - T. C. Hesterberg, *What Teachers Should Know About the Bootstrap*, The American
+      Statistician 69, 2015, section 4.4.
+    - S. Holm, *A Simple Sequentially Rejective Multiple Test Procedure*, Scandinavian
+      Journal of Statistics 6, 1979.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 from rich.console import Console
-from scipy import stats
+from scipy import special, stats
+
+from .thresholds import MOST_LEFT_OUT, Threshold
 
 
 CONFIDENCE = 0.95
-CONFIRMED, REFUTED, UNDECIDED = "confirmed", "refuted", "undecided at this scale"
+CONFIRMED, REFUTED, UNDECIDED = "confirmed", "refuted", "undecided"
+NOT_TESTED = "not tested at this scale"
+Outcome = Literal["confirmed", "refuted", "undecided", "not tested at this scale"]
+
+MANY = 10
+"""A margin of so many times the noise, half of the interval, is said."""
+_NUM_RESAMPLES = 19_999
+_NUM_OF_STATISTIC = 1_999
+"""Of what is not a mean, whose resamples are computed one by one."""
+_RESOLVED = 10
+"""Resamples beyond a bound, below which their share is too uncertain."""
+
+Statistic = Callable[[Float[ndarray, "seeds ..."]], float]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     claim: str
     quantity: str
-    """What was computed, once a seed."""
+    """What was computed, once a seed where it is not said otherwise."""
     condition: str
     """What the claim says of it."""
+    reason: str
+    """Of the condition."""
     estimate: float
     low: float
     high: float
-    """Student's interval for the mean over the seeds."""
     num_seeds: int
-    outcome: Literal["confirmed", "refuted", "undecided at this scale"]
+    num_left_out: int
+    """Seeds that say nothing, such as those whose runs had not finished training."""
+    p: float
+    """The least level at which the claim is decided."""
+    outcome: Outcome
+    note: str = ""
 
 
 def judge(
     claim: str,
     quantity: str,
-    values: Sequence[float] | Float[ndarray, " seeds"],
+    values: Sequence[float] | Float[ndarray, "seeds ..."],
+    threshold: Threshold,
     *,
-    above: float = -np.inf,
-    below: float = np.inf,
+    statistic: Statistic | None = None,
+    untested: str = "",
 ) -> Verdict:
     """Confirmed if the interval lies between the bounds, refuted if it lies beyond one of
-    them, undecided otherwise, and with fewer than two finite values."""
-    finite = np.asarray(values, float)
-    finite = finite[np.isfinite(finite)]
-    estimate, low, high = _interval(finite)
+    them, undecided otherwise; not tested if too many seeds say nothing.
+
+    - `values`: of each seed; one without any finite value is left out, and counted.
+    - `statistic`: of the values; their mean by default.
+    - `untested`: why the runs cannot tell, such as a ceiling; empty if they can.
+    """
+    values = np.asarray(values, float)
+    known = np.isfinite(values).any(axis=tuple(range(1, values.ndim)))
+    num_left_out = int(np.sum(~known))
+    found = _resample(values[known], statistic)
+    p_confirmed, p_refuted = _levels(found, threshold)
+    if not len(values):
+        untested = untested or "the grid is too small"
+    elif not untested and num_left_out > MOST_LEFT_OUT * len(values):
+        untested = f"{num_left_out} of {len(values)} seeds say nothing"
     outcome = UNDECIDED
-    if low > above and high < below:
+    if untested:
+        outcome = NOT_TESTED
+    elif p_confirmed < 1 - CONFIDENCE:
         outcome = CONFIRMED
-    elif high < above or low > below:
+    elif p_refuted < 1 - CONFIDENCE:
         outcome = REFUTED
     return Verdict(
         claim,
         quantity,
-        _condition(above, below),
-        estimate,
-        low,
-        high,
-        len(finite),
+        threshold.condition,
+        threshold.reason,
+        found.estimate,
+        found.low,
+        found.high,
+        int(np.sum(known)),
+        num_left_out,
+        1.0 if untested else min(p_confirmed, p_refuted, 1.0),
         outcome,
+        untested or _note(found, threshold, outcome),
     )
 
 
-def _interval(values: Float[ndarray, " seeds"]) -> tuple[float, float, float]:
-    if len(values) < 2:
-        return (float(values[0]) if len(values) else np.nan), -np.inf, np.inf
-    mean, error = float(values.mean()), float(stats.sem(values))
-    width = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * error
-    return mean, mean - width, mean + width
+@dataclasses.dataclass(frozen=True)
+class _Resampled:
+    num_seeds: int
+    estimate: float
+    low: float
+    high: float
+    resamples: Float[ndarray, " resamples"]
 
 
-def _condition(above: float, below: float) -> str:
-    if np.isfinite(above) and np.isfinite(below):
-        return f"between {above:g} and {below:g}"
-    return f"> {above:g}" if np.isfinite(above) else f"< {below:g}"
+def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
+    n = len(values)
+    mean = statistic is None
+    assert not mean or values.ndim == 1
+    of = (lambda x: float(np.mean(x))) if statistic is None else statistic
+    if n < 2:
+        estimate = of(values) if n else np.nan
+        return _Resampled(n, estimate, -np.inf, np.inf, np.full(1, estimate))
+    expanded = (
+        2 * special.ndtr(_widening(n) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) - 1
+    )
+    interval = stats.bootstrap(
+        (values,) if mean else (np.arange(n),),
+        np.mean if mean else lambda chosen: of(values[chosen]),
+        n_resamples=_NUM_RESAMPLES if mean else _NUM_OF_STATISTIC,
+        batch=2_000,
+        vectorized=mean,
+        confidence_level=expanded,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    low, high = interval.confidence_interval
+    resamples = np.asarray(interval.bootstrap_distribution)
+    return _Resampled(n, of(values), float(low), float(high), resamples)
+
+
+def _widening(n: int) -> float:
+    """Resampled means vary by the plain variance over n; their own by that over n - 1."""
+    return np.sqrt(n / (n - 1))
+
+
+def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
+    """The least two-sided levels at which a claim is confirmed, and refuted."""
+    is_high = lambda bound: _beyond(found, bound, 1)
+    is_low = lambda bound: _beyond(found, bound, -1)
+    above, below = threshold.above, threshold.below
+    return (
+        2 * max(is_high(above), is_low(below)),
+        2 * min(is_low(above), is_high(below)),
+    )
+
+
+def _beyond(found: _Resampled, bound: float, side: int) -> float:
+    """The one-sided p-value of the statistic's lying on one side of a bound."""
+    n, resamples = found.num_seeds, side * found.resamples
+    distance = side * (found.estimate - bound)
+    if np.isinf(bound):
+        return 0.0 if distance > 0 else 1.0
+    if n < 2 or not np.isfinite(found.estimate):
+        return 1.0
+    if np.ptp(resamples) == 0:  # nothing is known of their spread but their signs
+        return 0.5**n if distance > 0 else 1.0
+    reached = np.sum(resamples <= side * bound)
+    z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
+    if reached < _RESOLVED:
+        z = min(z, -distance / resamples.std())
+    return float(stats.t.cdf(z / _widening(n), n - 1))
+
+
+def _note(found: _Resampled, threshold: Threshold, outcome: str) -> str:
+    if found.num_seeds > 1 and found.low == found.high:
+        return f"all {found.num_seeds} values are the same"
+    bounds = [b for b in (threshold.above, threshold.below) if np.isfinite(b)]
+    spare = min(abs(found.estimate - bound) for bound in bounds)
+    noise = (found.high - found.low) / 2
+    if outcome == CONFIRMED and 0 not in bounds and spare > MANY * noise:
+        return f"the bound is {spare / noise:.0f} times the noise away"
+    return ""
+
+
+def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:
+    """p-values of all verdicts together, such that the chance that any of those below a
+    level is false is at most that level: Holm's."""
+    given = np.asarray(levels, float)
+    order = np.argsort(given)
+    factors = np.arange(len(given), 0, -1)
+    adjusted = np.empty_like(given)
+    adjusted[order] = np.maximum.accumulate(factors * given[order])
+    return np.minimum(adjusted, 1)
+
+
+def after_holm(verdicts: Sequence[Verdict]) -> list[Outcome]:
+    """The outcome of each among all of them; what was not tested counts among them."""
+    levels = holm([verdict.p for verdict in verdicts])
+    decided = CONFIRMED, REFUTED
+    return [
+        UNDECIDED if v.outcome in decided and level >= 1 - CONFIDENCE else v.outcome
+        for v, level in zip(verdicts, levels, strict=True)
+    ]
 
 
 def slope(
@@ -107,10 +248,12 @@ def rank_correlation(
 
 def print_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     for v in verdicts:
+        left_out = f" ({v.num_left_out} left out)" if v.num_left_out else ""
+        note = f" ({v.note})" if v.note else ""
         console.print(
-            f"{v.outcome}: {v.claim}.\n    {v.quantity}: {v.estimate:.3g}, "
-            f"{CONFIDENCE:.0%} interval [{v.low:.3g}, {v.high:.3g}] over {v.num_seeds}; "
-            f"claimed {v.condition}.",
+            f"{v.outcome}: {v.claim}{note}.\n    {v.quantity}: {v.estimate:.3g}, "
+            f"{CONFIDENCE:.0%} interval [{v.low:.3g}, {v.high:.3g}] over {v.num_seeds}"
+            f"{left_out}, p = {v.p:.1g}; claimed {v.condition}.",
             highlight=False,
             soft_wrap=True,
         )

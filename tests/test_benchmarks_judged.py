@@ -21,6 +21,7 @@ from benchmarks.experiments import (
     solved_subproblem,
     stability,
 )
+from benchmarks.verdicts import NOT_TESTED
 
 
 def outcomes(verdicts):
@@ -51,23 +52,23 @@ def test_full_and_mini_batches_are_compared_look_by_look():
 def test_data_scaling_recovers_exponents():
     sizes = (50, 100, 200, 400)
     settings = dataclasses.replace(
-        data_scaling.QUICK, sizes=sizes, periods=(1.0, 10.0, math.inf)
+        data_scaling.QUICK, seeds=8, sizes=sizes, periods=(1.0, 10.0, math.inf)
     )
     exponent = {1.0: -0.5, 10.0: -0.52, math.inf: -0.3}
 
     def columns(period, size):
-        error = 2 * size ** exponent[period] * np.array([1.0, 1.01])
-        final = looks(*(1 - error))
-        other = np.zeros_like(final)
-        names = "test_accuracy", "test_accuracy_linearised"
-        own = math.isinf(period)
-        return dict(zip(names, (other, final) if own else (final, other), strict=True))
+        error = 2 * size ** exponent[period] * np.linspace(1.0, 1.01, 8)
+        if math.isfinite(period):
+            return {"test_accuracy": looks(*(1 - error))}
+        # The last seed was not solved.
+        finished = np.array([[1.0]] * 7 + [[0.0]])
+        return {
+            "test_accuracy_linearised": 1 - error[:, None],
+            "finished": finished,
+        }
 
     runs = [
-        Runs(
-            {"period": period, "learning_rate": 0.05, "num_train": size},
-            columns(period, size),
-        )
+        Runs({"period": period, "num_train": size}, columns(period, size))
         for period in exponent
         for size in sizes
     ]
@@ -76,27 +77,28 @@ def test_data_scaling_recovers_exponents():
     assert worse.estimate == pytest.approx(0.2)
     assert at_the_end.estimate == pytest.approx(0.2 * np.log10(400))
     assert outcomes([alike, worse, at_the_end]) == 3 * ["confirmed"]
+    assert [v.num_left_out for v in (alike, worse, at_the_end)] == [0, 1, 1]
 
 
 def test_filters_travel_and_are_compared_at_the_end():
     settings = dataclasses.replace(filters.large_k_augmented.QUICK, periods=(1, 10))
-    way = np.linspace(0, 1, 5)[None, :, None, None, None, None]
-    shape = 2, 5, 3, 1, 2, 2
+    way = np.linspace(0, 1, 11)[None, :, None, None, None, None]
+    shape = 2, 11, 3, 1, 2, 2
     runs = [
         Runs({"period": 1}, {"filters": 7 + np.broadcast_to(way, shape)}),
         Runs({"period": 10}, {"filters": 7 + 0.25 * np.broadcast_to(way, shape)}),
     ]
     np.testing.assert_allclose(
-        filters.travelled(runs[0])[0], np.sqrt(12) * np.linspace(0, 1, 5)
+        filters.travelled(runs[0])[0], np.sqrt(12) * np.linspace(0, 1, 11)
     )
-    faster, way_of_first = filters.judge_all(settings, runs)
-    assert faster.estimate == pytest.approx(2)
-    assert way_of_first.estimate == pytest.approx(0.25)
+    *further, way_of_first = filters.judge_all(settings, runs)
+    assert [v.estimate for v in further] == pytest.approx([2, 2])
+    assert way_of_first.estimate == pytest.approx(0.3)
 
 
 def test_the_kernel_that_changes_early_and_the_one_that_does_not():
     settings = dataclasses.replace(kernel_drift.QUICK, periods=(1, 10))
-    early, late = np.full((2, 10), 1.0), np.full((2, 10), 1.0)
+    early, late = np.full((7, 10), 1.0), np.full((7, 10), 1.0)
     early[:, :2], late[:, 5] = 0.9, 0.5
     runs = [
         Runs({"period": 1}, {"alignment_with_before": early}),
@@ -113,7 +115,10 @@ def test_runs_cut_short_by_damping_are_not_judged():
     runs = [
         Runs(
             {"damping": damping},
-            {"train_accuracy": looks(a, a), "test_accuracy": looks(b, b + 1e-3)},
+            {
+                "train_accuracy": looks(a, a, a, a, a),
+                "test_accuracy": looks(*(b + 1e-3 * np.arange(5))),
+            },
         )
         for damping, a, b in zip(settings.dampings, train, test, strict=True)
     ]
@@ -144,13 +149,20 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
         1: np.tile([0.5, 0.9, 0.95, 0.95], (2, 1)),
         10: np.tile([0.4, 0.7, 0.90, 0.96], (2, 1)),
     }
-    names = "probe_1", "probe_2", "test_accuracy"
+    names = "probe_2", "test_accuracy"
     runs = [
-        Runs({"period": period}, dict.fromkeys(names, of_period))
+        Runs(
+            {"period": period},
+            dict.fromkeys(names, of_period) | {"probe_1": of_period + 0.485},
+        )
         for period, of_period in probed.items()
     ]
     verdicts = linear_probe.judge_all(settings, runs)
-    assert [v.estimate for v in verdicts] == pytest.approx([-0.15, 0.01, -0.15, 0.01])
+    found = [v.estimate for v in verdicts]
+    assert found == pytest.approx([-0.15, 0.01, -0.15, 0.01, 0.0], abs=1e-12)
+    # That of the first layer begins at 98.5 %.
+    untested = [v.outcome.startswith("not tested") for v in verdicts]
+    assert untested == [True, True, False, False, False]
 
 
 def test_levelling_leaves_the_look_after_a_feature_update_out():
@@ -174,10 +186,17 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
     runs = [
         Runs({"period": 1.0}, {"test_accuracy": looks(0.95, 0.96)}),
         Runs({"period": 10.0}, {"test_accuracy": looks(0.90, 0.97)}),
-        Runs({"period": math.inf}, {"test_accuracy_linearised": looks(0.5, 0.6)}),
+        Runs(
+            {"period": math.inf},
+            {
+                "test_accuracy_linearised": np.array([[0.5], [0.6]]),
+                "finished": np.array([[1.0], [1.0]]),
+            },
+        ),
     ]
     alike, within, *_, worse = mnist_k.judge_all(settings, runs)
-    assert alike.estimate == within.estimate == pytest.approx(0.03)
+    # Of the means over the seeds, 0.955 and 0.935.
+    assert alike.estimate == within.estimate == pytest.approx(0.02)
     assert worse.estimate == pytest.approx(-0.38)
 
 
@@ -186,18 +205,23 @@ def test_residual_networks_are_judged_by_their_best_and_their_fall():
         resnet.QUICK, periods=(1, 3), normalised_periods=(1, 3)
     )
     best = {
-        (resnet.PLAIN, 1): [0.5, 0.9],
-        (resnet.PLAIN, 3): [0.5, 0.89],
+        (resnet.PLAIN, 1): [0.5, 0.91],
+        (resnet.PLAIN, 3): [0.5, 0.905],
         (resnet.NORMALISED, 1): [0.5, 0.95],
         (resnet.NORMALISED, 3): [0.7, 0.2],
     }
     runs = [
-        Runs({"network": n, "period": k}, {"test_accuracy": np.tile(a, (2, 1))})
+        Runs({"network": n, "period": k}, {"test_accuracy": np.tile(a, (7, 1))})
         for (n, k), a in best.items()
     ]
     verdicts = resnet.judge_all(settings, runs)
-    assert [v.estimate for v in verdicts] == pytest.approx([-0.01, -0.25, 0.5])
+    assert [v.estimate for v in verdicts] == pytest.approx([-0.005, -0.25, 0.5])
     assert outcomes(verdicts) == ["confirmed", "refuted", "confirmed"]
+    for runs_of_one in runs[:2]:
+        runs_of_one.columns["test_accuracy"][:] = 0.4
+    plain, _, stable = resnet.judge_all(settings, runs)
+    assert plain.outcome == stable.outcome == NOT_TESTED
+    assert plain.note == "the network is not trained: its accuracy is 40.0%"
 
 
 def test_solved_problems_are_judged_by_their_best():
@@ -245,15 +269,18 @@ def test_divergence_that_depends_on_k_is_found():
     runs = [
         Runs(
             {"period": period, "learning_rate": rate},
-            {"stable": np.full((2, 2), period * rate < 0.05), "train_loss": looks(1, 1)},
+            {
+                "stable": np.full((7, 2), period * rate < 0.05),
+                "train_loss": looks(*[1] * 7),
+            },
         )
         for period in settings.periods
         for rate in settings.learning_rates
     ]
-    slope, spread = stability.judge_all(settings, runs)
+    slope, depends, tenth = stability.judge_all(settings, runs)
     assert slope.estimate == pytest.approx(-1)
-    assert spread.estimate == pytest.approx(2)
-    assert outcomes([slope, spread]) == ["refuted", "refuted"]
+    assert depends.estimate == tenth.estimate == pytest.approx(-2)
+    assert outcomes([slope, depends, tenth]) == ["refuted", "confirmed", "refuted"]
 
 
 def test_a_run_that_was_not_stable_has_diverged():

@@ -18,8 +18,9 @@ from benchmarks.experiments.k_vs_lambda._curves import (
     agreeing,
     DAMPED,
     DESCENT,
-    difference,
+    errors_where_tested,
     mean_error,
+    share_agreeing,
 )
 from benchmarks.experiments.k_vs_lambda._tasks import KVsLambda, make_task, QUICK, TASKS
 
@@ -118,6 +119,7 @@ def runs_of(solver, error, stable=True):
         "damping": np.broadcast_to([0.1, 1.0, 10.0, 100.0], error.shape),
         "test_error": error,
         "stable": np.broadcast_to(stable, error.shape),
+        "largest_eigenvalue": np.full(error.shape, 5.0),
     }
     return Runs({"task": "quintic", "solver": solver}, columns)
 
@@ -133,23 +135,32 @@ def test_what_diverged_is_in_no_mean(curves):
     mean = mean_error(curves[0])
     assert np.isnan(mean[0])
     np.testing.assert_allclose(mean[1:], [0.2, 0.3, 0.6])
-    np.testing.assert_allclose(difference(*curves), 0.1 / 0.5)
 
 
-def test_seeds_that_differ_from_each_other_may_agree():
+def test_the_share_of_the_strengths_that_agree_is_of_mean_curves():
     error = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 1.0]])
-    apart = np.array([[0.0], [0.1]])
-    found = difference(runs_of(DESCENT, error), runs_of(DAMPED, error + apart))
-    np.testing.assert_allclose(found, [0, 0.1 / (0.75 - 0.3)])
+    # Apart in each seed, and in the mean at the last strength alone.
+    apart = np.array([[0.1, 0.1, 0.1, 0.1], [-0.1, -0.1, -0.1, 0.1]])
+    errors = np.stack([error, error + apart], axis=1)
+    assert share_agreeing(errors) == 3 / 4
 
 
-def test_where_all_diverged_or_all_is_flat_there_is_no_difference():
+def test_strengths_that_diverged_or_are_one_by_construction_are_not_tested(curves):
+    descent, damped = curves
+    errors = errors_where_tested(descent, damped)
+    assert np.isnan(errors[:, :, 0]).all()
+    assert np.isfinite(errors[:, :, 1:3]).all()
+    # The largest eigenvalue is 5 and lambda 100.
+    assert np.isnan(errors[:, :, 3]).all()
+    assert np.isnan(share_agreeing(np.full((2, 2, 4), np.nan)))
+
+
+def test_where_all_diverged_or_all_is_flat_nothing_agrees():
     flat, gone = (
         runs_of(DESCENT, np.ones((2, 4))),
         runs_of(DAMPED, np.ones((2, 4)), False),
     )
-    assert np.isnan(difference(flat, flat)).all()
-    assert np.isnan(difference(flat, gone)).all()
+    assert np.isnan(share_agreeing(errors_where_tested(flat, gone)))
     assert agreeing(flat, gone) is None
 
 
@@ -193,7 +204,7 @@ TINY = dataclasses.replace(
 def test_a_row_is_one_run(name, solver):
     columns = k_vs_lambda.train(TINY, {"task": name, "solver": solver}, Place())
     task = make_task(TINY, name)
-    (x, y), (test_x, test_y) = task.train, task.test
+    (x, y), (test_x, test_y) = task.drawn(1)
     model = task.make_model(jax.random.key(1))
     for i, (period, method) in enumerate([(100, "auto"), (10**5, "flow")]):
         if solver == DAMPED:

@@ -1,6 +1,7 @@
 """The report on results that were made by hand."""
 
 import base64
+import dataclasses
 import html
 import json
 import re
@@ -12,7 +13,8 @@ from hypothesis import given, strategies as st
 from benchmarks import _page, report
 from benchmarks._options import Refusal
 from benchmarks._results import write_csv
-from benchmarks.verdicts import CONFIRMED, REFUTED, UNDECIDED, Verdict
+from benchmarks.against import compare
+from benchmarks.verdicts import CONFIRMED, NOT_TESTED, REFUTED, UNDECIDED, Verdict
 
 
 PNG = base64.b64decode(
@@ -23,7 +25,11 @@ NAMES = ["k-sweep", "batch", "filters", "resnet"]
 
 
 def verdict(claim, outcome, estimate=0.5, low=0.25, high=0.75):
-    return Verdict(claim, "a number", "> 0", estimate, low, high, 5, outcome)
+    p = 0.001 if outcome in (CONFIRMED, REFUTED) else 0.5
+    reason = "a direction"
+    return Verdict(
+        claim, "a number", "> 0", reason, estimate, low, high, 5, 0, p, outcome
+    )
 
 
 VERDICTS = [
@@ -138,7 +144,7 @@ def test_a_seed_alone_has_no_interval(tmp_path):
     (row,) = (
         line for line in written(tmp_path)[0].splitlines() if "| who knows |" in line
     )
-    assert "| none | 5 | **undecided** |" in row
+    assert "| none | 5 | 0.5 | **undecided** | **undecided** |" in row
 
 
 def test_figures_are_linked_in_one_page_and_held_in_the_other(tmp_path):
@@ -275,6 +281,59 @@ def test_the_same_results_give_the_same_pages(tmp_path):
 NASTY = 'a | b <i>&amp;</i> `c` *d* _e_ [f](g) $h$ "i" {: #j } \\ ~~k~~ ## l'
 
 
+def test_reports_are_compared_by_claim(tmp_path, capsys):
+    then, now = tmp_path / "then", tmp_path / "now"
+    leave(then, "k-sweep")
+    changed = [
+        verdict("it holds", REFUTED, 0.4, 0.3, 0.5),
+        verdict("it fails", REFUTED, 3.0, 2.0, 4.0),
+        verdict("who knows", UNDECIDED),
+        verdict("a new one", CONFIRMED),
+    ]
+    leave(now, "k-sweep", changed)
+    report.write(then, NAMES)
+    report.write(now, NAMES)
+    capsys.readouterr()
+    compare(now, then / "report.json")
+    assert capsys.readouterr().out.splitlines() == [
+        "k-sweep: it holds",
+        "    confirmed, 0.5 [0.25, 0.75] -> refuted, 0.4 [0.3, 0.5]",
+        "k-sweep: it fails",
+        "    refuted, -0.5 [-0.75, -0.25] -> refuted, 3 [2, 4]",
+        "k-sweep: a new one",
+        "    not there -> confirmed, 0.5 [0.25, 0.75]",
+        "1 verdicts alike, with intervals that overlap; 3 are not.",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"k-sweep": {"it holds": {}}}', "{"])
+def test_what_is_no_report_is_not_compared(text, tmp_path):
+    leave(tmp_path, "k-sweep")
+    report.write(tmp_path, NAMES)
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(Refusal, match="is no report in JSON"):
+        compare(tmp_path, path)
+
+
+def test_outcomes_are_told_with_and_without_holm(tmp_path):
+    weak = [dataclasses.replace(verdict(f"claim {i}", CONFIRMED), p=0.04) for i in "abc"]
+    clear = dataclasses.replace(verdict("clear", CONFIRMED), p=1e-9)
+    untold = dataclasses.replace(verdict("at a ceiling", NOT_TESTED), p=1.0)
+    leave(tmp_path, "k-sweep", [*weak, clear])
+    leave(tmp_path, "batch", [untold])
+    markdown, _ = written(tmp_path)
+    told = "Of 5 claims: 4 confirmed, 0 refuted, 0 undecided, 1 untested; after Holm's "
+    assert told in markdown
+    after = "over all of them: 1 confirmed, 0 refuted, 3 undecided, 1 untested"
+    assert after in markdown
+    assert "**confirmed** (undecided after Holm): claim a" in markdown
+    assert "**confirmed**: clear" in markdown
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["k-sweep"]["claim a"]["after_holm"] == "undecided"
+    assert found["k-sweep"]["clear"]["after_holm"] == "confirmed"
+
+
 def test_text_is_text(tmp_path):
     leave(
         tmp_path,
@@ -290,7 +349,7 @@ def test_text_is_text(tmp_path):
     assert not re.search(bare, markdown)
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     widths = {len(re.findall(r"(?<!\\)\|", row)) for row in rows if "a \\| b" in row}
-    assert widths == {6, 8}
+    assert widths == {6, 10}
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))

@@ -18,6 +18,7 @@ from benchmarks import __main__ as command_line, experiment
 from benchmarks.__main__ import BENCHMARKS, EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Experiment, only, Runs, select, Settings
+from benchmarks.thresholds import RISES
 from benchmarks.verdicts import judge
 
 
@@ -42,7 +43,7 @@ class Calls:
             points=lambda settings: [{"period": p} for p in settings.periods],
             train=self.train,
             judge=lambda settings, all_runs: [
-                judge("it is positive", "loss", all_runs[-1].final("loss"), above=0)
+                judge("it is positive", "loss", all_runs[-1].final("loss"), RISES)
             ],
             draw=self.draw,
             paper="Nothing.",
@@ -577,7 +578,7 @@ def test_a_device_is_taken(ran, device, tmp_path):
 def test_options_arrive(ran, tmp_path):
     arguments = "--scale full --seeds 3 --steps 7 --grid 1e6,1,1 --resume --data-dir x"
     assert main(["k-sweep", *arguments.split(), "--out", str(tmp_path)]) == 0
-    expected = Options(tmp_path, "full", 3, 7, (1.0, 1e6), Path("x"), True)
+    expected = Options(tmp_path, "full", 3, 7, (1.0, 1e6), Path("x"), resume=True)
     assert ran == [("k-sweep", expected)]
 
 

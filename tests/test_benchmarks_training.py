@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import gnlin
-from benchmarks import training
+from benchmarks import first_linearisation, training
 from benchmarks.__main__ import main
 from benchmarks.data import augmentation, cifar10, mnist, standard
-from benchmarks.experiment import Place
+from benchmarks.experiment import Place, Runs
 from benchmarks.training import Images
 
 
@@ -27,13 +27,12 @@ SETTINGS = Images(
 
 @pytest.mark.slow
 def test_mini_batches_are_a_fit_by_hand():
-    data = train, test = training.load(SETTINGS, Place())
+    train, validation, test = training.load(SETTINGS, Place(), 1)
     columns = training.mini_batches(
         SETTINGS,
-        data,
-        training.descent(2, 0.05),
         Place(),
-        callbacks=lambda seed, model: [training.TrainAccuracy(train)],
+        training.descent(2, 0.05),
+        callbacks=lambda draw, model: [training.TrainAccuracy(draw.train)],
     )
     single = lambda labelled: (jnp.asarray(labelled[0], jnp.float32), labelled[1])
     model = training.NETWORKS["digits-mlp"](jax.random.key(1))
@@ -51,40 +50,38 @@ def test_mini_batches_are_a_fit_by_hand():
     np.testing.assert_array_equal(columns["inner_steps"][1], [2, 4, 6])
     np.testing.assert_array_equal(columns["feature_updates"][1], [1, 2, 3])
     np.testing.assert_array_equal(columns["stable"], np.ones((2, 3)))
-    for name, (images, labels) in (("test", single(test)), ("train", single(train))):
+    for name, data in (("test", test), ("train", train), ("validation", validation)):
+        images, labels = single(data)
         accuracy = gnlin.accuracy(jax.vmap(result.model)(images), labels)
         assert columns[f"{name}_accuracy"][1, -1] == pytest.approx(float(accuracy))
+        if name == "validation":
+            continue
         # After the last step of a period the network is its own linearisation.
         linearised = columns[f"{name}_accuracy_linearised"][1, -1]
         assert linearised == pytest.approx(float(accuracy))
 
 
 def test_the_linearised_network_is_looked_at_within_a_period():
-    data = training.load(SETTINGS, Place())
     settings = dataclasses.replace(SETTINGS, num_looks=6, learning_rate=1.0)
-    columns = training.mini_batches(settings, data, training.descent(6, 1.0), Place())
+    columns = training.mini_batches(settings, Place(), training.descent(6, 1.0))
     apart = columns["test_accuracy"] - columns["test_accuracy_linearised"]
     assert np.any(apart[:, :5] != 0)
     np.testing.assert_array_equal(apart[:, 5], 0)
 
 
 def test_a_run_that_ends_early_says_so():
-    data = training.load(SETTINGS, Place())
-    solver = training.descent(1, 1e38)
-    columns = training.mini_batches(SETTINGS, data, solver, Place())
+    columns = training.mini_batches(SETTINGS, Place(), training.descent(1, 1e38))
     np.testing.assert_array_equal(columns["stable"][:, -1], 0)
     assert columns["test_accuracy"].shape == (2, 3)
 
 
 def test_snapshots_are_of_the_model_before_and_at_each_look():
-    data = training.load(SETTINGS, Place())
     take = lambda model: model.layers[0].weight[:2, :3]
     columns = training.mini_batches(
         SETTINGS,
-        data,
-        training.descent(1, 0.05),
         Place(),
-        callbacks=lambda seed, model: [training.Snapshots("w", take, model, SETTINGS)],
+        training.descent(1, 0.05),
+        callbacks=lambda draw, model: [training.Snapshots("w", take, model, SETTINGS)],
     )
     model = training.NETWORKS["digits-mlp"](jax.random.key(1))
     assert columns["w"].shape == (2, 4, 2, 3)
@@ -94,14 +91,13 @@ def test_snapshots_are_of_the_model_before_and_at_each_look():
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
-    data = training.load(SETTINGS, Place())
     solver = training.descent(4, 0.05)
-    snapshots = lambda seed, model: [
+    snapshots = lambda draw, model: [
         training.Snapshots("w", lambda m: m.layers[0].weight, model, SETTINGS)
     ]
 
     def run(settings, place):
-        return training.mini_batches(settings, data, solver, place, callbacks=snapshots)
+        return training.mini_batches(settings, place, solver, snapshots)
 
     whole = run(SETTINGS, Place())
     half = dataclasses.replace(SETTINGS, num_steps=4, num_looks=2)
@@ -111,13 +107,74 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
         np.testing.assert_array_equal(resumed[name], whole[name])
 
 
-def test_a_subset_is_part_of_a_larger_one():
-    (images, labels), _ = training.load(Images(), Place())
-    small = training.subset((images, labels), 50)
-    large = training.subset((images, labels), 100)
-    np.testing.assert_array_equal(small[0], large[0][:50])
-    np.testing.assert_array_equal(small[1], large[1][:50])
-    assert len(np.unique(np.asarray(small[1]))) == 10
+def test_each_seed_draws_images_of_its_own_and_fewer_are_among_more():
+    few, many = (Images(num_train=number) for number in (50, 100))
+    parts = training.load(many, Place(), 3)
+    small = training.load(few, Place(), 3).train
+    np.testing.assert_array_equal(small[0], parts.train[0][:50])
+    np.testing.assert_array_equal(small[1], parts.train[1][:50])
+    other = training.load(many, Place(), 4)
+    assert not np.array_equal(other.train[0], parts.train[0])
+    whole = training.load(Images(), Place(), 3)
+    sizes = [len(labels) for _, labels in whole]
+    assert sizes == [1197, 150, 450]
+    images = np.concatenate([x for x, _ in whole])
+    assert len(np.unique(images, axis=0)) == len(np.unique(digits_pixels(), axis=0))
+    for number, (_, labels) in zip((50, 150, 450), (small, *whole[1:]), strict=True):
+        assert np.ptp(np.bincount(labels)) <= 3, number
+
+
+def digits_pixels():
+    from sklearn.datasets import load_digits
+
+    return load_digits().data / 16
+
+
+def test_early_stopping_looks_at_the_validation_images_alone():
+    columns = {
+        "validation_accuracy": np.array([[0.1, 0.9, 0.5], [0.7, 0.7, 0.2]]),
+        "test_accuracy": np.array([[0.95, 0.6, 0.7], [0.3, 0.5, 0.4]]),
+    }
+    runs = Runs({}, columns)
+    np.testing.assert_array_equal(training.early_stopped(runs), [0.6, 0.3])
+    np.testing.assert_array_equal(training.optimally_stopped(runs), [0.95, 0.5])
+
+
+def test_a_summed_loss_is_the_mean_times_the_number_of_images():
+    """So that a learning rate of the one is that of the other divided by it."""
+    mean = training.mini_batches(SETTINGS, Place(), training.descent(2, 0.05))
+    summed = training.mini_batches(
+        dataclasses.replace(SETTINGS, reduction="sum"),
+        Place(),
+        training.descent(2, 0.05 / SETTINGS.num_train),
+    )
+    for name in ("train_loss", "test_accuracy"):
+        np.testing.assert_allclose(summed[name], mean[name], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_infinity_is_where_the_linearised_loss_is_least():
+    """The gradient of the mean loss, by the kernel's own code, has vanished there."""
+    settings = dataclasses.replace(SETTINGS, seeds=1, num_train=30)
+    columns = first_linearisation.train_endlessly(settings, Place())
+    assert columns["finished"][0, 0] == 1
+    assert columns["gradient"][0, 0] <= first_linearisation.TOLERANCE
+    assert columns["train_accuracy_linearised"][0, 0] == 1
+    train, _, (test_images, test_labels) = training.load(settings, Place(), 0)
+    model = training.NETWORKS["digits-mlp"](jax.random.key(0))
+    solver = gnlin.IterativeLinearisation(10**7, 1e-2, method="flow")
+    solution = gnlin.solve(
+        model, train, solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=1
+    )
+    moved = jax.tree.map(
+        jnp.subtract, *(eqx.filter(m, eqx.is_array) for m in (solution.model, model))
+    )
+    parameters, frozen = eqx.partition(model, eqx.is_array)
+    fn = lambda y: jax.vmap(eqx.combine(y, frozen))(test_images)
+    outputs, change = jax.jvp(fn, (parameters,), (moved,))
+    by_flow = gnlin.accuracy(outputs + change, test_labels)
+    found = columns["test_accuracy_linearised"][0, 0]
+    assert found == pytest.approx(float(by_flow), abs=0.03)
 
 
 @pytest.mark.parametrize("by", [1, 2])
@@ -165,9 +222,9 @@ def cifar(tmp_path, monkeypatch):
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     md5 = {name: hashlib.md5(contents).hexdigest() for name, contents in files.items()}
     monkeypatch.setitem(standard.DATASETS, "cifar10", cifar10.dataset(2, md5))
-    training._load.cache_clear()
+    training._standard.cache_clear()
     yield tmp_path
-    training._load.cache_clear()
+    training._standard.cache_clear()
 
 
 @pytest.mark.slow
@@ -229,12 +286,15 @@ def test_mnist_is_read_for_the_full_scale(tmp_path, monkeypatch):
             path.write_bytes(contents)
             md5[path.name] = hashlib.md5(contents).hexdigest()
     monkeypatch.setitem(standard.DATASETS, "mnist", mnist.dataset(12, 5, md5))
-    training._load.cache_clear()
+    training._standard.cache_clear()
     settings = Images(data="mnist", network="lenet-mnist")
-    (images, labels), (test_images, _) = training.load(settings, Place(tmp_path))
-    training._load.cache_clear()
-    assert images.shape == (12, 1, 28, 28)
-    assert labels.shape == (12,)
+    (images, labels), held_out, (test_images, _) = training.load(
+        settings, Place(tmp_path), 0
+    )
+    training._standard.cache_clear()
+    assert images.shape == (10, 1, 28, 28)
+    assert labels.shape == (10,)
+    assert len(held_out[1]) == 2
     assert test_images.shape == (5, 1, 28, 28)
     assert float(images.max()) <= 1
     model = training.NETWORKS["lenet-mnist"](jax.random.key(0))

@@ -1,25 +1,101 @@
-"""Verdicts follow from intervals, and intervals from SciPy's."""
+"""Verdicts follow from intervals and levels, and these are those of independent code."""
 
+import dataclasses
 import io
+import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 from scipy import stats
 
-from benchmarks.verdicts import judge, print_verdicts, rank_correlation, slope
+from benchmarks import thresholds, verdicts
+from benchmarks.thresholds import Threshold, within
+from benchmarks.verdicts import (
+    after_holm,
+    holm,
+    judge,
+    NOT_TESTED,
+    print_verdicts,
+    rank_correlation,
+    slope,
+)
 
 
 VALUES = [0.5, 0.7, 0.6, 0.9, 0.4]
 
 
-def test_the_interval_is_students():
-    verdict = judge("a claim", "a number", VALUES, above=0)
-    expected = stats.ttest_1samp(VALUES, 0).confidence_interval(0.95)
-    assert verdict.estimate == pytest.approx(np.mean(VALUES))
-    assert (verdict.low, verdict.high) == pytest.approx((expected.low, expected.high))
-    assert verdict.condition == "> 0"
-    assert verdict.num_seeds == 5
+def bounded(**bounds):
+    return Threshold("a reason", **bounds)
+
+
+def judged(values=VALUES, **bounds):
+    return judge("a claim", "a number", values, bounded(**(bounds or {"above": 0})))
+
+
+def every_mean(values):
+    """Of all samples with replacement, instead of some of them drawn."""
+    n = len(values)
+    return np.mean(np.array(list(itertools.product(values, repeat=n))), axis=1)
+
+
+def widened(n):
+    """Hesterberg's level of one end, and back from it."""
+    quantile = stats.t.ppf(0.025, n - 1) * np.sqrt(n / (n - 1))
+    return stats.norm.cdf(quantile)
+
+
+def test_the_interval_is_the_widened_percentile_interval_of_all_resamples():
+    found = judged()
+    means = every_mean(VALUES)
+    low, high = np.quantile(means, [widened(5), 1 - widened(5)])
+    assert found.estimate == pytest.approx(np.mean(VALUES))
+    assert (found.low, found.high) == pytest.approx((low, high), abs=0.02)
+    assert min(VALUES) <= found.low < found.high <= max(VALUES)
+    assert (found.condition, found.reason) == ("> 0", "a reason")
+    assert (found.num_seeds, found.num_left_out) == (5, 0)
+
+
+def test_of_many_normal_values_the_interval_is_near_students():
+    values = np.random.default_rng(0).normal(size=40)
+    student = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    found = judged(values)
+    assert (found.low, found.high) == pytest.approx((student.low, student.high), abs=0.03)
+
+
+def test_the_level_inverts_the_interval():
+    """A bound at an end of the interval is reached at its level."""
+    found = judged()
+    for bounds in ({"above": found.low}, {"below": found.high}):
+        assert judged(**bounds).p == pytest.approx(0.05, rel=0.25)
+
+
+def test_the_level_is_that_of_all_resamples():
+    bound = 0.5
+    share = np.mean(every_mean(VALUES) <= bound + 1e-12)
+    z = stats.norm.ppf(share) * np.sqrt(4 / 5)
+    assert judged(above=bound).p == pytest.approx(2 * stats.t.cdf(z, 4), rel=0.05)
+
+
+def test_far_out_the_level_is_students():
+    values = np.random.default_rng(1).normal(size=12)
+    expected = stats.ttest_1samp(values, -3).pvalue
+    assert judged(values, above=-3).p == pytest.approx(expected, rel=0.1)
+
+
+def test_an_interval_covers_as_often_as_it_says():
+    """Of five values, the fewest that the suite has."""
+    rng = np.random.default_rng(0)
+    samples = rng.normal(size=(2_000, 5))
+    factor = stats.t.ppf(0.975, 4)
+    # What the resamples come to, without drawing them: normal, of the plain variance.
+    half = factor * np.sqrt(5 / 4) * samples.std(axis=1) / np.sqrt(5)
+    student = np.mean(np.abs(samples.mean(axis=1)) < half)
+    found = [judged(sample) for sample in samples[:200]]
+    covered = np.mean([v.low < 0 < v.high for v in found])
+    assert student == pytest.approx(0.95, abs=0.02)
+    assert covered == pytest.approx(0.95, abs=0.06)
 
 
 @pytest.mark.parametrize(
@@ -27,22 +103,108 @@ def test_the_interval_is_students():
     [
         ({"above": 0}, "confirmed"),
         ({"above": 2}, "refuted"),
-        ({"above": 0.6}, "undecided at this scale"),
+        ({"above": 0.6}, "undecided"),
         ({"below": 2}, "confirmed"),
         ({"below": 0.1}, "refuted"),
-        ({"below": 0.6}, "undecided at this scale"),
+        ({"below": 0.6}, "undecided"),
         ({"above": 0, "below": 2}, "confirmed"),
         ({"above": 0, "below": 0.1}, "refuted"),
-        ({"above": 0.6, "below": 2}, "undecided at this scale"),
+        ({"above": 0.6, "below": 2}, "undecided"),
     ],
 )
 def test_outcomes(bounds, outcome):
-    assert judge("a claim", "a number", VALUES, **bounds).outcome == outcome
+    found = judged(**bounds)
+    assert found.outcome == outcome
+    assert (found.p < 0.05) == (outcome != "undecided")
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0, np.nan], [np.nan, np.inf]])
-def test_too_few_seeds_decide_nothing(values):
-    assert judge("a claim", "a number", values, above=0).outcome.startswith("undecided")
+@pytest.mark.parametrize("values", [[1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
+def test_too_little_is_known_of_too_few_or_of_one_value(values):
+    found = judged(values)
+    assert found.outcome == "undecided"
+    assert found.p == pytest.approx(2 * 0.5**5 if len(values) == 5 else 1)
+
+
+def test_no_values_are_no_test():
+    found = judged([])
+    assert (found.outcome, found.p, found.num_seeds) == (NOT_TESTED, 1, 0)
+
+
+def test_one_value_of_many_seeds_decides_by_their_number():
+    found = judged([1.0] * 8)
+    assert (found.outcome, found.p) == ("confirmed", pytest.approx(2 / 2**8))
+    assert found.note == "all 8 values are the same"
+
+
+def test_seeds_that_say_nothing_are_counted_and_too_many_of_them_end_the_test():
+    one, two = [*VALUES, np.nan], [*VALUES, np.nan, np.inf]
+    assert (judged(one).outcome, judged(one).num_left_out) == ("confirmed", 1)
+    assert (judged(two).outcome, judged(two).p) == (NOT_TESTED, 1)
+    assert judged(two).note == "2 of 7 seeds say nothing"
+    assert thresholds.MOST_LEFT_OUT == 0.25
+
+
+def test_what_cannot_be_told_is_not_tested():
+    found = judge("a claim", "a number", VALUES, bounded(above=0), untested="a ceiling")
+    assert (found.outcome, found.p, found.note) == (NOT_TESTED, 1, "a ceiling")
+
+
+def test_a_margin_of_many_times_the_noise_is_said():
+    values = 0.001 * np.array(VALUES)
+    assert "times the noise away" in judged(values, below=0.1).note
+    assert judged(values, below=0.002).note == ""
+    assert judged(values, above=0).note == ""
+    assert "times the noise" in judge("", "", values, within(0.1, "")).note
+
+
+def test_a_statistic_of_rows_is_resampled_by_rows():
+    rows = np.random.default_rng(0).normal([0, 1, 5], size=(6, 3))
+    statistic = lambda some: float(np.ptp(some.mean(axis=0)))
+    found = judge("", "", rows, bounded(above=0), statistic=statistic)
+    chosen = np.array(list(itertools.product(range(6), repeat=6)))[::7]
+    all_of_them = np.ptp(rows[chosen].mean(axis=1), axis=1)
+    ends = np.quantile(all_of_them, [widened(6), 1 - widened(6)])
+    assert found.estimate == pytest.approx(statistic(rows))
+    assert (found.low, found.high) == pytest.approx(ends, abs=0.1)
+
+
+#
+# All verdicts together
+#
+
+
+def by_definition(levels, alpha):
+    """Holm's procedure, as he states it: reject in order until one is not."""
+    rejected = set()
+    for step, i in enumerate(sorted(range(len(levels)), key=levels.__getitem__)):
+        if levels[i] >= alpha / (len(levels) - step):
+            break
+        rejected.add(i)
+    return rejected
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=12), st.floats(0.01, 0.3))
+def test_holms_levels_reject_what_his_procedure_does(levels, alpha):
+    adjusted = holm(levels)
+    near = np.abs(adjusted - alpha) < 1e-9
+    rejected = {i for i, level in enumerate(adjusted) if level < alpha}
+    if not near.any():
+        assert rejected == by_definition(levels, alpha)
+
+
+def test_what_is_decided_alone_may_be_undecided_among_many():
+    clear, weak = judged(np.linspace(0.9, 1.1, 20)), judged(above=0.35)
+    assert weak.outcome == "confirmed"
+    untested = dataclasses.replace(clear, outcome=NOT_TESTED, p=1.0)
+    found = after_holm([weak, clear, untested, *[untested] * 5])
+    assert found[:3] == ["undecided", "confirmed", NOT_TESTED]
+    assert after_holm([weak]) == ["confirmed"]
+
+
+#
+# Statistics
+#
 
 
 def test_slopes_leave_out_what_is_missing():
@@ -62,6 +224,18 @@ def test_rank_correlations():
 
 def test_they_are_printed():
     written = io.StringIO()
-    verdicts = [judge("a claim", "a number", VALUES, above=0)]
-    print_verdicts(Console(file=written, width=200), verdicts)
-    assert "confirmed" in written.getvalue()
+    print_verdicts(
+        Console(file=written, width=200), [judged(), judged([*VALUES, np.nan])]
+    )
+    assert "confirmed: a claim." in written.getvalue()
+    assert "over 5 (1 left out), p = " in written.getvalue()
+
+
+def test_every_threshold_has_a_reason_and_a_bound():
+    all_of_them = [x for x in vars(thresholds).values() if isinstance(x, Threshold)]
+    assert len(all_of_them) > 15
+    for threshold in all_of_them:
+        assert threshold.reason
+        assert threshold.above < threshold.below
+        assert threshold.condition
+    assert verdicts.CONFIDENCE == 0.95

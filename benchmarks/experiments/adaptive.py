@@ -18,7 +18,7 @@ from numpy import ndarray
 
 import gnlin
 
-from .. import training
+from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..training import Columns, Images
@@ -41,6 +41,7 @@ SHARE = 0.98
 
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Images):
+    seeds: int = 9
     periods: tuple[float, ...] = tuple(np.round(10 ** np.arange(1, 7, 0.5)).tolist())
     longest: int = 10**6
     """The longest period of a trigger."""
@@ -59,7 +60,8 @@ FULL = dataclasses.replace(
     network="lenet",
     num_train=None,
     batch_size=256,
-    learning_rate=1e-2,
+    learning_rate=1e-5,
+    reduction="sum",
     num_steps=500_000,
     num_looks=200,
     after=100,
@@ -72,11 +74,10 @@ def points(settings: Adaptive) -> list[Point]:
 
 
 def train(settings: Adaptive, point: Point, place: Place) -> Columns:
-    data = training.load(settings, place)
     if settings.batch_size is not None:
-        return training.mini_batches(settings, data, _solver(settings, point), place)
+        return training.mini_batches(settings, place, _solver(settings, point))
     solver = _solver(settings, point, method="flow")
-    return training.full_batch(settings, data, solver, settings.num_updates)
+    return training.full_batch(settings, place, solver, settings.num_updates)
 
 
 def _solver(
@@ -130,14 +131,14 @@ def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"log2 of the updates of K = {best.point['period']:.3g}, the quickest, over "
             f"its own, to {target:.1%}, a seed",
             ratio,
-            above=0,
+            thresholds.RISES,
         ),
         judge(
             f"After {settings.after} updates it is as accurate",
             f"test accuracy less that of K = {ahead.point['period']:.3g}, then the best, "
             "a seed",
             difference,
-            above=-0.02,
+            thresholds.TRIGGER_AS_ACCURATE,
         ),
     ]
 
@@ -207,4 +208,5 @@ EXPERIMENT = Experiment(
     "model has moved are to give the same accuracy from fewer of them.",
     grid="periods",
     steps="",
+    any_task=True,
 )

@@ -6,22 +6,23 @@ The runs of `large-k-augmented`, of which those are taken that are already there
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from .. import thresholds
 from ..experiment import Runs
 from ..figures import figure
 from ..verdicts import judge, Verdict
 from . import large_k_augmented
-from .large_k_augmented import caption, ends, LargeK
+from .large_k_augmented import caption, COLOURS, ends, LargeK
 
 
-LARGEST = 0.5
-"""A change of so much is white, and of so much the other way black."""
-NUM_SHOWN = 8
-"""Looks."""
+SHARES = 0.1, 0.2, 0.5, 1.0
+"""Of the steps, after which the filters are looked at."""
+JUDGED = SHARES[:2]
 SHARE = 0.2
 """Of its way, at which K = 1 is claimed to be where large K ends."""
 
@@ -46,57 +47,83 @@ def way_of_the_first(first: Runs, last: Runs) -> Float[ndarray, " seeds"]:
     return np.where(np.isfinite(ways[:, -1:] + end)[:, 0], share, np.nan)
 
 
+def look_after(runs: Runs, share: float) -> int:
+    """The look after a share of the steps; the first is before any."""
+    return round(share * (runs["filters"].shape[1] - 1))
+
+
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
+    ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
     return [
-        judge(
-            "The filters of K = 1 move much faster",
-            "log2 of the change in the end with K = 1 over that with large K, a seed",
-            np.log2(travelled(first)[:, -1] / travelled(last)[:, -1]),
-            above=1,
+        *(
+            judge(
+                f"After {share:.0%} of the steps the filters of K = 1 have moved much "
+                "further",
+                "log2 of their change with K = 1 over that with large K, a seed",
+                ratio[:, look_after(first, share) - 1],
+                thresholds.TWICE_AS_FAR,
+            )
+            for share in JUDGED
         ),
         judge(
             f"Large K ends where K = 1 is after about {SHARE:.0%} of its steps",
-            "share of its steps after which K = 1 has moved as far, a seed",
+            "share of its steps after which K = 1 has moved as far, all of them where it "
+            "never has; median of the seeds",
             way_of_the_first(first, last),
-            above=SHARE / 2,
-            below=2 * SHARE,
+            thresholds.FIFTH_OF_THE_WAY,
+            statistic=lambda ways: float(np.median(ways)),
         ),
     ]
 
 
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Of the first seed: a row a filter, a column a look, for both K."""
+    """How far the filters have gone, of all seeds; and those of the median seed."""
     both = ends(settings, all_runs)
-    last = both[0]["filters"].shape[1] - 1
-    looks = np.linspace(0, last, NUM_SHOWN).round().astype(int)
-    with figure(out / "filters.png", width=10, height=7.5) as drawing:
-        rows = 2 * settings.num_filters
-        axes = drawing.subplots(rows, NUM_SHOWN, squeeze=False)
-        for half, runs in zip(np.split(axes, 2), both, strict=True):
-            steps = np.concatenate([[0], runs["inner_steps"].mean(axis=0)])
-            for row, filter in zip(half, range(settings.num_filters), strict=True):
-                for panel, look in zip(row, looks, strict=True):
-                    panel.imshow(
-                        _picture(change(runs)[0, look, filter]),
-                        cmap="gray",
-                        vmin=0,
-                        vmax=1,
-                    )
+    ways = travelled(both[0])[:, -1]
+    seed = int(np.argsort(ways)[len(ways) // 2])
+    looks = [look_after(both[0], share) for share in SHARES]
+    shown = [
+        [change(runs)[seed, look, : settings.num_filters] for look in looks]
+        for runs in both
+    ]
+    largest = float(np.nanmax(np.abs(np.array(shown))))
+    with figure(out / "filters.png", width=13, height=3.8) as drawing:
+        parts: Any = drawing.subfigures(1, 3, width_ratios=[1.6, 1, 1])
+        left, *halves = parts
+        axes = left.subplots()
+        for runs, colour in zip(both, COLOURS, strict=True):
+            _draw_ways(axes, runs, colour)
+        axes.set(xlabel="Steps", ylabel="Change of the first filters, 2-norm")
+        axes.legend()
+        for half, runs, of_look in zip(halves, both, shown, strict=True):
+            half.suptitle(f"K = {runs.point['period']:,}")
+            panels = half.subplots(settings.num_filters, len(looks), squeeze=False)
+            for column, share, filters in zip(panels.T, SHARES, of_look, strict=True):
+                column[0].set_title(f"{share:.0%}", fontsize="small")
+                for panel, filter in zip(column, filters, strict=True):
+                    panel.imshow(_picture(filter, largest), cmap="gray", vmin=0, vmax=1)
                     panel.set(xticks=[], yticks=[])
                     panel.spines[:].set_visible(True)
-            for panel, look in zip(half[0], looks, strict=True):
-                panel.set_title(f"{steps[look]:,.0f}", fontsize="small")
-            half[0, 0].set_ylabel(f"K = {runs.point['period']:,}")
     return {
-        "filters": f"Change of the first {settings.num_filters} filters since "
-        f"initialisation, from -{LARGEST:g} (black) to {LARGEST:g} (white), after the "
-        f"steps above each column; the first of the seeds. {caption(settings, all_runs)}"
+        "filters": "How far the first filters are from initialisation, over steps: "
+        "medians and ranges over the seeds. Beside it the change of the first "
+        f"{settings.num_filters} of them in the seed of the median, after shares of the "
+        f"steps, from -{largest:.2g} (black) to {largest:.2g} (white). "
+        f"{caption(settings, all_runs)}"
     }
 
 
-def _picture(filter: Float[ndarray, "channels height width"]) -> ndarray:
-    image = np.clip((filter + LARGEST) / (2 * LARGEST), 0, 1)
+def _draw_ways(axes: Any, runs: Runs, colour: str) -> None:
+    ways = travelled(runs)
+    steps = np.concatenate([[0], runs["inner_steps"].mean(axis=0)])
+    label = f"K = {runs.point['period']:,}"
+    axes.plot(steps, np.median(ways, axis=0), color=colour, label=label)
+    axes.fill_between(steps, ways.min(axis=0), ways.max(axis=0), color=colour, alpha=0.15)
+
+
+def _picture(filter: Float[ndarray, "channels height width"], largest: float) -> ndarray:
+    image = np.clip((filter / largest + 1) / 2, 0, 1)
     return image.transpose(1, 2, 0) if len(image) == 3 else image[0]
 
 

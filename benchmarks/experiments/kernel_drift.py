@@ -3,18 +3,18 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 import gnlin
 
-from .. import training
+from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import figure, shades
+from ..figures import band, figure, shades
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -27,6 +27,7 @@ EARLY = 0.2
 class KernelDrift(Images):
     periods: tuple[int, ...] = (1, 100, 1_000)
     num_train: int | None = 50
+    reduction: Literal["sum", "mean"] = "sum"
     num_steps: int = 4_000
     num_looks: int = 80
     num_kernel: int = 20
@@ -42,7 +43,7 @@ FULL = dataclasses.replace(
     network="lenet",
     num_train=None,
     batch_size=256,
-    learning_rate=1e-3,
+    learning_rate=1e-5,
     num_steps=1_000_000,
     num_kernel=30,
     num_looks=100,
@@ -56,22 +57,14 @@ def points(settings: KernelDrift) -> list[Point]:
 def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
     """On mini-batches or not: the kernels are taken at evenly spaced looks, and what is
     kept is how they are aligned."""
-    data = training.load(settings, place)
-    images = data[0][0][: settings.num_kernel].astype(jnp.float32)
-    kernel = lambda model: gnlin.features.kernel(model, images)
-    size = len(data[0][1]) if settings.batch_size is None else settings.batch_size
-    loss = training.LOSS if settings.batch_size is None else training.MEAN_LOSS
+
+    def callbacks(draw, model):
+        images = draw.train[0][: settings.num_kernel]
+        kernel = lambda model: gnlin.features.kernel(model, images)
+        return [training.Snapshots("kernels", kernel, model, settings)]
+
     solver = training.descent(point["period"], settings.learning_rate)
-    columns = training.mini_batches(
-        dataclasses.replace(settings, batch_size=size),
-        data,
-        solver,
-        place,
-        loss=loss,
-        callbacks=lambda seed, model: [
-            training.Snapshots("kernels", kernel, model, settings)
-        ],
-    )
+    columns = training.mini_batches(settings, place, solver, callbacks)
     kernels = columns.pop("kernels")
     num_looks = kernels.shape[1] - 1
     before = {
@@ -110,7 +103,7 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"share of its change (1 - alignment, summed over looks) in the first "
             f"{EARLY:.0%} of the steps, a seed",
             early_share(only(all_runs, period=period)),
-            above=EARLY,
+            thresholds.FASTEST_EARLY,
         )
         for period in settings.periods
     ]
@@ -118,16 +111,22 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     colours = shades(len(settings.periods))
-    titles = {
-        "alignment_with_first": "With the first kernel",
-        "alignment_with_last": "With the last kernel",
+    # Before the first step the first kernel is itself, and the last as far as in the end.
+    panels_of = {
+        "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
+        "alignment_with_last": ("With the last kernel", lambda end: end),
     }
     with figure(out / "kernel_drift.png", width=11, height=4.6) as drawing:
         panels = drawing.subplots(1, 2, sharey=True)
-        for panel, (name, title) in zip(panels, titles.items(), strict=True):
+        for panel, (name, (title, at_start)) in zip(
+            panels, panels_of.items(), strict=True
+        ):
             for period, colour in zip(settings.periods, colours, strict=True):
                 runs, label = only(all_runs, period=period), f"K = {period:,}"
-                training.draw_band(panel, runs, name, colour, label, scale=1)
+                end = runs["alignment_with_first"][:, -1:]
+                steps = np.concatenate([[0], runs["inner_steps"].mean(axis=0)])
+                values = np.concatenate([at_start(end), runs[name]], axis=1)
+                band(panel, steps, values, colour, label)
             panel.set(title=title, xlabel="Inner steps")
         panels[0].set_ylabel("Centred kernel alignment")
         panels[0].legend()
@@ -149,4 +148,5 @@ EXPERIMENT = Experiment(
     draw,
     paper="After Fort et al. (2020): the kernel changes fastest early in training.",
     grid="periods",
+    any_task=True,
 )

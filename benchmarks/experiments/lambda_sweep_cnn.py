@@ -14,7 +14,7 @@ from numpy import ndarray
 
 import gnlin
 
-from .. import training
+from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLUE, figure, VERMILION
 from ..training import Columns, Images
@@ -66,9 +66,8 @@ def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
         optimiser=optax.adam(settings.learning_rate),
         damping=2 * point["damping"],  # of lambda / 2 |theta - theta_s|^2
     )
-    data = training.load(settings, place)
-    callbacks = lambda seed, model: [training.TrainAccuracy(data[0])]
-    return training.mini_batches(settings, data, solver, place, callbacks=callbacks)
+    callbacks = lambda draw, model: [training.TrainAccuracy(draw.train)]
+    return training.mini_batches(settings, place, solver, callbacks)
 
 
 def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
@@ -94,7 +93,7 @@ def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdic
             "slope of the final test accuracy in log10 lambda, where training has "
             "finished (within 1 % of the best training accuracy), a seed",
             slope(x, accuracy),
-            above=0,
+            thresholds.RISES,
         )
     ]
 
@@ -129,4 +128,5 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, cross-entropy, Adam on each linearised problem: more damping "
     "generalises better.",
     grid="dampings",
+    any_task=True,
 )

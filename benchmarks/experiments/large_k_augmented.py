@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 import gnlin
 
-from .. import training
+from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..networks.cnn import ConvNet
@@ -25,27 +25,30 @@ from ..training import Columns, Images, Labelled
 from ..verdicts import judge, Verdict
 
 
-NUM_PROBED = 1000
-"""Training images that a probe sees, at most."""
+NUM_PROBED = 100
+"""Training images that a probe sees: of a thousand it is at its ceiling at once."""
 PROBED_LAYERS = 1, 2
 COLOURS = BLUE, VERMILION
 
 
 @dataclasses.dataclass(frozen=True)
 class LargeK(Images):
+    seeds: int = 12
     periods: tuple[int, ...] = (1, 2000)
     network: str = "digits-cnn"
     batch_size: int | None = 64
     learning_rate: float = 0.01
-    num_steps: int = 24_000
-    num_looks: int = 30
+    num_steps: int = 48_000
+    num_looks: int = 60
     augmentation: str = "shift"
     num_filters: int = 3
     """Of the first layer, that are kept."""
 
 
 EMBEDDED = LargeK()
-QUICK = dataclasses.replace(EMBEDDED, seeds=2, periods=(1, 10), num_steps=30, num_looks=3)
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=2, periods=(1, 10), num_steps=30, num_looks=10
+)
 FULL = dataclasses.replace(
     EMBEDDED,
     periods=(1, 5_000_000),
@@ -53,6 +56,7 @@ FULL = dataclasses.replace(
     network="lenet",
     batch_size=256,
     learning_rate=1e-5,
+    reduction="sum",
     num_steps=50_000_000,
     num_looks=200,
     augmentation="flip-and-crop",
@@ -64,12 +68,11 @@ def points(settings: LargeK) -> list[Point]:
 
 
 def train(settings: LargeK, point: Point, place: Place) -> Columns:
-    data = training.load(settings, place)
     solver = training.descent(point["period"], settings.learning_rate)
-    (images, labels), test = data
-    probed = (images[:NUM_PROBED], labels[:NUM_PROBED]), test
 
-    def callbacks(seed, model):
+    def callbacks(draw, model):
+        images, labels = draw.train
+        probed = (images[:NUM_PROBED], labels[:NUM_PROBED]), draw.test
         measures = {
             f"probe_{layer}": functools.partial(probe, layer=layer, data=probed)
             for layer in PROBED_LAYERS
@@ -80,7 +83,7 @@ def train(settings: LargeK, point: Point, place: Place) -> Columns:
             training.Snapshots("filters", filters, model, settings),
         ]
 
-    return training.mini_batches(settings, data, solver, place, callbacks=callbacks)
+    return training.mini_batches(settings, place, solver, callbacks)
 
 
 def probe(model: ConvNet, layer: int, data: tuple[Labelled, Labelled]) -> Array:
@@ -101,21 +104,28 @@ def ends(settings: LargeK, all_runs: Sequence[Runs]) -> tuple[Runs, Runs]:
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
-    period = last.point["period"]
-    best = lambda runs: runs["test_accuracy"].max(axis=1)
+    name, other = f"K = {last.point['period']:,}", f"K = {first.point['period']}"
+    stopped = training.early_stopped
     return [
         judge(
-            f"K = {period:,} ends nearly as accurate as K = {first.point['period']}",
-            "best test accuracy of the one less that of the other, a seed",
-            best(last) - best(first),
-            above=-0.03,
+            f"{name} ends nearly as accurate as {other}",
+            "final test accuracy of the one less that of the other, a seed",
+            last.final("test_accuracy") - first.final("test_accuracy"),
+            thresholds.NO_LESS_ACCURATE,
+        ),
+        judge(
+            f"Stopped early, {name} is nearly as accurate as {other}",
+            "test accuracy at the best validation accuracy of the one less that of the "
+            "other, a seed",
+            stopped(last) - stopped(first),
+            thresholds.NO_LESS_ACCURATE,
         ),
         judge(
             "8 to 12 feature updates suffice",
-            f"feature updates after which K = {period:,} is within 3 % of the best of "
-            f"K = {first.point['period']}, one more than all where it never is, a seed",
-            training.updates_to(last, best(first) - 0.03),
-            below=12,
+            f"feature updates after which {name} is within 1 % of {other}, stopped "
+            "early; one more than all where it never is, a seed",
+            training.updates_to(last, stopped(first) - 0.01),
+            thresholds.ENOUGH_UPDATES,
         ),
     ]
 
@@ -138,6 +148,8 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             training.draw_band(network, runs, "test_accuracy", colour, label)
             name = "test_accuracy_linearised"
             training.draw_band(linearised, runs, name, colour, label)
+        for panel in (network, linearised):
+            training.mark_updates(panel, ends(settings, all_runs)[1])
         network.set(title="The network", ylabel="Test accuracy (%)", xlabel="Steps")
         linearised.set(title="The linearised network", xlabel="Steps")
         network.legend()

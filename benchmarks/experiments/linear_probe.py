@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
 
-from .. import training
+from .. import thresholds, training
 from ..experiment import Runs
 from ..figures import figure
 from ..verdicts import judge, Verdict
@@ -29,16 +31,35 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "mean probe accuracy over the first half of training less that of "
                 "K = 1, a seed",
                 np.mean(of_last[:, :half] - of_first[:, :half], axis=1),
-                below=0,
+                thresholds.FALLS,
+                untested=_at_ceiling(of_first[:, 0]),
             ),
             judge(
                 f"Probes of layer {layer} end lower with large K",
                 "final probe accuracy less that of K = 1, a seed",
                 of_last[:, -1] - of_first[:, -1],
-                below=0,
+                thresholds.FALLS,
+                untested=_at_ceiling(of_first[:, 0]),
             ),
         ]
+    behind = lambda name: first.final(name) - last.final(name)
+    verdicts.append(
+        judge(
+            "Fewer features are no large hindrance",
+            "by how much large K is behind K = 1 in final test accuracy, less the same "
+            "of the second layer's probes, a seed",
+            behind("test_accuracy") - behind(f"probe_{PROBED_LAYERS[-1]}"),
+            thresholds.FALLS,
+        )
+    )
     return verdicts
+
+
+def _at_ceiling(start: Float[ndarray, " seeds"]) -> str:
+    """Of a probe's accuracies at the first look."""
+    if start.mean() < thresholds.CEILING:
+        return ""
+    return f"the probe is at its ceiling from the start, {start.mean():.1%}"
 
 
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
@@ -53,7 +74,7 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         panels[0].legend()
     return {
         "linear_probe": "Test accuracy of a linear classifier of each layer's pooled "
-        f"activations, trained on {NUM_PROBED:,} images at most; means and ranges. "
+        f"activations, trained on {NUM_PROBED:,} images; means and ranges. "
         f"{caption(settings, all_runs)}"
     }
 

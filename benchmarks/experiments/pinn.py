@@ -20,10 +20,11 @@ from numpy import ndarray
 
 import gnlin
 
-from .. import timed_training as by_the_clock
+from .. import thresholds, timed_training as by_the_clock
 from ..equations import Equation, EQUATIONS, grid, TanhMLP
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, select, Settings
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..thresholds import PINN_ACCURACY as ACCURACY, PINN_STAYS as STAYS
 from ..verdicts import judge, Verdict
 
 
@@ -41,18 +42,6 @@ COLOURS = {
     BOTH: PURPLE,
 }
 DAMPING, MOMENTUM = 1e-6, 0.9
-
-ACCURACY = {
-    "poisson-2d": 1e-6,
-    "poisson-5d": 1e-3,
-    "heat": 1e-5,
-    "burgers": 1e-4,
-    "conductivity": 1e-4,
-}
-"""What was published of energy natural gradients, as a power of ten, and of those without
-such figures what first-order methods are said not to pass. Set before the first run."""
-STAYS = 1e-4
-"""What first-order methods are said not to pass."""
 
 
 class Size(NamedTuple):
@@ -210,19 +199,19 @@ def _judge(settings: Pinn, all_runs: Sequence[Runs], name: str) -> list[Verdict]
             f"{what}: Levenberg-Marquardt ends below {ACCURACY[name]:g}",
             "log10 of the relative error, a seed",
             _log_error(ours),
-            below=float(np.log10(ACCURACY[name])),
+            thresholds.published(name),
         ),
         judge(
             f"{what}: Adam, L-BFGS and one after the other stay above {STAYS:g}",
             "log10 of the least of their relative errors, a seed",
             np.min(others, axis=0),
-            above=float(np.log10(STAYS)),
+            thresholds.NOT_PASSED,
         ),
         judge(
             f"{what}: Levenberg-Marquardt ends below energy natural gradients by hand",
             "log10 of the quotient of their errors, a seed",
             _log_error(ours) - _log_error(by_hand),
-            below=0,
+            thresholds.FALLS,
         ),
     ]
     if EQUATIONS[name].coefficient is not None:
@@ -232,7 +221,7 @@ def _judge(settings: Pinn, all_runs: Sequence[Runs], name: str) -> list[Verdict]
                 f"{what}: Levenberg-Marquardt finds it to {ACCURACY[name]:g}",
                 "log10 of its relative error, a seed",
                 np.log10(np.maximum(found, np.finfo(float).eps)),
-                below=float(np.log10(ACCURACY[name])),
+                thresholds.published(name),
             )
         )
     if name == "poisson-5d":
@@ -244,7 +233,7 @@ def _judge(settings: Pinn, all_runs: Sequence[Runs], name: str) -> list[Verdict]
                 "reached sooner than by energy natural gradients by hand",
                 "log10 of the quotient of the seconds, a seed",
                 np.subtract(*map(np.log10, pair)),
-                below=0,
+                thresholds.FALLS,
             )
         )
     return verdicts

@@ -4,7 +4,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .. import training
+from jaxtyping import Float
+from numpy import ndarray
+
+from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..training import Columns, Images
@@ -46,6 +49,7 @@ FULL = dataclasses.replace(
     data="cifar10",
     network="resnet18",
     batch_size=256,
+    reduction="sum",
     learning_rate=7e-7,
     normalised_learning_rate=1e-5,
     augmentation="flip-and-crop",
@@ -69,9 +73,8 @@ def train(settings: ResNets, point: Point, place: Place) -> Columns:
         )
     else:
         settings = dataclasses.replace(settings, augmentation="none")
-    data = training.load(settings, place)
     solver = training.descent(point["period"], settings.learning_rate)
-    return training.mini_batches(settings, data, solver, place)
+    return training.mini_batches(settings, place, solver)
 
 
 def both(settings: ResNets, all_runs: Sequence[Runs], network: str) -> list[Runs]:
@@ -81,7 +84,7 @@ def both(settings: ResNets, all_runs: Sequence[Runs], network: str) -> list[Runs
 
 
 def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
-    best = lambda runs: runs["test_accuracy"].max(axis=1)
+    best = training.optimally_stopped
     fall = lambda runs: best(runs) - runs.final("test_accuracy")
     verdicts = []
     for network in (PLAIN, NORMALISED):
@@ -92,7 +95,8 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"best test accuracy with K = {last.point['period']:,} less that with "
                 "K = 1, a seed",
                 best(last) - best(first),
-                above=-0.03,
+                thresholds.NO_LESS_ACCURATE,
+                untested=_untrained(best(first)),
             )
         )
     plain, normalised = (
@@ -104,10 +108,17 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
             "fall of the test accuracy from its best to its last, less that without "
             "normalisation, a seed",
             fall(normalised) - fall(plain),
-            above=0,
+            thresholds.RISES,
+            untested=_untrained(best(plain)),
         )
     )
     return verdicts
+
+
+def _untrained(accuracy: Float[ndarray, " seeds"]) -> str:
+    if accuracy.mean() >= thresholds.TRAINED:
+        return ""
+    return f"the network is not trained: its accuracy is {accuracy.mean():.1%}"
 
 
 def draw(settings: ResNets, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:

@@ -2,9 +2,10 @@
 
 The noisy XOR is solved by features along the four corners, and by random features too.
 One hidden layer is trained to convergence by K steps on each linearisation, and by
-damping at matched strength, lambda = 1/(eta K), from small weights, so that there is
-something to learn. Alignment of a unit is `max_c cos(w, c)` over the corners c; its mean
-over the units is weighted by how much they count, |output weight| |w|.
+damping at matched strength, lambda = 1/(eta K), from the usual initialisation and from a
+small one, from which there is more to learn. Alignment of a unit is `max_c cos(w, c)`
+over the corners c: the paper's mean over the units (equation 11), and beside it one
+weighted by how much they count, |output weight| |w|.
 """
 
 import dataclasses
@@ -21,9 +22,10 @@ from numpy import ndarray
 
 import gnlin
 
+from .. import thresholds
 from ..data import xor
 from ..experiment import Columns, Experiment, Place, Point, Runs, select, Settings
-from ..figures import BLUE, figure
+from ..figures import band, BLUE, figure, ORANGE
 from ..networks.mlp import xor_mlp
 from ..verdicts import judge, rank_correlation, Verdict
 
@@ -34,16 +36,20 @@ _SPECTRUM_PAYS = 1000
 _SHOWN = 4
 """Strengths that are drawn."""
 
+ALIGNMENTS = {"alignment": "Alignment", "weighted_alignment": "Weighted alignment"}
+COLOURS = BLUE, ORANGE
 BY_PERIOD, BY_DAMPING = "iterative-linearisation", "damped-gauss-newton"
 
 
 @dataclasses.dataclass(frozen=True)
 class XorFeatures(Settings):
-    seeds: int = 5
+    seeds: int = 10
+    scales: tuple[float, ...] = (1.0, 0.3)
+    """Of the initial weights, times the usual ones."""
     periods: tuple[float, ...] = tuple((10.0 ** np.arange(8)).tolist())
     """K, and what the dampings stand for."""
     learning_rate: float = 1e-4
-    """Times the kernel's largest eigenvalue, 1.5e4 at most, it must stay below 2."""
+    """Times the kernel's largest eigenvalue it must stay below 2."""
     num_steps: int = 10**5
     """Inner steps of every K, but no fewer than so many feature updates:"""
     fewest_updates: int = 300
@@ -61,15 +67,18 @@ FULL = dataclasses.replace(
 
 def points(settings: XorFeatures) -> list[Point]:
     return [
-        {"solver": solver, "period": period}
+        {"scale": scale, "solver": solver, "period": period}
+        for scale in settings.scales
         for solver in (BY_PERIOD, BY_DAMPING)
         for period in settings.periods
     ]
 
 
 def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
-    data = tuple(map(jnp.asarray, xor.examples(settings.num_train, seed=0)))
-    test = tuple(map(jnp.asarray, xor.examples(settings.num_test, seed=1)))
+    data, test = (
+        _drawn(settings, number, start)
+        for number, start in ((settings.num_train, 0), (settings.num_test, 10_000))
+    )
     period: Any = point["period"]
     damping = gnlin.filters.equivalent_damping(
         jnp.asarray(period), settings.learning_rate
@@ -82,18 +91,26 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
         solver = gnlin.IterativeLinearisation(
             jnp.asarray(period), settings.learning_rate, method=method
         )
-    found = _train(jnp.arange(settings.seeds), solver, data, test, num_steps)
+    runs = jnp.arange(settings.seeds), data, test
+    found = _train(runs, jnp.asarray(point["scale"]), solver, num_steps)
     return {"damping": np.full(settings.seeds, damping), **jax.device_get(found)}
 
 
+def _drawn(settings: XorFeatures, number: int, start: int) -> tuple[Array, ...]:
+    """Inputs and targets, a row a seed."""
+    drawn = [xor.examples(number, start + seed) for seed in range(settings.seeds)]
+    return tuple(jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
+
+
 @eqx.filter_jit
-def _train(seeds, solver, data, test, num_steps: int):
-    def one(seed):
-        model = xor_mlp(jax.random.key(seed))
+def _train(runs, scale: Float[Array, ""], solver, num_steps: int):
+    def one(run):
+        seed, data, test = run
+        model = xor_mlp(jax.random.key(seed), scale)
         solution = gnlin.solve(model, data, solver, max_steps=num_steps, divergence=None)
         return _measure(solution.model, data, test, solution.stats["num_feature_updates"])
 
-    return jax.lax.map(one, seeds)
+    return jax.lax.map(one, runs)
 
 
 def _measure(model: eqx.nn.MLP, data, test, feature_updates) -> dict[str, Array]:
@@ -107,7 +124,8 @@ def _measure(model: eqx.nn.MLP, data, test, feature_updates) -> dict[str, Array]
     return {
         "train_rmse": jnp.sqrt(jnp.mean(residual**2)),
         "test_accuracy": jnp.mean(right),
-        "alignment": jnp.sum(share * alignment) / jnp.sum(share),
+        "alignment": jnp.mean(alignment),
+        "weighted_alignment": jnp.sum(share * alignment) / jnp.sum(share),
         "feature_updates": feature_updates,
         # First-layer rows, and the output weight.
         "weights": jnp.column_stack([rows, output]),
@@ -117,57 +135,79 @@ def _measure(model: eqx.nn.MLP, data, test, feature_updates) -> dict[str, Array]
 def judge_all(settings: XorFeatures, all_runs: Sequence[Runs]) -> list[Verdict]:
     return [
         verdict
+        for scale in settings.scales
         for solver in (BY_PERIOD, BY_DAMPING)
-        for verdict in _judge(settings, solver, select(all_runs, solver=solver))
+        for verdict in _judge(
+            settings, scale, solver, select(all_runs, scale=scale, solver=solver)
+        )
     ]
 
 
-def _judge(settings: XorFeatures, solver: str, all_runs: Sequence[Runs]) -> list[Verdict]:
+def _judge(
+    settings: XorFeatures, scale: float, solver: str, all_runs: Sequence[Runs]
+) -> list[Verdict]:
     over = "K" if solver == BY_PERIOD else "1/lambda"
     claim = "as K grows" if solver == BY_PERIOD else "as lambda shrinks"
-    alignment = np.array([runs["alignment"] for runs in all_runs])
+    claim += f", {_initial(scale)}"
     last, first = all_runs[-1]["test_accuracy"], all_runs[0]["test_accuracy"]
     return [
-        judge(
-            f"Alignment with the corners falls {claim}",
-            f"Spearman's correlation of alignment with {over}, a seed",
-            rank_correlation(np.array(settings.periods), alignment.T),
-            below=0,
+        *(
+            judge(
+                f"{kind} with the corners falls {claim}",
+                f"Spearman's correlation of its mean over the units with {over}, a seed",
+                rank_correlation(
+                    np.array(settings.periods),
+                    np.stack([runs[name] for runs in all_runs], axis=1),
+                ),
+                thresholds.FALLS,
+            )
+            for name, kind in ALIGNMENTS.items()
         ),
         judge(
             f"Accuracy does not fall {claim}",
             f"test accuracy at the largest {over} less that at the smallest, a seed",
             last - first,
-            above=-0.01,
+            thresholds.NOT_LOST,
         ),
     ]
 
 
+def _initial(scale: float) -> str:
+    return "usual initialisation" if scale == 1 else f"{scale:g} of it"
+
+
 def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """A row of planes and one of histograms for each solver."""
+    """Alignment over strength; and for each initialisation and solver a row of planes."""
     num_shown = min(_SHOWN, len(settings.periods))
     shown = np.linspace(0, len(settings.periods) - 1, num_shown).round().astype(int)
-    with figure(out / "xor_features.png", width=11, height=11) as drawing:
-        axes = drawing.subplots(4, num_shown, squeeze=False)
-        for solver, planes, histograms in zip(
-            (BY_PERIOD, BY_DAMPING), axes[::2], axes[1::2], strict=True
-        ):
-            of_solver = select(all_runs, solver=solver)
-            for plane, histogram, i in zip(planes, histograms, shown, strict=True):
-                runs = of_solver[i]
-                _draw_plane(plane, runs["weights"][0])
-                plane.set_title(_strength(runs))
-                _draw_histogram(histogram, runs["weights"].reshape(-1, 3))
-                mean = runs["alignment"].mean()
-                histogram.set_title(f"weighted mean {mean:.3f}", fontsize="medium")
-            histograms[0].set_ylabel("Share of the units")
-        for axis in axes[-1]:
-            axis.set_xlabel("Alignment with a corner")
+    kinds = [(s, solver) for s in settings.scales for solver in (BY_PERIOD, BY_DAMPING)]
+    largest = max(np.abs(runs["weights"][0, :, 2]).max() for runs in all_runs)
+    with figure(out / "xor_features.png", width=14, height=3 * len(kinds)) as drawing:
+        axes = drawing.subplots(len(kinds), 1 + num_shown, squeeze=False)
+        points = None
+        for row, (scale, solver) in zip(axes, kinds, strict=True):
+            of_kind = select(all_runs, scale=scale, solver=solver)
+            over = r"K" if solver == BY_PERIOD else r"1/(\eta\lambda)"
+            for (name, kind), colour in zip(ALIGNMENTS.items(), COLOURS, strict=True):
+                values = np.stack([runs[name] for runs in of_kind], axis=1)
+                band(row[0], settings.periods, values, colour, kind, "o-")
+            row[0].set(xscale="log", xlabel=f"${over}$")
+            row[0].set_title(_initial(scale).capitalize(), fontsize="medium")
+            for plane, i in zip(row[1:], shown, strict=True):
+                points = _draw_plane(plane, of_kind[i]["weights"][0], largest)
+                plane.set_title(_strength(of_kind[i]), fontsize="medium")
+            row[1].set_ylabel("$w_2$")
+        axes[0, 0].legend(fontsize="small")
+        for axis in axes[-1, 1:]:
+            axis.set_xlabel("$w_1$")
+        if points is not None:
+            drawing.colorbar(points, ax=axes[:, -1], label="Output weight")
     caption = (
-        "The hidden units' weights of one seed, coloured by output weight, and their "
-        f"alignment with a corner, weighted by how much they count, of {settings.seeds} "
-        "seeds: above over K, below over damping at matched strength. 2-50-1 network on "
-        f"{settings.num_train} noisy XOR points; learning rate "
+        "Alignment of the hidden units with a corner, over K and over damping at matched "
+        f"strength, from the usual initialisation and from a smaller one: means and "
+        f"ranges of {settings.seeds} seeds. Beside it the units' weights of one seed, "
+        "coloured by output weight, on one scale for all. 2-100-1 network on "
+        f"{settings.num_train} noisy XOR points, drawn anew each seed; learning rate "
         f"{settings.learning_rate:g}, {settings.num_steps:,} inner steps, and at least "
         f"{settings.fewest_updates:,} feature updates; {settings.damped_steps:,} damped "
         "steps."
@@ -175,9 +215,11 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
     return {"xor_features": caption}
 
 
-def _draw_plane(axes, weights: Float[ndarray, "units 3"]) -> None:
-    largest = np.abs(weights[:, 2]).max()
-    axes.scatter(
+def _draw_plane(axes, weights: Float[ndarray, "units 3"], largest: float) -> Any:
+    """Of the colours -`largest` to `largest`."""
+    span = 1.1 * np.abs(weights[:, :2]).max()
+    axes.set(xlim=(-span, span), ylim=(-span, span), aspect="equal")
+    return axes.scatter(
         *weights[:, :2].T,
         c=weights[:, 2],
         cmap="coolwarm",
@@ -185,17 +227,6 @@ def _draw_plane(axes, weights: Float[ndarray, "units 3"]) -> None:
         vmax=largest,
         s=14,
     )
-    span = 1.1 * np.abs(weights[:, :2]).max()
-    axes.set(xlim=(-span, span), ylim=(-span, span), aspect="equal")
-
-
-def _draw_histogram(axes, weights: Float[ndarray, "units 3"]) -> None:
-    alignment = gnlin.features.direction_alignment(
-        jnp.asarray(weights[:, :2]), jnp.asarray(CORNERS)
-    )
-    share = np.abs(weights[:, 2]) * np.linalg.norm(weights[:, :2], axis=1)
-    bins = np.linspace(np.sqrt(0.5), 1, 16).tolist()
-    axes.hist(np.asarray(alignment), bins, weights=share / share.sum(), color=BLUE)
 
 
 def _strength(runs: Runs) -> str:

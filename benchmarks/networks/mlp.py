@@ -18,11 +18,16 @@ def digits_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
     return eqx.nn.MLP(64, 10, width_size=40, depth=1, key=key)
 
 
-def xor_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
-    """2-50-1, from weights 0.3 times as large as Equinox's: 201 parameters."""
-    model = eqx.nn.MLP(2, 1, width_size=50, depth=1, key=key)
-    smaller = lambda leaf: 0.3 * leaf if eqx.is_inexact_array(leaf) else leaf
-    return jax.tree.map(smaller, model)
+def teacher_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
+    """30-128-2: 4,226 parameters."""
+    return eqx.nn.MLP(30, 2, width_size=128, depth=1, key=key)
+
+
+def xor_mlp(key: Key[Array, ""], scale: float | Float[Array, ""] = 1.0) -> eqx.nn.MLP:
+    """2-100-1, from weights so many times as large as Equinox's: 401 parameters."""
+    model = eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key)
+    scaled = lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(scaled, model)
 
 
 class DropoutMLP(eqx.Module):

@@ -17,6 +17,7 @@ from jaxtyping import Float
 from matplotlib.ticker import NullFormatter
 from numpy import ndarray
 
+from ... import thresholds
 from ..._results import write_whole
 from ...experiment import Columns, Experiment, only, Place, Point, Runs, Settings
 from ...figures import band, BLACK, BLUE, figure, GREEN
@@ -26,10 +27,6 @@ from .runs import BATCH_SIZE, run_task
 from .tasks import Task, TASKS
 
 
-TOLERANCE = 0.02
-"""As good is what is within this part of Adam's test accuracy or error, or better."""
-ENOUGH = 5
-"""Of the seven tasks."""
 LEVEL = 0.01
 """A run has levelled off if its second half betters the metric by no more, relatively."""
 
@@ -137,7 +134,7 @@ class Outcome:
 
     @property
     def as_good(self) -> bool:
-        return bool(self.shortfall.mean() <= TOLERANCE)
+        return bool(self.shortfall.mean() <= thresholds.FIT_TOLERANCE)
 
 
 def outcome(settings: Defaults, runs: Runs) -> Outcome:
@@ -164,7 +161,7 @@ def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"])
 def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
     found = [outcome(settings, runs) for runs in all_runs]
     diverged = np.sum([_diverged(runs) for runs in all_runs], axis=0)
-    share = np.mean([o.shortfall <= TOLERANCE for o in found], axis=0)
+    share = np.mean([o.shortfall <= thresholds.FIT_TOLERANCE for o in found], axis=0)
     return [
         *(
             judge(
@@ -172,7 +169,7 @@ def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "what it lacks of the final test accuracy, or has more of the error, "
                 "relatively, a seed",
                 o.shortfall,
-                below=TOLERANCE,
+                thresholds.AS_GOOD_AS_ADAM,
             )
             for o in found
         ),
@@ -180,9 +177,9 @@ def judge_all(settings: Defaults, all_runs: Sequence[Runs]) -> list[Verdict]:
             "So it is on most tasks",
             "share of the tasks, a seed",
             share,
-            above=(ENOUGH - 0.5) / len(TASKS),
+            thresholds.ON_MOST_TASKS,
         ),
-        judge("No run diverges", "runs that do, a seed", diverged, below=0.5),
+        judge("No run diverges", "runs that do, a seed", diverged, thresholds.NONE),
     ]
 
 

@@ -58,8 +58,8 @@ FULL = dataclasses.replace(
 @dataclasses.dataclass(frozen=True)
 class Task:
     title: str
-    train: Data
-    test: Data
+    drawn: Callable[[int], tuple[Data, Data]]
+    """The training and test data of a seed."""
     make_model: Callable[[Key[Array, ""]], eqx.nn.MLP]
     loss: gnlin.AbstractLoss
     test_error: Callable[[Array, Array], Scalar]
@@ -68,6 +68,11 @@ class Task:
     learning_rate: float
     """eta, which times the largest eigenvalue must stay below 2."""
     num_steps: int
+
+    @property
+    def train(self) -> Data:
+        """Of the first seed."""
+        return self.drawn(0)[0]
 
     def damping(self, period: float) -> float:
         """The damping of the same strength as a period, to 12 digits: 1e5, and not
@@ -81,9 +86,10 @@ def make_task(settings: KVsLambda, name: str) -> Task:
 
 
 def _quintic(settings: KVsLambda) -> Task:
+    data = _on_device(quintic.examples(20)), _on_device(quintic.examples(1000))
     return Task(
         "Quintic, squared error",
-        *(_on_device(quintic.examples(number)) for number in (20, 1000)),
+        drawn=lambda seed: data,
         make_model=quintic_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
         test_error=_root_mean_square,
@@ -95,12 +101,12 @@ def _quintic(settings: KVsLambda) -> Task:
 
 def _quintic_sign(settings: KVsLambda) -> Task:
     task = _quintic(settings)
-    (x, y), (test_x, test_y) = task.train, task.test
+    sign = lambda data: (data[0], jnp.where(data[1] > 0, 1.0, 0.0))
+    train, test = map(sign, task.drawn(0))
     return dataclasses.replace(
         task,
         title="Quintic's sign, cross-entropy",
-        train=(x, jnp.where(y > 0, 1.0, 0.0)),
-        test=(test_x, jnp.where(test_y > 0, 1.0, 0.0)),
+        drawn=lambda seed: (train, test),
         loss=gnlin.SigmoidCrossEntropy(reduction="sum"),
         test_error=_wrong_signs,
         error_label="Test error (fraction wrong)",
@@ -110,7 +116,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
 def _digits(settings: KVsLambda) -> Task:
     return Task(
         "Digits, squared error",
-        *map(_on_device, digits.examples(settings.images_per_class)),
+        drawn=lambda seed: _digits_of(settings, seed, one_hot=True),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
         test_error=_error_rate,
@@ -121,15 +127,22 @@ def _digits(settings: KVsLambda) -> Task:
 
 
 def _digits_classes(settings: KVsLambda) -> Task:
-    train, test = map(_on_device, digits.labelled(settings.images_per_class))
     return dataclasses.replace(
         _digits(settings),
         title="Digits, cross-entropy",
-        train=train,
-        test=test,
+        drawn=lambda seed: _digits_of(settings, seed, one_hot=False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         test_error=lambda outputs, labels: 1 - gnlin.accuracy(outputs, labels),
     )
+
+
+def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Data]:
+    number = digits.NUM_CLASSES * settings.images_per_class
+    train, _, test = map(_on_device, digits.draw(number, seed))
+    if not one_hot:
+        return train, test
+    encoded = lambda data: (data[0], jnp.eye(digits.NUM_CLASSES)[data[1]])
+    return encoded(train), encoded(test)
 
 
 TASKS: dict[str, Callable[[KVsLambda], Task]] = {

@@ -1,0 +1,160 @@
+"""Tasks that theory says need features: K = 1 to K = infinity, over the sample size.
+
+The classes are signs of a polynomial of a few of many inputs. Without features a network
+needs about as many examples as there are functions of its degree; with them, so many
+times the number of inputs. Judged is the largest sample with fewer examples than such
+functions. K = infinity is one linearised problem, solved.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from .. import thresholds, training
+from ..data.teachers import NUM_INPUTS, TEACHERS
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import band, BLACK, figure, shades, VERMILION
+from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Provable(Images):
+    seeds: int = 12
+    tasks: tuple[str, ...] = tuple(TEACHERS)
+    network: str = "teacher-mlp"
+    sizes: tuple[int, ...] = (200, 400, 1_000, 2_000, 4_000)
+    """Of degree 2 there are 435 functions, of degree 3 4,060."""
+    periods: tuple[float, ...] = (1.0, 300.0, math.inf)
+    batch_size: int | None = 64
+    learning_rate: float = 0.2
+    num_steps: int = 4_000
+    num_looks: int = 20
+
+
+EMBEDDED = Provable()
+QUICK = dataclasses.replace(
+    EMBEDDED,
+    seeds=2,
+    tasks=("staircase",),
+    sizes=(100, 200),
+    periods=(1.0, math.inf),
+    num_steps=100,
+    num_looks=4,
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    seeds=20,
+    sizes=(200, 400, 1_000, 2_000, 4_000, 8_000, 16_000),
+    periods=(1.0, 10.0, 100.0, 1_000.0, math.inf),
+    num_steps=60_000,
+)
+
+
+def points(settings: Provable) -> list[Point]:
+    return [
+        {"task": task, "period": period, "num_train": size}
+        for task in settings.tasks
+        for period in settings.periods
+        for size in settings.sizes
+    ]
+
+
+def train(settings: Provable, point: Point, place: Place) -> Columns:
+    settings = dataclasses.replace(
+        settings, data=point["task"], num_train=point["num_train"]
+    )
+    if math.isinf(point["period"]):
+        return train_endlessly(settings, place)
+    solver = training.descent(point["period"], settings.learning_rate)
+    return training.mini_batches(settings, place, solver)
+
+
+def errors(
+    settings: Provable, all_runs: Sequence[Runs], task: str, period: float
+) -> Float[ndarray, "seeds sizes"]:
+    """Stopped early by the validation examples; of K = infinity, where it is solved."""
+    accuracy = training.early_stopped if math.isfinite(period) else solved_accuracy
+    found = [
+        accuracy(only(all_runs, task=task, period=period, num_train=size))
+        for size in settings.sizes
+    ]
+    return 1 - np.stack(found, axis=1)
+
+
+def judge_all(settings: Provable, all_runs: Sequence[Runs]) -> list[Verdict]:
+    verdicts = []
+    for task in settings.tasks:
+        teacher = TEACHERS[task]
+        at = sum(size < teacher.num_functions for size in settings.sizes) - 1
+        for period in settings.periods:
+            finite = math.isfinite(period)
+            verdicts.append(
+                judge(
+                    f"{teacher.title}: K = {_shown(period)} "
+                    f"{'succeeds' if finite else 'fails'} at n = {settings.sizes[at]:,}",
+                    "test error, a seed",
+                    errors(settings, all_runs, task, period)[:, at],
+                    thresholds.SUCCEEDS if finite else thresholds.FAILS,
+                )
+            )
+    return verdicts
+
+
+def _shown(period: float) -> str:
+    return f"{period:,.0f}" if math.isfinite(period) else "infinity"
+
+
+def draw(settings: Provable, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    finite = [period for period in settings.periods if math.isfinite(period)]
+    colours = dict(zip(finite, shades(len(finite)), strict=True)) | {math.inf: VERMILION}
+    width = 1.5 + 4 * len(settings.tasks)
+    with figure(out / "provable_features.png", width=width, height=4.6) as drawing:
+        panels = drawing.subplots(1, len(settings.tasks), sharey=True, squeeze=False)[0]
+        for panel, task in zip(panels, settings.tasks, strict=True):
+            teacher = TEACHERS[task]
+            for period in settings.periods:
+                values = 100 * errors(settings, all_runs, task, period)
+                known = np.isfinite(values).all(axis=1)
+                label = f"K = {_shown(period)}"
+                band(panel, settings.sizes, values[known], colours[period], label, "o-")
+            for number, name in (
+                (NUM_INPUTS, "inputs"),
+                (teacher.num_functions, "functions of the degree"),
+            ):
+                panel.axvline(number, color=BLACK, linestyle=":", linewidth=1)
+                panel.text(number, 4, f" {name}", rotation=90, va="bottom", fontsize=8)
+            panel.set(xscale="log", xlabel="Training examples $n$", title=teacher.title)
+            panel.set_ylim(-2, 53)
+        panels[0].set_ylabel("Test error (%)")
+        panels[-1].legend(fontsize="small")
+    return {
+        "provable_features": "Test error, stopped early by validation examples, over the "
+        "number of training examples; dotted, how many inputs there are, and how many "
+        "functions of the polynomial's degree. A network with one hidden layer of 128 "
+        f"units; mini-batches of {settings.batch_size}, {settings.num_steps:,} steps at "
+        f"learning rate {settings.learning_rate:g}. K = infinity by L-BFGS until no "
+        f"entry of the mean loss's gradient is over {TOLERANCE:g}. Means and ranges of "
+        f"{settings.seeds} seeds, each with data of its own."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Not in the paper, whose tasks a linearised network can learn too. Theory: "
+    "without features as many examples are needed as there are functions of the degree; "
+    "with them, of the order of the number of inputs.",
+    grid="periods",
+)

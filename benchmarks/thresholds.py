@@ -1,0 +1,117 @@
+"""What each claim must show to be confirmed, and why so much.
+
+Set on the date below, after the runs of 2026-11-21 and an audit of them, and before any
+later run. A threshold changes only in a commit that says why, and the date with it.
+"""
+
+import dataclasses
+import math
+
+
+DATE = "2026-11-23"
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Bounds of a statistic, one of them or both."""
+
+    reason: str
+    above: float = -math.inf
+    below: float = math.inf
+
+    @property
+    def condition(self) -> str:
+        if math.isfinite(self.above) and math.isfinite(self.below):
+            return f"between {self.above:g} and {self.below:g}"
+        return f"> {self.above:g}" if math.isfinite(self.above) else f"< {self.below:g}"
+
+
+def within(size: float, reason: str) -> Threshold:
+    return Threshold(reason, -size, size)
+
+
+MOST_LEFT_OUT = 0.25
+"""Of the seeds; with more of them unfinished or untold, a mean is of a selection."""
+MOST_UNFINISHED = 0.5
+"""Of the runs at a point: with more even the median is not of a trained network."""
+CEILING = 0.98
+"""An accuracy, or a probe's, above which a difference can no longer be told: nine of 450
+test images are wrong, and the noise of one run is three."""
+TRAINED = 0.9
+"""The mean test accuracy on digits below which a network has not been trained: a linear
+classifier reaches 0.95."""
+
+# A direction
+
+FALLS = Threshold("a direction", below=0)
+RISES = Threshold("a direction", above=0)
+
+# Accuracies
+
+NO_LESS_ACCURATE = Threshold(
+    "the paper's 'nearly as accurate' is within 1 %: 82.3 against 81.4", above=-0.01
+)
+LIKE_FIRST = Threshold("the paper's 'nearly as accurate' is within 1 %", below=0.01)
+WITHIN_MNIST = Threshold("the paper's 0.4 %", below=0.004)
+SAME_PICTURE = Threshold("a fifth of the 1 % that is 'nearly as accurate'", below=0.002)
+ADAM_NO_WORSE = Threshold(
+    "half of the 1 % that the paper has Adam ahead of SGD", above=-0.005
+)
+TRIGGER_AS_ACCURATE = Threshold(
+    "a trigger is no worse than 1 %, or it is not worth having", above=-0.01
+)
+NOT_LOST = Threshold("the paper says that accuracy does not fall; 1 %", above=-0.01)
+REACHED_BY_TRUNCATED = within(0.02, "a quarter of the paper's gap of 9 points")
+
+# Other quantities
+
+ENOUGH_UPDATES = Threshold("the paper's 8 to 12", below=12.5)
+TWICE_AS_FAR = Threshold("'much faster' is twice as far, in log2", above=1)
+FIFTH_OF_THE_WAY = Threshold("the paper's 'about 20 %' is 10 to 40", 0.1, 0.4)
+SCALES_ALIKE = within(0.05, "a tenth of the slope of K = 1, which is about -0.5")
+HARDLY_ON_K = within(0.05, "less than a factor of 1.5 in four decades of K")
+TENTH_IS_STABLE = Threshold(
+    "the paper's 10^-5 is stable to K = 20,000 where 10^-4 diverges above 5", above=-1
+)
+FASTEST_EARLY = Threshold(
+    "most of the change in a fifth of the steps, four times its rate later", above=0.5
+)
+SAME_BEST = within(0.05, "less than a factor of two over six decades of lambda")
+HALF_AGREES = Threshold("more than half of what is tested", above=0.5)
+TRAINED_RMSE = 0.1
+"""On the quintic: a fortieth of the outputs' bound."""
+
+SUCCEEDS = Threshold("a fifth of the 50 % of guessing", below=0.1)
+FAILS = Threshold("twice the error that is a success", above=0.2)
+
+# What `gnlin.fit` does untuned, and differential equations
+
+FIT_TOLERANCE = 0.02
+"""As good is what is within this part of Adam's test accuracy or error, or better."""
+FIT_ENOUGH = 5
+"""Of the seven tasks."""
+AS_GOOD_AS_ADAM = Threshold("within 2 % of a tuned opponent", below=FIT_TOLERANCE)
+ON_MOST_TASKS = Threshold("five of seven tasks", above=(FIT_ENOUGH - 0.5) / 7)
+NONE = Threshold("none of them", below=0.5)
+PINN_ACCURACY = {
+    "poisson-2d": 1e-6,
+    "poisson-5d": 1e-3,
+    "heat": 1e-5,
+    "burgers": 1e-4,
+    "conductivity": 1e-4,
+}
+"""What was published of energy natural gradients, as a power of ten, and of those without
+such figures what first-order methods are said not to pass."""
+PINN_STAYS = 1e-4
+"""What first-order methods are said not to pass."""
+
+
+def published(equation: str) -> Threshold:
+    """Of the logarithm of a relative error."""
+    reason = "what was published of energy natural gradients, a power of ten"
+    return Threshold(reason, below=math.log10(PINN_ACCURACY[equation]))
+
+
+NOT_PASSED = Threshold(
+    "what first-order methods are said not to pass", above=math.log10(PINN_STAYS)
+)
