@@ -26,6 +26,7 @@ EXPERIMENTS = {
         "stability",
         "adaptive",
         "kernel-drift",
+        "regimes",
         "defaults",
         "pinn",
     )

@@ -81,6 +81,9 @@ HALF_AGREES = Threshold("more than half of what is tested", above=0.5)
 TRAINED_RMSE = 0.1
 """On the quintic: a fortieth of the outputs' bound."""
 
+FITTED_DIGITS = 0.05
+"""The training RMSE of targets of 0 and 1: a tenth of what would be a wrong class."""
+
 SUCCEEDS = Threshold("a fifth of the 50 % of guessing", below=0.1)
 FAILS = Threshold("twice the error that is a success", above=0.2)
 

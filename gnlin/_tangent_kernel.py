@@ -27,8 +27,6 @@ from ._tree import promoted
 
 
 Outputs = Literal["all", "trace", "diagonal"] | int
-# Tiles between two sets have so many times more rows than columns.
-_LONGER = 4
 
 
 class TangentKernel(eqx.Module):
@@ -274,17 +272,12 @@ class TangentKernel(eqx.Module):
 
     def _tile(self, sets: "_Sets") -> tuple[int, int]:
         """Its rows and columns, so that it takes half of the memory budget, and each
-        device has one. Between two sets it has more rows, whose blocks are kept, than
-        columns."""
-        longer = 1 if sets.x2 is None else _LONGER
-        devices = jax.local_device_count()
+        device has one."""
 
         def sides(size: int) -> tuple[int, int]:
-            return min(size * longer, sets.n1), min(size, sets.n2)
+            return min(size, sets.n1), min(size, sets.n2)
 
-        size = math.ceil(max(sets.n1, sets.n2) / devices)
-        if self._num_bytes(sets, sets.n1, sets.n2) <= self.memory_budget / 2:
-            return (sets.n1, sets.n2) if devices == 1 else sides(size)
+        size = math.ceil(max(sets.n1, sets.n2) / jax.local_device_count())
         while size > 1 and self._num_bytes(sets, *sides(size)) > self.memory_budget / 2:
             size = math.ceil(0.9 * size) if size > 10 else size - 1
         return sides(size)

@@ -1,0 +1,219 @@
+"""Network, large K, K = infinity, and regression with the trained network's kernel.
+
+Does the kernel that training has made generalise as the network does, and does its
+evidence say so? Digits by squared error. All that is linear is solved in closed form.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from numpy import ndarray
+
+import gnlin
+
+from .. import thresholds, training
+from ..experiment import Experiment, only, Place, Point, Runs
+from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
+from ..training import Columns, Images
+from ..verdicts import judge, Verdict
+
+
+LOSS = gnlin.SquaredError()
+NOISE = 0.1
+"""To begin with; the evidence finds its own."""
+REGIMES = {
+    "network": ("the network, K = 1", BLACK),
+    "large_k": ("large K", BLUE),
+    "after_kernel": ("regression with its after-kernel", GREEN),
+    "first_kernel": ("regression with the first kernel", ORANGE),
+    "endless": ("K = infinity", VERMILION),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Regimes(Images):
+    seeds: int = 8
+    sizes: tuple[int, ...] = (30, 60, 120)
+    period: int = 1_000
+    num_steps: int = 10_000
+    share_of_stable: float = 0.5
+    """The learning rate, of the largest stable one on the first linearised problem."""
+
+
+EMBEDDED = Regimes()
+QUICK = dataclasses.replace(EMBEDDED, seeds=2, sizes=(20, 30), period=50, num_steps=200)
+FULL = dataclasses.replace(EMBEDDED, seeds=20, sizes=(50, 100, 200, 400, 800))
+
+
+def points(settings: Regimes) -> list[Point]:
+    return [{"num_train": size} for size in settings.sizes]
+
+
+def train(settings: Regimes, point: Point, place: Place) -> Columns:
+    settings = dataclasses.replace(settings, num_train=point["num_train"])
+    runs = [_of_seed(settings, place, seed) for seed in range(settings.seeds)]
+    return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
+
+
+def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
+    (images, labels), _, (test_images, test_labels) = training.load(settings, place, seed)
+    data = images, jax.nn.one_hot(labels, training.NUM_CLASSES, dtype=images.dtype) - 0.1
+    start = training.model_of(settings)(jax.random.key(seed))
+    kernel = gnlin.TangentKernel(start)(images)
+    m = data[1].size
+    largest = jnp.linalg.norm(kernel.reshape(m, m), 2)
+    rate = settings.share_of_stable * 2 / largest
+    models: dict[str, Any] = {
+        "network": _trained(start, data, 1, rate, settings.num_steps),
+        "large_k": _trained(start, data, settings.period, rate, settings.num_steps),
+    }
+    found = {}
+
+    def look(name: str, outputs: Array) -> None:
+        found[f"{name}_error"] = 1 - float(gnlin.accuracy(outputs, test_labels))
+
+    for name, model in models.items():
+        outputs = jax.vmap(model)(images)
+        found[f"{name}_train_rmse"] = float(jnp.sqrt(jnp.mean((outputs - data[1]) ** 2)))
+        look(name, jax.vmap(model)(test_images))
+    look("endless", gnlin.predict.gradient_flow(start, data)(test_images))
+    kernels = {"first_kernel": start, "after_kernel": models["network"]}
+    for name, model in kernels.items():
+        posterior = gnlin.predict.posterior(model, data, noise=NOISE, from_zero=True)
+        posterior = posterior.tuned()
+        look(name, posterior(test_images).mean)
+        found[f"{name}_evidence"] = float(posterior.log_evidence()) / m
+    return found
+
+
+def _trained(start, data, period: int, rate: Array, num_steps: int):
+    """The first few steps say whether it goes well: what diverges is no number here."""
+    solver = gnlin.IterativeLinearisation(
+        period, rate, method="matrix-free" if period == 1 else "eigh"
+    )
+    updates = max(num_steps // period, 1)
+    return gnlin.solve(
+        start, data, solver, loss=LOSS, max_steps=updates, throw=False
+    ).model
+
+
+def finished(runs: Runs) -> ndarray:
+    """Whether a seed's networks have both been fitted."""
+    rmses = [runs.final(f"{name}_train_rmse") for name in ("network", "large_k")]
+    return np.max(rmses, axis=0) < thresholds.FITTED_DIGITS
+
+
+def errors(settings: Regimes, all_runs: Sequence[Runs], name: str) -> ndarray:
+    """By seed and size; NaN where training was not finished."""
+    columns = []
+    for size in settings.sizes:
+        runs = only(all_runs, num_train=size)
+        columns.append(np.where(finished(runs), runs.final(f"{name}_error"), np.nan))
+    return np.stack(columns, axis=1)
+
+
+def judge_all(settings: Regimes, all_runs: Sequence[Runs]) -> list[Verdict]:
+    by_name = {name: errors(settings, all_runs, name) for name in REGIMES}
+
+    def less(a: str, b: str) -> Float[ndarray, " seeds"]:
+        return np.mean(by_name[a] - by_name[b], axis=1)
+
+    gained = np.stack(
+        [
+            only(all_runs, num_train=size).final("after_kernel_evidence")
+            - only(all_runs, num_train=size).final("first_kernel_evidence")
+            for size in settings.sizes
+        ],
+        axis=1,
+    )
+    won = by_name["first_kernel"] - by_name["after_kernel"]
+    agrees = np.where(np.isnan(won), np.nan, np.sign(gained) == np.sign(won))
+    return [
+        judge(
+            "the after-kernel generalises as the network does",
+            "test error, after-kernel less network, mean over sizes",
+            less("after_kernel", "network"),
+            thresholds.LIKE_FIRST,
+        ),
+        judge(
+            "training improves the kernel",
+            "test error, after-kernel less first kernel, mean over sizes",
+            less("after_kernel", "first_kernel"),
+            thresholds.FALLS,
+        ),
+        judge(
+            f"K = {settings.period:,} learns features that K = infinity lacks",
+            "test error, large K less K = infinity, mean over sizes",
+            less("large_k", "endless"),
+            thresholds.FALLS,
+        ),
+        judge(
+            "the kernel of more evidence has the lower test error",
+            "share of sizes at which it has",
+            np.mean(agrees, axis=1),
+            thresholds.HALF_AGREES,
+        ),
+    ]
+
+
+def draw(settings: Regimes, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    with figure(out / "regimes.png", width=10, height=4.2) as drawing:
+        left, right = drawing.subplots(1, 2)
+        for name, (label, colour) in REGIMES.items():
+            values = 100 * errors(settings, all_runs, name)
+            known = np.isfinite(values).all(axis=1)
+            if name == "large_k":
+                label = f"K = {settings.period:,}"
+            if known.any():
+                band(left, settings.sizes, values[known], colour, label, "o-")
+        left.set(xscale="log", xlabel="Training images $n$", ylabel="Test error (%)")
+        left.set_xticks(settings.sizes, [f"{size:,}" for size in settings.sizes])
+        left.minorticks_off()
+        if left.get_legend_handles_labels()[0]:
+            left.legend(fontsize="small")
+        markers = "osD^v"
+        for size, marker in zip(settings.sizes, markers, strict=False):
+            runs = only(all_runs, num_train=size)
+            for name in ("first_kernel", "after_kernel"):
+                label, colour = REGIMES[name]
+                right.plot(
+                    runs.final(f"{name}_evidence"),
+                    100 * runs.final(f"{name}_error"),
+                    marker,
+                    color=colour,
+                    markersize=5,
+                    label=f"{label}, n = {size}" if size == settings.sizes[0] else None,
+                )
+        right.set(xlabel="Log evidence, a target", ylabel="Test error (%)")
+        right.legend(fontsize="small")
+    return {
+        "regimes": "Left: test error over the number of training images; means and "
+        f"ranges of {settings.seeds} seeds, each with images of its own. Networks are "
+        f"trained by {settings.num_steps:,} gradient steps at "
+        f"{settings.share_of_stable:g} of the largest stable learning rate, "
+        f"linearised anew after each or after {settings.period:,}; a seed at which "
+        f"one has a training RMSE of {thresholds.FITTED_DIGITS:g} or more is left out. "
+        "K = infinity and the regressions are solved in closed form, the regressions "
+        "with the noise of most evidence. Right: their test error over that evidence, "
+        "a marker for each number of images."
+    }
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Not in the paper. After-kernels: P. Long, *Properties of the After Kernel* "
+    "(2021), and S. Fort et al. (2020), on larger networks.",
+    grid="sizes",
+)
