@@ -8,6 +8,7 @@ from . import (
     features as features,
     filters as filters,
     preconditioners as preconditioners,
+    spectra as spectra,
 )
 from ._accuracy import accuracy as accuracy
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
