@@ -40,6 +40,7 @@ TABLES = {
     "damped": "benchmarks.speed.damped_step",
     "wide": "benchmarks.speed.wide",
     "kernel": "benchmarks.speed.kernels",
+    "eigenpairs": "benchmarks.speed.eigenpairs",
     "preconditioners": "benchmarks.speed.preconditioners",
     "precision": "benchmarks.speed.precision",
     "rejected": "benchmarks.speed.rejected",
