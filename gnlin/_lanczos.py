@@ -216,10 +216,11 @@ def leading(
         since, num_products = state.since + num_new, state.num_products + num_new
 
         # What stays when a random vector is taken is to leave room for what it adds.
+        rounding = ZERO_ROUNDINGS * eps * values[0]
         bound = jnp.where(state.novel, tolerance / 2, tolerance) * values[:k]
-        bound = jnp.maximum(bound, ZERO_ROUNDINGS * eps * values[0])
-        met = jnp.all(residuals[:k] <= bound)
-        novel = state.novel | ~met
+        met = jnp.all(residuals[:k] <= jnp.maximum(bound, rounding))
+        risen = values[:k] - state.values[:k] > tolerance * values[:k] + rounding
+        novel = state.novel | ~met | jnp.any(risen)
         whole = basis.size == n
         converged = met & ((~novel & (since >= _LOOK)) | whole)
         ended = whole | (num_products >= max_products) | ~jnp.isfinite(values[0])
@@ -236,7 +237,7 @@ def leading(
             residuals,
             num_products,
             jnp.where(reseeding, 0, since),
-            novel & ~met,
+            novel & ~reseeding,
             converged | ended,
             converged,
         )

@@ -68,6 +68,41 @@ def test_leading_eigenpairs_are_the_dense_ones(jacobian, k, dtype):
     np.testing.assert_allclose(smaller.T @ smaller, np.eye(k), rtol=0, atol=100 * eps)
 
 
+def test_every_copy_of_an_eigenvalue_is_found():
+    """One that is found between two looks, from a random vector, is news too."""
+
+    @jax.jit
+    def largest(jacobian):
+        pairs = spectra.leading(linear(jacobian), 10)
+        return pairs.eigenvalues, pairs.converged
+
+    for _ in range(12):
+        values = np.repeat(1 / np.arange(1, 31.0), 10)
+        w, converged = largest(of_spectrum(values, 300, 300))
+        assert converged
+        np.testing.assert_allclose(w, 1, rtol=1e-9)
+
+
+def test_leading_eigenpairs_of_groups_in_two_precisions():
+    def outputs(y, x):
+        return {"a": jnp.tanh(x @ y["w"]), "b": y["v"].astype(jnp.float64) ** 2}
+
+    y = {"w": jnp.arange(1.0, 4), "v": jnp.ones((2, 2), jnp.float32)}
+    lin = gnlin.linearise(outputs, y, X)
+    pairs = spectra.leading(lin, 5)
+    assert pairs.converged
+    matrix = np.asarray(lin.matrix(), float)
+    exact = np.linalg.svd(matrix, compute_uv=False)[:5] ** 2
+    np.testing.assert_allclose(pairs.eigenvalues, exact, rtol=1e-5)
+    v = pairs.on_parameters()
+    assert v["w"].shape == (5, 3)
+    assert v["v"].shape == (5, 2, 2)
+    assert v["v"].dtype == jnp.float32
+    u = np.asarray(pairs.on_outputs(), float)
+    left = matrix @ (matrix.T @ u) - exact * u
+    np.testing.assert_allclose(left, 0, rtol=0, atol=1e-4 * exact[0])
+
+
 def test_as_many_products_as_arpack():
     jacobian = of_spectrum(1 / np.arange(1, 401.0), 400, 450)
     kernel = jacobian @ jacobian.T
