@@ -74,7 +74,7 @@ class Eigenpairs(eqx.Module):
         pushed = jax.lax.map(
             lambda v: push_forward(self._on_parameters(v)), self._vectors
         )
-        return (self._inverse_roots()[:, None] * pushed).T
+        return (self._inverse_roots()[:, None] * pushed.astype(self._vectors.dtype)).T
 
     def on_parameters(self) -> PyTree[Array]:
         r"""Eigenvectors of the curvature, in the parameters' structure with a leading
@@ -344,8 +344,10 @@ def _mean(each: Float[Array, " probes"]) -> Estimate:
 def _smaller_side(
     jacobian: AbstractJacobian,
 ) -> tuple[_lanczos.Product, int, jnp.dtype]:
-    """Products with the kernel or with the curvature, of n x n."""
-    dtype = _tree.at_least_single((jacobian.codomain.leaves, jacobian.domain.leaves))
+    """Products with the kernel or the curvature, of n x n, as precise as they are."""
+    coarsest = max(jacobian.codomain.eps, jacobian.domain.eps)
+    is_double = coarsest <= jnp.finfo(jnp.float64).eps
+    dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
     if _outputs_are_fewer(jacobian):
 
         def of_kernel(u: Float[Array, " m"]) -> Float[Array, " m"]:
@@ -375,7 +377,7 @@ def _lift_parameters(jacobian, vectors, s, z):
 
 def _project_parameters(jacobian, vectors, s, residual):
     pulled, _ = ravel_pytree(jacobian.pull_back(residual))
-    along = matmul(vectors, pulled)
+    along = matmul(vectors, pulled.astype(vectors.dtype))
     return jnp.where(s == 0, 0, along / jnp.where(s == 0, 1, s))
 
 
