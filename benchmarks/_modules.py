@@ -43,6 +43,7 @@ TABLES = {
     "wide": "benchmarks.speed.wide",
     "kernel": "benchmarks.speed.kernels",
     "function-space": "benchmarks.speed.function_space",
+    "eigenpairs": "benchmarks.speed.eigenpairs",
     "preconditioners": "benchmarks.speed.preconditioners",
     "precision": "benchmarks.speed.precision",
     "rejected": "benchmarks.speed.rejected",

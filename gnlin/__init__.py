@@ -9,6 +9,7 @@ from . import (
     filters as filters,
     preconditioners as preconditioners,
     predict as predict,
+    spectra as spectra,
 )
 from ._accuracy import accuracy as accuracy
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients

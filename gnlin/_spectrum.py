@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from . import _lapack, _small_svd, _tree
 from ._jacobian import AbstractJacobian
 from ._sharding import is_here
 from ._tree import matmul, ravel_pytree
+from .filters import GradientDescent, Tikhonov
 
 
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
@@ -128,6 +129,67 @@ class Spectrum(eqx.Module):
     def gradient_norm(self) -> Scalar:
         r"""$\lVert\phi^\top r\rVert$, from the eigenvalues alone."""
         return _tree.norm(jnp.sqrt(self.eigenvalues) * self.coefficients)
+
+    def effective_dimension(self, damping: ScalarLike) -> Scalar:
+        r"""$d(\lambda) = \sum_i w_i/(w_i + \lambda)$: how many directions a damping
+        leaves free. Without damping it is the rank.
+
+        **Arguments:**
+
+        - `damping`: $\lambda \ge 0$.
+
+        ??? cite "Reference"
+
+            T. Hastie, R. Tibshirani and J. Friedman, *The elements of statistical
+            learning* (2009), equation 3.50.
+        """
+        return jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
+
+    def condition_number(self, damping: ScalarLike = 0.0) -> Scalar:
+        r"""$(w_1 + \lambda)/(w_k + \lambda)$, of the largest eigenvalue and the least:
+        how much longer the slowest of them takes to learn than the fastest. Without
+        damping, of those that are not zero.
+
+        **Arguments:**
+
+        - `damping`: $\lambda \ge 0$.
+        """
+        inverse = Tikhonov(damping)(self.eigenvalues)
+        damped = self.eigenvalues + jnp.asarray(damping, self.eigenvalues.dtype)
+        return jnp.max(damped) * jnp.max(inverse)
+
+    def steps_to_half(self, learning_rate: ScalarLike) -> Float[Array, " k"]:
+        r"""After how many steps of gradient descent each part of the residual is half of
+        what it was: $\log\frac12/\log|1 - \eta w|$, a real number; infinite where w is
+        zero, and where it is too large for that learning rate.
+
+        **Arguments:**
+
+        - `learning_rate`: $\eta > 0$.
+        """
+        growth = GradientDescent(1, learning_rate).log_growth(self.eigenvalues)
+        falls = ~(growth >= 0)
+        half = jnp.log(jnp.asarray(0.5, growth.dtype))
+        return jnp.where(falls, half / jnp.where(falls, growth, 1), jnp.inf)
+
+    def shares(self, of: PyTree[Array]) -> Float[Array, " k"]:
+        r"""$(u_i^\top r)^2/\lVert r\rVert^2$: what share of some outputs, such as the
+        targets or the residual, is along each eigenvector. What is missing from 1 in all
+        is along none of them; of zeros all shares are zero.
+
+        **Arguments:**
+
+        - `of`: of the outputs' structure.
+
+        ??? cite "Reference"
+
+            S. Arora et al., *Fine-grained analysis of optimization and generalization for
+            overparameterized two-layer neural networks*, ICML (2019), section 4.
+        """
+        flat, _ = ravel_pytree(of)
+        norm = _tree.norm(flat)
+        unit = flat / jnp.where(norm == 0, 1, norm)
+        return self.project(unit) ** 2
 
     def finite(self) -> Array:
         """Whether the Jacobian and the residual that went in were finite."""

@@ -9,9 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TYPE_CHECKING
 
+import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
+from . import features
 from ._checks import check_flag, check_nonnegative, check_period
 
 
@@ -19,7 +22,15 @@ if TYPE_CHECKING:
     from ._solution import History
 
 
-__all__ = ["Callback", "EarlyStop", "Log", "Measure", "Progress", "Run"]
+__all__ = [
+    "Callback",
+    "EarlyStop",
+    "KernelVelocity",
+    "Log",
+    "Measure",
+    "Progress",
+    "Run",
+]
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
 _EVENTS = "step", "feature_update", "validation", "epoch"
@@ -263,7 +274,44 @@ class Log(Callback):
                 self.write(name, float(value), run.step)
 
 
-class Measure(Callback):
+class _Looks(Callback):
+    """Looks at the model at one kind of event."""
+
+    every: Literal["step", "feature_update", "validation", "epoch"] | int
+
+    def look(self, run: Run) -> None:
+        raise NotImplementedError
+
+    def on_step(self, run: Run) -> None:
+        if self.every == "step" or (
+            not isinstance(self.every, str) and run.step % self.every == 0
+        ):
+            self.look(run)
+
+    def on_feature_update(self, run: Run) -> None:
+        if self.every == "feature_update":
+            self.look(run)
+
+    def on_validation(self, run: Run) -> None:
+        if self.every == "validation":
+            self.look(run)
+
+    def on_epoch(self, run: Run) -> None:
+        if self.every == "epoch":
+            self.look(run)
+
+
+def _check_every(every: object) -> None:
+    if isinstance(every, str) and every not in _EVENTS:
+        raise ValueError(
+            f"`every` must be one of {', '.join(map(repr, _EVENTS))} or a number of "
+            f"steps, but {every!r} was given."
+        )
+    if not isinstance(every, str):
+        check_period("every", every)
+
+
+class Measure(_Looks):
     """Puts figures of the model into the history, each a column of its own, such as those
     of `gnlin.features`.
 
@@ -293,38 +341,73 @@ class Measure(Callback):
         )
         if not (measures and by_name):
             raise ValueError("`measures` must be functions of the model, by name.")
-        if isinstance(every, str) and every not in _EVENTS:
-            raise ValueError(
-                f"`every` must be one of {', '.join(map(repr, _EVENTS))} or a number of "
-                f"steps, but {every!r} was given."
-            )
-        if not isinstance(every, str):
-            check_period("every", every)
+        _check_every(every)
         self.measures = dict(measures)
         self.every = every
         self.columns = tuple(measures)
 
-    def on_step(self, run: Run) -> None:
-        if self.every == "step" or (
-            not isinstance(self.every, str) and run.step % self.every == 0
-        ):
-            self._measure(run)
-
-    def on_feature_update(self, run: Run) -> None:
-        if self.every == "feature_update":
-            self._measure(run)
-
-    def on_validation(self, run: Run) -> None:
-        if self.every == "validation":
-            self._measure(run)
-
-    def on_epoch(self, run: Run) -> None:
-        if self.every == "epoch":
-            self._measure(run)
-
-    def _measure(self, run: Run) -> None:
+    def look(self, run: Run) -> None:
         model = run.model
         run.record({name: float(f(model)) for name, f in self.measures.items()})
+
+
+class KernelVelocity(_Looks):
+    r"""How fast the kernel moves, in the history's column `kernel_velocity`: by how much
+    a step, as its [`gnlin.features.kernel_distance`][] from that of the last look. The
+    first look is at the model as it comes.
+
+    **Arguments:**
+
+    - `inputs`: a batch of n, whose kernel is looked at: `(n c)^2` numbers, which are kept
+        to the next look, and in checkpoints.
+    - `every`: when, as of [`gnlin.callbacks.Measure`][].
+    - `filter_spec`: of which parameters, as of [`gnlin.features.kernel`][].
+
+    !!! example
+
+        ```python
+        gnlin.callbacks.KernelVelocity(inputs, every=10)
+        ```
+
+    ??? cite "Reference"
+
+        S. Fort et al., *Deep Learning versus Kernel Learning*, 2020.
+    """
+
+    columns = ("kernel_velocity",)
+
+    def __init__(
+        self,
+        inputs: PyTree[Array],
+        every: Literal["step", "feature_update", "validation", "epoch"] | int = "epoch",
+        filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+    ):
+        _check_every(every)
+        self.inputs = inputs
+        self.every = every
+        self.filter_spec = filter_spec
+
+    def on_start(self, run: Run) -> None:
+        self._keep(self._kernel(run), run)
+
+    def look(self, run: Run) -> None:
+        now, num_steps = self._kernel(run), run.step - int(self.last_step)
+        if num_steps > 0:
+            distance = float(features.kernel_distance(now, jnp.asarray(self.last)))
+            run.record({"kernel_velocity": distance / num_steps})
+            self._keep(now, run)
+
+    def _kernel(self, run: Run) -> features.Kernel:
+        return features.kernel(run.model, self.inputs, filter_spec=self.filter_spec)
+
+    def _keep(self, kernel: features.Kernel, run: Run) -> None:
+        self.last, self.last_step = np.asarray(kernel), np.array(run.step)
+
+    def state(self) -> PyTree:
+        return self.last, self.last_step
+
+    def restore(self, state: PyTree) -> None:
+        self.last, self.last_step = state
 
 
 class Progress(Callback):

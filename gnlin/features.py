@@ -43,6 +43,7 @@ __all__ = [
     "kernel_drift",
     "linearise_model",
     "parameter_distance",
+    "relative_distances",
     "target_alignment",
 ]
 
@@ -192,6 +193,35 @@ def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
     _check_alike("models' parameters", a, b)
     a, b = _tree.promoted((a, b))
     return _tree.norm(jax.tree.map(jnp.subtract, a, b))
+
+
+def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
+    r"""Which layers have moved: $\lVert\theta - \theta_s\rVert/\lVert\theta_s\rVert$ of
+    each array of parameters, in the models' structure. Zero for one that is as it was,
+    and infinite for one that was zero and is not, such as many a bias.
+
+    !!! example
+
+        ```python
+        moved = gnlin.features.relative_distances(model, model)
+        moved.layers[0].weight
+        measures = {
+            "first layer": lambda now: gnlin.features.relative_distances(now, model)
+            .layers[0]
+            .weight
+        }
+        gnlin.callbacks.Measure(measures)
+        ```
+    """
+    now, then = (eqx.filter(model, eqx.is_inexact_array) for model in (now, then))
+    _check_alike("models' parameters", now, then)
+
+    def of_array(a: Array, b: Array) -> Scalar:
+        a, b = (x.astype(_tree.at_least_single((a, b))) for x in (a, b))
+        moved, was = _tree.norm(a - b), _tree.norm(b)
+        return jnp.where(moved == 0, 0, moved / was)
+
+    return jax.tree.map(of_array, now, then)
 
 
 def direction_alignment(

@@ -11,6 +11,7 @@ from benchmarks.speed import (
     auto,
     costs,
     curve_fits,
+    eigenpairs,
     fits,
     graph,
     large,
@@ -247,4 +248,11 @@ def test_many_bounded_fits():
 def test_sparse_problems_are_solved_by_all(problem):
     rows = _sound(graph.solved(problem, 1))
     assert len(rows) == 3
+    assert all(row.solved for row in rows)
+
+
+def test_eigenpairs_of_all_libraries_are_as_precise():
+    (comparison,) = eigenpairs.comparisons(quick=True)
+    rows = _sound(comparison.rows)
+    assert _libraries(rows) == {"gnlin", "SciPy", "jax"}
     assert all(row.solved for row in rows)

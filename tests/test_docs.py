@@ -131,10 +131,9 @@ def _public() -> list[tuple[str, object]]:
         (f"gnlin.predict.{n}", getattr(gnlin.predict, n)) for n in gnlin.predict.__all__
     ]
     return [(n, o) for n, o in names if not inspect.ismodule(o)] + [
-        (f"{module.__name__}.{n}", o)
-        for module in (gnlin.filters, gnlin.damping)
-        for n, o in vars(module).items()
-        if inspect.isclass(o) and o.__module__ == module.__name__ and n[0] != "_"
+        (f"{module.__name__}.{n}", getattr(module, n))
+        for module in (gnlin.filters, gnlin.damping, gnlin.features, gnlin.spectra)
+        for n in module.__all__
     ]
 
 
@@ -183,6 +182,7 @@ def namespace():
         "y0": w,
         "y": w,
         "args": (inputs, targets),
+        "model": eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(2)),
         "operator": lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag),
         "b": jnp.ones(4),
         "solver": gnlin.IterativeLinearisation(100, 0.01),

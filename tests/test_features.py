@@ -114,6 +114,42 @@ def test_distance_of_models():
     assert float(features.parameter_distance(ONE, ONE)) == 0
 
 
+def test_which_layers_have_moved():
+    moved = features.relative_distances(OTHER, ONE)
+    assert jax.tree.structure(moved) == jax.tree.structure(
+        eqx.filter(ONE, eqx.is_inexact_array)
+    )
+    for k in (0, 1):
+        now, then = OTHER.layers[k].weight, ONE.layers[k].weight
+        expected = np.linalg.norm(now - then) / np.linalg.norm(then)
+        assert float(moved.layers[k].weight) == pytest.approx(expected)
+    assert all(x == 0 for x in jax.tree.leaves(features.relative_distances(ONE, ONE)))
+
+
+def test_what_was_zero_has_moved_without_bound():
+    zero, one = (jnp.zeros(3), jnp.zeros(2)), (jnp.ones(3), jnp.zeros(2))
+    assert list(map(float, features.relative_distances(one, zero))) == [np.inf, 0]
+
+
+def test_which_layers_move_while_the_last_is_trained():
+    spec = jax.tree.map(lambda _: False, ONE)
+    spec = eqx.tree_at(lambda m: m.layers[1].weight, spec, True)
+    moved = lambda k: lambda now: features.relative_distances(now, ONE).layers[k].weight
+    result = gnlin.fit(
+        ONE,
+        (X, jnp.ones((N, C))),
+        gnlin.DampedGaussNewton(1.0),
+        filter_spec=spec,
+        steps=2,
+        progress=False,
+        callbacks=gnlin.callbacks.Measure({"first": moved(0), "last": moved(1)}, "step"),
+    )
+    assert np.all(result.history["first"] == 0)
+    then, now = (model.layers[1].weight for model in (ONE, result.model))
+    expected = np.linalg.norm(now - then) / np.linalg.norm(then)
+    assert result.history["last"][-1] == pytest.approx(float(expected))
+
+
 def test_rows_along_directions():
     corners = jnp.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
     rows = jnp.array([[2.0, 2.0], [-3.0, 3.0], [1.0, 0.0], [0.0, 0.0]])
@@ -152,6 +188,10 @@ MISTAKES = {
     ),
     "models of other shapes": (
         lambda: features.parameter_distance(jnp.ones((3, 1)), jnp.ones((1, 3))),
+        "same structure and shapes",
+    ),
+    "layers of other shapes": (
+        lambda: features.relative_distances(jnp.ones((3, 1)), jnp.ones((1, 3))),
         "same structure and shapes",
     ),
     "models of other structures": (
@@ -237,6 +277,7 @@ def test_measures_at_validations():
         (lambda: gnlin.callbacks.Measure({"a": 1}), "must be functions of the model"),
         (lambda: gnlin.callbacks.Measure(MEASURES, "batch"), "`every` must be one of"),
         (lambda: gnlin.callbacks.Measure(MEASURES, 0), "`every` must be"),
+        (lambda: gnlin.callbacks.KernelVelocity(X, "look"), "`every` must be one of"),
     ],
 )
 def test_a_bad_measure_is_named(build, words):
@@ -253,3 +294,69 @@ def test_a_column_that_is_there_already():
             steps=1,
             callbacks=gnlin.callbacks.Measure({"loss": lambda model: 0.0}),
         )
+
+
+class Models(gnlin.callbacks.Callback):
+    """Every model of a run."""
+
+    def on_start(self, run):
+        self.models = [run.model]
+
+    def on_step(self, run):
+        self.models.append(run.model)
+
+
+def trained(seed=1, **arguments):
+    models = Models()
+    result = gnlin.fit(
+        network(seed),
+        (X[:4], jnp.ones((4, C))),
+        gnlin.IterativeLinearisation(3, 0.05),
+        batch_size=2,
+        progress=False,
+        callbacks=[models, *arguments.pop("callbacks", ())],
+        **arguments,
+    )
+    return result, models.models
+
+
+def test_the_kernels_velocity():
+    velocity = gnlin.callbacks.KernelVelocity(X, every=2)
+    result, models = trained(epochs=3, callbacks=[velocity])
+    kernels = [dense_kernel(model) for model in models[::2]]
+    expected = [
+        (1 - cosine(a, b)) / 2 for a, b in zip(kernels[1:], kernels, strict=False)
+    ]
+    column = result.history["kernel_velocity"]
+    np.testing.assert_allclose(column[1::2], expected, rtol=1e-6, atol=1e-12)
+    assert np.all(np.isnan(column[::2]))
+    assert min(expected) > 1e-9
+
+
+def test_the_velocity_of_some_parameters_kernel():
+    spec = jax.tree.map(lambda _: False, ONE)
+    spec = eqx.tree_at(lambda m: m.layers[1].bias, spec, True)
+    velocity = gnlin.callbacks.KernelVelocity(X, filter_spec=spec)
+    result, _ = trained(epochs=1, callbacks=[velocity])
+    # That of the last layer's biases is the same for all models.
+    assert result.history["kernel_velocity"][-1] == pytest.approx(0, abs=1e-12)
+
+
+def test_the_velocity_of_a_run_that_was_resumed(tmp_path):
+    velocity = lambda: [gnlin.callbacks.KernelVelocity(X, every=3)]
+    whole, _ = trained(epochs=3, callbacks=velocity())
+    trained(epochs=2, callbacks=velocity(), checkpoint=tmp_path)
+    resumed, _ = trained(epochs=3, callbacks=velocity(), checkpoint=tmp_path, resume=True)
+    np.testing.assert_array_equal(
+        resumed.history["kernel_velocity"], whole.history["kernel_velocity"]
+    )
+
+
+def test_the_distance_between_two_runs():
+    other, _ = trained(seed=2, epochs=1)
+    there = features.kernel(other.model, X)
+    apart = lambda now: features.kernel_distance(features.kernel(now, X), there)
+    between = gnlin.callbacks.Measure({"apart": apart})
+    result, _ = trained(seed=1, epochs=1, callbacks=[between])
+    expected = 1 - cosine(dense_kernel(result.model), dense_kernel(other.model))
+    assert result.history["apart"][-1] == pytest.approx(expected, rel=1e-9)

@@ -24,8 +24,9 @@ PUBLIC |= {
 }
 PUBLIC |= {
     name: value
-    for name, value in public_names(gnlin.features, "gnlin.features.")
-    if getattr(value, "__module__", "") == "gnlin.features"
+    for module in (gnlin.features, gnlin.spectra)
+    for name, value in public_names(module, f"{module.__name__}.")
+    if getattr(value, "__module__", "") == module.__name__
 }
 
 METHODS = {

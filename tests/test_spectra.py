@@ -1,0 +1,363 @@
+"""Spectra of large kernels, against dense ones in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.sparse.linalg import eigsh, LinearOperator
+
+import gnlin
+from gnlin import spectra
+
+
+RNG = np.random.default_rng(0)
+
+
+def of_spectrum(eigenvalues, m, p):
+    """A Jacobian with these eigenvalues of the kernel, and zeros."""
+    k = len(eigenvalues)
+    u, v = (np.linalg.qr(RNG.standard_normal((size, k)))[0] for size in (m, p))
+    return u * np.sqrt(eigenvalues) @ v.T
+
+
+def linear(jacobian, dtype=jnp.float64, **options):
+    jacobian = jnp.asarray(jacobian, dtype)
+    point = jnp.ones(jacobian.shape[1], dtype)
+    return gnlin.linearise(lambda y, args: args @ y, point, jacobian, **options)
+
+
+DECAYING = 1 / np.arange(1, 81.0) ** 1.5
+CASES = {
+    "more parameters": (of_spectrum(DECAYING, 80, 100), 9),
+    "more outputs": (of_spectrum(DECAYING, 100, 80), 9),
+    "repeated": (of_spectrum(np.repeat(DECAYING[:12], 10), 130, 140), 35),
+    "one value": (np.eye(12), 3),
+    "rank below k": (of_spectrum([3.0, 2.0, 1.0], 30, 40), 5),
+    "rank below k, more outputs": (of_spectrum([3.0, 2.0, 1.0], 40, 30), 5),
+    "all of them": (RNG.standard_normal((7, 9)), 7),
+    "one output": (RNG.standard_normal((1, 9)), 1),
+    "one parameter": (RNG.standard_normal((9, 1)), 1),
+    "zero": (np.zeros((9, 11)), 2),
+    "tiny": (1e-12 * of_spectrum(DECAYING, 80, 100), 9),
+    "huge": (1e12 * of_spectrum(DECAYING, 80, 100), 9),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize(("jacobian", "k"), CASES.values(), ids=CASES)
+def test_leading_eigenpairs_are_the_dense_ones(jacobian, k, dtype):
+    pairs = spectra.leading(linear(jacobian, dtype), k, tolerance=1e-5)
+    assert pairs.converged
+    w = np.asarray(pairs.eigenvalues, float)
+    u = np.asarray(pairs.on_outputs(), float)
+    v = np.asarray(pairs.on_parameters(), float).T
+    exact = np.linalg.svd(jacobian, compute_uv=False)[:k] ** 2
+    scale = exact[0] or 1
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(w, exact, rtol=0, atol=(1e-9 + 30 * eps) * scale)
+    np.testing.assert_array_equal(w == 0, exact < 1e-12 * scale)
+    known = w > 0
+    for square, x in ((jacobian @ jacobian.T, u), (jacobian.T @ jacobian, v)):
+        residuals = np.linalg.norm(square @ x - w * x, axis=0)
+        assert np.all(residuals <= 2e-5 * w + 60 * eps * scale)
+        np.testing.assert_allclose(
+            x[:, known].T @ x[:, known], np.eye(sum(known)), rtol=0, atol=100 * eps + 1e-9
+        )
+    smaller = u if u.shape[0] <= v.shape[0] else v
+    np.testing.assert_allclose(smaller.T @ smaller, np.eye(k), rtol=0, atol=100 * eps)
+
+
+def test_every_copy_of_an_eigenvalue_is_found():
+    """One that is found between two looks, from a random vector, is news too."""
+
+    @jax.jit
+    def largest(jacobian):
+        pairs = spectra.leading(linear(jacobian), 10)
+        return pairs.eigenvalues, pairs.converged
+
+    for _ in range(12):
+        values = np.repeat(1 / np.arange(1, 31.0), 10)
+        w, converged = largest(of_spectrum(values, 300, 300))
+        assert converged
+        np.testing.assert_allclose(w, 1, rtol=1e-9)
+
+
+def test_leading_eigenpairs_of_groups_in_two_precisions():
+    def outputs(y, x):
+        return {"a": jnp.tanh(x @ y["w"]), "b": y["v"].astype(jnp.float64) ** 2}
+
+    y = {"w": jnp.arange(1.0, 4), "v": jnp.ones((2, 2), jnp.float32)}
+    lin = gnlin.linearise(outputs, y, X)
+    pairs = spectra.leading(lin, 5)
+    assert pairs.converged
+    matrix = np.asarray(lin.matrix(), float)
+    exact = np.linalg.svd(matrix, compute_uv=False)[:5] ** 2
+    np.testing.assert_allclose(pairs.eigenvalues, exact, rtol=0, atol=1e-5 * exact[0])
+    v = pairs.on_parameters()
+    assert v["w"].shape == (5, 3)
+    assert v["v"].shape == (5, 2, 2)
+    assert v["v"].dtype == jnp.float32
+    u = np.asarray(pairs.on_outputs(), float)
+    assert np.all(np.isfinite(pairs.spectrum().shares(lin.outputs)))
+    left = matrix @ (matrix.T @ u) - exact * u
+    np.testing.assert_allclose(left, 0, rtol=0, atol=1e-4 * exact[0])
+
+
+def test_as_many_products_as_arpack():
+    jacobian = of_spectrum(1 / np.arange(1, 401.0), 400, 450)
+    kernel = jacobian @ jacobian.T
+    count = 0
+
+    def product(u):
+        nonlocal count
+        count += 1
+        return kernel @ u
+
+    start = RNG.standard_normal(400)
+    w, _ = eigsh(LinearOperator((400, 400), product), 10, tol=1e-5, v0=start)
+    pairs = spectra.leading(linear(jacobian), 10)
+    np.testing.assert_allclose(pairs.eigenvalues, w[::-1], rtol=1e-8)
+    assert int(pairs.num_products) < 2 * count
+
+
+def test_a_basis_beyond_the_budget_begins_anew():
+    jacobian = of_spectrum(1 / np.arange(1, 201.0), 200, 220)
+    budget = 2 * 20 * 200 * 8
+    pairs = spectra.leading(linear(jacobian, memory_budget=budget), 6)
+    assert pairs.converged
+    assert int(pairs.num_products) > 20
+    np.testing.assert_allclose(pairs.eigenvalues, 1 / np.arange(1, 7), rtol=1e-9)
+    whole = spectra.leading(linear(jacobian), 6)
+    assert int(whole.num_products) < int(pairs.num_products)
+
+
+def test_too_few_products_are_no_convergence():
+    jacobian = of_spectrum(DECAYING, 80, 100)
+    pairs = spectra.leading(linear(jacobian), 9, tolerance=1e-10, max_products=10)
+    assert not pairs.converged
+    assert int(pairs.num_products) < 20
+    assert pairs.residuals[-1] > 1e-10 * pairs.eigenvalues[-1]
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (30, 20)])
+def test_what_is_not_finite_does_not_converge(shape):
+    jacobian = RNG.standard_normal(shape)
+    jacobian[3, 4] = np.nan
+    pairs = spectra.leading(linear(jacobian), 3)
+    assert not pairs.converged
+    assert np.all(np.isnan(pairs.eigenvalues))
+    assert int(pairs.num_products) < 20
+
+
+def test_leading_eigenpairs_of_a_batch():
+    jacobians = np.stack([of_spectrum(c * DECAYING, 80, 100) for c in (1.0, 2.0)])
+
+    @jax.jit
+    @jax.vmap
+    def largest(jacobian):
+        pairs = spectra.leading(linear(jacobian), 4)
+        return pairs.eigenvalues, pairs.on_outputs(), pairs.converged
+
+    w, u, converged = largest(jacobians)
+    assert np.all(converged)
+    np.testing.assert_allclose(w, np.outer([1, 2], DECAYING[:4]), rtol=1e-9)
+    for c, jacobian, x in zip((1, 2), jacobians, np.asarray(u), strict=True):
+        found = jacobian @ jacobian.T @ x
+        np.testing.assert_allclose(found, c * DECAYING[:4] * x, rtol=0, atol=1e-5)
+
+
+def network(seed=0):
+    return eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(seed))
+
+
+X = jax.random.normal(jax.random.key(1), (10, 3))
+
+
+def test_the_leading_part_of_a_spectrum():
+    lin = gnlin.features.linearise_model(network(), X)
+    whole, pairs = lin.spectrum("svd"), spectra.leading(lin, 5, tolerance=1e-10)
+    part, targets = pairs.spectrum(), jnp.sin(X[:, :2])
+    np.testing.assert_allclose(part.eigenvalues, whole.eigenvalues[:5], rtol=1e-9)
+    np.testing.assert_allclose(
+        abs(part.coefficients), abs(whole.coefficients[:5]), rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        part.shares(targets), whole.shares(targets)[:5], rtol=1e-6, atol=1e-12
+    )
+    largest = lambda w: jnp.where(jnp.arange(w.size) < 5, 1 / (w + 0.1), 0)
+    expected = whole.with_residual(targets).step(largest)
+    found = pairs.spectrum(targets).step(gnlin.filters.Tikhonov(0.1))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_the_leading_part_with_more_outputs():
+    jacobian = of_spectrum(DECAYING[:6], 20, 6)
+    lin, r = linear(jacobian), RNG.standard_normal(20)
+    whole = lin.spectrum("svd")
+    part = spectra.leading(lin, 6, tolerance=1e-10).spectrum(jnp.asarray(r))
+    np.testing.assert_allclose(part.shares(jnp.asarray(r)), whole.shares(jnp.asarray(r)))
+    np.testing.assert_allclose(
+        part.step(gnlin.filters.Tikhonov(0.1)),
+        whole.with_residual(jnp.asarray(r)).step(gnlin.filters.Tikhonov(0.1)),
+    )
+
+
+#
+# What one asks of a spectrum
+#
+
+
+def test_effective_dimension_and_condition_number():
+    w = np.array([4.0, 1.0, 0.25])
+    spectrum = linear(of_spectrum(w, 5, 4)).spectrum("svd")
+    dimension = float(spectrum.effective_dimension(0.5))
+    assert dimension == pytest.approx(np.sum(w / (w + 0.5)))
+    assert float(spectrum.effective_dimension(0.0)) == pytest.approx(3)
+    assert float(spectrum.condition_number()) == pytest.approx(16)
+    assert float(spectrum.condition_number(0.5)) == pytest.approx(4.5 / 0.5)
+    dampings = jnp.array([0.1, 1.0])
+    np.testing.assert_allclose(
+        jax.vmap(spectrum.effective_dimension)(dampings),
+        [np.sum(w / (w + damping)) for damping in dampings],
+    )
+
+
+def test_condition_number_of_a_square_that_is_damped():
+    spectrum = linear(np.diag([2.0, 1.0])).spectrum("svd")
+    assert float(spectrum.condition_number(0.5)) == pytest.approx(4.5 / 1.5)
+
+
+def test_steps_until_half_is_learnt():
+    w = np.array([40.0, 15.0, 1.0, 0.01, 0.0])
+    spectrum = linear(np.diag(np.sqrt(w))).spectrum("svd")
+    eta = 0.1
+    found = np.asarray(spectrum.steps_to_half(eta))
+    assert np.all(np.isinf(found[[0, 4]]))
+    left = np.abs(1 - eta * w[1:4]) ** found[1:4]
+    np.testing.assert_allclose(left, 0.5, rtol=1e-12)
+    # The filter says the same: what is learnt is w g(w).
+    filter = gnlin.filters.GradientDescent(round(float(found[3])), eta)
+    learnt = w[3] * filter(jnp.array(w[3]))
+    assert float(learnt) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_shares_of_targets():
+    jacobian = of_spectrum([3.0, 2.0, 1.0], 6, 5)
+    spectrum = linear(jacobian).spectrum("eigh")
+    _, u = np.linalg.eigh(jacobian @ jacobian.T)
+    targets = RNG.standard_normal(6)
+    shares = np.asarray(spectrum.shares(jnp.asarray(1e200 * targets)))
+    expected = (u.T @ targets) ** 2 / np.sum(targets**2)
+    np.testing.assert_allclose(shares[-3:], expected[-3:], rtol=1e-9)
+    assert np.sum(shares) <= 1 + 1e-12
+    assert np.all(np.asarray(spectrum.shares(jnp.zeros(6))) == 0)
+
+
+#
+# Sums over all eigenvalues
+#
+
+
+ESTIMATES = {
+    "trace": (lambda lin, key: spectra.trace(lin, key=key), lambda w: np.sum(w)),
+    "log-determinant": (
+        lambda lin, key: spectra.log_determinant(lin, 0.1, key=key, num_steps=40),
+        lambda w: np.sum(np.log(w + 0.1)),
+    ),
+    "effective dimension": (
+        lambda lin, key: spectra.effective_dimension(lin, 0.1, key=key, num_steps=40),
+        lambda w: np.sum(w / (w + 0.1)),
+    ),
+}
+SQUARES = {
+    "more parameters": of_spectrum(DECAYING, 80, 100),
+    "more outputs": of_spectrum(DECAYING, 100, 80),
+    "low rank": of_spectrum([3.0, 2.0, 1.0], 60, 70),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize("jacobian", SQUARES.values(), ids=SQUARES)
+@pytest.mark.parametrize(("estimate", "exact"), ESTIMATES.values(), ids=ESTIMATES)
+def test_estimates_err_as_they_say(estimate, exact, jacobian, dtype):
+    expected = exact(np.linalg.eigvalsh(jacobian @ jacobian.T))
+    lin = linear(jacobian, dtype)
+    found = [estimate(lin, key) for key in jax.random.split(jax.random.key(0), 20)]
+    values = np.array([float(one.value) for one in found])
+    said = np.array([float(one.standard_error) for one in found])
+    rounding = 1e3 * float(jnp.finfo(dtype).eps) * abs(expected)
+    # In root mean square, over twenty draws. A trace's errors are of probes that are left
+    # out in turn, and not independent.
+    errors = np.sqrt(np.mean((values - expected) ** 2))
+    assert errors <= 2 * np.sqrt(np.mean(said**2)) + rounding
+    assert errors >= 0.4 * np.sqrt(np.mean(said**2)) - rounding
+
+
+def test_a_trace_from_as_many_probes_as_dimensions():
+    jacobian = RNG.standard_normal((6, 9))
+    found = spectra.trace(linear(jacobian), key=jax.random.key(0))
+    assert float(found.value) == pytest.approx(np.sum(jacobian**2), rel=1e-10)
+    assert float(found.standard_error) < 1e-9 * float(found.value)
+
+
+def test_estimates_of_nothing():
+    lin, key = linear(np.zeros((5, 7))), jax.random.key(0)
+    assert float(spectra.trace(lin, key=key).value) == pytest.approx(0, abs=1e-12)
+    found = spectra.log_determinant(lin, 2.0, key=key)
+    assert float(found.value) == pytest.approx(5 * np.log(2))
+    assert float(spectra.effective_dimension(lin, 2.0, key=key).value) == 0
+
+
+@pytest.mark.parametrize(
+    "estimate", [one for one, _ in ESTIMATES.values()], ids=ESTIMATES
+)
+def test_estimates_of_what_is_not_finite(estimate):
+    jacobian = np.ones((5, 7))
+    jacobian[1, 2] = np.inf
+    found = estimate(linear(jacobian), jax.random.key(0))
+    assert np.isnan(found.value)
+
+
+LIN = linear(np.eye(3, 4))
+MISTAKES = {
+    "too many": (lambda: spectra.leading(LIN, 4), "3 x 4 has 3 eigenpairs, but 4 were"),
+    "none": (lambda: spectra.leading(LIN, 0), "`k` must be a whole number"),
+    "a tolerance of zero": (
+        lambda: spectra.leading(LIN, 1, tolerance=0.0),
+        "`tolerance` must be greater than 0",
+    ),
+    "no products": (
+        lambda: spectra.leading(LIN, 1, max_products=0),
+        "`max_products` must be a whole number",
+    ),
+    "no memory": (
+        lambda: spectra.leading(linear(np.eye(30, 40), memory_budget=2000), 8),
+        "8 eigenvectors of 30 numbers, twice, take more than the memory budget of 2000",
+    ),
+    "one probe": (
+        lambda: spectra.trace(LIN, key=jax.random.key(0), num_probes=1),
+        "`num_probes` must be at least 2",
+    ),
+    "no key": (lambda: spectra.trace(LIN, key=0), "`key` must be one key"),
+    "no damping": (
+        lambda: spectra.log_determinant(LIN, 0.0, key=jax.random.key(0)),
+        "`damping` must be greater than 0",
+    ),
+    "no steps": (
+        lambda: spectra.effective_dimension(LIN, 1.0, key=jax.random.key(0), num_steps=0),
+        "`num_steps` must be a whole number",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_in_one_sentence(run, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        run()
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    assert ". " not in message
