@@ -46,6 +46,15 @@ def test_digits(tmp_path):
     assert rows["Adam"][0] > 60
 
 
+def test_function_space(tmp_path):
+    said = run("function_space.py", "--out", tmp_path)
+    for name in ("tangent_kernel.png", "uncertainty.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+    shares = [int(x) for x in re.findall(r"\| (\d+) % \|", said)]
+    assert shares[1] > shares[0] + 5
+    assert 0.9 < float(said.split()[-1]) <= 1.0
+
+
 def test_linear_probe():
     rows = percentages(run("linear_probe.py"))
     assert rows["layer 3"][1] > rows["layer 3"][0] + 5

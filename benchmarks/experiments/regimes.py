@@ -41,13 +41,15 @@ class Regimes(Images):
     seeds: int = 8
     sizes: tuple[int, ...] = (30, 60, 120)
     period: int = 1_000
-    num_steps: int = 10_000
-    share_of_stable: float = 0.5
+    num_steps: int = 30_000
+    share_of_stable: float = 0.05
     """The learning rate, of the largest stable one on the first linearised problem."""
 
 
 EMBEDDED = Regimes()
-QUICK = dataclasses.replace(EMBEDDED, seeds=2, sizes=(20, 30), period=50, num_steps=200)
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=2, sizes=(20, 30), period=100, num_steps=3_000
+)
 FULL = dataclasses.replace(EMBEDDED, seeds=20, sizes=(50, 100, 200, 400, 800))
 
 
