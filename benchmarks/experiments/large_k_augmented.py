@@ -106,12 +106,14 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
     name, other = f"K = {last.point['period']:,}", f"K = {first.point['period']}"
     stopped = training.early_stopped
+    untested = training.untrained(settings, first.final("test_accuracy"))
     return [
         judge(
             f"{name} ends nearly as accurate as {other}",
             "final test accuracy of the one less that of the other, a seed",
             last.final("test_accuracy") - first.final("test_accuracy"),
             thresholds.NO_LESS_ACCURATE,
+            untested=untested,
         ),
         judge(
             f"Stopped early, {name} is nearly as accurate as {other}",
@@ -119,6 +121,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "other, a seed",
             stopped(last) - stopped(first),
             thresholds.NO_LESS_ACCURATE,
+            untested=untested,
         ),
         judge(
             "8 to 12 feature updates suffice",
@@ -126,6 +129,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "early; one more than all where it never is, a seed",
             training.updates_to(last, stopped(first) - 0.01),
             thresholds.ENOUGH_UPDATES,
+            untested=untested,
         ),
     ]
 
