@@ -25,8 +25,6 @@ from ..training import Columns, Images, Labelled
 from ..verdicts import judge, Verdict
 
 
-NUM_PROBED = 100
-"""Training images that a probe sees: of a thousand it is at its ceiling at once."""
 PROBED_LAYERS = 1, 2
 COLOURS = BLUE, VERMILION
 
@@ -41,6 +39,8 @@ class LargeK(Images):
     num_steps: int = 48_000
     num_looks: int = 60
     augmentation: str = "shift"
+    num_probed: int = 100
+    """Training images that a probe sees: of a thousand it is at its ceiling at once."""
     num_filters: int = 3
     """Of the first layer, that are kept."""
 
@@ -59,6 +59,7 @@ FULL = dataclasses.replace(
     reduction="sum",
     num_steps=50_000_000,
     num_looks=200,
+    num_probed=10_000,
     augmentation="flip-and-crop",
 )
 
@@ -72,7 +73,8 @@ def train(settings: LargeK, point: Point, place: Place) -> Columns:
 
     def callbacks(draw, model):
         images, labels = draw.train
-        probed = (images[:NUM_PROBED], labels[:NUM_PROBED]), draw.test
+        few = slice(settings.num_probed)
+        probed = (images[few], labels[few]), draw.test
         measures = {
             f"probe_{layer}": functools.partial(probe, layer=layer, data=probed)
             for layer in PROBED_LAYERS
