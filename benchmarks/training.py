@@ -34,6 +34,7 @@ from .figures import band
 from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
 from .networks.mlp import digits_mlp, teacher_mlp
 from .networks.resnet import resnet18
+from .thresholds import TRAINED
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -510,6 +511,13 @@ def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
     """The paper's "optimal early stopping": the best test accuracy of all looks, which is
     chosen on the test images, and the higher the more looks there are."""
     return runs["test_accuracy"].max(axis=1)
+
+
+def untrained(settings: Images, accuracy: Float[ndarray, " seeds"]) -> str:
+    """Why runs on digits of such test accuracies cannot tell; empty if they can."""
+    if settings.data != "digits" or accuracy.mean() >= TRAINED:
+        return ""
+    return f"the network is not trained: its accuracy is {accuracy.mean():.1%}"
 
 
 def updates_to(

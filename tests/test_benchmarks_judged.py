@@ -198,6 +198,12 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
     # Of the means over the seeds, 0.955 and 0.935.
     assert alike.estimate == within.estimate == pytest.approx(0.02)
     assert worse.estimate == pytest.approx(-0.38)
+    assert NOT_TESTED not in outcomes([alike, within, worse])
+    for finite in runs[:2]:
+        finite.columns["test_accuracy"] -= 0.5
+    assert set(outcomes(mnist_k.judge_all(settings, runs))) == {NOT_TESTED}
+    on_mnist = dataclasses.replace(settings, data="mnist")
+    assert NOT_TESTED not in outcomes(mnist_k.judge_all(on_mnist, runs))
 
 
 def test_residual_networks_are_judged_by_their_best_and_their_fall():

@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 
 import gnlin
 from benchmarks.data import digits
+from benchmarks.data.teachers import TEACHERS
 from benchmarks.networks.cnn import digits_cnn, lenet, max_pool, smooth_digits_cnn
 from benchmarks.networks.resnet import Block, resnet18
 from benchmarks.networks.transformer import patches, transformer
@@ -126,6 +127,40 @@ def test_pooling_refuses_a_remainder():
 #
 # Digits
 #
+
+
+def test_a_draw_splits_all_and_evenly():
+    labels = np.random.default_rng(0).integers(0, 10, 1797)
+    parts = digits.drawn(labels, None, 5)
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(1797))
+    assert [len(part) for part in parts] == [1197, 150, 450]
+    share = np.bincount(labels) / 1797
+    for part in (*parts, parts.train[:100]):
+        assert np.abs(np.bincount(labels[part]) - share * len(part)).max() < 2
+    few = digits.drawn(labels, 30, 5)
+    np.testing.assert_array_equal(few.train, parts.train[:30])
+    assert not np.array_equal(digits.drawn(labels, None, 6).test, parts.test)
+
+
+@pytest.mark.parametrize("name", list(TEACHERS))
+def test_teachers_classes_are_what_they_are_said_to_be(name):
+    teacher = TEACHERS[name]
+    (x, y), (held_out, _), (test_x, test_y) = teacher.draw(40, 1)
+    assert x.shape == (40, 30)
+    assert (len(held_out), len(test_y)) == (500, 2000)
+    a, b, c = x[:, :3].T
+    if name == "parity":
+        expected = a * b * c
+    elif name == "staircase":
+        # Of degree 2: nothing of degree 3 is needed for the sign.
+        expected = a + a * b - a * c
+        np.testing.assert_array_equal(np.sign(expected), np.sign(a + a * b + a * b * c))
+    else:
+        expected = np.polynomial.hermite_e.hermeval(a, [0, 0, 0, 1])
+    np.testing.assert_array_equal(y, expected > 0)
+    # Fewer training examples leave what tests as it was.
+    np.testing.assert_array_equal(teacher.draw(7, 1)[2][0], test_x)
+    assert teacher.num_functions == {2: 435, 3: 4060}[teacher.degree]
 
 
 def test_a_stratified_split_is_spread_through_the_file():

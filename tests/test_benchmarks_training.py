@@ -231,7 +231,7 @@ def cifar(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "arguments", "points"),
     [
-        ("k-sweep", ["--grid", "1,8,1e8"], 7),
+        ("k-sweep", ["--grid", "1,8,1e8"], 8),
         ("large-k-augmented", [], 2),
         ("resnet", [], 4),
     ],

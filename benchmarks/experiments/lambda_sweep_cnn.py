@@ -1,12 +1,15 @@
-"""Test accuracy against damping: a convolutional network, each problem solved by Adam.
+"""Test accuracy against damping: a convolutional network, each problem solved.
 
-`lambda |theta - theta_s|^2` is added to the loss of each linearised problem.
+`lambda |theta - theta_s|^2` is added to the mean loss of each linearised problem. On the
+full batch that is minimised by Newton's method, on mini-batches by so many steps of Adam,
+which must be many: with few of them it is they that damp.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Bool
@@ -23,15 +26,17 @@ from ..verdicts import judge, slope, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class LambdaSweepCNN(Images):
-    dampings: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-    period: int = 500
-    """Of Adam's steps on each linearised problem."""
+    seeds: int = 8
+    dampings: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    num_updates: int = 30
+    """On the full batch."""
+    period: int = 50_000
+    """On mini-batches, Adam's steps on each linearised problem."""
     network: str = "digits-cnn"
-    num_train: int | None = 100
-    batch_size: int | None = 50
+    num_train: int | None = 50
     learning_rate: float = 1e-3
-    num_steps: int = 5_000
-    num_looks: int = 10
+    """Of Adam."""
+    num_looks: int = 30
 
 
 EMBEDDED = LambdaSweepCNN()
@@ -39,8 +44,8 @@ QUICK = dataclasses.replace(
     EMBEDDED,
     seeds=2,
     dampings=(1e-4, 1e-2, 1.0),
-    period=10,
-    num_steps=30,
+    num_train=20,
+    num_updates=3,
     num_looks=3,
 )
 FULL = dataclasses.replace(
@@ -49,7 +54,6 @@ FULL = dataclasses.replace(
     data="cifar10",
     network="lenet",
     num_train=None,
-    period=50_000,
     batch_size=256,
     num_steps=1_000_000,
     num_looks=100,
@@ -61,6 +65,13 @@ def points(settings: LambdaSweepCNN) -> list[Point]:
 
 
 def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
+    if settings.batch_size is None:
+        # Of lambda / 2 |theta - theta_s|^2, and of the sum.
+        damping = 2 * point["damping"] * len(training.load(settings, place, 0).train[1])
+        solver = gnlin.DampedGaussNewton(
+            jnp.asarray(damping), form="prox-linear", search=None
+        )
+        return training.full_batch(settings, place, solver, settings.num_updates)
     solver = gnlin.IterativeLinearisation(
         settings.period,
         optimiser=optax.adam(settings.learning_rate),
@@ -109,11 +120,16 @@ def draw(
             band(axes, settings.dampings, values.T, colour, label, "o-")
         axes.set(xscale="log", xlabel=r"Damping $\lambda$", ylabel="Final accuracy (%)")
         axes.legend()
+    solved = f"by Newton's method, {settings.num_updates} of them"
+    if settings.batch_size is not None:
+        solved = (
+            f"by {settings.period:,} steps of Adam (learning rate "
+            f"{settings.learning_rate:g}), {settings.num_steps:,} steps in all"
+        )
     return {
         "lambda_sweep_cnn": "Final accuracy against damping, each linearised problem "
-        f"solved by {settings.period:,} steps of Adam (learning rate "
-        f"{settings.learning_rate:g}), {settings.num_steps:,} steps in all. "
-        f"{training.described(settings)}; means and ranges of {settings.seeds} seeds."
+        f"solved {solved}. {training.described(settings)}; means and ranges of "
+        f"{settings.seeds} seeds."
     }
 
 

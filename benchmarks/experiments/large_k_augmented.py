@@ -25,8 +25,6 @@ from ..training import Columns, Images, Labelled
 from ..verdicts import judge, Verdict
 
 
-NUM_PROBED = 100
-"""Training images that a probe sees: of a thousand it is at its ceiling at once."""
 PROBED_LAYERS = 1, 2
 COLOURS = BLUE, VERMILION
 
@@ -41,6 +39,8 @@ class LargeK(Images):
     num_steps: int = 48_000
     num_looks: int = 60
     augmentation: str = "shift"
+    num_probed: int = 100
+    """Training images that a probe sees: of a thousand it is at its ceiling at once."""
     num_filters: int = 3
     """Of the first layer, that are kept."""
 
@@ -59,6 +59,7 @@ FULL = dataclasses.replace(
     reduction="sum",
     num_steps=50_000_000,
     num_looks=200,
+    num_probed=10_000,
     augmentation="flip-and-crop",
 )
 
@@ -72,7 +73,8 @@ def train(settings: LargeK, point: Point, place: Place) -> Columns:
 
     def callbacks(draw, model):
         images, labels = draw.train
-        probed = (images[:NUM_PROBED], labels[:NUM_PROBED]), draw.test
+        few = slice(settings.num_probed)
+        probed = (images[few], labels[few]), draw.test
         measures = {
             f"probe_{layer}": functools.partial(probe, layer=layer, data=probed)
             for layer in PROBED_LAYERS
@@ -106,12 +108,14 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
     name, other = f"K = {last.point['period']:,}", f"K = {first.point['period']}"
     stopped = training.early_stopped
+    untested = training.untrained(settings, first.final("test_accuracy"))
     return [
         judge(
             f"{name} ends nearly as accurate as {other}",
             "final test accuracy of the one less that of the other, a seed",
             last.final("test_accuracy") - first.final("test_accuracy"),
             thresholds.NO_LESS_ACCURATE,
+            untested=untested,
         ),
         judge(
             f"Stopped early, {name} is nearly as accurate as {other}",
@@ -119,6 +123,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "other, a seed",
             stopped(last) - stopped(first),
             thresholds.NO_LESS_ACCURATE,
+            untested=untested,
         ),
         judge(
             "8 to 12 feature updates suffice",
@@ -126,6 +131,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "early; one more than all where it never is, a seed",
             training.updates_to(last, stopped(first) - 0.01),
             thresholds.ENOUGH_UPDATES,
+            untested=untested,
         ),
     ]
 

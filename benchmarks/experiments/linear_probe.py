@@ -16,7 +16,7 @@ from ..experiment import Runs
 from ..figures import figure
 from ..verdicts import judge, Verdict
 from . import large_k_augmented
-from .large_k_augmented import caption, COLOURS, ends, LargeK, NUM_PROBED, PROBED_LAYERS
+from .large_k_augmented import caption, COLOURS, ends, LargeK, PROBED_LAYERS
 
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -74,7 +74,7 @@ def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         panels[0].legend()
     return {
         "linear_probe": "Test accuracy of a linear classifier of each layer's pooled "
-        f"activations, trained on {NUM_PROBED:,} images; means and ranges. "
+        f"activations, trained on {settings.num_probed:,} images; means and ranges. "
         f"{caption(settings, all_runs)}"
     }
 

@@ -86,6 +86,8 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     finite = [period for period in settings.periods if period < math.inf]
     final = {k: only(all_runs, period=k).final("test_accuracy") for k in finite}
 
+    untested = training.untrained(settings, final[min(finite)]) if finite else ""
+
     def alike(claim, periods):
         return judge(
             claim,
@@ -93,6 +95,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
             np.stack([final[k] for k in periods], axis=1) if len(periods) > 1 else [],
             thresholds.WITHIN_MNIST,
             statistic=lambda finals: float(np.ptp(finals.mean(axis=0))),
+            untested=untested,
         )
 
     verdicts = [
@@ -111,6 +114,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"same of K = {first:g} in those steps, a seed",
                 of_longest - levelling(only(all_runs, period=first), longest),
                 thresholds.RISES,
+                untested=untested,
             )
         )
     if math.inf in settings.periods and finite:
@@ -121,6 +125,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "final test accuracy of the linearised network less the worst of theirs",
                 endless - np.min(list(final.values()), axis=0),
                 thresholds.FALLS,
+                untested=untested,
             )
         )
     return verdicts

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxtyping import Float
-from numpy import ndarray
-
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
@@ -96,7 +93,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "K = 1, a seed",
                 best(last) - best(first),
                 thresholds.NO_LESS_ACCURATE,
-                untested=_untrained(best(first)),
+                untested=training.untrained(settings, best(first)),
             )
         )
     plain, normalised = (
@@ -109,16 +106,10 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
             "normalisation, a seed",
             fall(normalised) - fall(plain),
             thresholds.RISES,
-            untested=_untrained(best(plain)),
+            untested=training.untrained(settings, best(plain)),
         )
     )
     return verdicts
-
-
-def _untrained(accuracy: Float[ndarray, " seeds"]) -> str:
-    if accuracy.mean() >= thresholds.TRAINED:
-        return ""
-    return f"the network is not trained: its accuracy is {accuracy.mean():.1%}"
 
 
 def draw(settings: ResNets, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
