@@ -23,6 +23,7 @@ from ._residuals import (
     as_groups,
     GroupNetwork,
     Groups,
+    GroupsByName,
     of_groups,
     refuse_for_groups,
     refuse_samplers,
@@ -60,7 +61,7 @@ _WELL = "successful", "nonlinear_max_steps_reached"
 
 def solve(
     model: Model,
-    data: tuple[PyTree, ...] | Groups | Sequence[Residuals] | Residuals,
+    data: tuple[PyTree, ...] | GroupsByName | Groups | Sequence[Residuals] | Residuals,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),

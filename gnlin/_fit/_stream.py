@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import a_kind_of, as_batch, as_tuple, not_finite
-from .._residuals import Groups, where_not_finite
+from .._residuals import GroupsByName, where_not_finite
 from ._identity import checksum, described
 
 
@@ -78,7 +78,7 @@ class GroupStream(ArrayStream):
 
     num_batches = 1
 
-    def __init__(self, groups: Groups, data: tuple):
+    def __init__(self, groups: GroupsByName, data: tuple):
         self._groups = groups
         self.data = data
         self.batch_size = None
