@@ -1,5 +1,7 @@
 """Groups and robust losses through optimistix, beside SciPy's and `gnlin.solve`."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -175,6 +177,29 @@ def test_targets_of_a_group_without_data():
     found = optx.least_squares(group, gnlin.LevenbergMarquardt(), jnp.array(1.0), x)
     # (p - 2) + 2 (2 p - 4) = 1: the third pulls with its delta.
     np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
+
+
+def test_errors_in_x_are_odrpacks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import scipy.odr as odr
+
+        rng = np.random.default_rng(1)
+        t = T + 0.05 * rng.normal(size=T.size)
+        y = TRUE[0] * np.exp(-TRUE[1] * T) + TRUE[2] + 0.05 * rng.normal(size=T.size)
+        model = odr.Model(lambda p, t: p[0] * np.exp(-p[1] * t) + p[2])
+        data = odr.RealData(t, y, sx=0.05, sy=0.05)
+        expected = odr.ODR(data, model, START, sstol=1e-15, partol=1e-15).run()
+    groups = gnlin.Groups(
+        [
+            gnlin.Residuals(lambda q, ty: decay(q["p"], (q["t"], ty[1])) / 0.05),
+            gnlin.Residuals(lambda q, ty: (q["t"] - ty[0]) / 0.05),
+        ]
+    )
+    begin = {"p": jnp.asarray(START), "t": jnp.asarray(t)}
+    solver = gnlin.LevenbergMarquardt()
+    found = optx.least_squares(groups, solver, begin, (jnp.asarray(t), jnp.asarray(y)))
+    np.testing.assert_allclose(found.value["p"], expected.beta, rtol=1e-6)
 
 
 def test_labels_are_for_gnlins_solvers():
