@@ -51,7 +51,7 @@ from ._objective import (
 )
 from ._passes import Passes as Passes
 from ._problem import Quadratic as Quadratic
-from ._residuals import Residuals as Residuals
+from ._residuals import Groups as Groups, Residuals as Residuals
 from ._schedules import EisenstatWalker as EisenstatWalker
 from ._solution import History as History, Solution as Solution
 from ._solve import solve as solve

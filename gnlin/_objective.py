@@ -65,6 +65,10 @@ class AbstractObjective(eqx.Module):
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         """What has to settle for a run to have converged."""
 
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Residuals of which half the sum of squares is the objective."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def expand(self, lin: Linearisation) -> Quadratic:
         """The second-order expansion in the outputs of a linearisation."""
@@ -191,6 +195,11 @@ class BatchLoss(AbstractObjective):
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return self.gradient(outputs) if self.is_quadratic else outputs
 
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Residuals of which half the sum of squares is the loss, if there are any."""
+        each = jax.vmap(self.loss.plain)(outputs, self.targets)
+        return each if self.weights is None else _by_example(jnp.sqrt(self.weights), each)
+
     def expand(self, lin: Linearisation) -> Quadratic:
         return _expanded(lin, *self.whitened(lin.outputs))
 
@@ -289,6 +298,9 @@ class GroupLoss(AbstractObjective):
 
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.residual(outputs[name]) for name, part in self.parts.items()}
+
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.plain(outputs[name]) for name, part in self.parts.items()}
 
     def expand(self, lin: Linearisation) -> Quadratic:
         factors, residual, rest = {}, {}, {}

@@ -8,17 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Key, PyTree, ScalarLike
+from jaxtyping import Array, ArrayLike, Key, PyTree, ScalarLike
 
 from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
 from ._data import a_kind_of, as_arrays, rows_not_finite
-from ._jacobian import PerGroup, Selected
+from ._jacobian import AtOnce, PerGroup, Selected
+from ._known import AbstractKnown, Posed
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import Frozen, partition
-from ._objective import GroupLosses
+from ._objective import GroupLosses, objective_of
 
 
-class Residuals(eqx.Module):
+class Residuals(AbstractKnown):
     r"""A group of residuals: a function of the model and of one example, and examples.
 
     What is minimised is the sum over groups of `weight` times the `loss` of the residuals
@@ -26,13 +27,19 @@ class Residuals(eqx.Module):
 
     $$\sum_g w_g\,\tfrac12 \sum_n \lVert f_g(\theta, x_n)\rVert^2.$$
 
+    It is also a function that `optimistix.least_squares` takes, as are several in
+    [`gnlin.Groups`][]. The solvers of gnlin then know its examples and its loss; any
+    other is given residuals of which half the sum of squares is the objective.
+
     **Arguments:**
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
         arrays. It may differentiate the model by its input.
     - `data`: the examples, a pytree of arrays with a leading axis over them; or, in
         [`gnlin.fit`][], a function `points(key)` that returns such, drawn anew for each
-        step.
+        step. Left out, `fn` is of everything at once: `fn(y, args)` with optimistix's
+        `args`; elsewhere these are `None`, and it is a function of the model alone, such
+        as a penalty.
     - `weight`: of the group, finite and not negative; such as a volume over the number of
         its points.
     - `loss`: of the residuals, [`gnlin.SquaredError`][] by default; a robust one, such as
@@ -44,9 +51,15 @@ class Residuals(eqx.Module):
     - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
         over the examples.
 
-    **Raises:** `ValueError` if there are no examples, or the weight cannot be meant.
+    **Raises:** `ValueError` if there are no examples, or the weight cannot be meant; and
+    from a solver other than gnlin's for a loss that is neither squared nor robust.
 
     !!! example
+
+        ```python
+        robust = gnlin.Residuals(residuals, loss=gnlin.Huber(0.1))
+        solution = optx.least_squares(robust, gnlin.LevenbergMarquardt(), y0, args)
+        ```
 
         ```python
         x = jnp.linspace(0, 1, 20)
@@ -59,10 +72,10 @@ class Residuals(eqx.Module):
     """
 
     fn: Callable[[Any, Any], PyTree[Array]]
-    data: Any
+    data: Any = None
     weight: ScalarLike = eqx.field(default=1.0, converter=as_scalar, kw_only=True)
     loss: AbstractLoss = eqx.field(default=SquaredError(), kw_only=True)
-    targets: PyTree[Array] = eqx.field(default=None, kw_only=True)
+    targets: PyTree[ArrayLike] = eqx.field(default=None, kw_only=True)
     select: Callable[[Any], PyTree[Array]] | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
@@ -73,15 +86,71 @@ class Residuals(eqx.Module):
             check_callable(
                 "select", self.select, "a function of one example", "lambda x: x"
             )
+            if self.data is None:
+                raise ValueError(
+                    "`select` is of one example, and without `data` there is none: pass "
+                    "`data`, or leave `select` out."
+                )
         check_finite_nonnegative("weight", self.weight)
         check_loss(self.loss)
 
+    def posed(self, y: PyTree[Array], args: Any) -> Posed:
+        return Groups(self).posed(y, args)
 
-Groups = Mapping[str, Residuals]
+
+class Groups(AbstractKnown):
+    """Groups of residuals as one function, for `optimistix.least_squares`.
+
+    The solvers of gnlin know each group's examples and its loss; any other is given
+    residuals of which half the sum of squares is the objective.
+
+    **Arguments:**
+
+    - `groups`: [`gnlin.Residuals`][] in a dictionary or a list, as [`gnlin.solve`][]
+        has them. Those without data are called with optimistix's `args`.
+
+    **Raises:** `ValueError` if these are no groups; and from a solver other than gnlin's
+    for a loss that is neither squared nor robust.
+
+    !!! example
+
+        ```python
+        penalty = gnlin.Residuals(lambda y, _: y, weight=1e-3)
+        groups = gnlin.Groups([gnlin.Residuals(residuals), penalty])
+        solution = optx.least_squares(groups, gnlin.LevenbergMarquardt(), y0, args)
+        ```
+    """
+
+    groups: Any
+
+    def __check_init__(self):
+        if as_groups(self.groups) is None:
+            raise ValueError(
+                "`groups` must be `gnlin.Residuals` in a dictionary or a list, but "
+                f"{a_kind_of(self.groups)} was given."
+            )
+
+    def posed(self, y: PyTree[Array], args: Any) -> Posed:
+        groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
+        refuse_samplers(groups)
+        if args is not None and all(group.data is not None for group in groups.values()):
+            raise ValueError("The residuals have their data: leave `args` out.")
+        every = lambda _: True
+        _, network, (inputs, targets, _), losses = of_groups(y, groups, every)
+        inputs = {k: args if groups[k].data is None else x for k, x in inputs.items()}
+        outputs = eqx.filter_eval_shape(network.outputs, y, inputs)
+        losses.check(outputs, targets)
+        objective = objective_of(losses, outputs, (inputs, targets, None))
+        return network.function(), inputs, objective
 
 
-def as_groups(data: Any) -> Groups | None:
+GroupsByName = Mapping[str, Residuals]
+
+
+def as_groups(data: Any) -> GroupsByName | None:
     """Of a dictionary or a list of groups, or a single one; `None` of anything else."""
+    if isinstance(data, Groups):
+        data = data.groups
     if isinstance(data, Residuals):
         return _checked({"residuals": data})
     pairs: list = []
@@ -100,7 +169,7 @@ def as_groups(data: Any) -> Groups | None:
     return _checked(dict(pairs))
 
 
-def _checked(groups: Groups) -> Groups:
+def _checked(groups: GroupsByName) -> GroupsByName:
     """With its arrays as JAX's."""
     return {name: _with_arrays(name, group) for name, group in groups.items()}
 
@@ -110,6 +179,9 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
         return _sampled(name, group)
     trees = {"data": group.data, "targets": group.targets}
     trees = as_arrays(f"data of the group {name!r}", trees)
+    if group.data is None:  # one example, of everything
+        targets = jax.tree.map(lambda x: x[None], trees["targets"])
+        return _with(group, None, targets)
     leaves = jax.tree.leaves(trees)
     if not jax.tree.leaves(trees["data"]):
         raise ValueError(f"The group {name!r} has no data: pass arrays.")
@@ -122,12 +194,12 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
         )
     if 0 in lengths:
         raise ValueError(f"The group {name!r} holds 0 examples: leave it out.")
-    return eqx.tree_at(
-        lambda g: (g.data, g.targets),
-        group,
-        (trees["data"], trees["targets"]),
-        is_leaf=lambda x: x is None,
-    )
+    return _with(group, trees["data"], trees["targets"])
+
+
+def _with(group: Residuals, data: PyTree, targets: PyTree) -> Residuals:
+    places, none = lambda g: (g.data, g.targets), lambda x: x is None
+    return eqx.tree_at(places, group, (data, targets), is_leaf=none)
 
 
 def _sampled(name: str, group: Residuals) -> Residuals:
@@ -162,6 +234,7 @@ class GroupNetwork(eqx.Module):
     takes_key: bool = eqx.field(static=True, default=False)
     has_state: bool = eqx.field(static=True, default=False)
     axis_name: str = eqx.field(static=True, default="batch")
+    at_once: frozenset[str] = eqx.field(static=True, default=frozenset())
     samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
         default_factory=dict
     )
@@ -204,7 +277,10 @@ class GroupNetwork(eqx.Module):
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         def of_one(name: str) -> Callable:
-            fn = eqx.Partial(_residuals, name, self.frozen, self.fns[name])
+            at_once = name in self.at_once
+            fn = eqx.Partial(_residuals, name, at_once, self.frozen, self.fns[name])
+            if at_once:
+                return AtOnce(fn)
             select = self.selections.get(name)
             return fn if select is None else Selected(fn, select)
 
@@ -223,14 +299,20 @@ class GroupNetwork(eqx.Module):
         return self
 
 
-def _residuals(name: str, frozen: Frozen, fn: Callable, parameters: PyTree, example: Any):
+def _residuals(
+    name: str,
+    at_once: bool,
+    frozen: Frozen,
+    fn: Callable,
+    parameters: PyTree,
+    example: Any,
+):
     try:
         residuals = fn(frozen.in_training(parameters), example)
     except (IndexError, TypeError, ValueError) as error:
-        what = (
-            f"The function of the group {name!r} is called with the model and one example"
-        )
-        raise _failed(what, error) from error
+        what = f"The function of the group {name!r} is called with the model and "
+        what += "`args`, as the group has no `data`" if at_once else "one example"
+        raise _failed(what, error, at_once) from error
     leaves = jax.tree.leaves(residuals)
     if not leaves or not all(map(eqx.is_array_like, leaves)):
         raise ValueError(
@@ -240,15 +322,16 @@ def _residuals(name: str, frozen: Frozen, fn: Callable, parameters: PyTree, exam
     return residuals
 
 
-def _failed(what: str, error: Exception) -> ValueError:
-    """Of a function of one example."""
+def _failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
+    """Of a function of one example, or of everything."""
     said = str(error).strip().partition("\n")[0].rstrip(".")
-    return ValueError(f"{what}, without the data's leading axis, and failed: {said}.")
+    how = "" if at_once else ", without the data's leading axis"
+    return ValueError(f"{what}{how}, and failed: {said}.")
 
 
 def of_groups(
     model: PyTree,
-    groups: Groups,
+    groups: GroupsByName,
     filter_spec: PyTree | Callable[[Any], bool],
     batch_size: Mapping[str, int | None] | int | None = None,
     part_size: int | None = None,
@@ -262,6 +345,7 @@ def of_groups(
     network = GroupNetwork(
         frozen,
         {name: group.fn for name, group in groups.items()},
+        at_once=frozenset(k for k, g in groups.items() if g.data is None),
         samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
         batch_sizes=_batch_sizes(groups, batch_size),
         selections={name: group.select for name, group in groups.items()},
@@ -322,11 +406,12 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
 
 
 def _batch_sizes(
-    groups: Groups, batch_size: Mapping[str, int | None] | int | None
+    groups: GroupsByName, batch_size: Mapping[str, int | None] | int | None
 ) -> dict[str, int | None]:
     """Of each group; a number is for all that have as many examples."""
     if not isinstance(batch_size, Mapping):
-        every = {name: batch_size for name, g in groups.items() if not callable(g.data)}
+        arrays = lambda g: g.data is not None and not callable(g.data)
+        every = {name: batch_size for name, g in groups.items() if arrays(g)}
     else:
         every = dict(batch_size)
         if unknown := sorted(set(every) - set(groups)):
@@ -343,6 +428,10 @@ def _batch_sizes(
                 f"The group {name!r} draws its data, as many as it likes: leave its "
                 "`batch_size` out."
             )
+        if groups[name].data is None:
+            raise ValueError(
+                f"The group {name!r} has no examples: leave its `batch_size` out."
+            )
         n = jax.tree.leaves(groups[name].data)[0].shape[0]
         if size > n:
             raise ValueError(
@@ -351,7 +440,7 @@ def _batch_sizes(
     return every
 
 
-def refuse_samplers(groups: Groups) -> None:
+def refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):
             raise ValueError(
@@ -369,7 +458,7 @@ def refuse_for_groups(**options: Any) -> None:
             raise ValueError(f"`{name}` is not for groups of residuals: {hint}.")
 
 
-def where_not_finite(groups: Groups) -> str:
+def where_not_finite(groups: GroupsByName) -> str:
     """Which example of which group is not finite, in a sentence; or ""."""
     for name, group in groups.items():
         for bad in rows_not_finite(eqx.filter(group.data, eqx.is_array)):

@@ -23,6 +23,7 @@ from ._residuals import (
     as_groups,
     GroupNetwork,
     Groups,
+    GroupsByName,
     of_groups,
     refuse_for_groups,
     refuse_samplers,
@@ -60,7 +61,7 @@ _WELL = "successful", "nonlinear_max_steps_reached"
 
 def solve(
     model: Model,
-    data: tuple[PyTree, ...] | Groups | Sequence[Residuals] | Residuals,
+    data: tuple[PyTree, ...] | GroupsByName | Groups | Sequence[Residuals] | Residuals,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
@@ -71,6 +72,7 @@ def solve(
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     axis_name: str = "batch",
     part_size: int | None = None,
+    history: bool = True,
     throw: bool = False,
 ) -> Solution[Model]:
     r"""Train an Equinox model on a full batch by a solver of this library.
@@ -109,6 +111,8 @@ def solve(
     - `part_size`: how many examples (of each group) have their activations in memory at
         once; those of the rest are made anew in each product, at some 4/3 of its time.
         `None` for all of them.
+    - `history`: whether to keep a row of each step. Of many small runs under `jax.vmap`
+        it takes longer than the steps.
     - `throw`: whether to raise if the run ends in non-finite numbers, diverges or stands
         still. If not, it warns, and `solution.result` says so. Reaching `max_steps` does
         neither.
@@ -131,6 +135,7 @@ def solve(
     check_count("max_steps", max_steps)
     if part_size is not None:
         check_count("part_size", part_size)
+    check_flag("history", history)
     check_flag("throw", throw)
     check_divergence(divergence)
     check_loss(loss)
@@ -160,9 +165,10 @@ def solve(
             checked_outputs(setting, parameters, state, batch)
         start = parameters, state
         (carry, num_steps), rows, result, loss_now = _run(
-            setting, batch, start, max_steps
+            setting, batch, start, max_steps, history
         )
-    rows["step"] = rows["num_feature_updates"]  # each of which is one
+    if history:
+        rows["step"] = rows["num_feature_updates"]  # each of which is one
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
     reason = complaint = ""
@@ -202,7 +208,7 @@ class _Now(NamedTuple):
     num_steps: Int[Array, ""]
 
 
-def _run(setting: Setting, data: tuple, start: tuple, max_steps: int):
+def _run(setting: Setting, data: tuple, start: tuple, max_steps: int, history: bool):
     """All steps: in one program, and where there are many in several runs of it, so that
     the history takes memory as it is filled."""
     # As a part of another program it is one run: nobody can ask for more of it.
@@ -210,7 +216,8 @@ def _run(setting: Setting, data: tuple, start: tuple, max_steps: int):
     traced = any(isinstance(x, Tracer) for x in leaves)
     # 3 and 3.0 are equal, and not the same program.
     types = tuple(map(type, leaves))
-    sizes = max_steps, max_steps if traced else min(max_steps, _MOST_ROWS), types
+    num_rows = max_steps if traced else min(max_steps, _MOST_ROWS)
+    sizes = max_steps, num_rows, history, types
     now, rows, *ended = _steps(setting, data, start, sizes)
     parts = [rows]
     while not (isinstance(now.num_steps, Tracer) or _is_over(now, max_steps)):
@@ -230,7 +237,7 @@ def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
 @eqx.filter_jit
 def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
     """The first steps from some parameters and a model's state, or more of them."""
-    max_steps, num_rows, _ = sizes
+    max_steps, num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
     # Here, because evaluating the model's shapes takes longer than many a run, and is
     # done once a compilation.
@@ -249,6 +256,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
 
     row = row_of(now.carry.solver_state)
     row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
+    row = row if history else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
     def full(now):
@@ -259,7 +267,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
         args = setting.args(inputs, num_steps, carry.model_state)
         carry, row = advanced(setting, objective, outputs, args, carry, num_steps)
         at = num_steps - begun
-        rows = jax.tree.map(lambda r, x: r.at[at].set(x), rows, row)
+        rows = {name: r.at[at].set(row[name]) for name, r in rows.items()}
         return _Now(kept(carry), num_steps + 1), rows
 
     # As far as the steps go by themselves, and then a look at the gradient: in a loop of

@@ -57,11 +57,13 @@ class Setting(NamedTuple):
         and is the same for all that the step asks."""
         key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
         key, augment_key = jax.random.split(jax.random.fold_in(key, number))
-        num_examples = jax.tree.leaves(inputs)[0].shape[0]
+
+        def of_each(key: Key[Array, ""]) -> Key[Array, " n"]:
+            return jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
+
         if self.augment is not None:
-            keys = jax.random.split(augment_key, num_examples)
-            inputs = jax.vmap(self.augment)(inputs, keys)
-        keys = jax.random.split(key, num_examples) if self.network.takes_key else None
+            inputs = jax.vmap(self.augment)(inputs, of_each(augment_key))
+        keys = of_each(key) if self.network.takes_key else None
         return self.network.args(inputs, keys, state)
 
     def drawn(self, data: tuple, number: ScalarLike) -> tuple:

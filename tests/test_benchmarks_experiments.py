@@ -36,6 +36,7 @@ def read(path):
         pytest.param("lambda-sweep-cnn", 1, marks=pytest.mark.slow),
         pytest.param("mnist-k", 3, marks=pytest.mark.slow),
         pytest.param("provable-features", 2, marks=pytest.mark.slow),
+        pytest.param("regimes", 4, marks=pytest.mark.slow),
         pytest.param("resnet", 3, marks=pytest.mark.slow),
         pytest.param("solved-subproblem", 2, marks=pytest.mark.slow),
         pytest.param("stability", 3, marks=pytest.mark.slow),

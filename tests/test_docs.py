@@ -64,12 +64,14 @@ REACHED = {
         and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
         and n["robust"].outliers().tolist() == [8, 30]
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
+        and abs(n["orthogonal"].value["p"]["rate"] - n["fit"].parameters["rate"]) < 0.1
     ),
     "docs/groups.md": lambda n: (
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]
         and np.mean(n["result"].history.loss[-3:]) < 0.5 * n["result"].history.loss[0]
         and n["kernel"].shape == (10, 50)
         and np.allclose(n["poses"][200], [0, 0, 2 * np.pi], atol=1e-6)
+        and abs(n["found"].value["rate"] - 1.3) < 0.05
     ),
     "docs/differential-equations.md": lambda n: (
         n["error"](n["solution"].model) < 2e-4

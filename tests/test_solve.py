@@ -663,3 +663,10 @@ def test_outputs_far_from_one_in_single_precision(unit):
     np.testing.assert_allclose(solution.model[1][0], expected, 1e-5, 1e-6 * unit)
     gradient = np.linalg.norm(x.T.astype(float) @ targets[:, 0])
     np.testing.assert_allclose(solution.history.gradient_norm[0], gradient, rtol=1e-5)
+
+
+def test_without_a_history():
+    runs = [gnlin.solve(network(), (X, T), max_steps=9, history=h) for h in (True, False)]
+    np.testing.assert_array_equal(*(numbers(run.model) for run in runs))
+    assert runs[1].history.columns == []
+    assert runs[1].stats["num_steps"] == 9

@@ -48,7 +48,7 @@ class Regimes(Images):
 
 EMBEDDED = Regimes()
 QUICK = dataclasses.replace(
-    EMBEDDED, seeds=2, sizes=(20, 30), period=100, num_steps=3_000
+    EMBEDDED, seeds=2, sizes=(20, 30), period=100, num_steps=1_000
 )
 FULL = dataclasses.replace(EMBEDDED, seeds=20, sizes=(50, 100, 200, 400, 800))
 
@@ -190,7 +190,7 @@ def draw(settings: Regimes, all_runs: Sequence[Runs], out: Path) -> Mapping[str,
                     marker,
                     color=colour,
                     markersize=5,
-                    label=f"{label}, n = {size}" if size == settings.sizes[0] else None,
+                    label=label if size == settings.sizes[0] else None,
                 )
         right.set(xlabel="Log evidence, a target", ylabel="Test error (%)")
         right.legend(fontsize="small")

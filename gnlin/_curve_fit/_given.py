@@ -16,7 +16,7 @@ from ._program import Curve, Data, flat
 def as_start(value: Any) -> Array:
     """One of the parameters, a number or an array."""
     value = _as_floats(value, "start")
-    if not isinstance(value, Tracer) and not bool(jnp.all(jnp.isfinite(value))):
+    if not isinstance(value, Tracer) and not np.all(np.isfinite(value)):
         raise ValueError(f"`start` must be finite, but {value} was given.")
     return value
 
@@ -95,9 +95,12 @@ def several(
 
     failures: list[Exception] = []
 
+    def called(free):  # `f` itself, which is then not traced for each call
+        return jax.eval_shape(curve.f, curve.merged(free, kept), x)
+
     def shapes(free):
         try:
-            out = jax.eval_shape(lambda p: curve.f(curve.merged(p, kept), x), free)
+            out = called(free)
         except Exception as error:
             failures.append(error)
             return None
@@ -122,11 +125,10 @@ def several(
             "`f` is called as `f(parameters, x)`, of JAX's operations, and failed: "
             f"{type(failures[0]).__name__}: {said}."
         ) from failures[0]
-    found = jax.eval_shape(lambda p: curve.f(curve.merged(p, kept), x), free)
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
         f"{jax.tree.map(jnp.shape, given)}, but has "
-        f"{jax.tree.map(lambda o: o.shape, found)}."
+        f"{jax.tree.map(lambda o: o.shape, called(free))}."
     )
 
 
@@ -134,26 +136,30 @@ def data_of(
     x: PyTree, y: Float[Array, "*sets m"], sigma: Any, nan_policy: str
 ) -> tuple[Data, Any]:
     """The data, and which of it is of one data set."""
-    missing = jnp.isnan(y)
-    if not isinstance(y, Tracer):
-        if not bool(jnp.all(jnp.isfinite(y) | missing)):
+    known = not isinstance(y, Tracer)
+    numpy: Any = np if known else jnp  # in which each operation takes less
+    missing = numpy.isnan(y)
+    if known:
+        if np.any(np.isinf(y)):
             raise ValueError("`y` must be finite, but has an infinite value.")
-        if nan_policy == "raise" and bool(jnp.any(missing)):
+        if nan_policy == "raise" and np.any(missing):
             raise ValueError(
                 "`y` has a missing value (NaN): leave it out, or pass "
                 '`nan_policy="omit"`.'
             )
-    if not isinstance(y, Tracer) and bool(jnp.all(missing)):
-        raise ValueError("There is no data: all of `y` is missing, or it is empty.")
-    counted = jnp.where(missing, 0, 1).astype(y.dtype)
+        if np.all(missing):
+            raise ValueError("There is no data: all of `y` is missing, or it is empty.")
+    counted = jnp.asarray(numpy.where(missing, 0, 1), y.dtype)
     errors = _errors(sigma, y)
     covariance = _is_covariance(errors, y)
-    if covariance and not isinstance(y, Tracer) and bool(jnp.any(missing)):
+    if covariance and known and np.any(missing):
         raise ValueError(
             "With a covariance as `sigma` no value of `y` may be missing: leave its row "
             "and column out."
         )
-    data: Any = Data(x, jnp.where(missing, 0, y), errors, counted)
+    if not known or np.any(missing):
+        y = jnp.where(missing, 0, y)
+    data: Any = Data(x, y, errors, counted)
     if y.ndim == 1:
         return data, Data(None, None, None, None)  # type: ignore[arg-type]
     own = sigma is None or (errors.ndim == 2 and not covariance)

@@ -116,7 +116,8 @@ def fitted(
 
     def one(data, start, bounds):
         solver = with_bounds(setting.solver, bounds)
-        return _fitted(setting._replace(solver=solver), data, start)
+        alone = not levels
+        return _fitted(setting._replace(solver=solver), data, start, history=alone)
 
     for of_level in reversed(levels):
         one = jax.vmap(one, in_axes=of_level)
@@ -142,7 +143,9 @@ def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton
     return eqx.tree_at(lambda s: s.bounds, solver, bounds, is_leaf=lambda x: x is None)
 
 
-def _fitted(setting: Setting, data: Data, start: PyTree[Array]) -> Fitted:
+def _fitted(
+    setting: Setting, data: Data, start: PyTree[Array], *, history: bool
+) -> Fitted:
     curve, solver, loss = setting.curve, setting.solver, setting.loss
     fixed = setting.fixed
 
@@ -160,6 +163,7 @@ def _fitted(setting: Setting, data: Data, start: PyTree[Array]) -> Fitted:
         loss=loss,
         max_steps=setting.max_steps,
         divergence=None,
+        history=history,
     )
     _, parameters = solution.model
     lin = linearise(scaled, parameters, (data, fixed))
@@ -187,7 +191,7 @@ def _fitted(setting: Setting, data: Data, start: PyTree[Array]) -> Fitted:
         num_points,
         num_free,
         jnp.where(num_points > num_free, variance, jnp.inf),
-        solution.history,
+        solution.history if history else None,
         solution.result,
         solution.stats["num_steps"],
     )

@@ -57,7 +57,8 @@ class CurveFit(eqx.Module):
     - `multipliers`: the derivative of the objective by those, 0 for others.
     - `aic`, `bic`: Akaike's and the Bayesian information criterion.
     - `losses`: of all `starts`, the best first.
-    - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][].
+    - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][]; of several
+        data sets or starts there is no history, which would take longer than their steps.
     """
 
     parameters: PyTree

@@ -12,7 +12,7 @@ from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._identity import checksum, described
-from .._residuals import Groups, where_not_finite
+from .._residuals import GroupsByName, where_not_finite
 
 
 class Batch(NamedTuple):
@@ -78,7 +78,7 @@ class GroupStream(ArrayStream):
 
     num_batches = 1
 
-    def __init__(self, groups: Groups, data: tuple):
+    def __init__(self, groups: GroupsByName, data: tuple):
         self._groups = groups
         self.data = data
         self.batch_size = None

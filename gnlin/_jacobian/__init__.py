@@ -14,4 +14,4 @@ from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
 from ._rows import Rows as Rows
 from ._scaled import Scaled as Scaled
-from ._stacked import PerGroup as PerGroup, Stacked as Stacked
+from ._stacked import AtOnce as AtOnce, PerGroup as PerGroup, Stacked as Stacked

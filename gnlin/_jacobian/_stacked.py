@@ -17,6 +17,15 @@ from ._of_examples import PerExample
 from ._stack import Stack
 
 
+class AtOnce(eqx.Module):
+    """A function of all that it is given, as of one example."""
+
+    fn: Callable[[Any, Any], PyTree[Array]]
+
+    def __call__(self, y, args):
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], self.fn(y, args))
+
+
 class PerGroup(eqx.Module):
     """Functions of one example each, lifted to groups of independent ones: a
     [`gnlin.PerExample`][] for each name, of the arrays of that name."""
@@ -24,8 +33,11 @@ class PerGroup(eqx.Module):
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
     part_size: int | None = eqx.field(default=None, static=True)
 
-    def each(self) -> dict[str, PerExample]:
-        return {name: PerExample(fn, self.part_size) for name, fn in self.fns.items()}
+    def each(self) -> dict[str, Callable[[Any, Any], PyTree[Array]]]:
+        def lifted(fn):
+            return fn if isinstance(fn, AtOnce) else PerExample(fn, self.part_size)
+
+        return {name: lifted(fn) for name, fn in self.fns.items()}
 
     def __call__(self, y, args):
         return {name: fn(y, args[name]) for name, fn in self.each().items()}

@@ -88,6 +88,14 @@ class AbstractLoss(eqx.Module):
         a closed form may know it to more digits than the difference of the values."""
         return self.value(outputs, target) - self.value(new_outputs, target)
 
+    def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
+        """Residuals, in the outputs' structure, of which half the sum of squares is the
+        loss; `ValueError` if there are none."""
+        raise ValueError(
+            f"`gnlin.{type(self).__name__}` is no sum of squares, which is all that "
+            "solvers other than gnlin's know: use one of gnlin's."
+        )
+
     def target_weights(self, target: PyTree[Array]) -> Float[Array, "..."]:
         """What each target of one example counts in a mean: an example as one, unless it
         is a sequence."""

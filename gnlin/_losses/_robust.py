@@ -1,11 +1,14 @@
 """Losses that grow linearly, or less, so that no outlier has the last word."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from equinox import AbstractVar
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._checks import check_finite_positive
-from ._base import AbstractElementwiseLoss, Reduction
+from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
 class AbstractRobust(AbstractElementwiseLoss):
@@ -21,6 +24,28 @@ class AbstractRobust(AbstractElementwiseLoss):
     @property
     def unit(self) -> float:
         return float(self.delta) ** 2
+
+    def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
+        each = functools.partial(_signed_root, self)
+        return jax.tree.map(each, outputs, as_outputs(target, outputs))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _signed_root(loss: AbstractRobust, output: Array, target: Array) -> Array:
+    r"""$z = \pm\sqrt{2\rho(r)}$, with the sign of the residual r: smooth where the loss
+    is, and like r where that is small."""
+    root = jnp.sqrt(2 * loss.elementwise(output, target))
+    return jnp.where(output < target, -root, root)
+
+
+@_signed_root.defjvp
+def _(loss: AbstractRobust, primals, tangents):
+    output, target = primals
+    z = _signed_root(loss, output, target)
+    # z dz = rho'(r) dr; of an r whose square is no number any more they are the same.
+    seen = z != 0
+    slope = loss.derivative(output, target) / jnp.where(seen, z, 1)
+    return z, jnp.where(seen, slope, 1) * (tangents[0] - tangents[1])
 
 
 class Huber(AbstractRobust):

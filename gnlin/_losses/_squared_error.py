@@ -33,6 +33,9 @@ class SquaredError(AbstractElementwiseLoss):
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
         return IdentityFactor()
 
+    def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
+        return self.gradient(outputs, target)
+
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:

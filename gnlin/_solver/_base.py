@@ -14,6 +14,7 @@ from .. import _tree
 from .._bounds import Box, check_pair
 from .._checks import check_callable, check_count, check_nonnegative
 from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._known import aux_of, known
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
@@ -440,9 +441,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def step(
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
-        y = self.between_bounds(y)
-        lin, aux = linearise(fn, y, args, has_aux=True)
-        objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
+        y, posed = self.between_bounds(y), known(fn, y, args)
+        if posed is None:
+            lin, aux = linearise(fn, y, args, has_aux=True)
+            objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
+        else:
+            outputs, inputs, objective = posed
+            lin, aux = linearise(outputs, y, inputs), aux_of(fn, y, args)
+            evaluate = lambda y_: outputs(y_, inputs)
         # Of many runs under `jax.vmap` those that pause wait for all others.
         waits = if_of_many(state.settled | state.stuck)
         after = self.advance(objective, lin, evaluate, state)

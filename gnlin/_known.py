@@ -1,0 +1,154 @@
+"""Functions that a solver knows for what they are, also where it is handed a program.
+
+Optimistix traces the function that it is given, and its solvers see the program alone.
+A call of what is known is one equation of it, from which gnlin's solvers take it again,
+with its groups and its losses; to any others it is the arithmetic of plain residuals.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, PyTree
+
+from ._objective import AbstractObjective
+
+
+Posed = tuple[Callable[[PyTree, Any], PyTree[Array]], Any, AbstractObjective]
+
+
+class AbstractKnown(eqx.Module):
+    """A function of parameters and `args` for `optimistix.least_squares`."""
+
+    @abc.abstractmethod
+    def posed(self, y: PyTree[Array], args: Any) -> Posed:
+        """What is minimised: `fn`, its `args`, and an objective of what it returns."""
+
+    def __call__(self, y: PyTree[Array], args: Any = None) -> PyTree[Array]:
+        """Residuals of which half the sum of squares is the objective."""
+        leaves, structure = jax.tree.flatten(y)
+        rest, static = eqx.partition((self, args), eqx.is_array)
+        others, structure_of_rest = jax.tree.flatten(rest)
+        call = _Call(structure, structure_of_rest, static)
+        out = _known.bind(*leaves, *others, call=call)
+        return jax.tree.unflatten(jax.tree.structure(call.shapes(leaves, others)), out)
+
+
+class _Call:
+    """What of a call is no array."""
+
+    def __init__(self, structure: Any, structure_of_rest: Any, static: Any):
+        self._structure = structure
+        self._structure_of_rest = structure_of_rest
+        self._static = static
+
+    @property
+    def num_parameters(self) -> int:
+        return self._structure.num_leaves
+
+    def posed(self, leaves: Sequence[Any]) -> tuple[PyTree, Posed]:
+        """The parameters, and what is minimised."""
+        k = self.num_parameters
+        y = jax.tree.unflatten(self._structure, leaves[:k])
+        rest = jax.tree.unflatten(self._structure_of_rest, leaves[k:])
+        known, args = eqx.combine(rest, self._static)
+        return y, known.posed(y, args)
+
+    def shapes(self, leaves: Sequence[Any], others: Sequence[Any]) -> PyTree:
+        """Of the residuals, which are those of the outputs."""
+
+        def outputs(*all_leaves):
+            y, (fn, args, _) = self.posed(all_leaves)
+            return fn(y, args)
+
+        return jax.eval_shape(outputs, *leaves, *others)
+
+    def plain(self, *leaves: Any) -> list[Array]:
+        y, (fn, args, objective) = self.posed(leaves)
+        return jax.tree.leaves(objective.plain(fn(y, args)))
+
+
+_known = Primitive("known_residuals")
+_known.multiple_results = True
+
+
+@_known.def_impl
+def _impl(*leaves, call: _Call):
+    return call.plain(*leaves)
+
+
+@_known.def_abstract_eval
+def _shapes(*leaves, call: _Call):
+    structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    k = call.num_parameters
+    found = jax.tree.leaves(call.shapes(structs[:k], structs[k:]))
+    return [ShapedArray(x.shape, x.dtype) for x in found]
+
+
+def _jvp(primals, tangents, *, call: _Call):
+    moving = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of(*moved):
+        leaves = list(primals)
+        for k, x in zip(moving, moved, strict=True):
+            leaves[k] = x
+        return call.plain(*leaves)
+
+    return jax.jvp(of, [primals[k] for k in moving], [tangents[k] for k in moving])
+
+
+def _batched(leaves, axes, *, call: _Call):
+    out = jax.vmap(call.plain, in_axes=tuple(axes))(*leaves)
+    return out, [0] * len(out)
+
+
+ad.primitive_jvps[_known] = _jvp
+batching.primitive_batchers[_known] = _batched
+mlir.register_lowering(_known, mlir.lower_fun(_impl, multiple_results=True))
+
+
+def known(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Posed | None:
+    """What `fn` is, a function of optimistix's that returns residuals and auxiliary data;
+    `None` of one that is only a program."""
+    closed, (outputs, _), _ = eqx.filter_make_jaxpr(fn)(y, args)
+    program = closed.jaxpr
+    given = jax.tree.leaves(eqx.filter((y, args), eqx.is_array))
+    values = dict(zip(program.invars, given, strict=True))
+    values |= dict(zip(program.constvars, closed.consts, strict=True))
+    names: dict[Any, Any] = {}
+    for equation in program.eqns:
+        names |= _passed_on(equation)
+    made = program.outvars[: len(jax.tree.leaves(outputs))]
+    made = [x if isinstance(x, Literal) else names.get(x, x) for x in made]
+    parameters = program.invars[: len(jax.tree.leaves(y))]
+    for equation in program.eqns:
+        if equation.primitive is not _known or equation.outvars != made:
+            continue
+        call, taken = equation.params["call"], equation.invars
+        if taken[: call.num_parameters] != parameters:
+            continue
+        if all(isinstance(x, Literal) or x in values for x in taken):
+            leaves = [x.val if isinstance(x, Literal) else values[x] for x in taken]
+            return call.posed(leaves)[1]
+    return None
+
+
+def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:
+    """Outputs that are inputs, of optimistix's conversion of what is an array already."""
+    inner = equation.params.get("call_jaxpr")
+    if inner is None or inner.jaxpr.eqns:
+        return {}
+    names = dict(zip(inner.jaxpr.invars, equation.invars, strict=True))
+    pairs = zip(equation.outvars, inner.jaxpr.outvars, strict=True)
+    return {out: names[x] for out, x in pairs if not isinstance(x, Literal)}
+
+
+def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any:
+    """The auxiliary data of such a function, which is asked only if it has any."""
+    _, aux = eqx.filter_eval_shape(fn, y, args)
+    return fn(y, args)[1] if jax.tree.leaves(aux) else aux

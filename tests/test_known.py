@@ -1,0 +1,337 @@
+"""Groups and robust losses through optimistix, beside SciPy's and `gnlin.solve`."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.optimize
+
+import gnlin
+from gnlin._known import known
+
+
+T = np.linspace(0, 3, 40)
+TRUE = np.array([2.0, 1.3, 0.4])
+START = np.array([1.0, 0.5, 0.0])
+
+
+def decay(p, args):
+    t, y = args
+    return p[0] * jnp.exp(-p[1] * t) + p[2] - y
+
+
+def measured():
+    y = TRUE[0] * np.exp(-TRUE[1] * T) + TRUE[2]
+    y += 0.02 * np.random.default_rng(0).normal(size=T.size)
+    y[[3, 20]] += 3
+    return T, y
+
+
+LOSSES = {
+    "huber": gnlin.Huber(0.1),
+    "soft_l1": gnlin.PseudoHuber(0.1),
+    "cauchy": gnlin.Cauchy(0.1),
+    "arctan": gnlin.Arctan(0.1),
+    "linear": gnlin.SquaredError(),
+}
+OTHERS = {
+    "gnlin": gnlin.LevenbergMarquardt(),
+    "optimistix": optx.LevenbergMarquardt(rtol=1e-10, atol=1e-10),
+    "best": optx.BestSoFarLeastSquares(gnlin.LevenbergMarquardt()),
+    "a minimiser": optx.BFGS(rtol=1e-10, atol=1e-10),
+}
+
+
+@pytest.mark.parametrize("solver", OTHERS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_robust_losses_of_a_residual_function(name, solver):
+    data = measured()
+
+    def flat(p):
+        return p[0] * np.exp(-p[1] * data[0]) + p[2] - data[1]
+
+    tight = {"xtol": 1e-12, "ftol": 1e-12, "gtol": 1e-12}
+    expected = scipy.optimize.least_squares(flat, START, loss=name, f_scale=0.1, **tight)
+    robust = gnlin.Residuals(decay, loss=LOSSES[name])
+    solution = optx.least_squares(
+        robust, OTHERS[solver], jnp.asarray(START), tuple(map(jnp.asarray, data))
+    )
+    np.testing.assert_allclose(solution.value, expected.x, atol=3e-7)
+
+
+def test_tukeys_is_that_of_solve():
+    data, start = tuple(map(jnp.asarray, measured())), jnp.asarray(TRUE)
+    solved = gnlin.solve(start, gnlin.Residuals(decay, data, loss=gnlin.Tukey(0.3))).model
+    robust = gnlin.Residuals(decay, loss=gnlin.Tukey(0.3))
+    for solver in (OTHERS["gnlin"], OTHERS["optimistix"]):
+        found = optx.least_squares(robust, solver, start, data, max_steps=1000)
+        np.testing.assert_allclose(found.value, solved, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("name", LOSSES)
+def test_plain_residuals(name, dtype):
+    """Half their squares are the loss, and their derivative is its, over them."""
+    loss = LOSSES[name]
+    r = jnp.asarray([-5.0, -0.1, -1e-3, -1e-30, 0.0, 1e-30, 1e-9, 0.05, 0.2, 7.0], dtype)
+    zero = jnp.zeros_like(r)
+    z = loss.plain(r, zero)
+    assert z.dtype == dtype
+    np.testing.assert_allclose(0.5 * z**2, loss.elementwise(r, zero), rtol=1e-6)
+    slope = jax.grad(lambda r: jnp.sum(0.5 * loss.plain(r, zero) ** 2))(r)
+    np.testing.assert_allclose(slope, loss.derivative(r, zero), rtol=1e-5, atol=1e-29)
+    by_target = jax.grad(lambda t: jnp.sum(loss.plain(r, t)))(zero)
+    np.testing.assert_array_equal(
+        by_target, -jax.grad(lambda r: loss.plain(r, zero).sum())(r)
+    )
+
+
+#
+# Groups
+#
+
+X = jnp.linspace(0, 1, 12)
+NET = eqx.nn.MLP("scalar", "scalar", 5, 1, jnp.tanh, key=jax.random.key(0))
+PARAMETERS, STATIC = eqx.partition(NET, eqx.is_inexact_array)
+
+
+def interior(parameters, x):
+    net = eqx.combine(parameters, STATIC)
+    return jax.grad(net)(x) + net(x)
+
+
+def start(parameters, x):
+    return eqx.combine(parameters, STATIC)(x) - 1
+
+
+GROUPS = {
+    "interior": gnlin.Residuals(interior, X, weight=1 / 12, loss=gnlin.Huber(0.5)),
+    "start": gnlin.Residuals(start, jnp.zeros(1), weight=3.0),
+}
+
+
+@pytest.mark.parametrize("make", [lambda g: g, lambda g: list(g.values())])
+def test_groups_are_those_of_solve(make):
+    solver = gnlin.DampedGaussNewton(0.1, method="kernel")
+    solved = gnlin.solve(PARAMETERS, make(GROUPS), solver, max_steps=4).model
+    groups = gnlin.Groups(make(GROUPS))
+    again = gnlin.solve(PARAMETERS, groups, solver, max_steps=4).model
+    found = optx.least_squares(groups, solver, PARAMETERS, max_steps=4, throw=False)
+    for ours in (found.value, again):
+        for a, b in zip(*map(jax.tree.leaves, (ours, solved)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-10)
+
+
+def test_other_solvers_find_the_same_minimum():
+    p = {"a": jnp.array(0.3), "b": jnp.zeros(2)}
+    groups = gnlin.Groups(
+        {
+            "curve": gnlin.Residuals(
+                lambda p, x: p["a"] * x - jnp.sin(3 * x), X, loss=gnlin.Cauchy(0.2)
+            ),
+            "mean": gnlin.Residuals(
+                lambda p, x: p["b"] + p["a"],
+                X,
+                loss=gnlin.SquaredError("mean"),
+                weight=2.0,
+            ),
+            "ridge": gnlin.Residuals(lambda p, _: p, weight=0.1),
+        }
+    )
+    solved = gnlin.solve(p, groups).model
+    for solver in OTHERS.values():
+        found = optx.least_squares(groups, solver, p, max_steps=1000).value
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, solved
+        )
+
+
+def test_a_penalty_is_a_group_without_data():
+    """Ridge regression, whose solution is known."""
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(20, 4)), rng.normal(size=20)
+    expected = np.linalg.solve(a.T @ a + 0.5 * np.eye(4), a.T @ b)
+    groups = {
+        "data": gnlin.Residuals(lambda w, row: row[0] @ w - row[1], (a, b)),
+        "ridge": gnlin.Residuals(lambda w, _: w, weight=0.5),
+    }
+    w = jnp.zeros(4)
+    solution = gnlin.solve(w, groups)
+    np.testing.assert_allclose(solution.model, expected, atol=1e-9)
+    assert {"loss/data", "loss/ridge"} <= set(solution.history.columns)
+    found = optx.least_squares(gnlin.Groups(groups), gnlin.LevenbergMarquardt(), w)
+    np.testing.assert_allclose(found.value, expected, atol=1e-9)
+    fitted = gnlin.fit(w, groups, steps=60, batch_size={"data": 20}, progress=False)
+    assert fitted.history["loss/ridge"].shape == (60,)
+
+
+def test_targets_of_a_group_without_data():
+    group = gnlin.Residuals(
+        lambda p, x: p * x, loss=gnlin.Huber(1.0), targets=np.array([2.0, 4.0, 60.0])
+    )
+    x = jnp.array([1.0, 2.0, 1.0])
+    found = optx.least_squares(group, gnlin.LevenbergMarquardt(), jnp.array(1.0), x)
+    # (p - 2) + 2 (2 p - 4) = 1: the third pulls with its delta.
+    np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
+
+
+def test_errors_in_x_are_odrpacks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import scipy.odr as odr
+
+        rng = np.random.default_rng(1)
+        t = T + 0.05 * rng.normal(size=T.size)
+        y = TRUE[0] * np.exp(-TRUE[1] * T) + TRUE[2] + 0.05 * rng.normal(size=T.size)
+        model = odr.Model(lambda p, t: p[0] * np.exp(-p[1] * t) + p[2])
+        data = odr.RealData(t, y, sx=0.05, sy=0.05)
+        expected = odr.ODR(data, model, START, sstol=1e-15, partol=1e-15).run()
+    groups = gnlin.Groups(
+        [
+            gnlin.Residuals(lambda q, ty: decay(q["p"], (q["t"], ty[1])) / 0.05),
+            gnlin.Residuals(lambda q, ty: (q["t"] - ty[0]) / 0.05),
+        ]
+    )
+    begin = {"p": jnp.asarray(START), "t": jnp.asarray(t)}
+    solver = gnlin.LevenbergMarquardt()
+    found = optx.least_squares(groups, solver, begin, (jnp.asarray(t), jnp.asarray(y)))
+    np.testing.assert_allclose(found.value["p"], expected.beta, rtol=1e-6)
+
+
+def test_labels_are_for_gnlins_solvers():
+    x = jax.random.normal(jax.random.key(0), (10, 3))
+    labels = jnp.arange(10) % 3
+    group = gnlin.Residuals(
+        lambda w, x: w @ x, x, targets=labels, loss=gnlin.SoftmaxCrossEntropy()
+    )
+    w, solver = jnp.zeros((3, 3)), gnlin.DampedGaussNewton(0.1)
+    solved = gnlin.solve(w, group, solver, max_steps=5).model
+    found = optx.least_squares(group, solver, w, max_steps=5, throw=False).value
+    np.testing.assert_allclose(found, solved, atol=1e-10)
+    with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is no sum of squares"):
+        optx.least_squares(group, OTHERS["optimistix"], w)
+
+
+def test_bounds_precision_and_many_at_once():
+    x, y = (jnp.asarray(v, jnp.float32) for v in measured())
+    solver = gnlin.LevenbergMarquardt(bounds=(0.0, jnp.array([9.0, 9.0, 0.3])))
+
+    @jax.jit
+    @jax.vmap
+    def fitted(y):
+        robust = gnlin.Residuals(decay, loss=gnlin.Huber(0.1))
+        found = optx.least_squares(robust, solver, jnp.asarray(START, x.dtype), (x, y))
+        return found.value
+
+    ends = fitted(jnp.stack([y, y + 0.1]))
+    assert ends.dtype == jnp.float32
+    with_sums = scipy.optimize.least_squares(
+        lambda p: np.asarray(p[0] * np.exp(-p[1] * T) + p[2] - measured()[1]),
+        [1, 0.5, 0.1],
+        bounds=(0, [9, 9, 0.3]),
+        loss="huber",
+        f_scale=0.1,
+        xtol=1e-12,
+        ftol=1e-12,
+    )
+    np.testing.assert_allclose(ends[0], with_sums.x, rtol=2e-3)
+
+
+def test_derivatives_by_the_data_and_the_weight():
+    x = jnp.asarray(T)
+
+    def end(y, weight):
+        groups = gnlin.Groups(
+            [
+                gnlin.Residuals(decay, (x, y), loss=gnlin.PseudoHuber(0.1)),
+                gnlin.Residuals(lambda p, _: p, weight=weight),
+            ]
+        )
+        solver = gnlin.LevenbergMarquardt(1e-13, 1e-13)
+        return optx.least_squares(groups, solver, jnp.asarray(START)).value[1]
+
+    y, weight, step = jnp.asarray(measured()[1]), jnp.array(0.1), 1e-5
+    by_y, by_weight = jax.grad(end, argnums=(0, 1))(y, weight)
+    along = jnp.zeros_like(y).at[5].set(step)
+    expected = (end(y + along, weight) - end(y - along, weight)) / (2 * step)
+    np.testing.assert_allclose(by_y[5], expected, rtol=1e-4)
+    expected = (end(y, weight + step) - end(y, weight - step)) / (2 * step)
+    np.testing.assert_allclose(by_weight, expected, rtol=1e-4)
+
+
+def is_known(fn, y, args=None):
+    found = []
+
+    class Solver(gnlin.GaussNewton):
+        def step(self, fn, y, args, options, state, tags):
+            found.append(known(fn, y, args) is not None)
+            return super().step(fn, y, args, options, state, tags)
+
+    optx.least_squares(fn, Solver(), y, args, max_steps=2, throw=False)
+    return found[0]
+
+
+def test_what_is_known():
+    y = {"a": jnp.ones(2), "b": jnp.zeros(2)}
+    group = gnlin.Residuals(lambda p, x: x * p["a"] - p["b"] - 1, X)
+    assert is_known(group, y)
+    assert is_known(lambda y, args: group(y), y)
+    # Of other parameters than those of the solver it is arithmetic.
+    assert not is_known(lambda y, args: group({"a": y["b"], "b": y["a"]}), y)
+    assert not is_known(lambda y, args: jax.tree.map(jnp.sin, group(y)), y)
+    assert not is_known(lambda y, args: y, y)
+
+
+MISTAKES = {
+    "args beside data": (
+        lambda: (gnlin.Residuals(decay, measured()), measured()),
+        "leave `args` out",
+    ),
+    "args that do not fit": (
+        lambda: (gnlin.Residuals(decay), None),
+        "with the model and `args`, as the group has no `data`, and failed",
+    ),
+    "points drawn anew": (
+        lambda: (gnlin.Residuals(decay, lambda key: jnp.ones((3, 2))), None),
+        "draws its data anew",
+    ),
+    "targets of another shape": (
+        lambda: (gnlin.Residuals(decay, targets=jnp.ones(3)), measured()),
+        "targets must have the shape",
+    ),
+    "nothing returned": (
+        lambda: (gnlin.Residuals(lambda p, args: None), None),
+        "must return arrays",
+    ),
+}
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("make", "words"), MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("solver", ["gnlin", "optimistix"])
+def test_mistakes(make, words, solver):
+    group, args = make()
+    with pytest.raises(ValueError, match=words):
+        optx.least_squares(group, OTHERS[solver], jnp.asarray(START), args)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_mistakes_of_groups():
+    with pytest.raises(ValueError, match=r"must be `gnlin.Residuals` in a dictionary"):
+        gnlin.Groups({"a": decay})
+    with pytest.raises(ValueError, match="a tuple of 2 was given under 'b'"):
+        gnlin.Groups({"a": gnlin.Residuals(decay), "b": (1, 2)})
+    with pytest.raises(ValueError, match="`select` is of one example"):
+        gnlin.Residuals(decay, select=lambda x: x)
+    with pytest.raises(ValueError, match="has no examples: leave its `batch_size`"):
+        gnlin.fit(
+            jnp.ones(3),
+            gnlin.Residuals(lambda p, _: p),
+            batch_size={"residuals": 2},
+            steps=1,
+            progress=False,
+        )
