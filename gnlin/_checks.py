@@ -80,6 +80,12 @@ def check_finite_positive(name: str, value) -> None:
         raise ValueError(f"`{name}` must be finite, but {value} was given.")
 
 
+def check_scalar(name: str, value) -> None:
+    """One number, and no schedule; traced or not."""
+    if callable(value) or np.ndim(value) != 0 or isinstance(value, str | bool):
+        raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
+
+
 def check_fraction(name: str, value) -> None:
     """Strictly between 0 and 1."""
     if _known(value):

@@ -89,6 +89,9 @@ def as_inputs(inputs: PyTree) -> PyTree:
     """Of examples, checked; NumPy arrays, which memory may not hold, as they are."""
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
+    for x in jax.tree.leaves(inputs):
+        if isinstance(x, np.ndarray) and x.dtype.kind not in "biufV":
+            raise ValueError(f"The inputs must be arrays of numbers, but hold {x.dtype}.")
     lengths = _lengths("inputs", inputs)
     if len(lengths) > 1:
         raise ValueError(

@@ -1,10 +1,11 @@
 """A matrix on disk that is filled a tile at a time, and gone on from after a kill."""
 
+import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -58,15 +59,40 @@ class KernelFile(NamedTuple):
         one."""
         if self.path.exists():
             return self._found()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         new = _beside(self.path, ".new")
-        array = np.lib.format.open_memmap(
-            new, mode="w+", dtype=self.dtype, shape=self.shape
-        )
-        array.flush()
-        self._note(tile, 0)
-        os.replace(new, self.path)
+        try:
+            array = np.lib.format.open_memmap(
+                new, mode="w+", dtype=self.dtype, shape=self.shape
+            )
+            array.flush()
+            _reserve(new)
+            self._note(tile, 0)
+            os.replace(new, self.path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            raise self._unwritable(error) from error
         return tile, 0
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other process writes the file in the meantime."""
+        lock = _beside(self.path, ".lock")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = lock.open("w")
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
+        with file:
+            if not _locked(file):
+                raise ValueError(
+                    f"`file` is {str(self.path)!r}, which another process is writing: "
+                    "wait for it, or give another name."
+                )
+            yield
+            lock.unlink(missing_ok=True)
+
+    def _unwritable(self, error: Exception) -> ValueError:
+        return ValueError(f"The kernel cannot be written to {str(self.path)!r}: {error}.")
 
     def _found(self) -> tuple[Size, int]:
         if not self._record.exists():
@@ -74,14 +100,28 @@ class KernelFile(NamedTuple):
                 f"`file` is {str(self.path)!r}, which is there already and is no kernel "
                 "that was made here: give another name."
             )
-        found = json.loads(self._record.read_text())
+        try:
+            found = json.loads(self._record.read_text())
+            record = found["identity"], tuple(found["tile"]), found["num_done"]
+            array = np.load(self.path, mmap_mode="r")
+        except (EOFError, KeyError, OSError, TypeError, ValueError) as error:
+            raise self._damaged() from error
+        identity, tile, num_done = record
         for what, ours in self.identity.items():
-            if found["identity"].get(what) != ours:
+            if identity.get(what) != ours:
                 raise ValueError(
                     f"`file` is {str(self.path)!r}, which has a kernel of other {what}: "
                     f"give another name, or delete it and {self._record.name!r}."
                 )
-        return tuple(found["tile"]), found["num_done"]
+        if (array.shape, array.dtype) != (self.shape, self.dtype):
+            raise self._damaged()
+        return tile, num_done
+
+    def _damaged(self) -> ValueError:
+        return ValueError(
+            f"`file` is {str(self.path)!r}, which is damaged, or {self._record.name!r} "
+            "is: delete both."
+        )
 
     def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: Size, num_done: int):
         """Parts of the array, after which so many tiles are done."""
@@ -104,6 +144,27 @@ class KernelFile(NamedTuple):
         new = _beside(self._record, ".new")
         new.write_text(json.dumps(record, indent=1))
         os.replace(new, self._record)
+
+
+def _reserve(path: Path) -> None:
+    """All of its room on the disk: without it, a memory map that meets a full disk ends
+    the process."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
+def _locked(file: IO) -> bool:
+    """Released when it is closed, or its process killed."""
+    try:
+        import fcntl
+    except ImportError:  # as on Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _beside(path: Path, suffix: str) -> Path:

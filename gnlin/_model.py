@@ -192,6 +192,12 @@ class Network(eqx.Module):
         return eqx.tree_at(lambda network: network.frozen, self, frozen)
 
 
+def is_of_model(fn: Callable) -> bool:
+    """Whether a function is that of a model, as `Network.function` makes it."""
+    of_one = fn.fn if isinstance(fn, PerExample) else None
+    return isinstance(of_one, eqx.Partial) and of_one.func is _apply
+
+
 def make_network(
     model: PyTree,
     filter_spec: PyTree | Callable[[Any], bool],

@@ -21,7 +21,7 @@ from ._identity import checksum, described
 from ._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from ._kernel_file import KernelFile, Place, Tiles
 from ._linearisation import Linearisation, linearise
-from ._model import make_network
+from ._model import is_of_model, make_network
 from ._sharding import mesh_of
 from ._tree import promoted
 
@@ -53,8 +53,8 @@ class TangentKernel(eqx.Module):
     - `memory_budget`: bytes that a kernel, and all that it is made of, may take. One
         that takes more is made in tiles, on all devices that there are.
 
-    **Raises:** `ValueError` if the model has no such parameters, is random, or has
-    several arrays of outputs, or if `outputs` is none of these.
+    **Raises:** `ValueError` if the model has no such parameters, or if `outputs` is none
+    of these.
 
     !!! example
 
@@ -89,15 +89,21 @@ class TangentKernel(eqx.Module):
         memory_budget: int = DEFAULT_MEMORY_BUDGET,
     ):
         check_count("memory_budget", memory_budget)
-        if not (is_whole(outputs) or outputs in get_args(get_args(Outputs)[0])):
+        named = isinstance(outputs, str) and outputs in get_args(get_args(Outputs)[0])
+        if not (named or is_whole(outputs)):
             raise ValueError(
                 '`outputs` must be "all", "trace", "diagonal", or the index of one, but '
                 f"{outputs!r} was given."
             )
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
         self.memory_budget = memory_budget
-        self._has_keys = not isinstance(model, Linearisation)
+        self._has_keys = True
         if isinstance(model, Linearisation):
+            if state is not None or filter_spec is not eqx.is_inexact_array:
+                raise ValueError(
+                    "A linearisation has its parameters and its state: leave "
+                    "`filter_spec` and `state` out, or pass the model."
+                )
             if not isinstance(model.jacobian, OfExamples):
                 raise ValueError(
                     "The tangent kernel is a function of one example's input, and the "
@@ -105,6 +111,7 @@ class TangentKernel(eqx.Module):
                     "`gnlin.PerExample`, or pass the model."
                 )
             self._fn, self._point = model.jacobian.function, model.point
+            self._has_keys = is_of_model(self._fn)
             return
         if state is not None:
             model = (eqx.Partial(_in_inference, state), model)
@@ -128,30 +135,27 @@ class TangentKernel(eqx.Module):
         - `x1`, `x2`: inputs, with a leading axis over examples; without `x2` it is the
             kernel of `x1`, of which each pair is made once.
         - `file`: where to write it, as a NumPy file of any size, a tile at a time. A run
-            that is killed goes on where it was when it is called again, to the same
-            bytes; a file that is done is read.
+            that is killed goes on where it was when it is called again, in tiles of the
+            same size, to the same bytes; a file that is done is read.
         - `progress`: whether to show a bar, a tile at a time.
 
         **Returns:** an array of the shape `(n1, c, n2, c)`; `(n1, n2)` for the trace or
         one output, `(n1, n2, c)` for the diagonal. With `file` it is a NumPy array that
         stays on disk.
 
-        **Raises:** `ValueError` if the model cannot be called on such inputs, if the
-        kernel is larger than the memory budget and no file is given, or if the file has
-        another kernel.
+        **Raises:** `ValueError` if the model cannot be called on such inputs, needs a
+        key, or has several arrays of outputs; if the kernel is larger than the memory budget
+        and no file is given; if the file cannot be written, has another kernel, or is
+        being written.
         """
         check_flag("progress", progress)
         sets = self._checked(x1, x2)
         if file is not None:
             return self._in_file(_npy(file), sets, progress)
         shape = self._shape(sets.n1, sets.n2, sets.c)
-        num_bytes = math.prod(shape) * sets.dtype.itemsize
-        if num_bytes > self.memory_budget:
-            raise ValueError(
-                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
-                f"memory budget is {self.memory_budget:,}: pass `file`, in which it is "
-                "made a tile at a time, or raise `memory_budget`."
-            )
+        self._check_budget(
+            shape, sets.dtype, "pass `file`, in which it is made a tile at a time, or"
+        )
         whole = sets.n1, sets.n2
         inside = _is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
         tile = whole if inside else self._tile(sets)
@@ -177,17 +181,29 @@ class TangentKernel(eqx.Module):
         }
         shape = self._shape(sets.n1, sets.n2, sets.c)
         kept = KernelFile(path, shape, sets.dtype, identity)
-        tile, num_done = kept.begin(self._tile(sets))
-        rest = self._tiles(sets, tile, num_done, progress)
-        for number, parts in enumerate(rest, num_done + 1):
-            kept.put(parts, tile, number)
+        with kept.alone():
+            tile, num_done = kept.begin(self._tile(sets))
+            rest = self._tiles(sets, tile, num_done, progress)
+            for number, parts in enumerate(rest, num_done + 1):
+                kept.put(parts, tile, number)
         return kept.read()
 
     def by_parameter(self, x1: PyTree, x2: PyTree | None = None) -> PyTree[Array]:
         """The part of each array of parameters, in the structure of the model; their sum
         is the kernel."""
         sets = self._checked(x1, x2)
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        shape = len(jax.tree.leaves(self._point)), *shape
+        self._check_budget(shape, sets.dtype, "pass fewer inputs, or")
         return _by_parameter(self, sets.x1, sets.x2)
+
+    def _check_budget(self, shape: tuple[int, ...], dtype: np.dtype, do: str) -> None:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.memory_budget:
+            raise ValueError(
+                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
+                f"memory budget is {self.memory_budget:,}: {do} raise `memory_budget`."
+            )
 
     def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
         r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
@@ -235,22 +251,21 @@ class TangentKernel(eqx.Module):
     def _checked(self, x1: PyTree, x2: PyTree | None) -> "_Sets":
         x1 = as_inputs(x1)
         n1 = n2 = _number(x1)
-        shape, dtype, num_bytes = _look(self, _first(x1))
         if x2 is not None:
             x2 = as_inputs(x2)
             n2 = _number(x2)
-            other = _look(self, _first(x2))[0]
-            if other.shape != shape.shape:
-                raise ValueError(
-                    "The model must have outputs of the same shape on both sets of "
-                    f"inputs, but has {shape.shape} and {other.shape}."
-                )
-        c = shape.size
+        shapes, dtype, num_bytes = _look(self, _first(x1), _first(x2))
+        if shapes[0] != shapes[-1]:
+            raise ValueError(
+                "The model must have outputs of the same shape on both sets of inputs, "
+                f"but has {shapes[0]} and {shapes[-1]}."
+            )
+        c = math.prod(shapes[0])
         if not isinstance(self.outputs, str) and not 0 <= self.outputs < c:
             raise ValueError(
                 f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
             )
-        return _Sets(x1, x2, n1, n2, c, np.dtype(dtype.dtype), num_bytes)
+        return _Sets(x1, x2, n1, n2, c, dtype, num_bytes)
 
     def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
         match self.outputs:
@@ -267,7 +282,7 @@ class TangentKernel(eqx.Module):
     def _num_bytes(self, sets: "_Sets", rows: int, columns: int) -> float:
         """Of the blocks of so many examples, their kernel and a part of it."""
         entries = math.prod(self._shape(rows, columns, sets.c))
-        of_blocks = (rows + columns) * float(sets.bytes_of_one)
+        of_blocks = (rows + columns) * sets.bytes_of_one
         return of_blocks + 2 * entries * sets.dtype.itemsize
 
     def _tile(self, sets: "_Sets") -> tuple[int, int]:
@@ -360,27 +375,34 @@ class _Sets(NamedTuple):
     n2: int
     c: int
     dtype: np.dtype
-    bytes_of_one: Array
+    bytes_of_one: int
 
 
 @eqx.filter_jit
 def _look(
-    kernel: TangentKernel, one: PyTree
-) -> tuple[Array, Float[Array, "0"], Float[Array, ""]]:
-    """What is to be known of one example before any work: its outputs, the kernel's
-    dtype, and what its blocks take."""
-    args = (one, None) if kernel._has_keys else one
-    leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
-    if len(leaves) != 1:
-        raise ValueError(
-            f"A tangent kernel is of one array of outputs, and the model has "
-            f"{len(leaves)}: pass a function that returns one of them, such as "
-            "`(lambda model, x: model(x)[0], model)`."
-        )
-    (shape,) = leaves
-    dtype = eqx.filter_eval_shape(_tile, kernel, one, None).dtype
-    num_bytes = float(sum(kernel._linearise(one).jacobian.block_bytes()))
-    return jnp.zeros(shape.shape[1:]), jnp.zeros(0, dtype), jnp.array(num_bytes)
+    kernel: TangentKernel, one: PyTree, other: PyTree | None
+) -> tuple[list[tuple[int, ...]], np.dtype, int]:
+    """What is to be known before any work, of the first example of each set: the shapes
+    of its outputs, the kernel's dtype, and what its blocks take. Compiled, so that it is
+    found once."""
+    shapes = []
+    for x in (one, other):
+        if x is None:
+            continue
+        args = (x, None) if kernel._has_keys else x
+        leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
+        if len(leaves) != 1:
+            raise ValueError(
+                f"A tangent kernel is of one array of outputs, and the model has "
+                f"{len(leaves)}: pass a function that returns one of them, such as "
+                "`(lambda model, x: model(x)[0], model)`."
+            )
+        shapes.append(leaves[0].shape[1:])
+    if shapes[0] != shapes[-1]:
+        other = None  # of which there is no kernel
+    dtype = eqx.filter_eval_shape(_tile, kernel, one, other).dtype
+    num_bytes = sum(kernel._linearise(one).jacobian.block_bytes())
+    return shapes, np.dtype(dtype), num_bytes
 
 
 @eqx.filter_jit
@@ -430,7 +452,7 @@ def _number(x: PyTree) -> int:
     return jax.tree.leaves(x)[0].shape[0]
 
 
-def _first(x: PyTree) -> PyTree:
+def _first(x: PyTree | None) -> PyTree | None:
     return jax.tree.map(lambda a: a[:1], x)
 
 
@@ -442,7 +464,7 @@ def _put(tree: PyTree, device: Any) -> PyTree:
 def _npy(file: str | os.PathLike) -> Path:
     if not isinstance(file, str | os.PathLike) or not os.fspath(file):
         raise ValueError(f"`file` must be the path of a file, but {file!r} was given.")
-    path = Path(file)
+    path = Path(file).expanduser()
     return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
 
 

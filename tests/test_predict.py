@@ -298,7 +298,7 @@ def test_laplace_about_a_classifier(name):
     assert posterior.log_evidence() == pytest.approx(evidence, rel=1e-9)
     best = posterior.tuned()
     assert best.log_evidence() >= posterior.log_evidence()
-    flatter = found.probabilities()
+    flatter = posterior.probabilities(TEST)
     np.testing.assert_allclose(flatter.sum(axis=1), 1.0)
     assert np.all(np.max(flatter, axis=1) <= np.max(jax.nn.softmax(on_test), axis=1))
 
@@ -314,6 +314,115 @@ def test_intervals(confidence, noise):
     expected = stats.norm(1.0, math.hypot(0.7, noise)).interval(confidence)
     np.testing.assert_allclose((low[0], high[0]), expected, rtol=1e-6)
     np.testing.assert_allclose(gaussian.standard_deviation, [0.7])
+
+
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_weights_are_inverse_variances(name):
+    """An example of weight 0 is none, and one of weight 4 has half of the noise."""
+    model, (inputs, targets) = case(name)
+    n = len(inputs)
+    few = n // 2
+    options = {"noise": 0.4, "prior": 2.0}
+    weights = jnp.where(jnp.arange(n) < few, 4.0, 0.0)
+    weighted = gnlin.predict.posterior(model, (inputs, targets, weights), **options)
+    fewer = gnlin.predict.posterior(
+        model, (inputs[:few], targets[:few]), **{**options, "noise": 0.2}
+    )
+    np.testing.assert_allclose(weighted(TEST).mean, fewer(TEST).mean, rtol=1e-7)
+    np.testing.assert_allclose(weighted(TEST).variance, fewer(TEST).variance, rtol=1e-7)
+    assert weighted.log_evidence() == pytest.approx(float(fewer.log_evidence()), rel=1e-8)
+    assert weighted.tuned().noise == pytest.approx(2 * fewer.tuned().noise, rel=1e-3)
+    mean = gnlin.SquaredError(reduction="mean")  # of training; a likelihood is of all
+    same = gnlin.predict.posterior(model, (inputs, targets), loss=mean, **options)
+    plain = gnlin.predict.posterior(model, (inputs, targets), **options)
+    np.testing.assert_array_equal(same(TEST).variance, plain(TEST).variance)
+
+
+def test_examples_that_contradict_each_other():
+    """No parameter tells them apart: along their difference there is nothing but
+    rounding, which long times and little damping do not make into something."""
+    model, (inputs, targets) = case("wide")
+    both = jnp.concatenate([inputs] * 2), jnp.concatenate([targets, targets + 0.1])
+    between = inputs, targets + 0.05
+    for times in (1e6, 1e9, math.inf):
+        found, expected = (
+            gnlin.predict.gradient_flow(model, data)(TEST, times=times)
+            for data in (both, between)
+        )
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    found, expected = (
+        gnlin.predict.posterior(model, data, noise=noise)(TEST)
+        for data, noise in ((both, 1e-6), (between, 1e-6 / 2**0.5))
+    )
+    np.testing.assert_allclose(found.mean, expected.mean, atol=1e-6)
+
+
+@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-8])
+def test_the_evidence_of_little_noise(noise):
+    """Of a model of few parameters that fits, against the parameters' own integral."""
+    rng = np.random.default_rng(0)
+    inputs, weights = rng.normal(size=(50, 3)), rng.normal(size=3)
+    model = (lambda w, x: w @ x, jnp.zeros(3))
+    off = noise * rng.normal(size=50)
+    data = jnp.asarray(inputs), jnp.asarray(inputs @ weights + off)
+    posterior = gnlin.predict.posterior(model, data, noise=noise)
+    precision = inputs.T @ inputs / noise**2 + np.eye(3)
+    best = np.linalg.solve(precision, inputs.T @ (inputs @ weights + off)) / noise**2
+    left = (inputs @ (weights - best) + off) / noise
+    expected = -0.5 * (
+        left @ left
+        + best @ best
+        + np.linalg.slogdet(precision)[1]
+        + 50 * np.log(2 * np.pi * noise**2)
+    )
+    assert posterior.log_evidence() == pytest.approx(expected, rel=1e-6)
+    assert posterior.tuned().noise == pytest.approx(
+        np.linalg.norm(off) / 50**0.5, rel=0.2
+    )
+
+
+def test_flow_from_where_it_ends():
+    """At rest nothing has diverged, however long."""
+    rng = np.random.default_rng(0)
+    inputs = jnp.asarray(rng.normal(size=(40, 3)))
+    labels = jnp.asarray(rng.integers(0, 2, size=40))
+    model = (lambda w, x: w @ x, jnp.zeros((2, 3)))
+    loss = gnlin.SoftmaxCrossEntropy()
+    best = gnlin.solve(model, (inputs, labels), gnlin.GaussNewton(), loss=loss)
+    for of in (model, best.model):
+        flow = gnlin.predict.gradient_flow(of, (inputs, labels), loss=loss)
+        losses = flow.loss([1.0, 1e3, 1e6])
+        assert losses[-1] == pytest.approx(float(best.loss), rel=1e-6)
+
+
+def test_momentum_may_swing():
+    model, (inputs, targets) = case("wide")
+    labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
+    settings = {"learning_rate": 20 * rate(model, inputs), "momentum": 0.9, "loss": loss}
+    predict = gnlin.predict.gradient_descent(model, (inputs, labels), **settings)
+    together = predict(TEST, steps=[1, 2, 3, 500])
+    np.testing.assert_allclose(together[-1], predict(TEST, steps=500), rtol=1e-9)
+
+
+def test_other_arguments_are_not_compiled_again():
+    traced = []
+
+    def network(w, x):
+        traced.append(x)
+        return jnp.tanh(w @ x)
+
+    def used(w):
+        data = jnp.ones((6, 3)), jnp.ones((6, 2))
+        predict = gnlin.predict.gradient_flow((network, w), data)
+        posterior = gnlin.predict.posterior((network, w), data, noise=0.1)
+        kernel = gnlin.TangentKernel((network, w), outputs="trace")
+        found = predict(TEST, times=[1.0, 2.0]), predict.loss([1.0, 2.0]), posterior(TEST)
+        return found, posterior.log_evidence(), kernel(TEST), kernel(TEST, data[0])
+
+    used(jnp.ones((2, 3)))
+    number = len(traced)
+    used(jnp.zeros((2, 3)))
+    assert len(traced) == number
 
 
 def test_single_precision():
@@ -349,7 +458,7 @@ def test_what_cannot_be_meant(unchecked):
     growing = descent(model, (inputs, labels), learning_rate=1e3, loss=cross_entropy)
     cases = {
         "it must be less than": lambda: descent(model, data, learning_rate=10.0),
-        "diverged at 50": lambda: growing(TEST, steps=[0, 50]),
+        "diverged by step 50": lambda: growing(TEST, steps=[0, 50]),
         "`learning_rate` must be greater": lambda: descent(
             model, data, learning_rate=0.0
         ),
@@ -380,6 +489,19 @@ def test_what_cannot_be_meant(unchecked):
             model, (inputs, labels), from_zero=True, loss=cross_entropy
         ),
         "does not fit": lambda: posterior(model, data, noise=1.0, memory_budget=100),
+        "must be one number": lambda: posterior(model, data, noise=jnp.ones(7)),
+        "`damping` must be one number": lambda: descent(model, data, damping=[0.1, 1.0]),
+        "leave one of them out": lambda: posterior(
+            model, data, noise=1.0, about=model, from_zero=True
+        ),
+        "`loss` must be": lambda: posterior(model, data, loss="mse"),
+        "of classes": lambda: posterior(model, data, noise=1.0).probabilities(TEST),
+        "outputs, its Jacobian or the data are not finite": lambda: predict(
+            TEST * jnp.nan
+        ),
+        "same structure": lambda: posterior(
+            model, data, noise=1.0, about=case("tall")[0]
+        ),
         "strictly between 0 and 1": lambda: posterior(model, data, noise=1.0)(
             TEST
         ).interval(95),

@@ -115,6 +115,7 @@ def test_the_stacked_jacobian(budget):
             (jacobian.curvature(), matrix.T @ matrix),
             (jacobian.as_matrix(), matrix),
             (flat(jacobian.squared_columns()), (matrix**2).sum(axis=0)),
+            (jacobian.squared_rows(), (matrix**2).sum(axis=1)),
             (jacobian.push_forward(direction), matrix @ vector),
             (here.push_forward(direction), matrix @ vector),
             (flat(jacobian.pull_back(jnp.asarray(cotangent))), matrix.T @ cotangent),

@@ -1,5 +1,6 @@
 """The kernel between two sets, against rows of the Jacobian in NumPy."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -185,6 +186,10 @@ def test_of_a_linearisation():
     ]
     found = gnlin.TangentKernel(lins[0])(one, other)
     np.testing.assert_allclose(found.reshape(4, 6), lins[0].kernel(lins[1]), rtol=1e-12)
+    model, shape, _ = MODELS["dense"]
+    x = drawn(shape, 4)
+    of_model = gnlin.TangentKernel(gnlin.features.linearise_model(model, x))
+    np.testing.assert_array_equal(of_model(x), gnlin.TangentKernel(model)(x))
     coupled = gnlin.linearise(lambda w, x: jnp.cumsum(x @ w), point, jnp.asarray(one[0]))
     with pytest.raises(ValueError, match="linearise a `gnlin"):
         gnlin.TangentKernel(coupled)
@@ -310,6 +315,26 @@ def test_files_that_are_something_else(tmp_path):
     (tmp_path / "text.npy").write_text("no array")
     with pytest.raises(ValueError, match="no kernel"):
         kernel(x, file=tmp_path / "text")
+    record = (tmp_path / "k.npy.json").read_text()
+    for wrong in ("", "{}", "[]", record[:30]):
+        (tmp_path / "k.npy.json").write_text(wrong)
+        with pytest.raises(ValueError, match="damaged"):
+            kernel(x, file=tmp_path / "k")
+    (tmp_path / "k.npy.json").write_text(record)
+    for wrong in (b"", (tmp_path / "k.npy").read_bytes()[:150]):
+        (tmp_path / "cut.npy").write_bytes(wrong)
+        (tmp_path / "cut.npy.json").write_text(record)
+        with pytest.raises(ValueError, match="damaged"):
+            kernel(x, file=tmp_path / "cut")
+    np.save(tmp_path / "cut.npy", np.ones((3, 3)))
+    with pytest.raises(ValueError, match="damaged"):
+        kernel(x, file=tmp_path / "cut")
+    with pytest.raises(ValueError, match="cannot be written"):
+        kernel(x, file=tmp_path / "k.npy" / "below")
+    with (tmp_path / "k.npy.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process"):
+            kernel(x, file=tmp_path / "k")
     np.testing.assert_array_equal(np.load(tmp_path / "k.npy"), first)
     with pytest.raises(ValueError, match="compiled"):
         jax.jit(lambda x: kernel(x, file=tmp_path / "k"))(x)
@@ -327,6 +352,13 @@ def test_what_cannot_be_meant(unchecked):
         "0 examples": lambda: kernel(x, x[:0]),
         "hold a scalar": lambda: kernel(1.0),
         "must be arrays of numbers": lambda: kernel("inputs"),
+        "of numbers, but hold <U": lambda: kernel(np.array(["a", "b"])),
+        "pass fewer inputs": lambda: gnlin.TangentKernel(
+            model, memory_budget=60_000
+        ).by_parameter(x),
+        "leave `filter_spec`": lambda: gnlin.TangentKernel(
+            gnlin.features.linearise_model(model, x), filter_spec=eqx.is_array
+        ),
         '`outputs` must be "all"': lambda: gnlin.TangentKernel(model, outputs="some"),
         "`outputs` must be": lambda: gnlin.TangentKernel(model, outputs=1.5),
         "model has 2": lambda: gnlin.TangentKernel(

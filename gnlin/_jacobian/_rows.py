@@ -57,7 +57,8 @@ class Rows(AbstractBlock):
         return jax.lax.fori_loop(0, num_slices, add, left)
 
     def merged(self, num_outputs: int) -> "Rows":
-        return Rows(self.array.reshape(-1, num_outputs, *self.shape))
+        n = self.num_rows // num_outputs
+        return Rows(self.array.reshape(n, num_outputs, *self.shape))
 
     def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Rows":
         return Rows(self.merged(num_outputs).array[:, k])

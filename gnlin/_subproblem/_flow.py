@@ -27,6 +27,7 @@ _STABILITY = 1.54
 # The power method's estimate is from below.
 _SAFETY = 1.2
 _POWER_STEPS = 3
+_ROUNDINGS = 4
 
 # Of the local error.
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
@@ -108,8 +109,8 @@ def flow(
             it.velocity,
             velocity,
         )
-        size = jnp.maximum(norm(it.z), norm(z))
-        relative = norm(error) / (tolerance * jnp.where(size > 0, size, 1))
+        size = tolerance * jnp.maximum(norm(it.z), norm(z)) + h * rounding
+        relative = norm(error) / jnp.where(size > 0, size, 1)
         relative = jnp.where(jnp.isfinite(relative), relative, jnp.inf)
         good = relative <= 1
         factor = _MARGIN * jnp.maximum(relative, 1e-10) ** (-1 / 3)
@@ -126,8 +127,12 @@ def flow(
         )
 
     def unfinished(it: _Iterate) -> Bool[Array, ""]:
-        return (it.time < time * (1 - 4 * eps)) & (it.num_steps < _MAX_STEPS)
+        moves = norm(it.velocity) > rounding
+        return (it.time < time * (1 - 4 * eps)) & moves & (it.num_steps < _MAX_STEPS)
 
+    # Of the velocity: what comes of the rounding of each output's gradient
+    ones = jax.tree.map(lambda f: 1 + jnp.abs(f), outputs)
+    rounding = _ROUNDINGS * eps * norm(space.pull(ones))
     velocity = velocity_at(begin)
     size = norm(velocity)
     eigenvector = _tree.scale(1 / jnp.where(size > 0, size, 1), velocity)
@@ -139,7 +144,7 @@ def flow(
     )
     finite = _tree.all_finite(velocity)
     end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, now)
-    arrived = end.time >= time * (1 - 4 * eps)
+    arrived = (end.time >= time * (1 - 4 * eps)) | (norm(end.velocity) <= rounding)
     met = arrived & finite & _tree.all_finite(end.z)
     return Flowed(end.z, end.num_products, met)
 

@@ -186,13 +186,14 @@ class OnSpace(AbstractIteration):
                 *fixed,
                 period,
                 filter.learning_rate,
-                getattr(filter, "momentum", 0.0),
+                momentum,
                 nesterov=isinstance(filter, Nesterov),
                 damping=damping,
                 gradient=first,
                 start=start,
             )
-            worse = ~(loss(end.z) <= at_first)  # which is convex
+            # Of a convex loss, but for momentum's swings
+            worse = ~(loss(end.z) <= at_first) & (jnp.asarray(momentum) == 0)
             return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
 
         def later(start, time: Scalar):
@@ -205,6 +206,7 @@ class OnSpace(AbstractIteration):
             start = space.zero(), jnp.zeros((), amounts.dtype)
             return jax.lax.scan(later, start, amounts)[1]
         assert isinstance(filter, Descent)
+        momentum = getattr(filter, "momentum", 0.0)
         first = space.pull(problem.objective.gradient(problem.outputs))
         at_first = problem.objective.value(problem.outputs)
         return jax.lax.scan(further, at_rest(space), amounts)[1]

@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Scalar
 
 from .. import _lapack
 from .._jacobian import AbstractJacobian
@@ -47,6 +47,9 @@ class Eigenbasis(eqx.Module):
         w, vectors = _lapack.eigh(matrix)
         w = jnp.where(w <= w.size * jnp.finfo(w.dtype).eps * w[-1], 0, w)
         coefficients = matmul(vectors.T, right).astype(w.dtype)
+        if not on_outputs:
+            # Nothing but rounding is pulled back along what the outputs do not see.
+            coefficients = jnp.where(w > 0, coefficients, 0)
         return Eigenbasis(w, coefficients, vectors, jacobian, on_outputs)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
@@ -55,5 +58,26 @@ class Eigenbasis(eqx.Module):
 
     def seen_from(self, other: AbstractJacobian) -> Float[Array, "n k"]:
         """B."""
-        rows = other.gram_with(self.jacobian) if self.on_outputs else other.as_matrix()
-        return matmul(rows, self.vectors)
+        if not self.on_outputs:
+            return matmul(other.as_matrix(), self.vectors)
+        seen = matmul(other.gram_with(self.jacobian), self.vectors)
+        return jnp.where(self.eigenvalues > 0, seen, 0)  # the rest is rounding
+
+    def outside(self, residual: Float[Array, " m"]) -> Float[Array, ""]:
+        """The squared norm of what of the residual no parameter reaches, where it is
+        not among the coefficients."""
+        if self.on_outputs:
+            return jnp.zeros((), self.eigenvalues.dtype)
+        inside = jnp.where(self.eigenvalues > 0, self.coefficients, 0)
+        inside = inside / jnp.where(self.eigenvalues > 0, self.eigenvalues, 1)
+        domain = self.jacobian.domain
+        reached = self.jacobian.push_forward(domain.unravel(matmul(self.vectors, inside)))
+        return jnp.sum((residual - reached).astype(inside.dtype) ** 2)
+
+    def misfit(self, damping: Scalar) -> Float[Array, " k"]:
+        r"""By eigenvector, of $r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
+        w = self.eigenvalues
+        along = self.coefficients**2 / (w + damping)
+        if self.on_outputs:
+            return along
+        return jnp.where(w > 0, along / jnp.where(w > 0, w, 1), 0)

@@ -14,7 +14,7 @@ from .._data import as_batch, as_inputs
 from .._linearisation import Linearisation, linearise
 from .._losses import AbstractLoss, check_loss
 from .._model import make_network, Network, partition
-from .._objective import AbstractObjective, objective_of
+from .._objective import BatchLoss
 from .._tree import Structure
 
 
@@ -29,7 +29,7 @@ class LinearisedModel(eqx.Module):
     network: Network
     loss: AbstractLoss
     train: Linearisation
-    objective: AbstractObjective
+    objective: BatchLoss
     from_zero: bool = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
     about: PyTree[Array] | None = None
@@ -55,7 +55,7 @@ class LinearisedModel(eqx.Module):
         train = _linearise(network, parameters, batch[0], *fixed)
         outputs = Structure.of(train.outputs).tree
         loss.check(outputs, batch[1])
-        objective = objective_of(loss, outputs, batch)
+        objective = BatchLoss(loss, outputs, *batch[1:])
         return LinearisedModel(
             network, loss, train, objective, from_zero, memory_budget, about
         )
@@ -68,12 +68,13 @@ class LinearisedModel(eqx.Module):
         fixed = self.memory_budget, self.from_zero, start
         return _linearise(self.network, self.train.point, as_inputs(inputs), *fixed)
 
-    def objective_on(self, data: Any) -> AbstractObjective:
-        """The loss on other data."""
+    def on_data(self, data: Any) -> tuple[Linearisation, BatchLoss]:
+        """On other data, and their loss."""
         batch = as_batch(data)
-        outputs = Structure.of(self.on(batch[0]).outputs).tree
+        on = self.on(batch[0])
+        outputs = Structure.of(on.outputs).tree
         self.loss.check(outputs, batch[1])
-        return objective_of(self.loss, outputs, batch)
+        return on, BatchLoss(self.loss, outputs, *batch[1:])
 
 
 def check_finite(numbers: PyTree[Array]) -> None:

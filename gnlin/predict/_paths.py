@@ -9,15 +9,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 from equinox import AbstractVar
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import check_finite_nonnegative, check_flag
+from .._checks import check_finite_nonnegative, check_flag, check_scalar
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation import Linearisation
 from .._losses import AbstractLoss, SquaredError
+from .._objective import AbstractObjective
 from .._subproblem import choose, OnSpace, Outputs, ProxLinear
 from .._tree import matmul
 from ..filters import (
@@ -32,6 +34,10 @@ from ._eigenbasis import Eigenbasis
 from ._linearised import check_finite, LinearisedModel
 
 
+_NO_LIMIT = (
+    "No minimum was found that training converges to, such as of classes that can be "
+    "separated: ask for a finite number, or add `damping`."
+)
 # How a problem of many steps is set up does not depend on how many.
 _SOME_STEPS = 10_000
 
@@ -97,6 +103,8 @@ def gradient_descent(
         Gradient Descent*, NeurIPS (2019), equations 8 to 11, for the flow.
     """
     check_flag("nesterov", nesterov)
+    check_scalar("learning_rate", learning_rate)
+    check_scalar("momentum", momentum)
     kind: Any = Nesterov if nesterov else HeavyBall
     plain = isinstance(momentum, int | float) and momentum == 0 and not nesterov
     steps: AbstractFilter
@@ -161,6 +169,10 @@ class AbstractPath(eqx.Module):
     def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:
         """The filter of so many steps, or of such a time."""
 
+    @abc.abstractmethod
+    def _failed(self, amount: str) -> str:
+        """Why there is no number after so many steps, or such a time."""
+
     def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         if isinstance(self._filter, Damped):
             return Damped(self._for(self._filter.filter, amount), self._filter.damping)
@@ -168,14 +180,12 @@ class AbstractPath(eqx.Module):
 
     def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:
         """With a leading axis, if `amounts` have one."""
+        check_finite(on.outputs)
         changes = _changes(self, on, amounts.ravel())
         finite = isinstance(changes, Tracer) or bool(jnp.all(jnp.isfinite(changes)))
         if not finite:
             bad = ~np.isfinite(np.asarray(changes)).all(axis=1)
-            raise ValueError(
-                f"Training has diverged at {amounts.ravel()[bad].min():g}: lower the "
-                "learning rate, or add `damping`."
-            )
+            raise ValueError(self._failed(f"{amounts.ravel()[bad].min():g}"))
         changes = changes.astype(_tree.dtype(on.outputs))
         if amounts.ndim == 0:
             return self._moved(on, changes[0])
@@ -186,15 +196,10 @@ class AbstractPath(eqx.Module):
         return jax.tree.map(jnp.add, on.outputs, unravelled)
 
     def _loss(self, data: Any, amounts: np.ndarray) -> Array:
-        if data is None:
-            on, objective = self._linearised.train, self._linearised.objective
-        else:
-            objective = self._linearised.objective_on(data)
-            on = self._linearised.on(data[0])
-        outputs = self._outputs(on, amounts)
-        if amounts.ndim == 0:
-            return objective.value(outputs)
-        return jax.lax.map(objective.value, outputs)
+        on, objective = self._linearised.train, self._linearised.objective
+        if data is not None:
+            on, objective = self._linearised.on_data(data)
+        return _values(objective, self._outputs(on, amounts), amounts.ndim)
 
 
 class Descent(AbstractPath):
@@ -230,6 +235,14 @@ class Descent(AbstractPath):
     def _for(self, filter, amount):
         return eqx.tree_at(lambda f: f.period, filter, amount)
 
+    def _failed(self, amount):
+        if amount == "inf":
+            return _NO_LIMIT
+        return (
+            f"Gradient descent has diverged by step {amount}: lower the learning rate, "
+            "or add `damping`."
+        )
+
 
 class Flow(AbstractPath):
     """A linearised model under gradient flow; made by
@@ -263,11 +276,20 @@ class Flow(AbstractPath):
     def _for(self, filter, amount):
         return eqx.tree_at(lambda f: f.time, filter, amount)
 
+    def _failed(self, amount):
+        if amount == "inf":
+            return _NO_LIMIT
+        return (
+            f"Gradient flow could not be followed to the time {amount}: ask for shorter "
+            "ones, for `math.inf`, or add `damping`."
+        )
+
 
 def _way(
     linearised: LinearisedModel, filter: AbstractFilter, damping: ScalarLike
 ) -> tuple[Eigenbasis | OnSpace, AbstractFilter]:
     """How it is trained, set up; and the filter, damped."""
+    check_scalar("damping", damping)
     check_finite_nonnegative("damping", damping)
     undamped = isinstance(damping, int | float) and damping == 0
     whole = filter if undamped else Damped(filter, damping)
@@ -339,21 +361,30 @@ def _literally(
 def _in_the_limit(path: AbstractPath, on: Linearisation) -> Float[Array, " n"]:
     assert isinstance(path._way, OnSpace)
     answer = path._way.solve(path._filter_of(math.inf))
-    return on.jacobian.push_forward(answer.step)
+    change = on.jacobian.push_forward(answer.step)
+    return jnp.where(answer.result == optx.RESULTS.successful, change, jnp.nan)
+
+
+@eqx.filter_jit
+def _values(
+    objective: AbstractObjective, outputs: PyTree[Array], num_axes: int
+) -> Float[Array, "..."]:
+    of = objective.value
+    return of(outputs) if num_axes == 0 else jax.lax.map(of, outputs)
 
 
 def _amounts(name: str, given: Any) -> np.ndarray:
     whole = name == "steps"
     what = "whole numbers of at least 0" if whole else "numbers of at least 0"
     wrong = f"`{name}` must be {what}, or `math.inf`, but {given!r} was given."
-    if isinstance(given, Tracer):
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
         raise ValueError(
             f"`{name}` must be known when the program is made: call the predictor with "
             "numbers, all at once."
         )
     try:
         amounts = np.asarray(given, float)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(wrong) from error
     sound = (amounts >= 0) & (~np.isfinite(amounts) | (np.floor(amounts) == amounts))
     if not whole:

@@ -7,12 +7,23 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import check_finite_positive, check_fraction
+from .._checks import (
+    check_finite_nonnegative,
+    check_finite_positive,
+    check_fraction,
+    check_scalar,
+)
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._losses import AbstractLoss, SquaredError
+from .._losses import (
+    AbstractLoss,
+    check_loss,
+    SigmoidCrossEntropy,
+    SoftmaxCrossEntropy,
+    SquaredError,
+)
 from .._tree import matmul
 from ..filters import Tikhonov
 from ._eigenbasis import Eigenbasis
@@ -43,6 +54,8 @@ class Gaussian(NamedTuple):
         """(low, high), about the mean. With the standard deviation of the noise it is the
         interval of a new measurement."""
         check_fraction("confidence", confidence)
+        check_scalar("noise", noise)
+        check_finite_nonnegative("noise", noise)
         factor = jax.scipy.special.ndtri(0.5 + 0.5 * confidence)
 
         def width(variance: Array) -> Array:
@@ -52,22 +65,6 @@ class Gaussian(NamedTuple):
         widths = jax.tree.map(width, self.variance)
         low = jax.tree.map(jnp.subtract, self.mean, widths)
         return low, jax.tree.map(jnp.add, self.mean, widths)
-
-    def probabilities(self) -> PyTree[Array]:
-        r"""Of classes, where the outputs are logits:
-        $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$.
-
-        ??? cite "Reference"
-
-            D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
-            Computation 4 (1992), equation 11; of several classes: Z. Lu, E. Ie and F.
-            Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
-        """
-
-        def of_logits(mean: Array, variance: Array) -> Array:
-            return jax.nn.softmax(mean / jnp.sqrt(1 + math.pi / 8 * variance), axis=-1)
-
-        return jax.tree.map(of_logits, self.mean, self.variance)
 
 
 def posterior(
@@ -101,14 +98,16 @@ def posterior(
     **Arguments:**
 
     - `model`: of one example's input, as for [`gnlin.solve`][].
-    - `data`: `(inputs, targets)`, or with weights of the examples.
+    - `data`: `(inputs, targets)`, or with weights of the examples, which are inverse
+        variances in units of the noise's.
     - `noise`: $\sigma$, in units of the targets; of squared error only, and needed there.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
     - `prior`: $s$, in units of the parameters.
     - `about`: a model whose parameters the prior is about, if not those of `model`: of a
         trained one the one that it was trained from. A prior about parameters that know
         the data already would count them twice.
-    - `loss`: of one example; its sum over the examples is the negative log-likelihood.
+    - `loss`: of one example; its sum over the examples is the negative log-likelihood,
+        whatever its `reduction`.
     - `from_zero`: take the model's own outputs for zero: a Gaussian process with the
         tangent kernel, and nothing of the initialisation in its mean.
     - `filter_spec`: which parameters are uncertain, as for [`gnlin.solve`][].
@@ -134,20 +133,26 @@ def posterior(
         A. Immer, M. Korzepa and M. Bauer, *Improving predictions of Bayesian neural nets
         via local linearization*, AISTATS (2021), equations 8 and 9.
     """
-    if isinstance(loss, AbstractLoss) and loss.is_quadratic:
+    check_loss(loss)
+    if loss.is_quadratic:
         if noise is None:
             raise ValueError(
                 "Squared error needs `noise`, the targets' standard deviation about the "
                 "model: pass a guess, and `.tuned()` finds the one of most evidence."
             )
-        check_finite_positive("noise", noise)
+        _check_deviation("noise", noise)
     elif noise is not None:
         raise ValueError("`noise` is for squared error only: leave it out.")
     elif from_zero:
         raise ValueError("`from_zero` is for squared error only: leave it out.")
-    check_finite_positive("prior", prior)
-    if isinstance(loss, AbstractLoss):
-        loss = loss.reduced("sum")
+    if about is not None and from_zero:
+        raise ValueError(
+            "With `from_zero` the outputs at the start are zero, whatever the prior is "
+            "`about`: leave one of them out."
+        )
+    _check_deviation("prior", prior)
+    # A likelihood is of all examples, whichever way the loss was reduced in training.
+    loss = eqx.tree_at(_reduction, loss, "sum", is_leaf=lambda x: x is None)
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about
     )
@@ -157,11 +162,11 @@ def posterior(
             f"{min(linearised.train.shape):,} rows, does not fit into the memory budget "
             f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data."
         )
-    basis, residual = _set_up(linearised)
-    check_finite((basis.eigenvalues, residual))
+    basis, outside = _set_up(linearised)
+    check_finite((basis.eigenvalues, basis.coefficients, outside))
     dtype = basis.eigenvalues.dtype
     noise = jnp.asarray(1.0 if noise is None else noise, dtype)
-    return Posterior(linearised, basis, residual, noise, jnp.asarray(prior, dtype))
+    return Posterior(linearised, basis, outside, noise, jnp.asarray(prior, dtype))
 
 
 class Posterior(eqx.Module):
@@ -175,7 +180,7 @@ class Posterior(eqx.Module):
 
     _linearised: LinearisedModel
     _basis: Eigenbasis
-    _residual: Float[Array, " m"]
+    _outside: Scalar
     noise: Scalar
     prior: Scalar
 
@@ -188,6 +193,32 @@ class Posterior(eqx.Module):
         """Mean and variance of the outputs, without noise, on n inputs with a leading
         axis; `None` for those of training."""
         return _predicted(self, inputs)
+
+    def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
+        r"""Of classes, on n inputs: $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$, or the
+        sigmoid where the loss has one.
+
+        **Raises:** `ValueError` for a loss that is not of classes.
+
+        ??? cite "Reference"
+
+            D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
+            Computation 4 (1992), equation 11; of several classes: Z. Lu, E. Ie and F.
+            Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
+        """
+        loss = self._linearised.loss
+        if not isinstance(loss, SoftmaxCrossEntropy | SigmoidCrossEntropy):
+            raise ValueError(
+                "Probabilities are of classes, as with `gnlin.SoftmaxCrossEntropy()`, "
+                f"and the loss is {type(loss).__name__}: take mean and variance."
+            )
+        squash = (
+            jax.nn.softmax if isinstance(loss, SoftmaxCrossEntropy) else jax.nn.sigmoid
+        )
+        mean, variance = self(inputs)
+        return jax.tree.map(
+            lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v)), mean, variance
+        )
 
     def at(
         self, *, noise: ScalarLike | None = None, prior: ScalarLike | None = None
@@ -207,7 +238,7 @@ class Posterior(eqx.Module):
         """
         for name, value in (("noise", noise), ("prior", prior)):
             if value is not None:
-                check_finite_positive(name, value)
+                _check_deviation(name, value)
         if noise is not None and not self._is_quadratic:
             raise ValueError("`noise` is for squared error only: leave it out.")
         dtype = self._basis.eigenvalues.dtype
@@ -241,18 +272,26 @@ class Posterior(eqx.Module):
             moved = train.point if about is None else _tree.axpy(-1, about, train.point)
             squared = _tree.dot(moved, moved).astype(w.dtype)
             return -loss - squared / (2 * scale) - 0.5 * jnp.sum(jnp.log1p(scale * w))
-        m = self._residual.size
+        m, log_weights = self._counted()
         left = (m - w.size) * jnp.log(variance)
-        log_det = jnp.sum(jnp.log(scale * w + variance)) + left
+        log_det = jnp.sum(jnp.log(scale * w + variance)) + left - log_weights
         return -0.5 * (self._misfit() / scale + log_det + m * math.log(2 * math.pi))
 
     def _misfit(self) -> Scalar:
         r"""$r^\top(\Theta + \lambda I)^{-1} r$."""
-        basis, damping = self._basis, self.damping
-        along = basis.coefficients**2 / (basis.eigenvalues + damping)
-        if basis.on_outputs:
-            return jnp.sum(along)
-        return (_tree.dot(self._residual, self._residual) - jnp.sum(along)) / damping
+        return self._outside / self.damping + jnp.sum(self._basis.misfit(self.damping))
+
+    def _counted(self) -> tuple[Scalar, Scalar]:
+        """How many targets count, and the sum of their weights' logarithms: a weight is
+        an inverse variance, of which the noise is the unit."""
+        linearised, dtype = self._linearised, self._basis.eigenvalues.dtype
+        m, weights = linearised.train.shape[0], linearised.objective.weights
+        if weights is None:
+            return jnp.array(m, dtype), jnp.zeros((), dtype)
+        counts = weights > 0
+        logs = jnp.where(counts, jnp.log(jnp.where(counts, weights, 1)), 0)
+        of_each = m // weights.size
+        return of_each * jnp.sum(counts).astype(dtype), of_each * jnp.sum(logs)
 
     def tuned(self) -> "Posterior":
         """With the noise and the prior of most evidence; of a loss that is not squared
@@ -272,7 +311,7 @@ class Posterior(eqx.Module):
         """At this damping, with the scale of most evidence."""
         if not self._is_quadratic:
             return self
-        scale = jnp.sqrt(self._misfit() / self._residual.size)
+        scale = jnp.sqrt(self._misfit() / self._counted()[0])
         scale = jnp.where(scale > 0, scale, self.prior)
         return self.at(noise=scale * jnp.sqrt(self.damping), prior=scale)
 
@@ -282,10 +321,20 @@ class Posterior(eqx.Module):
         return self.at(prior=1 / jnp.sqrt(damping))
 
 
+def _reduction(loss: AbstractLoss) -> str | None:
+    return loss.reduction
+
+
+def _check_deviation(name: str, value: ScalarLike) -> None:
+    check_scalar(name, value)
+    check_finite_positive(name, value)
+
+
 @eqx.filter_jit
-def _set_up(linearised: LinearisedModel) -> tuple[Eigenbasis, Float[Array, " m"]]:
+def _set_up(linearised: LinearisedModel) -> tuple[Eigenbasis, Scalar]:
     problem = linearised.objective.expand(linearised.train)
-    return Eigenbasis.of(problem), problem.flat_residual()
+    basis = Eigenbasis.of(problem)
+    return basis, basis.outside(problem.flat_residual())
 
 
 @eqx.filter_jit
@@ -312,7 +361,7 @@ def _tuned(posterior: Posterior) -> Posterior:
     w = posterior._basis.eigenvalues
     largest = jnp.where(w[-1] > 0, w[-1], 1)
     eps = jnp.finfo(w.dtype).eps
-    ends = jnp.log(eps * largest), jnp.log(_BEYOND * largest)
+    ends = jnp.log(eps**2 * largest), jnp.log(_BEYOND * largest)
 
     def finer(_, ends):
         low, high = ends
