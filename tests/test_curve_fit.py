@@ -225,6 +225,7 @@ def test_many_data_sets_at_once(own_starts):
         errors = jax.tree.map(lambda leaf, k=k: leaf[k], fits.standard_errors)
         np.testing.assert_allclose(values(errors), values(one.standard_errors), rtol=1e-5)
     assert repr(fits) == "CurveFit(4 data sets, 4 of them converged)"
+    assert fits.history is None
 
 
 def test_many_starts_find_the_global_minimum():
