@@ -144,9 +144,9 @@ class TangentKernel(eqx.Module):
         stays on disk.
 
         **Raises:** `ValueError` if the model cannot be called on such inputs, needs a
-        key, or has several arrays of outputs; if the kernel is larger than the memory budget
-        and no file is given; if the file cannot be written, has another kernel, or is
-        being written.
+        key, or has several arrays of outputs; if the kernel is larger than the memory
+        budget and no file is given; if the file cannot be written, has another kernel, or
+        is being written.
         """
         check_flag("progress", progress)
         sets = self._checked(x1, x2)
@@ -279,7 +279,7 @@ class TangentKernel(eqx.Module):
     # Tiles
     #
 
-    def _num_bytes(self, sets: "_Sets", rows: int, columns: int) -> float:
+    def _num_bytes(self, sets: "_Sets", rows: int, columns: int) -> int:
         """Of the blocks of so many examples, their kernel and a part of it."""
         entries = math.prod(self._shape(rows, columns, sets.c))
         of_blocks = (rows + columns) * sets.bytes_of_one

@@ -331,7 +331,9 @@ def test_weights_are_inverse_variances(name):
     np.testing.assert_allclose(weighted(TEST).mean, fewer(TEST).mean, rtol=1e-7)
     np.testing.assert_allclose(weighted(TEST).variance, fewer(TEST).variance, rtol=1e-7)
     assert weighted.log_evidence() == pytest.approx(float(fewer.log_evidence()), rel=1e-8)
-    assert weighted.tuned().noise == pytest.approx(2 * fewer.tuned().noise, rel=1e-3)
+    assert weighted.tuned().noise == pytest.approx(
+        2 * float(fewer.tuned().noise), rel=1e-3
+    )
     mean = gnlin.SquaredError(reduction="mean")  # of training; a likelihood is of all
     same = gnlin.predict.posterior(model, (inputs, targets), loss=mean, **options)
     plain = gnlin.predict.posterior(model, (inputs, targets), **options)

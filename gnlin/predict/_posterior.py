@@ -1,5 +1,6 @@
 """What is known of a linearised model's outputs: mean, variance, and evidence."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ def posterior(
         )
     _check_deviation("prior", prior)
     # A likelihood is of all examples, whichever way the loss was reduced in training.
-    loss = eqx.tree_at(_reduction, loss, "sum", is_leaf=lambda x: x is None)
+    loss = dataclasses.replace(loss, reduction="sum")
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about
     )
@@ -319,10 +320,6 @@ class Posterior(eqx.Module):
         if self._is_quadratic:
             return self.at(noise=jnp.sqrt(damping) * self.prior)._scaled()
         return self.at(prior=1 / jnp.sqrt(damping))
-
-
-def _reduction(loss: AbstractLoss) -> str | None:
-    return loss.reduction
 
 
 def _check_deviation(name: str, value: ScalarLike) -> None:
