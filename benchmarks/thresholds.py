@@ -1,7 +1,8 @@
 """What each claim must show to be confirmed, and why so much.
 
-Set on the date below, after the runs of 2026-11-21 and an audit of them, and before any
-later run. A threshold changes only in a commit that says why, and the date with it.
+Set on the date below: after the runs of 2026-11-21, an audit of them, and trials of two
+to eight seeds of `lambda-sweep` and `provable-features`; before the runs that they judge.
+A threshold changes only in a commit that says why, and the date with it.
 """
 
 import dataclasses

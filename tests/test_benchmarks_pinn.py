@@ -170,7 +170,7 @@ def test_verdicts_are_of_the_last_errors():
     assert len(verdicts) == 3 * len(SETTINGS.sizes) + 2
     assert {verdict.outcome for verdict in verdicts} <= {
         "confirmed",
-        "undecided at this scale",
+        "undecided",
     }
     sooner = next(verdict for verdict in verdicts if "sooner" in verdict.claim)
     np.testing.assert_allclose(sooner.estimate, np.log10(0.5))

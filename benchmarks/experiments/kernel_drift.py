@@ -25,6 +25,7 @@ EARLY = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class KernelDrift(Images):
+    seeds: int = 10
     periods: tuple[int, ...] = (1, 100, 1_000)
     num_train: int | None = 50
     reduction: Literal["sum", "mean"] = "sum"
