@@ -279,23 +279,23 @@ class TangentKernel(eqx.Module):
     # Tiles
     #
 
-    def _num_bytes(self, sets: "_Sets", rows: int, columns: int) -> int:
-        """Of the blocks of so many examples, their kernel and a part of it."""
-        entries = math.prod(self._shape(rows, columns, sets.c))
-        of_blocks = (rows + columns) * sets.bytes_of_one
-        return of_blocks + 2 * entries * sets.dtype.itemsize
-
     def _tile(self, sets: "_Sets") -> tuple[int, int]:
-        """Its rows and columns, so that it takes half of the memory budget, and each
-        device has one."""
+        """Its rows and columns: as few tiles as take a quarter of the memory budget each,
+        since what the passes leave takes as much again, and one for each device."""
 
-        def sides(size: int) -> tuple[int, int]:
+        def sides(number: int) -> tuple[int, int]:
+            size = math.ceil(max(sets.n1, sets.n2) / number)
             return min(size, sets.n1), min(size, sets.n2)
 
-        size = math.ceil(max(sets.n1, sets.n2) / jax.local_device_count())
-        while size > 1 and self._num_bytes(sets, *sides(size)) > self.memory_budget / 2:
-            size = math.ceil(0.9 * size) if size > 10 else size - 1
-        return sides(size)
+        def num_bytes(rows: int, columns: int) -> int:
+            # The kernel, and the part of it that is added to it
+            entries = 2 * math.prod(self._shape(rows, columns, sets.c))
+            return (rows + columns) * sets.bytes_of_one + entries * sets.dtype.itemsize
+
+        number, most = jax.local_device_count(), max(sets.n1, sets.n2)
+        while number < most and num_bytes(*sides(number)) > self.memory_budget / 4:
+            number += 1
+        return sides(number)
 
     def _tiles(
         self, sets: "_Sets", tile: tuple[int, int], num_done: int, progress: bool

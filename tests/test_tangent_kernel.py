@@ -188,7 +188,7 @@ def test_of_a_linearisation():
     np.testing.assert_allclose(found.reshape(4, 6), lins[0].kernel(lins[1]), rtol=1e-12)
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
-    of_model = gnlin.TangentKernel(gnlin.features.linearise_model(model, x))
+    of_model = gnlin.TangentKernel(gnlin.features.linearise_model(model, jnp.asarray(x)))
     np.testing.assert_array_equal(of_model(x), gnlin.TangentKernel(model)(x))
     coupled = gnlin.linearise(lambda w, x: jnp.cumsum(x @ w), point, jnp.asarray(one[0]))
     with pytest.raises(ValueError, match="linearise a `gnlin"):
@@ -357,7 +357,8 @@ def test_what_cannot_be_meant(unchecked):
             model, memory_budget=60_000
         ).by_parameter(x),
         "leave `filter_spec`": lambda: gnlin.TangentKernel(
-            gnlin.features.linearise_model(model, x), filter_spec=eqx.is_array
+            gnlin.features.linearise_model(model, jnp.asarray(x)),
+            filter_spec=eqx.is_array,
         ),
         '`outputs` must be "all"': lambda: gnlin.TangentKernel(model, outputs="some"),
         "`outputs` must be": lambda: gnlin.TangentKernel(model, outputs=1.5),
