@@ -233,20 +233,19 @@ class TangentKernel(eqx.Module):
         return [self._gram(a, b, these.c).reshape(shape) for a, b in pairs]
 
     def _gram(self, a: AbstractBlock, b: AbstractBlock, c: int) -> Float[Array, "..."]:
-        def product(a, b, same):
-            return a.gram() if same else a.gram_with(b)
+        def of(view: Callable[[AbstractBlock], AbstractBlock]) -> Array:
+            viewed = view(a)
+            return viewed.gram_with(viewed if a is b else view(b))
 
-        if self.outputs == "trace":
-            merged = a.merged(c)
-            return product(merged, merged if a is b else b.merged(c), a is b)
-        if self.outputs == "diagonal":
-
-            def of_output(k):
-                first = a.of_output(k, c)
-                return product(first, first if a is b else b.of_output(k, c), a is b)
-
-            return jnp.moveaxis(jax.lax.map(of_output, jnp.arange(c)), 0, -1)
-        return product(a, b, a is b)
+        match self.outputs:
+            case "trace":
+                return of(lambda block: block.merged(c))
+            case "diagonal":
+                each = jax.lax.map(
+                    lambda k: of(lambda block: block.of_output(k, c)), jnp.arange(c)
+                )
+                return jnp.moveaxis(each, 0, -1)
+        return of(lambda block: block)
 
     def _checked(self, x1: PyTree, x2: PyTree | None) -> "_Sets":
         x1 = as_inputs(x1)
