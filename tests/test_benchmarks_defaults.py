@@ -161,7 +161,7 @@ def test_table_and_figure_have_a_part_for_each_task(tmp_path):
     lines = (tmp_path / "defaults.md").read_text().splitlines()
     assert len(lines) == 6
     assert lines[2].startswith("| MLP, tanh | 95.0 ± 0.0 | 95.0 ± 0.0 | 96.0 ± 0.0 | 0.1")
-    assert lines[3].endswith("| 6 |")
+    assert lines[3].endswith("| 12 |")  # of six seeds, twice
     assert lines[-1] == "As good or better on 1 of 2."
 
 
