@@ -18,6 +18,7 @@ further out than resamples reach it is Student's, to which it comes near there.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -135,16 +136,19 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
     expanded = (
         2 * special.ndtr(_widening(n) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) - 1
     )
-    interval = stats.bootstrap(
-        (values,) if mean else (np.arange(n),),
-        np.mean if mean else lambda chosen: of(values[chosen]),
-        n_resamples=_NUM_RESAMPLES if mean else _NUM_OF_STATISTIC,
-        batch=2_000,
-        vectorized=mean,
-        confidence_level=expanded,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
+    with warnings.catch_warnings():
+        # Of resamples without a number the interval has no ends, which decides nothing.
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        interval = stats.bootstrap(
+            (values,) if mean else (np.arange(n),),
+            np.mean if mean else lambda chosen: of(values[chosen]),
+            n_resamples=_NUM_RESAMPLES if mean else _NUM_OF_STATISTIC,
+            batch=2_000,
+            vectorized=mean,
+            confidence_level=expanded,
+            method="percentile",
+            rng=np.random.default_rng(0),
+        )
     low, high = interval.confidence_interval
     resamples = np.asarray(interval.bootstrap_distribution)
     return _Resampled(n, of(values), float(low), float(high), resamples)
