@@ -68,8 +68,8 @@ class Eigenbasis(eqx.Module):
         not among the coefficients."""
         if self.on_outputs:
             return jnp.zeros((), self.eigenvalues.dtype)
-        inside = jnp.where(self.eigenvalues > 0, self.coefficients, 0)
-        inside = inside / jnp.where(self.eigenvalues > 0, self.eigenvalues, 1)
+        w = self.eigenvalues
+        inside = self.coefficients / jnp.where(w > 0, w, 1)
         domain = self.jacobian.domain
         reached = self.jacobian.push_forward(domain.unravel(matmul(self.vectors, inside)))
         return jnp.sum((residual - reached).astype(inside.dtype) ** 2)
@@ -80,4 +80,4 @@ class Eigenbasis(eqx.Module):
         along = self.coefficients**2 / (w + damping)
         if self.on_outputs:
             return along
-        return jnp.where(w > 0, along / jnp.where(w > 0, w, 1), 0)
+        return along / jnp.where(w > 0, w, 1)  # of those coefficients that are not zero

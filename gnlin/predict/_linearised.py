@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
+from .. import _tree
 from .._checks import check_count, check_flag
 from .._data import as_batch, as_inputs
 from .._linearisation import Linearisation, linearise
@@ -79,10 +80,8 @@ class LinearisedModel(eqx.Module):
 
 def check_finite(numbers: PyTree[Array]) -> None:
     """What predictions are made of, where it is known."""
-    leaves = jax.tree.leaves(numbers)
-    if any(isinstance(x, Tracer) for x in leaves):
-        return
-    if not all(bool(jnp.all(jnp.isfinite(x))) for x in leaves):
+    finite = _tree.all_finite(numbers)
+    if not isinstance(finite, Tracer) and not finite:
         raise ValueError(
             "The model's outputs, its Jacobian or the data are not finite: nothing can "
             "be predicted from them."

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from equinox import AbstractVar
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
@@ -161,9 +160,9 @@ def gradient_flow(
 class AbstractPath(eqx.Module):
     """A linearised model, trained for as long as is asked."""
 
-    _linearised: AbstractVar[LinearisedModel]
-    _way: AbstractVar[Eigenbasis | OnSpace]
-    _filter: AbstractVar[AbstractFilter]
+    _linearised: LinearisedModel
+    _way: Eigenbasis | OnSpace
+    _filter: AbstractFilter
 
     @abc.abstractmethod
     def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:
@@ -171,7 +170,7 @@ class AbstractPath(eqx.Module):
 
     @abc.abstractmethod
     def _failed(self, amount: str) -> str:
-        """Why there is no number after so many steps, or such a time."""
+        """Why there is no number after so many steps, or such a time: not infinity."""
 
     def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         if isinstance(self._filter, Damped):
@@ -185,7 +184,9 @@ class AbstractPath(eqx.Module):
         finite = isinstance(changes, Tracer) or bool(jnp.all(jnp.isfinite(changes)))
         if not finite:
             bad = ~np.isfinite(np.asarray(changes)).all(axis=1)
-            raise ValueError(self._failed(f"{amounts.ravel()[bad].min():g}"))
+            first = amounts.ravel()[bad].min()
+            failed = self._failed(f"{first:g}") if np.isfinite(first) else _NO_LIMIT
+            raise ValueError(failed)
         changes = changes.astype(_tree.dtype(on.outputs))
         if amounts.ndim == 0:
             return self._moved(on, changes[0])
@@ -205,10 +206,6 @@ class AbstractPath(eqx.Module):
 class Descent(AbstractPath):
     """A linearised model under gradient descent; made by
     [`gnlin.predict.gradient_descent`][]."""
-
-    _linearised: LinearisedModel
-    _way: Eigenbasis | OnSpace
-    _filter: AbstractFilter
 
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, steps: ArrayLike | list = math.inf
@@ -236,8 +233,6 @@ class Descent(AbstractPath):
         return eqx.tree_at(lambda f: f.period, filter, amount)
 
     def _failed(self, amount):
-        if amount == "inf":
-            return _NO_LIMIT
         return (
             f"Gradient descent has diverged by step {amount}: lower the learning rate, "
             "or add `damping`."
@@ -247,10 +242,6 @@ class Descent(AbstractPath):
 class Flow(AbstractPath):
     """A linearised model under gradient flow; made by
     [`gnlin.predict.gradient_flow`][]."""
-
-    _linearised: LinearisedModel
-    _way: Eigenbasis | OnSpace
-    _filter: AbstractFilter
 
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, times: ArrayLike | list = math.inf
@@ -277,8 +268,6 @@ class Flow(AbstractPath):
         return eqx.tree_at(lambda f: f.time, filter, amount)
 
     def _failed(self, amount):
-        if amount == "inf":
-            return _NO_LIMIT
         return (
             f"Gradient flow could not be followed to the time {amount}: ask for shorter "
             "ones, for `math.inf`, or add `damping`."
