@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, Key, ScalarLike
+from jaxtyping import Array, ArrayLike, Bool, Key, PyTree, ScalarLike
 
 
 def as_scalar(value):
@@ -27,6 +27,11 @@ def as_scalar(value):
 def as_float(period: ScalarLike) -> ScalarLike:
     # A Python integer may be too large for JAX's integers, but never for a float.
     return float(period) if isinstance(period, int) else period
+
+
+def is_traced(tree: PyTree) -> bool:
+    """Whether any of its numbers is not known before a program runs."""
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def _known(value: object) -> bool:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from ._bounds import check_start
-from ._checks import as_key, check_count, check_flag
+from ._checks import as_key, check_count, check_flag, is_traced
 from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import make_network, Network
@@ -213,7 +213,7 @@ def _run(setting: Setting, data: tuple, start: tuple, max_steps: int, history: b
     the history takes memory as it is filled."""
     # As a part of another program it is one run: nobody can ask for more of it.
     leaves = jax.tree.leaves((setting, data, start))
-    traced = any(isinstance(x, Tracer) for x in leaves)
+    traced = is_traced(leaves)
     # 3 and 3.0 are equal, and not the same program.
     types = tuple(map(type, leaves))
     num_rows = max_steps if traced else min(max_steps, _MOST_ROWS)

@@ -12,10 +12,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from ._checks import check_count, check_flag, is_whole
+from ._checks import check_count, check_flag, is_traced, is_whole
 from ._data import as_inputs
 from ._identity import checksum, described
 from ._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
@@ -157,7 +156,7 @@ class TangentKernel(eqx.Module):
             shape, sets.dtype, "pass `file`, in which it is made a tile at a time, or"
         )
         whole = sets.n1, sets.n2
-        inside = _is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
+        inside = is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
         tile = whole if inside else self._tile(sets)
         if tile == whole:
             return _tile(self, sets.x1, sets.x2)
@@ -168,7 +167,7 @@ class TangentKernel(eqx.Module):
         return jnp.asarray(kernel)
 
     def _in_file(self, path: Path, sets: "_Sets", progress: bool) -> np.ndarray:
-        if _is_traced((self, sets)):
+        if is_traced((self, sets)):
             raise ValueError(
                 "A kernel is not written to a `file` from inside a compiled function: "
                 "call it outside, or leave `file` out."
@@ -465,7 +464,3 @@ def _npy(file: str | os.PathLike) -> Path:
         raise ValueError(f"`file` must be the path of a file, but {file!r} was given.")
     path = Path(file).expanduser()
     return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")
-
-
-def _is_traced(tree: PyTree) -> bool:
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import check_finite_nonnegative, check_flag, check_scalar
+from .._checks import check_finite_nonnegative, check_flag, check_scalar, is_traced
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation import Linearisation
 from .._losses import AbstractLoss, SquaredError
@@ -366,7 +366,7 @@ def _amounts(name: str, given: Any) -> np.ndarray:
     whole = name == "steps"
     what = "whole numbers of at least 0" if whole else "numbers of at least 0"
     wrong = f"`{name}` must be {what}, or `math.inf`, but {given!r} was given."
-    if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
+    if is_traced(given):
         raise ValueError(
             f"`{name}` must be known when the program is made: call the predictor with "
             "numbers, all at once."
@@ -385,8 +385,7 @@ def _amounts(name: str, given: Any) -> np.ndarray:
 
 def _check_convergence(largest: Scalar, filter: Any, damping: Any) -> None:
     """Of squared error, by the largest eigenvalue, where the numbers are known."""
-    numbers = jax.tree.leaves((largest, filter, damping))
-    if isinstance(filter, GradientFlow) or any(isinstance(x, Tracer) for x in numbers):
+    if isinstance(filter, GradientFlow) or is_traced((largest, filter, damping)):
         return
     curvature = float(largest) + float(damping)
     most = float(filter.largest_stable()) / curvature if curvature > 0 else math.inf
