@@ -1,6 +1,8 @@
 """Equinox models: full batch, one compiled program."""
 
 import functools
+import itertools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import make_network, Network
 from ._objective import GroupLosses, objective_of
+from ._progress import Bar
 from ._residuals import (
     as_groups,
     GroupNetwork,
@@ -38,6 +41,7 @@ from ._solver import (
     check_divergence,
     LevenbergMarquardt,
     result_name,
+    row_of,
     statistics,
 )
 from ._training import (
@@ -48,7 +52,6 @@ from ._training import (
     columns_of,
     judged,
     key_of_steps,
-    row_of,
     Setting,
     why_it_failed,
 )
@@ -56,6 +59,11 @@ from ._training import (
 
 # The history of so many steps is made ready at once.
 _MOST_ROWS = 4096
+# Parameters times examples, up to which steps are quick
+_SMALL = 2**17
+# Of a run of the program at first, and by how much that grows while it takes less than so
+# many seconds, after which Ctrl-C is heard
+_FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
 _WELL = "successful", "nonlinear_max_steps_reached"
 
 
@@ -73,6 +81,7 @@ def solve(
     axis_name: str = "batch",
     part_size: int | None = None,
     history: bool = True,
+    progress: bool = True,
     throw: bool = False,
 ) -> Solution[Model]:
     r"""Train an Equinox model on a full batch by a solver of this library.
@@ -113,11 +122,14 @@ def solve(
         `None` for all of them.
     - `history`: whether to keep a row of each step. Of many small runs under `jax.vmap`
         it takes longer than the steps.
+    - `progress`: whether to draw a bar, where there is a terminal, of a run that takes
+        longer than a second.
     - `throw`: whether to raise if the run ends in non-finite numbers, diverges or stands
         still. If not, it warns, and `solution.result` says so. Reaching `max_steps` does
         neither.
 
-    **Returns:** a [`gnlin.Solution`][].
+    **Returns:** a [`gnlin.Solution`][]. Ctrl-C ends a run after the steps of about a
+    second, with the best model so far; not one that is part of a compiled program.
 
     **Raises:** `ValueError` if there is no data or no trainable parameter, if the
     examples' numbers or the shapes do not match, or if a trainable leaf is not real.
@@ -136,6 +148,7 @@ def solve(
     if part_size is not None:
         check_count("part_size", part_size)
     check_flag("history", history)
+    check_flag("progress", progress)
     check_flag("throw", throw)
     check_divergence(divergence)
     check_loss(loss)
@@ -164,9 +177,10 @@ def solve(
         if not losses.is_quadratic:  # which has no values of targets to check
             checked_outputs(setting, parameters, state, batch)
         start = parameters, state
-        (carry, num_steps), rows, result, loss_now = _run(
-            setting, batch, start, max_steps, history
-        )
+        with Bar(max_steps, progress) as bar:
+            (carry, num_steps), rows, result, loss_now, is_interrupted = _run(
+                setting, batch, start, max_steps, history, bar
+            )
     if history:
         rows["step"] = rows["num_feature_updates"]  # each of which is one
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
@@ -185,6 +199,10 @@ def solve(
                 f"{why} {where}".rstrip()
             )
         reason = in_words(ended, num_steps, why)
+        if is_interrupted:
+            carry, loss_now = _best(carry, loss_now)
+            reason = f"step {num_steps}: interrupted"
+            complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,
@@ -195,12 +213,28 @@ def solve(
         stats={**stats, "max_steps": max_steps},
     )
     solution = on_mesh(solution, mesh)
+    if complaint and (is_interrupted or not throw):
+        warnings.warn(complaint, stacklevel=2)
     if throw:
         well = [result == getattr(optx.RESULTS, name) for name in _WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
-    if complaint:
-        warnings.warn(complaint, stacklevel=2)
     return solution
+
+
+def _takes_long(start: tuple, data: tuple) -> bool:
+    """Whether a step takes more than a call of a program. What does not is begun in the
+    program of its first steps, of which there are as many as there is memory for."""
+    parameters, _ = start
+    sizes = [x.size for x in jax.tree.leaves(parameters)]
+    lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+    return sum(sizes) * max(lengths, default=1) > _SMALL
+
+
+def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
+    """Of a run that was interrupted, its best point and the loss there."""
+    if carry.watch is None or not float(carry.watch.best) < loss:
+        return carry, loss
+    return carry._replace(parameters=carry.watch.y), float(carry.watch.best)
 
 
 class _Now(NamedTuple):
@@ -208,9 +242,26 @@ class _Now(NamedTuple):
     num_steps: Int[Array, ""]
 
 
-def _run(setting: Setting, data: tuple, start: tuple, max_steps: int, history: bool):
-    """All steps: in one program, and where there are many in several runs of it, so that
-    the history takes memory as it is filled."""
+class _Run(NamedTuple):
+    """As far as it came."""
+
+    now: _Now
+    rows: dict[str, Array]
+    result: optx.RESULTS
+    loss: Array
+    is_interrupted: bool
+
+
+def _run(
+    setting: Setting,
+    data: tuple,
+    start: tuple,
+    max_steps: int,
+    history: bool,
+    bar: Bar,
+) -> _Run:
+    """All steps, in several runs of one program: between them the history's memory grows,
+    a bar is drawn, and Ctrl-C is heard."""
     # As a part of another program it is one run: nobody can ask for more of it.
     leaves = jax.tree.leaves((setting, data, start))
     traced = is_traced(leaves)
@@ -218,14 +269,37 @@ def _run(setting: Setting, data: tuple, start: tuple, max_steps: int, history: b
     types = tuple(map(type, leaves))
     num_rows = max_steps if traced else min(max_steps, _MOST_ROWS)
     sizes = max_steps, num_rows, history, types
-    now, rows, *ended = _steps(setting, data, start, sizes)
-    parts = [rows]
-    while not (isinstance(now.num_steps, Tracer) or _is_over(now, max_steps)):
-        now, rows, *ended = _steps(setting, data, now, sizes)
-        parts.append(rows)
-    if len(parts) > 1:
-        rows = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return now, rows, *ended
+    if traced:
+        now, rows, result, loss = _steps(setting, data, start, sizes, jnp.array(num_rows))
+        return _Run(now, rows, result, loss, is_interrupted=False)
+    now, most, parts, is_interrupted = start, num_rows, [], False
+    if _takes_long(start, data):
+        now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
+    try:
+        while not parts or not _is_over(parts[-1][0], max_steps):
+            began = time.monotonic()
+            part = _steps(setting, data, now, sizes, jnp.array(most))
+            now = jax.block_until_ready(part[0])
+            seconds = time.monotonic() - began
+            parts.append(part)
+            if seconds < _SECONDS:
+                most = min(_GROWTH * most, num_rows)
+            elif len(parts) > 1:  # the first is compiled
+                most = max(most // _GROWTH, 1)
+            bar.show(now.num_steps, now.carry.loss)
+    except KeyboardInterrupt:
+        if not parts:
+            raise
+        is_interrupted = True
+    now, _, result, loss = parts[-1]
+    ends = [0, *(int(now.num_steps) for now, *_ in parts)]
+    made = [end - begun for begun, end in itertools.pairwise(ends)]
+    rows = [
+        {name: np.asarray(column)[:n] for name, column in rows.items()}
+        for n, (_, rows, *_) in zip(made, parts, strict=True)
+    ]
+    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
+    return _Run(now, rows, result, loss, is_interrupted)
 
 
 def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
@@ -235,8 +309,17 @@ def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
 
 
 @eqx.filter_jit
-def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
-    """The first steps from some parameters and a model's state, or more of them."""
+def _begun(setting: Setting, data: tuple, start: tuple, types: tuple) -> _Now:
+    """Before the first step."""
+    parameters, state = start
+    outputs = checked_outputs(setting, parameters, state, data)
+    return _Now(begin(setting, parameters, state, outputs), jnp.array(0))
+
+
+@eqx.filter_jit
+def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array):
+    """From some parameters and a model's state, or from where another such run ended: so
+    many steps at most."""
     max_steps, num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
     # Here, because evaluating the model's shapes takes longer than many a run, and is
@@ -260,7 +343,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple):
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
     def full(now):
-        return now.num_steps - begun >= num_rows
+        return now.num_steps - begun >= most
 
     def step(now_and_rows):
         (carry, num_steps), rows = now_and_rows

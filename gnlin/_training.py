@@ -15,7 +15,14 @@ from ._model import Network
 from ._objective import AbstractObjective, GroupLosses
 from ._residuals import GroupNetwork
 from ._sharding import Places, spread
-from ._solver import AbstractGaussNewton, linearised, State, Watch, why_it_ended
+from ._solver import (
+    AbstractGaussNewton,
+    linearised,
+    row_of,
+    State,
+    Watch,
+    why_it_ended,
+)
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -162,19 +169,6 @@ def advanced(
 def columns_of(names: tuple[str, ...]) -> dict[str, str]:
     """Of the history, for the parts of an objective."""
     return {name: f"loss/{name}" for name in names}
-
-
-def row_of(state: State) -> dict[str, Array]:
-    """Of the history, but that its loss is after the step."""
-    report, counts = state.report, state.counts
-    return {
-        "loss": report.loss,
-        "gradient_norm": report.gradient_norm,
-        "step_norm": report.step_norm,
-        "damping": report.damping,
-        "num_inner_steps": report.num_inner_steps,
-        "num_feature_updates": counts.num_feature_updates.astype(float),
-    }
 
 
 def judged(

@@ -670,3 +670,62 @@ def test_without_a_history():
     np.testing.assert_array_equal(*(numbers(run.model) for run in runs))
     assert runs[1].history.columns == []
     assert runs[1].stats["num_steps"] == 9
+
+
+def long_run(**options):
+    """Of a network large enough for its steps to be made a few at a time."""
+    x = jnp.linspace(-1.0, 1.0, 700)[:, None]
+    data, model = (x, jnp.sin(3 * x)), network(width=64)
+    solver = gnlin.DampedGaussNewton(1e-3, rtol=0.0, atol=0.0)
+    return data, gnlin.solve(model, data, solver, max_steps=100, **options)
+
+
+def test_a_run_in_several_parts_is_one_run(monkeypatch):
+    _, parts = long_run()
+    monkeypatch.setattr(gnlin._solve, "_SMALL", math.inf)
+    _, whole = long_run()
+    assert parts.stats == whole.stats
+    assert len(parts.history["loss"]) == parts.stats["num_steps"] > 8
+    for name in whole.history.columns:
+        np.testing.assert_array_equal(parts.history[name], whole.history[name])
+    np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
+
+
+def test_ctrl_c_hands_back_the_best_model(monkeypatch):
+    shown = []
+
+    def show(bar, step, loss):
+        shown.append(int(step))
+        if len(shown) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gnlin._progress.Bar, "show", show)
+    with pytest.warns(UserWarning, match="was interrupted after step"):
+        data, solution = long_run()
+    assert solution.reason == f"step {shown[1]}: interrupted"
+    assert len(solution.history["loss"]) == shown[1] < 100
+    np.testing.assert_allclose(loss_of(solution.model, *data), solution.loss, rtol=1e-9)
+    assert solution.loss <= np.min(solution.history["loss"])
+    assert gnlin.solve(solution.model, data, max_steps=3).loss < solution.loss
+
+
+def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gnlin._solve, "_steps", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        long_run()
+
+
+def test_a_bar_is_drawn_of_a_long_run_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(gnlin._progress, "_SECONDS", 0)
+    long_run()
+    assert "loss=" not in capsys.readouterr().err
+    monkeypatch.setattr(gnlin._progress, "on_a_terminal", lambda: True)
+    long_run(progress=False)
+    assert "loss=" not in capsys.readouterr().err
+    _, solution = long_run()
+    said = capsys.readouterr().err
+    assert f"{solution.stats['num_steps']}/100" in said
+    assert f"loss={solution.loss:.4g}" in said

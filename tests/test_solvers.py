@@ -573,9 +573,61 @@ def test_with_double_precision_disabled():
 #
 
 
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(),
+        gnlin.DampedGaussNewton(0.3),
+        gnlin.IterativeLinearisation(20, 0.05),
+    ],
+    ids=lambda solver: type(solver).__name__,
+)
+def test_the_history_through_optimistix_is_that_of_solve(solver):
+    x = jnp.linspace(0.0, 1.0, 12)
+    curve = lambda b, x: b[0] * jnp.exp(-b[1] * x)
+    y = curve(jnp.array([2.0, 3.0]), x) + 0.01 * jnp.sin(40 * x)
+    start = jnp.array([1.0, 1.0])
+    expected = gnlin.solve((curve, start), (x, y), solver, max_steps=30).history
+
+    def run(start, num_rows):
+        return optx.least_squares(
+            lambda b, _: curve(b, x) - y,
+            solver,
+            start,
+            max_steps=30,
+            throw=False,
+            options={"history": num_rows},
+        ).stats["history"]
+
+    found = run(start, 40)
+    num_steps = len(expected["loss"])
+    for name, column in found.items():
+        np.testing.assert_allclose(
+            column[:num_steps], expected[name], rtol=1e-6, atol=1e-12
+        )
+        assert column.shape == (40,)
+        assert np.isnan(column[num_steps:]).all()
+    # What there is no row for is not kept; and of several runs each has its own.
+    several = jax.vmap(lambda start: run(start, 2))(jnp.stack([start, 2 * start]))
+    np.testing.assert_allclose(several["loss"][0], expected["loss"][:2], rtol=1e-9)
+    assert several["loss"].shape == (2, 2)
+    assert (np.ptp(several["loss"], axis=0) > 0).all()
+
+
+def test_without_rows_there_is_no_history():
+    y0 = jnp.ones(2)
+    solution = optx.least_squares(rosenbrock, gnlin.LevenbergMarquardt(), y0)
+    assert "history" not in solution.stats
+    for wrong in (0, 2.5, "all"):
+        with pytest.raises(ValueError, match="`history` must be a whole number"):
+            optx.least_squares(
+                rosenbrock, gnlin.LevenbergMarquardt(), y0, options={"history": wrong}
+            )
+
+
 @few_solvers
 def test_options_are_refused(solver):
-    with pytest.raises(ValueError, match=r"no `options`, but \['jac'\]"):
+    with pytest.raises(ValueError, match=r"and no other, but \['jac'\]"):
         optx.least_squares(lambda y, args: y, solver, jnp.ones(3), None, {"jac": "bwd"})
 
 

@@ -1,6 +1,5 @@
 """Training on batches, as the user calls it."""
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network, Network
 from .._objective import GroupLosses
+from .._progress import on_a_terminal
 from .._residuals import as_groups, GroupNetwork, of_groups, refuse_for_groups
 from .._sharding import automatic, mesh_of, on_mesh, places
 from .._solution import Model, Solution
@@ -234,7 +234,7 @@ def fit(
     if validation is not None:
         linearised = solver.linearisation_point(carry.solver_state) is not None
         looks = Validation(setting, carry, validation, metrics, linearised)
-    if progress and _on_a_terminal():
+    if progress and on_a_terminal():
         callbacks.append(Progress())
     names = losses.names if isinstance(losses, GroupLosses) else ()
     parts = list(columns_of(names).values())
@@ -254,10 +254,6 @@ def fit(
     if run.complaint:
         warnings.warn(run.complaint, stacklevel=2)
     return on_mesh(run.as_solution(), mesh)
-
-
-def _on_a_terminal() -> bool:
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def _as_list(callbacks: Any) -> list[Callback]:

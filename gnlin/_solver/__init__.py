@@ -4,6 +4,7 @@ from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisat
 from ._base import (
     AbstractGaussNewton as AbstractGaussNewton,
     linearised as linearised,
+    row_of as row_of,
     State as State,
     statistics as statistics,
     Update as Update,

@@ -1,6 +1,7 @@
 """The loop that all solvers share: linearise, solve this far, step."""
 
 import abc
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,8 @@ class State(eqx.Module):
     result: optx.RESULTS
     # Across batches, where the solver leaves it to the loop to check its steps
     stride: Stride | None = None
+    # Asked for through optimistix, whose loop keeps none
+    rows: dict[str, Array] | None = None
 
     @property
     def pausing(self) -> Bool[Array, ""]:
@@ -431,12 +434,21 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     #
 
     def init(self, fn, y, args, options, f_struct, aux_struct, tags) -> State:
-        if options:
+        others = sorted(set(options or {}) - {"history"})
+        if others:
             raise ValueError(
-                f"The solvers of gnlin take no `options`, but {sorted(options)} were "
-                "given; how a step is computed is the solver's `method`."
+                "The solvers of gnlin take `options={'history': rows}` and no other, but "
+                f"{others} were given; how a step is computed is the solver's `method`."
             )
-        return self.start(y, f_struct)
+        state = self.start(y, f_struct)
+        num_rows = (options or {}).get("history")
+        if num_rows is None:
+            return state
+        check_count("history", num_rows)
+        rows = jax.tree.map(
+            lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype), row_of(state)
+        )
+        return eqx.tree_at(_rows, state, rows, is_leaf=lambda x: x is None)
 
     def step(
         self, fn, y, args, options, state: State, tags
@@ -451,8 +463,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             evaluate = lambda y_: outputs(y_, inputs)
         # Of many runs under `jax.vmap` those that pause wait for all others.
         waits = if_of_many(state.settled | state.stuck)
-        after = self.advance(objective, lin, evaluate, state)
-        y, state = _tree.where(waits, (y, state), after)
+        new_y, after = self.advance(objective, lin, evaluate, state)
+        if state.rows is not None:
+            row = row_of(after) | {"loss": objective.value(lin.outputs)}
+            at = state.counts.num_feature_updates
+            rows = {
+                name: column.at[at].set(row[name].astype(column.dtype), mode="drop")
+                for name, column in state.rows.items()
+            }
+            after = eqx.tree_at(_rows, after, rows, is_leaf=lambda x: x is None)
+        y, state = _tree.where(waits, (y, state), (new_y, after))
         state = jax.lax.cond(
             of_all_runs(state.pausing),
             lambda: self.judged(objective, evaluate, y, state),
@@ -469,7 +489,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         # `step` hands out the auxiliary data of the point that it started from.
         if jax.tree.leaves(aux):
             _, aux = fn(y, args)
-        return y, aux, statistics(state.counts)
+        stats: dict[str, Any] = statistics(state.counts)
+        if state.rows is not None:
+            stats["history"] = state.rows
+        return y, aux, stats
+
+
+_rows = operator.attrgetter("rows")
 
 
 def _with_stride(
@@ -501,6 +527,19 @@ def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:
     if has_aux:
         return linearise(fn, y, args, has_aux=True)
     return linearise(fn, y, args), None
+
+
+def row_of(state: State) -> dict[str, Array]:
+    """Of the history, but that its loss is after the step."""
+    report, counts = state.report, state.counts
+    return {
+        "loss": report.loss,
+        "gradient_norm": report.gradient_norm,
+        "step_norm": report.step_norm,
+        "damping": report.damping,
+        "num_inner_steps": report.num_inner_steps,
+        "num_feature_updates": counts.num_feature_updates.astype(float),
+    }
 
 
 def statistics(counts: Counts) -> dict[str, Array]:

@@ -1,0 +1,49 @@
+"""A bar on the terminal, of what takes its time."""
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from jaxtyping import Array
+
+
+_SECONDS = 1.0
+"""What takes less has no bar."""
+
+
+def on_a_terminal() -> bool:
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+class Bar:
+    """Of so many steps, with the loss; on the standard error, by tqdm."""
+
+    def __init__(self, num_steps: int, is_wanted: bool):
+        self.num_steps = num_steps
+        self.is_wanted = is_wanted and on_a_terminal()
+        self.begun = time.monotonic()
+        self.bar: Any = None
+
+    def __enter__(self) -> "Bar":
+        return self
+
+    def show(self, step: Array, loss: Array) -> None:
+        if not self.is_wanted or time.monotonic() - self.begun < _SECONDS:
+            return
+        if self.bar is None:
+            from tqdm.auto import tqdm
+
+            self.bar = tqdm(total=self.num_steps, unit="step", dynamic_ncols=True)
+            self.bar.start_t -= time.monotonic() - self.begun
+        self.bar.set_postfix(loss=f"{float(loss):.4g}", refresh=False)
+        self.bar.update(int(step) - self.bar.n)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
