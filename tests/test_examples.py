@@ -55,6 +55,13 @@ def test_function_space(tmp_path):
     assert 0.9 < float(said.split()[-1]) <= 1.0
 
 
+def test_idea(tmp_path):
+    said = run("idea.py", "--out", tmp_path)
+    assert (tmp_path / "idea.png").stat().st_size > 10_000
+    distances = [float(x) for x in re.findall(r"([\d.]+) from the targets", said)]
+    assert max(distances[:2]) < 0.5 < distances[2]
+
+
 def test_linear_probe():
     rows = percentages(run("linear_probe.py"))
     assert rows["layer 3"][1] > rows["layer 3"][0] + 5
