@@ -27,6 +27,8 @@ EXPERIMENTS = {
         "adaptive",
         "kernel-drift",
         "regimes",
+        "lazy-to-rich",
+        "optimisers",
         "defaults",
         "pinn",
     )

@@ -61,6 +61,10 @@ class Runs:
     def __getitem__(self, name: str) -> Shaped[ndarray, "seeds ..."]:
         return self.columns[name]
 
+    @property
+    def num_seeds(self) -> int:
+        return len(next(iter(self.columns.values())))
+
     def final(self, name: str) -> Shaped[ndarray, " seeds"]:
         return self.columns[name][:, -1]
 
@@ -327,7 +331,8 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     rows = [row for runs in all_runs for row in runs.rows()]
     _results.write_table(options.out / f"{stem}.csv", rows)
     _results.write_csv(options.out / "verdicts.csv", verdicts)
-    num_runs = settings.seeds * len(points) * experiment.runs_at_a_point(settings)
+    num_runs = sum(runs.num_seeds for runs in all_runs)
+    num_runs *= experiment.runs_at_a_point(settings)
     results = {
         "finished": True,
         "paper": experiment.paper,

@@ -61,9 +61,12 @@ def band(
     label: str | None = None,
     look: str = "-",
 ) -> None:
-    """The mean over the seeds as a line, and their range as a band."""
-    axes.plot(x, values.mean(axis=0), look, color=colour, label=label)
-    low, high = values.min(axis=0), values.max(axis=0)
+    """The mean over the seeds as a line, and their range as a band; of those that are
+    known, where some are NaN."""
+    known = np.isfinite(values).any(axis=0)
+    x, values = np.asarray(x)[known], values[:, known]
+    axes.plot(x, np.nanmean(values, axis=0), look, color=colour, label=label)
+    low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 

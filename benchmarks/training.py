@@ -18,8 +18,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import optimistix as optx
-from jaxtyping import Array, Float, Int, Key, PyTree
+from jaxtyping import Array, Float, Int, Key, PyTree, ScalarLike
 from numpy import ndarray
 
 import gnlin
@@ -31,10 +32,15 @@ from .data.standard import DATASETS, scaled, standardised
 from .data.teachers import TEACHERS
 from .experiment import Place, Runs, Settings
 from .figures import band
-from .networks.cnn import digits_cnn, lenet, smooth_digits_cnn
-from .networks.mlp import digits_mlp, teacher_mlp
+from .networks.cnn import (
+    digits_cnn,
+    lenet,
+    smooth_digits_cnn,
+    wide_filtered_digits_cnn,
+)
+from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
-from .thresholds import TRAINED
+from .thresholds import TRAINED, TRAINED_BATCH_LOSS, TRAINED_LOSS
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -55,9 +61,11 @@ Callbacks = Callable[[Draw, PyTree], Sequence[gnlin.callbacks.Callback]]
 
 NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
     "digits-mlp": digits_mlp,
+    "mlp-mnist": mnist_mlp,
     "teacher-mlp": teacher_mlp,
     "digits-cnn": digits_cnn,
     "smooth-digits-cnn": smooth_digits_cnn,
+    "wide-filtered-digits-cnn": wide_filtered_digits_cnn,
     "lenet": lenet,
     "lenet-mnist": functools.partial(lenet, image=(1, 28, 28)),
     "resnet18": functools.partial(resnet18, normalise=False),
@@ -156,6 +164,18 @@ def _standard(data: str, data_dir: Path | None):
     return (images, labels), (test_images, test_labels)
 
 
+def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
+    """The test accuracy before training."""
+    make_model = model_of(settings)
+    found = [
+        accuracy_of(
+            make_model(jax.random.key(seed)), None, load(settings, place, seed).test
+        )
+        for seed in range(settings.seeds)
+    ]
+    return np.array(found, float)
+
+
 def described(settings: Images) -> str:
     """The network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
@@ -181,25 +201,46 @@ def full_batch(
     place: Place,
     solver: gnlin.AbstractGaussNewton,
     num_updates: int,
+    *,
+    until_trained: bool = False,
+    damping: ScalarLike | None = None,
 ) -> Columns:
-    """Of all seeds, at each look."""
+    """Of all seeds, at each look.
+
+    - `until_trained`: a run ends where its mean training loss is no larger than
+        `TRAINED_LOSS`, and its last look stays; `trained` says whether it has come there.
+    - `damping`: of the solver, if its linearised problems are to be solved: `gradient` is
+        then the largest entry of the gradient of the mean loss that it has left of any.
+    """
     looks = looks_at(num_updates, settings.num_looks)
     # As many for all points, so that those alike in all else share a compiled program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
     make_model, seeds = model_of(settings), range(settings.seeds)
     draws = [load(settings, place, seed) for seed in seeds]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
-    found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), padded)
+    options = padded, until_trained, damping
+    found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), options)
     return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
 
 
 @eqx.filter_jit
-def _train_all(make_model, solver, seeds, looks):
-    one = lambda seed: _train(make_model, solver, seed[0], seed[1], looks)
+def _train_all(make_model, solver, seeds, options):
+    one = lambda seed: _train(make_model, solver, seed[0], seed[1], *options)
     return jax.lax.map(one, seeds)
 
 
-def _train(make_model, solver, seed, draw: Draw, looks):
+class _Run(NamedTuple):
+    y: PyTree
+    point: PyTree
+    """Of the last linearisation."""
+    state: PyTree
+    stable: Array
+    trained: Array
+    gradient: Array
+    """The largest so far that a solved problem was left with."""
+
+
+def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
     (inputs, labels), (held_out, held_out_labels), (test_inputs, test_labels) = draw
     model = make_model(jax.random.key(seed))
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
@@ -208,18 +249,34 @@ def _train(make_model, solver, seed, draw: Draw, looks):
     objective = gnlin.BatchLoss(LOSS, outputs, labels)
     evaluate = lambda y: fn(y, inputs)
 
-    def step(carry):
-        y, _, state, _ = carry
-        lin = gnlin.linearise(fn, y, inputs)
-        new_y, state = solver.advance(objective, lin, evaluate, state)
-        return new_y, y, state, state.result == optx.RESULTS.successful
+    def is_trained(y):
+        if not until_trained:
+            return jnp.array(False)
+        return objective.value(evaluate(y)) <= TRAINED_LOSS * len(labels)
 
-    def until(carry, updates):
-        def unfinished(carry):
-            _, _, state, stable = carry
-            return stable & (state.counts.num_feature_updates < updates)
+    def left_by(y, lin):
+        if damping is None:
+            return jnp.zeros(())
+        moved = jax.tree.map(jnp.subtract, y, lin.point)
+        cotangent = objective.gradient(lin.outputs + lin.jvp(moved))
+        of_loss = lin.vjp(cotangent)
+        gradient = jax.tree.map(lambda g, d: g + damping * d, of_loss, moved)
+        return optx.max_norm(gradient) / len(labels)
 
-        y, point, state, stable = jax.lax.while_loop(unfinished, step, carry)
+    def step(run):
+        lin = gnlin.linearise(fn, run.y, inputs)
+        y, state = solver.advance(objective, lin, evaluate, run.state)
+        stable = state.result == optx.RESULTS.successful
+        gradient = jnp.maximum(run.gradient, left_by(y, lin))
+        return _Run(y, run.y, state, stable, is_trained(y), gradient)
+
+    def until(run, updates):
+        def unfinished(run):
+            more = run.state.counts.num_feature_updates < updates
+            return run.stable & ~run.trained & more
+
+        run = jax.lax.while_loop(unfinished, step, run)
+        y, point, state = run.y, run.point, run.state
         fitted, tested = evaluate(y), fn(y, test_inputs)
         moved = jax.tree.map(jnp.subtract, y, point)
 
@@ -230,7 +287,7 @@ def _train(make_model, solver, seed, draw: Draw, looks):
         measured = {
             "feature_updates": state.counts.num_feature_updates,
             "inner_steps": state.counts.num_inner_steps,
-            "stable": stable,
+            "stable": run.stable,
             "train_loss": objective.value(fitted),
             "train_accuracy": gnlin.accuracy(fitted, labels),
             "validation_accuracy": gnlin.accuracy(fn(y, held_out), held_out_labels),
@@ -240,9 +297,22 @@ def _train(make_model, solver, seed, draw: Draw, looks):
                 linearised(test_inputs), test_labels
             ),
         }
-        return (y, point, state, stable), measured
+        if until_trained:
+            measured["trained"] = run.trained
+        if damping is not None:
+            measured["gradient"] = run.gradient
+        return run, measured
 
-    start = parameters, parameters, solver.start(parameters, outputs), jnp.array(True)
+    state = solver.start(parameters, outputs)
+    dtype = jax.tree.leaves(parameters)[0].dtype
+    start = _Run(
+        parameters,
+        parameters,
+        state,
+        jnp.array(True),
+        jnp.array(False),
+        jnp.zeros((), dtype),
+    )
     return jax.lax.scan(until, start, looks)[1]
 
 
@@ -258,16 +328,17 @@ def descend(
     learning_rate: float,
     *,
     fewest_updates: int,
+    until_trained: bool = False,
 ) -> Columns:
-    """Iterative linearisation on the full batch, for `num_steps` inner steps or more: few
-    at a time are taken literally, more of them with the kernel, and very many as gradient
-    flow."""
+    """Iterative linearisation on the full batch, for `num_steps` inner steps or more, or
+    until trained: few at a time are taken literally, more of them with the kernel, and
+    very many as gradient flow."""
     method = literal(period) if period < FLOW_FROM else "flow"
     solver = gnlin.IterativeLinearisation(
         jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method
     )
     num_updates = max(round(settings.num_steps / period), fewest_updates)
-    return full_batch(settings, place, solver, num_updates)
+    return full_batch(settings, place, solver, num_updates, until_trained=until_trained)
 
 
 def flow_error(
@@ -407,18 +478,44 @@ class HeldOut(gnlin.callbacks.Callback):
         self.data = data
 
     def on_validation(self, run: Any) -> None:
-        found = _accuracy(run.model, run.model_state, self.data)
+        found = accuracy_of(run.model, run.model_state, self.data)
         run.record({"held_out_accuracy": float(found)})
 
 
-@eqx.filter_jit
-def _accuracy(model, state, data: Labelled) -> Array:
+def in_precision_of(model: PyTree, data: Labelled) -> Labelled:
     images, labels = data
+    parameters = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    return images.astype(parameters[0].dtype), labels
+
+
+@eqx.filter_jit
+def accuracy_of(model, state, data: Labelled) -> Array:
+    images, labels = in_precision_of(model, data)
     model = eqx.nn.inference_mode(model)
     if state is None:
         return gnlin.accuracy(jax.vmap(model)(images), labels)
     outputs, _ = jax.vmap(model, (0, None), (0, None), axis_name="batch")(images, state)
     return gnlin.accuracy(outputs, labels)
+
+
+@eqx.filter_jit
+def mean_loss(model: PyTree, data: Labelled) -> Array:
+    images, labels = in_precision_of(model, data)
+    outputs = jax.vmap(model)(images)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+
+class TrainLoss(gnlin.callbacks.Callback):
+    """Of the network, on training images at each look, in place of the batch's."""
+
+    columns = ("train_loss",)
+
+    def __init__(self, data: Labelled, most: int = 10_000):
+        images, labels = data
+        self.data = images[:most], labels[:most]
+
+    def on_validation(self, run: Any) -> None:
+        run.record({"train_loss": float(mean_loss(run.model, self.data))})
 
 
 class TrainAccuracy(gnlin.callbacks.Callback):
@@ -511,6 +608,30 @@ def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
     """The paper's "optimal early stopping": the best test accuracy of all looks, which is
     chosen on the test images, and the higher the more looks there are."""
     return runs["test_accuracy"].max(axis=1)
+
+
+def where_trained(
+    values: Float[ndarray, "seeds ..."], *all_runs: Runs
+) -> Float[ndarray, "seeds ..."]:
+    """NaN for the seeds of which a run on mini-batches has not reached the training loss:
+    the mean over the last tenth of its looks, for that of one batch is noisy."""
+    finished = np.ones(len(values), bool)
+    for runs in all_runs:
+        loss = runs["train_loss"]
+        last = loss[:, -max(loss.shape[1] // 10, 1) :].mean(axis=1)
+        finished &= last < TRAINED_BATCH_LOSS
+    return np.where(finished.reshape(-1, *(1,) * (values.ndim - 1)), values, np.nan)
+
+
+def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " seeds"]:
+    """NaN of runs that were to be trained and are not, or that had problems to be solved
+    and have not solved all."""
+    usable = np.ones(len(accuracy), bool)
+    if "trained" in runs.columns:
+        usable &= runs.final("trained") > 0
+    if "unsolved" in runs.columns:
+        usable &= runs.final("unsolved") == 0
+    return np.where(usable, accuracy, np.nan)
 
 
 def untrained(settings: Images, accuracy: Float[ndarray, " seeds"]) -> str:

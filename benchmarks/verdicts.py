@@ -112,8 +112,16 @@ def judge(
         num_left_out,
         1.0 if untested else min(p_confirmed, p_refuted, 1.0),
         outcome,
-        untested or _note(found, threshold, outcome),
+        untested or _note(found, threshold, outcome, statistic is None),
     )
+
+
+def interval(
+    values: Float[ndarray, "seeds ..."], statistic: Statistic
+) -> tuple[float, float]:
+    """The bootstrap interval of a statistic of the seeds; without ends for one seed."""
+    found = _resample(np.asarray(values, float), statistic)
+    return found.low, found.high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +192,15 @@ def _beyond(found: _Resampled, bound: float, side: int) -> float:
     z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
     if reached < _RESOLVED:
         z = min(z, -distance / resamples.std())
+    if reached:  # a few are no less than they are: the interval has them too
+        z = max(z, special.ndtri(reached / len(resamples)))
     return float(stats.t.cdf(z / _widening(n), n - 1))
 
 
-def _note(found: _Resampled, threshold: Threshold, outcome: str) -> str:
+def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) -> str:
     if found.num_seeds > 1 and found.low == found.high:
+        if not is_mean:
+            return "nearly all resamples come to the same number"
         return f"all {found.num_seeds} values are the same"
     bounds = [b for b in (threshold.above, threshold.below) if np.isfinite(b)]
     spare = min(abs(found.estimate - bound) for bound in bounds)

@@ -13,8 +13,10 @@ from benchmarks.experiments import (
     batch,
     data_scaling,
     filters,
+    k_sweep,
     kernel_drift,
     lambda_sweep_cnn,
+    lazy_to_rich,
     linear_probe,
     mnist_k,
     resnet,
@@ -33,11 +35,28 @@ def looks(*finals, start=0.1):
     return np.array([[start, final] for final in finals])
 
 
+def trained(point, columns):
+    """Runs that have reached the training loss."""
+    shape = next(x.shape[:2] for x in columns.values())
+    return Runs(point, {"train_loss": np.zeros(shape), **columns})
+
+
+def test_runs_that_have_not_reached_the_training_loss_say_nothing():
+    # One look of thirty is a noisy one; the last run came down too late.
+    loss = np.full((4, 30), 0.05)
+    loss[1, -1] = 0.12
+    loss[2], loss[3, :-1] = np.nan, 1.0
+    quick, slow = trained({}, {"train_loss": loss}), trained({}, {"x": np.ones((4, 30))})
+    values = np.arange(8.0).reshape(4, 2)
+    expected = np.where([[True], [True], [False], [False]], values, np.nan)
+    np.testing.assert_array_equal(training.where_trained(values, quick, slow), expected)
+
+
 def test_full_and_mini_batches_are_compared_look_by_look():
     settings = dataclasses.replace(batch.QUICK, periods=(1, 10))
     apart = {1: 0.0, 10: 0.04}
     runs = [
-        Runs(
+        trained(
             {"batch": name, "period": period},
             {"test_accuracy": looks(0.9, 0.9, start=0.5) + (name != "full batch") * by},
         )
@@ -68,7 +87,7 @@ def test_data_scaling_recovers_exponents():
         }
 
     runs = [
-        Runs({"period": period, "num_train": size}, columns(period, size))
+        trained({"period": period, "num_train": size}, columns(period, size))
         for period in exponent
         for size in sizes
     ]
@@ -85,8 +104,8 @@ def test_filters_travel_and_are_compared_at_the_end():
     way = np.linspace(0, 1, 11)[None, :, None, None, None, None]
     shape = 2, 11, 3, 1, 2, 2
     runs = [
-        Runs({"period": 1}, {"filters": 7 + np.broadcast_to(way, shape)}),
-        Runs({"period": 10}, {"filters": 7 + 0.25 * np.broadcast_to(way, shape)}),
+        trained({"period": 1}, {"filters": 7 + np.broadcast_to(way, shape)}),
+        trained({"period": 10}, {"filters": 7 + 0.25 * np.broadcast_to(way, shape)}),
     ]
     np.testing.assert_allclose(
         filters.travelled(runs[0])[0], np.sqrt(12) * np.linspace(0, 1, 11)
@@ -101,30 +120,154 @@ def test_the_kernel_that_changes_early_and_the_one_that_does_not():
     early, late = np.full((7, 10), 1.0), np.full((7, 10), 1.0)
     early[:, :2], late[:, 5] = 0.9, 0.5
     runs = [
-        Runs({"period": 1}, {"alignment_with_before": early}),
-        Runs({"period": 10}, {"alignment_with_before": late}),
+        trained({"period": 1}, {"alignment_with_before": early}),
+        trained({"period": 10}, {"alignment_with_before": late}),
     ]
     assert outcomes(kernel_drift.judge_all(settings, runs)) == ["confirmed", "refuted"]
 
 
-def test_runs_cut_short_by_damping_are_not_judged():
+def test_what_infinity_lacks_is_followed_along_each_axis():
     settings = dataclasses.replace(
-        lambda_sweep_cnn.QUICK, dampings=(0.01, 0.1, 1.0, 10.0)
+        lazy_to_rich.QUICK,
+        seeds=6,
+        scales=(0.1, 1.0, 10.0),
+        widths=(4, 40, 400),
+        width=40,
     )
-    train, test = (1.0, 1.0, 1.0, 0.3), (0.80, 0.82, 0.84, 0.1)
+    points = lazy_to_rich.points(settings)
+    assert points == [
+        {"width": 40, "scale": 0.1},
+        {"width": 40, "scale": 1.0},
+        {"width": 40, "scale": 10.0},
+        {"width": 4, "scale": 1.0},
+        {"width": 400, "scale": 1.0},
+    ]
+
+    def columns(width, scale):
+        lazy = math.log10(scale) + math.log10(width / 40)
+        error = 0.2 + 1e-3 * np.arange(6)[:, None]
+        of = {
+            "network_error": error,
+            "large_k_error": error + 0.004 * (scale == 10),
+            "damped_error": error + 0.02 * (width == 400),
+            "endless_error": error + 0.3 - 0.1 * lazy,
+        }
+        of |= {
+            f"{name}_drift": 0 * error + 0.5 - 0.2 * lazy for name in lazy_to_rich.TRAINED
+        }
+        of |= {f"{name}_train_rmse": 0 * error for name in lazy_to_rich.TRAINED}
+        of["damped_train_rmse"][5] = 1.0 if width == 400 else 0.0
+        return of
+
+    runs = [Runs(point, columns(**point)) for point in points]
+    verdicts = lazy_to_rich.judge_all(settings, runs)
+    expected = [-0.1, -0.2, 0.004, 0.004, -0.1, -0.2, 0.0, 0.02]
+    assert [v.estimate for v in verdicts] == pytest.approx(expected)
+    # The last seed has not fitted the wide network.
+    assert [v.num_left_out for v in verdicts] == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_dampings_at_which_runs_are_untrained_or_unsolved_are_not_judged():
+    settings = dataclasses.replace(
+        lambda_sweep_cnn.QUICK, dampings=(1e-3, 0.01, 0.1, 1.0, 10.0), compared=()
+    )
+    test = 0.1, 0.80, 0.82, 0.84, 0.1
+    trained, unsolved = (1, 1, 1, 1, 0), (1, 0, 0, 0, 0)
     runs = [
         Runs(
-            {"damping": damping},
+            {"trained": lambda_sweep_cnn.NETWORK, "damping": damping},
             {
-                "train_accuracy": looks(a, a, a, a, a),
-                "test_accuracy": looks(*(b + 1e-3 * np.arange(5))),
+                "trained": looks(*5 * [a]),
+                "unsolved": looks(*5 * [b]),
+                "test_accuracy": looks(*(c + 1e-3 * np.arange(5))),
             },
         )
-        for damping, a, b in zip(settings.dampings, train, test, strict=True)
+        for damping, a, b, c in zip(
+            settings.dampings, trained, unsolved, test, strict=True
+        )
     ]
     (verdict,) = lambda_sweep_cnn.judge_all(settings, runs)
     assert verdict.estimate == pytest.approx(0.02)
     assert verdict.outcome == "confirmed"
+    for of_damping in runs[2:]:
+        of_damping.columns["trained"] *= 0
+    (verdict,) = lambda_sweep_cnn.judge_all(settings, runs)
+    assert verdict.outcome == NOT_TESTED
+
+
+def test_methods_are_compared_at_the_strongest_damping():
+    settings = dataclasses.replace(
+        lambda_sweep_cnn.QUICK, compared=(0.1, 1e-5), adam_steps=(10, 100)
+    )
+    above = {
+        ("Newton", 0): 1.0,
+        ("truncated Newton", 0): 1.0,
+        ("Adam", 10): 2,
+        ("Adam", 100): 1 + 1e-5,
+    }
+    runs = [
+        Runs(
+            {"solved_by": by, "steps": steps, "damping": damping},
+            {"damped_loss": factor * np.array([[2.0], [3.0], [4.0]])},
+        )
+        for damping in settings.compared
+        for (by, steps), factor in above.items()
+    ]
+    runs += [
+        Runs(
+            {"trained": lambda_sweep_cnn.NETWORK, "damping": damping},
+            {"trained": looks(1, 1), "test_accuracy": looks(0.5, 0.5)},
+        )
+        for damping in settings.dampings
+    ]
+    verdict = lambda_sweep_cnn.judge_all(settings, runs)[-1]
+    assert verdict.estimate == pytest.approx(1e-5)
+    assert "0.1" in verdict.claim
+
+
+def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
+    # Of noise alone the best of each seed is above zero, and this is not.
+    apart = np.array([[0.3, -0.1, -0.1], [-0.1, 0.3, -0.1], [-0.1, -0.1, 0.3]])
+    np.testing.assert_allclose(k_sweep.rise(apart), -0.1)
+    risen = apart + np.array([0.0, 1.0, 0.0])
+    np.testing.assert_allclose(k_sweep.rise(risen), risen[:, 1])
+    # A period that most of the others have not finished is none, and a seed that has not
+    # finished the best of the others says nothing.
+    some = risen.copy()
+    some[:2, 1] = np.nan
+    np.testing.assert_allclose(k_sweep.rise(some), [np.nan, np.nan, -0.1])
+    assert np.isnan(k_sweep.rise(np.full((3, 2), np.nan))).all()
+
+
+def test_the_sweep_over_k_leaves_out_what_is_untrained_or_unsolved():
+    settings = dataclasses.replace(k_sweep.QUICK, periods=(1.0, 1e4, 1e6, 1e8))
+    final = {1.0: 0.80, 1e4: 0.78, 1e6: 0.83, 1e8: 0.6}
+    runs = [
+        Runs(
+            {"solver": k_sweep.DESCENT, "learning_rate": 1e-3, "period": period},
+            {
+                "test_accuracy": looks(*8 * [end]),
+                "trained": looks(*7 * [1], 1 if period != 1e4 else 0),
+            },
+        )
+        for period, end in final.items()
+    ]
+    runs += [
+        Runs(
+            {"solver": k_sweep.SOLVED, "tolerance": tolerance},
+            {
+                "test_accuracy": looks(*8 * [end]),
+                "trained": looks(*8 * [1]),
+                "unsolved": looks(1, *7 * [0]),
+            },
+        )
+        for tolerance, end in zip(settings.solved_to, (0.9, 0.61), strict=True)
+    ]
+    verdicts = k_sweep.judge_all(settings, runs)
+    estimates = [v.estimate for v in verdicts]
+    assert estimates == pytest.approx(2 * [0.02, 0.03, -0.2, -0.01])
+    assert [v.num_left_out for v in verdicts] == 2 * [1, 0, 0, 1]
+    assert outcomes(verdicts[:4]) == ["refuted", *3 * ["confirmed"]]
 
 
 def test_updates_that_suffice():
@@ -151,7 +294,7 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
     }
     names = "probe_2", "test_accuracy"
     runs = [
-        Runs(
+        trained(
             {"period": period},
             dict.fromkeys(names, of_period) | {"probe_1": of_period + 0.485},
         )
@@ -159,10 +302,12 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
     ]
     verdicts = linear_probe.judge_all(settings, runs)
     found = [v.estimate for v in verdicts]
-    assert found == pytest.approx([-0.15, 0.01, -0.15, 0.01, 0.0], abs=1e-12)
+    assert found == pytest.approx([-0.15, 0.01, -0.15, 0.01, 1.0, 0.0], abs=1e-12)
     # That of the first layer begins at 98.5 %.
     untested = [v.outcome.startswith("not tested") for v in verdicts]
-    assert untested == [True, True, False, False, False]
+    assert untested == [True, True, False, False, False, False]
+    runs[1].columns["probe_2"][:, -1] = 0.9
+    assert linear_probe.judge_all(settings, runs)[4].estimate == pytest.approx(0.5)
 
 
 def test_levelling_leaves_the_look_after_a_feature_update_out():
@@ -184,8 +329,8 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
         mnist_k.QUICK, periods=(1.0, 10.0, math.inf), num_steps=10, num_looks=2
     )
     runs = [
-        Runs({"period": 1.0}, {"test_accuracy": looks(0.95, 0.96)}),
-        Runs({"period": 10.0}, {"test_accuracy": looks(0.90, 0.97)}),
+        trained({"period": 1.0}, {"test_accuracy": looks(0.95, 0.96)}),
+        trained({"period": 10.0}, {"test_accuracy": looks(0.90, 0.97)}),
         Runs(
             {"period": math.inf},
             {
@@ -194,7 +339,7 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
             },
         ),
     ]
-    alike, within, *_, worse = mnist_k.judge_all(settings, runs)
+    alike, within, worse = mnist_k.judge_all(settings, runs)
     # Of the means over the seeds, 0.955 and 0.935.
     assert alike.estimate == within.estimate == pytest.approx(0.02)
     assert worse.estimate == pytest.approx(-0.38)
@@ -204,6 +349,24 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
     assert set(outcomes(mnist_k.judge_all(settings, runs))) == {NOT_TESTED}
     on_mnist = dataclasses.replace(settings, data="mnist")
     assert NOT_TESTED not in outcomes(mnist_k.judge_all(on_mnist, runs))
+
+
+def test_what_a_period_learns_is_compared_just_before_the_first_update():
+    settings = dataclasses.replace(
+        mnist_k.QUICK, periods=(1.0, 4.0), num_steps=8, num_looks=8
+    )
+    steps = np.tile(np.arange(1.0, 9.0), (2, 1))
+    accuracy = np.tile([0.2, 0.5, 0.9, 0.91, 0.92, 0.93, 0.94, 0.95], (2, 1))
+    of_linearised = np.tile([0.2, 0.4, 0.6, 0.95, 0.95, 0.95, 0.95, 0.95], (2, 1))
+    columns = {
+        "inner_steps": steps,
+        "test_accuracy": accuracy,
+        "test_accuracy_linearised": of_linearised,
+    }
+    runs = [trained({"period": k}, columns) for k in settings.periods]
+    *_, learns_less = mnist_k.judge_all(settings, runs)
+    assert "learn less" in learns_less.claim
+    assert learns_less.estimate == pytest.approx(0.6 - 0.9)
 
 
 def test_residual_networks_are_judged_by_their_best_and_their_fall():
@@ -230,14 +393,29 @@ def test_residual_networks_are_judged_by_their_best_and_their_fall():
     assert plain.note == "the network is not trained: its accuracy is 40.0%"
 
 
-def test_solved_problems_are_judged_by_their_best():
-    final = {"each problem solved": 0.6, "SGD, K = 1": 0.7, "Adam": 0.71}
+def test_solved_problems_are_judged_by_the_closest_solution():
+    settings = solved_subproblem.QUICK
+    columns = lambda final, trained, **more: {
+        "test_accuracy": looks(*8 * [final], start=0.75),
+        "validation_accuracy": looks(*8 * [0.2], start=0.9),
+        "trained": looks(*trained),
+        **more,
+    }
+    ones = 8 * [1]
     runs = [
-        Runs({"solver": name}, {"test_accuracy": looks(best, best)})
-        for name, best in final.items()
+        Runs(
+            {"solver": "each problem solved", "tolerance": tolerance},
+            columns(end, ones, unsolved=looks(*7 * [0], 1)),
+        )
+        for tolerance, end in zip(settings.tolerances, (0.9, 0.6), strict=True)
     ]
-    verdicts = solved_subproblem.judge_all(solved_subproblem.QUICK, runs)
-    assert [v.estimate for v in verdicts] == pytest.approx([-0.1, 0.01])
+    runs.append(Runs({"solver": "SGD, K = 1"}, columns(0.7, ones)))
+    runs.append(Runs({"solver": "Adam"}, columns(0.71, [0, *ones[1:]])))
+    verdicts = solved_subproblem.judge_all(settings, runs)
+    estimates = [v.estimate for v in verdicts]
+    assert estimates == pytest.approx([-0.1, -0.1, 0.0, 0.01])
+    assert [v.num_left_out for v in verdicts] == 4 * [1]
+    assert verdicts[1].outcome == "confirmed"
 
 
 def test_the_largest_stable_rate_is_below_the_first_that_diverges():

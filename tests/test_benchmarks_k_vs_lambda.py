@@ -18,11 +18,19 @@ from benchmarks.experiments.k_vs_lambda._curves import (
     agreeing,
     DAMPED,
     DESCENT,
-    errors_where_tested,
+    intervals_of_ends,
     mean_error,
     share_agreeing,
+    where_tested,
 )
-from benchmarks.experiments.k_vs_lambda._tasks import KVsLambda, make_task, QUICK, TASKS
+from benchmarks.experiments.k_vs_lambda._tasks import (
+    KVsLambda,
+    make_task,
+    QUICK,
+    RELU,
+    SMOOTH,
+    TASKS,
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +51,8 @@ def test_nothing_else_is_left_in_the_folder(results):
         "k_vs_lambda.png",
         "runs",
         "settings.json",
+        "theory.pdf",
+        "theory.png",
         "verdicts.csv",
     }
     assert len(list((results / "runs").iterdir())) == 2 * len(TASKS)
@@ -55,10 +65,11 @@ def test_there_is_a_row_for_every_run(results):
     settings = json.loads((results / "settings.json").read_text())["settings"]
     strengths = len(settings["periods"])
     runs = [(row["task"], row["solver"]) for row in rows]
+    num_seeds = {task: make_task(QUICK, task).more_seeds for task in TASKS}
     for task in TASKS:
-        assert runs.count((task, DESCENT)) == strengths
-        assert runs.count((task, DAMPED)) == strengths
-    assert len(rows) == 2 * len(TASKS) * strengths
+        assert runs.count((task, DESCENT)) == strengths * num_seeds[task]
+        assert runs.count((task, DAMPED)) == strengths * num_seeds[task]
+    assert len(rows) == 2 * strengths * sum(num_seeds.values())
     for row in rows:
         assert row["stable"] == "True"
         assert float(row["period"]) in settings["periods"]
@@ -66,15 +77,26 @@ def test_there_is_a_row_for_every_run(results):
         assert float(row["train_loss"]) >= 0
         assert float(row["distance"]) > 0
         assert 0 <= float(row["kernel_alignment"]) <= 1
+        assert row["task"] == SMOOTH or 0 <= float(row["dead"]) < 1
+        squared = "cross-entropy" not in row["task"]
+        assert (row["effective_dimension"] != "") == squared
+        if not squared:
+            continue
+        assert float(row["test_mse"]) > 0
+        for part in ("squared_bias", "variance"):
+            assert float(row[f"{part}_flow"]) > 0
+        ratio = float(row["variance_flow"]) / float(row["variance_ridge"])
+        assert 1 <= ratio < 1.6863
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["quintic", "quintic-cross-entropy"])
+@pytest.mark.parametrize("task", ["quintic", "quintic-tanh", "quintic-cross-entropy"])
 def test_the_weakest_runs_of_both_solvers_agree(task, results):
     """One strength at which the two filters are one, to within a per cent."""
     with (results / "k_vs_lambda.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["task"] == task]
     strongest = max(float(row["damping"]) for row in rows)
+    rows = [row for row in rows if row["seed"] == "0"]
     descent, damped = (row for row in rows if float(row["damping"]) == strongest)
     assert float(descent["distance"]) == pytest.approx(
         float(damped["distance"]), rel=1e-2
@@ -96,15 +118,17 @@ def test_settings_say_what_the_numbers_depend_on(results):
 @pytest.mark.slow
 def test_the_captions_say_where_the_curves_agree(results):
     captions = json.loads((results / "settings.json").read_text())["figures"]
-    assert set(captions) == {"k_vs_lambda", "filters"}
+    assert set(captions) == {"k_vs_lambda", "filters", "theory"}
     for name in TASKS:
         title = make_task(QUICK, name).title
         assert f"{title}: lambda = " in captions["k_vs_lambda"]
-    assert "0 of 32 runs diverged" in captions["k_vs_lambda"]
+    assert "0 of 104 runs diverged" in captions["k_vs_lambda"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "width"), [("k_vs_lambda", 2250), ("filters", 1500)])
+@pytest.mark.parametrize(
+    ("name", "width"), [("k_vs_lambda", 2550), ("filters", 2250), ("theory", 1950)]
+)
 def test_figures_are_pictures(name, width, results):
     from matplotlib.image import imread
 
@@ -147,7 +171,7 @@ def test_the_share_of_the_strengths_that_agree_is_of_mean_curves():
 
 def test_strengths_that_diverged_or_are_one_by_construction_are_not_tested(curves):
     descent, damped = curves
-    errors = errors_where_tested(descent, damped)
+    errors = where_tested(descent, damped)
     assert np.isnan(errors[:, :, 0]).all()
     assert np.isfinite(errors[:, :, 1:3]).all()
     # The largest eigenvalue is 5 and lambda 100.
@@ -160,7 +184,7 @@ def test_where_all_diverged_or_all_is_flat_nothing_agrees():
         runs_of(DESCENT, np.ones((2, 4))),
         runs_of(DAMPED, np.ones((2, 4)), False),
     )
-    assert np.isnan(share_agreeing(errors_where_tested(flat, gone)))
+    assert np.isnan(share_agreeing(where_tested(flat, gone)))
     assert agreeing(flat, gone) is None
 
 
@@ -188,14 +212,115 @@ def test_a_strength_that_diverged_ends_the_range(curves):
     assert agreeing(descent, other) == (10, 100)
 
 
+def test_ends_of_the_range_are_as_uncertain_as_the_seeds_that_they_hang_on():
+    error = np.array([[0.0, 1, 0, 1]] * 6)
+    apart = np.zeros((6, 4))
+    both = lambda: (runs_of(DESCENT, error), runs_of(DAMPED, error + apart))
+    apart[:, 0] = 1
+    assert intervals_of_ends(*both()) == [(1, 1), (100, 100)]
+    # The mean difference is a twentieth of the range with three such seeds of six.
+    apart[:, 1] = [0.12, 0.12, 0.12, 0, 0, 0]
+    assert agreeing(*both()) == (10, 100)
+    assert intervals_of_ends(*both()) == [(1, 10), (100, 100)]
+
+
+def of_tasks(seeds, changed):
+    """Runs at four strengths, of all tasks, that are the same by both solvers but for
+    what is changed in those of K steps."""
+    generator = np.random.default_rng(0)
+    all_runs = []
+    for name in TASKS:
+        error = generator.uniform(0.1, 1, (seeds, 4))
+        columns = runs_of(DAMPED, error).columns | {
+            "damping": np.broadcast_to([1.0, 2.0, 3.0, 4.0], error.shape),
+            "dead": np.full(error.shape, 0.2),
+            "test_mse": error**2,
+            "train_loss": error**2,
+        }
+        for solver in (DESCENT, DAMPED):
+            more = changed(name, generator) if solver == DESCENT else {}
+            moved = {
+                key: columns[key] * more.get("factor", 1) ** power
+                for key, power in (("test_error", 1), ("test_mse", 2), ("train_loss", 2))
+            }
+            dead = columns["dead"] + more.get("dead", 0)
+            runs = columns | moved | {"dead": dead}
+            all_runs.append(Runs({"task": name, "solver": solver}, runs))
+    return all_runs
+
+
+def outcomes(all_runs):
+    verdicts = k_vs_lambda.judge_all(QUICK, all_runs)
+    assert len(verdicts) == len(TASKS) + 5 + 3
+    explained, bounded = verdicts[len(TASKS) : -3], verdicts[-3:]
+    return [v.outcome for v in explained], [v.outcome for v in bounded]
+
+
+def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
+    def changed(name, generator):
+        if name != RELU:
+            return {}
+        dead = generator.uniform(0, 0.5, (8, 4))
+        return {"dead": dead, "factor": 10**dead}
+
+    explained, bounded = outcomes(of_tasks(8, changed))
+    assert explained == ["confirmed"] * 5
+    assert bounded == ["refuted", "confirmed", "confirmed"]
+
+
+def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
+    def changed(name, generator):
+        if name not in (RELU, SMOOTH):
+            return {}
+        return {"factor": 10 ** generator.uniform(0.1, 0.5, (8, 4))}
+
+    explained, bounded = outcomes(of_tasks(8, changed))
+    # As many are dead by both solvers, in all runs.
+    untested = "not tested at this scale"
+    assert explained == ["confirmed", "undecided", untested, "confirmed", "refuted"]
+    assert bounded == ["refuted", "refuted", "confirmed"]
+
+
+def test_without_an_excess_there_is_nothing_of_it_to_be_left():
+    changed = lambda name, generator: {"factor": 10 ** generator.normal(0, 0.1, (8, 4))}
+    explained, _ = outcomes(of_tasks(8, changed))
+    assert explained[0] == "undecided"
+    assert explained[4] == "not tested at this scale"
+
+
 def test_dampings_are_as_round_as_their_periods():
     task = make_task(QUICK, "quintic")
     assert [task.damping(period) for period in (100, 1e4)] == [1e5, 1e3]
 
 
+MEASURED = (
+    "test_error",
+    "test_mse",
+    "train_loss",
+    "kernel_alignment",
+    "dead",
+    "effective_dimension",
+    "squared_bias_repeated",
+    *(
+        f"{part}_{filter}"
+        for part in ("squared_bias", "variance")
+        for filter in ("ridge", "flow")
+    ),
+)
 TINY = dataclasses.replace(
     QUICK, seeds=2, periods=(100.0, 1e5), quintic_steps=3, digits_steps=2
 )
+
+
+def dead_by_hand(model, inputs):
+    """The share of the units that are on for none of the inputs."""
+    activations, on = np.asarray(inputs), []
+    for layer in model.layers[:-1]:
+        activations = np.maximum(
+            activations @ np.asarray(layer.weight).T + np.asarray(layer.bias), 0
+        )
+        on.append(activations.max(axis=0) > 0)
+    return 1 - np.mean(on)
 
 
 @pytest.mark.slow
@@ -220,6 +345,14 @@ def test_a_row_is_one_run(name, solver):
         if name != "quintic":
             error = jnp.mean((outputs > 0) != (test_y == 1))
         assert columns["test_error"][1, i] == pytest.approx(float(error), rel=1e-6)
+        assert columns["dead"][1, i] == pytest.approx(dead_by_hand(solution.model, x))
+        if name == "quintic":
+            kernel = gnlin.features.kernel(solution.model, x).reshape(20, 20)
+            damped = kernel + 1 / (1e-7 * period) * np.eye(20)
+            dimension = np.trace(np.linalg.solve(damped, kernel))
+            found = columns["effective_dimension"][1, i]
+            assert found == pytest.approx(float(dimension), rel=1e-6)
+            assert columns["test_mse"][1, i] == pytest.approx(float(error) ** 2)
         assert columns["period"][1, i] == period
 
 
@@ -243,10 +376,11 @@ def test_what_diverged_is_told_and_drawn(tmp_path):
         "damping": np.broadcast_to([1e5, 1e4, 1e2, 1.0], shape),
         "stable": np.broadcast_to([False, True, True, True], shape),
         "spectrum": np.broadcast_to(np.logspace(-3, 3, 5), (*shape, 5)),
-        **dict.fromkeys(("test_error", "train_loss", "kernel_alignment"), some),
+        "largest_eigenvalue": np.full(shape, 1e3),
+        **dict.fromkeys(MEASURED, some),
     }
     all_runs = [Runs(point, columns) for point in k_vs_lambda.points(settings)]
     captions = k_vs_lambda.EXPERIMENT.draw(settings, all_runs, tmp_path)
-    assert "16 of 64 runs diverged" in captions["k_vs_lambda"]
-    assert "lambda = 1 to 1e+04" in captions["k_vs_lambda"]
+    assert "20 of 80 runs diverged" in captions["k_vs_lambda"]
+    assert "lambda = 1 [1, 1] to 1e+04 [1e+04, 1e+04]" in captions["k_vs_lambda"]
     assert (tmp_path / "k_vs_lambda.png").stat().st_size > 0

@@ -12,7 +12,13 @@ from sklearn.datasets import load_digits
 import gnlin
 from benchmarks.data import digits
 from benchmarks.data.teachers import TEACHERS
-from benchmarks.networks.cnn import digits_cnn, lenet, max_pool, smooth_digits_cnn
+from benchmarks.networks.cnn import (
+    digits_cnn,
+    lenet,
+    max_pool,
+    smooth_digits_cnn,
+    wide_filtered_digits_cnn,
+)
 from benchmarks.networks.resnet import Block, resnet18
 from benchmarks.networks.transformer import patches, transformer
 
@@ -42,6 +48,12 @@ def test_digits_cnn_has_the_size_that_it_is_said_to():
     assert sizes([network]) == [6_090]
 
 
+def test_wide_filtered_digits_cnn_is_digits_cnn_but_for_its_first_filters():
+    network = wide_filtered_digits_cnn(jax.random.key(0))
+    assert network.convolutions[0].weight.shape == (16, 1, 5, 5)
+    assert sizes([network]) == [6_090 + 16 * (25 - 9)]
+
+
 def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
     network = smooth_digits_cnn(jax.random.key(0))
     assert sizes(network.convolutions) == [160, 4_640]
@@ -55,6 +67,7 @@ def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
         (lenet, (3, 32, 32), 10),
         (lambda key: lenet(key, 4, (1, 28, 28), 7), (1, 28, 28), 7),
         (digits_cnn, (1, 8, 8), 10),
+        (wide_filtered_digits_cnn, (1, 8, 8), 10),
         (smooth_digits_cnn, (1, 8, 8), 10),
         (lambda key: smooth_digits_cnn(key, 5), (1, 8, 8), 5),
     ],
@@ -71,9 +84,10 @@ def relu(x):
     return np.maximum(x, 0)
 
 
-def literal(network, image, padding, activation):
+def literal(network, image, same_size, activation):
     """The network, by SciPy's correlations and a loop over windows."""
     for layer in network.convolutions:
+        padding = layer.weight.shape[-1] // 2 if same_size else 0
         image = np.pad(image, [(0, 0), (padding, padding), (padding, padding)])
         image = np.concatenate([correlate(image, w, "valid") for w in layer.weight])
         image = activation(image + layer.bias)
@@ -91,16 +105,17 @@ def literal(network, image, padding, activation):
 
 
 @pytest.mark.parametrize(
-    ("network", "image", "padding", "activation"),
+    ("network", "image", "same_size", "activation"),
     [
-        (lenet(jax.random.key(0), 2, (3, 16, 16), 4), (3, 16, 16), 0, relu),
-        (digits_cnn(jax.random.key(0)), (1, 8, 8), 1, relu),
-        (smooth_digits_cnn(jax.random.key(0)), (1, 8, 8), 1, np.tanh),
+        (lenet(jax.random.key(0), 2, (3, 16, 16), 4), (3, 16, 16), False, relu),
+        (digits_cnn(jax.random.key(0)), (1, 8, 8), True, relu),
+        (wide_filtered_digits_cnn(jax.random.key(0)), (1, 8, 8), True, relu),
+        (smooth_digits_cnn(jax.random.key(0)), (1, 8, 8), True, np.tanh),
     ],
 )
-def test_networks_against_a_literal_loop(network, image, padding, activation):
+def test_networks_against_a_literal_loop(network, image, same_size, activation):
     image = jax.random.normal(jax.random.key(1), image)
-    expected = literal(network, np.asarray(image), padding, activation)
+    expected = literal(network, np.asarray(image), same_size, activation)
     np.testing.assert_allclose(network(image), expected, rtol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Three verdicts made again from the table that an experiment writes, by pandas and SciPy
+"""Some verdicts made again from the table that an experiment writes, by pandas and SciPy
 and by none of the suite's own code."""
 
 import dataclasses
@@ -11,7 +11,13 @@ from scipy import stats
 
 from benchmarks._results import write_table
 from benchmarks.experiment import Runs
-from benchmarks.experiments import data_scaling, large_k_augmented, xor_features
+from benchmarks.experiments import (
+    data_scaling,
+    k_vs_lambda,
+    lambda_sweep,
+    large_k_augmented,
+    xor_features,
+)
 
 
 SEEDS = 6
@@ -23,20 +29,22 @@ def table_of(all_runs, path):
     return pd.read_csv(path)
 
 
-def interval(values):
+def interval(values, statistic=np.mean):
     """Bootstrap by a plain loop, its quantiles at the level of Student's, widened."""
     generator = np.random.default_rng(99)
     n = len(values)
-    means = [generator.choice(values, n).mean() for _ in range(20_000)]
+    means = [statistic(generator.choice(values, n)) for _ in range(20_000)]
     level = stats.norm.cdf(stats.t.ppf(0.025, n - 1) * math.sqrt(n / (n - 1)))
     return np.quantile(means, [level, 1 - level])
 
 
-def check(verdict, values, above, below=math.inf):
-    low, high = interval(np.asarray(values))
+def check(verdict, values, above, below=math.inf, statistic=np.mean, tolerance=0.1):
+    low, high = interval(np.asarray(values), statistic)
     width = high - low
-    assert verdict.estimate == pytest.approx(np.mean(values))
-    assert (verdict.low, verdict.high) == pytest.approx((low, high), abs=0.1 * width)
+    assert verdict.estimate == pytest.approx(statistic(np.asarray(values)))
+    assert (verdict.low, verdict.high) == pytest.approx(
+        (low, high), abs=tolerance * width
+    )
     within = above < low and high < below
     beyond = high < above or low > below
     expected = "confirmed" if within else "refuted" if beyond else "undecided"
@@ -51,6 +59,7 @@ def test_large_k_is_nearly_as_accurate(tmp_path):
         accuracy = rng.normal(mean, 0.003, shape)
         columns = {"test_accuracy": accuracy, "validation_accuracy": rng.random(shape)}
         columns["feature_updates"] = np.tile(np.arange(1.0, 5.0), (SEEDS, 1))
+        columns["train_loss"] = np.zeros(shape)
         return Runs({"period": period}, columns)
 
     all_runs = [runs(1, 0.95), runs(10, 0.93)]
@@ -77,7 +86,7 @@ def test_infinity_scales_worse(tmp_path):
             columns = {"test_accuracy_linearised": 1 - error[:, :1]}
             columns["finished"] = np.ones((SEEDS, 1))
         else:
-            columns = {"test_accuracy": 1 - error}
+            columns = {"test_accuracy": 1 - error, "train_loss": 0 * error}
         return Runs({"period": period, "num_train": size}, columns)
 
     all_runs = [runs(period, size) for period in settings.periods for size in sizes]
@@ -119,3 +128,91 @@ def test_alignment_falls_as_k_grows(tmp_path):
         for _, of_seed in table.groupby("seed")
     ]
     check(verdict, found, above=-math.inf, below=0)
+
+
+def test_what_parts_k_steps_from_damping(tmp_path):
+    descent, damped = "iterative-linearisation", "damped-gauss-newton"
+    shape = SEEDS, 5
+    generator = np.random.default_rng(11)
+
+    def runs(task, solver):
+        error = 10 ** generator.normal(-1, 0.05, shape)
+        dead = generator.uniform(0.1, 0.2, shape)
+        if solver == descent and task == "quintic":
+            dead = dead + generator.uniform(0, 0.3, shape)
+            error = error * 10**dead
+        columns = {
+            "damping": np.broadcast_to([0.1, 1.0, 10.0, 100.0, 1e4], shape),
+            # At the last strength it is less than a tenth of lambda.
+            "largest_eigenvalue": np.full(shape, 900.0),
+            "test_error": error,
+            "test_mse": error**2,
+            "train_loss": error * generator.uniform(1, 3, shape),
+            "dead": dead,
+            "stable": np.ones(shape, bool),
+        }
+        return Runs({"task": task, "solver": solver}, columns)
+
+    all_runs = [runs(*point.values()) for point in k_vs_lambda.points(k_vs_lambda.QUICK)]
+    verdicts = k_vs_lambda.judge_all(k_vs_lambda.QUICK, all_runs)
+    table = table_of(all_runs, tmp_path / "table.csv")
+    table = table[table["damping"] < 1e4].set_index(["task", "seed", "damping", "solver"])
+
+    def both(name, task):
+        column = table[name].xs(task).unstack("solver")
+        return column[descent].unstack("damping"), column[damped].unstack("damping")
+
+    def excess(task):
+        k, damping = both("test_error", task)
+        return np.log10(k / damping)
+
+    k_dead, damped_dead = both("dead", "quintic")
+    relu, tanh, dead = excess("quintic"), excess("quintic-tanh"), k_dead - damped_dead
+    check(verdicts[5], relu.mean(axis=1), above=0)
+    check(verdicts[6], dead.mean(axis=1), above=0)
+    correlations = [
+        stats.spearmanr(dead.loc[seed], relu.loc[seed]).statistic for seed in range(SEEDS)
+    ]
+    check(verdicts[7], correlations, above=0.5)
+    k_loss, damped_loss = both("train_loss", "quintic")
+    loss = k_loss / damped_loss
+    correlations = [
+        stats.spearmanr(loss.loc[seed], relu.loc[seed]).statistic for seed in range(SEEDS)
+    ]
+    check(verdicts[8], correlations, above=0.5)
+    check(verdicts[9], relu.mean(axis=1) - 2 * tanh.mean(axis=1), above=0)
+
+    def largest(errors):
+        return (errors[:, 0].mean(axis=0) / errors[:, 1].mean(axis=0)).max()
+
+    squared = "quintic", "quintic-tanh", "digits"
+    for verdict, task in zip(verdicts[10:], squared, strict=True):
+        errors = np.stack([each.to_numpy() for each in both("test_mse", task)], axis=1)
+        check(verdict, errors, -math.inf, 1.6862, statistic=largest, tolerance=0.2)
+
+
+def test_the_error_falls_with_the_effective_dimension(tmp_path):
+    shape = SEEDS, 6
+    dampings = np.logspace(-2, 2, 6)
+    train = rng.choice([0.05, 0.05, 0.05, 0.2], shape)
+    columns = {
+        "damping": np.broadcast_to(dampings, shape),
+        "train_rmse": train,
+        "test_rmse": 10 ** (-0.1 * np.log10(dampings) + rng.normal(0, 0.1, shape)),
+        "roughness": rng.uniform(1, 2, shape),
+        "effective_dimension": 10 - np.log10(dampings) + rng.normal(0, 1, shape),
+    }
+    all_runs = [Runs({"interval": name}, columns) for name in lambda_sweep.INTERVALS]
+    verdicts = lambda_sweep.judge_all(lambda_sweep.QUICK, all_runs)
+    table = table_of(all_runs[:1], tmp_path / "table.csv")
+    table = table[table["train_rmse"] <= 0.1]
+    of_damping = table.groupby("damping")["seed"].count()
+    table = table[table["damping"].isin(of_damping.index[of_damping >= SEEDS / 2])]
+
+    def correlation(runs):
+        return stats.spearmanr(runs["test_rmse"], runs["effective_dimension"]).statistic
+
+    of_seed = [correlation(runs) for _, runs in table.groupby("seed") if len(runs) > 2]
+    check(verdicts[5], of_seed, above=0.7)
+    over_seeds = [correlation(runs) for _, runs in table.groupby("damping")]
+    assert verdicts[6].estimate == pytest.approx(np.mean(over_seeds))

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 import gnlin
-from benchmarks import first_linearisation, training
+from benchmarks import solved, training
 from benchmarks.__main__ import main
 from benchmarks.data import augmentation, cifar10, mnist, standard
 from benchmarks.experiment import Place, Runs
@@ -156,9 +157,9 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_images():
 def test_infinity_is_where_the_linearised_loss_is_least():
     """The gradient of the mean loss, by the kernel's own code, has vanished there."""
     settings = dataclasses.replace(SETTINGS, seeds=1, num_train=30)
-    columns = first_linearisation.train_endlessly(settings, Place())
+    columns = solved.train_endlessly(settings, Place())
     assert columns["finished"][0, 0] == 1
-    assert columns["gradient"][0, 0] <= first_linearisation.TOLERANCE
+    assert columns["gradient"][0, 0] <= solved.TOLERANCE
     assert columns["train_accuracy_linearised"][0, 0] == 1
     train, _, (test_images, test_labels) = training.load(settings, Place(), 0)
     model = training.NETWORKS["digits-mlp"](jax.random.key(0))
@@ -175,6 +176,85 @@ def test_infinity_is_where_the_linearised_loss_is_least():
     by_flow = gnlin.accuracy(outputs + change, test_labels)
     found = columns["test_accuracy_linearised"][0, 0]
     assert found == pytest.approx(float(by_flow), abs=0.03)
+
+
+def by_hand(model, data):
+    """Outputs and Jacobian of a network, and the derivative of its mean cross-entropy in
+    the outputs."""
+    images, labels = data
+    parameters, frozen = eqx.partition(model, eqx.is_array)
+    start, unravel = ravel_pytree(parameters)
+    fn = lambda y: jax.vmap(eqx.combine(unravel(y), frozen))(images)
+    outputs, jacobian = np.asarray(fn(start)), np.asarray(jax.jacobian(fn)(start))
+    one_hot = np.eye(outputs.shape[1])[labels]
+
+    def slope(outputs):
+        exp = np.exp(outputs - outputs.max(axis=1, keepdims=True))
+        return (exp / exp.sum(axis=1, keepdims=True) - one_hot) / len(labels)
+
+    return outputs, jacobian, slope
+
+
+@pytest.mark.slow
+def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
+    settings = dataclasses.replace(SETTINGS, seeds=1, num_train=20)
+    data = training.load(settings, Place(), 0).train
+    model = training.NETWORKS["digits-mlp"](jax.random.key(0))
+    columns = solved.train_solving(settings, Place(), 4, tolerance=1e-5)
+    num_steps = 0
+    for look in range(2):
+        found = solved.solve(model, data, 1e-5)
+        outputs, jacobian, slope = by_hand(model, data)
+        there = slope(outputs + jacobian @ found.moved)
+        gradient = np.abs(np.einsum("nc,ncp->p", there, jacobian)).max()
+        assert gradient == pytest.approx(found.residual, rel=1e-6)
+        assert 0 < gradient <= 1e-5
+        num_steps += found.num_steps
+        assert columns["inner_steps"][0, look] == num_steps
+        model = solved.moved_by(found.moved, model)
+        loss = training.mean_loss(model, data)
+        assert columns["train_loss"][0, look] == pytest.approx(float(loss))
+    assert columns["unsolved"].max() == 0
+    assert columns["gradient"].max() <= 1e-5
+    # Nothing of this is solved in no steps.
+    impossible = solved.train_solving(settings, Place(), 2, tolerance=0.0)
+    assert impossible["unsolved"][0, 0] == 1
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_the_first_update_that_has_trained_it():
+    settings = dataclasses.replace(
+        SETTINGS, seeds=2, num_train=20, batch_size=None, num_looks=5
+    )
+    solver = gnlin.DampedGaussNewton(1.0, form="prox-linear", search=None)
+    columns = training.full_batch(
+        settings, Place(), solver, 40, until_trained=True, damping=1.0
+    )
+    assert columns["trained"][:, -1].all()
+    train = training.load(settings, Place(), 1).train
+    model = training.NETWORKS["digits-mlp"](jax.random.key(1))
+    outputs, jacobian, slope = by_hand(model, train)
+    solution = gnlin.solve(
+        model, train, solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=40
+    )
+    means = np.append(solution.history.loss, solution.loss) / 20
+    first = np.argmax(means <= training.TRAINED_LOSS)
+    assert columns["feature_updates"][1, -1] == first
+    assert columns["train_loss"][1, -1] == pytest.approx(20 * means[first], rel=1e-6)
+    # Of the first problem, by the formula.
+    first_step = gnlin.solve(
+        model, train, solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=1
+    ).model
+    flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_array))[0]
+    moved = np.asarray(flat(first_step) - flat(model))
+    value, largest = solved.damped(first_step, model, train, 1 / 40)
+    there = slope(outputs + jacobian @ moved)
+    gradient = np.einsum("nc,ncp->p", there, jacobian) + moved / 20
+    assert np.abs(gradient).max() == pytest.approx(float(largest), rel=1e-3, abs=1e-12)
+    assert columns["gradient"].max() <= 1e-8
+    logs = jax.nn.log_softmax(outputs + jacobian @ moved)
+    mean = -float(logs[np.arange(20), train[1]].mean())
+    assert float(value) == pytest.approx(mean + moved @ moved / 40, rel=1e-9)
 
 
 @pytest.mark.parametrize("by", [1, 2])
@@ -231,7 +311,7 @@ def cifar(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "arguments", "points"),
     [
-        ("k-sweep", ["--grid", "1,8,1e8"], 8),
+        ("k-sweep", ["--grid", "1,8,1e8"], 9),
         ("large-k-augmented", [], 2),
         ("resnet", [], 4),
     ],

@@ -15,6 +15,7 @@ from benchmarks.thresholds import Threshold, within
 from benchmarks.verdicts import (
     after_holm,
     holm,
+    interval,
     judge,
     NOT_TESTED,
     print_verdicts,
@@ -32,6 +33,30 @@ def bounded(**bounds):
 
 def judged(values=VALUES, **bounds):
     return judge("a claim", "a number", values, bounded(**(bounds or {"above": 0})))
+
+
+def test_resamples_that_come_to_one_number_are_not_said_to_be_the_values():
+    two_thirds = lambda values: 2 / 3
+    verdict = judge("a", "b", VALUES, bounded(above=0.5), statistic=two_thirds)
+    assert (verdict.low, verdict.high) == (2 / 3, 2 / 3)
+    assert verdict.note == "nearly all resamples come to the same number"
+
+
+@pytest.mark.parametrize("number", [1, 7, 9])
+def test_a_few_resamples_beyond_a_bound_count_as_they_do_in_the_interval(number):
+    """Student's alone would take a skewed statistic to be further away."""
+    resamples = np.ones(1_999)
+    resamples[:number] = 1.6
+    found = verdicts._Resampled(6, 1.0, 1.0, 1.0, resamples)
+    share = stats.norm.ppf(number / 1_999) / np.sqrt(6 / 5)
+    p = verdicts._beyond(found, 1.5, -1)
+    assert p == pytest.approx(stats.t.cdf(share, 5))
+
+
+def test_an_interval_alone_is_that_of_a_verdict():
+    middle = lambda values: float(np.median(values))
+    verdict = judge("a", "b", VALUES, bounded(above=0), statistic=middle)
+    assert interval(np.array(VALUES), middle) == (verdict.low, verdict.high)
 
 
 def every_mean(values):

@@ -17,7 +17,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
-from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
+from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 
@@ -76,9 +76,12 @@ def errors(
     settings: DataScaling, all_runs: Sequence[Runs], period: float
 ) -> Float[ndarray, "seeds sizes"]:
     """By the paper's statistic, optimal early stopping, which what is solved has no need
-    of; NaN where it is not solved."""
+    of; NaN where it is not solved, or training has not finished."""
 
-    accuracy = training.optimally_stopped if math.isfinite(period) else solved_accuracy
+    def stopped(runs):
+        return training.where_trained(training.optimally_stopped(runs), runs)
+
+    accuracy = stopped if math.isfinite(period) else solved_accuracy
     found = [
         accuracy(only(all_runs, period=period, num_train=size)) for size in settings.sizes
     ]

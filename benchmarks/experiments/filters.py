@@ -12,19 +12,17 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from .. import thresholds
+from .. import thresholds, training
 from ..experiment import Runs
 from ..figures import figure
 from ..verdicts import judge, Verdict
 from . import large_k_augmented
-from .large_k_augmented import caption, COLOURS, ends, LargeK
+from .large_k_augmented import caption, COLOURS, ends, LargeK, SHARE, share_of_the_way
 
 
 SHARES = 0.1, 0.2, 0.5, 1.0
 """Of the steps, after which the filters are looked at."""
 JUDGED = SHARES[:2]
-SHARE = 0.2
-"""Of its way, at which K = 1 is claimed to be where large K ends."""
 
 
 def change(runs: Runs) -> Float[ndarray, "seeds looks filters channels height width"]:
@@ -33,18 +31,15 @@ def change(runs: Runs) -> Float[ndarray, "seeds looks filters channels height wi
 
 
 def travelled(runs: Runs) -> Float[ndarray, "seeds looks"]:
-    """The 2-norm of the change."""
-    return np.sqrt(np.square(change(runs)).sum(axis=(2, 3, 4, 5)))
+    """The 2-norm of the change; infinite where a run has diverged."""
+    with np.errstate(over="ignore"):
+        return np.sqrt(np.square(change(runs)).sum(axis=(2, 3, 4, 5)))
 
 
 def way_of_the_first(first: Runs, last: Runs) -> Float[ndarray, " seeds"]:
     """After which share of its steps K = 1 has changed its filters by as much as large K
-    does in the end: the first look at which it has."""
-    ways, end = travelled(first), travelled(last)[:, -1:]
-    reached = ways >= end
-    share = np.argmax(reached, axis=1) / (reached.shape[1] - 1)
-    share = np.where(reached.any(axis=1), share, 1.0)
-    return np.where(np.isfinite(ways[:, -1:] + end)[:, 0], share, np.nan)
+    does in the end."""
+    return share_of_the_way(travelled(first), travelled(last)[:, -1])
 
 
 def look_after(runs: Runs, share: float) -> int:
@@ -54,7 +49,8 @@ def look_after(runs: Runs, share: float) -> int:
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
-    ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
+    with np.errstate(divide="ignore", invalid="ignore"):  # of runs that diverge
+        ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
     return [
         *(
             judge(
@@ -70,7 +66,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"Large K ends where K = 1 is after about {SHARE:.0%} of its steps",
             "share of its steps after which K = 1 has moved as far, all of them where it "
             "never has; median of the seeds",
-            way_of_the_first(first, last),
+            training.where_trained(way_of_the_first(first, last), first, last),
             thresholds.FIFTH_OF_THE_WAY,
             statistic=lambda ways: float(np.median(ways)),
         ),

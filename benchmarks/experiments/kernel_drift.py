@@ -103,7 +103,10 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"With K = {period:,} the kernel changes fastest early",
             f"share of its change (1 - alignment, summed over looks) in the first "
             f"{EARLY:.0%} of the steps, a seed",
-            early_share(only(all_runs, period=period)),
+            training.where_trained(
+                early_share(only(all_runs, period=period)),
+                only(all_runs, period=period),
+            ),
             thresholds.FASTEST_EARLY,
         )
         for period in settings.periods

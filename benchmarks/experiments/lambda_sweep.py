@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Scalar
 from numpy import ndarray
+from scipy import stats
 
 import gnlin
 
@@ -26,9 +27,9 @@ from .. import thresholds
 from ..data import quintic
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, Settings
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
-from ..networks.mlp import quintic_mlp
+from ..networks.mlp import dead_units, quintic_mlp
 from ..thresholds import MOST_UNFINISHED, TRAINED_RMSE
-from ..verdicts import judge, slope, Verdict
+from ..verdicts import judge, rank_correlation, slope, Verdict
 
 
 LARGEST_TRAIN_RMSE = 2.5
@@ -120,19 +121,16 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
         "train_rmse": _rms(fn(y, x) - targets),
         "test_rmse": _rms(learnt - test_targets),
         "roughness": _rms(second),
-        "dead": _dead(eqx.combine(y, frozen), test_x),
+        "dead": dead_units(eqx.combine(y, frozen), test_x),
+        "effective_dimension": _effective_dimension(fn, y, x, damping),
         "steps": state.counts.num_feature_updates,
         "functions": learnt[:, 0],
     }
 
 
-def _dead(model: eqx.nn.MLP, inputs: Float[Array, "n 1"]) -> Float[Array, ""]:
-    """The share of the hidden units that are off for all inputs."""
-    x, off = inputs, []
-    for layer in model.layers[:-1]:
-        x = jax.nn.relu(jax.vmap(layer)(x))
-        off.append(jnp.all(x == 0, axis=0))
-    return jnp.mean(jnp.stack(off))
+def _effective_dimension(fn, y, x, damping) -> Scalar:
+    """Of the linearisation at the end, with the damping of the run."""
+    return gnlin.linearise(fn, y, x).spectrum().effective_dimension(damping)
 
 
 def _rms(x: Array) -> Array:
@@ -217,7 +215,53 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
             thresholds.FALLS,
             untested=untested,
         ),
+        *_follows(name, error, runs, untested),
     ]
+
+
+def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdict]:
+    """Whether the error goes with the effective dimension: as both change with damping,
+    and at one damping, where only the seeds differ."""
+    dimension = np.where(
+        np.isfinite(error), runs["effective_dimension"][:, judged(runs)], np.nan
+    )
+    both = np.stack([error, dimension], axis=1)
+    what = "Spearman's correlation of test RMSE with the effective dimension"
+    return [
+        judge(
+            f"The error falls with the effective dimension as lambda grows, {name}",
+            f"{what}, of a seed's runs that finish, over the dampings",
+            over_dampings(both) if not untested else [],
+            thresholds.FOLLOWS,
+            untested=untested,
+        ),
+        judge(
+            f"At the same lambda the seeds of less effective dimension err less, {name}",
+            f"{what}, of a damping's runs that finish, over the seeds; mean of the "
+            "dampings",
+            both if not untested else [],
+            thresholds.RISES,
+            statistic=over_seeds,
+            untested=untested,
+        ),
+    ]
+
+
+def over_dampings(both: Float[ndarray, "seeds 2 dampings"]) -> Float[ndarray, " seeds"]:
+    """The rank correlation of the two, a seed."""
+    return np.array([float(rank_correlation(d, error)) for error, d in both])
+
+
+def over_seeds(both: Float[ndarray, "seeds 2 dampings"]) -> float:
+    """The rank correlation of the two at each damping; their mean."""
+    known = np.isfinite(both)
+    ranks = stats.rankdata(np.where(known, both, np.inf), axis=0)
+    ranks = np.ma.array(ranks, mask=~known)
+    centred = ranks - ranks.mean(axis=0)
+    covariance = (centred[:, 0] * centred[:, 1]).sum(axis=0)
+    sizes = (centred**2).sum(axis=0)
+    found = covariance / np.ma.sqrt(sizes[0] * sizes[1])
+    return float(np.ma.filled(found.mean(), np.nan))
 
 
 def _where_any(curve: Callable) -> Callable:
@@ -231,18 +275,25 @@ def _where_any(curve: Callable) -> Callable:
 
 
 def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """A row an interval: errors, shares, and learnt functions at four dampings."""
+    """Of each interval the errors, the effective dimension and shares of the runs; and
+    below them learnt functions at four dampings."""
     shown = np.linspace(0, len(settings.dampings) - 1, 4).round().astype(int)
-    with figure(out / "lambda_sweep.png", width=15, height=8) as drawing:
-        axes = drawing.subplots(len(INTERVALS), 6, squeeze=False)
-        for row, name in zip(axes, INTERVALS, strict=True):
+    above = [name for name in ("errors", "dimension", "shares") for _ in range(4)]
+    below = [str(index) for index in shown for _ in range(3)]
+    with figure(out / "lambda_sweep.png", width=13, height=14) as drawing:
+        parts = drawing.subfigures(len(INTERVALS), 1, squeeze=False)[:, 0]
+        for part, (name, interval) in zip(parts, INTERVALS.items(), strict=True):
             runs = only(all_runs, interval=name)
-            _draw_errors(row[0], runs, name)
-            _draw_shares(row[1], runs)
-            for panel, index in zip(row[2:], shown, strict=True):
-                _draw_functions(panel, runs, index, settings, INTERVALS[name])
-        axes[0, 0].legend(fontsize="small")
-        axes[0, 1].legend(fontsize="small")
+            panels = part.subplot_mosaic([above, below])
+            part.suptitle(f"{name[0].upper()}{name[1:]}", fontweight="bold")
+            _draw_errors(panels["errors"], runs)
+            _draw_dimension(panels["dimension"], runs)
+            _draw_shares(panels["shares"], runs)
+            for index in shown:
+                _draw_functions(panels[str(index)], runs, index, settings, interval)
+            panels[str(shown[0])].set_ylabel("$f(x)$")
+            panels["errors"].legend(fontsize="small")
+            panels["shares"].legend(fontsize="small")
     number = sum(runs["test_rmse"].size for runs in all_runs)
     unfinished = sum(int(np.sum(~finished(runs))) for runs in all_runs)
     done, not_done = _dead_units(all_runs, True), _dead_units(all_runs, False)
@@ -251,16 +302,18 @@ def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[
     )
     caption = (
         f"Test RMSE against damping, of {settings.seeds} initialisations: every run that "
-        "reaches a training RMSE of "
-        f"{TRAINED_RMSE:g}, and the worst, the mean and the best of them; beside it the "
-        "share of the runs that have finished, and of hidden units that are dead; up to "
+        f"reaches a training RMSE of {TRAINED_RMSE:g}, and the worst, the mean and the "
+        "best of them; their effective dimension, the sum of w/(w + lambda) over the "
+        f"eigenvalues w of the kernel at the end, at most {settings.num_train}, and its "
+        "mean; the share of the runs that have finished, and of hidden units that are "
+        "dead; below, up to "
         f"{_SHOWN} of the learnt functions at each of four dampings, with the quintic "
         f"(dashed) and the training points. {unfinished} of {number} runs have not "
         f"finished, with {not_done} of their hidden units dead, against {done} of those "
         "that have; the paper's filter, a training RMSE over "
         f"{LARGEST_TRAIN_RMSE}, would drop {dropped}. Judged are the dampings at which "
-        f"{1 - MOST_UNFINISHED:.0%} have finished. A 5-layer network on "
-        f"{settings.num_train} points, damped Gauss-Newton, at most "
+        f"{1 - MOST_UNFINISHED:.0%} have finished, where there are lines. A 5-layer "
+        f"network on {settings.num_train} points, damped Gauss-Newton, at most "
         f"{settings.num_steps:,} outer steps."
     )
     return {"lambda_sweep": caption}
@@ -273,22 +326,38 @@ def _dead_units(all_runs: Sequence[Runs], is_finished: bool) -> str:
     return f"{shares.mean():.0%}" if len(shares) else "none"
 
 
-def _draw_errors(axes, runs: Runs, name: str) -> None:
+def _draw_runs(axes, runs: Runs, values: PerRun) -> None:
+    """A point each."""
+    dampings = np.broadcast_to(runs["damping"][0], values.shape)
+    axes.plot(dampings.ravel(), values.ravel(), ".", color="#BBBBBB", markersize=3)
+    axes.set(xscale="log", xlabel=r"Damping $\lambda$")
+
+
+def _draw_curve(axes, runs: Runs, values: PerRun, curve: Callable, **look) -> None:
+    """Of the seeds, with gaps where nothing is judged."""
+    drawn = np.where(judged(runs), _where_any(curve)(values, axis=0), np.nan)
+    axes.plot(runs["damping"][0], drawn, **look)
+
+
+def _draw_errors(axes, runs: Runs) -> None:
     errors = np.where(finished(runs), runs["test_rmse"], np.nan)
-    dampings = np.broadcast_to(runs["damping"][0], errors.shape)
-    axes.plot(dampings.ravel(), errors.ravel(), ".", color="#BBBBBB", markersize=3)
-    some = judged(runs)
+    _draw_runs(axes, runs, errors)
     for label, curve, colour in (
         ("worst", np.nanmax, VERMILION),
         ("mean", np.nanmean, BLUE),
         ("best", np.nanmin, GREEN),
     ):
-        values = curve(errors[:, some], axis=0)
-        axes.plot(runs["damping"][0, some], values, color=colour, label=label)
-    axes.set(xscale="log", xlabel=r"Damping $\lambda$", ylabel="Test RMSE")
+        _draw_curve(axes, runs, errors, curve, color=colour, label=label)
+    axes.set(ylabel="Test RMSE", title="Test error")
     if np.isfinite(errors).any():
         axes.set_yscale("log")
-    axes.set_title(f"{name[0].upper()}{name[1:]}", fontsize="medium")
+
+
+def _draw_dimension(axes, runs: Runs) -> None:
+    values = np.where(finished(runs), runs["effective_dimension"], np.nan)
+    _draw_runs(axes, runs, values)
+    _draw_curve(axes, runs, values, np.nanmean, color=BLUE)
+    axes.set(ylabel=r"$d(\lambda)$", title="Effective dimension at the end")
 
 
 def _draw_shares(axes, runs: Runs) -> None:
@@ -299,7 +368,7 @@ def _draw_shares(axes, runs: Runs) -> None:
     dead = runs["dead"].mean(axis=0)
     axes.plot(x, 100 * dead, "s-", color=ORANGE, label="dead hidden units")
     axes.set(xscale="log", ylim=(-3, 103), xlabel=r"Damping $\lambda$")
-    axes.set_ylabel("Share (%)")
+    axes.set(ylabel="Share (%)", title="Finished, and dead")
 
 
 def _draw_functions(axes, runs: Runs, index, settings: LambdaSweep, interval) -> None:
@@ -309,7 +378,11 @@ def _draw_functions(axes, runs: Runs, index, settings: LambdaSweep, interval) ->
     axes.plot(x, y, "--", color=BLACK, linewidth=1)
     axes.plot(*quintic.examples(settings.num_train, interval), "o", color=BLACK, ms=3)
     axes.set(ylim=(1.5 * y.min(), 1.5 * y.max()), xlabel="$x$")
-    axes.set_title(rf"$\lambda = {runs['damping'][0, index]:.3g}$", fontsize="medium")
+    damping = float(f"{runs['damping'][0, index]:.3g}")
+    axes.set_title(rf"Learnt functions, $\lambda = {damping:g}$", fontsize="medium")
+    if not finished(runs)[:, index].any():
+        middle = 0.5, 0.9
+        axes.text(*middle, "no run finished", transform=axes.transAxes, ha="center")
 
 
 EXPERIMENT = Experiment(

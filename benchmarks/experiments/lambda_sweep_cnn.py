@@ -1,37 +1,56 @@
 """Test accuracy against damping: a convolutional network, each problem solved.
 
 `lambda |theta - theta_s|^2` is added to the mean loss of each linearised problem. On the
-full batch that is minimised by Newton's method, on mini-batches by so many steps of Adam,
-which must be many: with few of them it is they that damp.
+full batch that is minimised by Newton's method, and the network trained to a stated loss;
+runs that do not come there, or with a problem that is not solved, are left out and
+counted. On mini-batches it is minimised by so many steps of Adam, which must be many:
+with few of them it is they that damp.
+
+That these methods come to one minimum, and what it costs them, is measured on the first
+linearised problem, at a strong and at a weak damping.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from numpy import ndarray
 
 import gnlin
 
-from .. import thresholds, training
-from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import band, BLUE, figure, VERMILION
+from .. import solved, thresholds, training
+from ..experiment import Experiment, only, Place, Point, Runs, select
+from ..figures import band, BLUE, figure, GREEN, ORANGE, VERMILION
+from ..solved import TOLERANCE
+from ..thresholds import MOST_UNFINISHED, TRAINED_LOSS
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
+
+
+NETWORK = "the network"
+NEWTON, TRUNCATED, ADAM = "Newton", "truncated Newton", "Adam"
 
 
 @dataclasses.dataclass(frozen=True)
 class LambdaSweepCNN(Images):
     seeds: int = 8
-    dampings: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-    num_updates: int = 30
-    """On the full batch."""
+    dampings: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2, 1e-1, 1.0)
+    num_updates: int = 200
+    """On the full batch, at most."""
     period: int = 50_000
     """On mini-batches, Adam's steps on each linearised problem."""
+    compared: tuple[float, ...] = (1e-1, 1e-3, 1e-5)
+    """Dampings of the first problem, where it is solved by all methods."""
+    compared_seeds: int = 3
+    adam_steps: tuple[int, ...] = (300, 3_000)
+    tolerance: float = 1e-6
+    """Of truncated Newton there, relative to the gradient."""
     network: str = "digits-cnn"
     num_train: int | None = 50
     learning_rate: float = 1e-3
@@ -44,6 +63,10 @@ QUICK = dataclasses.replace(
     EMBEDDED,
     seeds=2,
     dampings=(1e-4, 1e-2, 1.0),
+    compared=(1e-1,),
+    compared_seeds=2,
+    adam_steps=(10, 100),
+    network="digits-mlp",
     num_train=20,
     num_updates=3,
     num_looks=3,
@@ -57,80 +80,235 @@ FULL = dataclasses.replace(
     batch_size=256,
     num_steps=1_000_000,
     num_looks=100,
+    compared=(),
 )
 
 
 def points(settings: LambdaSweepCNN) -> list[Point]:
-    return [{"damping": damping} for damping in settings.dampings]
+    methods = [(NEWTON, 0), (TRUNCATED, 0), *((ADAM, n) for n in settings.adam_steps)]
+    return [
+        *({"trained": NETWORK, "damping": each} for each in settings.dampings),
+        *(
+            {"solved_by": method, "steps": steps, "damping": each}
+            for each in settings.compared
+            for method, steps in methods
+        ),
+    ]
 
 
 def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
+    if "solved_by" in point:
+        return solve_first(settings, point, place)
+    damping = 2 * point["damping"]  # of damping / 2 |theta - theta_s|^2
     if settings.batch_size is None:
-        # Of lambda / 2 |theta - theta_s|^2, and of the sum.
-        damping = 2 * point["damping"] * len(training.load(settings, place, 0).train[1])
-        solver = gnlin.DampedGaussNewton(
-            jnp.asarray(damping), form="prox-linear", search=None
+        # And of the sum over the images.
+        damping = jnp.asarray(damping * len(training.load(settings, place, 0).train[1]))
+        columns = training.full_batch(
+            settings,
+            place,
+            gnlin.DampedGaussNewton(damping, form="prox-linear", search=None),
+            settings.num_updates,
+            until_trained=True,
+            damping=damping,
         )
-        return training.full_batch(settings, place, solver, settings.num_updates)
+        return columns | {"unsolved": columns["gradient"] > TOLERANCE}
+    adam = _adam(settings.learning_rate)
     solver = gnlin.IterativeLinearisation(
-        settings.period,
-        optimiser=optax.adam(settings.learning_rate),
-        damping=2 * point["damping"],  # of lambda / 2 |theta - theta_s|^2
+        settings.period, optimiser=adam, damping=damping
     )
-    callbacks = lambda draw, model: [training.TrainAccuracy(draw.train)]
-    return training.mini_batches(settings, place, solver, callbacks)
+    callbacks = lambda draw, model: [
+        training.TrainAccuracy(draw.train),
+        training.TrainLoss(draw.train),
+    ]
+    columns = training.mini_batches(settings, place, solver, callbacks)
+    return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
+
+
+@cache
+def _adam(learning_rate: float) -> optax.GradientTransformation:
+    """One, or what is compiled with it is compiled for each."""
+    return optax.adam(learning_rate)
+
+
+def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
+    """The damped mean loss that a method comes to on the first linearised problem, the
+    largest entry of its gradient there, and the passes that it takes."""
+    make_model, mean = training.model_of(settings), jnp.asarray(2 * point["damping"])
+    form = {"form": "prox-linear", "search": None}
+    found = []
+    for seed in range(settings.compared_seeds):
+        model = make_model(jax.random.key(seed))
+        data = training.load(settings, place, seed).train
+        damping = mean * len(data[1])
+        loss, solver = training.LOSS, gnlin.DampedGaussNewton(damping, **form)
+        if point["solved_by"] == TRUNCATED:
+            solver = gnlin.TruncatedGaussNewton(
+                settings.tolerance, damping, method="matrix-free", **form
+            )
+        if point["solved_by"] == ADAM:
+            loss = gnlin.SoftmaxCrossEntropy(reduction="mean")
+            steps, adam = (
+                jnp.asarray(float(point["steps"])),
+                _adam(settings.learning_rate),
+            )
+            solver = gnlin.IterativeLinearisation(steps, optimiser=adam, damping=mean)
+        done = gnlin.solve(model, data, solver, loss=loss, max_steps=1)
+        value, gradient = solved.damped(done.model, model, data, point["damping"])
+        passes = done.stats["num_jvps"] + done.stats["num_vjps"]
+        found.append([float(x) for x in (value, gradient, passes)])
+    names = "damped_loss", "gradient", "passes"
+    return dict(zip(names, np.transpose(found)[..., None], strict=True))
+
+
+#
+# What is read off
+#
 
 
 def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
-    """Axes over dampings and seeds."""
-    return np.array([only(all_runs, damping=x).final(name) for x in settings.dampings])
+    """Axes over dampings and seeds; NaN of runs that are left out."""
+    found = [only(all_runs, trained=NETWORK, damping=x) for x in settings.dampings]
+    return np.array([training.counted(runs, runs.final(name)) for runs in found])
 
 
-def finished(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
-    """Where the training accuracy is within 1 % of the best, up to the first that is not:
-    beyond it the steps are too few."""
-    train = finals(settings, all_runs, "train_accuracy").mean(axis=1)
-    short = train < train.max() - 0.01
-    return (np.cumsum(short) == 0) | (np.arange(len(train)) <= np.argmax(train))
+def usable(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
+    """At the others most runs are left out."""
+    left = np.isfinite(finals(settings, all_runs, "test_accuracy"))
+    return left.mean(axis=1) >= 1 - MOST_UNFINISHED
+
+
+def first_solved(
+    all_runs: Sequence[Runs], damping: float, by: str, name: str, steps: int = 0
+) -> Float[ndarray, " seeds"]:
+    found = only(all_runs, solved_by=by, damping=damping, steps=steps)
+    return found.final(name)
+
+
+def apart(
+    settings: LambdaSweepCNN, all_runs, damping: float, by: str, steps: int = 0
+) -> Float[ndarray, " seeds"]:
+    """How far the loss is above that by Newton's method, relative to it."""
+    newton = first_solved(all_runs, damping, NEWTON, "damped_loss")
+    return first_solved(all_runs, damping, by, "damped_loss", steps) / newton - 1
 
 
 def judge_all(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> list[Verdict]:
-    usable = finished(settings, all_runs)
-    accuracy = finals(settings, all_runs, "test_accuracy").T[:, usable]
-    x = np.log10(np.asarray(settings.dampings)[usable])
-    return [
+    judged = usable(settings, all_runs)
+    accuracy = finals(settings, all_runs, "test_accuracy").T[:, judged]
+    x = np.log10(np.asarray(settings.dampings)[judged])
+    verdicts = [
         judge(
             "More damping generalises better",
-            "slope of the final test accuracy in log10 lambda, where training has "
-            "finished (within 1 % of the best training accuracy), a seed",
-            slope(x, accuracy),
+            "slope of the final test accuracy in log10 lambda, of the runs that are "
+            f"trained to a mean loss of {TRAINED_LOSS:g}, where most are, a seed",
+            slope(x, accuracy) if len(x) > 2 else [],
             thresholds.RISES,
+            untested="" if len(x) > 2 else "too few dampings at which runs are trained",
         )
     ]
+    if settings.compared:
+        damping, steps = max(settings.compared), max(settings.adam_steps)
+        verdicts.append(
+            judge(
+                "Newton's method and Adam come to one loss of a linearised problem, at "
+                f"lambda = {damping:g}",
+                f"the damped loss after {steps:,} steps of Adam less that by Newton's "
+                "method, relative to it, first problem, a seed",
+                apart(settings, all_runs, damping, ADAM, steps),
+                thresholds.SAME_LOSS,
+            )
+        )
+    return verdicts
 
 
 def draw(
     settings: LambdaSweepCNN, all_runs: Sequence[Runs], out: Path
 ) -> Mapping[str, str]:
-    with figure(out / "lambda_sweep_cnn.png", width=7.5, height=5) as drawing:
-        axes = drawing.subplots()
+    with figure(out / "lambda_sweep_cnn.png", width=12, height=5) as drawing:
+        axes, cost = drawing.subplots(1, 2)
         for name, colour in (("test_accuracy", BLUE), ("train_accuracy", VERMILION)):
             values = 100 * finals(settings, all_runs, name)
             label = name.replace("_", " ").replace("train", "training")
             band(axes, settings.dampings, values.T, colour, label, "o-")
         axes.set(xscale="log", xlabel=r"Damping $\lambda$", ylabel="Final accuracy (%)")
         axes.legend()
-    solved = f"by Newton's method, {settings.num_updates} of them"
+        for damping, look, full in zip(
+            settings.compared, ("-", "--", ":"), (True, False, False), strict=False
+        ):
+            _draw_cost(cost, settings, all_runs, damping, look, full)
+        cost.set(xscale="log", yscale="log", xlabel="Passes, tangent and transposed")
+        cost.set(ylabel="Largest entry of the gradient", title="The first problem")
+        cost.legend(fontsize="small")
+    return {"lambda_sweep_cnn": _caption(settings, all_runs)}
+
+
+def _draw_cost(axes, settings, all_runs, damping, look, full) -> None:
+    """The gradient that methods leave of the first problem, over passes."""
+
+    def of(by: str, name: str) -> ndarray:
+        steps = settings.adam_steps if by == ADAM else (0,)
+        found = [first_solved(all_runs, damping, by, name, each) for each in steps]
+        return np.transpose(found)
+
+    for by, colour, marker in (
+        (ADAM, GREEN, "o"),
+        (TRUNCATED, ORANGE, "^"),
+        (NEWTON, VERMILION, "s"),
+    ):
+        passes = of(by, "passes").mean(axis=0)
+        label = rf"{by}, $\lambda$ = {damping:g}"
+        band(axes, passes, of(by, "gradient"), colour, None, look)
+        face = colour if full else "white"
+        mean = of(by, "gradient").mean(axis=0)
+        axes.plot(passes, mean, marker + look, color=colour, mfc=face, label=label)
+
+
+def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
+    trained = select(all_runs, trained=NETWORK)
+    number = sum(len(runs.final("trained")) for runs in trained)
+    left_out = int(np.isnan(finals(settings, all_runs, "test_accuracy")).sum())
+    said = (
+        "Final accuracy against damping, each linearised problem solved, until the mean "
+        f"training loss is {TRAINED_LOSS:g}: {left_out} of {number} runs do not come "
+        "there, or have a problem that is not solved, and are left out. "
+        f"{training.described(settings)}; means and ranges of {settings.seeds} seeds. "
+    )
     if settings.batch_size is not None:
-        solved = (
-            f"by {settings.period:,} steps of Adam (learning rate "
-            f"{settings.learning_rate:g}), {settings.num_steps:,} steps in all"
+        return said + (
+            f"By {settings.period:,} steps of Adam (learning rate "
+            f"{settings.learning_rate:g}) a problem, {settings.num_steps:,} in all."
         )
-    return {
-        "lambda_sweep_cnn": "Final accuracy against damping, each linearised problem "
-        f"solved {solved}. {training.described(settings)}; means and ranges of "
-        f"{settings.seeds} seeds."
-    }
+    residuals = np.array([runs.final("gradient") for runs in trained])
+    kept = np.isfinite(finals(settings, all_runs, "test_accuracy"))
+    said += (
+        f"By Newton's method, at most {settings.num_updates} problems a run; one counts "
+        f"as solved if no entry of the mean loss's gradient is over {TOLERANCE:g}: the "
+        f"largest that is left is {residuals.max(initial=0, where=kept):.1e} in the runs "
+        f"that are kept, and {residuals.max():.1e} in all."
+    )
+    if not settings.compared:
+        return said
+    steps = max(settings.adam_steps)
+    said += (
+        f" Right: the first problem, {settings.compared_seeds} seeds, by Newton's method "
+        f"(with the kernel), by truncated Newton (conjugate gradients to "
+        f"{settings.tolerance:g} of the gradient, without it) and by Adam (learning rate "
+        f"{settings.learning_rate:g}, up to {steps:,} steps)."
+    )
+    for damping in settings.compared:
+        passes = {
+            by: first_solved(all_runs, damping, by, "passes", each).mean()
+            for by, each in ((NEWTON, 0), (TRUNCATED, 0), (ADAM, steps))
+        }
+        truncated = np.abs(apart(settings, all_runs, damping, TRUNCATED)).max()
+        adam = np.abs(apart(settings, all_runs, damping, ADAM, steps)).max()
+        said += (
+            f" At lambda = {damping:g} the damped loss by truncated Newton is within "
+            f"{truncated:.1e} of that by Newton's method, relative to it, and that by "
+            f"Adam within {adam:.1e}; they take {passes[TRUNCATED]:,.0f}, "
+            f"{passes[NEWTON]:,.0f} and {passes[ADAM]:,.0f} passes."
+        )
+    return said
 
 
 EXPERIMENT = Experiment(

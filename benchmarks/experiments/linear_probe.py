@@ -16,11 +16,20 @@ from ..experiment import Runs
 from ..figures import figure
 from ..verdicts import judge, Verdict
 from . import large_k_augmented
-from .large_k_augmented import caption, COLOURS, ends, LargeK, PROBED_LAYERS
+from .large_k_augmented import (
+    caption,
+    COLOURS,
+    ends,
+    LargeK,
+    PROBED_LAYERS,
+    SHARE,
+    share_of_the_way,
+)
 
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
+    finished = lambda values: training.where_trained(values, first, last)
     half = first["test_accuracy"].shape[1] // 2
     verdicts = []
     for layer in PROBED_LAYERS:
@@ -37,21 +46,36 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             judge(
                 f"Probes of layer {layer} end lower with large K",
                 "final probe accuracy less that of K = 1, a seed",
-                of_last[:, -1] - of_first[:, -1],
+                finished(of_last[:, -1] - of_first[:, -1]),
                 thresholds.FALLS,
                 untested=_at_ceiling(of_first[:, 0]),
             ),
         ]
     behind = lambda name: first.final(name) - last.final(name)
-    verdicts.append(
+    deepest = f"probe_{PROBED_LAYERS[-1]}"
+    verdicts += [
+        judge(
+            f"Large K ends where the probe of K = 1 is after about {SHARE:.0%} of its "
+            "steps",
+            f"share of its steps after which the probe of layer {PROBED_LAYERS[-1]} with "
+            "K = 1 is as accurate, all of them where it never is; median of the seeds",
+            finished(
+                share_of_the_way(
+                    np.pad(first[deepest], ((0, 0), (1, 0))), last.final(deepest)
+                )
+            ),
+            thresholds.FIFTH_OF_THE_WAY,
+            statistic=lambda ways: float(np.median(ways)),
+            untested=_at_ceiling(first[deepest][:, 0]),
+        ),
         judge(
             "Fewer features are no large hindrance",
             "by how much large K is behind K = 1 in final test accuracy, less the same "
             "of the second layer's probes, a seed",
-            behind("test_accuracy") - behind(f"probe_{PROBED_LAYERS[-1]}"),
+            finished(behind("test_accuracy") - behind(deepest)),
             thresholds.FALLS,
-        )
-    )
+        ),
+    ]
     return verdicts
 
 

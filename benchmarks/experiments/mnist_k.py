@@ -16,7 +16,7 @@ from numpy import ndarray
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
-from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
+from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
@@ -84,7 +84,8 @@ def levelling(runs: Runs, period: float) -> Float[ndarray, " seeds"]:
 
 def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     finite = [period for period in settings.periods if period < math.inf]
-    final = {k: only(all_runs, period=k).final("test_accuracy") for k in finite}
+    of = {k: only(all_runs, period=k) for k in finite}
+    final = {k: runs.final("test_accuracy") for k, runs in of.items()}
 
     untested = training.untrained(settings, final[min(finite)]) if finite else ""
 
@@ -92,7 +93,11 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
         return judge(
             claim,
             "range over K of their mean final test accuracies",
-            np.stack([final[k] for k in periods], axis=1) if len(periods) > 1 else [],
+            training.where_trained(
+                np.stack([final[k] for k in periods], axis=1), *(of[k] for k in periods)
+            )
+            if len(periods) > 1
+            else [],
             thresholds.WITHIN_MNIST,
             statistic=lambda finals: float(np.ptp(finals.mean(axis=0))),
             untested=untested,
@@ -105,25 +110,38 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, longest = min(finite, default=1), max(finite, default=1)
     every = math.ceil(settings.num_steps / settings.num_looks)
     if first < longest and 4 * every <= longest <= settings.num_steps // 2:
-        of_longest = levelling(only(all_runs, period=longest), longest)
-        verdicts.append(
+        of_longest = levelling(of[longest], longest)
+        look = int(longest // every) - 2  # the last before the first feature update
+        verdicts += [
             judge(
                 f"K = {longest:,.0f} levels off before each feature update",
                 "how much faster the linearised network's accuracy rises, a look, in the "
                 "first half of a period than in the second, mean over periods, less the "
                 f"same of K = {first:g} in those steps, a seed",
-                of_longest - levelling(only(all_runs, period=first), longest),
+                of_longest - levelling(of[first], longest),
                 thresholds.RISES,
                 untested=untested,
-            )
-        )
+            ),
+            judge(
+                f"{longest:,.0f} steps on the linearised network learn less than as many "
+                "on the network",
+                "test accuracy of the linearised network just before the first feature "
+                f"update less that of the network with K = {first:g} then, a seed",
+                of[longest]["test_accuracy_linearised"][:, look]
+                - of[first]["test_accuracy"][:, look],
+                thresholds.FALLS,
+                untested=untested,
+            ),
+        ]
     if math.inf in settings.periods and finite:
         endless = solved_accuracy(only(all_runs, period=math.inf))
         verdicts.append(
             judge(
                 "K = infinity ends worse than all finite K",
                 "final test accuracy of the linearised network less the worst of theirs",
-                endless - np.min(list(final.values()), axis=0),
+                training.where_trained(
+                    endless - np.min(list(final.values()), axis=0), *of.values()
+                ),
                 thresholds.FALLS,
                 untested=untested,
             )

@@ -19,7 +19,7 @@ from .. import thresholds, training
 from ..data.teachers import NUM_INPUTS, TEACHERS
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLACK, figure, shades, VERMILION
-from ..first_linearisation import solved_accuracy, TOLERANCE, train_endlessly
+from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 

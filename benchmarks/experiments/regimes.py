@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 from numpy import ndarray
 
 import gnlin
@@ -20,7 +20,7 @@ import gnlin
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
-from ..training import Columns, Images
+from ..training import Columns, Images, Labelled
 from ..verdicts import judge, Verdict
 
 
@@ -63,17 +63,32 @@ def train(settings: Regimes, point: Point, place: Place) -> Columns:
     return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
 
 
+def as_regression(labelled: Labelled) -> tuple[Array, Array]:
+    """Classes as targets whose mean is zero."""
+    images, labels = labelled
+    return images, jax.nn.one_hot(labels, training.NUM_CLASSES, dtype=images.dtype) - 0.1
+
+
+def largest_eigenvalue(model: PyTree, images: Array) -> Array:
+    """Of the tangent kernel: two over it is the largest stable learning rate."""
+    kernel = gnlin.TangentKernel(model)(images)
+    m = len(images) * training.NUM_CLASSES
+    return jnp.linalg.norm(kernel.reshape(m, m), 2)
+
+
+def rmse(model: PyTree, data: tuple[Array, Array]) -> float:
+    images, targets = data
+    return float(jnp.sqrt(jnp.mean((jax.vmap(model)(images) - targets) ** 2)))
+
+
 def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
-    (images, labels), _, (test_images, test_labels) = training.load(settings, place, seed)
-    data = images, jax.nn.one_hot(labels, training.NUM_CLASSES, dtype=images.dtype) - 0.1
+    train, _, (test_images, test_labels) = training.load(settings, place, seed)
+    data = images, targets = as_regression(train)
     start = training.model_of(settings)(jax.random.key(seed))
-    kernel = gnlin.TangentKernel(start)(images)
-    m = data[1].size
-    largest = jnp.linalg.norm(kernel.reshape(m, m), 2)
-    rate = settings.share_of_stable * 2 / largest
+    rate = settings.share_of_stable * 2 / largest_eigenvalue(start, images)
     models: dict[str, Any] = {
-        "network": _trained(start, data, 1, rate, settings.num_steps),
-        "large_k": _trained(start, data, settings.period, rate, settings.num_steps),
+        "network": descended(start, data, 1, rate, settings.num_steps),
+        "large_k": descended(start, data, settings.period, rate, settings.num_steps),
     }
     found = {}
 
@@ -81,8 +96,7 @@ def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
         found[f"{name}_error"] = 1 - float(gnlin.accuracy(outputs, test_labels))
 
     for name, model in models.items():
-        outputs = jax.vmap(model)(images)
-        found[f"{name}_train_rmse"] = float(jnp.sqrt(jnp.mean((outputs - data[1]) ** 2)))
+        found[f"{name}_train_rmse"] = rmse(model, data)
         look(name, jax.vmap(model)(test_images))
     look("endless", gnlin.predict.gradient_flow(start, data)(test_images))
     kernels = {"first_kernel": start, "after_kernel": models["network"]}
@@ -90,12 +104,15 @@ def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
         posterior = gnlin.predict.posterior(model, data, noise=NOISE, from_zero=True)
         posterior = posterior.tuned()
         look(name, posterior(test_images).mean)
-        found[f"{name}_evidence"] = float(posterior.log_evidence()) / m
+        found[f"{name}_evidence"] = float(posterior.log_evidence()) / targets.size
     return found
 
 
-def _trained(start, data, period: int, rate: Array, num_steps: int):
-    """The first few steps say whether it goes well: what diverges is no number here."""
+def descended(
+    start: PyTree, data: tuple[Array, Array], period: int, rate: Array, num_steps: int
+) -> PyTree:
+    """By gradient steps, so many on each linearised problem. The first few steps say
+    whether it goes well: what diverges is no number here."""
     solver = gnlin.IterativeLinearisation(
         period, rate, method="matrix-free" if period == 1 else "eigh"
     )

@@ -17,6 +17,8 @@ COLOURS = BLUE, VERMILION
 
 @dataclasses.dataclass(frozen=True)
 class ResNets(Images):
+    seeds: int = 3
+    """As many as tell that it is not trained."""
     periods: tuple[int, ...] = (1, 20)
     """Of the plain network."""
     normalised_periods: tuple[int, ...] = (1, 20)

@@ -24,6 +24,7 @@ from ..verdicts import judge, slope, Verdict
 
 @dataclasses.dataclass(frozen=True)
 class Stability(Images):
+    seeds: int = 9
     periods: tuple[int, ...] = (1, 3, 10, 30, 100, 300, 1_000, 3_000)
     learning_rates: tuple[float, ...] = tuple(
         float(f"{rate:.3g}") for rate in np.logspace(-3, 0, 10)

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -40,15 +41,17 @@ class ConvNet(eqx.Module):
         key: Key[Array, ""],
         image: tuple[int, int, int],
         channels: tuple[int, ...],
-        kernel_size: int,
-        padding: int,
+        kernel_sizes: tuple[int, ...],
+        padding: Literal["SAME", "VALID"],
         widths: tuple[int, ...],
         activation: Callable[[Array], Array] = jax.nn.relu,
     ):
         keys = iter(jax.random.split(key, len(channels) + len(widths)))
         self.convolutions = [
-            eqx.nn.Conv2d(*pair, kernel_size, padding=padding, key=next(keys))
-            for pair in itertools.pairwise((image[0], *channels))
+            eqx.nn.Conv2d(*pair, size, padding=padding, key=next(keys))
+            for pair, size in zip(
+                itertools.pairwise((image[0], *channels)), kernel_sizes, strict=True
+            )
         ]
         self.activation = activation
         num_features = eqx.filter_eval_shape(self.features, jnp.zeros(image)).size
@@ -86,16 +89,31 @@ def lenet(
         key,
         image,
         channels=(channels, channels),
-        kernel_size=5,
-        padding=0,
+        kernel_sizes=(5, 5),
+        padding="VALID",
         widths=(120, 84, num_classes),
     )
 
 
 def digits_cnn(key: Key[Array, ""]) -> ConvNet:
     """Of an 8 x 8 image of one channel: 6,090 parameters."""
+    return _digits_cnn(key, kernel_sizes=(3, 3))
+
+
+def wide_filtered_digits_cnn(key: Key[Array, ""]) -> ConvNet:
+    """The same with 5 x 5 filters in its first layer, which can be looked at: 6,346
+    parameters."""
+    return _digits_cnn(key, kernel_sizes=(5, 3))
+
+
+def _digits_cnn(key: Key[Array, ""], kernel_sizes: tuple[int, int]) -> ConvNet:
     return ConvNet(
-        key, (1, 8, 8), channels=(16, 16), kernel_size=3, padding=1, widths=(48, 10)
+        key,
+        (1, 8, 8),
+        channels=(16, 16),
+        kernel_sizes=kernel_sizes,
+        padding="SAME",
+        widths=(48, 10),
     )
 
 
@@ -108,8 +126,8 @@ def smooth_digits_cnn(key: Key[Array, ""], num_classes: int = 10) -> ConvNet:
         key,
         (1, 8, 8),
         channels=(16, 32),
-        kernel_size=3,
-        padding=1,
+        kernel_sizes=(3, 3),
+        padding="SAME",
         widths=(num_classes,),
         activation=jnp.tanh,
     )

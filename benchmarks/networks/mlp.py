@@ -1,21 +1,29 @@
 """Fully connected networks, ReLU where nothing else is said."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, Scalar
 
 
-def quintic_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
+def quintic_mlp(
+    key: Key[Array, ""], activation: Callable[[Array], Array] = jax.nn.relu
+) -> eqx.nn.MLP:
     """Five layers, the four hidden ones 50 wide: 7,801 parameters."""
-    return eqx.nn.MLP(1, 1, width_size=50, depth=4, key=key)
+    return eqx.nn.MLP(1, 1, width_size=50, depth=4, activation=activation, key=key)
 
 
 def digits_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
     """64-40-10: 3,010 parameters, the least that is many for a few hundred outputs."""
     return eqx.nn.MLP(64, 10, width_size=40, depth=1, key=key)
+
+
+def mnist_mlp(key: Key[Array, ""]) -> eqx.nn.Sequential:
+    """784-512-512-10, of an image: 669,706 parameters."""
+    dense = eqx.nn.MLP(784, 10, width_size=512, depth=2, key=key)
+    return eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), dense])
 
 
 def teacher_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -28,6 +36,15 @@ def xor_mlp(key: Key[Array, ""], scale: float | Float[Array, ""] = 1.0) -> eqx.n
     model = eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key)
     scaled = lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(scaled, model)
+
+
+def dead_units(model: eqx.nn.MLP, inputs: Float[Array, "n d"]) -> Scalar:
+    """The share of the hidden units, all of them ReLUs, that are off for all inputs."""
+    x, off = inputs, []
+    for layer in model.layers[:-1]:
+        x = jax.nn.relu(jax.vmap(layer)(x))
+        off.append(jnp.all(x == 0, axis=0))
+    return jnp.mean(jnp.concatenate(off))
 
 
 class DropoutMLP(eqx.Module):

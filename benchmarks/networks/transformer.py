@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 
 _POSITION_SCALE = 0.02  # as in the vision transformer
@@ -27,10 +27,15 @@ class Block(eqx.Module):
             width, width, _WIDENING * width, 1, activation=jax.nn.gelu, key=dense
         )
 
-    def __call__(self, x: Float[Array, "patches width"]) -> Float[Array, "patches width"]:
+    def __call__(
+        self,
+        x: Float[Array, "patches width"],
+        mask: Bool[Array, "patches patches"] | None = None,
+    ) -> Float[Array, "patches width"]:
+        """`mask`: what each, in a row, may see; by default all."""
         before_attention, before_dense = self.norms
         y = jax.vmap(before_attention)(x)
-        x = x + self.attention(y, y, y)
+        x = x + self.attention(y, y, y, mask=mask)
         y = jax.vmap(before_dense)(x)
         return x + jax.vmap(self.dense)(y)
 
@@ -90,14 +95,15 @@ class Transformer(eqx.Module):
 
 
 class TokenTransformer(eqx.Module):
-    """Tokens, each embedded with its position; blocks, in which each sees all; and for
-    each its classes."""
+    """Tokens, each embedded with its position; blocks, in which each sees all, or if
+    `causal` those up to itself; and for each its classes."""
 
     embedding: Float[Array, "tokens width"]
     positions: Float[Array, "length width"]
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
     dense: eqx.nn.Linear
+    causal: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class TokenTransformer(eqx.Module):
         width: int,
         depth: int,
         heads: int,
+        causal: bool = False,
     ):
         embedding, positions, dense, *blocks = jax.random.split(key, 3 + depth)
         self.embedding = jax.random.normal(embedding, (num_tokens, width))
@@ -114,11 +121,13 @@ class TokenTransformer(eqx.Module):
         self.blocks = [Block(block, width, heads) for block in blocks]
         self.norm = eqx.nn.LayerNorm(width)
         self.dense = eqx.nn.Linear(width, num_tokens, key=dense)
+        self.causal = causal
 
     def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length tokens"]:
         x = self.embedding[tokens] + self.positions
+        mask = jnp.tril(jnp.ones((len(x), len(x)), bool)) if self.causal else None
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return jax.vmap(self.dense)(jax.vmap(self.norm)(x))
 
 

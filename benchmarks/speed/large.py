@@ -58,7 +58,12 @@ class Problem:
         self.images = jnp.asarray(images[index], jnp.float32)
         self.one_hot = jnp.asarray(np.eye(NUM_CLASSES)[labels[index]], jnp.float32)
         model = ConvNet(
-            jax.random.key(0), images.shape[1:], channels, 3, 1, (48, NUM_CLASSES)
+            jax.random.key(0),
+            images.shape[1:],
+            channels,
+            kernel_sizes=(3, 3),
+            padding="SAME",
+            widths=(48, NUM_CLASSES),
         )
         arrays, static = eqx.partition(model, eqx.is_array)
         self.parameters = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)

@@ -1,4 +1,4 @@
-"""How well the two curves agree."""
+"""How well the two curves agree, and by how much they part."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float
 from numpy import ndarray
 
 from ...experiment import Runs
+from ...verdicts import interval
 
 
 DESCENT, DAMPED = "iterative-linearisation", "damped-gauss-newton"
@@ -42,19 +43,20 @@ def _usable(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
     return (num_diverged(a) == 0) & (num_diverged(b) == 0)
 
 
-def _range(a: Runs, b: Runs) -> float:
-    """That the two curves of mean error span."""
-    usable = _usable(a, b)
-    span = np.ptp([mean_error(a)[usable], mean_error(b)[usable]]) if usable.any() else 0
-    return float(span) or np.nan
+def _both(
+    a: Runs, b: Runs, name: str, where: Bool[ndarray, " strengths"]
+) -> Float[ndarray, "seeds 2 strengths"]:
+    return np.where(where, np.stack([a[name], b[name]], axis=1), np.nan)
 
 
-def errors_where_tested(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
-    """Test errors of both; NaN where a run diverged, and where the filters are one by
+def where_tested(
+    a: Runs, b: Runs, name: str = "test_error"
+) -> Float[ndarray, "seeds 2 strengths"]:
+    """Of both; NaN where a run diverged, and where the filters are one by
     construction."""
     largest = np.maximum(a["largest_eigenvalue"], b["largest_eigenvalue"]).max(axis=0)
     tested = _usable(a, b) & (largest > ALIKE * a["damping"][0])
-    return np.where(tested, np.stack([a["test_error"], b["test_error"]], axis=1), np.nan)
+    return _both(a, b, name, tested)
 
 
 def share_agreeing(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
@@ -68,12 +70,62 @@ def share_agreeing(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
     return len(range(*_longest(close).indices(len(close)))) / tested.sum()
 
 
+def excess(
+    a: Runs, b: Runs, name: str = "test_error"
+) -> Float[ndarray, "seeds strengths"]:
+    """log10 of the first's over the second's, where that is tested."""
+    with np.errstate(divide="ignore"):
+        return -np.diff(np.log10(where_tested(a, b, name)), axis=1)[:, 0]
+
+
+def more_dead(a: Runs, b: Runs) -> Float[ndarray, "seeds strengths"]:
+    """The share of the first's hidden units that are dead less that of the second's."""
+    return -np.diff(where_tested(a, b, "dead"), axis=1)[:, 0]
+
+
+def mean_of_seed(values: Float[ndarray, "seeds strengths"]) -> Float[ndarray, " seeds"]:
+    """Over what is known."""
+    known = np.isfinite(values)
+    number = known.sum(axis=1)
+    total = np.where(known, values, 0).sum(axis=1)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
+    """Of the means."""
+    means = errors.mean(axis=0)
+    return means[0] / means[1]
+
+
+def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
+    known = ratio(errors)[np.isfinite(ratio(errors))]
+    return float(known.max()) if len(known) else np.nan
+
+
 def agreeing(a: Runs, b: Runs) -> tuple[float, float] | None:
     """The range of damping, of all without a gap the one with the most strengths, in
     which the mean curves agree; `None` if they do so nowhere."""
-    apart = np.abs(mean_error(a) - mean_error(b)) / _range(a, b)
-    dampings = a["damping"][0][_longest(apart <= CLOSE)]
-    return (float(dampings.min()), float(dampings.max())) if len(dampings) else None
+    low, high = _ends(a["damping"][0], _both(a, b, "test_error", _usable(a, b)))
+    return None if np.isnan(low) else (low, high)
+
+
+def intervals_of_ends(a: Runs, b: Runs) -> list[tuple[float, float]]:
+    """Of that range's ends, over the seeds; NaN where in a resample nothing agrees."""
+    errors = _both(a, b, "test_error", _usable(a, b))
+    dampings = a["damping"][0]
+    return [interval(errors, lambda x, i=i: _ends(dampings, x)[i]) for i in (0, 1)]
+
+
+def _ends(
+    dampings: PerStrength, errors: Float[ndarray, "seeds 2 strengths"]
+) -> tuple[float, float]:
+    means = errors.mean(axis=0)
+    known = means[np.isfinite(means)]
+    span = np.ptp(known) if len(known) else 0
+    found = dampings[_longest(np.abs(means[0] - means[1]) <= CLOSE * span)]
+    if span == 0 or len(found) == 0:
+        return np.nan, np.nan
+    return float(found.min()), float(found.max())
 
 
 def _longest(close: Bool[ndarray, " strengths"]) -> slice:

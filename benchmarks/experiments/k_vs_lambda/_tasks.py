@@ -1,6 +1,7 @@
 """The settings: what is trained on what, and at which strengths."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -30,7 +31,7 @@ class KVsLambda(Settings):
     reaches some 1e6 on the quintic (50 at initialisation) and 1e5 on the digits; with
     cross-entropy the loss's curvature takes most of it away."""
 
-    seeds: int = 5
+    seeds: int = 8
     periods: tuple[float, ...] = _periods(per_decade=2)
     """K; lambda is 1/(eta K)."""
     quintic_rate: float = 1e-7
@@ -55,6 +56,10 @@ FULL = dataclasses.replace(
 )
 
 
+NUM_TEST = 1_000
+"""Test outputs on which theory is computed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     title: str
@@ -68,6 +73,10 @@ class Task:
     learning_rate: float
     """eta, which times the largest eigenvalue must stay below 2."""
     num_steps: int
+    can_die: bool = True
+    """Its hidden units, which are ReLUs."""
+    more_seeds: int = 1
+    """So many times the settings' seeds, where runs are cheap and vary much."""
 
     @property
     def train(self) -> Data:
@@ -96,6 +105,16 @@ def _quintic(settings: KVsLambda) -> Task:
         error_label="Test error (RMSE)",
         learning_rate=settings.quintic_rate,
         num_steps=settings.quintic_steps,
+        more_seeds=5,
+    )
+
+
+def _smooth_quintic(settings: KVsLambda) -> Task:
+    return dataclasses.replace(
+        _quintic(settings),
+        title="Quintic by tanh, squared error",
+        make_model=functools.partial(quintic_mlp, activation=jnp.tanh),
+        can_die=False,
     )
 
 
@@ -108,6 +127,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
         title="Quintic's sign, cross-entropy",
         drawn=lambda seed: (train, test),
         loss=gnlin.SigmoidCrossEntropy(reduction="sum"),
+        more_seeds=1,
         test_error=_wrong_signs,
         error_label="Test error (fraction wrong)",
     )
@@ -145,8 +165,10 @@ def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Dat
     return encoded(train), encoded(test)
 
 
+RELU, SMOOTH = "quintic", "quintic-tanh"
 TASKS: dict[str, Callable[[KVsLambda], Task]] = {
-    "quintic": _quintic,
+    RELU: _quintic,
+    SMOOTH: _smooth_quintic,
     "quintic-cross-entropy": _quintic_sign,
     "digits": _digits,
     "digits-cross-entropy": _digits_classes,

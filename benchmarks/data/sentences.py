@@ -1,0 +1,71 @@
+"""Text of a small grammar, by characters, and the loss of whoever knows the grammar.
+
+A sentence is a determiner, a noun, a verb, a determiner and a noun, each drawn evenly
+from its list. Every text begins with a sentence, so that what has been read tells all
+that there is to know of the next character.
+"""
+
+import itertools
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+
+_DETERMINERS = "a", "every", "no", "the", "this"
+_NOUNS = (
+    *("bear", "bird", "cat", "cow", "crow", "dog"),
+    *("fox", "frog", "goat", "hare", "hen", "horse"),
+)
+_VERBS = (
+    *("calls", "fears", "finds", "hears", "helps"),
+    *("leads", "likes", "meets", "seeks", "sees"),
+)
+
+
+def _ended(words: tuple[str, ...], end: str = " ") -> tuple[str, ...]:
+    """No word begins another, with what comes after it."""
+    return tuple(word + end for word in words)
+
+
+SENTENCE = (
+    _ended(_DETERMINERS),
+    _ended(_NOUNS),
+    _ended(_VERBS),
+    _ended(_DETERMINERS),
+    _ended(_NOUNS, ". "),
+)
+CHARACTERS = "".join(sorted(set("".join(itertools.chain(*SENTENCE)))))
+
+
+def texts(number: int, length: int, seed: int) -> Int[ndarray, "number length"]:
+    """So many, each by the numbers of its characters."""
+    rng = np.random.default_rng(seed)
+    numbers = {character: i for i, character in enumerate(CHARACTERS)}
+    found = np.empty((number, length), np.int32)
+    for row in found:
+        text = ""
+        while len(text) < length:
+            text += "".join(words[rng.integers(len(words))] for words in SENTENCE)
+        row[:] = [numbers[character] for character in text[:length]]
+    return found
+
+
+def least_losses(
+    tokens: Int[ndarray, "number length"],
+) -> Float[ndarray, "number length-1"]:
+    """-log of the probability of each character but the first, given those before it."""
+    return np.array([_least("".join(CHARACTERS[i] for i in row)) for row in tokens])
+
+
+def _least(text: str) -> list[float]:
+    losses, kinds, begun = [], itertools.cycle(SENTENCE), ""
+    possible: tuple[str, ...] = next(kinds)
+    for character in text:
+        begun += character
+        left = tuple(word for word in possible if word.startswith(begun))
+        losses.append(np.log(len(possible) / len(left)))
+        possible = left
+        if left == (begun,):
+            possible, begun = next(kinds), ""
+    return losses[1:]

@@ -1,0 +1,133 @@
+"""What is trained: a network, its data, and the loss that it is to come to."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, PyTree
+
+from ... import training
+from ...data import sentences
+from ...experiment import Place
+from ...networks.transformer import TokenTransformer
+
+
+Examples = tuple[Array, Array]
+WATCHED_TEXTS = 256
+_FRESH = 10_000
+"""Between the seeds of texts to train on and of those that are watched."""
+
+
+class Drawn(NamedTuple):
+    """Of a seed."""
+
+    model: PyTree
+    train: Examples
+    watched: Examples
+    """Whose loss is to come to the target."""
+    target: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Of settings, which are written down."""
+
+    name: str
+    batch_sizes: tuple[int, ...]
+    """In examples, ascending."""
+    most_passes: int
+    """Through the network, on a batch: then a run is given up."""
+
+    @property
+    def most_steps(self) -> int:
+        """Of two passes, the fewest."""
+        return self.most_passes // 2
+
+    @property
+    def says(self) -> str:
+        """For a caption."""
+        raise NotImplementedError
+
+    def draw(self, seed: int, place: Place, part: float) -> Drawn:
+        """`part`: of the loss of guessing, for the target."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Images(Task):
+    """The loss is watched on all training images, and could vanish."""
+
+    data: str = "digits"
+    network: str = "digits-mlp"
+
+    @property
+    def says(self) -> str:
+        return f"{self.network} on {self.data}"
+
+    def draw(self, seed: int, place: Place, part: float) -> Drawn:
+        settings = training.Images(data=self.data, network=self.network)
+        train = training.load(settings, place, seed).train
+        model = training.NETWORKS[self.network](jax.random.key(seed))
+        target = part * np.log(training.NUM_CLASSES)
+        single, train = _single((model, train))
+        return Drawn(single, train, train, float(target))
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(Task):
+    """The loss is watched on fresh texts, and could be that of whoever knows the
+    grammar."""
+
+    num_texts: int = 8_192
+    length: int = 16
+    width: int = 16
+    depth: int = 1
+    heads: int = 2
+
+    @property
+    def says(self) -> str:
+        return (
+            f"causal transformer of depth {self.depth}, width {self.width}, on "
+            f"{self.num_texts:,} texts of {self.length} characters"
+        )
+
+    def draw(self, seed: int, place: Place, part: float) -> Drawn:
+        del place
+        tokens = sentences.texts(self.num_texts, self.length + 1, seed)
+        watched = sentences.texts(WATCHED_TEXTS, self.length + 1, _FRESH + seed)
+        number = len(sentences.CHARACTERS)
+        make = functools.partial(
+            TokenTransformer,
+            num_tokens=number,
+            length=self.length,
+            width=self.width,
+            depth=self.depth,
+            heads=self.heads,
+            causal=True,
+        )
+        target = sentences.least_losses(watched).mean() + part * np.log(number)
+        pairs = [
+            (jnp.asarray(x[:, :-1]), jnp.asarray(x[:, 1:])) for x in (tokens, watched)
+        ]
+        return Drawn(
+            _single(make(jax.random.key(seed))), pairs[0], pairs[1], float(target)
+        )
+
+
+def _single(tree: PyTree) -> PyTree:
+    def cast(x):
+        floats = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.float32) if floats else x
+
+    return jax.tree.map(cast, tree)
+
+
+def mean_loss(model: PyTree, examples: Examples) -> Float[Array, ""]:
+    """Of an image, or of a character."""
+    inputs, labels = examples
+    outputs = jax.vmap(model)(inputs)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, labels))

@@ -1,0 +1,97 @@
+r"""What theory says of a network whose linearisation stays: the squared bias and the
+variance of learning the targets by it, and its effective dimension.
+
+From outputs $f_0$ a filter $g$ (`gnlin.filters`) of the kernel
+$\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ goes to $f_0 - A g(w) U^\top r$ on test
+inputs, with $A = \phi_t\phi^\top U$ and the training targets' residual $r = f_0 - y$. The
+truth is the test targets; independent noise on those of training makes the variance.
+
+Gradient flow for the time $1/\lambda$ and ridge regression with $\lambda$: of each
+eigencomponent flow leaves less of the truth, $e^{-x} \le 1/(1 + x)$ with $x = w/\lambda$,
+and passes on at most 1.2985 times of the noise, $1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its
+risk is thus at most 1.6862 times that of ridge, on the training inputs for any truth, and
+on others on average over truths without a preferred direction. After T solutions, each
+from where the last one ended, they are nearer: what they leave, $e^{-Tx}$ and
+$(1 + x)^{-T}$, differs by about $0.27/T$ at most.
+
+??? cite "Reference"
+
+    A. Ali, J. Z. Kolter and R. J. Tibshirani, *A Continuous-Time View of Early Stopping
+    for Least Squares Regression*, AISTATS (2019).
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+
+import gnlin
+
+
+Data = tuple[Float[Array, "n ..."], Float[Array, "n c"]]
+
+
+class Repeated(gnlin.filters.AbstractFilter):
+    """Ridge regression so many times, each of what the last one left."""
+
+    damping: ScalarLike
+    times: int
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        w = eigenvalues
+        solved = -jnp.expm1(-self.times * jnp.log1p(w / self.damping))
+        at_zero = self.times / jnp.asarray(self.damping)
+        return jnp.where(w == 0, at_zero, solved / jnp.where(w == 0, 1, w))
+
+
+class LinearProblem(eqx.Module):
+    """A linearised network, its training and its test data."""
+
+    spectrum: gnlin.Spectrum
+    """Of the kernel, and the training residual in it."""
+    test_residual: Float[Array, " t"]
+    """The outputs to begin with, less the targets."""
+    test_features: Float[Array, "t k"]
+    """A: what a step along each eigenvector does to the outputs."""
+
+    def squared_bias(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
+        """The mean over test outputs, without noise."""
+        solved = filter(self.spectrum.eigenvalues) * self.spectrum.coefficients
+        return jnp.mean((self.test_residual - self.test_features @ solved) ** 2)
+
+    def variance(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
+        """The mean over test outputs, for each unit of the noise's variance."""
+        passed_on = self.test_features * filter(self.spectrum.eigenvalues)[None]
+        return jnp.mean(jnp.sum(passed_on**2, axis=1))
+
+
+def linear_problem(
+    model: PyTree, initial: PyTree, train: Data, test: Data
+) -> LinearProblem:
+    """With the kernel of one network, and from the outputs of another."""
+    (x, y), (test_x, test_y) = train, test
+    here, there = (
+        gnlin.features.linearise_model(model, inputs) for inputs in (x, test_x)
+    )
+    spectrum = here.with_outputs(jax.vmap(initial)(x) - y).spectrum()
+    return LinearProblem(
+        spectrum,
+        jnp.ravel(jax.vmap(initial)(test_x) - test_y),
+        jax.vmap(spectrum.project)(there.kernel(here)),
+    )
+
+
+def ridge_and_flow(
+    problem: LinearProblem, damping: ScalarLike, times: int
+) -> dict[str, Scalar]:
+    """At matched strength, once; and by ridge repeated."""
+    ridge = gnlin.filters.Tikhonov(damping)
+    flow = gnlin.filters.GradientFlow(1 / jnp.asarray(damping))
+    return {
+        "effective_dimension": problem.spectrum.effective_dimension(damping),
+        "squared_bias_ridge": problem.squared_bias(ridge),
+        "squared_bias_flow": problem.squared_bias(flow),
+        "squared_bias_repeated": problem.squared_bias(Repeated(damping, times)),
+        "variance_ridge": problem.variance(ridge),
+        "variance_flow": problem.variance(flow),
+    }

@@ -1,0 +1,228 @@
+"""Linearised problems, solved: a network linearised at a model, and its loss minimised.
+
+By L-BFGS, until no entry of the gradient of the mean loss is larger than a tolerance. On
+classes that a hyperplane separates there is no minimum, but what is learnt has settled.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+from numpy import ndarray
+from scipy.optimize import minimize
+
+import gnlin
+
+from .experiment import Place, Runs
+from .thresholds import TRAINED_LOSS
+from .training import (
+    accuracy_of,
+    Columns,
+    Draw,
+    Images,
+    in_precision_of,
+    Labelled,
+    load,
+    mean_loss,
+    model_of,
+)
+
+
+TOLERANCE = 1e-4
+MOST_STEPS = 5_000
+
+
+class Solved(NamedTuple):
+    moved: Float[ndarray, " p"]
+    """From the parameters of the linearisation, raveled."""
+    num_steps: int
+    loss: float
+    residual: float
+    """The largest entry of the gradient."""
+
+
+def solve(
+    model: PyTree,
+    data: Labelled,
+    tolerance: float = TOLERANCE,
+    most_steps: int = MOST_STEPS,
+) -> Solved:
+    """The problem of a network linearised at a model: its mean cross-entropy."""
+    size = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0].size
+    found = minimize(
+        lambda moved: tuple(map(np.asarray, _loss_and_gradient(moved, model, data))),
+        np.zeros(size),
+        jac=True,
+        method="L-BFGS-B",
+        options={"gtol": tolerance, "ftol": 0, "maxiter": most_steps, "maxfun": 10**6},
+    )
+    residual = float(np.abs(found.jac).max())
+    return Solved(found.x, found.nit, float(found.fun), residual)
+
+
+#
+# K = infinity: the first problem alone
+#
+
+
+def train_endlessly(settings: Images, place: Place) -> Columns:
+    """Of all seeds, at one look. `finished` says whether the tolerance was reached."""
+    make_model = model_of(settings)
+    runs = [
+        _first(make_model(jax.random.key(seed)), load(settings, place, seed))
+        for seed in range(settings.seeds)
+    ]
+    return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
+
+
+def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
+    """The linearised network's test accuracies; NaN where the problem is not solved."""
+    finished = runs.final("finished") > 0
+    return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
+
+
+def _first(model: PyTree, draw: Draw) -> dict[str, float]:
+    found = solve(model, draw.train)
+    accuracy = lambda data: float(_accuracy_linearised(found.moved, model, data))
+    return {
+        "inner_steps": float(found.num_steps),
+        "train_loss": found.loss,
+        "gradient": found.residual,
+        "finished": float(found.residual <= TOLERANCE),
+        "train_accuracy_linearised": accuracy(draw.train),
+        "validation_accuracy_linearised": accuracy(draw.validation),
+        "test_accuracy_linearised": accuracy(draw.test),
+    }
+
+
+#
+# One problem after the other
+#
+
+
+def train_solving(
+    settings: Images,
+    place: Place,
+    num_updates: int,
+    *,
+    tolerance: float = TOLERANCE,
+    until_trained: bool = False,
+    most_steps: int = MOST_STEPS,
+) -> Columns:
+    """Of all seeds, at each feature update, until nothing is left to be solved, or the
+    network is trained; the last look then stays.
+
+    `trained` says whether its mean training loss is no larger than `TRAINED_LOSS`,
+    `unsolved` counts the problems so far that were not solved to the tolerance, and
+    `gradient` is the largest residual that was left of any.
+    """
+    make_model = model_of(settings)
+    runs = [
+        _one_after_the_other(
+            make_model(jax.random.key(seed)),
+            load(settings, place, seed),
+            num_updates,
+            tolerance,
+            until_trained,
+            most_steps,
+        )
+        for seed in range(settings.seeds)
+    ]
+    return {name: np.array([run[name] for run in runs]) for name in runs[0]}
+
+
+def _one_after_the_other(
+    model: PyTree,
+    draw: Draw,
+    num_updates: int,
+    tolerance: float,
+    until_trained: bool,
+    most_steps: int,
+) -> Columns:
+    looks, num_steps, unsolved, residual = [], 0, 0, 0.0
+    for update in range(1, num_updates + 1):
+        found = solve(model, draw.train, tolerance, most_steps)
+        point, model = model, moved_by(found.moved, model)
+        num_steps += found.num_steps
+        unsolved += found.residual > tolerance
+        residual = max(residual, found.residual)
+        linearised = partial(_accuracy_linearised, found.moved, point)
+        train_loss = float(mean_loss(model, draw.train))
+        trained = train_loss <= TRAINED_LOSS
+        looks.append(
+            {
+                "feature_updates": update,
+                "inner_steps": num_steps,
+                "gradient": residual,
+                "unsolved": unsolved,
+                "trained": trained,
+                "train_loss": train_loss,
+                "train_loss_linearised": found.loss,
+                "train_accuracy": accuracy_of(model, None, draw.train),
+                "validation_accuracy": accuracy_of(model, None, draw.validation),
+                "test_accuracy": accuracy_of(model, None, draw.test),
+                "train_accuracy_linearised": linearised(draw.train),
+                "test_accuracy_linearised": linearised(draw.test),
+            }
+        )
+        if found.num_steps == 0 or (until_trained and trained):
+            break
+    looks += [looks[-1]] * (num_updates - len(looks))
+    return {name: np.array([float(x[name]) for x in looks]) for name in looks[0]}
+
+
+@eqx.filter_jit
+def moved_by(moved, model: PyTree) -> PyTree:
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    start, unravel = ravel_pytree(parameters)
+    return eqx.combine(unravel(start + moved), frozen)
+
+
+#
+# What is compiled once, for any model and any part of the data
+#
+
+
+def _linearised(moved, model: PyTree, inputs: Array) -> Array:
+    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+    start, unravel = ravel_pytree(parameters)
+    fn = lambda y: jax.vmap(eqx.combine(unravel(y), frozen))(inputs)
+    outputs, change = jax.jvp(fn, (start,), (moved,))
+    return outputs + change
+
+
+def _linearised_loss(moved, model: PyTree, data: Labelled) -> Array:
+    images, labels = in_precision_of(model, data)
+    outputs = _linearised(moved, model, images)
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+
+
+@eqx.filter_jit
+def _loss_and_gradient(moved, model: PyTree, data: Labelled) -> tuple[Array, Array]:
+    return jax.value_and_grad(_linearised_loss)(jnp.asarray(moved), model, data)
+
+
+@eqx.filter_jit
+def _accuracy_linearised(moved, model: PyTree, data: Labelled) -> Array:
+    images, labels = in_precision_of(model, data)
+    return gnlin.accuracy(_linearised(jnp.asarray(moved), model, images), labels)
+
+
+@eqx.filter_jit
+def damped(there: PyTree, model: PyTree, data: Labelled, damping) -> tuple[Array, Array]:
+    """The mean loss of the network linearised at a model, with `damping` times the
+    squared distance from it, at other parameters; and its gradient's largest entry."""
+    flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
+
+    def value(moved):
+        of_data = _linearised_loss(moved, model, data)
+        return of_data + damping * jnp.sum(moved**2)
+
+    found, gradient = jax.value_and_grad(value)(flat(there) - flat(model))
+    return found, jnp.abs(gradient).max()
