@@ -1,7 +1,6 @@
 """Equinox models: full batch, one compiled program."""
 
 import functools
-import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -262,21 +261,22 @@ def _run(
 ) -> _Run:
     """All steps, in several runs of one program: between them the history's memory grows,
     a bar is drawn, and Ctrl-C is heard."""
-    # As a part of another program it is one run: nobody can ask for more of it.
     leaves = jax.tree.leaves((setting, data, start))
-    traced = is_traced(leaves)
     # 3 and 3.0 are equal, and not the same program.
     types = tuple(map(type, leaves))
-    num_rows = max_steps if traced else min(max_steps, _MOST_ROWS)
+    # As a part of another program it is one run: nobody can ask for more of it. Of a model
+    # and data that the program closes over nothing is traced but what is made of them.
+    if is_traced([jnp.zeros(()), *leaves]):
+        sizes = max_steps, max_steps, history, types
+        whole = _steps(setting, data, start, sizes, jnp.array(max_steps))
+        return _Run(*whole, is_interrupted=False)
+    num_rows = min(max_steps, _MOST_ROWS)
     sizes = max_steps, num_rows, history, types
-    if traced:
-        now, rows, result, loss = _steps(setting, data, start, sizes, jnp.array(num_rows))
-        return _Run(now, rows, result, loss, is_interrupted=False)
     now, most, parts, is_interrupted = start, num_rows, [], False
     if _takes_long(start, data):
         now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
     try:
-        while not parts or not _is_over(parts[-1][0], max_steps):
+        while not parts or not _is_over(now, max_steps):
             began = time.monotonic()
             part = _steps(setting, data, now, sizes, jnp.array(most))
             now = jax.block_until_ready(part[0])
@@ -291,15 +291,13 @@ def _run(
         if not parts:
             raise
         is_interrupted = True
-    now, _, result, loss = parts[-1]
-    ends = [0, *(int(now.num_steps) for now, *_ in parts)]
-    made = [end - begun for begun, end in itertools.pairwise(ends)]
-    rows = [
-        {name: np.asarray(column)[:n] for name, column in rows.items()}
-        for n, (_, rows, *_) in zip(made, parts, strict=True)
-    ]
-    rows = jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
-    return _Run(now, rows, result, loss, is_interrupted)
+    states, histories, results, losses = zip(*parts, strict=True)
+    made = np.diff([0, *(int(state.num_steps) for state in states)])
+    rows = {
+        name: np.concatenate([np.asarray(h[name])[:n] for h, n in zip(histories, made)])
+        for name in histories[0]
+    }
+    return _Run(states[-1], rows, results[-1], losses[-1], is_interrupted)
 
 
 def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:

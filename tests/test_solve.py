@@ -691,6 +691,21 @@ def test_a_run_in_several_parts_is_one_run(monkeypatch):
     np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
 
 
+@pytest.mark.parametrize("history", [True, False])
+@pytest.mark.parametrize("size", [1, 700])
+def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
+    x = jnp.linspace(-1.0, 1.0, size)[:, None]
+    model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))
+
+    def run():
+        solution = gnlin.solve(model, data, max_steps=9, history=history)
+        return solution.loss, dict(solution.history)
+
+    (loss, rows), (expected, expected_rows) = jax.jit(run)(), run()
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert all(len(rows[name]) == 9 for name in expected_rows)
+
+
 def test_ctrl_c_hands_back_the_best_model(monkeypatch):
     shown = []
 
