@@ -32,8 +32,8 @@ class MnistK(Images):
     network: str = "digits-cnn"
     batch_size: int | None = 64
     learning_rate: float = 0.01
-    num_steps: int = 10_000
-    num_looks: int = 100
+    num_steps: int = 16_000
+    num_looks: int = 160
 
 
 EMBEDDED = MnistK()
