@@ -280,10 +280,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         fitted, tested = evaluate(y), fn(y, test_inputs)
         moved = jax.tree.map(jnp.subtract, y, point)
 
-        def linearised(x):
-            outputs, change = jax.jvp(lambda y: fn(y, x), (point,), (moved,))
-            return outputs + change
-
+        of_linearised = lambda x: linearised(lambda y: fn(y, x), point, moved)
         measured = {
             "feature_updates": state.counts.num_feature_updates,
             "inner_steps": state.counts.num_inner_steps,
@@ -292,9 +289,9 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
             "train_accuracy": gnlin.accuracy(fitted, labels),
             "validation_accuracy": gnlin.accuracy(fn(y, held_out), held_out_labels),
             "test_accuracy": gnlin.accuracy(tested, test_labels),
-            "train_accuracy_linearised": gnlin.accuracy(linearised(inputs), labels),
+            "train_accuracy_linearised": gnlin.accuracy(of_linearised(inputs), labels),
             "test_accuracy_linearised": gnlin.accuracy(
-                linearised(test_inputs), test_labels
+                of_linearised(test_inputs), test_labels
             ),
         }
         if until_trained:
@@ -391,6 +388,20 @@ def mini_batches(
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
 
 
+def to_a_loss(
+    settings: Images, place: Place, solver: gnlin.AbstractGaussNewton
+) -> Columns:
+    """The same, with loss and accuracy on all training images: `trained` says whether
+    their mean loss is no larger than `TRAINED_LOSS`."""
+    columns = mini_batches(
+        settings,
+        place,
+        solver,
+        lambda draw, model: [TrainAccuracy(draw.train), TrainLoss(draw.train)],
+    )
+    return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
+
+
 def _loss(settings: Images, num_train: int, batch_size: int) -> gnlin.AbstractLoss:
     """Of a batch, whose sum over the training images is estimated by that over the
     batch."""
@@ -401,7 +412,7 @@ def _loss(settings: Images, num_train: int, batch_size: int) -> gnlin.AbstractLo
 
 
 def _fit(settings, place, solver, callbacks, seed) -> Columns:
-    draw = Draw(*(_single(labelled) for labelled in load(settings, place, seed)))
+    draw = Draw(*(single(labelled) for labelled in load(settings, place, seed)))
     train = draw.train
     make_model = model_of(settings)
     state = None
@@ -409,7 +420,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         model, state = eqx.nn.make_with_state(make_model)(jax.random.key(seed))
     else:
         model = make_model(jax.random.key(seed))
-    model = _single(model)
+    model = single(model)
     told = [HeldOut(draw.validation), *callbacks(draw, model)]
     num_train = len(train[1])
     batch_size = min(settings.batch_size or num_train, num_train)
@@ -428,7 +439,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
             batch_size=batch_size,
             steps=settings.num_steps,
             key=jax.random.key(seed),
-            state=_single(state),
+            state=single(state),
             validation=draw.test,
             validate_every=every,
             metrics={"accuracy": gnlin.accuracy},
@@ -535,15 +546,19 @@ class TrainAccuracy(gnlin.callbacks.Callback):
 @eqx.filter_jit
 def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
     """Of the model, and of its linearisation at a point."""
-    images, labels = data
+    images, labels = in_precision_of(model, data)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     start = eqx.filter(point, eqx.is_inexact_array)
-    images = images.astype(jax.tree.leaves(parameters)[0].dtype)
     fn = lambda y: jax.vmap(eqx.combine(y, static))(images)
     moved = jax.tree.map(jnp.subtract, parameters, start)
-    outputs, change = jax.jvp(fn, (start,), (moved,))
     accuracy = lambda outputs: gnlin.accuracy(outputs, labels)
-    return accuracy(fn(parameters)), accuracy(outputs + change)
+    return accuracy(fn(parameters)), accuracy(linearised(fn, start, moved))
+
+
+def linearised(fn: Callable, point: PyTree, moved: PyTree) -> Array:
+    """The outputs of a function's linearisation at a point, so far from it."""
+    outputs, change = jax.jvp(fn, (point,), (moved,))
+    return outputs + change
 
 
 class Snapshots(gnlin.callbacks.Callback):
@@ -579,11 +594,9 @@ def _checkpointed(*arguments: Any, **options: Any) -> gnlin.Solution:
         raise Refusal(str(error)) from None
 
 
-def _single(tree: Any) -> Any:
-    def cast(x):
-        floats = eqx.is_inexact_array(x)
-        return jnp.asarray(x, jnp.float32) if floats else x
-
+def single(tree: Any) -> Any:
+    """In single precision."""
+    cast = lambda x: jnp.asarray(x, jnp.float32) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, tree)
 
 

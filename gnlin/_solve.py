@@ -245,7 +245,7 @@ class _Run(NamedTuple):
     """As far as it came."""
 
     now: _Now
-    rows: dict[str, Array]
+    rows: dict[str, Any]
     result: optx.RESULTS
     loss: Array
     is_interrupted: bool
@@ -264,8 +264,8 @@ def _run(
     leaves = jax.tree.leaves((setting, data, start))
     # 3 and 3.0 are equal, and not the same program.
     types = tuple(map(type, leaves))
-    # As a part of another program it is one run: nobody can ask for more of it. Of a model
-    # and data that the program closes over nothing is traced but what is made of them.
+    # As a part of another program it is one run: nobody can ask for more of it. What that
+    # program closes over is not traced, but all that it makes is.
     if is_traced([jnp.zeros(()), *leaves]):
         sizes = max_steps, max_steps, history, types
         whole = _steps(setting, data, start, sizes, jnp.array(max_steps))
@@ -276,7 +276,7 @@ def _run(
     if _takes_long(start, data):
         now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
     try:
-        while not parts or not _is_over(now, max_steps):
+        while not parts or not _is_over(parts[-1][0], max_steps):
             began = time.monotonic()
             part = _steps(setting, data, now, sizes, jnp.array(most))
             now = jax.block_until_ready(part[0])
@@ -293,8 +293,9 @@ def _run(
         is_interrupted = True
     states, histories, results, losses = zip(*parts, strict=True)
     made = np.diff([0, *(int(state.num_steps) for state in states)])
+    histories = jax.device_get(histories)
     rows = {
-        name: np.concatenate([np.asarray(h[name])[:n] for h, n in zip(histories, made)])
+        name: np.concatenate([h[name][:n] for h, n in zip(histories, made, strict=True)])
         for name in histories[0]
     }
     return _Run(states[-1], rows, results[-1], losses[-1], is_interrupted)

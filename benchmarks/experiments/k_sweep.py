@@ -28,7 +28,7 @@ import gnlin
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
-from ..solved import MOST_STEPS, train_solving
+from ..solved import described, MOST_STEPS, train_solving
 from ..thresholds import MOST_UNFINISHED, TRAINED_LOSS
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
@@ -323,16 +323,11 @@ def _caption(settings: KSweep, all_runs: Sequence[Runs]) -> str:
         f"{training.described(settings)}. "
     )
     solved = select(all_runs, solver=SOLVED)
-    residual = max(runs.final("gradient").max() for runs in solved)
-    unsolved = sum(int(runs.final("unsolved").sum()) for runs in solved)
-    problems = sum(int(runs.final("feature_updates").sum()) for runs in solved)
     caption += (
         f"Damped Gauss-Newton and, by conjugate gradients to {settings.tolerance:g} of "
         f"the gradient, truncated Gauss-Newton at lambda = 1/(eta K), K from "
-        f"{settings.damped_from:g} on. Each problem solved by L-BFGS, until no entry "
-        "of the mean loss's gradient is over "
-        f"{' or '.join(f'{each:g}' for each in settings.solved_to)}: the largest left is "
-        f"{residual:.1e}; {unsolved} of {problems} problems were not solved. "
+        f"{settings.damped_from:g} on. Each problem "
+        f"{described(solved, settings.solved_to)}. "
     )
     if settings.batch_size is not None:
         return caption + (

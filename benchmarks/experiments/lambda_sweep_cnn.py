@@ -116,12 +116,7 @@ def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
     solver = gnlin.IterativeLinearisation(
         settings.period, optimiser=adam, damping=damping
     )
-    callbacks = lambda draw, model: [
-        training.TrainAccuracy(draw.train),
-        training.TrainLoss(draw.train),
-    ]
-    columns = training.mini_batches(settings, place, solver, callbacks)
-    return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
+    return training.to_a_loss(settings, place, solver)
 
 
 @cache

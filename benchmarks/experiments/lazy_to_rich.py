@@ -23,6 +23,7 @@ import gnlin
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLACK, BLUE, figure, ORANGE, VERMILION
+from ..networks.mlp import scaled
 from ..training import Columns, Images
 from ..verdicts import judge, slope, Verdict
 from .regimes import as_regression, descended, largest_eigenvalue, LOSS, rmse
@@ -82,8 +83,7 @@ def make_model(
 ) -> eqx.nn.MLP:
     """64-width-10, from parameters so many times as large as Equinox's."""
     model = eqx.nn.MLP(64, training.NUM_CLASSES, width_size=width, depth=1, key=key)
-    scaled = lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf
-    return jax.tree.map(scaled, model)
+    return scaled(model, scale)
 
 
 def train(settings: LazyToRich, point: Point, place: Place) -> Columns:

@@ -20,7 +20,7 @@ import gnlin
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
-from ..solved import MOST_STEPS, train_solving
+from ..solved import described, train_solving
 from ..thresholds import TRAINED_LOSS
 from ..training import Columns, Images
 from ..verdicts import judge, Verdict
@@ -87,12 +87,7 @@ def train(settings: SolvedSubproblem, point: Point, place: Place) -> Columns:
         SGD: training.descent(1, settings.learning_rate),
         ADAM: gnlin.IterativeLinearisation(1, optimiser=adam, restart=False),
     }[point["solver"]]
-    callbacks = lambda draw, model: [
-        training.TrainAccuracy(draw.train),
-        training.TrainLoss(draw.train),
-    ]
-    columns = first | training.mini_batches(settings, place, solver, callbacks)
-    return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
+    return first | training.to_a_loss(settings, place, solver)
 
 
 def _judged(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> dict[str, Runs]:
@@ -194,9 +189,6 @@ def draw(
 
 def _caption(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> str:
     solved = select(all_runs, solver=SOLVED)
-    residuals = [f"{runs.final('gradient').max():.1e}" for runs in solved]
-    problems = sum(int(runs.final("feature_updates").sum()) for runs in solved)
-    unsolved = sum(int(runs.final("unsolved").sum()) for runs in solved)
     runs = _judged(settings, all_runs)
     final = {solver: _final(of) for solver, of in runs.items()}
     behind = final[SOLVED] - final[SGD]
@@ -206,14 +198,11 @@ def _caption(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> str:
     left_out = ", ".join(
         f"{int(np.isnan(x).sum())} of {solver}" for solver, x in final.items()
     )
-    tolerances = " or ".join(f"{each:g}" for each in settings.tolerances)
     return (
         "Test and training accuracy over feature updates, of which SGD and Adam make one "
         "a step, and the final test accuracy less that of SGD, a seed. Each linearised "
-        "problem is that of all training images, solved by L-BFGS (at most "
-        f"{MOST_STEPS:,} steps, double precision) until no entry of the mean loss's "
-        f"gradient is over {tolerances}: the largest left are {' and '.join(residuals)}; "
-        f"{unsolved} of {problems} problems were not solved. At most "
+        "problem is that of all training images, "
+        f"{described(solved, settings.tolerances)}. At most "
         f"{settings.num_updates} of them a run. SGD (learning rate "
         f"{settings.learning_rate:g}) and Adam ({settings.adam_learning_rate:g}) take "
         f"{settings.num_steps:,} steps, in single precision. Runs that end over a mean "

@@ -33,9 +33,13 @@ def teacher_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
 
 def xor_mlp(key: Key[Array, ""], scale: float | Float[Array, ""] = 1.0) -> eqx.nn.MLP:
     """2-100-1, from weights so many times as large as Equinox's: 401 parameters."""
-    model = eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key)
-    scaled = lambda leaf: scale * leaf if eqx.is_inexact_array(leaf) else leaf
-    return jax.tree.map(scaled, model)
+    return scaled(eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key), scale)
+
+
+def scaled(model: eqx.nn.MLP, by: float | Float[Array, ""]) -> eqx.nn.MLP:
+    """With parameters so many times as large."""
+    times = lambda leaf: by * leaf if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(times, model)
 
 
 def dead_units(model: eqx.nn.MLP, inputs: Float[Array, "n d"]) -> Scalar:

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits, make_friedman1
 
 import gnlin
 
+from ... import training
 from ...networks.mlp import DropoutMLP
 from ...networks.normalised import NormalisedConvNet
 from ...networks.recurrent import Recurrent
@@ -63,8 +64,8 @@ class Task:
         """The network as initialised."""
         key = jax.random.key(seed)
         if self.has_state:
-            return Trainable(*_single(eqx.nn.make_with_state(self.make)(key)))
-        return Trainable(_single(self.make(key)), None)
+            return Trainable(*training.single(eqx.nn.make_with_state(self.make)(key)))
+        return Trainable(training.single(self.make(key)), None)
 
     @property
     def sign(self) -> int:
@@ -149,13 +150,6 @@ def _narrow(x: ndarray) -> ndarray:
     """In single precision, labels in 32 bits."""
     floats = np.issubdtype(x.dtype, np.floating)
     return x.astype(np.float32 if floats else np.int32)
-
-
-def _single(tree: PyTree) -> PyTree:
-    def cast(x):
-        return x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
-
-    return jax.tree.map(cast, tree)
 
 
 #

@@ -73,7 +73,7 @@ class Images(Task):
         train = training.load(settings, place, seed).train
         model = training.NETWORKS[self.network](jax.random.key(seed))
         target = part * np.log(training.NUM_CLASSES)
-        single, train = _single((model, train))
+        single, train = training.single((model, train))
         return Drawn(single, train, train, float(target))
 
 
@@ -114,16 +114,8 @@ class Text(Task):
             (jnp.asarray(x[:, :-1]), jnp.asarray(x[:, 1:])) for x in (tokens, watched)
         ]
         return Drawn(
-            _single(make(jax.random.key(seed))), pairs[0], pairs[1], float(target)
+            training.single(make(jax.random.key(seed))), pairs[0], pairs[1], float(target)
         )
-
-
-def _single(tree: PyTree) -> PyTree:
-    def cast(x):
-        floats = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.astype(jnp.float32) if floats else x
-
-    return jax.tree.map(cast, tree)
 
 
 def mean_loss(model: PyTree, examples: Examples) -> Float[Array, ""]:
