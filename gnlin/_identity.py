@@ -37,11 +37,13 @@ _LONGEST = 120
 
 
 def described_by_field(name: str, thing: Any) -> dict[str, str]:
-    """The kind of a solver or a loss, and each of its hyperparameters."""
+    """The kind of a solver or a loss, and each of its hyperparameters; not what it
+    tells."""
     found = {name: described(type(thing))}
     for field in dataclasses.fields(thing):
-        value = described(getattr(thing, field.name))
-        found[f"{name}'s {field.name}"] = value
+        if field.name != "verbose":
+            value = described(getattr(thing, field.name))
+            found[f"{name}'s {field.name}"] = value
     return found
 
 

@@ -161,6 +161,7 @@ def advanced(
         model_state = _tree.where(failed, model_state, aux)
     row = row_of(state) | {"loss": loss}
     each = objective.values(now) if objective.names else {}
+    solver.tell(row, number + 1)
     columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
     return Carry(y, state, model_state, watch), row

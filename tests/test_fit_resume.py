@@ -209,6 +209,17 @@ def test_a_resumed_run_starts_where_the_other_was(tmp_path):
     assert steps.steps == [5, 6]
 
 
+def test_what_a_solver_tells_is_no_part_of_the_run(tmp_path):
+    told = []
+    solver = gnlin.IterativeLinearisation(4, 0.02)
+    talkative = gnlin.IterativeLinearisation(
+        4, 0.02, verbose=lambda **said: told.append(said)
+    )
+    fit(solver=solver, steps=4, checkpoint=tmp_path)
+    fit(solver=talkative, steps=6, checkpoint=tmp_path, resume=True)
+    assert told
+
+
 def test_nothing_to_resume(tmp_path):
     assert_same_run(fit(checkpoint=tmp_path / "new", resume=True), fit())
 

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 
 import equinox as eqx
 import fit_problems
@@ -744,3 +745,50 @@ def test_a_bar_is_drawn_of_a_long_run_on_a_terminal(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert f"{solution.stats['num_steps']}/100" in said
     assert f"loss={solution.loss:.4g}" in said
+
+
+def told_of(run, capfd):
+    """The numbers that a run prints, a line a step."""
+    run()
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    return [[float(x) for x in re.findall(r": ([-+.e\d]+)", line)] for line in lines]
+
+
+def test_verbose_tells_each_step(capfd):
+    data, solver = (X, T), gnlin.DampedGaussNewton(0.1, verbose=True)
+    solution = gnlin.solve(
+        network(), data, max_steps=3, solver=gnlin.DampedGaussNewton(0.1)
+    )
+    names = "step", "loss", "gradient_norm", "step_norm", "damping"
+    expected = np.transpose([solution.history[name] for name in names])
+
+    def by_solve():
+        gnlin.solve(network(), data, solver, max_steps=3)
+
+    def in_a_program():
+        jax.jit(lambda data: gnlin.solve(network(), data, solver, max_steps=3).loss)(data)
+
+    def by_fit():
+        gnlin.fit(network(), data, solver, steps=3, loss=gnlin.SquaredError("sum"))
+
+    def by_optimistix():
+        y, static = eqx.partition(network(), eqx.is_inexact_array)
+        fn = lambda y, x: jax.vmap(eqx.combine(y, static))(x) - T
+        optx.least_squares(fn, solver, y, X, max_steps=3, throw=False)
+
+    for run in (by_solve, in_a_program, by_fit, by_optimistix):
+        np.testing.assert_allclose(told_of(run, capfd), expected, 1e-5, err_msg=run)
+
+
+def test_verbose_as_optimistix_calls_it():
+    told = []
+    verbose = lambda **said: told.append(said)
+    for solver in (
+        optx.LevenbergMarquardt(1e-3, 1e-3, verbose=verbose),
+        gnlin.LevenbergMarquardt(verbose=verbose),
+    ):
+        optx.least_squares(lambda y, _: y - 1, solver, jnp.zeros(2), throw=False)
+    theirs, ours = told[0], told[-1]
+    assert all(isinstance(title, str) for title, _ in (theirs | ours).values())
+    assert set(ours) == {"num_steps", "loss", "gradient_norm", "step_norm", "damping"}

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._bounds import Box, check_pair
-from .._checks import check_callable, check_count, check_nonnegative
+from .._checks import check_callable, check_count, check_flag, check_nonnegative
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._known import aux_of, known
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
@@ -26,6 +26,8 @@ from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
 # So many steps in a row within the tolerances, where there is a gradient, and the run
 # stands still.
 _MOST_STILL = 10
+# Of a row of the history, that `verbose` tells
+_TOLD = "loss", "gradient_norm", "step_norm", "damping"
 # To look at so many parameters costs less than to decide whether to.
 _FEW = 1_000
 
@@ -149,6 +151,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
         solved again for the parameters that have not come to theirs.
+    - `verbose`: whether to print a line of each step, also from within a compiled
+        program; or a function that is called where the program is traced, as
+        `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`, with
+        `gradient_norm`, `step_norm` and `damping`, as by solvers of optimistix.
 
     !!! example
 
@@ -169,12 +175,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     norm: Callable[[PyTree], Scalar] = eqx.field(default=optx.max_norm, kw_only=True)
     memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
     bounds: Any = eqx.field(default=None, kw_only=True)
+    verbose: bool | Callable[..., None] = eqx.field(default=False, kw_only=True)
 
     def __check_init__(self):
         check_nonnegative("rtol", self.rtol)
         check_nonnegative("atol", self.atol)
         check_callable("norm", self.norm, "a function of a pytree", "optimistix.max_norm")
         check_count("memory_budget", self.memory_budget)
+        if not callable(self.verbose):
+            check_flag("verbose", self.verbose)
         if self.bounds is not None:
             check_pair(self.bounds)
 
@@ -328,6 +337,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             (no, no, num_still, state.terminate | stationary, result),
         )
 
+    def tell(self, row: dict[str, Array], num_steps: Int[Array, ""]) -> None:
+        """A step's row of the history to whoever wants to hear of it."""
+        said = {"num_steps": num_steps} | {name: row[name] for name in _TOLD}
+        titles = {name: name.replace("_", " ").capitalize() for name in said}
+        if callable(self.verbose):
+            self.verbose(**{name: (titles[name], said[name]) for name in said})
+        elif self.verbose:
+            line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
+            jax.debug.print(line, *said.values())
+
     #
     # Bounds
     #
@@ -464,8 +483,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         # Of many runs under `jax.vmap` those that pause wait for all others.
         waits = if_of_many(state.settled | state.stuck)
         new_y, after = self.advance(objective, lin, evaluate, state)
+        row = row_of(after) | {"loss": objective.value(lin.outputs)}
+        self.tell(row, after.counts.num_feature_updates)
         if state.rows is not None:
-            row = row_of(after) | {"loss": objective.value(lin.outputs)}
             at = state.counts.num_feature_updates
             rows = {
                 name: column.at[at].set(row[name].astype(column.dtype), mode="drop")

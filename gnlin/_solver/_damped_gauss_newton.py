@@ -60,6 +60,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         Cholesky); a [`gnlin.MixedPrecision`][], for a kernel in lower precision; or any
         solver of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
+    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

@@ -99,6 +99,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         times as much, or more than the memory budget; or a [`gnlin.MixedPrecision`][], or
         a solver of lineax. See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
+    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

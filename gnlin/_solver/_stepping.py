@@ -75,7 +75,8 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
     **Arguments:**
 
-    - `rtol`, `atol`, `norm`, `memory_budget`: as in [`gnlin.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `verbose`: as in
+        [`gnlin.AbstractGaussNewton`][].
     - `form`, `search`, `method`: as in [`gnlin.GaussNewton`][].
 
     !!! example
