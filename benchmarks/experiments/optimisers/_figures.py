@@ -27,6 +27,8 @@ HEADER = (
     "seconds",
     "range",
 )
+_HIGHEST = 3
+"""Loss that is drawn, of that before training: beyond, runs diverge."""
 SHORT = {f"iterative linearisation, K = {PERIOD}": "iterative linearisation"}
 
 
@@ -182,9 +184,9 @@ def _curves(
             x, loss = runs[name][seed, 1:], runs["losses"][seed, 1:]
             label = SHORT.get(method, method) if seed == 0 else None
             panel.plot(x, loss, color=of.colour, lw=1, alpha=0.7, label=label)
-    at = {"task": task.name, "batch_size": batch_size}
-    target = select(all_runs, **at)[0]["target"][0]
+    first = select(all_runs, task=task.name, batch_size=batch_size)[0]
+    target = first["target"][0]
     panel.axhline(target, color="black", ls=":", lw=1)
     panel.set(xscale="log", yscale="log", xlabel=name.capitalize())
-    panel.set_ylim(0.7 * target, None)
+    panel.set_ylim(0.7 * target, _HIGHEST * first["losses"][:, 0].max())
     panel.set_title(f"{task.name}, batches of {batch_size:,}", fontsize=10)
