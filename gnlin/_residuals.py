@@ -444,8 +444,8 @@ def refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):
             raise ValueError(
-                f"The group {name!r} draws its data anew for each step, and "
-                "`gnlin.solve` has the same in all: use `gnlin.fit`, or pass arrays."
+                f"The group {name!r} draws its data anew for each step, as only "
+                "`gnlin.fit` can: use that, or pass arrays."
             )
 
 

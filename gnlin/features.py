@@ -32,6 +32,7 @@ from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation import Linearisation, linearise
 from ._losses import check_between, is_label
 from ._model import make_network
+from ._residuals import as_groups, of_groups, refuse_samplers
 from ._tree import ravel_pytree
 
 
@@ -53,12 +54,24 @@ Kernel = Float[Array, "n c n c"]
 
 def linearise_model(
     model: PyTree,
-    inputs: PyTree[Array],
+    inputs: Any,
     *,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Linearisation:
-    """The outputs of an Equinox model on a batch of inputs, linearised at its parameters.
+    """The outputs of an Equinox model, linearised at its parameters.
+
+    **Arguments:**
+
+    - `model`: as in [`gnlin.solve`][].
+    - `inputs`: a batch of them; or groups of [`gnlin.Residuals`][], whose residuals, by
+        name, are then the outputs. Weights and losses are not in them.
+    - `filter_spec`: which leaves are parameters, as in [`gnlin.solve`][].
+    - `memory_budget`: bytes that the largest matrix made of it may take.
+
+    **Returns:** a [`gnlin.Linearisation`][].
+
+    **Raises:** `ValueError` if there is no parameter, or a group draws its data.
 
     !!! example
 
@@ -67,8 +80,14 @@ def linearise_model(
         lin.shape, lin.spectrum().eigenvalues
         ```
     """
-    parameters, network = make_network(model, filter_spec)
-    fn, args = network.function(), network.args(inputs, None, None)
+    groups = as_groups(inputs)
+    if groups is None:
+        parameters, network = make_network(model, filter_spec)
+        args = network.args(inputs, None, None)
+    else:
+        refuse_samplers(groups)
+        parameters, network, (args, *_), _ = of_groups(model, groups, filter_spec)
+    fn = network.function()
     return linearise(fn, parameters, args, memory_budget=memory_budget)
 
 

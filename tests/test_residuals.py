@@ -148,6 +148,30 @@ def test_kernel_of_test_and_training_images():
     np.testing.assert_allclose(test.kernel(train), every[:6, 6:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("wrapped", [lambda groups: groups, gnlin.Groups])
+def test_a_model_linearised_on_groups(wrapped):
+    lin = gnlin.features.linearise_model(NET, wrapped(GROUPS))
+    assert isinstance(lin.jacobian, Stacked)
+    for name, group in GROUPS.items():
+        expected = jax.vmap(lambda x, fn=group.fn: fn(NET, x))(group.data)
+        np.testing.assert_allclose(lin.outputs[name], expected, rtol=1e-12)
+    matrix = dense()
+    np.testing.assert_allclose(lin.matrix(), matrix, atol=1e-9)
+    np.testing.assert_allclose(lin.kernel(), matrix @ matrix.T, atol=1e-9)
+    inner, outer = (
+        gnlin.features.linearise_model(NET, GROUPS[name])
+        for name in ("interior", "boundary")
+    )
+    between = matrix[10:] @ matrix[:10].T  # by name: the boundary first
+    np.testing.assert_allclose(inner.kernel(outer), between, atol=1e-9)
+
+
+def test_groups_that_draw_their_data_have_no_linearisation():
+    drawn = gnlin.Residuals(boundary, lambda key: EDGES)
+    with pytest.raises(ValueError, match="group 'residuals' draws its data anew"):
+        gnlin.features.linearise_model(NET, drawn)
+
+
 def test_one_group_is_a_model_on_its_data():
     x = jnp.linspace(-1, 1, 9)[:, None]
     net = eqx.nn.MLP(1, 1, 5, 1, jnp.tanh, key=jax.random.key(0))

@@ -792,3 +792,9 @@ def test_verbose_as_optimistix_calls_it():
     theirs, ours = told[0], told[-1]
     assert all(isinstance(title, str) for title, _ in (theirs | ours).values())
     assert set(ours) == {"num_steps", "loss", "gradient_norm", "step_norm", "damping"}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_verbose_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="`verbose` must be `True` or `False`"):
+        gnlin.LevenbergMarquardt(verbose=1)
