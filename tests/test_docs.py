@@ -73,6 +73,7 @@ REACHED = {
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]
         and np.mean(n["result"].history.loss[-3:]) < 0.5 * n["result"].history.loss[0]
         and n["kernel"].shape == (10, 50)
+        and n["between"].shape == (40, 20)
         and np.allclose(n["poses"][200], [0, 0, 2 * np.pi], atol=1e-6)
         and abs(n["found"].value["rate"] - 1.3) < 0.05
     ),

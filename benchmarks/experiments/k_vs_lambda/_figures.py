@@ -269,8 +269,9 @@ def _draw_theory(
             risk.set_xlabel(rf"$\lambda = 1/(\eta K)$, {task.num_steps} outer steps")
         for panel, label in zip(axes[:, 0], labels, strict=True):
             panel.set_ylabel(label)
-        for panel in (axes[0, 0], axes[-1, 0]):
-            panel.legend(fontsize="small")
+        axes[-1, 0].legend(fontsize="small")
+        handles, entries = axes[0, 0].get_legend_handles_labels()
+        drawing.legend(handles, entries, loc="outside lower center", ncols=len(entries))
 
 
 def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
