@@ -12,8 +12,8 @@ import pytest
 from benchmarks import speed_training
 from benchmarks.__main__ import main
 from benchmarks._options import Options
-from benchmarks.data import nist
-from benchmarks.experiments import nist as nist_experiment
+from benchmarks.data import classical, nist
+from benchmarks.experiments import nist as nist_experiment, nls
 from benchmarks.speed import (
     damped_step,
     inner_steps,
@@ -242,3 +242,19 @@ def test_the_classical_problems(tmp_path):
     ours = [row for row in rows if row["solver"] == "gnlin LM"]
     assert all(row["solved"] == "True" and row["reported"] == "True" for row in ours)
     assert (tmp_path / "nls.png").stat().st_size > 10_000
+    boxes = list(csv.DictReader((tmp_path / "nls_bounded.csv").read_text().splitlines()))
+    assert len(boxes) == 3 * 2 * 3
+    ours = [row for row in boxes if row["solver"] == "gnlin LM"]
+    assert all(row["solved"] == "True" and row["reported"] == "True" for row in ours)
+    # Of Rosenbrock's function with x up to 0.9 the minimum is (1 - 0.9)^2.
+    ends = [float(r["sum_of_squares"]) for r in boxes if r["problem"] == "rosenbrock-2"]
+    np.testing.assert_allclose(ends, 0.01, rtol=1e-9)
+
+
+def test_a_point_out_of_its_box_has_no_sum_of_squares():
+    (problem,) = (p for p in classical.PROBLEMS if p.name == "rosenbrock-2")
+    boxed = problem.in_a_box(np.ones(2))
+    assert np.isnan(nls.sum_of_squares(boxed, np.array([0.91, 0.8])))
+    assert nls.sum_of_squares(boxed, np.array([0.9, 0.81])) > 0
+    for factor in nls.FACTORS:
+        assert np.isfinite(nls.sum_of_squares(boxed, boxed.from_far(factor)))

@@ -14,6 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 
+Bounds = tuple[np.ndarray, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """Residuals of a vector, and the sums of squares at the known minima: the global one
@@ -23,6 +26,7 @@ class Problem:
     fn: Callable[[Any], Any]
     start: tuple[float, ...]
     minima: tuple[float, ...]
+    bounds: Bounds | None = None
     x: float = 0.0
     """The data, of which there are none, are not used."""
     y: float = 0.0
@@ -36,11 +40,18 @@ class Problem:
     def from_far(self, factor: float) -> np.ndarray:
         """Its start, or so many times as far from zero; from zero itself, there."""
         start = np.array(self.start, float)
-        return (
-            np.full(start.shape, factor)
-            if not start.any() and factor != 1
-            else factor * start
-        )
+        far = factor * start
+        if not start.any() and factor != 1:
+            far = np.full(start.shape, factor)
+        return far if self.bounds is None else np.clip(far, *self.bounds)
+
+    def in_a_box(self, minimiser: np.ndarray) -> "Problem":
+        """The same in a box around a minimum, which keeps every second parameter, from
+        the first on, a tenth of its size below it. Its own minima are not known."""
+        size = np.maximum(np.abs(minimiser), 1)
+        lower, upper = minimiser - 10 * size, minimiser + 10 * size
+        upper[::2] = (minimiser - size / 10)[::2]
+        return dataclasses.replace(self, bounds=(lower, upper), minima=())
 
     def is_minimum(self, sum_of_squares: float) -> bool:
         """To the five digits that the published ones have for sure."""

@@ -235,7 +235,7 @@ def _jaxopt(solver: Any, problem: Problem, start: np.ndarray) -> Outcome:
     return Outcome(np.asarray(end.params), steps, None, stopped, steps < MAX_STEPS)
 
 
-def scipy_least_squares(method: Any, tight: bool) -> Solve:
+def scipy_least_squares(method: Any, tight: bool, bounds: Any = None) -> Solve:
     from scipy.optimize import least_squares
 
     tolerance = 1e-15 if tight else 1e-8  # the latter is its default
@@ -252,6 +252,7 @@ def scipy_least_squares(method: Any, tight: bool) -> Solve:
             start,
             exact,
             method=method,
+            bounds=(-np.inf, np.inf) if bounds is None else bounds,
             max_nfev=MAX_STEPS,
             x_scale=x_scale,
             ftol=tolerance,

@@ -3,6 +3,10 @@
 41 least-squares problems, each from its start and from 10 and 100 times as far from zero.
 A run is *solved* if its sum of squares is one of the minima that are known. What a solver
 reports as solved is *false* if it is none, and SciPy goes on from there to less.
+
+The same in boxes that keep half of the parameters from where the minimum has them, beside
+SciPy's methods that take bounds. There *solved* is the least sum of squares that any of
+them finds from any start.
 """
 
 import dataclasses
@@ -15,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
+from rich.console import Console
 
 import gnlin
 
@@ -36,6 +41,7 @@ from .nist import (
 
 
 QUICK = ("rosenbrock-2", "helical_valley-3", "bard-3")
+FACTORS_IN_BOXES = 1.0, 10.0
 # What a report of success may leave for another solver to gain.
 _GAIN = 1e-6
 
@@ -80,11 +86,14 @@ def run(options: Options) -> None:
     console.print(table_of_cases(title, rows, tuple(solvers)))
     console.print(table_of_all(rows, tuple(solvers), _COLUMNS))
     write_csv(options.out / "nls.csv", rows)
+    bounded_rows = _in_boxes(problems, console)
+    write_csv(options.out / "nls_bounded.csv", bounded_rows)
     settings = {
         **circumstances(),
         "quick": options.quick,
         "problems": [problem.name for problem in problems],
         "factors": FACTORS,
+        "factors_in_boxes": FACTORS_IN_BOXES,
         "max_steps": MAX_STEPS,
     }
     write_json(options.out / "settings.json", settings)
@@ -92,15 +101,25 @@ def run(options: Options) -> None:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """One solver from one start. What raises has not reported anything."""
+    """One solver from one start."""
+    return judged(problem, factor, solver, outcome_of(problem, factor, solve))
+
+
+def outcome_of(problem: Problem, factor: float, solve: Solve) -> Outcome:
+    """What raises has not reported anything."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflow on the way is part of the task
         try:
-            outcome = solve(problem, problem.from_far(factor))
+            return solve(problem, problem.from_far(factor))
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             nothing = np.full(len(problem.start), np.nan)
-            outcome = Outcome(nothing, None, None, reason, False)
+            return Outcome(nothing, None, None, reason, False)
+
+
+def judged(problem: Problem, factor: float, solver: str, outcome: Outcome) -> Row:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         end = sum_of_squares(problem, outcome.parameters)
         solved = problem.is_minimum(end)
         false = outcome.reported and not solved and _goes_on(problem, outcome.parameters)
@@ -119,6 +138,11 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
 
 
 def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
+    """NaN beyond the bounds."""
+    if problem.bounds is not None:
+        lower, upper = problem.bounds
+        if not np.all((lower <= y) & (y <= upper)):
+            return np.nan
     return float(jnp.sum(problem.residuals(jnp.asarray(y)) ** 2))
 
 
@@ -127,9 +151,10 @@ def _goes_on(problem: Problem, y: np.ndarray) -> bool:
     before = sum_of_squares(problem, y)
     if not np.isfinite(before):
         return True
-    for method in ("lm", "trf"):
+    for method in ("lm", "trf") if problem.bounds is None else ("trf", "dogbox"):
+        solve = scipy_least_squares(method, True, problem.bounds)
         try:
-            after = scipy_least_squares(method, tight=True)(problem, y).parameters
+            after = solve(problem, y).parameters
         except ValueError:  # of numbers that it cannot start from
             continue
         if sum_of_squares(problem, after) < (1 - _GAIN) * before:
@@ -154,6 +179,57 @@ def _solvers(quick: bool) -> dict[str, Solve]:
         "SciPy trf": scipy_least_squares("trf", tight=True),
         "SciPy dogbox": scipy_least_squares("dogbox", tight=True),
     }
+
+
+#
+# In boxes
+#
+
+
+def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
+    """Of the problems whose minimum SciPy finds from the usual start."""
+    rows, left_out = [], []
+    for problem in problems:
+        found = outcome_of(problem, 1.0, scipy_least_squares("lm", tight=True))
+        if not problem.is_minimum(sum_of_squares(problem, found.parameters)):
+            left_out.append(problem.name)
+            continue
+        rows += in_a_box(problem.in_a_box(found.parameters))
+        jax.clear_caches()
+    solvers = tuple(_within(problems[0].in_a_box(np.zeros(1))))
+    title = "In boxes: sum of squares / steps (* not solved, ! falsely reported)"
+    console.print(table_of_cases(title, rows, solvers))
+    columns = {**_COLUMNS, "median evaluations": _median_evaluations}
+    console.print(table_of_all(rows, solvers, columns))
+    if left_out:
+        console.print(f"Not in a box, as SciPy's lm ends elsewhere: {left_out}.")
+    return rows
+
+
+def in_a_box(problem: Problem) -> list[Row]:
+    outcomes = {
+        (factor, name): outcome_of(problem, factor, solve)
+        for factor in FACTORS_IN_BOXES
+        for name, solve in _within(problem).items()
+    }
+    ends = [sum_of_squares(problem, outcome.parameters) for outcome in outcomes.values()]
+    known = dataclasses.replace(problem, minima=(float(np.nanmin(ends)),))
+    return [judged(known, *case, outcome) for case, outcome in outcomes.items()]
+
+
+def _within(problem: Problem) -> dict[str, Solve]:
+    bounds = problem.bounds
+    return {
+        "gnlin LM": through_optimistix(gnlin.LevenbergMarquardt(bounds=bounds)),
+        "SciPy trf": scipy_least_squares("trf", True, bounds),
+        "SciPy dogbox": scipy_least_squares("dogbox", True, bounds),
+    }
+
+
+def _median_evaluations(own: list[Row]) -> str:
+    """Of those that are solved."""
+    counts = [row.evaluations for row in own if row.solved and row.evaluations]
+    return f"{np.median(counts):g}" if counts else ""
 
 
 #
