@@ -65,6 +65,14 @@ class Box(eqx.Module):
 
         return Box(narrowed(self.lower), narrowed(self.upper))
 
+    def within(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
+        """A step's part along the faces that a point is on: what is at a bound stays."""
+
+        def each(x, low, high, d):
+            return jnp.where((low < x) & (x < high), d, 0)
+
+        return jax.tree.map(each, y, self.lower, self.upper, step)
+
     def is_left(self, y: PyTree[Array], step: PyTree[Array]) -> Bool[Array, ""]:
         """Whether a step leads beyond."""
 

@@ -1,5 +1,6 @@
 """Bounds on the parameters, against SciPy's bounded least squares."""
 
+import classical_problems
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,24 @@ def test_a_linear_problems_constrained_minimum(name, m, n):
         cost = 0.5 * np.sum((a @ ours - b) ** 2)
         np.testing.assert_allclose(cost, theirs.cost, rtol=1e-7, atol=1e-14)
         assert np.all((lower <= ours) & (ours <= upper))
+
+
+@pytest.mark.parametrize("name", ["kowalik_osborne-4", "bard-3", "box-3"])
+def test_what_has_come_to_a_bound_is_not_bent_off_it(name):
+    """Or no step lowers the loss any more, by rounding, and the run is told to have
+    failed."""
+    (problem,) = (p for p in classical_problems.PROBLEMS if p.name == name)
+    free = scipy.optimize.least_squares(problem.residuals, problem.start, method="lm")
+    lower, upper = problem.in_a_box(free.x).bounds
+    solver = gnlin.LevenbergMarquardt(bounds=(lower, upper))
+    start = jnp.asarray(problem.in_a_box(free.x).from_far(1.0))
+    found = optx.least_squares(problem.residuals, solver, start, max_steps=200)
+    expected = scipy.optimize.least_squares(
+        problem.residuals, np.asarray(start), bounds=(lower, upper), xtol=1e-15
+    )
+    y = np.asarray(found.value)
+    assert np.sum(problem.residuals(y) ** 2) <= 2 * expected.cost * (1 + 1e-9)
+    assert np.any(y == upper)
 
 
 def test_few_steps_where_many_bounds_are_active():

@@ -108,7 +108,10 @@ def try_dampings(
             bend = _accelerated(root, evaluate, lin.point, subproblem, damping, step)
             longest = 0.5 * _MAX_ACCELERATION * length
             gentle = subproblem.length_of(bend).astype(dtype) <= longest
-            step = _tree.axpy(0.5, bend.step, step)
+            bent = bend.step
+            if lin.box is not None:
+                bent = lin.box.within(lin.moved(step), bent)
+            step = _tree.axpy(0.5, bent, step)
 
         y = lin.moved(step)
         outputs = evaluate(y)
