@@ -46,8 +46,9 @@ class Residuals(AbstractKnown):
         [`gnlin.Huber`][], or one on `targets`, such as [`gnlin.SoftmaxCrossEntropy`][].
     - `select`: where each example depends on few of the parameters: `select(example)` is,
         in the model's structure, for each of its arrays the rows (whole numbers, of any
-        shape) that the example reads, and `fn` is called with these rows alone. The
-        Jacobian then is sparse, and products with it cost what is not zero.
+        shape; none by an empty array) that the example reads, and `fn` is called with
+        these rows alone. The Jacobian then is sparse, and products with it cost what is
+        not zero.
     - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
         over the examples.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._passes import Passes
 from .._tree import promoted, Structure
 from ._at_hand import AtHand
-from ._base import Cost
+from ._base import Cost, Reads
 from ._block import AbstractBlock
 from ._by_passes import forward_is_cheaper
 from ._rows import Rows
@@ -54,6 +54,13 @@ class Gathered(AbstractBlock):
     @property
     def _flat(self) -> tuple[int, int]:
         return self.shape[0], math.prod(self.shape[1:])
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """How many rows there are, how many of them an example reads, and a row's
+        entries."""
+        num_rows, size = self._flat
+        return num_rows, self.index.shape[1], size
 
     def rows(self) -> Float[Array, "m ..."]:
         n, c, *_ = self.values.shape
@@ -101,14 +108,22 @@ class Gathered(AbstractBlock):
         """Of what is read twice the first has the sum of both, the second nothing."""
         same = self.index[:, :, None] == self.index[:, None, :]
         sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
-        first = jnp.argmax(same, axis=2) == jnp.arange(self.index.shape[1])[None]
-        return jnp.where(first[:, None, :, None], sums, 0)
+        before = jnp.tri(self.index.shape[1], k=-1, dtype=bool)
+        again = jnp.any(same & before[None], axis=2)
+        return jnp.where(again[:, None, :, None], 0, sums)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Gathered":
         columns = self.values.reshape(self.num_rows, math.prod(self.values.shape[2:]))
         new = jax.vmap(transform, 1, 1)(columns).astype(self.values.dtype)
         n, _, *rest = self.values.shape
-        return Gathered(new.reshape(n, -1, *rest), self.index, self.shape)
+        new = new.reshape(n, new.shape[0] // n, *rest)
+        return Gathered(new, self.index, self.shape)
+
+    def scaled(self, scale: Float[Array, "..."]) -> "Gathered":
+        """Its columns divided by something."""
+        read = jnp.broadcast_to(scale, self.shape).reshape(self._flat)[self.index]
+        values = (self.values / read[:, None]).astype(self.values.dtype)
+        return Gathered(values, self.index, self.shape)
 
     def astype(self, dtype: jnp.dtype) -> "Gathered":
         return Gathered(self.values.astype(dtype), self.index, self.shape)
@@ -124,9 +139,10 @@ class Sparse(AtHand):
 
     num_passes: Passes = eqx.field(static=True)
 
-    @property
-    def is_sparse(self) -> bool:
-        return True
+    def reads(self) -> tuple[Reads, ...]:
+        blocks = [block for block in self._blocks if isinstance(block, Gathered)]
+        n, c, *_ = blocks[0].values.shape
+        return (Reads(n, c, tuple(block.reads for block in blocks)),)
 
     @staticmethod
     def of_examples(
@@ -152,7 +168,8 @@ class Sparse(AtHand):
             reads = reads.reshape(n, -1)
             shape = reads.shape[1], math.prod(leaf.shape[1:])
             values = [
-                jax.tree.leaves(part)[k].reshape(n, -1, *shape) for part in by_output
+                jax.tree.leaves(part)[k].reshape(n, out.size // n, *shape)
+                for part, out in zip(by_output, outputs.leaves, strict=True)
             ]
             if len(values) > 1:
                 # One after the other, each of all examples
@@ -175,4 +192,5 @@ class Sparse(AtHand):
         return self._like(super().within(memory_budget))
 
     def cost(self) -> Cost:
-        return super().cost()._replace(rows=self.num_passes, gram=self.num_passes)
+        passes = self.num_passes
+        return super().cost()._replace(rows=passes, gram=passes, reads=self.reads())

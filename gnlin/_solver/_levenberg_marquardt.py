@@ -94,10 +94,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         of what is left of the gradient.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
-    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"` or
-        `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand costs many
-        times as much, or more than the memory budget; or a [`gnlin.MixedPrecision`][], or
-        a solver of lineax. See "How to choose" in the documentation.
+    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
+        `"schur"` or `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand
+        costs many times as much, or more than the memory budget; or a
+        [`gnlin.MixedPrecision`][], or a solver of lineax. See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
 
     !!! example
@@ -348,7 +348,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         free = method == "matrix-free"
         if scaling is None:
             # Which needs the rows themselves
-            scaling = "identity" if free or not cost.rows_fit else "more"
+            scaling = "identity" if free or not cost.columns_fit else "more"
         if acceleration is None:
             acceleration = not free
         return method, scaling, acceleration
