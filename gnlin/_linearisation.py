@@ -13,6 +13,7 @@ from ._bounds import Box, free_scale
 from ._checks import check_count
 from ._jacobian import (
     AbstractJacobian,
+    AtOnce,
     ByPasses,
     DEFAULT_MEMORY_BUDGET,
     OfExamples,
@@ -227,7 +228,9 @@ def linearise(
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
     jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
-    if isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
+    if isinstance(fn, AtOnce) and fn.sparsity is not None:
+        jacobian = fn.sparsity.jacobian(jacobian)
+    elif isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
         sizes = Structure.of(outputs), memory_budget
         jacobian = Sparse.of_examples(fn.fn, y, args, *sizes)
     elif isinstance(fn, PerExample):

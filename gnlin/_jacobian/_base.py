@@ -223,7 +223,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return self.chunked(row, jnp.eye(self.codomain.size, dtype=self.codomain.dtype))
 
     def chunked(
-        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k k"]
+        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k n"]
     ) -> PyTree[Array]:
         """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
         allows."""

@@ -37,7 +37,8 @@ class Gathered(AbstractBlock):
     """Of each example a few rows of the array of parameters; the rest is zero, and not
     held.
 
-    - `values`: by n examples, outputs of each, the rows that it reads, and their entries.
+    - `values`: by n examples, outputs of each, the rows that it reads, and their entries;
+        or the entries that it reads, as rows of one.
     - `index`: which rows those are.
     - `shape`: of the array of parameters.
     """
@@ -53,7 +54,9 @@ class Gathered(AbstractBlock):
 
     @property
     def _flat(self) -> tuple[int, int]:
-        return self.shape[0], math.prod(self.shape[1:])
+        """How many rows there are, and the entries of one."""
+        size = self.values.shape[-1]
+        return math.prod(self.shape) // max(size, 1), size
 
     @property
     def reads(self) -> tuple[int, int, int]:
@@ -86,8 +89,16 @@ class Gathered(AbstractBlock):
         return self._scattered(jnp.sum(self._distinct() ** 2, axis=1)).reshape(self.shape)
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        values = self._distinct()
-        return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
+        values, size = self._distinct(), math.prod(self.shape[1:])
+        if values.shape[-1] == size:
+            return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
+        # Of single entries, the pairs that are in one row of the array
+        row, place = jnp.divmod(self.index, size)
+        same = row[:, :, None] == row[:, None, :]
+        products = _einsum("ncs,nct->nst", values[..., 0], values[..., 0])
+        grams = jnp.zeros((self.shape[0], size, size), values.dtype)
+        at = row[:, :, None], place[:, :, None], place[:, None, :]
+        return grams.at[at].add(jnp.where(same, products, 0))
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         values, tangent = promoted((self.values, tangent))
@@ -101,7 +112,7 @@ class Gathered(AbstractBlock):
         return self._scattered(pulled).reshape(self.shape)
 
     def _scattered(self, parts: Float[Array, "n s ..."]) -> Float[Array, "k ..."]:
-        zeros = jnp.zeros((self.shape[0], *parts.shape[2:]), parts.dtype)
+        zeros = jnp.zeros((self._flat[0], *parts.shape[2:]), parts.dtype)
         return zeros.at[self.index].add(parts)
 
     def _distinct(self) -> Float[Array, "n c s d"]:

@@ -13,6 +13,7 @@ from .._passes import Passes
 from .._tree import Structure
 from ._base import AbstractJacobian, Cost, Of, Reads
 from ._block import AbstractBlock
+from ._coloured import Sparsity
 from ._of_examples import PerExample
 from ._stack import Stack
 
@@ -21,6 +22,7 @@ class AtOnce(eqx.Module):
     """A function of all that it is given, as of one example."""
 
     fn: Callable[[Any, Any], PyTree[Array]]
+    sparsity: Sparsity | None = None
 
     def __call__(self, y, args):
         return jax.tree.map(lambda x: jnp.asarray(x)[None], self.fn(y, args))
