@@ -79,6 +79,7 @@ REACHED = {
         np.allclose(n["poses"][200], [0, 0, 2 * np.pi], atol=1e-6)
         and n["solved"].loss < 1e-6 * n["solved"].history.loss[0]
         and n["sparsity"].num_colors <= 14
+        and np.allclose(n["turned"][:, 2:], n["poses"][:, :2], atol=1e-6)
         and np.allclose(n["found"], n["poses"], atol=1e-6)
     ),
     "docs/differential-equations.md": lambda n: (

@@ -18,3 +18,4 @@ from ._rows import Rows as Rows
 from ._scaled import Scaled as Scaled
 from ._stack import Stack as Stack
 from ._stacked import AtOnce as AtOnce, PerGroup as PerGroup, Stacked as Stacked
+from ._turned import Turned as Turned
