@@ -107,10 +107,10 @@ ALL = tuple(GROUPS)
     ("sizes", "names", "dtype", "with_rest", "window"),
     [
         ((4, 7, 23), ALL, jnp.float64, True, 3),
-        ((4, 7, 23), ALL, jnp.float32, False, 2**11),
-        ((2, 1, 40), ("pairs", "sights"), jnp.float64, False, 2**11),  # tall, one point
-        ((6, 30, 9), ("sights",), jnp.float64, True, 2**11),  # wide: most are not seen
-        ((1, 1, 1), ("sights",), jnp.float64, False, 2**11),  # one example
+        ((4, 7, 23), ALL, jnp.float32, False, 2**12),
+        ((2, 1, 40), ("pairs", "sights"), jnp.float64, False, 2**12),  # tall, one point
+        ((6, 30, 9), ("sights",), jnp.float64, True, 2**12),  # wide: most are not seen
+        ((1, 1, 1), ("sights",), jnp.float64, False, 2**12),  # one example
     ],
 )
 def test_steps_are_those_of_the_dense_system(

@@ -24,7 +24,9 @@ from ._cholesky import damping_of, solve_damped
 
 
 # Pairs of examples that have their products in memory at once.
-_PAIRS = 2**11
+_PAIRS = 2**12
+# Up to so many columns matrices are multiplied by them.
+_FEW_COLUMNS = 8
 # Products of many small matrices take so many times as long as a pass, by operation.
 _SMALL = 20.0
 
@@ -242,7 +244,7 @@ def _with_products(total: _Blocks, these: _Rows, those: _Rows) -> _Blocks:
     """And the products of each example's rows with its others."""
 
     def added(block, i, j):
-        products = _einsum("nadr,nber->nabde", these.values[i], those.values[j])
+        products = _outer(these.values[i], those.values[j])
         rows, columns = these.index[i][:, :, None], those.index[j][:, None, :]
         return block.at[rows, columns].add(products)
 
@@ -250,6 +252,18 @@ def _with_products(total: _Blocks, these: _Rows, those: _Rows) -> _Blocks:
         [added(block, i, j) for j, block in enumerate(line)]
         for i, line in enumerate(total)
     ]
+
+
+def _outer(
+    these: Float[Array, "n a d r"], those: Float[Array, "n b e r"]
+) -> Float[Array, "n a b d e"]:
+    """Matrices times transposes: of few columns by columns, as products of many small
+    matrices take XLA several times as long inside a loop, on a CPU."""
+    if these.shape[-1] > _FEW_COLUMNS:
+        return _einsum("nadr,nber->nabde", these, those)
+    these, those = these[:, :, None, :, None], those[:, None, :, None, :]
+    first, *others = (these[..., k] * those[..., k] for k in range(these.shape[-1]))
+    return sum(others, first)
 
 
 def _dense(blocks: _Blocks) -> Float[Array, "q q"]:
