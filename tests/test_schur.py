@@ -160,9 +160,13 @@ def groups(data, **options):
 
 SOLVERS = {
     "damped": lambda **how: gnlin.DampedGaussNewton(0.1, **how),
-    "more": lambda **how: gnlin.LevenbergMarquardt(damping=10.0, **how),
+    "more": lambda **how: gnlin.LevenbergMarquardt(
+        damping=10.0, acceleration=True, **how
+    ),
     "bounds": lambda **how: gnlin.LevenbergMarquardt(
-        bounds=({"camera": -1.0, "point": None}, {"point": 0.5, "lens": 0.3}), **how
+        acceleration=True,
+        bounds=({"camera": -1.0, "point": None}, {"point": 0.5, "lens": 0.3}),
+        **how,
     ),
 }
 

@@ -21,6 +21,7 @@ from .._subproblem import (
     check_method,
     exact_is_dear,
     Form,
+    is_eliminated,
     Method,
     problem_of,
 )
@@ -88,7 +89,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         `"identity"`: none. By default `"more"`, or `"identity"` where the method is
         matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
-        directional derivative a trial; by default where the Jacobian is at hand.
+        directional derivative a trial; by default where the Jacobian is at hand, and
+        not by the Schur complement, which is made again for it.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root
         of what is left of the gradient.
@@ -183,11 +185,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         cost = problem.jacobian.cost()
         rule = self._rule(objective.is_sample)
         tries = rule.num_trials
-        method, scaling, acceleration = self._how(objective, cost, tries)
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
+        method, scaling, acceleration = self._how(objective, cost, kind, tries)
         how = problem, kind, tries, method
         lasting = Lasting(memory.damping, lin.point)
         norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting)
@@ -336,7 +338,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return Nielsen(damping)
 
     def _how(
-        self, objective: AbstractObjective, cost: Cost, num_trials: int
+        self, objective: AbstractObjective, cost: Cost, kind: Tikhonov, num_trials: int
     ) -> tuple[Any, Scaling, bool]:
         """The method, the scaling and whether to accelerate, where they are not set."""
         method, scaling, acceleration = self.method, self.scaling, self.acceleration
@@ -351,7 +353,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             # Which needs the rows themselves
             scaling = "identity" if free or not cost.columns_fit else "more"
         if acceleration is None:
-            acceleration = not free
+            eliminated = method == "auto" and is_eliminated(cost, kind, num_trials)
+            acceleration = not (free or eliminated or method == "schur")
         return method, scaling, acceleration
 
 

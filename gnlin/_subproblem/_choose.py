@@ -168,11 +168,21 @@ _PRODUCTS = 20
 _MANY_TIMES = 10
 
 
+_EXACT = SingularValues, Eigenvalues, OnOutputs, OnParameters, SchurComplement
+
+
+def is_eliminated(cost: Cost, filter: Filter, num_trials: int) -> bool:
+    """Whether an exact step is cheapest by the Schur complement, where each solution is
+    another factorisation."""
+    costs = {way: way.cost(cost, filter, num_trials) for way in _EXACT}
+    best = min(costs, key=lambda way: costs[way])
+    return best is SchurComplement and math.isfinite(costs[best])
+
+
 def exact_is_dear(cost: Cost, num_trials: int, worth: float) -> bool:
     """Whether a step that is solved exactly costs many times one that is not, and more
     than it is worth, in seconds."""
-    ways = SingularValues, Eigenvalues, OnOutputs, OnParameters, SchurComplement
-    exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in ways)
+    exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in _EXACT)
     early = _PRODUCTS * cost.one_product
     return not cost.fits or exactly > max(worth, _MANY_TIMES * early)
 

@@ -131,7 +131,10 @@ class SchurComplement(AbstractWay):
             return math.inf
         once = _SMALL * found.operations * rates().passed
         once += rates().cholesky(found.num_kept)
-        return cost.all_rows + num_trials * once + price_of_squaring(cost, filter)
+        # Small singular values are worth the same as elsewhere only where they are cheap:
+        # no way resolves them of what is sparse and large.
+        price = price_of_squaring(cost, Tikhonov(1.0))
+        return cost.all_rows + num_trials * once + price
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SchurComplement":
