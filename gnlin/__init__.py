@@ -22,6 +22,7 @@ from ._fit import (
 from ._jacobian import (
     AbstractJacobian as AbstractJacobian,
     PerExample as PerExample,
+    Sparsity as Sparsity,
 )
 from ._linearisation import (
     Linearisation as Linearisation,

@@ -13,6 +13,7 @@ from ._bounds import Box, free_scale
 from ._checks import check_count
 from ._jacobian import (
     AbstractJacobian,
+    AtOnce,
     ByPasses,
     DEFAULT_MEMORY_BUDGET,
     OfExamples,
@@ -22,7 +23,9 @@ from ._jacobian import (
     Selected,
     Sparse,
     Stacked,
+    Turned,
 )
+from ._retraction import Retraction
 from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
 from ._tree import Structure
 
@@ -46,6 +49,8 @@ class Linearisation(eqx.Module):
     jacobian: AbstractJacobian
     # Where a point may move to; None for anywhere
     box: Box | None = None
+    # How it moves; None for straight on
+    retraction: Retraction | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -134,11 +139,18 @@ class Linearisation(eqx.Module):
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """The same Jacobian with other outputs, of the same structure."""
-        return Linearisation(self.point, outputs, self.jacobian, self.box)
+        fixed = self.box, self.retraction
+        return Linearisation(self.point, outputs, self.jacobian, *fixed)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Linearisation":
         """The same, with the Jacobian in another form."""
-        return Linearisation(self.point, self.outputs, jacobian, self.box)
+        fixed = self.box, self.retraction
+        return Linearisation(self.point, self.outputs, jacobian, *fixed)
+
+    def along(self, retraction: Retraction) -> "Linearisation":
+        """The same by the steps of a retraction."""
+        jacobian = Turned(self.jacobian, retraction.tangents(self.point))
+        return Linearisation(self.point, self.outputs, jacobian, self.box, retraction)
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """The same between bounds, at which the `blocked` parameters stay: their columns
@@ -148,8 +160,10 @@ class Linearisation(eqx.Module):
         return Linearisation(self.point, self.outputs, jacobian, box)
 
     def moved(self, step: PyTree[Array], length: ScalarLike = 1.0) -> PyTree[Array]:
-        r"""$\theta + \delta$, or so much of it, between the bounds: where a point moves,
-        it moves here."""
+        r"""$\theta + \delta$, or so much of it, between the bounds, or by a retraction:
+        where a point moves, it moves here."""
+        if self.retraction is not None:
+            return self.retraction.moved(self.point, _tree.scale(length, step))
         if self.box is None:
             return _tree.axpy(length, step, self.point)
         return self.box.moved(self.point, _tree.scale(length, step))
@@ -227,7 +241,9 @@ def linearise(
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
     jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
-    if isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
+    if isinstance(fn, AtOnce) and fn.sparsity is not None:
+        jacobian = fn.sparsity.jacobian(jacobian)
+    elif isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
         sizes = Structure.of(outputs), memory_budget
         jacobian = Sparse.of_examples(fn.fn, y, args, *sizes)
     elif isinstance(fn, PerExample):

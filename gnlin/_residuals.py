@@ -12,9 +12,9 @@ from jaxtyping import Array, ArrayLike, Key, PyTree, ScalarLike
 
 from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
 from ._data import a_kind_of, as_arrays, rows_not_finite
-from ._jacobian import AtOnce, PerGroup, Selected
+from ._jacobian import AtOnce, PerGroup, Selected, Sparsity
 from ._known import AbstractKnown, Posed
-from ._losses import AbstractLoss, check_loss, SquaredError
+from ._losses import AbstractElementwiseLoss, AbstractLoss, check_loss, SquaredError
 from ._model import Frozen, partition
 from ._objective import GroupLosses, objective_of
 
@@ -46,8 +46,11 @@ class Residuals(AbstractKnown):
         [`gnlin.Huber`][], or one on `targets`, such as [`gnlin.SoftmaxCrossEntropy`][].
     - `select`: where each example depends on few of the parameters: `select(example)` is,
         in the model's structure, for each of its arrays the rows (whole numbers, of any
-        shape) that the example reads, and `fn` is called with these rows alone. The
-        Jacobian then is sparse, and products with it cost what is not zero.
+        shape; none by an empty array) that the example reads, and `fn` is called with
+        these rows alone. The Jacobian then is sparse, and products with it cost what is
+        not zero.
+    - `sparsity`: of a group without data, a [`gnlin.Sparsity`][]: which parameters each
+        residual reads, where nobody says it by `select`.
     - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
         over the examples.
 
@@ -77,6 +80,7 @@ class Residuals(AbstractKnown):
     loss: AbstractLoss = eqx.field(default=SquaredError(), kw_only=True)
     targets: PyTree[ArrayLike] = eqx.field(default=None, kw_only=True)
     select: Callable[[Any], PyTree[Array]] | None = eqx.field(default=None, kw_only=True)
+    sparsity: Sparsity | None = eqx.field(default=None, kw_only=True)
 
     def __check_init__(self):
         check_callable(
@@ -91,11 +95,31 @@ class Residuals(AbstractKnown):
                     "`select` is of one example, and without `data` there is none: pass "
                     "`data`, or leave `select` out."
                 )
+        if self.sparsity is not None:
+            _check_sparsity(self.sparsity, self.data, self.loss)
         check_finite_nonnegative("weight", self.weight)
         check_loss(self.loss)
 
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
         return Groups(self).posed(y, args)
+
+
+def _check_sparsity(sparsity: Any, data: Any, loss: AbstractLoss) -> None:
+    if not isinstance(sparsity, Sparsity):
+        raise ValueError(
+            "`sparsity` must be a `gnlin.Sparsity`, such as "
+            f"`gnlin.Sparsity(fn, y, args)`, but {a_kind_of(sparsity)} was given."
+        )
+    if data is not None:
+        raise ValueError(
+            "`sparsity` is of a function of everything at once: leave `data` out, or say "
+            "by `select` what an example reads."
+        )
+    if not isinstance(loss, SquaredError | AbstractElementwiseLoss):
+        raise ValueError(
+            "With `sparsity` the loss must be of each residual by itself, squared or a "
+            f"robust one, but {type(loss).__name__} was given."
+        )
 
 
 class Groups(AbstractKnown):
@@ -242,6 +266,7 @@ class GroupNetwork(eqx.Module):
     selections: Mapping[str, Callable[[Any], PyTree[Array]] | None] = eqx.field(
         default_factory=dict
     )
+    sparsities: Mapping[str, Sparsity | None] = eqx.field(default_factory=dict)
     part_size: int | None = eqx.field(static=True, default=None)
 
     @property
@@ -280,7 +305,7 @@ class GroupNetwork(eqx.Module):
             at_once = name in self.at_once
             fn = eqx.Partial(_residuals, name, at_once, self.frozen, self.fns[name])
             if at_once:
-                return AtOnce(fn)
+                return AtOnce(fn, self.sparsities.get(name))
             select = self.selections.get(name)
             return fn if select is None else Selected(fn, select)
 
@@ -349,6 +374,7 @@ def of_groups(
         samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
         batch_sizes=_batch_sizes(groups, batch_size),
         selections={name: group.select for name, group in groups.items()},
+        sparsities={name: group.sparsity for name, group in groups.items()},
         part_size=part_size,
     )
     inputs = {k: None if sampled[k] else g.data for k, g in groups.items()}

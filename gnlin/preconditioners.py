@@ -207,9 +207,18 @@ def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
 
 
 def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
-    """Of each damped block; one that rounding leaves singular is damped by it. From
-    Cholesky's factors, so that they are positive definite; and not the factors
-    themselves, whose triangular solutions are slow for many small blocks."""
+    """Of each damped block. From Cholesky's factors, so that they are positive definite;
+    and not the factors themselves, whose triangular solutions are slow for many small
+    blocks."""
+    halves = inverse_factors(gram, damping)
+    return _products(halves.swapaxes(1, 2), halves)
+
+
+def inverse_factors(
+    gram: Float[Array, "k i i"], damping: ScalarLike
+) -> Float[Array, "k i i"]:
+    r"""$L^{-1}$ of each damped block, $LL^\top$; one that rounding leaves singular is
+    damped by it. Of numbers that are not finite, NaN."""
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
@@ -220,12 +229,12 @@ def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, 
     finite = _tree.all_finite(gram)
     damped = jnp.where(finite, gram + shift[:, None, None] * identity[None], identity)
     if size == 1:
-        return jnp.where(finite, 1 / damped, jnp.nan)
+        return jnp.where(finite, 1 / jnp.sqrt(damped), jnp.nan)
     factors = jnp.linalg.cholesky(damped)
     halves = jax.vmap(
         lambda factor: jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
     )(factors)
-    return jnp.where(finite, _products(halves.swapaxes(1, 2), halves), jnp.nan)
+    return jnp.where(finite, halves, jnp.nan)
 
 
 def _products(a: Float[Array, "k i j"], b: Float[Array, "k j ..."]) -> Array:

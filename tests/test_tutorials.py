@@ -63,6 +63,13 @@ def test_linearised(tmp_path):
 
 
 @pytest.mark.slow
+def test_bundle_adjustment(tmp_path):
+    found = rows("bundle_adjustment", tmp_path)
+    # 640 residuals and 12 of what is known, 288 parameters; 27 is the standard deviation
+    assert abs(found["solved"][1] - 364) < 4 * 27
+    assert found["solved"][0] < 0.2 * found["start"][0]
+
+
 def test_pose_graph(tmp_path):
     found = rows("pose_graph", tmp_path)
     (before, misfit), (after, least) = found["odometry"], found["solved"]

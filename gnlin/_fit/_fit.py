@@ -213,6 +213,10 @@ def fit(
         parameters, network, batch, losses = posed
         size, stream, streaming = None, GroupStream(groups, batch), network.draws
     check_start(solver.bounds, parameters)
+    if solver.retraction is not None:
+        raise ValueError(
+            "`retraction` is for full batches: use `gnlin.solve`, or leave it out."
+        )
     setting = Setting(
         solver,
         losses.reduced("mean"),

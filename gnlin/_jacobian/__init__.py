@@ -6,12 +6,16 @@ from ._base import (
     Cost as Cost,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
     plain_operator as plain_operator,
+    Reads as Reads,
 )
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses
-from ._gathered import Selected as Selected, Sparse as Sparse
+from ._coloured import Sparsity as Sparsity
+from ._gathered import Gathered as Gathered, Selected as Selected, Sparse as Sparse
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
 from ._rows import Rows as Rows
 from ._scaled import Scaled as Scaled
+from ._stack import Stack as Stack
 from ._stacked import AtOnce as AtOnce, PerGroup as PerGroup, Stacked as Stacked
+from ._turned import Turned as Turned

@@ -29,6 +29,19 @@ _ROWS_A_SUM = 8
 Of = TypeVar("Of")
 
 
+class Reads(NamedTuple):
+    """What each of some examples reads of the parameters.
+
+    - `num_examples`, `num_outputs`: how many there are, and the outputs of one.
+    - `arrays`: of each array of parameters how many rows it has, how many of them one
+        example reads, and the entries of a row.
+    """
+
+    num_examples: int
+    num_outputs: int
+    arrays: tuple[tuple[int, int, int], ...]
+
+
 class Cost(NamedTuple):
     """What there is to pay for, known from shapes and programs before anything runs.
 
@@ -41,6 +54,7 @@ class Cost(NamedTuple):
     - `memory_budget`: that they, and the matrices made of them, are to stay within.
     - `loops_slowly`: whether a product is many times slower inside a loop.
     - `in_parts`: whether the curvature can be summed over parts of the rows.
+    - `reads`: where each example reads few of the parameters, what; by groups.
     """
 
     shape: tuple[int, int]
@@ -53,6 +67,7 @@ class Cost(NamedTuple):
     memory_budget: int
     loops_slowly: bool
     in_parts: bool = False
+    reads: tuple[Reads, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -64,6 +79,11 @@ class Cost(NamedTuple):
         """Whether the m x p matrix does."""
         m, p = self.shape
         return m * p * self.itemsize <= self.memory_budget
+
+    @property
+    def columns_fit(self) -> bool:
+        """Whether the norms of its columns can be had within the budget."""
+        return self.rows_fit or bool(self.reads)
 
     @property
     def one_product(self) -> float:
@@ -108,11 +128,15 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         """(m, p): the numbers of outputs and of parameters."""
         return self.codomain.size, self.domain.size
 
+    def reads(self) -> tuple[Reads, ...]:
+        """Where each example reads few of the parameters, what; by groups."""
+        return ()
+
     @property
     def is_sparse(self) -> bool:
         """Whether each row reads few of the parameters: conjugate gradients then take the
         curvature's diagonal blocks, which cost next to nothing."""
-        return False
+        return bool(self.reads())
 
     #
     # Products
@@ -199,7 +223,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return self.chunked(row, jnp.eye(self.codomain.size, dtype=self.codomain.dtype))
 
     def chunked(
-        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k k"]
+        self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k n"]
     ) -> PyTree[Array]:
         """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
         allows."""

@@ -66,5 +66,9 @@ class AbstractBlock(eqx.Module):
         """With each column transformed, linearly and each example by itself."""
 
     @abc.abstractmethod
+    def scaled(self, scale: Float[Array, "..."]) -> "AbstractBlock":
+        """With each column divided by something."""
+
+    @abc.abstractmethod
     def astype(self, dtype: jnp.dtype) -> "AbstractBlock":
         """In another precision."""

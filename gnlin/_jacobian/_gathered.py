@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from .._passes import Passes
 from .._tree import promoted, Structure
 from ._at_hand import AtHand
-from ._base import Cost
+from ._base import Cost, Reads
 from ._block import AbstractBlock
 from ._by_passes import forward_is_cheaper
 from ._rows import Rows
@@ -37,7 +37,8 @@ class Gathered(AbstractBlock):
     """Of each example a few rows of the array of parameters; the rest is zero, and not
     held.
 
-    - `values`: by n examples, outputs of each, the rows that it reads, and their entries.
+    - `values`: by n examples, outputs of each, the rows that it reads, and their entries;
+        or the entries that it reads, as rows of one.
     - `index`: which rows those are.
     - `shape`: of the array of parameters.
     """
@@ -53,7 +54,16 @@ class Gathered(AbstractBlock):
 
     @property
     def _flat(self) -> tuple[int, int]:
-        return self.shape[0], math.prod(self.shape[1:])
+        """How many rows there are, and the entries of one."""
+        size = self.values.shape[-1]
+        return math.prod(self.shape) // max(size, 1), size
+
+    @property
+    def reads(self) -> tuple[int, int, int]:
+        """How many rows there are, how many of them an example reads, and a row's
+        entries."""
+        num_rows, size = self._flat
+        return num_rows, self.index.shape[1], size
 
     def rows(self) -> Float[Array, "m ..."]:
         n, c, *_ = self.values.shape
@@ -79,8 +89,16 @@ class Gathered(AbstractBlock):
         return self._scattered(jnp.sum(self._distinct() ** 2, axis=1)).reshape(self.shape)
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        values = self._distinct()
-        return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
+        values, size = self._distinct(), math.prod(self.shape[1:])
+        if values.shape[-1] == size:
+            return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
+        # Of single entries, the pairs that are in one row of the array
+        row, place = jnp.divmod(self.index, size)
+        same = row[:, :, None] == row[:, None, :]
+        products = _einsum("ncs,nct->nst", values[..., 0], values[..., 0])
+        grams = jnp.zeros((self.shape[0], size, size), values.dtype)
+        at = row[:, :, None], place[:, :, None], place[:, None, :]
+        return grams.at[at].add(jnp.where(same, products, 0))
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         values, tangent = promoted((self.values, tangent))
@@ -94,21 +112,29 @@ class Gathered(AbstractBlock):
         return self._scattered(pulled).reshape(self.shape)
 
     def _scattered(self, parts: Float[Array, "n s ..."]) -> Float[Array, "k ..."]:
-        zeros = jnp.zeros((self.shape[0], *parts.shape[2:]), parts.dtype)
+        zeros = jnp.zeros((self._flat[0], *parts.shape[2:]), parts.dtype)
         return zeros.at[self.index].add(parts)
 
     def _distinct(self) -> Float[Array, "n c s d"]:
         """Of what is read twice the first has the sum of both, the second nothing."""
         same = self.index[:, :, None] == self.index[:, None, :]
         sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
-        first = jnp.argmax(same, axis=2) == jnp.arange(self.index.shape[1])[None]
-        return jnp.where(first[:, None, :, None], sums, 0)
+        before = jnp.tri(self.index.shape[1], k=-1, dtype=bool)
+        again = jnp.any(same & before[None], axis=2)
+        return jnp.where(again[:, None, :, None], 0, sums)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Gathered":
         columns = self.values.reshape(self.num_rows, math.prod(self.values.shape[2:]))
         new = jax.vmap(transform, 1, 1)(columns).astype(self.values.dtype)
         n, _, *rest = self.values.shape
-        return Gathered(new.reshape(n, -1, *rest), self.index, self.shape)
+        new = new.reshape(n, new.shape[0] // n, *rest)
+        return Gathered(new, self.index, self.shape)
+
+    def scaled(self, scale: Float[Array, "..."]) -> "Gathered":
+        """Its columns divided by something."""
+        read = jnp.broadcast_to(scale, self.shape).reshape(self._flat)[self.index]
+        values = (self.values / read[:, None]).astype(self.values.dtype)
+        return Gathered(values, self.index, self.shape)
 
     def astype(self, dtype: jnp.dtype) -> "Gathered":
         return Gathered(self.values.astype(dtype), self.index, self.shape)
@@ -124,9 +150,10 @@ class Sparse(AtHand):
 
     num_passes: Passes = eqx.field(static=True)
 
-    @property
-    def is_sparse(self) -> bool:
-        return True
+    def reads(self) -> tuple[Reads, ...]:
+        blocks = [block for block in self._blocks if isinstance(block, Gathered)]
+        n, c, *_ = blocks[0].values.shape
+        return (Reads(n, c, tuple(block.reads for block in blocks)),)
 
     @staticmethod
     def of_examples(
@@ -152,7 +179,8 @@ class Sparse(AtHand):
             reads = reads.reshape(n, -1)
             shape = reads.shape[1], math.prod(leaf.shape[1:])
             values = [
-                jax.tree.leaves(part)[k].reshape(n, -1, *shape) for part in by_output
+                jax.tree.leaves(part)[k].reshape(n, out.size // n, *shape)
+                for part, out in zip(by_output, outputs.leaves, strict=True)
             ]
             if len(values) > 1:
                 # One after the other, each of all examples
@@ -175,4 +203,5 @@ class Sparse(AtHand):
         return self._like(super().within(memory_budget))
 
     def cost(self) -> Cost:
-        return super().cost()._replace(rows=self.num_passes, gram=self.num_passes)
+        passes = self.num_passes
+        return super().cost()._replace(rows=passes, gram=passes, reads=self.reads())

@@ -196,6 +196,9 @@ class Layer(AbstractBlock):
         signals = signals.astype(self.signals.dtype).reshape(n, -1, o, t)
         return Layer(signals, self.activations, self.shape, self.axes)
 
+    def scaled(self, scale: Float[Array, "..."]) -> Rows:
+        return Rows(self.rows()).scaled(scale)
+
     def astype(self, dtype: jnp.dtype) -> "Layer":
         signals, activations = (x.astype(dtype) for x in (self.signals, self.activations))
         return Layer(signals, activations, self.shape, self.axes)

@@ -84,5 +84,8 @@ class Rows(AbstractBlock):
         new = jax.vmap(transform, 1, 1)(columns).astype(self.array.dtype)
         return Rows(new.reshape(new.shape[0], *self.shape))
 
+    def scaled(self, scale: Float[Array, "..."]) -> "Rows":
+        return Rows(self.array / jnp.asarray(scale)[None])
+
     def astype(self, dtype: jnp.dtype) -> "Rows":
         return Rows(self.array.astype(dtype))

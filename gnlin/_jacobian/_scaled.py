@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._passes import Passes
 from .._tree import Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost
+from ._base import AbstractJacobian, Cost, Reads
 from ._block import AbstractBlock
-from ._rows import Rows
 
 
 class Scaled(AbstractJacobian):
@@ -39,6 +37,9 @@ class Scaled(AbstractJacobian):
     def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._unscaled(self.inner.curvature_mv(self._unscaled(vector)))
 
+    def reads(self) -> tuple[Reads, ...]:
+        return self.inner.reads()
+
     def a_product(self) -> Passes:
         return self.inner.a_product()
 
@@ -46,7 +47,7 @@ class Scaled(AbstractJacobian):
         scales = jax.tree.leaves(self.scale)
         chosen = range(len(scales)) if wanted is None else wanted
         pairs = zip(self.inner.blocks(wanted), (scales[k] for k in chosen), strict=True)
-        return [Rows(block.rows() / jnp.asarray(d)[None]) for block, d in pairs]
+        return [block.scaled(d) for block, d in pairs]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
         here = AtHand.of(self, self.blocks())
@@ -59,6 +60,8 @@ class Scaled(AbstractJacobian):
         return Scaled(self.inner.transformed(matrices, codomain), self.scale)
 
     def block_bytes(self) -> list[int]:
+        if self.is_sparse:
+            return self.inner.block_bytes()
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
@@ -67,6 +70,8 @@ class Scaled(AbstractJacobian):
 
     def cost(self) -> Cost:
         cost = self.inner.cost()
+        if self.is_sparse:
+            return cost
         m, p = cost.shape
         return cost._replace(
             gram=cost.rows,

@@ -66,5 +66,8 @@ class Stack(AbstractBlock):
     def transformed(self, transform: Callable[[Array], Array]) -> AbstractBlock:
         raise NotImplementedError("Each group of rows is transformed by itself.")
 
+    def scaled(self, scale: Float[Array, "..."]) -> "Stack":
+        return Stack([part.scaled(scale) for part in self.parts])
+
     def astype(self, dtype: jnp.dtype) -> "Stack":
         return Stack([part.astype(dtype) for part in self.parts])

@@ -11,8 +11,9 @@ from jaxtyping import Array, PyTree
 
 from .._passes import Passes
 from .._tree import Structure
-from ._base import AbstractJacobian, Cost, Of
+from ._base import AbstractJacobian, Cost, Of, Reads
 from ._block import AbstractBlock
+from ._coloured import Sparsity
 from ._of_examples import PerExample
 from ._stack import Stack
 
@@ -21,6 +22,7 @@ class AtOnce(eqx.Module):
     """A function of all that it is given, as of one example."""
 
     fn: Callable[[Any, Any], PyTree[Array]]
+    sparsity: Sparsity | None = None
 
     def __call__(self, y, args):
         return jax.tree.map(lambda x: jnp.asarray(x)[None], self.fn(y, args))
@@ -61,9 +63,9 @@ class Stacked(AbstractJacobian):
     def _each(self, change: Callable[[AbstractJacobian], AbstractJacobian]) -> "Stacked":
         return Stacked({name: change(part) for name, part in self.parts.items()})
 
-    @property
-    def is_sparse(self) -> bool:
-        return all(part.is_sparse for part in self.parts.values())
+    def reads(self) -> tuple[Reads, ...]:
+        each = [part.reads() for part in self.parts.values()]
+        return sum(each, ()) if all(each) else ()
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return {name: part.mv(vector) for name, part in self.parts.items()}
@@ -124,6 +126,7 @@ class Stacked(AbstractJacobian):
             num_bytes=sum(cost.num_bytes for cost in costs),
             loops_slowly=any(cost.loops_slowly for cost in costs),
             in_parts=all(cost.in_parts for cost in costs),
+            reads=self.reads(),
         )
 
 

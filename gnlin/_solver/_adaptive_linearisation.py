@@ -106,6 +106,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self.norm = descent.norm
         self.memory_budget = descent.memory_budget
         self.bounds = descent.bounds
+        self.retraction = descent.retraction
         self.verbose = descent.verbose
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:

@@ -19,6 +19,7 @@ from .._known import aux_of, known
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
+from .._retraction import Retraction
 from ._across_batches import Stride
 from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
 
@@ -151,6 +152,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
         solved again for the parameters that have not come to theirs.
+    - `retraction`: of rotations and poses, and other points that are not added to:
+        `retraction(row, step)`, the row of an array of parameters that a step leads to,
+        where `step` has the row's shape (entries that are not used stay zero); or a tree
+        of such with the parameters' structure, `None` where they are added. On a full
+        batch, and without bounds.
     - `verbose`: whether to print a line of each step, also from within a compiled
         program; or a function that is called where the program is traced, as
         `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`, with
@@ -175,6 +181,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     norm: Callable[[PyTree], Scalar] = eqx.field(default=optx.max_norm, kw_only=True)
     memory_budget: int = eqx.field(default=DEFAULT_MEMORY_BUDGET, kw_only=True)
     bounds: Any = eqx.field(default=None, kw_only=True)
+    retraction: Any = eqx.field(default=None, kw_only=True)
     verbose: bool | Callable[..., None] = eqx.field(default=False, kw_only=True)
 
     def __check_init__(self):
@@ -186,6 +193,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             check_flag("verbose", self.verbose)
         if self.bounds is not None:
             check_pair(self.bounds)
+            if self.retraction is not None:
+                raise ValueError(
+                    "A step by a `retraction` does not stay between `bounds`: pass one "
+                    "of them."
+                )
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
         """What `update` is given as `memory` at the first linearisation."""
@@ -215,6 +227,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         check_outputs(outputs)
         if self.bounds is not None:
             Box.of(self.bounds, y)  # or an error
+        if self.retraction is not None:
+            Retraction.of(self.retraction, y)  # likewise
         numbers = eqx.tree_at(lambda s: s.bounds, self, None, is_leaf=lambda x: x is None)
         for path, value in jax.tree_util.tree_leaves_with_path(numbers):
             if eqx.is_array(value) and value.ndim > 0:
@@ -250,7 +264,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         `judged` says how to go on."""
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
-        lin = self._within_bounds(objective, lin)
+        lin = self._placed(objective, lin)
         update = self.update(objective, lin, evaluate, state.memory, num_steps)
         gradient_norm, step_norm, settled = self._completed(update, objective, lin)
         dtype = state.report.loss.dtype
@@ -318,7 +332,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
         def look():
             lin = linearise(lambda y_, _: evaluate(y_), y)
-            lin = self._within_bounds(objective, lin)
+            lin = self._placed(objective, lin)
             return is_stationary(
                 objective, lin, evaluate, self.rtol, self.atol, state.first_loss
             )
@@ -348,16 +362,17 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             jax.debug.print(line, *said.values())
 
     #
-    # Bounds
+    # Bounds and retractions
     #
 
     def between_bounds(self, y: PyTree[Array]) -> PyTree[Array]:
         """The nearest point that is."""
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
-    def _within_bounds(
-        self, objective: AbstractObjective, lin: Linearisation
-    ) -> Linearisation:
+    def _placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
+        """By its retraction, or between its bounds."""
+        if self.retraction is not None:
+            return lin.along(Retraction.of(self.retraction, lin.point))
         if self.bounds is None:
             return lin
         box = Box.of(self.bounds, lin.point)

@@ -55,12 +55,13 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
         must be `"identity"`.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
-        on the m x m side), `"curvature"` (on the p x p side), `"matrix-free"`
-        (conjugate gradients), `"products-first"` (those while they are cheap, else by
-        Cholesky); a [`gnlin.MixedPrecision`][], for a kernel in lower precision; or any
-        solver of lineax, such as `lineax.QR()`.
+        on the m x m side), `"curvature"` (on the p x p side), `"schur"` (the same, with
+        an array of parameters eliminated), `"matrix-free"` (conjugate gradients),
+        `"products-first"` (those while they are cheap, else by Cholesky); a
+        [`gnlin.MixedPrecision`][], for a kernel in lower precision; or any solver of
+        lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

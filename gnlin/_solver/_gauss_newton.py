@@ -41,7 +41,7 @@ class GaussNewton(AbstractFilteredGaussNewton):
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`;
         or any solver of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

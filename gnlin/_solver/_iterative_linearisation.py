@@ -115,7 +115,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         model (`"matrix-free"`), by whichever is cheaper (`"auto"`); or by gradient flow
         for the time $K\eta$, with error control (`"flow"`).
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

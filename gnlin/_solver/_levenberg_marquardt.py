@@ -21,6 +21,7 @@ from .._subproblem import (
     check_method,
     exact_is_dear,
     Form,
+    is_eliminated,
     Method,
     problem_of,
 )
@@ -88,18 +89,20 @@ class LevenbergMarquardt(AbstractGaussNewton):
         `"identity"`: none. By default `"more"`, or `"identity"` where the method is
         matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
-        directional derivative a trial; by default where the Jacobian is at hand.
+        directional derivative a trial; by default where the Jacobian is at hand, and
+        not by the Schur complement, which is made again for it.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root
         of what is left of the gradient.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
-    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"` or
-        `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand costs many
-        times as much, or more than the memory budget; or a [`gnlin.MixedPrecision`][], or
-        a solver of lineax. See "How to choose" in the documentation.
+    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
+        `"schur"` or `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand
+        costs many times as much, or more than the memory budget; or a
+        [`gnlin.MixedPrecision`][], or a solver of lineax. See "How to choose" in the
+        documentation.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 
@@ -183,11 +186,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         cost = problem.jacobian.cost()
         rule = self._rule(objective.is_sample)
         tries = rule.num_trials
-        method, scaling, acceleration = self._how(objective, cost, tries)
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
+        method, scaling, acceleration = self._how(objective, cost, kind, tries)
         how = problem, kind, tries, method
         lasting = Lasting(memory.damping, lin.point)
         norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting)
@@ -336,7 +339,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return Nielsen(damping)
 
     def _how(
-        self, objective: AbstractObjective, cost: Cost, num_trials: int
+        self, objective: AbstractObjective, cost: Cost, kind: Tikhonov, num_trials: int
     ) -> tuple[Any, Scaling, bool]:
         """The method, the scaling and whether to accelerate, where they are not set."""
         method, scaling, acceleration = self.method, self.scaling, self.acceleration
@@ -349,9 +352,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         free = method == "matrix-free"
         if scaling is None:
             # Which needs the rows themselves
-            scaling = "identity" if free or not cost.rows_fit else "more"
+            scaling = "identity" if free or not cost.columns_fit else "more"
         if acceleration is None:
-            acceleration = not free
+            eliminated = method == "auto" and is_eliminated(cost, kind, num_trials)
+            acceleration = not (free or eliminated or method == "schur")
         return method, scaling, acceleration
 
 

@@ -76,7 +76,7 @@ def choose_scaled(
     if scaling[0] == "identity" or isinstance(problem, ProxLinear):
         return None, choose(problem, filter, num_trials, method)
     cost = problem.jacobian.cost()
-    if not cost.rows_fit:
+    if not cost.columns_fit:
         m, p = cost.shape
         raise ValueError(
             f"`scaling={scaling[0]!r}` needs the dense Jacobian, and its "

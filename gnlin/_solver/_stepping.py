@@ -75,7 +75,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
     **Arguments:**
 
-    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `verbose`: as in
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
         [`gnlin.AbstractGaussNewton`][].
     - `form`, `search`, `method`: as in [`gnlin.GaussNewton`][].
 

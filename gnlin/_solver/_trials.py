@@ -105,7 +105,7 @@ def try_dampings(
             step, predicted = between_bounds(objective, lin, step, again(damping))
             predicted = predicted.astype(dtype)
         if acceleration:
-            bend = _accelerated(root, evaluate, lin.point, subproblem, damping, step)
+            bend = _accelerated(root, evaluate, lin, subproblem, damping, step)
             longest = 0.5 * _MAX_ACCELERATION * length
             gentle = subproblem.length_of(bend).astype(dtype) <= longest
             bent = bend.step
@@ -181,14 +181,18 @@ def try_dampings(
     return jax.lax.while_loop(lambda trial: goes_on(trial) & finite, attempt, start)
 
 
-def _accelerated(root, evaluate, y, subproblem, damping, velocity):
+def _accelerated(root, evaluate, lin, subproblem, damping, velocity):
     """The second-order correction to a step v: the damped least-squares solution
     for the second directional derivative of the outputs along v, whitened."""
 
     def along(t):
-        return jax.jvp(evaluate, (_tree.axpy(t, velocity, y),), (velocity,))[1]
+        if lin.retraction is not None:
+            ahead = lambda s: evaluate(lin.moved(velocity, s))
+            return jax.jvp(ahead, (t,), (jnp.ones_like(t),))[1]
+        y = _tree.axpy(t, velocity, lin.point)
+        return jax.jvp(evaluate, (y,), (velocity,))[1]
 
-    zero = jnp.zeros((), _tree.dtype(y))
+    zero = jnp.zeros((), _tree.dtype(lin.point))
     _, second = jax.jvp(along, (zero,), (jnp.ones_like(zero),))
     bent = subproblem.with_residual(root(second))
     answer = bent.solve(Tikhonov(damping))

@@ -73,7 +73,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         products, `"dense"` by the Jacobian itself, and `"auto"` chooses: dense where
         that is a small matrix.
     - `memory_budget`: bytes that the Jacobian may take.
-    - `bounds`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 
     !!! example
 

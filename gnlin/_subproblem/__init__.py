@@ -12,6 +12,7 @@ from ._choose import (
     choose as choose,
     exact_is_dear as exact_is_dear,
     Form as Form,
+    is_eliminated as is_eliminated,
     Method as Method,
     problem_of as problem_of,
 )

@@ -19,6 +19,7 @@ from ._mixed_precision import MixedPrecision, Refined
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
+from ._schur import SchurComplement
 from ._spectral import Eigenvalues, SingularValues
 
 
@@ -28,13 +29,14 @@ MethodName = Literal[
     "eigh",
     "kernel",
     "curvature",
+    "schur",
     "matrix-free",
     "products-first",
     "eigh-first",
 ]
 Method = MethodName | MixedPrecision | lx.AbstractLinearSolver
 # Those that serve for damped problems only.
-_DAMPED = ("kernel", "curvature", "products-first")
+_DAMPED = ("kernel", "curvature", "schur", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
 
@@ -43,6 +45,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
     Eigenvalues,
     OnOutputs,
     OnParameters,
+    SchurComplement,
     MatrixFree,
     ProductsFirst,
     EigenvaluesFirst,
@@ -136,9 +139,14 @@ def choose(
             others = [f'"{way.method}"' for way in serving]
             if isinstance(problem, ProxLinear):
                 others.append('`form="quadratic"`')
+            why = f"does not serve for `{name}` on a problem of the form {_form(problem)}"
+            if method == SchurComplement.method and OnParameters in serving:
+                why = (
+                    "eliminates an array of which each example reads one row, as "
+                    "`select=` of every group says, and here is none"
+                )
             raise ValueError(
-                f"The method {method!r} does not serve for `{name}` on a problem of the "
-                f'form {_form(problem)}: use "auto", or {", ".join(others)}.'
+                f'The method {method!r} {why}: use "auto", or {", ".join(others)}.'
             )
         return asked[0].of(problem, cost)
     costs = [way.cost(cost, filter, num_trials) for way in serving]
@@ -160,11 +168,21 @@ _PRODUCTS = 20
 _MANY_TIMES = 10
 
 
+_EXACT = SingularValues, Eigenvalues, OnOutputs, OnParameters, SchurComplement
+
+
+def is_eliminated(cost: Cost, filter: Filter, num_trials: int) -> bool:
+    """Whether an exact step is cheapest by the Schur complement, where each solution is
+    another factorisation."""
+    costs = {way: way.cost(cost, filter, num_trials) for way in _EXACT}
+    best = min(costs, key=lambda way: costs[way])
+    return best is SchurComplement and math.isfinite(costs[best])
+
+
 def exact_is_dear(cost: Cost, num_trials: int, worth: float) -> bool:
     """Whether a step that is solved exactly costs many times one that is not, and more
     than it is worth, in seconds."""
-    ways = SingularValues, Eigenvalues, OnOutputs, OnParameters
-    exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in ways)
+    exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in _EXACT)
     early = _PRODUCTS * cost.one_product
     return not cost.fits or exactly > max(worth, _MANY_TIMES * early)
 

@@ -1,0 +1,195 @@
+"""Points that are not added to: steps by a function, of rotations and poses."""
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import jaxlie
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+
+
+@pytest.fixture(autouse=True)
+def as_a_user():
+    """Jaxlie leaves promotion to JAX."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def moved(pose, step):
+    """Of seven numbers, the last of which is not used in a step."""
+    there = jaxlie.SE3(pose) @ jaxlie.SE3.exp(step[:6])
+    return there.normalize().parameters()
+
+
+def between(pair, edge):
+    relative = jaxlie.SE3(pair[0]).inverse() @ jaxlie.SE3(pair[1])
+    return (jaxlie.SE3(edge["measured"]).inverse() @ relative).log()
+
+
+def loop(n, dtype=jnp.float64):
+    """Poses that turn far around, each measured from the last; the start is far off."""
+    rng = np.random.default_rng(0)
+    steps = jnp.asarray(np.tile([0.3, 0, 0.1, 0.4, 0.9, 0.2], (n - 1, 1)), dtype)
+    poses = [jaxlie.SE3.identity()]
+    for step in steps:
+        poses.append(poses[-1] @ jaxlie.SE3.exp(step))
+    true = jnp.stack([pose.parameters() for pose in poses]).astype(dtype)
+    k = jnp.arange(n - 1)
+    ends = jnp.concatenate(
+        [jnp.stack([k, k + 1], 1), jnp.stack([k[:-2], k[:-2] + 3], 1)[::2]]
+    )
+    measured = jax.vmap(
+        lambda e: (jaxlie.SE3(true[e[0]]).inverse() @ jaxlie.SE3(true[e[1]])).parameters()
+    )(ends)
+    noise = jnp.asarray(0.3 * rng.normal(size=(n, 7)), dtype).at[0].set(0)
+    edges = {"ends": ends, "measured": measured}
+    return true, jax.vmap(moved)(true, noise), edges
+
+
+def groups(edges, true):
+    to_first = jaxlie.SE3(true[0]).inverse()
+    held = lambda pose, k: 10 * (to_first @ jaxlie.SE3(pose)).log()
+    return {
+        "edges": gnlin.Residuals(between, edges, select=lambda e: e["ends"]),
+        "first": gnlin.Residuals(held, jnp.zeros(1, int), select=lambda k: k),
+    }
+
+
+def all_residuals(poses, edges, true):
+    of_edges = jax.vmap(lambda e: between(poses[e["ends"]], e))(edges)
+    held = 10 * (jaxlie.SE3(true[0]).inverse() @ jaxlie.SE3(poses[0])).log()
+    return of_edges, held
+
+
+@pytest.mark.parametrize("method", ["curvature", "svd", "kernel", "matrix-free"])
+def test_a_step_is_the_literal_one(method):
+    true, start, edges = loop(6)
+    group = groups(edges, true)
+    solver = gnlin.DampedGaussNewton(0.1, method=method, retraction=moved)
+    found = gnlin.solve(start, group, solver, max_steps=1).model
+
+    def ahead(step):
+        there = jax.vmap(moved)(start, step.reshape(start.shape))
+        return jax.flatten_util.ravel_pytree(all_residuals(there, edges, true))[0]
+
+    zero = jnp.zeros(start.size)
+    jacobian, residual = np.asarray(jax.jacfwd(ahead)(zero)), np.asarray(ahead(zero))
+    curvature = jacobian.T @ jacobian + 0.1 * np.eye(start.size)
+    step = -np.linalg.solve(curvature, jacobian.T @ residual).reshape(start.shape)
+    np.testing.assert_array_equal(step[:, 6], 0)
+    expected = jax.vmap(moved)(start, jnp.asarray(step))
+    np.testing.assert_allclose(found, expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+def test_poses_are_found_and_stay_poses(dtype):
+    true, start, edges = loop(12, dtype)
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
+    found = gnlin.solve(start, groups(edges, true), solver, max_steps=40)
+    tolerance = 1e-9 if dtype == jnp.float64 else 1e-3
+    signs = jnp.sign(jnp.sum(found.model[:, :4] * true[:, :4], axis=1, keepdims=True))
+    np.testing.assert_allclose(found.model[:, :4] * signs, true[:, :4], atol=tolerance)
+    np.testing.assert_allclose(found.model[:, 4:], true[:, 4:], atol=tolerance)
+    norms = jnp.linalg.norm(found.model[:, :4], axis=1)
+    np.testing.assert_allclose(norms, 1, atol=1e-6)
+    assert found.result == optx.RESULTS.successful
+
+
+def test_through_optimistix_and_of_some_arrays():
+    """Rotations of a body, and the place and the scale that are added to."""
+    rng = np.random.default_rng(1)
+    body = jnp.asarray(rng.normal(size=(10, 3)))
+    turn = jaxlie.SO3.exp(jnp.array([2.0, -1.5, 1.0]))
+    seen = jax.vmap(lambda x: turn.apply(x))(body) * 1.7 + jnp.array([0.3, 0.1, -2.0])
+
+    def residuals(y, _):
+        turned = jax.vmap(lambda x: jaxlie.SO3(y["turn"][0]).apply(x))(body)
+        return y["scale"] * turned + y["shift"] - seen
+
+    y0 = {
+        "turn": jaxlie.SO3.identity().parameters()[None],
+        "scale": jnp.array(1.0),
+        "shift": jnp.zeros(3),
+    }
+
+    def of_turns(turn, step):
+        return (jaxlie.SO3(turn) @ jaxlie.SO3.exp(step[:3])).normalize().parameters()
+
+    retraction = {"turn": of_turns, "scale": None, "shift": None}
+    solver = gnlin.LevenbergMarquardt(retraction=retraction)
+    found = optx.least_squares(residuals, solver, y0, max_steps=100).value
+    np.testing.assert_allclose(found["scale"], 1.7, atol=1e-8)
+    matrix = jaxlie.SO3(found["turn"][0]).as_matrix()
+    np.testing.assert_allclose(matrix, turn.as_matrix(), atol=1e-8)
+
+
+def test_cameras_turn_where_points_are_eliminated():
+    rng = np.random.default_rng(2)
+    camera, point = np.repeat(np.arange(4), 9), np.tile(np.arange(9), 4)
+    true = {
+        "camera": jax.vmap(lambda x: jaxlie.SE3.exp(x).parameters())(
+            jnp.asarray(np.append(rng.normal(size=(4, 2)), np.full((4, 1), 8.0), 1))
+            @ jnp.eye(3, 6)
+        ),
+        "point": jnp.asarray(rng.normal(size=(9, 3))),
+    }
+
+    def seen(y, _):
+        x = jaxlie.SE3(y["camera"]).apply(y["point"])
+        return x[:2] / x[2]
+
+    pairs = {k: true[k][i] for k, i in (("camera", camera), ("point", point))}
+    data = {"camera": camera, "point": point, "at": jax.vmap(seen, (0, None))(pairs, 0)}
+    group = gnlin.Residuals(
+        lambda y, x: seen(y, x) - x["at"],
+        jax.tree.map(jnp.asarray, data),
+        select=lambda x: {"camera": x["camera"], "point": x["point"]},
+    )
+    start = {
+        "camera": jax.vmap(moved)(
+            true["camera"], jnp.asarray(0.1 * rng.normal(size=(4, 7)))
+        ),
+        "point": true["point"] + 0.1,
+    }
+    ours, known = (
+        gnlin.solve(
+            start,
+            group,
+            gnlin.DampedGaussNewton(
+                1e-2, method=method, retraction={"camera": moved, "point": None}
+            ),
+            max_steps=3,
+        )
+        for method in ("schur", "curvature")
+    )
+    np.testing.assert_allclose(ours.model["camera"], known.model["camera"], atol=1e-9)
+    assert ours.loss < 1e-2 * ours.history.loss[0]
+
+
+def test_what_is_no_retraction_is_told():
+    residuals = lambda y, _: y["a"].sum() + y["b"]
+    y = {"a": jnp.ones((2, 3)), "b": jnp.ones(())}
+    solve = lambda r: optx.least_squares(
+        residuals, gnlin.LevenbergMarquardt(retraction=r), y
+    )
+    add = lambda row, step: row + step
+    with pytest.raises(ValueError, match="a parameter is a number: pass `None`"):
+        solve(add)
+    with pytest.raises(ValueError, match=r"must return a row of the shape \(3,\)"):
+        solve({"a": lambda row, step: row[:2], "b": None})
+    with pytest.raises(ValueError, match="or have the parameters' structure"):
+        solve({"a": add})
+    with pytest.raises(ValueError, match="must be a function of a row and its step"):
+        solve({"a": 3.0, "b": None})
+    with pytest.raises(ValueError, match="does not stay between `bounds`"):
+        gnlin.LevenbergMarquardt(retraction=add, bounds=(0.0, None))
+    with pytest.raises(ValueError, match="`retraction` is for full batches"):
+        gnlin.fit(
+            jnp.ones((2, 3)),
+            {"a": gnlin.Residuals(lambda y, x: y[0] - x, jnp.ones((4, 3)))},
+            gnlin.LevenbergMarquardt(retraction=add),
+            steps=1,
+        )

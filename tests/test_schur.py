@@ -1,0 +1,299 @@
+"""Eliminated parameters: the steps of the dense system, solved by NumPy."""
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gnlin
+from gnlin._jacobian import PerExample, PerGroup, Selected
+from gnlin._problem import Quadratic
+from gnlin._subproblem import _schur, choose
+from gnlin._subproblem._schur import SchurComplement
+from gnlin.filters import GradientDescent, Tikhonov
+
+
+NONE = jnp.zeros(0, int)
+FIRST = jnp.zeros(1, int)
+
+
+def sight(y, example):
+    place, lens = y["point"] * y["lens"][0], y["lens"][0]
+    found = jnp.sin(y["camera"][:2] + place) * jnp.cos(y["camera"][2] * lens)
+    return {"all": found - example["at"], "far": jnp.sum(place**2)}
+
+
+def near(y, _):
+    return jnp.sin(y["camera"] * jnp.append(y["point"], 1.0)[None]).sum()
+
+
+def known(y, _):
+    return 0.3 * y["camera"] ** 2
+
+
+GROUPS = {
+    "sights": (
+        sight,
+        lambda x: {"camera": x["camera"], "lens": FIRST, "point": x["point"]},
+    ),
+    "pairs": (
+        near,
+        lambda x: {"camera": x["camera"], "lens": NONE, "point": x["point"]},
+    ),
+    "cameras": (known, lambda k: {"camera": k, "lens": NONE, "point": NONE}),
+}
+
+
+def problem(num_cameras=4, num_points=7, seen=23, dtype=jnp.float64):
+    """Cameras that see points, some of them often and some never, through one lens;
+    points between two cameras, which may be the same; and what is known of cameras."""
+    rng = np.random.default_rng(0)
+    often = np.minimum(rng.geometric(0.3, seen) - 1, num_points - 1)
+    model = {
+        "camera": rng.normal(size=(num_cameras, 3)),
+        "lens": rng.normal(size=(1, 2)),
+        "point": rng.normal(size=(num_points, 2)),
+    }
+    data = {
+        "sights": {
+            "camera": rng.integers(0, num_cameras, seen),
+            "point": often,
+            "at": rng.normal(size=(seen, 2)).astype(dtype),
+        },
+        "pairs": {
+            "camera": rng.integers(0, num_cameras, (5, 2)),
+            "point": rng.integers(0, num_points, 5),
+        },
+        "cameras": np.arange(num_cameras),
+    }
+    model = jax.tree.map(lambda x: jnp.asarray(x, dtype), model)
+    return model, jax.tree.map(jnp.asarray, data)
+
+
+def linearised(model, data, names=tuple(GROUPS)):
+    fns = {name: Selected(*GROUPS[name]) for name in names}
+    each = {name: data[name] for name in names}
+    return gnlin.linearise(PerGroup(fns), model, each)
+
+
+def dense(lin, rest=None):
+    """(J, gradient, where the leaves' entries are), by forward mode of everything."""
+    jacobian = np.asarray(lin.matrix(), float)
+    gradient = jacobian.T @ np.asarray(jax.flatten_util.ravel_pytree(lin.outputs)[0])
+    if rest is not None:
+        gradient = gradient + np.asarray(jax.flatten_util.ravel_pytree(rest)[0])
+    return jacobian, gradient
+
+
+def test_the_oracle_itself():
+    """The matrix is that of the function of all parameters."""
+    model, data = problem()
+    flat, unravel = jax.flatten_util.ravel_pytree(model)
+
+    def everything(v):
+        of_all = lambda name: jax.vmap(lambda e: Selected(*GROUPS[name])(unravel(v), e))
+        found = {name: of_all(name)(data[name]) for name in GROUPS}
+        return jax.flatten_util.ravel_pytree(found)[0]
+
+    known = jax.jacfwd(everything)(flat)
+    np.testing.assert_allclose(linearised(model, data).matrix(), known, atol=1e-12)
+
+
+ALL = tuple(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "dtype", "with_rest", "window"),
+    [
+        ((4, 7, 23), ALL, jnp.float64, True, 3),
+        ((4, 7, 23), ALL, jnp.float32, False, 2**12),
+        ((2, 1, 40), ("pairs", "sights"), jnp.float64, False, 2**12),  # tall, one point
+        ((6, 30, 9), ("sights",), jnp.float64, True, 2**12),  # wide: most are not seen
+        ((1, 1, 1), ("sights",), jnp.float64, False, 2**12),  # one example
+    ],
+)
+def test_steps_are_those_of_the_dense_system(
+    sizes, names, dtype, with_rest, window, monkeypatch
+):
+    monkeypatch.setattr(_schur, "_PAIRS", window)
+    model, data = problem(*sizes, dtype=dtype)
+    lin = linearised(model, data, names)
+    rest = jax.tree.map(jnp.cos, model) if with_rest else None
+    jacobian, gradient = dense(lin, rest)
+    dampings = 1e-2, 1.0, 1e3
+
+    @jax.jit
+    def steps():
+        quadratic = Quadratic(lin.jacobian, lin.outputs, rest)
+        ready = choose(quadratic, Tikhonov(1.0), method="schur")
+        assert isinstance(ready, SchurComplement)
+        again = ready.with_residual(jax.tree.map(jnp.sin, lin.outputs))
+        each = [ready.solve(Tikhonov(damping)).step for damping in dampings]
+        curvatures = ready.largest_curvature(), ready.curvature_along_gradient()
+        return each, again.solve(Tikhonov(1.0)).step, ready.gradient(), curvatures
+
+    tolerance = 2e-3 if dtype == jnp.float32 else 1e-10
+    each, of_another, found, (largest, along) = steps()
+    flat = lambda tree: np.asarray(jax.flatten_util.ravel_pytree(tree)[0])
+    damped = lambda x: jacobian.T @ jacobian + x * np.eye(len(gradient))
+    np.testing.assert_allclose(flat(found), gradient, rtol=tolerance, atol=tolerance)
+    for damping, step in zip(dampings, each, strict=True):
+        assert step["point"].dtype == dtype
+        expected = -np.linalg.solve(damped(damping), gradient)
+        size = np.linalg.norm(expected)
+        np.testing.assert_allclose(flat(step), expected, atol=tolerance * size)
+    expected = -np.linalg.solve(damped(1.0), jacobian.T @ np.sin(flat(lin.outputs)))
+    size = np.linalg.norm(expected)
+    np.testing.assert_allclose(flat(of_another), expected, atol=tolerance * size)
+    np.testing.assert_allclose(largest, np.max((jacobian**2).sum(0)), rtol=tolerance)
+    pushed = np.linalg.norm(jacobian @ gradient) / np.linalg.norm(gradient)
+    np.testing.assert_allclose(along, pushed**2, rtol=tolerance)
+
+
+def groups(data, **options):
+    return {
+        name: gnlin.Residuals(fn, data[name], select=select, **options)
+        for name, (fn, select) in GROUPS.items()
+    }
+
+
+SOLVERS = {
+    "damped": lambda **how: gnlin.DampedGaussNewton(0.1, **how),
+    "more": lambda **how: gnlin.LevenbergMarquardt(
+        damping=10.0, acceleration=True, **how
+    ),
+    "bounds": lambda **how: gnlin.LevenbergMarquardt(
+        acceleration=True,
+        bounds=({"camera": -1.0, "point": None}, {"point": 0.5, "lens": 0.3}),
+        **how,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_runs_are_those_by_the_whole_curvature(name):
+    model, data = problem()
+    model = jax.tree.map(lambda x: jnp.clip(x, -1.0, 0.3), model)
+    ours, known = (
+        gnlin.solve(model, groups(data), SOLVERS[name](method=method), max_steps=4)
+        for method in ("schur", "curvature")
+    )
+    for leaf in model:
+        np.testing.assert_allclose(
+            ours.model[leaf], known.model[leaf], rtol=1e-6, atol=1e-7
+        )
+    np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-8)
+
+
+def test_fixed_parameters_stay():
+    model, data = problem()
+    fixed = model["camera"]
+    solver = gnlin.LevenbergMarquardt(
+        method="schur", bounds=({"camera": fixed}, {"camera": fixed})
+    )
+    found = gnlin.solve(model, groups(data), solver, max_steps=5)
+    np.testing.assert_array_equal(found.model["camera"], fixed)
+    assert found.loss < found.history.loss[0]
+
+
+def test_of_a_robust_loss():
+    model, data = problem()
+    robust = groups(data, loss=gnlin.PseudoHuber(0.3))
+    ours, known = (
+        gnlin.solve(model, robust, gnlin.DampedGaussNewton(0.1, method=m), max_steps=3)
+        for m in ("schur", "curvature")
+    )
+    np.testing.assert_allclose(ours.model["point"], known.model["point"], atol=1e-8)
+
+
+def test_in_a_program_whose_data_are_traced_and_many():
+    model, data = problem()
+    solver = gnlin.DampedGaussNewton(0.1, method="schur")
+
+    def solved(at, camera):
+        sights = {**data["sights"], "at": at, "camera": camera}
+        every = groups({**data, "sights": sights})
+        return gnlin.solve(model, every, solver, max_steps=2).model["point"]
+
+    at, camera = data["sights"]["at"], data["sights"]["camera"]
+    both = jnp.stack([at, 0 * at]), jnp.stack([camera, camera[::-1]])
+    many = jax.jit(jax.vmap(solved))(*both)
+    for k in range(2):
+        np.testing.assert_allclose(many[k], solved(both[0][k], both[1][k]), atol=1e-11)
+
+
+def scene(num_cameras, num_points, each):
+    """A large one, of which only the shapes matter."""
+    n = each * num_points
+    examples = {"camera": jnp.arange(n) % num_cameras, "point": jnp.arange(n) // each}
+    fn = lambda y, _: y["camera"][:2] - y["point"][:2]
+    model = {"camera": jnp.zeros((num_cameras, 6)), "point": jnp.zeros((num_points, 3))}
+    select = lambda x: {"camera": x["camera"], "point": x["point"]}
+    return gnlin.linearise(PerExample(Selected(fn, select)), model, examples)
+
+
+def chosen(lin, filter, **how):
+    """How, of a problem that is never computed."""
+    found = []
+    jax.eval_shape(
+        lambda j, r: found.append(choose(Quadratic(j, r), filter, **how)) or 0,
+        lin.jacobian,
+        lin.outputs,
+    )
+    return type(found[0])
+
+
+def test_it_is_chosen_where_it_is_cheapest():
+    large = scene(50, 3_000, 4)
+    assert chosen(large, Tikhonov(1.0)) is SchurComplement
+    # The reduced system is counted: 4 x 300 x 300 numbers and more
+    little = within(large, 4 * 300**2 * 8)
+    assert chosen(little, Tikhonov(1.0)) is not SchurComplement
+    assert chosen(scene(2, 3, 2), Tikhonov(1.0)) is not SchurComplement
+
+
+def within(lin, memory_budget):
+    return lin.with_jacobian(lin.jacobian.within(memory_budget))
+
+
+def test_memory_is_that_of_what_is_not_zero():
+    lin = scene(50, 5_000, 5)
+
+    def step(jacobian, outputs):
+        ready = choose(Quadratic(jacobian, outputs), Tikhonov(1.0))
+        assert isinstance(ready, SchurComplement)
+        return ready.solve(Tikhonov(1.0)).step
+
+    compiled = jax.jit(step).lower(lin.jacobian, lin.outputs).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    numbers = _schur.elimination(lin.jacobian.reads()).num_numbers
+    assert memory.temp_size_in_bytes < 8 * numbers
+    # W by itself, were it dense
+    assert 8 * numbers < 300 * 15_000 * 8
+
+
+def test_where_there_is_nothing_to_eliminate_it_is_told():
+    poses = jnp.zeros((4, 2))
+    ends = jnp.asarray([[0, 1], [1, 2], [2, 3]])
+    edges = gnlin.Residuals(lambda pair, e: pair[1] - pair[0], ends, select=lambda e: e)
+    solver = gnlin.DampedGaussNewton(0.1, method="schur")
+    with pytest.raises(ValueError, match=r"'schur' eliminates an array .* reads one row"):
+        gnlin.solve(poses, edges, solver)
+    with pytest.raises(ValueError, match=r"'schur' eliminates an array .* reads one row"):
+        gnlin.solve(poses, gnlin.Residuals(lambda y, x: y[x[0]] - y[x[1]], ends), solver)
+    with pytest.raises(ValueError, match="'schur' does not serve for `GradientDescent`"):
+        choose(
+            Quadratic(scene(3, 3, 2).jacobian, jnp.zeros((6, 2))),
+            GradientDescent(3, 0.1),
+            method="schur",
+        )
+
+
+def test_what_is_not_finite_is_carried():
+    model, data = problem()
+    model["point"] = model["point"].at[0].set(jnp.nan)
+    lin = linearised(model, data)
+    ready = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0), method="schur")
+    assert np.all(np.isnan(ready.solve(Tikhonov(1.0)).step["camera"]))

@@ -1,0 +1,192 @@
+"""Jacobians by colours: those of forward mode, and runs as with them."""
+
+import sys
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+import scipy.sparse
+
+import gnlin
+
+
+def graph(poses, edges):
+    """Of a chain with loops, in the plane."""
+    a, b = poses[edges[:, 0]], poses[edges[:, 1]]
+    cos, sin = jnp.cos(a[:, 2]), jnp.sin(a[:, 2])
+    dx, dy, turn = (b - a).T
+    moved = jnp.stack([cos * dx + sin * dy, cos * dy - sin * dx, turn], axis=1)
+    return moved - jnp.asarray([0.3, 0.1, 0.05], poses.dtype)[None], 10 * poses[0]
+
+
+def loops(n):
+    steps = [(k, k + 1) for k in range(n - 1)]
+    return jnp.asarray(steps + [(k, k + n // 2) for k in range(0, n // 2, 6)])
+
+
+def field(u, _):
+    """A grid with two numbers at each place, of which few entries of a row are read."""
+    v = u["of"]
+    inner = v[1:-1, 1:-1] * 4 - v[2:, 1:-1] - v[:-2, 1:-1] - v[1:-1, 2:] - v[1:-1, :-2]
+    return {"inside": inner + jnp.exp(v[1:-1, 1:-1]), "edge": v[0] - u["level"]}
+
+
+def summed(y, _):
+    """One row reads all, and each other row one: fewer by rows than by columns."""
+    return jnp.append(jnp.sin(y), jnp.sum(y**2)), y[2] * y[3]
+
+
+CASES = {
+    "graph": (graph, lambda rng: rng.normal(size=(9, 3)), loops(9), 14),
+    "field": (
+        field,
+        lambda rng: {"of": rng.normal(size=(5, 30)), "level": rng.normal()},
+        None,
+        12,
+    ),
+    "summed": (summed, lambda rng: rng.normal(size=20), None, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("graph", jnp.float64),
+        ("graph", jnp.float32),
+        ("field", jnp.float64),
+        ("summed", jnp.float64),
+    ],
+)
+def test_the_jacobian_is_the_dense_one(name, dtype):
+    fn, start, args, most = CASES[name]
+    y = jax.tree.map(lambda x: jnp.asarray(x, dtype), start(np.random.default_rng(0)))
+    flat, unravel = jax.flatten_util.ravel_pytree(y)
+    group = gnlin.Residuals(fn, sparsity=gnlin.Sparsity(fn, y, args))
+    assert group.sparsity.num_colors <= most
+    function, inputs, _ = group.posed(y, args)
+
+    @jax.jit
+    def both():
+        of = lambda v: jax.flatten_util.ravel_pytree(fn(unravel(v), args))[0]
+        jacobian = gnlin.linearise(function, y, inputs).jacobian
+        u = jnp.cos(jnp.arange(jacobian.shape[0], dtype=dtype))
+        found = (
+            jacobian.as_matrix(),
+            jacobian.push_forward(y),
+            jax.flatten_util.ravel_pytree(jacobian.pull_back(u))[0],
+            jax.flatten_util.ravel_pytree(jacobian.squared_columns())[0],
+            jacobian.curvature(),
+        )
+        dense = jax.jacfwd(of)(flat)
+        precise = jax.lax.Precision.HIGHEST
+        curvature = jnp.matmul(dense.T, dense, precision=precise)
+        columns = jnp.diagonal(curvature)
+        grams = [
+            block.row_grams() for block in jacobian.blocks() if block.rows().ndim > 1
+        ]
+        return found, (dense, dense @ flat, u @ dense, columns, curvature), grams
+
+    found, known, grams = both()
+    tolerance = 1e-4 if dtype == jnp.float32 else 1e-11
+    for a, b in zip(found, known, strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+    # The last array's rows, whether they are held whole or by entries
+    k, d, _ = grams[-1].shape
+    last = np.asarray(known[-1])[-k * d :, -k * d :].reshape(k, d, k, d)
+    for row in range(k):
+        np.testing.assert_allclose(
+            grams[-1][row], last[row, :, row], rtol=tolerance, atol=tolerance
+        )
+
+
+def test_colours_do_not_grow_with_the_graph():
+    num = [
+        gnlin.Sparsity(graph, jnp.zeros((n, 3)), loops(n)).num_colors for n in (50, 200)
+    ]
+    assert num[0] == num[1] <= 14
+
+
+def test_runs_are_those_of_the_dense_jacobian():
+    """Through optimistix and by `solve`, of a robust loss among groups."""
+    edges = loops(12)
+    start = jnp.asarray(0.3 * np.random.default_rng(0).normal(size=(12, 3)))
+    sparsity = gnlin.Sparsity(graph, start, edges)
+    solver = gnlin.LevenbergMarquardt()
+    ours, known = (
+        optx.least_squares(fn, solver, start, edges)
+        for fn in (gnlin.Residuals(graph, sparsity=sparsity), graph)
+    )
+    np.testing.assert_allclose(ours.value, known.value, atol=1e-8)
+
+    closed = lambda y, _: graph(y, edges)
+    penalty = gnlin.Residuals(lambda y, _: 0.1 * y, weight=0.5)
+    ours, known = (
+        gnlin.solve(
+            start,
+            [gnlin.Residuals(closed, loss=gnlin.PseudoHuber(0.2), **more), penalty],
+            gnlin.DampedGaussNewton(0.1, method="curvature"),
+            max_steps=3,
+        )
+        for more in ({"sparsity": sparsity}, {})
+    )
+    np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-9)
+
+
+def test_points_are_eliminated_that_nobody_named():
+    """Arrays are read by rows, and of the points each residual reads one."""
+    rng = np.random.default_rng(0)
+    camera, point = rng.integers(0, 3, 40), rng.integers(0, 8, 40)
+
+    def misfit(y, _):
+        at = y["point"][point] - y["camera"][camera]
+        return at[:, :2] / (10 + at[:, 2:])
+
+    y = {"camera": rng.normal(size=(3, 3)), "point": rng.normal(size=(8, 3))}
+    y = jax.tree.map(jnp.asarray, y)
+    group = gnlin.Residuals(misfit, sparsity=gnlin.Sparsity(misfit, y))
+    ours, known = (
+        gnlin.solve(y, group, gnlin.DampedGaussNewton(0.1, method=method), max_steps=2)
+        for method in ("schur", "curvature")
+    )
+    np.testing.assert_allclose(ours.model["point"], known.model["point"], atol=1e-9)
+
+
+def test_a_known_pattern():
+    fn = lambda y, _: y[1:] ** 2 - y[:-1]
+    y = jnp.linspace(0.1, 1.0, 6)
+    dense = np.eye(5, 6) + np.eye(5, 6, 1)
+    for pattern in (dense, scipy.sparse.csr_array(dense), jnp.asarray(dense) > 0):
+        found = gnlin.Sparsity(fn, y, pattern=pattern)
+        assert found.num_colors == 2
+    group = gnlin.Residuals(fn, sparsity=found)
+    matrix = gnlin.linearise(group.posed(y, None)[0], y, group.posed(y, None)[1]).matrix()
+    np.testing.assert_allclose(matrix, jax.jacfwd(fn)(y, None))
+    with pytest.raises(ValueError, match=r"the Jacobian's shape, \(5, 6\), but \(6, 5\)"):
+        gnlin.Sparsity(fn, y, pattern=dense.T)
+
+
+def test_what_it_does_not_serve_for_is_told(monkeypatch):
+    fn = lambda y, _: y[1:] ** 2 - y[:-1]
+    y = jnp.ones(6)
+    found = gnlin.Sparsity(fn, y)
+    of_others = gnlin.Residuals(fn, sparsity=found)
+    with pytest.raises(ValueError, match="5 residuals of parameters of the shapes"):
+        gnlin.solve(jnp.ones(7), of_others)
+    with pytest.raises(ValueError, match="leave `data` out"):
+        gnlin.Residuals(fn, jnp.ones(3), sparsity=found)
+    with pytest.raises(ValueError, match="of each residual by itself"):
+        gnlin.Residuals(fn, loss=gnlin.SoftmaxCrossEntropy(), sparsity=found)
+    monkeypatch.setitem(sys.modules, "asdex", None)
+    with pytest.raises(
+        ImportError, match=r"not installed: `pip install gnlin\[sparse\]`"
+    ):
+        gnlin.Sparsity(fn, y)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_sparsity_must_be_one():
+    with pytest.raises(ValueError, match=r"must be a `gnlin.Sparsity`, such as"):
+        gnlin.Residuals(lambda y, _: y, sparsity=np.eye(3))  # pyright: ignore[reportArgumentType]
