@@ -1,5 +1,7 @@
 """Fits, against SciPy, NIST's certified standard errors and formulas written out."""
 
+import warnings
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -199,6 +201,105 @@ def test_robust_losses_are_scipys(loss, name):
     np.testing.assert_allclose(values(fit.parameters), reference.x, rtol=1e-5)
 
 
+def line_and_wave(p, x):
+    return p["a"] * jnp.exp(-p["rate"] * x["t"]) + p["b"] * jnp.sin(x["phase"])
+
+
+def of_odr(function, x, y, sigma, sigma_x, start):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It is said to be leaving SciPy.
+        from scipy.odr import Model, ODR, RealData
+
+        data = RealData(x, y, sx=sigma_x, sy=sigma)
+        return ODR(data, Model(function), start, sstol=1e-15, partol=1e-15).run()
+
+
+@pytest.mark.parametrize("sigma", [0.05, SIGMA])
+@pytest.mark.parametrize("sigma_x", [0.1, 0.02 * (1 + X)])
+def test_errors_in_x_are_odrpacks(sigma, sigma_x):
+    x = X + sigma_x * np.random.default_rng(1).normal(size=50)
+    fit = gnlin.curve_fit(decay, x, Y, START, sigma=sigma, sigma_x=sigma_x)
+    of_each = np.broadcast_to(sigma, 50), np.broadcast_to(sigma_x, 50)
+    known = of_odr(lambda p, x: plain(x, *p), x, Y, *of_each, [1.0, 0.0, 0.5])
+    np.testing.assert_allclose(values(fit.parameters), known.beta, rtol=1e-5)
+    np.testing.assert_allclose(values(fit.standard_errors), known.sd_beta, rtol=1e-4)
+    np.testing.assert_allclose(fit.chi_squared, known.sum_square, rtol=1e-8)
+    np.testing.assert_allclose(fit.reduced_chi_squared, known.res_var, rtol=1e-8)
+    np.testing.assert_allclose(fit.covariance_matrix / fit.scale**2, known.cov_beta, 1e-4)
+    np.testing.assert_allclose(fit.x, known.xplus, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(fit.residuals * sigma, -known.eps, rtol=1e-3, atol=1e-6)
+
+
+def test_errors_in_two_columns_of_x():
+    rng = np.random.default_rng(2)
+    phase = rng.uniform(0, 6, 50)
+    given = {"t": X + 0.1 * rng.normal(size=50), "phase": phase}
+    y = 2 * np.exp(-0.7 * X) + np.sin(phase) + NOISE
+    start = {"a": 1.0, "b": 0.5, "rate": 0.5}
+    of_x = {"t": 0.1, "phase": np.full(50, 0.05)}
+    fit = gnlin.curve_fit(line_and_wave, given, y, start, sigma=0.05, sigma_x=of_x)
+
+    def function(p, x):
+        return p[0] * np.exp(-p[2] * x[0]) + p[1] * np.sin(x[1])
+
+    both = np.stack([given["t"], phase]), y, np.full(50, 0.05)
+    sigma_x = np.stack([np.full(50, 0.1), of_x["phase"]])
+    known = of_odr(function, *both, sigma_x, [1.0, 0.5, 0.5])
+    np.testing.assert_allclose(values(fit.parameters), known.beta, rtol=1e-5)
+    np.testing.assert_allclose(values(fit.standard_errors), known.sd_beta, rtol=1e-4)
+    exact = {"t": 0.1, "phase": 0.0}
+    fit = gnlin.curve_fit(line_and_wave, given, y, start, sigma=0.05, sigma_x=exact)
+    np.testing.assert_array_equal(fit.x["phase"], phase)
+    assert np.max(np.abs(fit.x["t"] - given["t"])) > 0.01
+
+
+def test_errors_in_x_with_bounds_and_what_is_fixed():
+    x = X + 0.1 * np.random.default_rng(1).normal(size=50)
+    both = {"sigma": 0.05, "sigma_x": 0.1}
+    free = gnlin.curve_fit(decay, x, Y, START, **both)
+    top = float(free.parameters["rate"]) - 0.1
+    held = {**START, "rate": top}
+    bounded = gnlin.curve_fit(
+        decay, x, Y, {**START, "rate": 0.2}, bounds={"rate": (0, top)}, **both
+    )
+    fixed = gnlin.curve_fit(decay, x, Y, held, fixed=["rate"], **both)
+    assert bounded.at_bound["rate"] == 1
+    for name in ("a", "c"):
+        np.testing.assert_allclose(bounded.parameters[name], fixed.parameters[name], 1e-6)
+        errors = bounded.standard_errors[name], fixed.standard_errors[name]
+        np.testing.assert_allclose(*errors, rtol=1e-5)
+    function = lambda p, x: plain(x, p[0], p[1], top)
+    errors = np.full(50, 0.05), np.full(50, 0.1)
+    known = of_odr(function, x, Y, *errors, [1.0, 0.0])
+    np.testing.assert_allclose(fixed.parameters["a"], known.beta[0], rtol=1e-5)
+    np.testing.assert_allclose(fixed.standard_errors["a"], known.sd_beta[0], rtol=1e-4)
+    mean, low, high = free.band(X[:3])
+    assert np.all((low < mean) & (mean < high))
+
+
+def test_errors_in_x_of_many_data_sets_and_in_single_precision():
+    x = X + 0.1 * np.random.default_rng(1).normal(size=50)
+    both = {"sigma": 0.05, "sigma_x": 0.1}
+    fit = gnlin.curve_fit(decay, x, Y, START, **both)
+    many = gnlin.curve_fit(decay, x, np.stack([Y + 1, Y]), START, **both)
+    assert many.x.shape == (2, 50)
+    np.testing.assert_allclose(many.parameters["rate"][1], fit.parameters["rate"], 1e-6)
+    errors = many.standard_errors["rate"][1], fit.standard_errors["rate"]
+    np.testing.assert_allclose(*errors, rtol=1e-5)
+    single = gnlin.curve_fit(
+        decay,
+        jnp.asarray(x, jnp.float32),
+        jnp.asarray(Y, jnp.float32),
+        {k: jnp.float32(v) for k, v in START.items()},
+        **both,
+    )
+    assert single.x.dtype == jnp.float32
+    np.testing.assert_allclose(values(single.parameters), values(fit.parameters), 1e-3)
+    np.testing.assert_allclose(
+        single.standard_errors["a"], fit.standard_errors["a"], 1e-2
+    )
+
+
 def test_missing_values():
     y = Y.copy()
     y[[7, 30]] = np.nan
@@ -341,6 +442,10 @@ def test_the_picture():
         ({"sigma": np.full(50, np.nan)}, "`sigma` must be positive and finite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
+        ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
+        ({"sigma_x": np.ones(7)}, "`sigma_x` must be one number, or have the shape"),
+        ({"sigma_x": {"t": 1.0}}, "`sigma_x` must be one number, or have the structure"),
+        ({"sigma_x": 0.1, "loss": gnlin.Huber(1.0)}, "`sigma_x` is for squared error"),
         ({"bounds": {"rate": (1.0, 2.0)}}, "start of the parameter .*rate.* is 0.5"),
         ({"bounds": {"rate": (2.0, 1.0)}}, "lower bound of the parameter .*rate"),
         ({"bounds": {"speed": (0, 1)}}, "no parameter 'speed' to have bounds"),

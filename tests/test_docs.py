@@ -67,7 +67,7 @@ REACHED = {
         and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
         and n["robust"].outliers().tolist() == [8, 30]
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
-        and abs(n["orthogonal"].value["p"]["rate"] - n["fit"].parameters["rate"]) < 0.1
+        and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
     ),
     "docs/groups.md": lambda n: (
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]

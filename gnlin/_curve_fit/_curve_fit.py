@@ -14,7 +14,7 @@ from .._bounds import Box, check_start
 from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
-from ._given import as_start, data_of, limits, parted, several
+from ._given import as_start, data_of, errors_of_x, limits, parted, several
 from ._program import Curve, Data, Fitted, fitted, Setting, with_bounds
 from ._result import CurveFit, made
 
@@ -34,6 +34,7 @@ def curve_fit(
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     sigma: ArrayLike | None = None,
+    sigma_x: PyTree[ArrayLike] | None = None,
     absolute_sigma: bool = False,
     bounds: Any = None,
     fixed: Iterable[str] = (),
@@ -59,8 +60,13 @@ def curve_fit(
     - `solver`: any least-squares solver of gnlin.
     - `sigma`: the standard deviations of y, in one of its shapes or as one number; or
         their m x m covariance. By default all are 1, and unknown.
-    - `absolute_sigma`: whether `sigma` is known, and not only up to a factor, which else
-        is estimated from the residuals, as SciPy has it.
+    - `sigma_x`: the standard deviations of x, if they were measured, too: one number, or
+        in the structure of `x`, with 0 for what is exact. The true ones are then fitted
+        as well, with $\frac12((x - x_i)/\sigma_{x,i})^2$ added (orthogonal distance
+        regression); they are `fit.x`. Of squared error only, and for up to some hundreds
+        of points: the Jacobian is dense.
+    - `absolute_sigma`: whether `sigma` (and `sigma_x`) is known, and not only up to a
+        factor, which else is estimated from the residuals, as SciPy has it.
     - `bounds`: of a dictionary `{name: (lower, upper)}`; else `(lower, upper)`, numbers
         or trees of `start`'s structure, as solvers have them. Infinite ones, and `None`,
         are none.
@@ -92,6 +98,12 @@ def curve_fit(
         print(fit)
         fit.parameters["rate"], fit.standard_errors["rate"]
         ```
+
+    ??? cite "Reference"
+
+        `sigma_x`: P. T. Boggs, R. H. Byrd and R. B. Schnabel, *A stable and efficient
+        algorithm for nonlinear orthogonal distance regression*, SIAM J. Sci. Stat.
+        Comput. 8 (1987).
     """
     solver = as_solver(solver)
     check_callable("f", f, "a function of the parameters and x", "lambda p, x: p * x")
@@ -106,15 +118,19 @@ def curve_fit(
             "`loss` must be `gnlin.SquaredError()` or a robust one, such as "
             f"`gnlin.Huber(2.0)`, but {loss!r} was given; for others use `gnlin.solve`."
         )
+    if sigma_x is not None and not isinstance(loss, SquaredError):
+        raise ValueError(
+            "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
+        )
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit`, and not to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
-    x = jax.tree.map(jnp.asarray, x)
+    x, sigma_x = errors_of_x(jax.tree.map(jnp.asarray, x), sigma_x)
     y, axes_of_start = several(curve, free, kept, x, y)
     many = y.ndim == 2
-    data, axes_of_data = data_of(x, y, sigma, nan_policy)
+    data, axes_of_data = data_of(x, y, sigma, sigma_x, nan_policy)
     of_each = [free] if axes_of_start is None else _unstacked(free, y.shape[0])
     box = limits(bounds, start, kept)
     for one in of_each:

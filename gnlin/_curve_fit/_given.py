@@ -132,8 +132,41 @@ def several(
     )
 
 
+def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
+    """The x's as floats, and the standard deviation of each; `None` of none."""
+    if sigma_x is None:
+        return x, None
+    leaves, structure = jax.tree.flatten(x)
+    given = jax.tree.leaves(sigma_x)
+    if jax.tree.structure(sigma_x) == jax.tree.structure(0):
+        given = given * len(leaves)
+    elif jax.tree.structure(sigma_x) != structure:
+        raise ValueError(
+            "`sigma_x` must be one number, or have the structure of `x`, but "
+            f"{sigma_x!r} was given."
+        )
+    leaves = [_as_floats(value, "x") for value in leaves]
+    errors = [_error_of_x(*pair) for pair in zip(leaves, given, strict=True)]
+    return structure.unflatten(leaves), structure.unflatten(errors)
+
+
+def _error_of_x(x: Array, given: Any) -> Array:
+    known = not isinstance(given, Tracer)
+    if known and not np.all((np.asarray(given) >= 0) & np.isfinite(given)):
+        raise ValueError(
+            "`sigma_x` must be finite, and positive, or 0 for an x that is exact."
+        )
+    try:
+        return jnp.broadcast_to(jnp.asarray(given, x.dtype), x.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"`sigma_x` must be one number, or have the shape of `x`, {x.shape}, but has "
+            f"the shape {jnp.shape(given)}."
+        ) from error
+
+
 def data_of(
-    x: PyTree, y: Float[Array, "*sets m"], sigma: Any, nan_policy: str
+    x: PyTree, y: Float[Array, "*sets m"], sigma: Any, sigma_x: PyTree, nan_policy: str
 ) -> tuple[Data, Any]:
     """The data, and which of it is of one data set."""
     known = not isinstance(y, Tracer)
@@ -159,7 +192,7 @@ def data_of(
         )
     if not known or np.any(missing):
         y = jnp.where(missing, 0, y)
-    data: Any = Data(x, y, errors, counted)
+    data: Any = Data(x, y, errors, counted, sigma_x)
     if y.ndim == 1:
         return data, Data(None, None, None, None)  # type: ignore[arg-type]
     own = sigma is None or (errors.ndim == 2 and not covariance)

@@ -36,7 +36,10 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
     bars = None
     if sigma.size > 1 or fit._setting.absolute_sigma:
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
-    ax.errorbar(x[counted], y[counted], bars, fmt=".", color="black", label="data")
+    of_x = [
+        float(fit.scale) * np.asarray(s)[counted] for s in jax.tree.leaves(data.sigma_x)
+    ]
+    ax.errorbar(x[counted], y[counted], bars, *of_x, fmt=".", color="black", label="data")
     ax.plot(fine, mean, color="C0", label="fit")
     label = f"{100 * confidence:g} % confidence"
     ax.fill_between(fine, low, high, color="C0", alpha=0.25, linewidth=0, label=label)

@@ -25,12 +25,20 @@ class Data(NamedTuple):
 
     - `sigma`: of each, or a lower triangular factor of their covariance.
     - `counted`: 1, and 0 for those that are missing.
+    - `sigma_x`: of each x, if those have errors, too.
     """
 
     x: PyTree[Array]
     y: Float[Array, " m"]
     sigma: Float[Array, "..."]
     counted: Float[Array, " m"]
+    sigma_x: PyTree[Array] | None = None
+
+    def moved(self, shift: PyTree[Array] | None) -> PyTree[Array]:
+        """The x's, so many of their standard deviations further."""
+        if self.sigma_x is None:
+            return self.x
+        return jax.tree.map(lambda x, s, d: x + s * d, self.x, self.sigma_x, shift)
 
 
 class Curve(eqx.Module):
@@ -88,6 +96,7 @@ class Fitted(NamedTuple):
     history: Any
     result: optx.RESULTS
     num_steps: Int[Array, ""]
+    x: PyTree[Array] | None = None  # as fitted, if they have errors
     losses: Float[Array, " starts"] | None = None  # of all starts, the best first
 
 
@@ -147,31 +156,41 @@ def _fitted(
     setting: Setting, data: Data, start: PyTree[Array], *, history: bool
 ) -> Fitted:
     curve, solver, loss = setting.curve, setting.solver, setting.loss
-    fixed = setting.fixed
+    fixed, bounds = setting.fixed, setting.solver.bounds
 
-    def scaled(free, given):
+    def scaled(variables, given):
         data, fixed = given
-        return whitened(curve(free, fixed, data.x), data)
+        x = data.moved(variables["x"])
+        values = whitened(curve(variables["curve"], fixed, x), data)
+        return _joined(values, variables["x"])
 
-    target = whitened(data.y, data)
+    # The x's that have errors are parameters, too, in units of these, and residuals.
+    shift = jax.tree.map(jnp.zeros_like, data.sigma_x)
+    target = _joined(whitened(data.y, data), shift)
+    counted = _joined(data.counted, jax.tree.map(jnp.ones_like, shift))
+    of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
     # One example, of which the residuals are the outputs.
     inputs = jax.tree.map(lambda x: jnp.asarray(x)[None], (data, fixed))
     solution = solve(
-        (scaled, start),
+        (scaled, {"curve": start, "x": shift}),
         (inputs, target[None]),
-        solver,
+        with_bounds(solver, of_all),
         loss=loss,
         max_steps=setting.max_steps,
         divergence=None,
         history=history,
     )
-    _, parameters = solution.model
-    lin = linearise(scaled, parameters, (data, fixed))
-    pull = data.counted * loss.derivative(lin.outputs, target)
-    curvature = data.counted * loss.root(lin.outputs, target) ** 2
-    jacobian = lin.matrix()
-    slope = lin.vjp(pull)
-    at_bound, blocked = _at_bounds(solver.bounds, parameters, slope)
+    _, variables = solution.model
+    parameters = variables["curve"]
+    lin = linearise(scaled, variables, (data, fixed))
+    pull = counted * loss.derivative(lin.outputs, target)
+    curvature = counted * loss.root(lin.outputs, target) ** 2
+    slope = lin.vjp(pull)["curve"]
+    at_bound, blocked = _at_bounds(bounds, parameters, slope)
+    jacobian, others = jnp.split(lin.matrix(), [blocked.size], axis=1)
+    if data.sigma_x is not None:  # What the x's cannot make up for is left.
+        q, _ = jnp.linalg.qr(others)
+        jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     errors = covariance(jacobian, ~blocked)
     residuals = target - lin.outputs
     num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
@@ -184,7 +203,7 @@ def _fitted(
         parameters,
         solution.loss,
         chi_squared,
-        residuals,
+        residuals[: data.y.size],
         at_bound,
         ravel_pytree(slope)[0],
         errors,
@@ -194,7 +213,14 @@ def _fitted(
         solution.history if history else None,
         solution.result,
         solution.stats["num_steps"],
+        None if data.sigma_x is None else data.moved(variables["x"]),
     )
+
+
+def _joined(values: Float[Array, " m"], shift: PyTree[Array] | None) -> Array:
+    """Of y, and then of the x's, if they have errors."""
+    others = [s.ravel().astype(values.dtype) for s in jax.tree.leaves(shift)]
+    return jnp.concatenate([values, *others])
 
 
 def _at_bounds(

@@ -48,10 +48,11 @@ class CurveFit(eqx.Module):
         do not determine.
     - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
         `fit.covariance["a"]["rate"]`; of an array the matrix.
-    - `chi_squared`: of the residuals in units of `sigma`; `reduced_chi_squared`, by
-        degrees of freedom.
+    - `chi_squared`: of the residuals in units of `sigma`, and of x in units of `sigma_x`;
+        `reduced_chi_squared`, by degrees of freedom.
     - `degrees_of_freedom`: points, less parameters that are free and at no bound.
     - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points.
+    - `x`: the true x's, as fitted, where `sigma_x` was given.
     - `scale`: what `sigma` is times, as estimated; 1 if it is absolute.
     - `at_bound`: of each parameter -1 if it is held at its lower bound, 1 at its upper.
     - `multipliers`: the derivative of the objective by those, 0 for others.
@@ -69,6 +70,7 @@ class CurveFit(eqx.Module):
     reduced_chi_squared: Any
     degrees_of_freedom: Any
     residuals: Array
+    x: PyTree
     scale: Any
     at_bound: PyTree
     multipliers: PyTree
@@ -238,6 +240,7 @@ def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> Cu
         **parts,
         chi_squared=end.chi_squared,
         residuals=end.residuals,
+        x=end.x,
         losses=end.losses,
         result=end.result,
         reason=reason,
