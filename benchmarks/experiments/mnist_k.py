@@ -31,7 +31,7 @@ class MnistK(Images):
     periods: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0, math.inf)
     network: str = "digits-cnn"
     batch_size: int | None = 64
-    learning_rate: float = 0.01
+    learning_rate: float = 0.005
     num_steps: int = 16_000
     num_looks: int = 160
 
