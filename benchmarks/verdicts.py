@@ -38,6 +38,8 @@ Outcome = Literal["confirmed", "refuted", "undecided", "not tested at this scale
 
 MANY = 10
 """A margin of so many times the noise, half of the interval, is said."""
+_MANY_SEEDS = 1_000
+"""More are not counted, of those that would decide a claim."""
 _NUM_RESAMPLES = 19_999
 _NUM_OF_STATISTIC = 1_999
 """Of what is not a mean, whose resamples are computed one by one."""
@@ -207,7 +209,22 @@ def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) 
     noise = (found.high - found.low) / 2
     if outcome == CONFIRMED and 0 not in bounds and spare > MANY * noise:
         return f"the bound is {spare / noise:.0f} times the noise away"
-    return ""
+    return _what_would_decide(found, bounds) if outcome == UNDECIDED else ""
+
+
+def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
+    """How many seeds, if the estimate stays and its interval falls as their root."""
+    nearest = min(bounds, key=lambda bound: abs(found.estimate - bound))
+    spare = abs(nearest - found.estimate)
+    end = found.high if nearest > found.estimate else found.low
+    with np.errstate(divide="ignore", invalid="ignore"):
+        number = found.num_seeds * np.divide(end - found.estimate, spare) ** 2
+    if found.num_seeds < 2 or not np.isfinite(end):
+        return "more seeds would decide it"
+    if not number <= _MANY_SEEDS:
+        return f"more than {_MANY_SEEDS:,} seeds would decide it"
+    number = max(int(np.ceil(number)), found.num_seeds + 1)
+    return f"about {number} seeds would decide it"
 
 
 def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -264,3 +265,19 @@ def test_every_threshold_has_a_reason_and_a_bound():
         assert threshold.above < threshold.below
         assert threshold.condition
     assert verdicts.CONFIDENCE == 0.95
+
+
+def test_what_is_undecided_says_how_many_seeds_would_decide_it():
+    seeds = np.random.default_rng(0).normal(0.3, 1, 12)
+    verdict = judged(seeds, above=0.0)
+    assert verdict.outcome == "undecided"
+    (number,) = map(int, re.findall(r"about (\d+) seeds would decide it", verdict.note))
+    assert number > 12
+    again = np.tile(seeds, -(-number // 12))
+    assert judged(again, above=0.0).outcome == "confirmed"
+
+
+def test_what_hardly_any_seeds_would_decide():
+    seeds = [1.0, -1.0, 1.0, -1.0, 1e-3]
+    assert judged(seeds, above=0.0).note == "more than 1,000 seeds would decide it"
+    assert judged([1.0], above=0.0).note == "more seeds would decide it"

@@ -111,6 +111,7 @@ REACHED = {
 # Half a minute each; the README is read first.
 LONG = (
     "docs/differential-equations.md",
+    "docs/graphs.md",
     "docs/index.md",
     "docs/scaling.md",
     "docs/training.md",
