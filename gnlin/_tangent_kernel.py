@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args, Literal, NamedTuple
+from typing import Any, get_args, Literal, NamedTuple, overload
 
 import equinox as eqx
 import jax
@@ -118,6 +118,26 @@ class TangentKernel(eqx.Module):
         fn = network.function()
         assert isinstance(fn, PerExample)
         self._fn, self._point = fn, parameters
+
+    @overload
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree | None = None,
+        *,
+        file: None = None,
+        progress: bool = False,
+    ) -> Float[Array, "..."]: ...
+
+    @overload
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree | None = None,
+        *,
+        file: str | os.PathLike,
+        progress: bool = False,
+    ) -> np.ndarray: ...
 
     def __call__(
         self,

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 
 from . import features
 from ._checks import check_flag, check_nonnegative, check_period
+from ._tangent_kernel import TangentKernel
 
 
 if TYPE_CHECKING:
@@ -361,7 +362,7 @@ class KernelVelocity(_Looks):
     - `inputs`: a batch of n, whose kernel is looked at: `(n c)^2` numbers, which are kept
         to the next look, and in checkpoints.
     - `every`: when, as of [`gnlin.callbacks.Measure`][].
-    - `filter_spec`: of which parameters, as of [`gnlin.features.kernel`][].
+    - `filter_spec`: of which parameters, as of [`gnlin.TangentKernel`][].
 
     !!! example
 
@@ -398,7 +399,7 @@ class KernelVelocity(_Looks):
             self._keep(now, run)
 
     def _kernel(self, run: Run) -> features.Kernel:
-        return features.kernel(run.model, self.inputs, filter_spec=self.filter_spec)
+        return TangentKernel(run.model, filter_spec=self.filter_spec)(self.inputs)
 
     def _keep(self, kernel: features.Kernel, run: Run) -> None:
         self.last, self.last_step = np.asarray(kernel), np.array(run.step)

@@ -5,17 +5,18 @@ Each is a function of models or of kernels, and any function of a model goes int
 history of a training run by [`gnlin.callbacks.Measure`][]:
 
 ```python
-first = gnlin.features.kernel(model, inputs)
+first = gnlin.TangentKernel(model)(inputs)
 measures = {
     "distance": lambda now: gnlin.features.parameter_distance(now, model),
     "alignment": lambda now: gnlin.features.kernel_alignment(
-        gnlin.features.kernel(now, inputs), first
+        gnlin.TangentKernel(now)(inputs), first
     ),
 }
 gnlin.fit(..., callbacks=gnlin.callbacks.Measure(measures, every="feature_update"))
 ```
 
-A kernel here is an array of shape `(n, c, n, c)`, by examples and outputs.
+A kernel here is an array of shape `(n, c, n, c)`, by examples and outputs, as
+[`gnlin.TangentKernel`][] makes it.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from jaxtyping import Array, Float, Key, Num, PyTree, Scalar
 
 from . import _tree
 from ._checks import as_key, check_count
+from ._data import as_inputs
 from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation import Linearisation, linearise
 from ._losses import check_between, is_label
@@ -38,7 +40,6 @@ from ._tree import ravel_pytree
 
 __all__ = [
     "direction_alignment",
-    "kernel",
     "kernel_alignment",
     "kernel_distance",
     "kernel_drift",
@@ -71,7 +72,8 @@ def linearise_model(
 
     **Returns:** a [`gnlin.Linearisation`][].
 
-    **Raises:** `ValueError` if there is no parameter, or a group draws its data.
+    **Raises:** `ValueError` if there is no parameter, or a group draws its data,
+        or the inputs are not arrays of as many examples each.
 
     !!! example
 
@@ -83,36 +85,13 @@ def linearise_model(
     groups = as_groups(inputs)
     if groups is None:
         parameters, network = make_network(model, filter_spec)
+        inputs = jax.tree.map(jnp.asarray, as_inputs(inputs))
         args = network.args(inputs, None, None)
     else:
         refuse_samplers(groups)
         parameters, network, (args, *_), _ = of_groups(model, groups, filter_spec)
     fn = network.function()
     return linearise(fn, parameters, args, memory_budget=memory_budget)
-
-
-@eqx.filter_jit
-def kernel(
-    model: PyTree,
-    inputs: PyTree[Array],
-    *,
-    filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
-) -> Kernel:
-    r"""The empirical neural tangent kernel of an Equinox model on a batch of n inputs,
-    $\Theta = \phi\phi^\top$, of shape `(n, c, n, c)` where the model has c outputs.
-    [`gnlin.features.linearise_model`][] has a memory budget, and `.kernel()`.
-
-    ??? cite "Reference"
-
-        A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
-        Generalization in Neural Networks*, 2018, equation 4.
-    """
-    lin = linearise_model(model, inputs, filter_spec=filter_spec)
-    if len(jax.tree.leaves(lin.outputs)) != 1:
-        raise ValueError("The model's output must be one array for a kernel by outputs.")
-    m, _ = lin.shape
-    n = jax.tree.leaves(inputs)[0].shape[0]
-    return lin.kernel().reshape(n, m // n, n, m // n)
 
 
 def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:

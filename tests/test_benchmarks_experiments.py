@@ -95,7 +95,7 @@ def test_a_row_of_the_sweep_over_lambda_is_one_run():
     )
     learnt = jax.vmap(model)(quintic.examples(1000)[0])[:, 0]
     np.testing.assert_allclose(columns["functions"][1, 1], learnt, rtol=1e-5, atol=1e-7)
-    kernel = gnlin.features.kernel(model, x).reshape(20, 20)
+    kernel = gnlin.TangentKernel(model)(x).reshape(20, 20)
     dimension = np.trace(np.linalg.solve(kernel + 10 * np.eye(20), kernel))
     found = columns["effective_dimension"][1, 1]
     assert found == pytest.approx(float(dimension), rel=1e-5)

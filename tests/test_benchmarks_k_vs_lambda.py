@@ -347,7 +347,7 @@ def test_a_row_is_one_run(name, solver):
         assert columns["test_error"][1, i] == pytest.approx(float(error), rel=1e-6)
         assert columns["dead"][1, i] == pytest.approx(dead_by_hand(solution.model, x))
         if name == "quintic":
-            kernel = gnlin.features.kernel(solution.model, x).reshape(20, 20)
+            kernel = gnlin.TangentKernel(solution.model)(x).reshape(20, 20)
             damped = kernel + 1 / (1e-7 * period) * np.eye(20)
             dimension = np.trace(np.linalg.solve(damped, kernel))
             found = columns["effective_dimension"][1, i]

@@ -182,8 +182,8 @@ def test_a_function_with_its_parameters():
     assert fn is of_pair
     for name in PARAMETERS:
         np.testing.assert_allclose(trained[name], wanted.model.parameters[name])
-    kernel = gnlin.features.kernel(solution.model, X)
-    np.testing.assert_allclose(kernel, gnlin.features.kernel(wanted.model, X))
+    kernel = gnlin.TangentKernel(solution.model)(X)
+    np.testing.assert_allclose(kernel, gnlin.TangentKernel(wanted.model)(X))
     assert gnlin.features.parameter_distance(solution.model, (of_pair, PARAMETERS)) > 0
     result = gnlin.fit((of_pair, PARAMETERS), (X, T), DAMPED, steps=2, progress=False)
     assert result.model[0] is of_pair
@@ -298,7 +298,7 @@ def test_a_filter_that_is_none(spec):
 def test_a_model_with_state_as_it_is_in_inference():
     model, state = eqx.nn.make_with_state(Normalised)()
     pair = (lambda m, x: m(x, state)[0], eqx.nn.inference_mode(model))
-    assert gnlin.features.kernel(pair, X).shape == (6, 1, 6, 1)
+    assert gnlin.TangentKernel(pair)(X).shape == (6, 1, 6, 1)
 
 
 #

@@ -41,7 +41,7 @@ def cosine(a, b):
 
 
 def test_the_kernel_of_a_model():
-    kernel = features.kernel(ONE, X)
+    kernel = gnlin.TangentKernel(ONE)(X)
     assert kernel.shape == (N, C, N, C)
     np.testing.assert_allclose(
         np.reshape(kernel, (N * C, N * C)), dense_kernel(ONE), rtol=1e-10, atol=1e-12
@@ -54,7 +54,7 @@ def test_the_kernel_of_a_model():
 def test_a_part_of_the_parameters():
     spec = jax.tree.map(lambda _: False, ONE)
     spec = eqx.tree_at(lambda m: m.layers[1].bias, spec, True)
-    kernel = features.kernel(ONE, X, filter_spec=spec)
+    kernel = gnlin.TangentKernel(ONE, filter_spec=spec)(X)
     expected = np.tile(np.eye(C), (N, N))
     np.testing.assert_allclose(np.reshape(kernel, (N * C, N * C)), expected)
 
@@ -66,12 +66,12 @@ def test_an_output_of_several_arrays_has_no_kernel_by_outputs():
         def __call__(self, x):
             return self.w * x[0], x[1]
 
-    with pytest.raises(ValueError, match="must be one array"):
-        features.kernel(Two(jnp.ones(())), X)
+    with pytest.raises(ValueError, match="of one array of outputs"):
+        gnlin.TangentKernel(Two(jnp.ones(())))(X)
 
 
 def test_alignment_and_distance_of_kernels():
-    a, b = features.kernel(ONE, X), features.kernel(OTHER, X)
+    a, b = gnlin.TangentKernel(ONE)(X), gnlin.TangentKernel(OTHER)(X)
     dense_a, dense_b = dense_kernel(ONE), dense_kernel(OTHER)
     expected = cosine(dense_centred(dense_a), dense_centred(dense_b))
     assert float(features.kernel_alignment(a, b)) == pytest.approx(expected, rel=1e-9)
@@ -82,7 +82,7 @@ def test_alignment_and_distance_of_kernels():
 
 
 def test_alignment_with_targets():
-    kernel = features.kernel(ONE, X)
+    kernel = gnlin.TangentKernel(ONE)(X)
     y = np.eye(C)[np.asarray(LABELS)]
     expected = cosine(
         dense_centred(dense_kernel(ONE)), dense_centred(np.outer(y.ravel(), y.ravel()))
@@ -354,8 +354,8 @@ def test_the_velocity_of_a_run_that_was_resumed(tmp_path):
 
 def test_the_distance_between_two_runs():
     other, _ = trained(seed=2, epochs=1)
-    there = features.kernel(other.model, X)
-    apart = lambda now: features.kernel_distance(features.kernel(now, X), there)
+    there = gnlin.TangentKernel(other.model)(X)
+    apart = lambda now: features.kernel_distance(gnlin.TangentKernel(now)(X), there)
     between = gnlin.callbacks.Measure({"apart": apart})
     result, _ = trained(seed=1, epochs=1, callbacks=[between])
     expected = 1 - cosine(dense_kernel(result.model), dense_kernel(other.model))

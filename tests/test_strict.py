@@ -242,7 +242,7 @@ def test_features():
     inputs = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2)
 
     def measured():
-        a, b = (gnlin.features.kernel(m, inputs) for m in (model, other))
+        a, b = (gnlin.TangentKernel(m)(inputs) for m in (model, other))
         return (
             gnlin.features.kernel_alignment(a, b),
             gnlin.features.target_alignment(a, LABELS),

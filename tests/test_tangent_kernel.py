@@ -173,7 +173,8 @@ def test_of_some_parameters_and_of_batch_normalisation():
         gnlin.TangentKernel(normalised)
     found = gnlin.TangentKernel(normalised, state=state)(x)
     by_hand = lambda m, x: eqx.nn.inference_mode(m)(x, state)[0]
-    expected = gnlin.features.kernel((by_hand, normalised), x)
+    lin = gnlin.features.linearise_model((by_hand, normalised), x)
+    expected = lin.kernel().reshape(found.shape)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 

@@ -61,7 +61,7 @@ def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
 
     def callbacks(draw, model):
         images = draw.train[0][: settings.num_kernel]
-        kernel = lambda model: gnlin.features.kernel(model, images)
+        kernel = lambda model: gnlin.TangentKernel(model)(images)
         return [training.Snapshots("kernels", kernel, model, settings)]
 
     solver = training.descent(point["period"], settings.learning_rate)

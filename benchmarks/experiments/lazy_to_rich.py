@@ -107,12 +107,12 @@ def _of_seed(
         "damped": _damped(start, data, settings, rate),
     }
     wrong = lambda outputs: 1 - float(gnlin.accuracy(outputs, test_labels))
-    first_kernel = gnlin.features.kernel(start, images)
+    first_kernel = gnlin.TangentKernel(start)(images)
     found = {
         "endless_error": wrong(gnlin.predict.gradient_flow(start, data)(test_images))
     }
     for name, model in models.items():
-        kernel = gnlin.features.kernel(model, images)
+        kernel = gnlin.TangentKernel(model)(images)
         found[f"{name}_train_rmse"] = rmse(model, data)
         found[f"{name}_error"] = wrong(jax.vmap(model)(test_images))
         found[f"{name}_drift"] = 1 - float(

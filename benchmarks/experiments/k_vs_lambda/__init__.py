@@ -95,8 +95,8 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
         initial, train, solver, loss=loss, max_steps=task.num_steps, divergence=None
     )
     model, result, stats = solution.model, solution.result, solution.stats
-    kernel = gnlin.features.kernel(model, train[0])
-    first_kernel = gnlin.features.kernel(initial, train[0])
+    kernel = gnlin.TangentKernel(model)(train[0])
+    first_kernel = gnlin.TangentKernel(initial)(train[0])
     spectrum = eigenvalues(kernel)
     stable = result == optx.RESULTS.successful
     stable |= result == optx.RESULTS.nonlinear_max_steps_reached

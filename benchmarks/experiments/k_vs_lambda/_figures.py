@@ -367,7 +367,7 @@ def _draw_filters(
             middle = shown[1]
             trained = f"trained at {_strength(task.damping(periods[middle]))}"
             model = task.make_model(jax.random.key(0))
-            first = eigenvalues(gnlin.features.kernel(model, task.train[0]))
+            first = eigenvalues(gnlin.TangentKernel(model)(task.train[0]))
             later = spectra[name][middle]
             _draw_spectrum(
                 bottom, np.asarray(first), label="at initialisation", color=SKY
