@@ -166,5 +166,5 @@ def test_two_devices_communicate():
 
 
 def test_compiling_takes_longer_than_running(task):
-    rows = start.compiling(task, [start._by_hand(task)], 1)
+    rows = start.compiling(task.name, [start._by_hand(task)], 1)
     assert rows[0].seconds > 0

@@ -1,5 +1,6 @@
 """Fits, against SciPy, NIST's certified standard errors and formulas written out."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -14,6 +15,7 @@ import scipy.stats
 
 import gnlin
 from benchmarks.data import nist
+from gnlin._curve_fit import _program
 
 
 X = np.linspace(0, 4, 50)
@@ -382,6 +384,18 @@ def test_inside_jit():
     value, error = rate(jnp.asarray(Y))
     np.testing.assert_allclose(value, fit.parameters["rate"], rtol=1e-8)
     np.testing.assert_allclose(error, fit.standard_errors["rate"], rtol=1e-6)
+
+
+def test_by_an_xla_that_lacks_the_options_to_compile_quickly(monkeypatch):
+    quick = gnlin.curve_fit(decay, X, Y, START)
+    monkeypatch.setitem(_program._QUICKLY, "xla_of_another_version", True)
+    _program._is_known.cache_clear()
+    assert not _program._is_known()
+    other = gnlin.curve_fit(lambda p, x: decay(p, x), X, Y, START)
+    _program._is_known.cache_clear()
+    assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-8)
+    jax.tree.map(assert_close, quick.parameters, other.parameters)
+    jax.tree.map(assert_close, quick.standard_errors, other.standard_errors)
 
 
 def test_one_program_for_all_numbers():

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import scipy.optimize
 
 import gnlin
@@ -12,6 +13,7 @@ import gnlin
 from . import fits
 from .report import Comparison, Figure, Row, timed_row
 from .small_fits import logistic_curves, residuals
+from .start import compiling
 from .timing import alternate, Case
 
 
@@ -39,6 +41,45 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     ]
     title = f"{num_fits} curves of four parameters: fits, bounds, standard errors"
     yield Comparison(title, rows, "gnlin", figures=figures)
+    first, later = waited_for(1 if quick else 5)
+    figures = [
+        Figure("seconds of a first fit of three parameters", "<= 2", first[0].seconds),
+        Figure("seconds of a later one", "<= 0.005", later[0].seconds),
+    ]
+    title = "One fit of three parameters: the first call, compiling included"
+    yield Comparison(title, first, "gnlin", figures=figures[:1])
+    yield Comparison("The same: later calls", later, "gnlin", figures=figures[1:])
+
+
+def waited_for(num_rounds: int) -> tuple[list[Row], list[Row]]:
+    """A first call and a later one, beside optimistix's, which has no standard errors."""
+    x = jnp.linspace(0, 4, 50)
+    start = {"a": 1.0, "rate": 0.5, "c": 0.0}
+
+    def decay(p, x):
+        return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
+
+    y = decay({"a": 2.0, "rate": 0.7, "c": 0.3}, x) + 0.01 * jnp.sin(40 * x)
+    solver = optx.LevenbergMarquardt(1e-8, 1e-8)
+    misfit = lambda p, data: decay(p, data[0]) - data[1]
+
+    def by_optimistix():
+        return optx.least_squares(misfit, solver, start, (x, y)).value
+
+    cases = [
+        Case("gnlin", "curve_fit", lambda: _parts(gnlin.curve_fit(decay, x, y, start))),
+        Case("optimistix", "LevenbergMarquardt, no errors", by_optimistix),
+    ]
+    later = alternate(cases, 3 * num_rounds)
+    name = "a fit of three parameters"
+    return (
+        compiling(name, cases, num_rounds),
+        [timed_row(name, timing, later[0]) for timing in later],
+    )
+
+
+def _parts(fit: gnlin.CurveFit):
+    return fit.parameters, fit.standard_errors
 
 
 def fitted(num_fits: int, num_rounds: int) -> list[Row]:
@@ -50,8 +91,7 @@ def fitted(num_fits: int, num_rounds: int) -> list[Row]:
         return residuals(p, (x, jnp.zeros_like(x)))
 
     def by_gnlin():
-        fit = gnlin.curve_fit(curve, x, ys, starts[0], bounds=bounds)
-        return fit.parameters, fit.standard_errors
+        return _parts(gnlin.curve_fit(curve, x, ys, starts[0], bounds=bounds))
 
     def by_scipy():
         def model(x, low, high, slope, middle):

@@ -25,7 +25,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     task = quintic(width=50, num_examples=20)
     cases = [_by_hand(task), *_ours(task), _optimistix(task)]
     cases = cases[:2] if quick else [*cases, _jaxopt(task)]
-    rows = compiling(task, cases, 1 if quick else 5)
+    rows = compiling(task.name, cases, 1 if quick else 5)
     yield Comparison(f"Tracing and compiling a run; {task.name}", rows, "hand-written")
     rows = against_dependencies(1 if quick else 9)
     figure = Figure("import gnlin over its dependencies", "<= 1.2", rows[1].ratio)
@@ -37,7 +37,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 #
 
 
-def compiling(task: Task, cases: Sequence[Case], num_rounds: int) -> list[Row]:
+def compiling(task: str, cases: Sequence[Case], num_rounds: int) -> list[Row]:
     """The first call less the second, each time with all that was compiled forgotten."""
     seconds: list[list[float]] = [[] for _ in cases]
     for i in range(num_rounds):
@@ -49,7 +49,7 @@ def compiling(task: Task, cases: Sequence[Case], num_rounds: int) -> list[Row]:
     timings = [
         Timing(case, tuple(each), 0.0) for case, each in zip(cases, seconds, strict=True)
     ]
-    return [timed_row(f"compiling: {task.name}", each, timings[0]) for each in timings]
+    return [timed_row(f"compiling: {task}", each, timings[0]) for each in timings]
 
 
 def _clock(run: Callable[[], Any]) -> float:

@@ -1,5 +1,6 @@
 """What of a fit is compiled: the run, and what its end says of the parameters."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
 from .._bounds import Box
+from .._checks import is_traced
 from .._linearisation import linearise
 from .._losses import AbstractElementwiseLoss, SquaredError
 from .._solve import solve
@@ -112,7 +114,6 @@ class Setting(NamedTuple):
     many: bool  # data sets
 
 
-@eqx.filter_jit
 def fitted(
     setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
 ) -> tuple[Fitted, dict[str, Any]]:
@@ -122,6 +123,38 @@ def fitted(
         bounds. One more than is for several data sets is over starts, of which the best
         is chosen.
     """
+    inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
+    quickly = not levels and not inside
+    return _program(quickly and _is_known())(setting, data, start, levels)
+
+
+# The older of XLA's two ways to write loops for the CPU. A fit by itself is compiled for
+# longer than it runs: so in half of the time, and it runs as long.
+_QUICKLY = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+
+
+@functools.cache
+def _is_known() -> bool:
+    """Whether this version of XLA has these options."""
+    try:
+        jax.jit(jnp.negative, compiler_options=_QUICKLY).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def _program(quickly: bool) -> Callable:
+    options: Any = {"compiler_options": _QUICKLY} if quickly else {}
+    return eqx.filter_jit(_all_fitted, **options)
+
+
+def _all_fitted(
+    setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...]
+) -> tuple[Fitted, dict[str, Any]]:
 
     def one(data, start, bounds):
         solver = with_bounds(setting.solver, bounds)
@@ -253,6 +286,7 @@ def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
         "parameters": every.parameters,
         "standard_errors": every.vector(errors),
         "covariance": every.blocks(matrix),
+        "covariance_matrix": matrix,
         "correlation": every.blocks(correlation),
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,

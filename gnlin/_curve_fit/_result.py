@@ -48,6 +48,7 @@ class CurveFit(eqx.Module):
         do not determine.
     - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
         `fit.covariance["a"]["rate"]`; of an array the matrix.
+    - `covariance_matrix`: of those that are free, in the order of `names`.
     - `chi_squared`: of the residuals in units of `sigma`, and of x in units of `sigma_x`;
         `reduced_chi_squared`, by degrees of freedom.
     - `degrees_of_freedom`: points, less parameters that are free and at no bound.
@@ -66,6 +67,7 @@ class CurveFit(eqx.Module):
     standard_errors: PyTree
     covariance: PyTree
     correlation: PyTree
+    covariance_matrix: Float[Array, "*sets k k"]
     chi_squared: Any
     reduced_chi_squared: Any
     degrees_of_freedom: Any
@@ -130,11 +132,6 @@ class CurveFit(eqx.Module):
     @property
     def _free(self) -> PyTree:
         return self._end.parameters
-
-    @property
-    def covariance_matrix(self) -> Float[Array, "k k"]:
-        """Of the parameters that are free, in the order of `names`."""
-        return self._end.covariance.matrix(self.scale**2)
 
     def undetermined(self) -> list[str]:
         """Directions in which the parameters may move without a change of the curve."""
