@@ -10,6 +10,7 @@ import pytest
 import scipy.optimize
 
 import gnlin
+from gnlin._bounds import Box
 
 
 SOLVERS = {
@@ -235,3 +236,23 @@ def test_traced_bounds_that_no_point_is_between_end_as_not_finite():
 
     result = jax.jit(run)(1.0)
     assert result == optx.RESULTS.nonfinite
+
+
+def test_the_curvature_between_bounds_is_summed_over_parts():
+    powers = jnp.arange(1.0, 11.0)
+    fn = gnlin.PerExample(lambda w, x: jnp.tanh(x @ w) ** powers)
+    x = jax.random.normal(jax.random.key(0), (20_000, 30))
+    point = jnp.full(30, 0.1)
+    blocked = jnp.arange(30) < 3
+
+    def curvature(point, x):
+        lin = gnlin.linearise(fn, point, x)
+        return lin.within(Box.of((0.1, None), point), blocked).curvature()
+
+    compiled = jax.jit(curvature).lower(point, x).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    rows = np.array(gnlin.linearise(fn, point, x).matrix())
+    assert memory.temp_size_in_bytes < rows.nbytes / 4
+    rows[:, :3] = 0
+    np.testing.assert_allclose(compiled(point, x), rows.T @ rows, rtol=1e-9)
