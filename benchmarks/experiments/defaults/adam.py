@@ -1,6 +1,5 @@
-"""Adam on a task, in one compiled program for all rates and seeds."""
+"""Adam on a task, at all rates and from all seeds."""
 
-import functools
 import time
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 
 from .runs import BATCH_SIZE, Figures
-from .tasks import Task
+from .tasks import Task, Trainable
 
 
 def run_adam(
@@ -27,63 +26,66 @@ def run_adam(
     spaced in steps, with axes of seeds, rates and looks; `steps`, of two passes each; and
     the `seconds` of a run, without the compilation."""
     every = -(-num_steps // num_looks)
-    seeds = range(num_seeds)
-    arrays = [eqx.filter(task.start(seed), eqx.is_array) for seed in seeds]
     static = eqx.filter(task.start(0), eqx.is_array, inverse=True)
-    of_seeds = zip(arrays, map(task.data, seeds), map(jax.random.key, seeds), strict=True)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *of_seeds)
-    sizes = {"batch_size": batch_size, "num_looks": num_looks, "every": every}
-    one = functools.partial(_train, task, static, **sizes)
-    # One after another: a batch of convolutions with weights of their own is slow here.
-    every_rate = lambda of: jax.lax.map(lambda rate: one(of, rate), jnp.asarray(rates))
-    program = jax.jit(lambda of: jax.lax.map(every_rate, of)).lower(stacked).compile()
-    begun = time.perf_counter()
-    found = jax.block_until_ready(program(stacked))
-    seconds = time.perf_counter() - begun
-    figures: Figures = {name: np.asarray(x) for name, x in found.items()}
-    num_runs = num_seeds * len(rates)
-    return figures | {"steps": every * num_looks, "seconds": seconds / num_runs}
 
-
-def _train(task, static, of_seed, rate, *, batch_size, num_looks, every):
-    arrays, data, key = of_seed
-    model, state = eqx.combine(arrays, static)
-    parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
-    optimiser = optax.adam(rate)
-    num_batches = len(data.train[1]) // batch_size
-
-    def loss(parameters, state, inputs, targets, key):
-        model = eqx.combine(parameters, frozen)
-        outputs, state = task.apply(model, state, inputs, key)
-        return task.mean_loss(outputs, targets), state
-
-    def step(carry, number):
-        parameters, state, moments = carry
+    # Called step by step: inside a loop of XLA's a convolution takes many times as long.
+    @jax.jit
+    def step(carry, train, key, rate, number):
+        arrays, moments = carry
+        model, state = eqx.combine(arrays, static)
+        parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
+        num_batches = len(train[1]) // batch_size
         epoch, index = number // num_batches, number % num_batches
-        order = jax.random.permutation(jax.random.fold_in(key, epoch), len(data.train[1]))
+        order = jax.random.permutation(jax.random.fold_in(key, epoch), len(train[1]))
         batch = jax.lax.dynamic_slice_in_dim(order, index * batch_size, batch_size)
-        inputs, targets = (x[batch] for x in data.train)
-        gradient = jax.grad(loss, has_aux=True)
+        inputs, targets = (x[batch] for x in train)
         dropout = jax.random.fold_in(jax.random.fold_in(key, 1), number)
-        slope, state = gradient(parameters, state, inputs, targets, dropout)
-        with jax.numpy_dtype_promotion("standard"):  # optax counts and multiplies
-            change, moments = optimiser.update(slope, moments)
-            parameters = optax.apply_updates(parameters, change)
-        return (parameters, state, moments), None
 
-    def until(carry, look):
-        carry, _ = jax.lax.scan(step, carry, look * every + jnp.arange(every))
-        model = eqx.nn.inference_mode(eqx.combine(carry[0], frozen))
+        def loss(parameters):
+            model = eqx.combine(parameters, frozen)
+            outputs, new = task.apply(model, state, inputs, dropout)
+            return task.mean_loss(outputs, targets), new
+
+        slope, state = jax.grad(loss, has_aux=True)(parameters)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts and multiplies
+            change, moments = optax.adam(rate).update(slope, moments)
+            parameters = optax.apply_updates(parameters, change)
+        now = Trainable(eqx.combine(parameters, frozen), state)
+        return eqx.filter(now, eqx.is_array), moments
+
+    @jax.jit
+    def looked(arrays, data):
+        model, state = eqx.combine(arrays, static)
+        model = eqx.nn.inference_mode(model)
 
         def figure(what, examples):
             inputs, targets = examples
-            return what(task.apply(model, carry[1], inputs)[0], targets)
+            return what(task.apply(model, state, inputs)[0], targets)
 
-        return carry, {
+        return {
             "test_scores": figure(task.metric, data.test),
             "validation_scores": figure(task.metric, data.validation),
             "train_losses": figure(task.mean_loss, data.train),
         }
 
-    start = parameters, state, optimiser.init(parameters)
-    return jax.lax.scan(until, start, jnp.arange(num_looks))[1]
+    def trained(seed: int, rate: float) -> list[dict]:
+        start, data, key = task.start(seed), task.data(seed), jax.random.key(seed)
+        data = jax.tree.map(jnp.asarray, data)
+        moments = optax.adam(rate).init(eqx.filter(start.model, eqx.is_inexact_array))
+        carry, looks = (eqx.filter(start, eqx.is_array), moments), []
+        for number in range(every * num_looks):
+            carry = step(carry, data.train, key, rate, number)
+            if (number + 1) % every == 0:
+                looks.append(looked(carry[0], data))
+        return jax.device_get(looks)
+
+    trained(0, rates[0])  # compiles
+    begun = time.perf_counter()
+    runs = [[trained(seed, rate) for rate in rates] for seed in range(num_seeds)]
+    seconds = (time.perf_counter() - begun) / (num_seeds * len(rates))
+    names = runs[0][0][0]
+    figures: Figures = {
+        name: np.array([[[look[name] for look in run] for run in of] for of in runs])
+        for name in names
+    }
+    return figures | {"steps": every * num_looks, "seconds": seconds}
