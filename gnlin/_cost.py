@@ -26,6 +26,7 @@ class Rates(NamedTuple):
     - `passed`: an operation of a pass through a network.
     - `step`: one iteration of a loop, besides what is done in it.
     - `looped`: how many times longer a convolution takes inside a loop.
+    - `gathered`: how many times longer an operation takes that reads few parameters.
     - `cholesky`, `eigh`, `svd`: of a square matrix.
     """
 
@@ -33,6 +34,7 @@ class Rates(NamedTuple):
     passed: float
     step: float
     looped: float
+    gathered: float
     cholesky: Factorisation
     eigh: Factorisation
     svd: Factorisation
@@ -46,6 +48,7 @@ _RATES = {
         passed=2.5e-11,
         step=1e-5,
         looped=14.0,
+        gathered=25.0,
         cholesky=Factorisation(1.5e-5, 1e-8, 1.7e-11),
         eigh=Factorisation(3e-5, 1.2e-7, 1.3e-10),
         svd=Factorisation(3e-5, 2.5e-7, 2.5e-10),
@@ -55,6 +58,7 @@ _RATES = {
         passed=1e-13,
         step=3e-5,
         looped=1.0,
+        gathered=1.0,
         cholesky=Factorisation(1e-4, 3e-9, 1e-13),
         eigh=Factorisation(1e-3, 2e-8, 1e-11),
         svd=Factorisation(2e-3, 1e-7, 2e-11),

@@ -53,6 +53,7 @@ class Cost(NamedTuple):
     - `num_bytes`: that the blocks take in memory.
     - `memory_budget`: that they, and the matrices made of them, are to stay within.
     - `loops_slowly`: whether a product is many times slower inside a loop.
+    - `rows_in_loop`: whether the passes for the blocks are some at a time.
     - `in_parts`: whether the curvature can be summed over parts of the rows.
     - `reads`: where each example reads few of the parameters, what; by groups.
     """
@@ -66,6 +67,7 @@ class Cost(NamedTuple):
     num_bytes: int
     memory_budget: int
     loops_slowly: bool
+    rows_in_loop: bool = False
     in_parts: bool = False
     reads: tuple[Reads, ...] = ()
 
@@ -90,24 +92,29 @@ class Cost(NamedTuple):
         """Seconds for a product each way, inside a loop."""
         rate = rates()
         slower = rate.looped if self.loops_slowly else 1.0
+        slower *= rate.gathered if self.reads else 1.0
         return rate.step + 2 * self.one_pass * rate.passed * slower
 
     @property
     def all_rows(self) -> float:
         """Seconds for the blocks."""
-        return self.rows.number() * self.one_pass * rates().passed
+        return self._seconds(self.rows)
 
     @property
     def whole_gram(self) -> float:
         """Seconds for the kernel, its passes included."""
-        of_passes = self.gram.number() * self.one_pass * rates().passed
-        return of_passes + self.gram_operations * rates().product
+        return self._seconds(self.gram) + self.gram_operations * rates().product
 
     @property
     def whole_curvature(self) -> float:
         """Seconds for the curvature, its passes included."""
         m, p = self.shape
         return self.all_rows + 2.0 * m * float(p) ** 2 * rates().product
+
+    def _seconds(self, passes: Passes) -> float:
+        slowly = self.loops_slowly and self.rows_in_loop
+        slower = rates().looped if slowly else 1.0
+        return passes.number() * self.one_pass * rates().passed * slower
 
 
 class AbstractJacobian(lx.AbstractLinearOperator):
@@ -227,13 +234,15 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     ) -> PyTree[Array]:
         """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
         allows."""
+        at_once = self.passes_at_once(basis.dtype.itemsize)
+        if at_once >= basis.shape[0]:
+            return jax.vmap(fn)(basis)
+        return jax.lax.map(fn, basis, batch_size=at_once)
+
+    def passes_at_once(self, itemsize: int) -> int:
         # What the transposed pass holds is of the size of what the forward pass left.
         forward = sum(x.nbytes for x in jax.tree.leaves(self) if eqx.is_array(x))
-        one_pass = forward + sum(self.shape) * basis.dtype.itemsize
-        chunk = max(1, self.memory_budget // one_pass)
-        if chunk >= basis.shape[0]:
-            return jax.vmap(fn)(basis)
-        return jax.lax.map(fn, basis, batch_size=chunk)
+        return max(1, self.memory_budget // (forward + sum(self.shape) * itemsize))
 
     def in_turn(self, array: Array) -> tuple["AbstractJacobian", Array]:
         """The same, its blocks not made before an array is."""

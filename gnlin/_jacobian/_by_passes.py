@@ -78,6 +78,7 @@ class ByPasses(AbstractJacobian):
             num_bytes=sum(self.block_bytes()),
             memory_budget=self.memory_budget,
             loops_slowly=loops_slowly(self._jvp, self.domain.tree),
+            rows_in_loop=rows.number() > self.passes_at_once(self.domain.dtype.itemsize),
         )
 
 

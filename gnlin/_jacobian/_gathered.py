@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._passes import Passes
 from .._tree import promoted, Structure
@@ -86,10 +86,11 @@ class Gathered(AbstractBlock):
         return Rows(self.rows()).squared_rows()
 
     def squared_columns(self) -> Float[Array, "..."]:
-        return self._scattered(jnp.sum(self._distinct() ** 2, axis=1)).reshape(self.shape)
+        values, _ = self.distinct()
+        return self._scattered(jnp.sum(values**2, axis=1)).reshape(self.shape)
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        values, size = self._distinct(), math.prod(self.shape[1:])
+        (values, _), size = self.distinct(), math.prod(self.shape[1:])
         if values.shape[-1] == size:
             return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
         # Of single entries, the pairs that are in one row of the array
@@ -115,13 +116,14 @@ class Gathered(AbstractBlock):
         zeros = jnp.zeros((self._flat[0], *parts.shape[2:]), parts.dtype)
         return zeros.at[self.index].add(parts)
 
-    def _distinct(self) -> Float[Array, "n c s d"]:
-        """Of what is read twice the first has the sum of both, the second nothing."""
+    def distinct(self) -> tuple[Float[Array, "n c s d"], Bool[Array, "n s"]]:
+        """Of what is read twice the first has the sum of both, the second nothing; and
+        which these are."""
         same = self.index[:, :, None] == self.index[:, None, :]
         sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
         before = jnp.tri(self.index.shape[1], k=-1, dtype=bool)
         again = jnp.any(same & before[None], axis=2)
-        return jnp.where(again[:, None, :, None], 0, sums)
+        return jnp.where(again[:, None, :, None], 0, sums), again
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Gathered":
         columns = self.values.reshape(self.num_rows, math.prod(self.values.shape[2:]))

@@ -223,6 +223,7 @@ class OfExamples(AbstractJacobian):
             gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
             gram_operations=2 * multiplications,
             num_bytes=sum(sizes),
+            rows_in_loop=False,
             in_parts=True,
             memory_budget=self.memory_budget,
         )

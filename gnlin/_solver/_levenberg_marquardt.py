@@ -19,11 +19,11 @@ from .._subproblem import (
     AbstractSubproblem,
     check_form,
     check_method,
-    exact_is_dear,
     Form,
-    is_eliminated,
+    is_factorised_anew,
     Method,
     problem_of,
+    without_factorisation,
 )
 from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
@@ -39,6 +39,7 @@ _MAX_IDLE = 10
 # What an exact step is worth, in seconds: of a network, or with other batches to come,
 # little.
 _EXACT_STEP, _EXACT_STEP_OF_NETWORK = 2.0, 2e-3
+_BY_PRODUCTS = "matrix-free", "products-first"
 
 
 # The first damping on a full batch and across batches: on a full batch a rejected trial
@@ -90,15 +91,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
         matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial; by default where the Jacobian is at hand, and
-        not by the Schur complement, which is made again for it.
+        not by the sparse factorisations, which are made again for it.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root
         of what is left of the gradient.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
-        `"schur"` or `"matrix-free"`; `"auto"` is matrix-free where the Jacobian at hand
-        costs many times as much, or more than the memory budget; or a
+        `"schur"`, `"sparse"` or `"matrix-free"`; `"auto"` is matrix-free where the
+        Jacobian at hand costs many times as much, or more than the memory budget; or a
         [`gnlin.MixedPrecision`][], or a solver of lineax. See "How to choose" in the
         documentation.
     - `memory_budget`: bytes that the largest matrix may take.
@@ -214,7 +215,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             # large again after each long step: what has been tight stays so.
             left = jnp.fmin(tolerance, jnp.sqrt(gradient / first_gradient))
             tolerance = jnp.fmin(left, memory.tolerance)
-        if method == "matrix-free":
+        if method in _BY_PRODUCTS:
             subproblem = subproblem.truncated(tolerance)
         finite = _is_finite(objective, lin, subproblem)
         memory = eqx.tree_at(
@@ -348,14 +349,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if method == "auto" and scaling in (None, "identity"):
             exact = objective.is_quadratic and not objective.is_sample
             worth = _EXACT_STEP if exact else _EXACT_STEP_OF_NETWORK
-            method = "matrix-free" if exact_is_dear(cost, num_trials, worth) else "auto"
-        free = method == "matrix-free"
+            method = without_factorisation(cost, kind, num_trials, worth)
+        free = method in _BY_PRODUCTS
         if scaling is None:
             # Which needs the rows themselves
             scaling = "identity" if free or not cost.columns_fit else "more"
         if acceleration is None:
-            eliminated = method == "auto" and is_eliminated(cost, kind, num_trials)
-            acceleration = not (free or eliminated or method == "schur")
+            anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
+            acceleration = not (free or anew or method in ("schur", "sparse"))
         return method, scaling, acceleration
 
 

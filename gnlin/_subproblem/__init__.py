@@ -10,11 +10,11 @@ from ._choose import (
     check_form as check_form,
     check_method as check_method,
     choose as choose,
-    exact_is_dear as exact_is_dear,
     Form as Form,
-    is_eliminated as is_eliminated,
+    is_factorised_anew as is_factorised_anew,
     Method as Method,
     problem_of as problem_of,
+    without_factorisation as without_factorisation,
 )
 from ._descent import updated as updated
 from ._matrix_free import MatrixFree as MatrixFree

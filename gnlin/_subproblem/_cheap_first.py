@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 from equinox import AbstractVar
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, PyTree, Scalar
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._jacobian import Cost
 from .._passes import Passes
@@ -29,6 +29,7 @@ from ._cholesky import damping_of
 from ._matrix_free import MatrixFree
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
+from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 
 
@@ -125,9 +126,14 @@ class ProductsFirst(AbstractFirst):
         directly = Partial(_direct(cost).of, problem, cost)
         return cls(MatrixFree(problem), directly, _most_tried(cost))
 
+    def truncated(self, tolerance: ScalarLike) -> "ProductsFirst":
+        first = MatrixFree(self.problem, tolerance)
+        return ProductsFirst(first, self.directly, self.most)
+
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        damping = damping_of(filter)
-        return self.first.attempt(self.first.exactly(), damping, self.most)
+        damping, tolerance = damping_of(filter), self.first.tolerance
+        tolerance = self.first.exactly() if tolerance is None else tolerance
+        return self.first.attempt(tolerance, damping, self.most)
 
 
 class EigenvaluesFirst(AbstractFirst):
@@ -168,9 +174,10 @@ class EigenvaluesFirst(AbstractFirst):
         return kept.solve(filter), self.resolved
 
 
-def _direct(cost: Cost) -> type[OnOutputs] | type[OnParameters]:
+def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:
     m, p = cost.shape
-    return OnOutputs if m <= p else OnParameters
+    dense = OnOutputs if m <= p else OnParameters
+    return SparseLU if cost.reads and has_factorisation() else dense
 
 
 def _most_tried(cost: Cost) -> int:

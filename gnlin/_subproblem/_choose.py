@@ -20,6 +20,7 @@ from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._schur import SchurComplement
+from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 
 
@@ -30,13 +31,14 @@ MethodName = Literal[
     "kernel",
     "curvature",
     "schur",
+    "sparse",
     "matrix-free",
     "products-first",
     "eigh-first",
 ]
 Method = MethodName | MixedPrecision | lx.AbstractLinearSolver
 # Those that serve for damped problems only.
-_DAMPED = ("kernel", "curvature", "schur", "products-first")
+_DAMPED = ("kernel", "curvature", "schur", "sparse", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
 
@@ -46,6 +48,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
     OnOutputs,
     OnParameters,
     SchurComplement,
+    SparseLU,
     MatrixFree,
     ProductsFirst,
     EigenvaluesFirst,
@@ -145,6 +148,16 @@ def choose(
                     "eliminates an array of which each example reads one row, as "
                     "`select=` of every group says, and here is none"
                 )
+            if method == SparseLU.method and not has_factorisation():
+                why = (
+                    "needs klujax (`pip install gnlin[sparse]`), the CPU, and double "
+                    'precision (`jax.config.update("jax_enable_x64", True)`)'
+                )
+            elif method == SparseLU.method and OnParameters in serving:
+                why = (
+                    "is for examples that read few of the parameters, as `select=` of "
+                    "every group says, or `gnlin.Sparsity`"
+                )
             raise ValueError(
                 f'The method {method!r} {why}: use "auto", or {", ".join(others)}.'
             )
@@ -166,17 +179,42 @@ def choose(
 # solved exactly is dear where it costs so many times as much.
 _PRODUCTS = 20
 _MANY_TIMES = 10
+_SPARSE_STEP = 2e-3
 
 
-_EXACT = SingularValues, Eigenvalues, OnOutputs, OnParameters, SchurComplement
+_SPARSE = SchurComplement, SparseLU
+_EXACT = SingularValues, Eigenvalues, OnOutputs, OnParameters, *_SPARSE
 
 
-def is_eliminated(cost: Cost, filter: Filter, num_trials: int) -> bool:
-    """Whether an exact step is cheapest by the Schur complement, where each solution is
-    another factorisation."""
+def is_exactly_by(
+    ways: tuple[type[AbstractWay], ...], cost: Cost, filter: Filter, num_trials: int
+) -> bool:
+    """Whether an exact step is cheapest by one of these."""
     costs = {way: way.cost(cost, filter, num_trials) for way in _EXACT}
     best = min(costs, key=lambda way: costs[way])
-    return best is SchurComplement and math.isfinite(costs[best])
+    return best in ways and math.isfinite(costs[best])
+
+
+def is_factorised_anew(cost: Cost, filter: Filter, num_trials: int) -> bool:
+    """Whether it is by what is sparse, where each solution is another factorisation."""
+    return is_exactly_by(_SPARSE, cost, filter, num_trials)
+
+
+def without_factorisation(
+    cost: Cost, filter: Filter, num_trials: int, worth: float
+) -> Any:
+    """The method where an exact step is dear: products, and of what is sparse the
+    factorisation where these do not arrive. Else `"auto"`.
+
+    - `worth`: what an exact step is, in seconds, of what is not sparse. There it is
+        cheap, or products are.
+    """
+    sparse = bool(cost.reads)
+    if sparse and not is_exactly_by((SchurComplement,), cost, filter, num_trials):
+        worth = min(worth, _SPARSE_STEP)
+    if not exact_is_dear(cost, num_trials, worth):
+        return "auto"
+    return "products-first" if sparse and has_factorisation() else "matrix-free"
 
 
 def exact_is_dear(cost: Cost, num_trials: int, worth: float) -> bool:

@@ -1,0 +1,214 @@
+"""By a sparse factorisation, where few of the rows that are read are coupled by more than
+a chain."""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
+
+from .. import _tree
+from .._cost import rates
+from .._jacobian import AbstractJacobian, Cost, Reads, Stack
+from .._passes import Passes
+from .._problem import Quadratic
+from .._sharding import is_spread
+from .._spectrum import Filter
+from .._tree import ravel_pytree
+from ..filters import Tikhonov
+from ._base import AbstractWay, Answer
+from ._cholesky import damping_of
+
+
+# Seconds for each entry of the system, at least: of graphs that are nearly chains.
+_ENTRY = 7e-8
+
+
+class SparseLU(AbstractWay):
+    r"""With $u = -(r + \phi\,\delta)$ beside the step, a system in which nothing is
+    multiplied, so that each entry of the Jacobian stands in it as it is:
+
+    $$\begin{pmatrix} I & \phi \\ \phi^\top & -\lambda I \end{pmatrix}
+    \begin{pmatrix} u \\ \delta \end{pmatrix} = \begin{pmatrix} -r \\ g_0 \end{pmatrix}.$$
+
+    ??? cite "Reference"
+
+        Å. Björck, *Numerical methods for least squares problems* (1996), section 7.7; its
+        factorisation: T. A. Davis and E. Palamadai Natarajan, *Algorithm 907: KLU, a
+        direct sparse solver for circuit simulation problems*, ACM Trans. Math. Softw. 37
+        (2010).
+    """
+
+    method: ClassVar[str] = "sparse"
+    problem: Quadratic
+    entries: "_Entries"
+    passes: Passes
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Quadratic, entries: "_Entries", passes: Passes):
+        self.problem = problem
+        self.entries = entries
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+        if not quadratic or is_spread() or not has_factorisation():
+            return False
+        return problem.jacobian.is_sparse
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if not has_factorisation() or not cost.reads:
+            return math.inf
+        num_entries, core = _size(cost.reads)
+        if (num_entries + float(core) ** 2) * cost.itemsize > cost.memory_budget:
+            return math.inf
+        once = _ENTRY * num_entries + rates().cholesky(core)
+        return cost.all_rows + num_trials * once
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "SparseLU":
+        return cls(problem, _Entries.of(problem.jacobian), cost.rows)
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.problem.curvature_along(self._gradient)
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def largest_curvature(self) -> Scalar:
+        return self.entries.largest_column()
+
+    def with_residual(self, residual: PyTree[Array]) -> "SparseLU":
+        problem = self.problem.with_residual(residual)
+        return SparseLU(problem, self.entries, Passes())
+
+    def solve(self, filter: Filter) -> Answer:
+        domain, rest = self.problem.jacobian.domain, self.problem.rest
+        rest = jnp.zeros(domain.size, domain.dtype) if rest is None else rest
+        above, below = -self.problem.flat_residual(), ravel_pytree(rest)[0]
+        step = self.entries.solved(damping_of(filter), above, below)
+        return Answer(domain.unravel(step.astype(domain.dtype)))
+
+
+def has_factorisation() -> bool:
+    """Whether KLU is installed, and serves: on the CPU, in double precision."""
+    there = importlib.util.find_spec("klujax") is not None
+    double = jnp.result_type(float) == jnp.float64
+    return there and double and jax.default_backend() == "cpu"
+
+
+def _size(reads: Sequence[Reads]) -> tuple[int, int]:
+    """How many entries the system has, and how large a dense matrix its factorisation may
+    come to.
+
+    Of a graph with v nodes and e edges, 2 (e - v) nodes are left at most when those with
+    up to two neighbours are eliminated, which takes next to nothing; of these a sixth are
+    neighbours at a time in the best order (F. V. Fomin and K. Høie, *Pathwidth of cubic
+    graphs and exact algorithms*, 2006), and perhaps twice as many in a good one.
+    """
+    num_rows = sum(k for k, _, _ in reads[0].arrays)
+    widest = max(d for _, _, d in reads[0].arrays)
+    num_edges, num_entries = 0, sum(k * d for k, _, d in reads[0].arrays)
+    for each in reads:
+        together = sum(s for _, s, _ in each.arrays)
+        num_edges += each.num_examples * together * (together - 1) // 2
+        read = sum(s * d for _, s, d in each.arrays)
+        num_entries += each.num_examples * each.num_outputs * (2 * read + 1)
+    core = min(max(2 * (num_edges - num_rows) // 3, 0), num_rows)
+    return num_entries, core * widest
+
+
+class _Entries(eqx.Module):
+    """Of the Jacobian what is not zero, each entry once: its row, its column. What an
+    example reads for the second time is in a column beyond the last, and zero."""
+
+    values: Float[Array, " k"]
+    row: Int[Array, " k"]
+    column: Int[Array, " k"]
+    shape: tuple[int, int] = eqx.field(static=True)
+
+    @staticmethod
+    def of(jacobian: AbstractJacobian) -> "_Entries":
+        m, p = jacobian.shape
+        first, beyond, found = 0, p, []
+        for block, leaf in zip(jacobian.blocks(), jacobian.domain.leaves, strict=True):
+            first_row = 0
+            parts: list[Any] = [*block.parts] if isinstance(block, Stack) else [block]
+            for part in parts:
+                found.append(_of_block(part, first_row, first, beyond))
+                first_row += part.num_rows
+            first += leaf.size
+            beyond += max(math.prod(part.values.shape[2:]) for part in parts)
+        values, row, column = map(jnp.concatenate, zip(*found, strict=True))
+        return _Entries(values.astype(jnp.float64), row, column, (m, beyond))
+
+    def largest_column(self) -> Scalar:
+        """The largest squared norm of one."""
+        zeros = jnp.zeros(self.shape[1], self.values.dtype)
+        return jnp.max(zeros.at[self.column].add(self.values**2))
+
+    def solved(
+        self,
+        damping: ScalarLike,
+        above: Float[Array, " m"],
+        below: Float[Array, " p"],
+    ) -> Float[Array, " p"]:
+        """The step. NaN in, NaN out, and none of it to KLU, for which a singular matrix
+        is an error: damped no less than by the rounding of the largest column, it is
+        none."""
+        m, n = self.shape
+        dtype = self.values.dtype
+        rounding = jnp.finfo(dtype).eps * self.largest_column()
+        rounding = jnp.where(rounding > 0, rounding, 1)
+        damping = jnp.maximum(jnp.asarray(damping, dtype), rounding)
+        zeros = jnp.zeros(n - below.size, dtype)
+        right = jnp.concatenate([above.astype(dtype), below.astype(dtype), zeros])
+        finite = _tree.all_finite((self.values, right, damping))
+        values = jnp.where(finite, self.values, 0)
+        lower = jnp.full(n, jnp.where(finite, -damping, 1))
+        places = jnp.arange(m + n, dtype=self.row.dtype)
+        row = jnp.concatenate([self.row, m + self.column, places])
+        column = jnp.concatenate([m + self.column, self.row, places])
+        matrix = jnp.concatenate([values, values, jnp.ones(m, dtype), lower])
+        found = _factorisation()(row, column, matrix, jnp.where(finite, right, 0))
+        return jnp.where(finite, found[m : m + below.size], jnp.nan)
+
+
+def _of_block(
+    block: Any, first_row: int, first_column: int, beyond: int
+) -> tuple[Array, Array, Array]:
+    """Values, rows and columns."""
+    values, again = block.distinct()
+    n, c, s, d = values.shape
+    row = first_row + jnp.arange(n * c).reshape(n, c, 1, 1)
+    places = jnp.arange(s * d).reshape(s, d)
+    column = block.index.astype(int)[:, :, None] * d + places[None, :1]
+    column = jnp.where(again[:, :, None], beyond + places[None], first_column + column)
+    every = [values, row, column[:, None]]
+    values, row, column = (jnp.broadcast_to(x, values.shape).ravel() for x in every)
+    return values, row, column
+
+
+@functools.cache
+def _factorisation() -> Callable[..., Array]:
+    """KLU. Its import turns JAX to double precision and to the CPU, for all programs of
+    the process: that is taken back."""
+    before = {name: jax.config.values[name] for name in _TURNED}
+    import klujax
+
+    for name, value in before.items():
+        jax.config.update(name, value)
+    return klujax.solve
+
+
+_TURNED = "jax_enable_x64", "jax_platform_name"
