@@ -56,7 +56,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         must be `"identity"`.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
         on the m x m side), `"curvature"` (on the p x p side), `"schur"` (the same, with
-        an array of parameters eliminated), `"matrix-free"` (conjugate gradients),
+        an array of parameters eliminated), `"sparse"` (a factorisation of what is
+        sparse), `"matrix-free"` (conjugate gradients),
         `"products-first"` (those while they are cheap, else by Cholesky); a
         [`gnlin.MixedPrecision`][], for a kernel in lower precision; or any solver of
         lineax, such as `lineax.QR()`.

@@ -1,0 +1,199 @@
+"""Sparse factorisations: the steps of the dense system, solved by NumPy."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_schur import dense, linearised, problem
+
+import gnlin
+from gnlin._jacobian import Cost, Reads
+from gnlin._problem import Quadratic
+from gnlin._subproblem import _sparse, choose
+from gnlin._subproblem._cheap_first import ProductsFirst
+from gnlin._subproblem._sparse import SparseLU
+from gnlin.filters import GradientDescent, Tikhonov
+
+
+def chain(num_poses, closures=(), dtype=jnp.float64):
+    """Turns of a robot, each measured from the one before, and some seen again."""
+    pairs = [(k, k + 1) for k in range(num_poses - 1)] + list(closures)
+    ends = np.asarray(pairs, int).reshape(-1, 2)
+    rng = np.random.default_rng(0)
+    noise = 0.01 * rng.normal(size=(len(ends), 3))
+    measured = 0.1 * (ends[:, 1:] - ends[:, :1]) + noise
+    edges = {"ends": jnp.asarray(ends), "measured": jnp.asarray(measured, dtype)}
+
+    def fn(pair, edge):
+        return pair[1] - pair[0] + 0.1 * jnp.sin(pair[0]) - edge["measured"]
+
+    held = gnlin.Residuals(
+        lambda pose, _: 10 * pose, jnp.zeros(1, int), select=lambda k: k
+    )
+    seen = gnlin.Residuals(fn, edges, select=lambda edge: edge["ends"])
+    start = 0.1 * jnp.arange(float(num_poses))[:, None] * jnp.ones((1, 3))
+    groups = {"held": held, "seen": seen} if len(ends) else {"held": held}
+    return start.astype(dtype) % 1.0, groups
+
+
+def flat(tree):
+    return np.asarray(jax.flatten_util.ravel_pytree(tree)[0], float)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize("with_rest", [False, True])
+def test_steps_are_those_of_the_dense_system(dtype, with_rest):
+    """Of three groups, some of whose examples read the same row twice, and some arrays
+    not at all; all dampings by one set-up."""
+    model, data = problem(dtype=dtype)
+    rest = jax.tree.map(jnp.cos, model) if with_rest else None
+
+    @jax.jit
+    def steps(model, data):
+        lin = linearised(model, data)
+        quadratic = Quadratic(lin.jacobian, lin.outputs, rest)
+        ready = choose(quadratic, Tikhonov(1.0), 3, "sparse")
+        assert isinstance(ready, SparseLU)
+        found = [ready.solve(Tikhonov(d)).step for d in (1e-3, 1.0, 1e3)]
+        again = ready.with_residual(jax.tree.map(jnp.sin, lin.outputs))
+        largest = ready.largest_curvature()
+        return lin, found, again.solve(Tikhonov(1.0)).step, largest
+
+    lin, found, other, largest = steps(model, data)
+    jacobian, gradient = dense(lin, rest)
+    curvature = jacobian.T @ jacobian
+    tolerance = 1e-9 if dtype == jnp.float64 else 2e-4
+    for damping, step in zip((1e-3, 1.0, 1e3), found, strict=True):
+        system = curvature + damping * np.eye(len(gradient))
+        expected = -np.linalg.solve(system, gradient)
+        error = np.linalg.norm(flat(step) - expected) / np.linalg.norm(expected)
+        assert error < tolerance
+        assert {x.dtype for x in jax.tree.leaves(step)} == {np.dtype(dtype)}
+    right = jacobian.T @ flat(jax.tree.map(jnp.sin, lin.outputs))
+    expected = -np.linalg.solve(curvature + np.eye(len(gradient)), right)
+    np.testing.assert_allclose(flat(other), expected, rtol=0, atol=10 * tolerance)
+    assert float(largest) == pytest.approx(np.max(np.diag(curvature)), rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["jacobian", "residual"])
+def test_what_is_not_finite_comes_back_as_nan(what):
+    model, data = problem()
+    if what == "jacobian":
+        model = model | {"camera": model["camera"].at[0].set(jnp.nan)}
+    lin = linearised(model, data)
+    residual = lin.outputs
+    if what == "residual":
+        residual = jax.tree.map(lambda x: x.at[0].set(jnp.inf), residual)
+    ready = choose(Quadratic(lin.jacobian, residual), Tikhonov(1.0), 1, "sparse")
+    step = ready.solve(Tikhonov(1.0)).step
+    assert np.all(np.isnan(flat(step)))
+
+
+def test_a_singular_system_is_no_error():
+    """Without damping: a chain that nothing holds, of which one row is read by none, and
+    a Jacobian of zeros."""
+    start, groups = chain(6)
+    loose = {"seen": groups["seen"]}
+    lin = gnlin.features.linearise_model(jnp.concatenate([start, start[:1]]), loose)
+    step = (
+        choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(0.0), 1, "sparse")
+        .solve(Tikhonov(0.0))
+        .step
+    )
+    matrix, residual = np.asarray(lin.matrix()), flat(lin.outputs)
+    left = matrix.T @ (matrix @ flat(step) + residual)
+    assert np.linalg.norm(left) < 1e-6 * np.linalg.norm(matrix.T @ residual)
+    nothing = gnlin.Residuals(
+        lambda pose, _: 0 * pose + 1.0, jnp.arange(6), select=lambda k: k
+    )
+    lin = gnlin.features.linearise_model(start, nothing)
+    ready = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(0.0), 1, "sparse")
+    np.testing.assert_array_equal(ready.solve(Tikhonov(0.0)).step, np.zeros((6, 3)))
+
+
+@pytest.mark.parametrize("num_poses", [1, 2, 40])
+def test_levenberg_marquardt_ends_where_the_others_do(num_poses):
+    closures = [(k, k + 20) for k in range(0, 20, 5)] if num_poses == 40 else []
+    start, groups = chain(num_poses, closures)
+    ends = [
+        gnlin.solve(start, groups, gnlin.LevenbergMarquardt(method=method), max_steps=99)
+        for method in ("sparse", "curvature", "matrix-free")
+    ]
+    for end in ends:
+        assert "converged" in end.reason
+        np.testing.assert_allclose(end.loss, ends[1].loss, rtol=1e-9, atol=1e-18)
+    bounded = gnlin.LevenbergMarquardt(method="sparse", bounds=(-0.5, 0.5))
+    other = gnlin.LevenbergMarquardt(method="curvature", bounds=(-0.5, 0.5))
+    start = jnp.clip(start, -0.5, 0.5)
+    ours, theirs = (gnlin.solve(start, groups, s, max_steps=99) for s in (bounded, other))
+    np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-8, atol=1e-18)
+
+
+def test_by_itself_on_a_chain_and_products_first_on_what_is_coupled_more():
+    """`auto`, by what the costs say: the whole of it is in `benchmarks speed graph`."""
+    reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)
+    start, groups = chain(1_000, [(k, k + 200) for k in range(0, 800, 20)])
+    lin = gnlin.features.linearise_model(start, groups)
+    way = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0))
+    assert isinstance(way, SparseLU)
+    cost: Cost = lin.jacobian.cost()
+    prices = [
+        SparseLU.cost(cost._replace(reads=reads(edges)), Tikhonov(1.0), 1)
+        for edges in (1_000, 1_500, 4_000)
+    ]
+    assert prices[0] < prices[1] < prices[2]
+    first = choose(
+        Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0), method="products-first"
+    )
+    assert isinstance(first, ProductsFirst)
+    assert first.directly.func == SparseLU.of
+    direct = way.solve(Tikhonov(1e-6)).step
+    np.testing.assert_allclose(first.solve(Tikhonov(1e-6)).step, direct, atol=1e-7)
+
+
+def test_many_starts_at_once():
+    start, groups = chain(12, [(0, 6)])
+    solver = gnlin.DampedGaussNewton(1e-3, method="sparse", search=None)
+    starts = jnp.stack([start, 0.9 * start])
+    one = lambda s: gnlin.solve(s, groups, solver, max_steps=5, divergence=None).model
+    both = jax.vmap(one)(starts)
+    for each, alone in zip(both, starts, strict=True):
+        np.testing.assert_allclose(each, one(alone), rtol=1e-9, atol=1e-12)
+
+
+def test_jax_is_left_as_it_was():
+    """In a process of its own: that a package is imported for the first time."""
+    program = """
+import jax
+from gnlin._subproblem import _sparse
+before = {name: jax.config.values[name] for name in _sparse._TURNED}
+_sparse._factorisation()
+assert before == {name: jax.config.values[name] for name in _sparse._TURNED}, before
+"""
+    for environment in ({}, {"JAX_ENABLE_X64": "1"}):
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, env=os.environ | environment
+        )
+
+
+def test_mistakes(monkeypatch):
+    start, groups = chain(3)
+    lin = gnlin.features.linearise_model(start, groups)
+    quadratic = Quadratic(lin.jacobian, lin.outputs)
+    with pytest.raises(ValueError, match="does not serve for `GradientDescent`"):
+        choose(quadratic, GradientDescent(3, 0.1), method="sparse")
+    whole = gnlin.linearise(lambda y, _: y**2, start)
+    with pytest.raises(ValueError, match="is for examples that read few of the param"):
+        choose(Quadratic(whole.jacobian, whole.outputs), Tikhonov(1.0), method="sparse")
+    needs = pytest.raises(ValueError, match=r"needs klujax .* and double precision")
+    with needs, jax.enable_x64(False):
+        choose(quadratic, Tikhonov(1.0), method="sparse")
+    monkeypatch.setattr(_sparse.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"needs klujax \(`pip install gnlin\[sparse\]`"):
+        choose(quadratic, Tikhonov(1.0), method="sparse")
+    assert not isinstance(choose(quadratic, Tikhonov(1.0)), SparseLU)
