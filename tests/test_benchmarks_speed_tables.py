@@ -242,8 +242,8 @@ def test_many_bounded_fits():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
-    [graph.pose_graph(20, 50), graph.bundle(4, 20, 80)],
-    ids=["poses", "bundle"],
+    [graph.pose_graph(20, 50), graph.laps(30, 4, 10), graph.bundle(4, 20, 80)],
+    ids=["poses", "laps", "bundle"],
 )
 def test_sparse_problems_are_solved_by_all(problem):
     rows = _sound(graph.solved(problem, 1))

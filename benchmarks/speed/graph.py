@@ -36,9 +36,13 @@ class Problem(NamedTuple):
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
     problems = (
-        (pose_graph(60, 150), bundle(4, 40, 160))
+        (pose_graph(60, 150), laps(60, 5, 20), bundle(4, 40, 160))
         if quick
-        else (pose_graph(1_000, 4_000), bundle(50, 5_000, 25_000))
+        else (
+            pose_graph(1_000, 4_000),
+            laps(3_000, 300),
+            bundle(50, 5_000, 25_000),
+        )
     )
     for problem in problems:
         rows = solved(problem, 1 if quick else 3)
@@ -188,7 +192,31 @@ def pose_graph(num_poses: int, num_edges: int) -> Problem:
     ends[:, 1] = np.where(
         ends[:, 0] == ends[:, 1], (ends[:, 0] + 1) % num_poses, ends[:, 1]
     )
-    edges = jnp.asarray(np.concatenate([odometry, ends]))
+    start = true + jnp.asarray(rng.normal(size=true.shape) * [0.5, 0.5, 0.1])
+    return _poses(true, np.concatenate([odometry, ends]), rng, "pose graph", start)
+
+
+def laps(num_poses: int, num_closures: int, a_lap: int = 200) -> Problem:
+    """A robot on a ring, which now and then recognises a place that it has passed a lap
+    before: nearly a chain. The start is what it believes by odometry."""
+    rng = np.random.default_rng(0)
+    angle = 2 * np.pi * np.arange(num_poses) / a_lap
+    true = np.column_stack([10 * np.cos(angle), 10 * np.sin(angle), angle + np.pi / 2])
+    odometry = np.column_stack([np.arange(num_poses - 1), np.arange(1, num_poses)])
+    first = rng.choice(num_poses - a_lap, num_closures, replace=False)
+    ends = np.concatenate([odometry, np.column_stack([first, first + a_lap])])
+    problem = _poses(jnp.asarray(true), ends, rng, "laps")
+    start = [true[0]]
+    for dx, dy, turn in np.asarray(problem.examples["measured"])[: num_poses - 1]:
+        x, y, heading = start[-1]
+        cos, sin = np.cos(heading), np.sin(heading)
+        there = x + cos * dx - sin * dy, y + sin * dx + cos * dy, heading + turn
+        start.append(np.array(there))
+    return problem._replace(start=jnp.asarray(np.array(start)))
+
+
+def _poses(true, ends, rng: np.random.Generator, what: str, start=None) -> Problem:
+    edges = jnp.asarray(ends)
     exact = jax.vmap(_between)(true[edges[:, 0]], true[edges[:, 1]])
     measured = exact + jnp.asarray(SIGMA * rng.normal(size=exact.shape))
 
@@ -196,9 +224,8 @@ def pose_graph(num_poses: int, num_edges: int) -> Problem:
         found = _between(pair[0], pair[1]) - edge["measured"]
         return jnp.append(found[:2], _wrapped(found[2])) / SIGMA
 
-    start = true + jnp.asarray(rng.normal(size=true.shape) * [0.5, 0.5, 0.1])
     examples = {"ends": edges, "measured": measured}
-    name = f"pose graph, {num_poses:,} poses, {len(edges):,} edges"
+    name = f"{what}, {len(true):,} poses, {len(edges):,} edges"
     return Problem(name, start, misfit, lambda edge: edge["ends"], examples)
 
 
