@@ -21,7 +21,7 @@ from .._sharding import is_spread
 from .._spectrum import Filter
 from .._tree import ravel_pytree
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer
+from ._base import AbstractWay, Answer, price_of_squaring
 from ._cholesky import damping_of
 
 
@@ -73,7 +73,9 @@ class SparseLU(AbstractWay):
         if (num_entries + float(core) ** 2) * cost.itemsize > cost.memory_budget:
             return math.inf
         once = _ENTRY * num_entries + rates().cholesky(core)
-        return cost.all_rows + num_trials * once
+        # What is damped by rounding at least resolves no more than a square does.
+        price = price_of_squaring(cost, Tikhonov(1.0))
+        return cost.all_rows + num_trials * once + price
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SparseLU":
