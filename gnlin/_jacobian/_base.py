@@ -240,6 +240,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return jax.lax.map(fn, basis, batch_size=at_once)
 
     def passes_at_once(self, itemsize: int) -> int:
+        """How many passes the budget allows at once, of numbers of so many bytes."""
         # What the transposed pass holds is of the size of what the forward pass left.
         forward = sum(x.nbytes for x in jax.tree.leaves(self) if eqx.is_array(x))
         return max(1, self.memory_budget // (forward + sum(self.shape) * itemsize))
