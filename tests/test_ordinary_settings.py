@@ -1,4 +1,5 @@
-"""Ordinary settings of solvers that do not adapt: all of them train."""
+"""Ordinary settings of solvers that do not adapt, and the default of `fit` on ordinary
+networks: all of them train."""
 
 import equinox as eqx
 import jax
@@ -45,6 +46,57 @@ def test_digits_are_learnt(digits, solver, batch_size):
         loss=gnlin.SoftmaxCrossEntropy(),
         batch_size=batch_size,
         steps=NUM_STEPS,
+        key=key,
+        progress=False,
+    )
+    accuracy = float(gnlin.accuracy(jax.vmap(result.model)(images), labels))
+    assert accuracy > BAR
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+    dense: eqx.nn.Linear
+
+    def __init__(self, key):
+        cell, dense = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(8, 24, dtype=jnp.float32, key=cell)
+        self.dense = eqx.nn.Linear(24, 10, dtype=jnp.float32, key=dense)
+
+    def __call__(self, x):
+        start = jnp.zeros(24, x.dtype)
+        rows = x.reshape(8, 8)
+        return self.dense(jax.lax.scan(lambda h, x: (self.cell(x, h), None), start, rows)[0])
+
+
+def dense(key):
+    return eqx.nn.MLP(64, 10, 32, 2, jnp.tanh, dtype=jnp.float32, key=key)
+
+
+# (network, batch size, steps): the first three are solved exactly, the last by products.
+UNTUNED = {
+    "dense, batches of 8": (dense, 8, 300),
+    "dense, batches of 16": (dense, 16, 200),
+    "recurrent, batches of 8": (Recurrent, 8, 400),
+    "recurrent, batches of 128": (Recurrent, 128, 150),
+}
+
+
+def untuned():
+    for name, setting in UNTUNED.items():
+        quick = name == "recurrent, batches of 8"
+        yield pytest.param(*setting, marks=() if quick else pytest.mark.slow, id=name)
+
+
+@pytest.mark.parametrize(("network", "batch_size", "steps"), untuned())
+def test_digits_are_learnt_without_a_solver(digits, network, batch_size, steps):
+    train, (images, labels) = digits
+    key = jax.random.key(0)
+    result = gnlin.fit(
+        network(key),
+        train,
+        loss=gnlin.SoftmaxCrossEntropy(),
+        batch_size=batch_size,
+        steps=steps,
         key=key,
         progress=False,
     )

@@ -70,7 +70,7 @@ LARGE = {
 
 @dataclasses.dataclass(frozen=True)
 class Pinn(Settings):
-    seeds: int = 3
+    seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
     """Of the equations, by their names."""
     seconds: float = 4.0

@@ -175,10 +175,8 @@ def choose(
     return serving[costs.index(min(costs))].of(problem, cost)
 
 
-# A step by conjugate gradients that stop early takes about so many products; one that is
-# solved exactly is dear where it costs so many times as much.
+# A step by conjugate gradients that stop early takes about so many products.
 _PRODUCTS = 20
-_MANY_TIMES = 10
 _SPARSE_STEP = 2e-3
 
 
@@ -201,28 +199,29 @@ def is_factorised_anew(cost: Cost, filter: Filter, num_trials: int) -> bool:
 
 
 def without_factorisation(
-    cost: Cost, filter: Filter, num_trials: int, worth: float
+    cost: Cost, filter: Filter, num_trials: int, worth: float, times: float
 ) -> Any:
     """The method where an exact step is dear: products, and of what is sparse the
     factorisation where these do not arrive. Else `"auto"`.
 
     - `worth`: what an exact step is, in seconds, of what is not sparse. There it is
         cheap, or products are.
+    - `times`: what it is, as a multiple of one by conjugate gradients that stop early.
     """
     sparse = bool(cost.reads)
     if sparse and not is_exactly_by((SchurComplement,), cost, filter, num_trials):
         worth = min(worth, _SPARSE_STEP)
-    if not exact_is_dear(cost, num_trials, worth):
+    if not exact_is_dear(cost, num_trials, worth, times):
         return "auto"
     return "products-first" if sparse and has_factorisation() else "matrix-free"
 
 
-def exact_is_dear(cost: Cost, num_trials: int, worth: float) -> bool:
-    """Whether a step that is solved exactly costs many times one that is not, and more
-    than it is worth, in seconds."""
+def exact_is_dear(cost: Cost, num_trials: int, worth: float, times: float) -> bool:
+    """Whether a step that is solved exactly costs more than it is worth: so many seconds,
+    and so many times one that is not."""
     exactly = min(way.cost(cost, Tikhonov(1.0), num_trials) for way in _EXACT)
     early = _PRODUCTS * cost.one_product
-    return not cost.fits or exactly > max(worth, _MANY_TIMES * early)
+    return not cost.fits or exactly > max(worth, times * early)
 
 
 # A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
