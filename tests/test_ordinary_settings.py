@@ -64,8 +64,9 @@ class Recurrent(eqx.Module):
 
     def __call__(self, x):
         start = jnp.zeros(24, x.dtype)
-        rows = x.reshape(8, 8)
-        return self.dense(jax.lax.scan(lambda h, x: (self.cell(x, h), None), start, rows)[0])
+        step = lambda h, row: (self.cell(row, h), None)
+        last, _ = jax.lax.scan(step, start, x.reshape(8, 8))
+        return self.dense(last)
 
 
 def dense(key):
