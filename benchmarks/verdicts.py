@@ -161,6 +161,8 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
         )
     low, high = interval.confidence_interval
     resamples = np.asarray(interval.bootstrap_distribution)
+    if np.ptp(resamples) == 0:  # between equal ones percentiles differ by rounding
+        low = high = resamples[0]
     return _Resampled(n, of(values), float(low), float(high), resamples)
 
 

@@ -156,8 +156,9 @@ def test_no_values_are_no_test():
     assert (found.outcome, found.p, found.num_seeds) == (NOT_TESTED, 1, 0)
 
 
-def test_one_value_of_many_seeds_decides_by_their_number():
-    found = judged([1.0] * 8)
+@pytest.mark.parametrize("value", [1.0, 6 / 7])  # of which the percentiles are rounded
+def test_one_value_of_many_seeds_decides_by_their_number(value):
+    found = judged([value] * 8)
     assert (found.outcome, found.p) == ("confirmed", pytest.approx(2 / 2**8))
     assert found.note == "all 8 values are the same"
 
