@@ -207,13 +207,14 @@ def line_and_wave(p, x):
     return p["a"] * jnp.exp(-p["rate"] * x["t"]) + p["b"] * jnp.sin(x["phase"])
 
 
-def of_odr(function, x, y, sigma, sigma_x, start):
+def of_odr(function, x, y, sigma, sigma_x, start, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It is said to be leaving SciPy.
         from scipy.odr import Model, ODR, RealData
 
         data = RealData(x, y, sx=sigma_x, sy=sigma)
-        return ODR(data, Model(function), start, sstol=1e-15, partol=1e-15).run()
+        tight = {"sstol": 1e-15, "partol": 1e-15, **options}
+        return ODR(data, Model(function), start, **tight).run()
 
 
 @pytest.mark.parametrize("sigma", [0.05, SIGMA])
@@ -277,6 +278,34 @@ def test_errors_in_x_with_bounds_and_what_is_fixed():
     np.testing.assert_allclose(fixed.standard_errors["a"], known.sd_beta[0], rtol=1e-4)
     mean, low, high = free.band(X[:3])
     assert np.all((low < mean) & (mean < high))
+
+
+def test_profiles_and_starts_with_errors_in_x():
+    """At the ends of an interval ODRPACK's best fit is as much worse as it should be."""
+    x, y = X[::4] + 0.1 * np.random.default_rng(1).normal(size=13), Y[::4]
+    fit = gnlin.curve_fit(
+        decay,
+        x,
+        y,
+        START,
+        sigma=0.05,
+        sigma_x=0.1,
+        absolute_sigma=True,
+        bounds={"a": (0.0, 10.0), "rate": (0.0, 10.0), "c": (-5.0, 5.0)},
+        starts=4,
+    )
+    assert fit.losses.shape == (4,)
+    errors, function = (np.full(13, 0.05), np.full(13, 0.1)), lambda p, x: plain(x, *p)
+    best = of_odr(function, x, y, *errors, values(fit.parameters))
+    np.testing.assert_allclose(fit.chi_squared, best.sum_square, rtol=1e-8)
+    for ends in fit.confidence_intervals(0.95):
+        for k, end in enumerate(values(ends)):
+            held = best.beta.copy()
+            held[k] = end
+            free = [int(j != k) for j in range(3)]
+            worse = of_odr(function, x, y, *errors, held, ifixb=free)
+            rise = worse.sum_square - best.sum_square
+            np.testing.assert_allclose(rise, scipy.stats.norm.ppf(0.975) ** 2, rtol=1e-3)
 
 
 def test_errors_in_x_of_many_data_sets_and_in_single_precision():
