@@ -88,7 +88,7 @@ def untuned():
         yield pytest.param(*setting, marks=() if quick else pytest.mark.slow, id=name)
 
 
-@pytest.mark.parametrize(("network", "batch_size", "steps"), untuned())
+@pytest.mark.parametrize(("network", "batch_size", "steps"), list(untuned()))
 def test_digits_are_learnt_without_a_solver(digits, network, batch_size, steps):
     train, (images, labels) = digits
     key = jax.random.key(0)

@@ -17,7 +17,7 @@ COLOURS = BLUE, VERMILION
 
 @dataclasses.dataclass(frozen=True)
 class ResNets(Images):
-    seeds: int = 3
+    seeds: int = 8
     """As many as tell that it is not trained."""
     periods: tuple[int, ...] = (1, 20)
     """Of the plain network."""
