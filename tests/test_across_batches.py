@@ -125,3 +125,20 @@ def test_a_network_on_batches():
         progress=False,
     )
     assert result.history["loss"][-1] < result.history["loss"][0]
+
+
+def test_levenberg_marquardt_has_no_scales_on_batches():
+    x = np.random.default_rng(0).normal(size=(64, 3)) * [1.0, 10.0, 0.1]
+    model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
+
+    def trained(batch_size, **scaling):
+        solver = gnlin.LevenbergMarquardt(**scaling)
+        result = gnlin.fit(
+            model, (x, x[:, :1]), solver, batch_size=batch_size, steps=4, progress=False
+        )
+        return result.history["loss"]
+
+    same = trained(16, scaling="identity")
+    np.testing.assert_array_equal(trained(16), same)
+    assert not np.allclose(trained(16, scaling="more"), same)
+    np.testing.assert_array_equal(trained(None), trained(None, scaling="more"))
