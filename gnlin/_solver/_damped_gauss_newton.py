@@ -21,7 +21,7 @@ from .._spectrum import Filter
 from .._subproblem import AbstractSubproblem, check_method, ProxLinear, Pulled
 from ..filters import Tikhonov
 from ._base import Evaluate, Update
-from ._scaling import check_scaling, choose_scaled, first_scale, Scaling
+from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._stepping import AbstractFilteredGaussNewton
 
 
@@ -109,18 +109,19 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         self, problem: Quadratic | ProxLinear, filter: Filter, memory: _Memory
     ) -> tuple[AbstractSubproblem, _Memory]:
         def ready(problem):
-            nonlocal norms
-            scaling = self.scaling, memory.scale
-            norms, subproblem = choose_scaled(scaling, problem, filter, 1, self.method)
-            return subproblem
+            nonlocal scale
+            measured = Measured.of(problem, self.scaling, memory.scale)
+            scale, subproblem = measured.scale, measured.chosen(filter, 1, self.method)
+            passes = measured.passes + subproblem.passes
+            return eqx.tree_at(lambda s: s.passes, subproblem, passes)
 
-        norms = None
+        scale = None
         if memory.last is None or isinstance(problem, ProxLinear):
-            return ready(problem), _Memory(norms, None)
+            return ready(problem), _Memory(scale, None)
         momentum = jnp.asarray(self.momentum)
         momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)
         pulled = Pulled(problem, _tree.scale(momentum, memory.last), ready)
-        return pulled, _Memory(norms, memory.last)
+        return pulled, _Memory(scale, memory.last)
 
     def update(
         self,

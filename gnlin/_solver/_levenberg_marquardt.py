@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import as_scalar, check_finite_positive, check_flag, check_fraction
@@ -29,9 +29,10 @@ from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import Again, between_bounds
-from ._scaling import check_scaling, choose_scaled, Lasting, Scaling
+from ._race import Race
+from ._scaling import check_scaling, Lasting, Measured, Scaling
 from ._stepping import check_quadratic
-from ._trials import try_dampings
+from ._trials import Tried, try_dampings
 
 
 # So many outer steps in a row without a gain are enough.
@@ -53,6 +54,7 @@ _FIRST_DAMPING_ACROSS = 1.0
 class _Memory(eqx.Module):
     rule: PyTree  # the state of the damping
     num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
+    race: Race | None
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
@@ -160,9 +162,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
         scale = None if unscaled else _tree.zeros_like(y)
-        rule, one = self._rule(across=False), jnp.ones((), dtype)
-        zero = jnp.zeros((), dtype)
-        return _Memory(rule.init(dtype), jnp.array(0), scale, -one, one, zero)
+        state = self._rule(across=False).init(dtype)
+        race = None if unscaled or self.scaling is not None else Race.start(state)
+        zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
+        return _Memory(state, jnp.array(0), race, scale, -one, one, zero)
 
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
@@ -188,61 +191,48 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule(objective.is_sample)
-        tries = rule.num_trials
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
-        kind = Tikhonov(1.0 if p > m else 0.0)
+        kind, tries = Tikhonov(1.0 if p > m else 0.0), rule.num_trials
         method, scaling, acceleration = self._how(objective, cost, kind, tries)
-        how = problem, kind, tries, method
         lasting = Lasting(memory.damping, lin.point)
-        norms, subproblem = choose_scaled((scaling, memory.scale), *how, lasting)
+        measured = Measured.of(problem, scaling, memory.scale, lasting)
+        if measured.scale is not None:
+            memory = eqx.tree_at(lambda m: m.scale, memory, measured.scale)
 
-        def again(damping: Scalar) -> Again:
-            def step(lin: Linearisation) -> PyTree[Array]:
-                how = problem_of(self.form, objective, lin), kind, 1, method
-                _, subproblem = choose_scaled((scaling, norms), *how, lasting)
-                return subproblem.solve(Tikhonov(damping)).step
+        def ready(measured, tries, power):
+            return measured.chosen(kind, tries, method, lin.point, power)
 
-            return step
+        def tried(subproblem: AbstractSubproblem, state: PyTree, power=None) -> Tried:
+            def again(damping: Scalar) -> Again:
+                def step(lin: Linearisation) -> PyTree[Array]:
+                    problem = problem_of(self.form, objective, lin)
+                    held = measured.of_another(problem)
+                    return ready(held, 1, power).solve(Tikhonov(damping)).step
 
-        dtype = memory.tolerance.dtype
-        gradient = subproblem.gradient_norm.astype(dtype)
-        first_gradient = memory.first_gradient
-        first_gradient = jnp.where(first_gradient < 0, gradient, first_gradient)
-        tolerance = jnp.asarray(self.tolerance, dtype)
-        if not objective.is_sample:
-            # So that it converges faster than linearly (Nocedal and Wright, 2006,
-            # section 7.1): the gradient relative to the first. In a curved valley it is
-            # large again after each long step: what has been tight stays so.
-            left = jnp.fmin(tolerance, jnp.sqrt(gradient / first_gradient))
-            tolerance = jnp.fmin(left, memory.tolerance)
-        if method in _BY_PRODUCTS:
-            subproblem = subproblem.truncated(tolerance)
-        finite = _is_finite(objective, lin, subproblem)
-        memory = eqx.tree_at(
-            lambda m: (m.scale, m.first_gradient, m.tolerance),
-            memory,
-            (memory.scale if norms is None else norms, first_gradient, tolerance),
-            is_leaf=lambda x: x is None,
-        )
-        if objective.is_sample:
-            return self._one_of_many(
-                objective, lin, evaluate, subproblem, memory, rule, finite
-            )
-        trial = try_dampings(
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            rule,
-            memory.rule,
-            finite,
-            acceleration,
-            self.converged,
-            again,
-        )
-        finite &= ~jnp.isnan(trial.damping)
+                return step
+
+            how = acceleration, self.converged, again
+            return try_dampings(objective, lin, evaluate, subproblem, rule, state, *how)
+
+        def contend(power: Scalar, state: PyTree) -> Tried:
+            return tried(ready(measured, tries, power), state, power)
+
+        race = memory.race
+        if race is not None and measured.scale is not None and not objective.is_sample:
+            trial, race = race.run(objective, lin, contend, memory.rule, num_steps)
+        else:
+            subproblem = ready(measured, tries, None)
+            if method in _BY_PRODUCTS:
+                memory, subproblem = self._truncated(objective, subproblem, memory)
+            if objective.is_sample:
+                return self._one_of_many(
+                    objective, lin, evaluate, subproblem, memory, rule, measured.passes
+                )
+            trial = tried(subproblem, memory.rule)
+        finite = jnp.isfinite(trial.gradient_norm) & ~jnp.isnan(trial.damping)
+        finite &= jnp.isfinite(objective.value(lin.outputs))
         good = trial.accepted & finite
         num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
         settled = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
@@ -251,15 +241,16 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.rule, m.num_idle, m.damping),
+                lambda m: (m.rule, m.race, m.num_idle, m.damping),
                 memory,
-                (trial.rule, num_idle, trial.damping),
+                (trial.rule, race, num_idle, trial.damping),
+                is_leaf=lambda x: x is None,
             ),
-            gradient_norm=subproblem.gradient_norm,
+            gradient_norm=trial.gradient_norm,
             step_norm=_tree.norm(step),
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
-            passes=subproblem.passes + trial.passes + Passes(jvps=1),
+            passes=measured.passes + trial.passes + Passes(jvps=1),
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=trial.num_rejected,
             settled=finite & settled,
@@ -269,6 +260,28 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ),
         )
 
+    def _truncated(
+        self,
+        objective: AbstractObjective,
+        subproblem: AbstractSubproblem,
+        memory: _Memory,
+    ) -> tuple[_Memory, AbstractSubproblem]:
+        """To be solved so well by conjugate gradients."""
+        dtype = memory.tolerance.dtype
+        gradient = subproblem.gradient_norm.astype(dtype)
+        first = jnp.where(memory.first_gradient < 0, gradient, memory.first_gradient)
+        tolerance = jnp.asarray(self.tolerance, dtype)
+        if not objective.is_sample:
+            # So that it converges faster than linearly (Nocedal and Wright, 2006,
+            # section 7.1): the gradient relative to the first. In a curved valley it is
+            # large again after each long step: what has been tight stays so.
+            left = jnp.fmin(tolerance, jnp.sqrt(gradient / first))
+            tolerance = jnp.fmin(left, memory.tolerance)
+        memory = eqx.tree_at(
+            lambda m: (m.first_gradient, m.tolerance), memory, (first, tolerance)
+        )
+        return memory, subproblem.truncated(tolerance)
+
     def _one_of_many(
         self,
         objective: AbstractObjective,
@@ -277,7 +290,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         subproblem: AbstractSubproblem,
         memory: _Memory,
         rule: AbstractDamping,
-        finite: Bool[Array, ""],
+        passes: Passes,
     ) -> Update:
         """One trial on one batch: a step that does not lower its loss is skipped.
 
@@ -291,7 +304,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         damping = rule.damping(memory.rule, subproblem, lin.point)
         gained = objective.decrease(before, lin.outputs)
         damping *= slowly(last.predicted > 0, gained, last.ratio).astype(dtype)
-        finite &= jnp.isfinite(damping)
+        finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
+        finite &= jnp.isfinite(objective.value(lin.outputs))
 
         answer = subproblem.solve(Tikhonov(damping))
         step = _tree.cast_like(answer.step, lin.point)
@@ -318,7 +332,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=damping,
             num_inner_steps=answer.num_inner_steps,
-            passes=subproblem.passes + answer.passes,
+            passes=passes + subproblem.passes + answer.passes,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=jnp.where(good, 0, 1),
             settled=jnp.array(False),
@@ -364,10 +378,3 @@ class LevenbergMarquardt(AbstractGaussNewton):
             anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
             acceleration = not (free or anew or method in ("schur", "sparse"))
         return method, scaling, acceleration
-
-
-def _is_finite(
-    objective: AbstractObjective, lin: Linearisation, subproblem: AbstractSubproblem
-) -> Bool[Array, ""]:
-    loss = objective.value(lin.outputs)
-    return jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(loss)

@@ -4,10 +4,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _tree
-from .._jacobian import AbstractJacobian
+from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
@@ -59,64 +59,96 @@ def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
     return None if scaling == "identity" else _tree.zeros_like(y)
 
 
-def choose_scaled(
-    scaling: tuple[Scaling, PyTree[Array] | None],
-    problem: Quadratic | ProxLinear,
-    filter: Filter,
-    num_trials: int,
-    method: Any,
-    lasting: "Lasting | None" = None,
-) -> tuple[PyTree[Array] | None, AbstractSubproblem]:
-    """The new memory of the scales, and the problem made ready in the variables
-    `D delta`.
+class Measured(NamedTuple):
+    """A problem, and its parameters' scales.
 
-    - `scaling`: which, and the memory.
-    - the others as for `choose`, and `lasting` as for `next_scale`.
+    - `problem`: with the Jacobian at hand, if there are any.
+    - `scale`: the diagonal of D, zero for a column that has always been; `None` for the
+        identity.
+    - `largest`: of the present columns' norms.
+    - `passes`: that the Jacobian has taken.
     """
-    if scaling[0] == "identity" or isinstance(problem, ProxLinear):
-        return None, choose(problem, filter, num_trials, method)
-    cost = problem.jacobian.cost()
-    if not cost.columns_fit:
-        m, p = cost.shape
-        raise ValueError(
-            f"`scaling={scaling[0]!r}` needs the dense Jacobian, and its "
-            f"{m * p * cost.itemsize:,} bytes exceed the memory budget of "
-            f'{cost.memory_budget:,}: use `scaling="identity"`, or raise `memory_budget`.'
-        )
-    problem = problem.at_hand()
-    norms = next_scale(*scaling, problem.jacobian, lasting)
-    scale = without_zeros(norms)
-    if lasting is not None:
-        scale = jax.tree.map(jnp.maximum, scale, _least(problem, lasting.point))
-    ready = choose(problem.scaled(scale), filter, num_trials, method)
-    return norms, Rescaled(ready, scale, cost.rows)
+
+    problem: Quadratic | ProxLinear
+    scale: PyTree[Array] | None = None
+    largest: Float[Array, ""] | None = None
+    passes: Passes = Passes()
+
+    @staticmethod
+    def of(
+        problem: Quadratic | ProxLinear,
+        scaling: Scaling,
+        before: PyTree[Array] | None,
+        lasting: "Lasting | None" = None,
+    ) -> "Measured":
+        """`before`: the scales at the last linearisation, for More's."""
+        if scaling == "identity" or isinstance(problem, ProxLinear):
+            return Measured(problem)
+        cost = problem.jacobian.cost()
+        if not cost.columns_fit:
+            m, p = cost.shape
+            raise ValueError(
+                f"`scaling={scaling!r}` needs the dense Jacobian, and its "
+                f"{m * p * cost.itemsize:,} bytes exceed the memory budget of "
+                f'{cost.memory_budget:,}: use `scaling="identity"`, or raise '
+                "`memory_budget`."
+            )
+        problem = problem.at_hand()
+        norms = jax.tree.map(jnp.sqrt, problem.jacobian.squared_columns())
+        scale = _lasting(norms, before, lasting) if scaling == "more" else norms
+        return Measured(problem, scale, _tree.unit(norms), cost.rows)
+
+    def chosen(
+        self,
+        filter: Filter,
+        num_trials: int,
+        method: Any,
+        point: PyTree[Array] | None = None,
+        power: Scalar | None = None,
+    ) -> AbstractSubproblem:
+        """The problem made ready in the variables `D delta`, as by `choose`; the passes
+        that it has taken so far are not among that one's.
+
+        - `point`: where the scales last, for the least of them.
+        - `power`: of the scales, relative to the largest: 0 is the identity in its units.
+        """
+        if self.scale is None:
+            return choose(self.problem, filter, num_trials, method)
+        scale = without_zeros(self.scale)
+        if point is not None:
+            scale = jax.tree.map(jnp.maximum, scale, _least(self.problem, point))
+        if power is not None:
+            scale = jax.tree.map(lambda d: self._between(d, power), scale)
+        ready = choose(self.problem.scaled(scale), filter, num_trials, method)
+        return Rescaled(ready, scale)
+
+    def of_another(self, problem: Quadratic | ProxLinear) -> "Measured":
+        """The same scales, of another problem at this point."""
+        if self.scale is not None:
+            problem = problem.at_hand()
+        return self._replace(problem=problem)
+
+    def _between(self, scale: Array, power: Scalar) -> Array:
+        power, largest = power.astype(scale.dtype), self.largest.astype(scale.dtype)
+        return scale**power * largest ** (1 - power)
 
 
-def next_scale(
-    scaling: Scaling,
-    scale: PyTree[Array] | None,
-    jacobian: AbstractJacobian,
-    lasting: "Lasting | None",
+def _lasting(
+    norms: PyTree[Array], before: PyTree[Array], lasting: "Lasting | None"
 ) -> PyTree[Array]:
-    """The diagonal of D.
-
-    Marquardt (1963): the norms of the Jacobian's columns. More (1978): the largest that
-    they have been lately, so that a column that vanishes for a while stays damped;
-    `lasting`: the largest ever, unless the present ones are next to nothing beside them
-    while steps are free.
-    """
-    norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
-    if scaling == "marquardt":
-        return norms
-    ratio = 1.0 if lasting is None else jacobian.domain.eps**-_LASTING_POWER
+    """More's scales (1978): the largest norms that the Jacobian's columns have had
+    lately, so that a column that vanishes for a while stays damped; `lasting`: the
+    largest ever, unless the present ones are next to nothing beside them while steps are
+    free. Marquardt's (1963) are the present norms."""
+    ratio = 1.0 if lasting is None else _tree.eps(norms) ** -_LASTING_POWER
     held = False if lasting is None else lasting.damping > _HOLDS
 
-    def largest(norm, before):
-        kept = jnp.maximum(ratio * norm, _FADING * before)
-        kept = jnp.where(held, before, jnp.minimum(before, kept))
+    def largest(norm, earlier):
+        kept = jnp.maximum(ratio * norm, _FADING * earlier)
+        kept = jnp.where(held, earlier, jnp.minimum(earlier, kept))
         return jnp.maximum(norm, kept)
 
-    return jax.tree.map(largest, norms, scale)
+    return jax.tree.map(largest, norms, before)
 
 
 def _least(problem: Quadratic, point: PyTree[Array]) -> PyTree[Array]:

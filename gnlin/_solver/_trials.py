@@ -39,7 +39,11 @@ _MAX_TRIALS = 60
 
 
 class Tried(eqx.Module):
-    """The damping tried last, from the one factorisation, and what came of it."""
+    """The damping tried last, from one factorisation, and what came of it.
+
+    - `num_rejected`, `num_inner_steps`, `passes`: of all dampings, and the passes of the
+        factorisation.
+    """
 
     damping: Float[Array, ""]
     rule: PyTree  # the rule's state
@@ -51,9 +55,37 @@ class Tried(eqx.Module):
     idle: Bool[Array, ""]  # near the solution, and nothing to gain but rounding
     near: Bool[Array, ""]  # the gradient, or what there is to gain, is next to nothing
     stalled: Bool[Array, ""]  # and now what is left to gain is below one rounding
+    gradient_norm: Float[Array, ""]
     num_rejected: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
     passes: Passes
+
+    @staticmethod
+    def nothing(lin: Linearisation, state: PyTree) -> "Tried":
+        """Before the first damping."""
+        no, count = jnp.array(False), jnp.zeros((), jnp.result_type(float))
+        zero = jnp.zeros((), _tree.dtype((lin.point, lin.outputs)))
+        return Tried(
+            damping=zero,
+            rule=state,
+            y=lin.point,
+            outputs=lin.outputs,
+            step=_tree.zeros_like(lin.point),
+            accepted=no,
+            converged=no,
+            idle=no,
+            near=no,
+            stalled=no,
+            gradient_norm=zero,
+            num_rejected=jnp.array(0),
+            num_inner_steps=count,
+            passes=Passes().traced(),
+        )
+
+    @property
+    def arrived(self) -> Bool[Array, ""]:
+        """There is nothing left, or nothing but rounding."""
+        return self.converged | self.stalled | self.idle
 
 
 def try_dampings(
@@ -63,16 +95,14 @@ def try_dampings(
     subproblem: AbstractSubproblem,
     rule: AbstractDamping,
     state: PyTree,
-    finite: Bool[Array, ""],
     acceleration: bool,
     converged: Callable[..., Bool[Array, ""]],
     again: Callable[[Scalar], Again],
 ) -> Tried:
     """The dampings of a rule, from one linearisation and one factorisation, until one
-    lowers the loss or there is nothing to be gained.
+    lowers the loss or there is nothing to be gained; none, where a number is not finite.
 
     - `state`: the rule's.
-    - `finite`: whether there is anything to try.
     - `acceleration`: whether to add the second-order correction.
     - `converged`: the solver's test of a step.
     - `again`: what solves the problem with a damping at another linearisation.
@@ -150,6 +180,7 @@ def try_dampings(
             idle=near & accepted & (jnp.abs(actual) <= rounding),
             near=near,
             stalled=near & ~accepted & (predicted <= eps * loss),
+            gradient_norm=last.gradient_norm,
             num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
             num_inner_steps=increased(
                 last.num_inner_steps, *(a.num_inner_steps for a in taken)
@@ -162,21 +193,12 @@ def try_dampings(
         spent = (trial.num_rejected >= _MAX_TRIALS) | (trial.damping >= sensible[1])
         return ~done & ~spent
 
-    no, zero = jnp.array(False), jnp.zeros((), jnp.result_type(float))
-    start = Tried(
-        damping=jnp.zeros((), dtype),
-        rule=state,
-        y=lin.point,
-        outputs=lin.outputs,
-        step=_tree.zeros_like(lin.point),
-        accepted=no,
-        converged=no,
-        idle=no,
-        near=no,
-        stalled=no,
-        num_rejected=jnp.array(0),
-        num_inner_steps=zero,
-        passes=Passes().traced(),
+    gradient_norm = subproblem.gradient_norm.astype(dtype)
+    finite = jnp.isfinite(gradient_norm) & jnp.isfinite(loss)
+    start = eqx.tree_at(
+        lambda t: (t.gradient_norm, t.passes),
+        Tried.nothing(lin, state),
+        (gradient_norm, subproblem.passes.traced()),
     )
     return jax.lax.while_loop(lambda trial: goes_on(trial) & finite, attempt, start)
 

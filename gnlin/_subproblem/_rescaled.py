@@ -19,16 +19,10 @@ class Rescaled(AbstractSubproblem):
     passes: Passes
     gradient_norm: Scalar
 
-    def __init__(
-        self,
-        inner: AbstractSubproblem,
-        scale: PyTree[Array],
-        passes: Passes,
-    ):
-        """`passes`: that finding the scale has taken."""
+    def __init__(self, inner: AbstractSubproblem, scale: PyTree[Array]):
         self.inner = inner
         self.scale = scale
-        self.passes = inner.passes + passes
+        self.passes = inner.passes
         self.gradient_norm = _tree.norm(self.gradient())
 
     def gradient(self) -> PyTree[Array]:
@@ -54,7 +48,7 @@ class Rescaled(AbstractSubproblem):
         return eqx.tree_at(lambda s: s.inner, self, self.inner.truncated(tolerance))
 
     def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
-        return Rescaled(self.inner.with_residual(residual), self.scale, Passes())
+        return Rescaled(self.inner.with_residual(residual), self.scale)
 
     def solve(self, filter: Filter) -> Answer:
         answer = self.inner.solve(filter)
