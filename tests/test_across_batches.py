@@ -141,4 +141,5 @@ def test_levenberg_marquardt_has_no_scales_on_batches():
     same = trained(16, scaling="identity")
     np.testing.assert_array_equal(trained(16), same)
     assert not np.allclose(trained(16, scaling="more"), same)
-    np.testing.assert_array_equal(trained(None), trained(None, scaling="more"))
+    # Of all data they race.
+    assert not np.allclose(trained(None), trained(None, scaling="identity"))

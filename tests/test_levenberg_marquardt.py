@@ -96,7 +96,7 @@ def test_first_step(shape, accelerated, scaling, method):
 def test_a_rejected_trial_is_more_damped_and_leaves_the_point():
     """From a far start: each outer step ends below the loss that it started from."""
     y = jnp.asarray([-1.2, 1.0])
-    solver = gnlin.LevenbergMarquardt(damping=1e-8, acceleration=False)
+    solver = gnlin.LevenbergMarquardt(damping=1e-8, scaling="more", acceleration=False)
     solution = least_squares(rosenbrock, solver, y, max_steps=1)
     rejected = int(solution.stats["num_rejected_steps"])
     assert rejected > 0

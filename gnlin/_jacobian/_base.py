@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -35,11 +36,14 @@ class Reads(NamedTuple):
     - `num_examples`, `num_outputs`: how many there are, and the outputs of one.
     - `arrays`: of each array of parameters how many rows it has, how many of them one
         example reads, and the entries of a row.
+    - `factor_operations`: that a sparse Cholesky factorisation of the curvature takes at
+        most, where it is known which rows they read.
     """
 
     num_examples: int
     num_outputs: int
     arrays: tuple[tuple[int, int, int], ...]
+    factor_operations: float = math.inf
 
 
 class Cost(NamedTuple):

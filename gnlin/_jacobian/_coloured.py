@@ -69,6 +69,7 @@ class Sparsity(eqx.Module):
     by_columns: bool = eqx.field(static=True)
     num_residuals: int = eqx.field(static=True)
     shapes: tuple[tuple[int, ...], ...] = eqx.field(static=True)  # of the parameters
+    factor_operations: float = eqx.field(static=True)
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class Sparsity(eqx.Module):
         self.num_colors = int(coloured.num_colors)
         self.by_columns = coloured.mode == "fwd"
         self.num_residuals = shape[0]
+        self.factor_operations = _factor_operations(rows, columns, shape)
         self.shapes = tuple(x.shape for x in jax.tree.leaves(y))
         colors = np.asarray(coloured.colors)
         self.colors = jnp.asarray(colors)
@@ -149,7 +151,8 @@ class Sparsity(eqx.Module):
                 self.index, self.places, domain.leaves, strict=True
             )
         ]
-        return Sparse(domain, codomain, passes.memory_budget, blocks, taken)
+        fixed = domain, codomain, passes.memory_budget
+        return Sparse(*fixed, blocks, taken, self.factor_operations)
 
 
 def _by_rows(
@@ -186,6 +189,32 @@ def _by_rows(
     whole = grouped(math.prod(shape[1:]))
     few = whole[1].size <= _WHOLE_ROWS * by_entries[1].size
     return whole if few else by_entries
+
+
+# Entries of the curvature past which nobody factorises it.
+_MOST_ENTRIES = 1e8
+
+
+def _factor_operations(
+    rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
+) -> float:
+    """Of a Cholesky factorisation of the curvature within its envelope, in reverse
+    Cuthill-McKee order; a sparse one in a better order takes fewer."""
+    from scipy.sparse import csr_array  # dear to import
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
+    nums = np.bincount(rows, minlength=shape[0]).astype(float)
+    if np.sum(nums**2) > _MOST_ENTRIES:
+        return math.inf
+    pattern = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape)
+    curvature = (pattern.T @ pattern).tocsr()
+    order = reverse_cuthill_mckee(curvature, symmetric_mode=True)
+    place = np.empty(shape[1], int)
+    place[order] = np.arange(shape[1])
+    these = curvature.tocoo()
+    first = np.arange(shape[1])
+    np.minimum.at(first, place[these.row], place[these.col])
+    return float(np.sum((np.arange(shape[1]) - first) ** 2.0))
 
 
 def _entries(pattern: Any, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -151,11 +151,13 @@ class Sparse(AtHand):
     they read, from as many passes as one example has outputs or reads entries."""
 
     num_passes: Passes = eqx.field(static=True)
+    factor_operations: float = eqx.field(static=True, default=math.inf)
 
     def reads(self) -> tuple[Reads, ...]:
         blocks = [block for block in self._blocks if isinstance(block, Gathered)]
         n, c, *_ = blocks[0].values.shape
-        return (Reads(n, c, tuple(block.reads for block in blocks)),)
+        arrays = tuple(block.reads for block in blocks)
+        return (Reads(n, c, arrays, self.factor_operations),)
 
     @staticmethod
     def of_examples(
@@ -196,7 +198,7 @@ class Sparse(AtHand):
 
     def _like(self, other: AtHand) -> "Sparse":
         fixed = other.domain, other.codomain, other.memory_budget
-        return Sparse(*fixed, other.blocks(), self.num_passes)
+        return Sparse(*fixed, other.blocks(), self.num_passes, self.factor_operations)
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Sparse":
         return self._like(super().transformed(matrices, codomain))

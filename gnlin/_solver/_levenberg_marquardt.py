@@ -28,7 +28,7 @@ from .._subproblem import (
 from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._between_bounds import Again, between_bounds
+from ._between_bounds import between_bounds
 from ._race import Race
 from ._scaling import check_scaling, Lasting, Measured, Scaling
 from ._stepping import check_quadratic
@@ -52,7 +52,7 @@ _FIRST_DAMPING_ACROSS = 1.0
 
 
 class _Memory(eqx.Module):
-    rule: PyTree  # the state of the damping
+    state: PyTree  # of the damping, where no scalings race
     num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
     race: Race | None
     scale: PyTree[Array] | None
@@ -205,13 +205,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return measured.chosen(kind, tries, method, lin.point, power)
 
         def tried(subproblem: AbstractSubproblem, state: PyTree, power=None) -> Tried:
-            def again(damping: Scalar) -> Again:
-                def step(lin: Linearisation) -> PyTree[Array]:
-                    problem = problem_of(self.form, objective, lin)
-                    held = measured.of_another(problem)
-                    return ready(held, 1, power).solve(Tikhonov(damping)).step
-
-                return step
+            def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
+                held = measured.of_another(problem_of(self.form, objective, lin))
+                return ready(held, 1, power).solve(Tikhonov(damping)).step
 
             how = acceleration, self.converged, again
             return try_dampings(objective, lin, evaluate, subproblem, rule, state, *how)
@@ -221,7 +217,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         race = memory.race
         if race is not None and measured.scale is not None and not objective.is_sample:
-            trial, race = race.run(objective, lin, contend, memory.rule, num_steps)
+            trial, race = race.run(objective, lin, contend, num_steps)
         else:
             subproblem = ready(measured, tries, None)
             if method in _BY_PRODUCTS:
@@ -230,7 +226,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 return self._one_of_many(
                     objective, lin, evaluate, subproblem, memory, rule, measured.passes
                 )
-            trial = tried(subproblem, memory.rule)
+            trial = tried(subproblem, memory.state)
+            memory = eqx.tree_at(lambda m: m.state, memory, trial.state)
         finite = jnp.isfinite(trial.gradient_norm) & ~jnp.isnan(trial.damping)
         finite &= jnp.isfinite(objective.value(lin.outputs))
         good = trial.accepted & finite
@@ -241,16 +238,16 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, trial.y, lin.point),
             outputs=_tree.where(good, trial.outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.rule, m.race, m.num_idle, m.damping),
+                lambda m: (m.race, m.num_idle, m.damping),
                 memory,
-                (trial.rule, race, num_idle, trial.damping),
+                (race, num_idle, trial.damping),
                 is_leaf=lambda x: x is None,
             ),
             gradient_norm=trial.gradient_norm,
             step_norm=_tree.norm(step),
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
-            passes=measured.passes + trial.passes + Passes(jvps=1),
+            passes=measured.passes + trial.passes,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=trial.num_rejected,
             settled=finite & settled,
@@ -301,7 +298,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         last: _Last = memory.last  # type: ignore[assignment]
         before = evaluate(_tree.axpy(-1, last.step, lin.point))
         dtype = memory.tolerance.dtype
-        damping = rule.damping(memory.rule, subproblem, lin.point)
+        damping = rule.damping(memory.state, subproblem, lin.point)
         gained = objective.decrease(before, lin.outputs)
         damping *= slowly(last.predicted > 0, gained, last.ratio).astype(dtype)
         finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
@@ -324,7 +321,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             y=_tree.where(good, y, lin.point),
             outputs=_tree.where(good, outputs, lin.outputs),
             memory=eqx.tree_at(
-                lambda m: (m.rule.damping, m.last),
+                lambda m: (m.state.damping, m.last),
                 memory,
                 (jnp.where(good, damping, SKIPPED * damping), taken),
             ),

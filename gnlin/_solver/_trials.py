@@ -15,7 +15,7 @@ from .._subproblem import AbstractSubproblem
 from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
 from ._base import Evaluate, increased
-from ._between_bounds import Again, between_bounds
+from ._between_bounds import between_bounds
 
 
 # The loss must fall by this part of what the linearisation predicts (as in MINPACK).
@@ -46,7 +46,7 @@ class Tried(eqx.Module):
     """
 
     damping: Float[Array, ""]
-    rule: PyTree  # the rule's state
+    state: PyTree  # the rule's
     y: PyTree[Array]
     outputs: PyTree[Array]
     step: PyTree[Array]
@@ -67,7 +67,7 @@ class Tried(eqx.Module):
         zero = jnp.zeros((), _tree.dtype((lin.point, lin.outputs)))
         return Tried(
             damping=zero,
-            rule=state,
+            state=state,
             y=lin.point,
             outputs=lin.outputs,
             step=_tree.zeros_like(lin.point),
@@ -97,7 +97,7 @@ def try_dampings(
     state: PyTree,
     acceleration: bool,
     converged: Callable[..., Bool[Array, ""]],
-    again: Callable[[Scalar], Again],
+    again: Callable[[Linearisation, Scalar], PyTree[Array]],
 ) -> Tried:
     """The dampings of a rule, from one linearisation and one factorisation, until one
     lowers the loss or there is nothing to be gained; none, where a number is not finite.
@@ -105,7 +105,7 @@ def try_dampings(
     - `state`: the rule's.
     - `acceleration`: whether to add the second-order correction.
     - `converged`: the solver's test of a step.
-    - `again`: what solves the problem with a damping at another linearisation.
+    - `again`: solves the problem at another linearisation with a damping: its step.
     """
     dtype = _tree.dtype((lin.point, lin.outputs))
     eps = _tree.eps((lin.point, lin.outputs))
@@ -125,14 +125,16 @@ def try_dampings(
     arrived = loss <= least
 
     def attempt(last: Tried) -> Tried:
-        damping = rule.damping(last.rule, subproblem, lin.point).astype(dtype)
+        damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
         answer = subproblem.solve(Tikhonov(damping))
         predicted = subproblem.predicted(answer, damping)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
         if lin.box is not None:
-            step, predicted = between_bounds(objective, lin, step, again(damping))
+            step, predicted = between_bounds(
+                objective, lin, step, lambda lin: again(lin, damping)
+            )
             predicted = predicted.astype(dtype)
         if acceleration:
             bend = _accelerated(root, evaluate, lin, subproblem, damping, step)
@@ -171,7 +173,7 @@ def try_dampings(
         trial = Trial(damping, ratio, accepted, length)
         return Tried(
             damping=damping,
-            rule=rule.after(last.rule, trial),
+            state=rule.after(last.state, trial),
             y=y,
             outputs=outputs,
             step=step,
@@ -198,7 +200,7 @@ def try_dampings(
     start = eqx.tree_at(
         lambda t: (t.gradient_norm, t.passes),
         Tried.nothing(lin, state),
-        (gradient_norm, subproblem.passes.traced()),
+        (gradient_norm, (subproblem.passes + Passes(jvps=1)).traced()),
     )
     return jax.lax.while_loop(lambda trial: goes_on(trial) & finite, attempt, start)
 

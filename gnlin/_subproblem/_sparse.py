@@ -27,6 +27,8 @@ from ._cholesky import damping_of
 
 # Seconds for each entry of the system, at least: of graphs that are nearly chains.
 _ENTRY = 7e-8
+# And for an operation of KLU's, most of which are single ones.
+_OPERATION = 2e-9
 
 
 class SparseLU(AbstractWay):
@@ -70,9 +72,14 @@ class SparseLU(AbstractWay):
         if not has_factorisation() or not cost.reads:
             return math.inf
         num_entries, core = _size(cost.reads)
-        if (num_entries + float(core) ** 2) * cost.itemsize > cost.memory_budget:
+        operations = math.inf
+        if len(cost.reads) == 1:
+            operations = cost.reads[0].factor_operations
+        filled = min(float(core) ** 2, operations)
+        if (num_entries + filled) * cost.itemsize > cost.memory_budget:
             return math.inf
-        once = _ENTRY * num_entries + rates().cholesky(core)
+        factor = min(rates().cholesky(core), _OPERATION * operations)
+        once = _ENTRY * num_entries + factor
         # What is damped by rounding at least resolves no more than a square does.
         price = price_of_squaring(cost, Tikhonov(1.0))
         return cost.all_rows + num_trials * once + price
