@@ -198,9 +198,7 @@ def zeros_like(x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(jnp.zeros_like, x)
 
 
-def where(
-    condition: Bool[Array, ""], x: PyTree[Array], y: PyTree[Array]
-) -> PyTree[Array]:
+def where(condition: Bool[Array, ""], x: PyTree, y: PyTree) -> PyTree[Array]:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), x, y)
 
 

@@ -496,7 +496,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             lin, aux = linearise(outputs, y, inputs), aux_of(fn, y, args)
             evaluate = lambda y_: outputs(y_, inputs)
         # Of many runs under `jax.vmap` those that pause wait for all others.
-        waits = if_of_many(state.settled | state.stuck)
+        waits = if_of_many(state.pausing)
         new_y, after = self.advance(objective, lin, evaluate, state)
         row = row_of(after) | {"loss": objective.value(lin.outputs)}
         self.tell(row, after.counts.num_feature_updates)
