@@ -11,6 +11,11 @@ import pytest
 import scipy.sparse
 
 import gnlin
+from gnlin._jacobian import _coloured
+from gnlin._problem import Quadratic
+from gnlin._subproblem import choose
+from gnlin._subproblem._sparse import SparseLU
+from gnlin.filters import Tikhonov
 
 
 def graph(poses, edges):
@@ -190,3 +195,48 @@ def test_what_it_does_not_serve_for_is_told(monkeypatch):
 def test_sparsity_must_be_one():
     with pytest.raises(ValueError, match=r"must be a `gnlin.Sparsity`, such as"):
         gnlin.Residuals(lambda y, _: y, sparsity=np.eye(3))  # pyright: ignore[reportArgumentType]
+
+
+def chain_of(order):
+    """Each entry with its neighbours, in an order of one's own."""
+
+    def fn(y, _):
+        z = jnp.pad(y[order], 1)
+        return z[1:-1] ** 3 + 2 * z[1:-1] - z[:-2] - z[2:]
+
+    return fn
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_what_a_factorisation_takes(shuffled):
+    """Of a chain the curvature has two entries beside the diagonal, in a good order."""
+    n = 300
+    order = np.random.default_rng(0).permutation(n) if shuffled else np.arange(n)
+    found = gnlin.Sparsity(chain_of(order), jnp.zeros(n))
+    assert 4 * (n - 2) <= found.factor_operations < 6 * n
+
+
+def test_a_row_that_reads_all_leaves_a_dense_factor():
+    y = jnp.zeros(20)
+    assert gnlin.Sparsity(summed, y).factor_operations == sum(k**2 for k in range(20))
+
+
+@pytest.mark.parametrize("size", [8, 1_000])
+def test_many_rows_that_read_many_are_not_asked(size, monkeypatch):
+    monkeypatch.setattr(_coloured, "_MOST_ENTRIES", 1e3)
+    found = gnlin.Sparsity(chain_of(np.arange(size)), jnp.zeros(size))
+    assert np.isfinite(found.factor_operations) == (size == 8)
+
+
+def test_auto_factorises_a_long_chain():
+    """Whose condition number is that of the second difference: products take for ever."""
+    n = 2_000
+    fn = chain_of(np.arange(n))
+    y = jnp.linspace(-1, 1, n)
+    group = gnlin.Residuals(fn, sparsity=gnlin.Sparsity(fn, y))
+    lin = gnlin.features.linearise_model(y, group)
+    way = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0))
+    assert isinstance(way, SparseLU)
+    solver = gnlin.LevenbergMarquardt(acceleration=False)
+    solution = optx.least_squares(group, solver, y)
+    assert float(solution.stats["num_inner_steps"]) == 0
