@@ -257,9 +257,9 @@ def broyden_tridiagonal(x):
 
 def broyden_banded(x):
     n = len(x)
-    distance = np.subtract.outer(np.arange(n), np.arange(n))
-    band = ((distance <= 5) & (distance >= -1) & (distance != 0)).astype(float)
-    return x * (2 + 5 * x**2) + 1 - band @ (x * (1 + x))
+    padded = jnp.pad(x * (1 + x), (5, 1))
+    beside = sum(padded[5 + k : 5 + k + n] for k in (-5, -4, -3, -2, -1, 1))
+    return x * (2 + 5 * x**2) + 1 - beside
 
 
 def linear_full_rank(x):
@@ -345,3 +345,20 @@ PROBLEMS = tuple(
 )
 FACTORS = (1.0, 10.0, 100.0)
 """From which they are tried."""
+
+
+def sparse_ones(n: int) -> tuple[Problem, ...]:
+    """Those that are defined for any number of parameters, of which each residual reads a
+    few: n is a multiple of 4. The sum of squares is zero at the minimum."""
+    t = np.arange(1, n + 1) / (n + 1)
+    starts = {
+        extended_rosenbrock: np.tile([-1.2, 1.0], n // 2),
+        extended_powell_singular: np.tile([3.0, -1.0, 0.0, 1.0], n // 4),
+        discrete_boundary_value: t * (t - 1),
+        broyden_tridiagonal: np.full(n, -1.0),
+        broyden_banded: np.full(n, -1.0),
+    }
+    return tuple(
+        Problem(f"{fn.__name__}-{n}", fn, tuple(start.tolist()), (0.0,))
+        for fn, start in starts.items()
+    )

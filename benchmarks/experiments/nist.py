@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
+from rich.console import Console
 from rich.table import Table
 
 import gnlin
@@ -79,16 +80,7 @@ def run(options: Options) -> None:
     names = QUICK if options.quick else tuple(nist.MODELS)
     solvers = _quick_solvers() if options.quick else _solvers()
     console = wide_console(200)
-    began = time.perf_counter()
-    rows = []
-    for name in names:
-        problem = nist.load(name)
-        for start in (1, 2):
-            rows += [attempt(problem, start, *solver) for solver in solvers.items()]
-        console.print(f"{name}: {time.perf_counter() - began:.0f} s so far")
-    title = "LRE / steps (* not solved)"
-    console.print(table_of_cases(title, rows, tuple(solvers)))
-    console.print(table_of_all(rows, tuple(solvers), _COLUMNS))
+    rows = solved_all(names, solvers, console)
     for row in rows:
         if row.lre == 0:
             console.print(f"{row.problem}, start {row.start}, {row.solver}: {row.result}")
@@ -101,6 +93,23 @@ def run(options: Options) -> None:
         "solved_above": nist.SOLVED_LRE,
     }
     write_json(options.out / "settings.json", settings)
+
+
+def solved_all(
+    names: Sequence[str], solvers: Mapping[str, Solve], console: Console
+) -> list[Row]:
+    """From both starts, and printed."""
+    began = time.perf_counter()
+    rows = []
+    for name in names:
+        problem = nist.load(name)
+        for start in (1, 2):
+            rows += [attempt(problem, start, *solver) for solver in solvers.items()]
+        console.print(f"{name}: {time.perf_counter() - began:.0f} s so far")
+    title = "LRE / steps (* not solved)"
+    console.print(table_of_cases(title, rows, tuple(solvers)))
+    console.print(table_of_all(rows, tuple(solvers), _COLUMNS))
+    return rows
 
 
 def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:

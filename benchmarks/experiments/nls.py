@@ -7,6 +7,9 @@ reports as solved is *false* if it is none, and SciPy goes on from there to less
 The same in boxes that keep half of the parameters from where the minimum has them, beside
 SciPy's methods that take bounds. There *solved* is the least sum of squares that any of
 them finds from any start.
+
+And NIST's certified fits by the same solvers, and what is sparse, with thousands of
+parameters.
 """
 
 import dataclasses
@@ -26,14 +29,17 @@ import gnlin
 from .._options import Options
 from .._results import circumstances, write_csv, write_json
 from ..data.classical import FACTORS, Problem, PROBLEMS
+from ..data.nist import MODELS
 from ..figures import figure
 from ..speed.report import wide_console
+from . import nist, nls_sparse
 from .nist import (
     jaxopt_levenberg_marquardt,
     MAX_STEPS,
     Outcome,
     scipy_least_squares,
     Solve,
+    solved_all,
     table_of_all,
     table_of_cases,
     through_optimistix,
@@ -88,6 +94,11 @@ def run(options: Options) -> None:
     write_csv(options.out / "nls.csv", rows)
     bounded_rows = _in_boxes(problems, console)
     write_csv(options.out / "nls_bounded.csv", bounded_rows)
+    names = nist.QUICK if options.quick else tuple(MODELS)
+    certified_rows = solved_all(names, solvers, console)
+    write_csv(options.out / "nls_nist.csv", certified_rows)
+    sparse_rows = nls_sparse.run(options.quick, console)
+    write_csv(options.out / "nls_sparse.csv", sparse_rows)
     settings = {
         **circumstances(),
         "quick": options.quick,
@@ -97,7 +108,7 @@ def run(options: Options) -> None:
         "max_steps": MAX_STEPS,
     }
     write_json(options.out / "settings.json", settings)
-    draw(rows, tuple(solvers), options.out)
+    draw([*rows, *certified_rows], tuple(solvers), options.out)
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
@@ -252,15 +263,14 @@ _COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 }
 
 
-def draw(rows: Sequence[Row], solvers: Sequence[str], folder: Path) -> None:
+def draw(rows: Sequence[Row | nist.Row], solvers: Sequence[str], folder: Path) -> None:
     """Performance profiles of the steps (Dolan and Moré, 2002): for each ratio, on which
     part of the problems a solver takes at most so many times the fewest steps of any."""
-    cases = list(dict.fromkeys((row.problem, row.factor) for row in rows))
+    cases = list(dict.fromkeys(row.case for row in rows))
     steps = np.full((len(solvers), len(cases)), np.inf)
     for row in rows:
         if row.solved and row.steps is not None:
-            place = solvers.index(row.solver), cases.index((row.problem, row.factor))
-            steps[place] = max(row.steps, 1)
+            steps[solvers.index(row.solver), cases.index(row.case)] = max(row.steps, 1)
     fewest = steps.min(axis=0)
     ratios = steps[:, np.isfinite(fewest)] / fewest[np.isfinite(fewest)]
     at = np.logspace(0, 3, 200)
