@@ -249,6 +249,41 @@ def test_the_classical_problems(tmp_path):
     # Of Rosenbrock's function with x up to 0.9 the minimum is (1 - 0.9)^2.
     ends = [float(r["sum_of_squares"]) for r in boxes if r["problem"] == "rosenbrock-2"]
     np.testing.assert_allclose(ends, 0.01, rtol=1e-9)
+    certified = list(csv.DictReader((tmp_path / "nls_nist.csv").read_text().splitlines()))
+    assert len(certified) == 2 * 2 * 2
+    assert all(
+        row["solved"] == "True" for row in certified if row["solver"] == "gnlin LM"
+    )
+    sparse = list(csv.DictReader((tmp_path / "nls_sparse.csv").read_text().splitlines()))
+    assert len(sparse) == 3 * 4
+    assert all(row["solved"] == "True" == row["reported"] for row in sparse)
+
+
+def test_the_sparse_problems_are_the_classical_ones():
+    """At their published size and start; and no residual reads many parameters."""
+    published = {problem.name: problem for problem in classical.PROBLEMS}
+    for n in (10, 12):
+        found = [p for p in classical.sparse_ones(n) if p.name in published]
+        assert found
+        for problem in found:
+            known = published[problem.name]
+            assert problem.fn == known.fn
+            np.testing.assert_allclose(problem.start, known.start)
+    for problem in classical.sparse_ones(12):
+        jacobian = jax.jacfwd(problem.residuals)(jnp.asarray(problem.from_far(1.7)))
+        assert int(jnp.max(jnp.sum(jacobian != 0, axis=1))) <= 7
+
+
+def test_the_banded_function_is_that_of_the_paper():
+    """x_i (2 + 5 x_i^2) + 1 - sum over j != i, i - 5 <= j <= i + 1, of x_j (1 + x_j)."""
+    x = np.random.default_rng(0).normal(size=9)
+    expected = [
+        x[i] * (2 + 5 * x[i] ** 2)
+        + 1
+        - sum(x[j] * (1 + x[j]) for j in range(9) if j != i and i - 5 <= j <= i + 1)
+        for i in range(9)
+    ]
+    np.testing.assert_allclose(classical.broyden_banded(jnp.asarray(x)), expected)
 
 
 def test_a_point_out_of_its_box_has_no_sum_of_squares():
