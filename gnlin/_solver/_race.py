@@ -5,7 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Int, PyTree, Scalar
 
 from .. import _tree
 from .._linearisation import Linearisation
@@ -61,7 +61,7 @@ class Race(eqx.Module):
             decrease = objective.decrease(lin.outputs, trial.outputs).astype(powers.dtype)
             return jnp.where(trial.accepted, weights[number] * decrease, -jnp.inf)
 
-        def step(k: ScalarLike, so_far: tuple[Tried, Race]) -> tuple[Tried, Race]:
+        def step(k: Scalar, so_far: tuple[Tried, Race]) -> tuple[Tried, Race]:
             best, race = so_far
             number = jnp.where(k == 0, self.leader, challenger)
             state = jax.tree.map(lambda x: x[number], race.states)

@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
     problem: Quadratic | ProxLinear
     scale: PyTree[Array] | None = None
-    largest: Float[Array, ""] | None = None
+    largest: Float[Array, ""] | float = 1.0
     passes: Passes = Passes()
 
     @staticmethod
@@ -112,7 +112,7 @@ class Measured(NamedTuple):
         - `point`: where the scales last, for the least of them.
         - `power`: of the scales, relative to the largest: 0 is the identity in its units.
         """
-        if self.scale is None:
+        if self.scale is None or isinstance(self.problem, ProxLinear):
             return choose(self.problem, filter, num_trials, method)
         scale = without_zeros(self.scale)
         if point is not None:
@@ -129,7 +129,7 @@ class Measured(NamedTuple):
         return self._replace(problem=problem)
 
     def _between(self, scale: Array, power: Scalar) -> Array:
-        power, largest = power.astype(scale.dtype), self.largest.astype(scale.dtype)
+        power, largest = (jnp.asarray(x, scale.dtype) for x in (power, self.largest))
         return scale**power * largest ** (1 - power)
 
 
