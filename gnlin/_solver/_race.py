@@ -5,7 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, Scalar
+from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._linearisation import Linearisation
@@ -61,15 +61,16 @@ class Race(eqx.Module):
             decrease = objective.decrease(lin.outputs, trial.outputs).astype(powers.dtype)
             return jnp.where(trial.accepted, weights[number] * decrease, -jnp.inf)
 
-        def step(k: Scalar, so_far: tuple[Tried, Race]) -> tuple[Tried, Race]:
+        def step(k: ScalarLike, so_far: tuple[Tried, Race]) -> tuple[Tried, Race]:
             best, race = so_far
-            number = jnp.where(k == 0, self.leader, challenger)
+            first = jnp.asarray(k == 0)
+            number = jnp.where(first, self.leader, challenger)
             state = jax.tree.map(lambda x: x[number], race.states)
             trial = contend(powers[number], state)
             wins = ~best.arrived & (gain(trial, number) > gain(best, race.leader))
-            wins |= k == 0
+            wins |= first
             # A step that is not taken is a trial that has failed.
-            lost = jnp.where((k > 0) & best.accepted & trial.accepted, 1, 0)
+            lost = jnp.where(~first & best.accepted & trial.accepted, 1, 0)
             better = eqx.tree_at(
                 lambda t: (t.num_rejected, t.num_inner_steps, t.passes),
                 _tree.where(wins, trial, best),
