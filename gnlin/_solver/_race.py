@@ -5,7 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from .. import _tree
 from .._linearisation import Linearisation
@@ -26,8 +26,8 @@ class Race(eqx.Module):
     """Which scaling is in use, and how each would damp.
 
     At the steps 0, 1, 3, 7 and so on another one, in turns, steps from the same
-    linearisation, with its own damping. The one that lowers the loss more is in use until
-    the next time.
+    linearisation, with its own damping, unless the run has arrived. The one that lowers
+    the loss more is in use until the next time.
     """
 
     leader: Int[Array, ""]
@@ -61,14 +61,17 @@ class Race(eqx.Module):
             decrease = objective.decrease(lin.outputs, trial.outputs).astype(powers.dtype)
             return jnp.where(trial.accepted, weights[number] * decrease, -jnp.inf)
 
-        def step(k: ScalarLike, so_far: tuple[Tried, Race]) -> tuple[Tried, Race]:
-            best, race = so_far
-            first = jnp.asarray(k == 0)
+        def goes_on(so_far: tuple[Scalar, Tried, Race]) -> Bool[Array, ""]:
+            k, best, _ = so_far
+            return (k == 0) | ((k == 1) & due & ~best.arrived)
+
+        def step(so_far: tuple[Scalar, Tried, Race]) -> tuple[Scalar, Tried, Race]:
+            k, best, race = so_far
+            first = k == 0
             number = jnp.where(first, self.leader, challenger)
             state = jax.tree.map(lambda x: x[number], race.states)
             trial = contend(powers[number], state)
-            wins = ~best.arrived & (gain(trial, number) > gain(best, race.leader))
-            wins |= first
+            wins = first | (gain(trial, number) > gain(best, race.leader))
             # A step that is not taken is a trial that has failed.
             lost = jnp.where(~first & best.accepted & trial.accepted, 1, 0)
             better = eqx.tree_at(
@@ -83,7 +86,9 @@ class Race(eqx.Module):
             states = jax.tree.map(
                 lambda x, new: x.at[number].set(new), race.states, trial.state
             )
-            return better, Race(jnp.where(wins, number, race.leader), states)
+            return k + 1, better, Race(jnp.where(wins, number, race.leader), states)
 
         nothing = Tried.nothing(lin, jax.tree.map(lambda x: x[0], self.states))
-        return jax.lax.fori_loop(0, jnp.where(due, 2, 1), step, (nothing, self))
+        start = jnp.array(0), nothing, self
+        _, best, race = jax.lax.while_loop(goes_on, step, start)
+        return best, race
