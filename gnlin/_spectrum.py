@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 from . import _lapack, _small_svd, _tree
 from ._jacobian import AbstractJacobian
 from ._sharding import is_here
-from ._tree import matmul, ravel_pytree
+from ._tree import gram_of_columns, matmul, ravel_pytree
 from .filters import GradientDescent, Tikhonov
 
 
@@ -258,7 +258,7 @@ def from_curvature(
     unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
 ) -> Spectrum:
     """By eigenvalues on the parameter side, where u_i = phi v_i / sqrt(w_i)."""
-    w, v = _lapack.eigh(matmul(jacobian.T, jacobian))
+    w, v = _lapack.eigh(gram_of_columns(jacobian))
     w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
     s = jnp.sqrt(w)
     return Spectrum(

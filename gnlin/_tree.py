@@ -107,6 +107,36 @@ def matmul(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
 
 
+# From so many rows on, a product with itself is made by halves, and from so many columns
+# on one that is summed over rows by the transposed matrix. Measured on one and two cores:
+# by halves it takes 0.65 of the time in double precision, 0.75 to 0.95 in single; by the
+# transposed matrix 0.5 to 0.85 in double precision, and more than before in single.
+_HALVED, _TRANSPOSED = 1_500, 200
+
+
+def gram(a: Array) -> Array:
+    """`a @ a.T`: what is between two halves of the rows is made once."""
+    m = a.shape[0]
+    if m < _HALVED or not on_one_cpu():
+        return matmul(a, a.T)
+    first, second = a[: m // 2], a[m // 2 :]
+    between = matmul(second, first.T)
+    return jnp.block([[gram(first), between.T], [between, gram(second)]])
+
+
+def gram_of_columns(a: Array) -> Array:
+    """`a.T @ a`."""
+    if a.dtype != jnp.float64 or a.shape[1] < _TRANSPOSED or not on_one_cpu():
+        return matmul(a.T, a)
+    # Else XLA makes it the same product again.
+    return gram(jax.lax.optimization_barrier(a.T))
+
+
+def on_one_cpu() -> bool:
+    """And nothing is spread over devices."""
+    return jax.default_backend() == "cpu" and jax.device_count() == 1
+
+
 def joined(tree: PyTree[Array]) -> list[Array]:
     """The entries of all leaves in few arrays: all small leaves of a dtype are one. What
     reduces a tree is compiled for each of its arrays, some 20 ms and more, and a network

@@ -78,13 +78,21 @@ class _Changing(eqx.Module):
     growth: Float[Array, ""]  # if the next trial fails
 
 
+# Nielsen's factor at most; and after a step that was predicted as well as this, which
+# damping only holds up: with a hundredth NIST's fits take 12 to 13 steps in the median
+# and not 17, at 0.97, at 0.99 and at 0.999.
+_LESS = 1 / 3
+_EXACT, _MUCH_LESS = 0.98, 1 / 100
+
+
 class Nielsen(AbstractDamping[_Changing]):
     r"""A damping that a good step lowers, by up to a factor of 3, and that failing ones
     raise, by 2, 4, 8 and so on.
 
     $$\lambda \leftarrow \lambda\,\max\!\left(\tfrac13,\ 1 - (2\rho - 1)^3\right),$$
 
-    with $\rho$ the ratio of the decrease to the predicted one.
+    with $\rho$ the ratio of the decrease to the predicted one; and, which is not
+    Nielsen's, a hundredth of $\lambda$ from $\rho = 0.98$ on.
 
     **Arguments:**
 
@@ -118,7 +126,8 @@ class Nielsen(AbstractDamping[_Changing]):
         return jax.lax.cond(state.damping < 0, first, lambda: state.damping)
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
-        shrink = jnp.maximum(1 / 3, 1 - (2 * trial.ratio - 1) ** 3)
+        shrink = jnp.maximum(_LESS, 1 - (2 * trial.ratio - 1) ** 3)
+        shrink = jnp.where(trial.ratio >= _EXACT, _MUCH_LESS, shrink)
         factor = jnp.where(trial.accepted, shrink, state.growth)
         growth = jnp.where(trial.accepted, 2, 2 * state.growth)
         return _Changing(trial.damping * factor, growth)

@@ -31,7 +31,8 @@ BY_LAYERS: dict[str, Any] = {
 ENOUGH, MOST_SECONDS = 1e-4, 120.0
 FINE = 1e-6
 _FIRST_DAMPING = 1e-3
-_STEPS = 2
+_STEPS = 16
+"""Of a run from its start, to be timed: Levenberg-Marquardt's scalings race at five."""
 _LOOKS = 400
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from .. import _tree
 from .._cost import rates
 from .._passes import Passes
-from .._tree import matmul, ravel_pytree, Structure
+from .._tree import gram_of_columns, ravel_pytree, Structure
 from ._block import AbstractBlock
 
 
@@ -264,8 +264,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         than the nearer memories take."""
 
         def of_part(blocks: Sequence[AbstractBlock]) -> Float[Array, "p p"]:
-            matrix = _as_matrix(blocks)
-            return matmul(matrix.T, matrix)
+            return gram_of_columns(_as_matrix(blocks))
 
         of_sum = self.domain.size**2 * self.domain.dtype.itemsize
         return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * of_sum))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._tree import matmul, promoted
+from .._tree import gram, matmul, on_one_cpu, promoted
 from ._block import AbstractBlock
 from ._stack import Stack
 
@@ -39,21 +39,24 @@ class Rows(AbstractBlock):
             return other.gram_with(self).T
         num_columns = math.prod(self.shape)  # none, too
         a, b = (x.reshape(x.shape[0], num_columns) for x in (self.array, other.rows()))
+
+        def product(a, b):
+            return gram(a) if other is self else matmul(a, b.T)
+
         # Of several devices each may have some of the columns.
-        one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
-        if num_columns < _LONG or not one_cpu:
-            return matmul(a, b.T)
+        if num_columns < _LONG or not on_one_cpu():
+            return product(a, b)
 
         def add(k, total):
             start = k * _SLICE
-            of_a, of_b = (
+            slices = (
                 jax.lax.dynamic_slice_in_dim(x, start, _SLICE, axis=1) for x in (a, b)
             )
-            return total + matmul(of_a, of_b.T)
+            return total + product(*slices)
 
         num_slices, num_left = divmod(num_columns, _SLICE)
         first = num_columns - num_left
-        left = matmul(a[:, first:], b[:, first:].T)
+        left = product(a[:, first:], b[:, first:])
         return jax.lax.fori_loop(0, num_slices, add, left)
 
     def merged(self, num_outputs: int) -> "Rows":

@@ -127,7 +127,8 @@ def try_dampings(
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
-        answer = subproblem.solve(Tikhonov(damping))
+        held = subproblem.factorised(Tikhonov(damping)) if acceleration else subproblem
+        answer = held.solve(Tikhonov(damping))
         predicted = subproblem.predicted(answer, damping)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, bend = _tree.cast_like(answer.step, lin.point), True, None
@@ -137,7 +138,7 @@ def try_dampings(
             )
             predicted = predicted.astype(dtype)
         if acceleration:
-            bend = _accelerated(root, evaluate, lin, subproblem, damping, step)
+            bend = _accelerated(root, evaluate, lin, held, damping, step)
             longest = 0.5 * _MAX_ACCELERATION * length
             gentle = subproblem.length_of(bend).astype(dtype) <= longest
             bent = bend.step

@@ -67,6 +67,11 @@ class AbstractSubproblem(eqx.Module):
         linear residual is `tolerance` times the gradient."""
         return self
 
+    def factorised(self, filter: Filter) -> "AbstractSubproblem":
+        """The same, with what it takes to solve for a filter made, for several residuals
+        and this filter only."""
+        return self
+
     @abc.abstractmethod
     def gradient(self) -> PyTree[Array]:
         """Of the objective at the linearisation point; phi^T r for least squares."""

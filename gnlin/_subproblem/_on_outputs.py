@@ -17,7 +17,7 @@ from .._spectrum import Filter
 from .._tree import matmul
 from ..filters import Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
-from ._cholesky import damping_of, solve_damped
+from ._cholesky import damping_of, Factorised, with_factor
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
@@ -34,11 +34,19 @@ class OnOutputs(AbstractWay):
     passes: Passes
     pushed: Float[Array, " m"] | None  # phi g_0
     gradient_norm: Scalar
+    factor: Factorised | None
 
-    def __init__(self, problem: Quadratic, kernel: Float[Array, "m m"], passes: Passes):
+    def __init__(
+        self,
+        problem: Quadratic,
+        kernel: Float[Array, "m m"],
+        passes: Passes,
+        factor: Factorised | None = None,
+    ):
         self.problem = problem
         self.kernel = kernel
         self.passes = passes
+        self.factor = factor
         if problem.rest is None:
             self.pushed = None
             self.gradient_norm = _norm_by(kernel, problem.flat_residual())
@@ -74,13 +82,22 @@ class OnOutputs(AbstractWay):
         return jnp.max(jnp.diagonal(self.kernel))
 
     def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
-        return OnOutputs(self.problem.with_residual(residual), self.kernel, Passes())
+        problem = self.problem.with_residual(residual)
+        return OnOutputs(problem, self.kernel, Passes(), self.factor)
+
+    def factorised(self, filter: Filter) -> "OnOutputs":
+        return with_factor(self, self._at(filter))
+
+    def _at(self, filter: Filter) -> Factorised:
+        dtype = _tree.dtype((self.kernel, self.problem.residual))
+        return Factorised.of(self.kernel.astype(dtype), damping_of(filter))
 
     def solve(self, filter: Filter) -> Answer:
         damping = damping_of(filter)
+        factor = self._at(filter) if self.factor is None else self.factor
 
         def solve(vector):
-            a, result = solve_damped(self.kernel, vector, damping)
+            a, result = factor.solve(vector)
             return a, 0, result
 
         return through_outputs(solve, self.problem, self.pushed, damping)

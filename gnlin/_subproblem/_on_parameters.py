@@ -15,7 +15,7 @@ from .._spectrum import Filter
 from .._tree import matmul, ravel_pytree
 from ..filters import Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
-from ._cholesky import damping_of, solve_damped
+from ._cholesky import damping_of, Factorised, with_factor
 
 
 # A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one
@@ -32,12 +32,18 @@ class OnParameters(AbstractWay):
     passes: Passes
     flat_gradient: Float[Array, " p"]
     gradient_norm: Scalar
+    factor: Factorised | None
 
     def __init__(
-        self, problem: Quadratic, curvature: Float[Array, "p p"], passes: Passes
+        self,
+        problem: Quadratic,
+        curvature: Float[Array, "p p"],
+        passes: Passes,
+        factor: Factorised | None = None,
     ):
         self.problem = problem
         self.curvature = curvature
+        self.factor = factor
         self.flat_gradient, _ = ravel_pytree(problem.gradient())
         self.gradient_norm = _tree.norm(self.flat_gradient)
         self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
@@ -74,9 +80,16 @@ class OnParameters(AbstractWay):
 
     def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
         problem = self.problem.with_residual(residual)
-        return OnParameters(problem, self.curvature, Passes())
+        return OnParameters(problem, self.curvature, Passes(), self.factor)
+
+    def factorised(self, filter: Filter) -> "OnParameters":
+        return with_factor(self, self._at(filter))
+
+    def _at(self, filter: Filter) -> Factorised:
+        dtype = _tree.dtype((self.curvature, self.flat_gradient))
+        return Factorised.of(self.curvature.astype(dtype), damping_of(filter))
 
     def solve(self, filter: Filter) -> Answer:
-        damping = damping_of(filter)
-        step, result = solve_damped(self.curvature, self.flat_gradient, damping)
+        factor = self._at(filter) if self.factor is None else self.factor
+        step, result = factor.solve(self.flat_gradient)
         return Answer(self.problem.jacobian.domain.unravel(-step), result=result)

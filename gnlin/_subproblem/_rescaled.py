@@ -47,6 +47,9 @@ class Rescaled(AbstractSubproblem):
     def truncated(self, tolerance: ScalarLike) -> "Rescaled":
         return eqx.tree_at(lambda s: s.inner, self, self.inner.truncated(tolerance))
 
+    def factorised(self, filter: Filter) -> "Rescaled":
+        return eqx.tree_at(lambda s: s.inner, self, self.inner.factorised(filter))
+
     def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
         return Rescaled(self.inner.with_residual(residual), self.scale)
 
