@@ -53,7 +53,7 @@ _FIRST_DAMPING_ACROSS = 1.0
 
 class _Memory(eqx.Module):
     state: PyTree  # of the damping, where no scalings race
-    num_idle: Int[Array, ""]  # outer steps in a row that gained no more than rounding
+    num_idle: Int[Array, ""]  # outer steps in a row that seem to have arrived
     race: Race | None
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
@@ -221,7 +221,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         race = memory.race
         if race is not None and measured.scale is not None and not objective.is_sample:
-            trial, race = race.run(objective, lin, contend, num_steps)
+            trial, race = race.run(objective, lin, contend, num_steps, memory.num_idle)
         else:
             subproblem = ready(measured, tries, None)
             if method in _BY_PRODUCTS:
@@ -235,7 +235,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         finite = jnp.isfinite(trial.gradient_norm) & ~jnp.isnan(trial.damping)
         finite &= jnp.isfinite(objective.value(lin.outputs))
         good = trial.accepted & finite
-        num_idle = jnp.where(trial.idle, memory.num_idle + 1, 0)
+        num_idle = jnp.where(trial.arrived, memory.num_idle + 1, 0)
         settled = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
         step = _tree.where(good, trial.step, _tree.zeros_like(trial.step))
         return Update(

@@ -20,6 +20,9 @@ _POWERS = 1.0, 0.0, 0.5
 # What each one's gain counts. NIST is solved where More's counts 2 or 4 times, and one of
 # its fits is not where it counts once.
 _WEIGHTS = 2.0, 1.0, 1.0
+# After so many steps that seem to have arrived, and as many again, another one has its
+# turn: in a valley as narrow as rounding one stands still where another goes on.
+_IDLE = 3
 
 
 class Race(eqx.Module):
@@ -27,7 +30,8 @@ class Race(eqx.Module):
 
     At the steps 0, 1, 3, 7 and so on another one, in turns, steps from the same
     linearisation, with its own damping, unless the run has arrived. The one that lowers
-    the loss more is in use until the next time.
+    the loss more is in use until the next time. The others have their turn, too, where
+    the one in use finds no step, or seems to have arrived and has not.
     """
 
     leader: Int[Array, ""]
@@ -45,17 +49,20 @@ class Race(eqx.Module):
         lin: Linearisation,
         contend: Callable[[Scalar, PyTree], Tried],
         num_steps: Int[Array, ""],
+        num_idle: Int[Array, ""],
     ) -> tuple[Tried, "Race"]:
         """What came of one linearisation, by the scaling in use or the better of two, and
         how the race goes on.
 
         - `contend`: tries dampings, from a power of the scales and the damping's state.
+        - `num_idle`: steps in a row before this one that seemed to have arrived.
         """
         powers = jnp.array(_POWERS, _tree.dtype(lin.point))
         weights = jnp.array(_WEIGHTS, powers.dtype)
         due = (num_steps & (num_steps + 1)) == 0
-        turn = 1 + jax.lax.population_count(num_steps) % (len(_POWERS) - 1)
-        challenger = (self.leader + turn) % len(_POWERS)
+        idle = (num_idle == _IDLE) | (num_idle == 2 * _IDLE)
+        number = jnp.where(idle, num_idle // _IDLE, jax.lax.population_count(num_steps))
+        turn = 1 + number % 2
 
         def gain(trial: Tried, number: Scalar) -> Scalar:
             decrease = objective.decrease(lin.outputs, trial.outputs).astype(powers.dtype)
@@ -63,12 +70,15 @@ class Race(eqx.Module):
 
         def goes_on(so_far: tuple[Scalar, Tried, Race]) -> Bool[Array, ""]:
             k, best, _ = so_far
-            return (k == 0) | ((k == 1) & due & ~best.arrived)
+            found_none = ~best.accepted & ~best.arrived
+            second = (due & ~best.arrived) | idle | found_none
+            return (k == 0) | ((k == 1) & second) | ((k == 2) & found_none)
 
         def step(so_far: tuple[Scalar, Tried, Race]) -> tuple[Scalar, Tried, Race]:
             k, best, race = so_far
             first = k == 0
-            number = jnp.where(first, self.leader, challenger)
+            steps = jnp.select([first, k == 1], [0, turn], -turn)
+            number = (self.leader + steps) % len(_POWERS)
             state = jax.tree.map(lambda x: x[number], race.states)
             trial = contend(powers[number], state)
             wins = first | (gain(trial, number) > gain(best, race.leader))
