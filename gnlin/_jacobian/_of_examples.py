@@ -1,6 +1,7 @@
 """The Jacobian of independent examples: what is gained by their independence."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +65,8 @@ def by_parts(
     if size is None or size >= _number(examples):
         return jax.vmap(fn)(examples)
     of_part = jax.checkpoint(jax.vmap(fn))
-    parts, last = _divided(examples, size)
-    found = jax.lax.map(of_part, parts)
+    parts, whole, last = _divided(examples, size)
+    found = jax.lax.map(lambda part: of_part(whole(part)), parts)
     axis = _axis_of_parts()
     found = jax.tree.map(
         lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:]), found
@@ -75,17 +76,26 @@ def by_parts(
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, of_part(last))
 
 
-def _divided(examples: PyTree[Array], size: int) -> tuple[PyTree[Array], PyTree | None]:
-    """Parts of so many examples, along a new axis, and what is left over."""
+def _divided(
+    examples: PyTree[Array], size: int
+) -> tuple[PyTree[Array], Callable[[PyTree[Array]], PyTree[Array]], PyTree | None]:
+    """Parts of so many examples, along a new axis, each of them flat; what gives a part
+    its shape again; and what is left over. Of flat parts XLA keeps no other layout of all
+    of the examples, as convolutions ask for it."""
     n, axis = _number(examples), _axis_of_parts()
-    whole = n - n % size
+    end = n - n % size
 
     def split(x: Array) -> Array:
-        shape = (-1, size) if axis == 0 else (size, -1)
-        return jnp.moveaxis(x[:whole].reshape(*shape, *x.shape[1:]), axis, 0)
+        of_one = math.prod(x.shape[1:])
+        if axis == 0:
+            return x[:end].reshape(n // size, size * of_one)
+        return jnp.moveaxis(x[:end].reshape(size, n // size, of_one), 1, 0)
 
-    last = None if whole == n else jax.tree.map(lambda x: x[whole:], examples)
-    return jax.tree.map(split, examples), last
+    def whole(part: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda p, x: p.reshape(size, *x.shape[1:]), part, examples)
+
+    last = None if end == n else jax.tree.map(lambda x: x[end:], examples)
+    return jax.tree.map(split, examples), whole, last
 
 
 def _axis_of_parts() -> int:
@@ -186,13 +196,14 @@ class OfExamples(AbstractJacobian):
     def _sum_of_parts(self, of_part: Callable[[PyTree[Array]], Of], size: int) -> Of:
         if size >= self._num_examples():
             return of_part(self._args)
-        parts, last = _divided(self._args, size)
+        parts, whole, last = _divided(self._args, size)
         zero = jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_part, self._args)
         )
-        add = lambda total, args: (jax.tree.map(jnp.add, total, of_part(args)), None)
-        total, _ = jax.lax.scan(add, zero, parts)
-        return total if last is None else add(total, last)[0]
+        add = lambda total, args: jax.tree.map(jnp.add, total, of_part(args))
+        step = lambda total, part: (add(total, whole(part)), None)
+        total, _ = jax.lax.scan(step, zero, parts)
+        return total if last is None else add(total, last)
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
