@@ -24,6 +24,8 @@ def test_nielsens_rule(ratio, damping):
     rule = Nielsen()
     state = rule.after(rule.init(jnp.dtype(float)), trial(damping, ratio))
     expected = damping * max(1 / 3, 1 - (2 * ratio - 1) ** 3)
+    if ratio >= 0.98:  # not Nielsen's
+        expected = damping / 100
     assert float(state.damping) == pytest.approx(expected)
 
 
@@ -31,9 +33,16 @@ def test_nielsens_damping_doubles_its_growth():
     rule, factors = Nielsen(), []
     state = rule.init(jnp.dtype(float))
     for accepted in (False, False, False, True, False):
-        state = rule.after(state, trial(accepted=accepted))
+        state = rule.after(state, trial(ratio=0.95, accepted=accepted))
         factors.append(float(state.damping))
     assert factors == pytest.approx([2, 4, 8, 1 / 3, 2])
+
+
+def test_an_exact_prediction_lowers_the_damping_at_once():
+    rule = Nielsen()
+    state = rule.init(jnp.dtype(float))
+    lower = [rule.after(state, trial(ratio=r)).damping for r in (0.97, 0.98, 1.0)]
+    np.testing.assert_allclose(lower, [1 / 3, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(

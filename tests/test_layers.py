@@ -9,6 +9,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import gnlin
+from gnlin import _tree
 from gnlin._jacobian import _layer, _program, _rows, Layer, Rows
 
 
@@ -165,6 +166,35 @@ def test_long_rows_are_summed_over_slices(num_columns, monkeypatch):
     rows = np.random.default_rng(0).normal(size=(3, num_columns))
     gram = Rows(jnp.asarray(rows)).gram()
     np.testing.assert_allclose(gram, rows @ rows.T, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_rows", [5, 6, 9])
+@pytest.mark.parametrize("num_columns", [3, 8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_products_with_themselves_by_halves(num_rows, num_columns, dtype, monkeypatch):
+    monkeypatch.setattr(_tree, "_HALVED", 4)
+    monkeypatch.setattr(_tree, "_TRANSPOSED", 4)
+    rows = np.random.default_rng(0).normal(size=(num_rows, num_columns)).astype(dtype)
+    tolerances = {"rtol": 1e-5, "atol": 1e-5} if dtype == np.float32 else {"rtol": 1e-12}
+    gram, of_columns = jax.jit(_tree.gram)(rows), jax.jit(_tree.gram_of_columns)(rows)
+    np.testing.assert_allclose(gram, rows @ rows.T, **tolerances)
+    np.testing.assert_allclose(of_columns, rows.T @ rows, **tolerances)
+    assert gram.dtype == of_columns.dtype == dtype
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2000, 5000, 10**6])
+def test_positions_some_examples_at_a_time(num_bytes, monkeypatch):
+    monkeypatch.setattr(_layer, "_POSITIONS_BYTES", num_bytes)
+    rng = np.random.default_rng(0)
+
+    def layer(n):
+        signals = jnp.asarray(rng.normal(size=(n, 2, 3, 4)))
+        return Layer(signals, jnp.asarray(rng.normal(size=(n, 4, 5))), (3, 5), (0, 1))
+
+    these, those = layer(7), layer(3)
+    for a, b in ((these, those), (these, these)):
+        expected = a.rows().reshape(14, -1) @ b.rows().reshape(b.num_rows, -1).T
+        np.testing.assert_allclose(a._gram_of_positions(b), expected, rtol=1e-12)
 
 
 @pytest.mark.usefixtures("always")

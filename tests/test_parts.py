@@ -8,6 +8,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import gnlin
+from benchmarks.speed import parts
 
 
 MODEL = jax.tree.map(
@@ -125,6 +126,11 @@ def test_memory_does_not_grow_with_the_batch():
     inputs_and_outputs = 1024 * (4 + 2) * 8
     assert many < one + 10 * inputs_and_outputs
     assert unsplit > 3 * many
+
+
+def test_nor_do_convolutions_keep_all_images_twice():
+    few, many = (parts._case("", n, 64)[1] for n in (128, 1024))
+    assert many - few < 0.75 * (1024 - 128) * 64 * 4
 
 
 @pytest.mark.usefixtures("unchecked")
