@@ -382,7 +382,7 @@ def test_an_infinite_residual_that_does_not_depend_on_the_parameters():
         np.testing.assert_array_equal(solution.value, [3.0])
 
 
-def test_an_exact_prediction_lowers_the_damping_by_a_hundred():
+def test_an_exact_prediction_lowers_the_damping_by_ten():
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
     fn = lambda y, a: a @ y - 1
     ends = [
@@ -390,7 +390,7 @@ def test_an_exact_prediction_lowers_the_damping_by_a_hundred():
         for n in (1, 2)
     ]
     first, second = (float(end.state.report.damping) for end in ends)
-    np.testing.assert_allclose(second / first, 1 / 100)
+    np.testing.assert_allclose(second / first, 1 / 10)
 
 
 def test_where_one_scaling_stands_still_another_goes_on():

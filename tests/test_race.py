@@ -29,6 +29,7 @@ def tried(r, jacobian, y, args, scale, state):
         ratio = actual / predicted
         if ratio > 1e-4:
             factor = max(1 / 3, 1 - (2 * min(ratio, 1) - 1) ** 3)
+            factor = 0.1 if ratio >= 0.98 else factor
             return y + step, (damping * factor, 2), rejected
         damping, growth = damping * growth, 2 * growth
     raise AssertionError("no step")

@@ -76,7 +76,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     Each outer step linearises once and factorises once, then tries dampings until one
     lowers the loss; a rejected trial costs a filter, a product and an evaluation. A good
     prediction lowers the damping for the next linearisation by up to a factor of 3
-    (Nielsen, 1999), a nearly exact one by 100. Steps follow the curvature of the model's
+    (Nielsen, 1999), a nearly exact one by 10. Steps follow the curvature of the model's
     manifold to second order (geodesic acceleration), which shortens the way through
     narrow valleys many times.
 
