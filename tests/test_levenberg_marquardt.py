@@ -141,8 +141,8 @@ def test_the_loss_never_increases(solver):
     damping = solution.history.damping
     assert np.all(np.diff(loss) <= 1e-12 * loss[:-1])
     assert loss[-1] < 1e-20
-    # The damping falls by at most a factor of 3 from one linearisation to the next.
-    assert np.all(damping[1:] >= damping[:-1] / 3 * (1 - 1e-12))
+    # The damping falls by at most a factor of 10 from one linearisation to the next.
+    assert np.all(damping[1:] >= damping[:-1] / 10 * (1 - 1e-12))
 
 
 #
@@ -216,7 +216,7 @@ def test_the_same_minimum_as_scipy(solver):
     )
     assert solution.result == optx.RESULTS.successful
     # On the side of the outputs a tall problem is singular, but for the damping.
-    rtol = 1e-4 if solver.method == "kernel" else 1e-6
+    rtol = 1e-3 if solver.method == "kernel" else 1e-6
     np.testing.assert_allclose(solution.value, expected.x, rtol=rtol)
 
 
@@ -399,7 +399,7 @@ def test_where_one_scaling_stands_still_another_goes_on():
     problem = nist.load("MGH10")
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)
     near = 1 + 1e-12 * np.random.default_rng(0).uniform(-1, 1, 16)
-    starts = jnp.asarray(problem.starts[0]) * jnp.asarray(near)[:, None]
+    starts = jnp.outer(near, problem.starts[0])
 
     def fit(y0):
         solver = gnlin.LevenbergMarquardt()

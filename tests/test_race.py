@@ -123,20 +123,21 @@ def test_under_vmap_each_has_its_own_race():
         np.testing.assert_allclose(one, literal(*problem, 6)[0], rtol=1e-6)
 
 
-def sine_network(dtype):
-    x = jnp.linspace(-1, 1, 64, dtype=dtype)[:, None]
-    model = eqx.nn.MLP(1, 1, 20, 2, jnp.tanh, dtype=dtype, key=jax.random.key(0))
-    return model, (x, jnp.sin(6 * x))
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_a_network_is_not_held_by_columns_that_vanish(dtype):
-    model, data = sine_network(dtype)
+    """In the median of eight: each by itself may have luck, either way."""
+    x = jnp.linspace(-1, 1, 64, dtype=dtype)[:, None]
+    keys = jax.random.split(jax.random.key(0), 8)
 
     def loss_after(**scaling):
-        solver = gnlin.LevenbergMarquardt(**scaling)
-        solution = gnlin.solve(model, data, solver, max_steps=25, progress=False)
-        return float(solution.loss)
+        def trained(key, x):
+            model = eqx.nn.MLP(1, 1, 20, 2, jnp.tanh, dtype=dtype, key=key)
+            solver = gnlin.LevenbergMarquardt(**scaling)
+            settings = {"max_steps": 25, "divergence": None, "history": False}
+            return gnlin.solve(model, (x, jnp.sin(6 * x)), solver, **settings).loss
+
+        losses = jax.jit(jax.vmap(trained, (0, None)))(keys, x)
+        return float(jnp.median(losses))
 
     assert loss_after() < 0.1 * loss_after(scaling="more")
 
