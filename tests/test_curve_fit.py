@@ -74,8 +74,8 @@ def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
 
 @pytest.mark.parametrize("name", ["Misra1a", "Hahn1", "MGH09", "Eckerle4", "Thurber"])
 def test_nists_standard_errors(name):
-    """To 6.5 digits and more, which are certified to 11: Thurber's fit converges linearly,
-    and ends when its loss no longer tells one step from the next."""
+    """To 6.5 digits and more, which are certified to 11: Thurber's fit converges
+    linearly, and ends when its loss no longer tells one step from the next."""
     problem = nist.load(name)
     fit = gnlin.curve_fit(problem.model, problem.x, problem.y, problem.starts[1])
     np.testing.assert_allclose(fit.standard_errors, problem.standard_errors, rtol=3e-7)
