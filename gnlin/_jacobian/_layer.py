@@ -146,7 +146,7 @@ class Layer(AbstractBlock):
             return jnp.sum(products, axis=(1, 4)).reshape(c, k * e)
 
         of_one = c * t * all_activations.shape[0] * e * self.signals.dtype.itemsize
-        at_once = min(n, max(1, _POSITIONS_BYTES // max(1, of_one)))
+        at_once = max(1, min(n, _POSITIONS_BYTES // max(1, of_one)))
         examples = self.signals, self.activations
         rows = jax.lax.map(of_example, examples, batch_size=at_once)
         return rows.reshape(n * c, k * e)
