@@ -136,7 +136,7 @@ def solve(
     !!! example
 
         ```python
-        model = eqx.nn.MLP(1, 1, 50, 4, key=jax.random.key(0))
+        model = eqx.nn.MLP(1, 1, 50, 4, jnp.tanh, key=jax.random.key(0))
         x = jnp.linspace(-1, 1, 20)[:, None]
         solution = gnlin.solve(model, (x, jnp.sin(3 * x)))
         solution.model, solution.loss, solution.stats["num_feature_updates"]

@@ -520,6 +520,19 @@ def test_throw_under_jit():
         run(T.at[2].set(jnp.nan))
 
 
+class Kink(eqx.Module):
+    b: jax.Array
+
+    def __call__(self, x):
+        return 1 + jnp.abs(self.b - 1) * x
+
+
+def test_a_kink_is_where_it_stands_still_not_where_it_diverges():
+    with pytest.warns(UserWarning, match="stands still.*smooth activation"):
+        solution = gnlin.solve(Kink(jnp.array(3.0)), (jnp.ones(3), jnp.zeros(3)))
+    assert solution.result == optx.RESULTS.stagnation
+
+
 def test_divergence_warns_by_name_and_leaves_the_model():
     model = network()
     solver = gnlin.IterativeLinearisation(10**8, 10.0)

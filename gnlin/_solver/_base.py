@@ -326,7 +326,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         state: State,
     ) -> State:
         """What has settled, or is stuck, has converged if the gradient says so. If not,
-        what has settled goes on a few steps more, and what is stuck has failed."""
+        what has settled goes on a few steps more, and what is stuck stands still."""
         going = ~state.terminate & (state.result == optx.RESULTS.successful)
         looks = going & (state.settled | state.stuck)
 
@@ -339,11 +339,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
         stationary = jax.lax.cond(looks, look, lambda: jnp.array(False))
         num_still = jnp.where(looks & ~stationary, state.num_still + 1, state.num_still)
-        result = optx.RESULTS.where(
-            going & (num_still >= _MOST_STILL), STANDS_STILL, state.result
-        )
-        failed = going & state.stuck & ~stationary
-        result = optx.RESULTS.where(failed, optx.RESULTS.nonlinear_divergence, result)
+        still = (num_still >= _MOST_STILL) | (state.stuck & ~stationary)
+        result = optx.RESULTS.where(going & still, STANDS_STILL, state.result)
         no = jnp.array(False)
         return eqx.tree_at(
             lambda s: (s.settled, s.stuck, s.num_still, s.terminate, s.result),
