@@ -77,6 +77,7 @@ from ._subproblem import (
     Answer as Answer,
     choose as choose,
     MixedPrecision as MixedPrecision,
+    NystromKernel as NystromKernel,
 )
 from ._tangent_kernel import TangentKernel as TangentKernel
 from ._uncertainty import predictive_variance as predictive_variance

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
-from . import _lapack, _tree
+from . import _lapack, _nystrom, _tree
 from ._checks import check_count, check_whole
 from ._conjugate_gradients import semidefinite
 from ._jacobian import AbstractBlock, AbstractJacobian, Rows
@@ -107,21 +107,12 @@ class Nystrom(AbstractPreconditioner):
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
-        # Algorithm 2.1: A Omega, shifted so that rounding leaves it positive definite
+        # Algorithm 2.1
         omega = jax.random.normal(
             jax.random.key(self.seed), (p, self._rank(jacobian)), dtype
         )
         omega, _ = jnp.linalg.qr(omega)
-        sketch = jax.vmap(product, 1, 1)(omega)
-        shift = eps * jnp.sqrt(jnp.asarray(p, dtype)) * jnp.linalg.norm(sketch)
-        shift = jnp.where(shift > 0, shift, 1)
-        sketch = sketch + shift * omega
-        finite = _tree.all_finite(sketch)
-        core = jnp.where(
-            finite, matmul(omega.T, sketch), jnp.eye(omega.shape[1], dtype=dtype)
-        )
-        factor = jnp.linalg.cholesky((core + core.T) / 2)
-        half = jax.scipy.linalg.solve_triangular(factor, sketch.T, lower=True).T
+        half, shift = _nystrom.half(omega, jax.vmap(product, 1, 1)(omega))
         u, s, _ = _lapack.svd(half)
         excess = s**2 - shift
         eigenvalues = jnp.where(excess > s.size * eps * shift, excess, 0)

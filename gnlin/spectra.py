@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
-from . import _lanczos, _tree
+from . import _lanczos, _nystrom
 from ._checks import (
     as_key,
     check_count,
@@ -236,18 +236,14 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     probes = jax.random.normal(as_key(key), (n, num_probes), dtype)
     probes *= (n**0.5 / jnp.linalg.norm(probes, axis=0))[None]
     sketch = jax.lax.map(product, probes.T).T
-    eps = jnp.finfo(dtype).eps
-    shift = eps * _tree.norm(sketch)
-    shift = jnp.where(shift > 0, shift, 1)
-    sketch += shift * probes
+    sketch, shift = _nystrom.shifted(probes, sketch)
 
     # The Nystrom approximation is B B^T, in the basis Q.
     q, r = jnp.linalg.qr(sketch)
-    core = matmul(probes.T, sketch)
-    factor = jnp.linalg.cholesky((core + core.T) / 2)
-    solve = lambda lhs: jax.scipy.linalg.solve_triangular(factor, lhs.T, lower=True).T
-    b = solve(r)
-    inverse = solve(jnp.eye(num_probes, dtype=dtype))  # C^-T, so that H^-1 is its square
+    factor = _nystrom.core_factor(probes, sketch)
+    b = _nystrom.halved(factor, r)
+    # C^-T, so that H^-1 is its square
+    inverse = _nystrom.halved(factor, jnp.eye(num_probes, dtype=dtype))
     scale = jnp.linalg.norm(inverse, axis=1)
     left_out = matmul(b, inverse.T) / scale[None]
     seen = jnp.sum(left_out * matmul(q.T, probes), axis=0)

@@ -135,7 +135,7 @@ def test_a_tolerance_that_is_not_met_is_no_success():
         *(
             (
                 lambda given=given: gnlin.DampedGaussNewton(1.0, method=given),
-                "must be one of .* a `gnlin.MixedPrecision` or a solver of lineax",
+                "must be one of .* a `gnlin.MixedPrecision`, .* or a solver of lineax",
             )
             for given in (True, "float32", gnlin.MixedPrecision)
         ),

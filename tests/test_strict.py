@@ -110,6 +110,11 @@ problems = {
         NUMBERS,
         gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision()),
     ),
+    "Cauchy": (
+        gnlin.Cauchy(),
+        NUMBERS,
+        gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(4)),
+    ),
     "of one's own": (OwnLoss(), LABELS, EXACT),
     "of one's own, elementwise": (
         OwnElementwiseLoss(),

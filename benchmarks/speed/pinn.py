@@ -34,6 +34,9 @@ _FIRST_DAMPING = 1e-3
 _STEPS = 16
 """Of a run from its start, to be timed: Levenberg-Marquardt's scalings race at five."""
 _LOOKS = 400
+_MANY = 3600
+"""Interior points, of which a kernel is dear."""
+_RANKS = 25, 50, 100, 200
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -49,6 +52,11 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
         ],
     )
     jax.clear_caches()
+    for n in (number,) if quick else (number, _MANY):
+        rows = by_low_rank(hidden, n, 2 if quick else 3)
+        what = f"Relative L2 error after {_STEPS} damped steps with momentum"
+        yield Comparison(f"{what}, {rows[0].note}", rows)
+        jax.clear_caches()
     rows = to_an_accuracy(hidden, number, 1.0 if quick else MOST_SECONDS)
     what = f"seconds to a relative error of {ENOUGH:g}, p = 9,873"
     yield Comparison(
@@ -128,6 +136,36 @@ def _by_gnlin(variant: str, model: PyTree, groups: Groups, settings: dict) -> Ca
         return eqx.filter(solution.model, eqx.is_array), solution.loss
 
     return Case("gnlin", variant, lambda: run(model, groups), _count)
+
+
+def by_low_rank(hidden: Sequence[int], number: int, num_rounds: int) -> list[Row]:
+    """The kernel, and others of lower rank in its place."""
+    model, groups = _problem(hidden, number, 0)
+    methods: dict[str, Any] = {"the kernel": "kernel"}
+    methods |= {f"Nystrom, rank {k}": gnlin.NystromKernel(k) for k in _RANKS}
+    said, errors = _size(model, groups), []
+    for method in methods.values():
+        trained = eqx.combine(_damped(model, groups, method)[0], model)
+        errors.append(float(EQUATION.error(trained)))
+    cases = [
+        Case("gnlin", name, lambda method=method: _damped(model, groups, method), _count)
+        for name, method in methods.items()
+    ]
+    timings = alternate(cases, num_rounds)
+    rows = [timed_row(f"a step: {said}", t, timings[0]) for t in timings]
+    return [
+        dataclasses.replace(row, step_error=error, tolerance=math.inf, note=said)
+        for row, error in zip(rows, errors, strict=True)
+    ]
+
+
+@eqx.filter_jit
+def _damped(model: PyTree, groups: Groups, method: Any) -> tuple[PyTree, jax.Array]:
+    solver = gnlin.DampedGaussNewton(
+        _FIRST_DAMPING, momentum=0.9, search=gnlin.GridSearch(), method=method
+    )
+    solution = gnlin.solve(model, groups, solver, max_steps=_STEPS, divergence=None)
+    return eqx.filter(solution.model, eqx.is_array), solution.loss
 
 
 #

@@ -59,8 +59,9 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         an array of parameters eliminated), `"sparse"` (a factorisation of what is
         sparse), `"matrix-free"` (conjugate gradients),
         `"products-first"` (those while they are cheap, else by Cholesky); a
-        [`gnlin.MixedPrecision`][], for a kernel in lower precision; or any solver of
-        lineax, such as `lineax.QR()`.
+        [`gnlin.MixedPrecision`][], for a kernel in lower precision; a
+        [`gnlin.NystromKernel`][], for one of lower rank; or any solver of lineax, such as
+        `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 

@@ -108,8 +108,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
         `"schur"`, `"sparse"` or `"matrix-free"`; `"auto"` is matrix-free where the
         Jacobian at hand costs many times as much, or more than the memory budget; or a
-        [`gnlin.MixedPrecision`][], or a solver of lineax. See "How to choose" in the
-        documentation.
+        [`gnlin.MixedPrecision`][], a [`gnlin.NystromKernel`][], or a solver of lineax.
+        See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 

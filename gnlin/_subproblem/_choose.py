@@ -16,6 +16,7 @@ from ._cheap_first import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
+from ._nystrom_kernel import NystromKernel, OfLowRank
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
@@ -36,7 +37,7 @@ MethodName = Literal[
     "products-first",
     "eigh-first",
 ]
-Method = MethodName | MixedPrecision | lx.AbstractLinearSolver
+Method = MethodName | MixedPrecision | NystromKernel | lx.AbstractLinearSolver
 # Those that serve for damped problems only.
 _DAMPED = ("kernel", "curvature", "schur", "sparse", "products-first")
 
@@ -60,6 +61,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
 # Ways that come with parameters of their own.
 _OBJECTS: tuple[tuple[type, Any], ...] = (
     (MixedPrecision, Refined),
+    (NystromKernel, OfLowRank),
     (lx.AbstractLinearSolver, ByLineax),
 )
 
@@ -67,7 +69,7 @@ _OBJECTS: tuple[tuple[type, Any], ...] = (
 def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
     """`damped`: whether the problem is, so that Cholesky factorisations serve. `also`:
     names of a solver's own, where it does not take lineax's solvers."""
-    if damped and isinstance(method, MixedPrecision):
+    if damped and isinstance(method, MixedPrecision | NystromKernel):
         return
     if not also and isinstance(method, lx.AbstractLinearSolver):
         return
@@ -77,7 +79,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
     methods = (*methods, *also)
     if method not in methods:
         others = "" if also else " or a solver of lineax"
-        others = ", a `gnlin.MixedPrecision`" * damped + others
+        others = ", a `gnlin.MixedPrecision`, a `gnlin.NystromKernel`" * damped + others
         raise ValueError(
             f"`method` must be one of {', '.join(map(repr, methods))}{others} here, but "
             f"{method!r} was given."
@@ -120,8 +122,8 @@ def choose(
     - `filter`: one of the kind that will be asked for; where their damping may vanish,
         one without.
     - `num_trials`: how many of them will be, about.
-    - `method`: a way that is asked for, by its name; a [`gnlin.MixedPrecision`][]; or a
-        solver of lineax.
+    - `method`: a way that is asked for, by its name; a [`gnlin.MixedPrecision`][] or a
+        [`gnlin.NystromKernel`][]; or a solver of lineax.
 
     **Returns:** a [`gnlin.AbstractSubproblem`][].
 

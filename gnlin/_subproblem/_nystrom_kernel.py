@@ -1,0 +1,178 @@
+"""A damped problem whose kernel is of a lower rank, from random products."""
+
+import math
+from typing import ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+import optimistix as optx
+from jaxtyping import Array, Float, PyTree, Scalar
+
+from .. import _nystrom, _tree
+from .._checks import check_count, check_whole
+from .._jacobian import AtHand, Cost, Rows
+from .._passes import Passes
+from .._problem import Quadratic
+from .._spectrum import Filter
+from .._tree import gram_of_columns, matmul
+from ..filters import Tikhonov
+from ._base import AbstractWay, Answer
+from ._cholesky import damping_of, Factorised, with_factor
+from ._on_outputs import Solved, through_outputs
+
+
+SINGULAR = optx.RESULTS.promote(lx.RESULTS.singular)
+
+
+class NystromKernel(eqx.Module):
+    r"""The kernel's largest eigenvalues, from random products, in the kernel's place.
+
+    $$\delta = -\phi^\top(\hat K + \lambda I)^{-1} r, \qquad \hat K = K\Omega\,
+    (\Omega^\top K\Omega)^{-1}\,(K\Omega)^\top, \qquad K = \phi\phi^\top,$$
+
+    with m x $\ell$ Gaussian numbers $\Omega$. It takes $\ell$ products with $\phi$ and
+    $\phi^\top$ in place of $m^2p$ multiplications, factorises $\ell\times\ell$ in place
+    of m x m, and holds m x $\ell$ numbers in place of $m^2$. It pays for many outputs
+    whose kernel has few eigenvalues above the damping. The step is not that of the kernel
+    itself: what $\hat K$ leaves out is gone down by gradient descent with the rate
+    $1/\lambda$, which is too much where eigenvalues of more than $2\lambda$ are left out.
+    [`gnlin.LevenbergMarquardt`][] then raises the damping; for the exact step let
+    [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
+
+    **Arguments:**
+
+    - `rank`: $\ell$, at least 1; a larger one than m serves as m, and then the step is
+        exact.
+    - `seed`: of the random numbers, the same at each linearisation.
+
+    **Raises:** `ValueError` if `rank` is no whole number of at least 1.
+
+    !!! example
+
+        ```python
+        gnlin.DampedGaussNewton(1e-3, momentum=0.9, method=gnlin.NystromKernel(200))
+        ```
+
+    ??? cite "References"
+
+        A. Guzmán-Cordero, F. Dangel, G. Goldshlager and M. Zeinhofer, *Improving energy
+        natural gradient descent through Woodbury, momentum, and randomization*,
+        arXiv:2505.12149 (2025).
+
+        Z. Frangella, J. A. Tropp and M. Udell, *Randomized Nyström preconditioning*, SIAM
+        J. Matrix Anal. Appl. 44 (2023).
+    """
+
+    rank: int = eqx.field(static=True)
+    seed: int = eqx.field(static=True, default=0)
+
+    def __check_init__(self):
+        check_count("rank", self.rank)
+        check_whole("seed", self.seed)
+
+
+class OfLowRank(AbstractWay):
+    r"""$\hat K = BB^\top$, and by Woodbury's identity $(\hat K + \lambda I)^{-1} =
+    \frac1\lambda(I - B(B^\top B + \lambda I)^{-1}B^\top)$."""
+
+    method: ClassVar[str] = "nystrom"
+    problem: Quadratic
+    half: Float[Array, "m l"]  # B
+    core: Float[Array, "l l"]  # B^T B
+    passes: Passes
+    pushed: Float[Array, " m"] | None  # phi g_0
+    factor: Factorised | None
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem, half, core, passes, factor=None):
+        self.problem = problem
+        self.half = half
+        self.core = core
+        self.factor = factor
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.pushed = None
+        if problem.rest is not None:
+            self.pushed = problem.jacobian.push_forward(problem.rest)
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        return math.inf  # only if asked for
+
+    @classmethod
+    def of(
+        cls, problem: Quadratic, cost: Cost, approximation: NystromKernel
+    ) -> "OfLowRank":
+        problem = _by_rows(problem, cost)
+        jacobian, (m, _) = problem.jacobian, problem.jacobian.shape
+        rank = min(approximation.rank, m)
+        key = jax.random.key(approximation.seed)
+        probes = jax.random.normal(key, (m, rank), jacobian.codomain.dtype)
+        probes, _ = jnp.linalg.qr(probes)
+
+        def product(u: Float[Array, " m"]) -> Float[Array, " m"]:
+            return jacobian.push_forward(jacobian.pull_back(u))
+
+        sketch = jacobian.chunked(product, probes.T).T
+        half, _ = _nystrom.half(probes, sketch)
+        passes = cost.rows if cost.fits else jacobian.a_product() * rank
+        return cls(problem, half, gram_of_columns(half), passes)
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.problem.curvature_along(self._gradient)
+
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.core)).astype(self.gradient_norm.dtype)
+
+    def with_residual(self, residual: PyTree[Array]) -> "OfLowRank":
+        problem = self.problem.with_residual(residual)
+        return OfLowRank(problem, self.half, self.core, Passes(), self.factor)
+
+    def factorised(self, filter: Filter) -> "OfLowRank":
+        return with_factor(self, Factorised.of(self.core, damping_of(filter)))
+
+    def solve(self, filter: Filter) -> Answer:
+        jacobian = self.problem.jacobian
+        damping = jnp.asarray(damping_of(filter), self.core.dtype)
+        factor = self.factor
+        if factor is None:
+            factor = Factorised.of(self.core, damping)
+
+        def solve(vector: Float[Array, " m"]) -> Solved:
+            inner, result = factor.solve(matmul(self.half.T, vector))
+            left = _tree.axpy(-1, matmul(self.half, inner), vector)
+            # Without damping what is left out has no step at all.
+            result = optx.RESULTS.where(damping > 0, result, SINGULAR)
+            known = jnp.where(damping > 0, damping, 1).astype(left.dtype)
+            return left / known, 0, result
+
+        answer = through_outputs(solve, self.problem, self.pushed, damping)
+        pushed = jacobian.mv(answer.step)
+        along = _tree.dot(answer.step, self._gradient)
+        curved = _tree.dot(pushed, pushed).astype(along.dtype)
+        return eqx.tree_at(
+            lambda a: (a.decrease, a.passes),
+            answer,
+            (-along - 0.5 * curved, answer.passes + jacobian.a_product()),
+            is_leaf=lambda x: x is None,
+        )
+
+
+def _by_rows(problem: Quadratic, cost: Cost) -> Quadratic:
+    """With the Jacobian at hand, of layers by their rows, where they fit: these are fewer
+    numbers to build a kernel of, and more to multiply by again and again."""
+    if cost.reads or not cost.rows_fit:
+        return problem.at_hand_if_it_fits()
+    rows = [Rows(block.rows()) for block in problem.jacobian.blocks()]
+    return problem.with_jacobian(AtHand.of(problem.jacobian, rows))

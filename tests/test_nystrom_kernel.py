@@ -1,0 +1,182 @@
+"""A kernel of lower rank, from random products: against the same in NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+from gnlin.filters import Tikhonov
+
+
+def sines(y, matrix):
+    return jnp.sin(matrix @ y) + 0.5
+
+
+def data(shape, dtype=np.float64):
+    matrix = np.random.default_rng(0).normal(size=shape) * np.geomspace(1, 0.01, shape[1])
+    return jnp.linspace(-0.5, 0.5, shape[1], dtype=dtype), jnp.asarray(matrix, dtype)
+
+
+def expanded(y, matrix, **settings):
+    lin = gnlin.linearise(sines, y, matrix, **settings)
+    return gnlin.Quadratic(lin.jacobian, lin.outputs)
+
+
+def by_hand(jacobian, residual, rank, damping, seed=0):
+    """Equation (7) of arXiv:2505.12149, literally; the span of the probes is all that
+    the approximation depends on."""
+    m = len(jacobian)
+    probes = np.asarray(jax.random.normal(jax.random.key(seed), (m, min(rank, m))), float)
+    kernel = jacobian @ jacobian.T
+    sketch = kernel @ probes
+    low = sketch @ np.linalg.pinv(probes.T @ sketch, rcond=1e-12) @ sketch.T
+    return -jacobian.T @ np.linalg.solve(low + damping * np.eye(m), residual)
+
+
+SHAPES = [(30, 8), (8, 30), (9, 9), (1, 6), (6, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rank", [1, 4, 100])
+def test_a_step_is_the_formula(shape, rank):
+    y, matrix = data(shape)
+    problem = expanded(y, matrix)
+    method = gnlin.NystromKernel(rank, seed=3)
+    subproblem = gnlin.choose(problem, Tikhonov(0.1), method=method)
+    answer = subproblem.solve(Tikhonov(0.1))
+    jacobian, r = np.asarray(jax.jacobian(sines)(y, matrix)), np.asarray(sines(y, matrix))
+    expected = by_hand(jacobian, r, rank, 0.1, seed=3)
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(answer.step, expected, atol=1e-8 * size)
+    decrease = 0.5 * r @ r - 0.5 * np.sum((r + jacobian @ expected) ** 2)
+    np.testing.assert_allclose(answer.decrease, decrease, rtol=1e-7)
+    np.testing.assert_allclose(subproblem.gradient_norm, np.linalg.norm(jacobian.T @ r))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_of_full_rank_it_is_the_damped_step(shape, dtype):
+    y, matrix = data(shape, dtype)
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(shape[0]))
+    found = optx.least_squares(sines, solver, y, matrix, max_steps=1, throw=False)
+    exact = gnlin.DampedGaussNewton(0.1, method="svd")
+    expected = optx.least_squares(sines, exact, y, matrix, max_steps=1, throw=False)
+    tolerance = 1e-3 if dtype == np.float32 else 1e-9
+    step, size = expected.value - y, np.abs(expected.value - y).max()
+    np.testing.assert_allclose(found.value - y, step, atol=tolerance * size)
+
+
+def test_an_array_too_large_for_the_budget_is_passed_through_instead():
+    y, matrix = data((30, 8))
+    steps, counts = [], []
+    for memory_budget in (2**31, 300):
+        problem = expanded(y, matrix, memory_budget=memory_budget)
+        way = gnlin.choose(problem, Tikhonov(0.1), method=gnlin.NystromKernel(5))
+        steps.append(way.solve(Tikhonov(0.1)).step)
+        counts.append(way.passes.number())
+    np.testing.assert_allclose(*steps, rtol=1e-9)
+    assert counts[0] != counts[1] == 2 * 5 + 1
+
+
+def test_one_factor_serves_for_several_residuals():
+    y, matrix = data((30, 8))
+    way = gnlin.choose(expanded(y, matrix), Tikhonov(0.1), method=gnlin.NystromKernel(5))
+    another = way.with_residual(jnp.cos(jnp.arange(30.0)))
+    held = way.factorised(Tikhonov(0.1)).with_residual(jnp.cos(jnp.arange(30.0)))
+    expected = another.solve(Tikhonov(0.1)).step
+    np.testing.assert_allclose(held.solve(Tikhonov(0.1)).step, expected, rtol=1e-12)
+
+
+def network():
+    model = eqx.nn.MLP(2, 3, 16, 2, jnp.tanh, key=jax.random.key(0))
+    cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(cast, model)
+
+
+X = jax.random.normal(jax.random.key(1), (40, 2))
+LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (gnlin.SoftmaxCrossEntropy(), LABELS),
+        (gnlin.Huber(0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
+    ],
+)
+def test_of_a_general_loss(loss, targets):
+    """Of full rank, and by layers; Huber's gradient is not in the curvature's range."""
+    solvers = (
+        gnlin.DampedGaussNewton(0.1, method=method, search=None)
+        for method in ("kernel", gnlin.NystromKernel(120))
+    )
+    one, two = (
+        gnlin.solve(network(), (X, targets), solver, loss=loss, max_steps=1).loss
+        for solver in solvers
+    )
+    np.testing.assert_allclose(one, two, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(method=gnlin.NystromKernel(20)),
+        gnlin.LevenbergMarquardt(method=gnlin.NystromKernel(20), scaling="identity"),
+        gnlin.DampedGaussNewton(1.0, momentum=0.5, method=gnlin.NystromKernel(60)),
+    ],
+    ids=["default", "identity", "momentum"],
+)
+def test_a_network_is_trained(solver):
+    targets = jax.nn.one_hot(LABELS, 3, dtype=float)
+    solution = gnlin.solve(network(), (X, targets), solver, max_steps=40)
+    assert solution.loss < 0.1 * solution.history.loss[0]
+
+
+def test_without_damping_it_has_no_step():
+    solver = gnlin.DampedGaussNewton(0.0, method=gnlin.NystromKernel(20))
+    with pytest.warns(UserWarning, match="linear solve"):
+        solution = gnlin.solve(network(), (X, jnp.ones((40, 3))), solver, max_steps=3)
+    assert solution.result == optx.RESULTS.singular
+
+
+def test_zero_residual_and_what_is_not_finite():
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(2))
+    residuals = lambda y, matrix: matrix @ y - 1
+    y = jnp.ones(2)
+    solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
+    np.testing.assert_array_equal(solution.value, y)
+    broken = jnp.eye(2).at[0, 0].set(jnp.nan)
+    solution = optx.least_squares(residuals, solver, y, broken, max_steps=5, throw=False)
+    assert solution.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(solution.value, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gnlin.NystromKernel(0), "`rank` must be a whole number of at least 1"),
+        (lambda: gnlin.NystromKernel(2.5), "`rank` must be a whole number"),
+        (lambda: gnlin.NystromKernel(2, seed="a"), "`seed` must be a whole number"),
+        (
+            lambda: gnlin.DampedGaussNewton(1.0, method=gnlin.NystromKernel),
+            "a `gnlin.NystromKernel` or a solver of lineax here",
+        ),
+        (
+            lambda: gnlin.DampedGaussNewton(
+                1.0, method=gnlin.NystromKernel(3), form="prox-linear"
+            ),
+            "is for quadratic problems",
+        ),
+        (
+            lambda: gnlin.GaussNewton(method=gnlin.NystromKernel(3)),
+            "`method` must be one of",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
