@@ -1,5 +1,7 @@
 """A kernel of lower rank, from random products: against the same in NumPy."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,7 @@ def test_a_step_is_the_formula(shape, rank):
     size = np.abs(expected).max()
     np.testing.assert_allclose(answer.step, expected, atol=1e-8 * size)
     decrease = 0.5 * r @ r - 0.5 * np.sum((r + jacobian @ expected) ** 2)
+    assert answer.decrease is not None
     np.testing.assert_allclose(answer.decrease, decrease, rtol=1e-7)
     np.testing.assert_allclose(subproblem.gradient_norm, np.linalg.norm(jacobian.T @ r))
 
@@ -104,7 +107,7 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
     ("loss", "targets"),
     [
         (gnlin.SoftmaxCrossEntropy(), LABELS),
-        (gnlin.Huber(0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
+        (gnlin.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
     ],
 )
 def test_of_a_general_loss(loss, targets):
@@ -154,14 +157,17 @@ def test_zero_residual_and_what_is_not_finite():
     np.testing.assert_array_equal(solution.value, y)
 
 
+MAKE: Any = gnlin.NystromKernel
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: gnlin.NystromKernel(0), "`rank` must be a whole number of at least 1"),
-        (lambda: gnlin.NystromKernel(2.5), "`rank` must be a whole number"),
-        (lambda: gnlin.NystromKernel(2, seed="a"), "`seed` must be a whole number"),
+        (lambda: MAKE(2.5), "`rank` must be a whole number"),
+        (lambda: MAKE(2, seed="a"), "`seed` must be a whole number"),
         (
-            lambda: gnlin.DampedGaussNewton(1.0, method=gnlin.NystromKernel),
+            lambda: gnlin.DampedGaussNewton(1.0, method=MAKE),
             "a `gnlin.NystromKernel` or a solver of lineax here",
         ),
         (
