@@ -34,7 +34,7 @@ _FIRST_DAMPING = 1e-3
 _STEPS = 16
 """Of a run from its start, to be timed: Levenberg-Marquardt's scalings race at five."""
 _LOOKS = 400
-_MANY = 3600
+_MANY = 2500
 """Interior points, of which a kernel is dear."""
 _RANKS = 25, 50, 100, 200
 
