@@ -9,7 +9,7 @@ import pytest
 import gnlin
 
 
-N, P = 450, 460
+N, P = 600, 610
 DRAW = np.random.default_rng(0)
 # Singular values over six orders of magnitude: eigenvalues over twelve.
 LEFT, _ = np.linalg.qr(DRAW.normal(size=(N, N)))
@@ -63,7 +63,7 @@ def test_both_ways_are_counted():
         damped_step(products_first(damping), jnp.float64).stats for damping in (0.1, 1e-7)
     )
     # Few eigenvalues are above the damping.
-    assert 5 < easy["num_inner_steps"] < 40
+    assert 5 < easy["num_inner_steps"] < 45
     assert easy["num_jvps"] <= easy["num_inner_steps"] + 3
     # And where many are, the tries, and the rows of the factorisation.
     assert hard["num_inner_steps"] > easy["num_inner_steps"]
