@@ -19,11 +19,10 @@ from ._tree import matmul
 Matrix = Float[Array, "n l"]
 
 
-def shifted(probes: Matrix, sketch: Matrix) -> tuple[Matrix, Scalar]:
-    r"""$(A + \nu I)\Omega$ from $A\Omega$, and a $\nu$ of the size of its rounding:
+def shifted(probes: Matrix, sketch: Matrix, times: float = 1.0) -> tuple[Matrix, Scalar]:
+    r"""$(A + \nu I)\Omega$ from $A\Omega$, and a $\nu$ of so many times its rounding:
     positive definite in spite of that."""
-    eps, n = jnp.finfo(sketch.dtype).eps, len(sketch)
-    shift = eps * jnp.sqrt(jnp.asarray(n, sketch.dtype)) * _tree.norm(sketch)
+    shift = times * float(jnp.finfo(sketch.dtype).eps) * _tree.norm(sketch)
     shift = jnp.where(shift > 0, shift, 1)
     return sketch + shift * probes, shift
 
@@ -44,5 +43,5 @@ def halved(factor: Float[Array, "l l"], matrix: Matrix) -> Matrix:
 
 def half(probes: Matrix, sketch: Matrix) -> tuple[Matrix, Scalar]:
     r"""$B$, of orthonormal probes, and $\nu$: $BB^\top$ is near $A + \nu I$."""
-    sketch, shift = shifted(probes, sketch)
+    sketch, shift = shifted(probes, sketch, len(sketch) ** 0.5)
     return halved(core_factor(probes, sketch), sketch), shift

@@ -17,7 +17,7 @@ def sines(y, matrix):
     return jnp.sin(matrix @ y) + 0.5
 
 
-def data(shape, dtype=np.float64):
+def data(shape, dtype: Any = np.float64):
     matrix = np.random.default_rng(0).normal(size=shape) * np.geomspace(1, 0.01, shape[1])
     return jnp.linspace(-0.5, 0.5, shape[1], dtype=dtype), jnp.asarray(matrix, dtype)
 
@@ -84,13 +84,51 @@ def test_an_array_too_large_for_the_budget_is_passed_through_instead():
     assert counts[0] != counts[1] == 2 * 5 + 1
 
 
-def test_one_factor_serves_for_several_residuals():
+def test_one_approximation_serves_for_several_residuals():
     y, matrix = data((30, 8))
-    way = gnlin.choose(expanded(y, matrix), Tikhonov(0.1), method=gnlin.NystromKernel(5))
-    another = way.with_residual(jnp.cos(jnp.arange(30.0)))
-    held = way.factorised(Tikhonov(0.1)).with_residual(jnp.cos(jnp.arange(30.0)))
-    expected = another.solve(Tikhonov(0.1)).step
-    np.testing.assert_allclose(held.solve(Tikhonov(0.1)).step, expected, rtol=1e-12)
+    problem, method = expanded(y, matrix), gnlin.NystromKernel(5)
+    way = gnlin.choose(problem, Tikhonov(0.1), method=method)
+    other = jnp.cos(jnp.arange(30.0))
+    anew = gnlin.choose(problem.with_residual(other), Tikhonov(0.1), method=method)
+    found = way.with_residual(other).solve(Tikhonov(0.1)).step
+    np.testing.assert_allclose(found, anew.solve(Tikhonov(0.1)).step, rtol=1e-12)
+
+
+@pytest.mark.parametrize("damping", [0.1, 1e-3, 1e-5])
+def test_single_precision_at_little_damping(damping):
+    """Rounding is not divided by the damping."""
+    y, matrix = data((40, 200), np.float32)
+    problem = expanded(y, matrix)
+    way = gnlin.choose(problem, Tikhonov(damping), method=gnlin.NystromKernel(40))
+    jacobian = np.asarray(jax.jacobian(sines)(y, matrix), float)
+    kernel = jacobian @ jacobian.T + damping * np.eye(40)
+    expected = -jacobian.T @ np.linalg.solve(kernel, np.asarray(sines(y, matrix), float))
+    step = np.asarray(way.solve(Tikhonov(damping)).step, float)
+    error = np.linalg.norm(step - expected)
+    assert error < 1e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 25])
+@pytest.mark.parametrize("settings", [{}, {"scaling": "identity", "acceleration": False}])
+def test_a_step_uphill_raises_the_damping(rank, settings):
+    """Of 50 equal eigenvalues too few are seen: with little damping the step is far too
+    long, and the linearised loss itself rises along it."""
+    matrix, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(50, 50)))
+
+    def residuals(y, matrix):
+        return matrix @ y + 0.1 * jnp.sin(3 * y) - 1
+
+    y, method = jnp.zeros(50), gnlin.NystromKernel(rank)
+    lin = gnlin.linearise(residuals, y, jnp.asarray(matrix))
+    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
+    answer = gnlin.choose(problem, Tikhonov(1e-3), method=method).solve(Tikhonov(1e-3))
+    assert answer.decrease is not None
+    assert answer.decrease < 0
+    solver = gnlin.LevenbergMarquardt(method=method, **settings)
+    found = optx.least_squares(residuals, solver, y, jnp.asarray(matrix), throw=False)
+    assert found.result == optx.RESULTS.successful
+    assert found.stats["num_accepted_steps"] >= found.stats["num_steps"] - 3
+    assert np.linalg.norm(residuals(found.value, matrix)) < 1e-10
 
 
 def network():

@@ -241,10 +241,10 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
         return f"numbers are nonfinite (inf or nan); {last}."
     if name == "stagnation":
         return (
-            "it stands still: steps are within `rtol` and `atol`, or none lowers the "
-            f"loss, where the gradient is not next to zero; {last}. Use a smooth "
-            "activation, double precision or another start; or, where they are fixed, "
-            "less damping or a larger learning rate."
+            "it stands still: steps are within `rtol` and `atol`, or none that is finite "
+            f"lowers the loss, where the gradient is not next to zero; {last}. Use a "
+            "smooth activation, double precision or another start; or, where they are "
+            "fixed, another damping or learning rate."
         )
     if name == "nonlinear_divergence" and factor is not None:
         return (
@@ -254,7 +254,7 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
         )
     if name == "nonlinear_divergence":
         return (
-            f"it diverged: the next step is too long, or not finite; {last}. Use "
+            f"it diverged: the next step is too long; {last}. Use "
             "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate, or a "
             "`search`."
         )

@@ -10,16 +10,16 @@ import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _nystrom, _tree
+from .. import _lapack, _nystrom, _tree
 from .._checks import check_count, check_whole
 from .._jacobian import AtHand, Cost, Rows
 from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
-from .._tree import gram_of_columns, matmul
+from .._tree import matmul
 from ..filters import Tikhonov
 from ._base import AbstractWay, Answer
-from ._cholesky import damping_of, Factorised, with_factor
+from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
 
 
@@ -33,13 +33,14 @@ class NystromKernel(eqx.Module):
     (\Omega^\top K\Omega)^{-1}\,(K\Omega)^\top, \qquad K = \phi\phi^\top,$$
 
     with m x $\ell$ Gaussian numbers $\Omega$. It takes $\ell$ products with $\phi$ and
-    $\phi^\top$ in place of $m^2p$ multiplications, factorises $\ell\times\ell$ in place
-    of m x m, and holds m x $\ell$ numbers in place of $m^2$. It pays for many outputs
-    whose kernel has few eigenvalues above the damping. The step is not that of the kernel
-    itself: what $\hat K$ leaves out is gone down by gradient descent with the rate
-    $1/\lambda$, which is too much where eigenvalues of more than $2\lambda$ are left out.
-    [`gnlin.LevenbergMarquardt`][] then raises the damping; for the exact step let
-    [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
+    $\phi^\top$ in place of $m^2p$ multiplications, factorises m x $\ell$ in place of
+    m x m, and holds as much. It pays for many outputs whose kernel has few eigenvalues
+    above the damping. The step is not that of the kernel itself: of what $\hat K$ leaves
+    out it is gradient descent's, with the rate $1/\lambda$. Where eigenvalues of more
+    than $2\lambda$ are left out it may lead uphill, and a run of
+    [`gnlin.DampedGaussNewton`][] diverge, or stand still with a search: use a higher
+    rank, more damping, or [`gnlin.LevenbergMarquardt`][], which raises it. For the exact
+    step let [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
 
     **Arguments:**
 
@@ -74,24 +75,22 @@ class NystromKernel(eqx.Module):
 
 
 class OfLowRank(AbstractWay):
-    r"""$\hat K = BB^\top$, and by Woodbury's identity $(\hat K + \lambda I)^{-1} =
-    \frac1\lambda(I - B(B^\top B + \lambda I)^{-1}B^\top)$."""
+    r"""$\hat K = UWU^\top$, and $(\hat K + \lambda I)^{-1} = U(W + \lambda I)^{-1}U^\top
+    + \frac1\lambda(I - UU^\top)$."""
 
-    method: ClassVar[str] = "nystrom"
+    method: ClassVar[str] = "NystromKernel"
     problem: Quadratic
-    half: Float[Array, "m l"]  # B
-    core: Float[Array, "l l"]  # B^T B
+    vectors: Float[Array, "m l"]  # U
+    eigenvalues: Float[Array, " l"]  # W
     passes: Passes
     pushed: Float[Array, " m"] | None  # phi g_0
-    factor: Factorised | None
     _gradient: PyTree[Array]
     gradient_norm: Scalar
 
-    def __init__(self, problem, half, core, passes, factor=None):
+    def __init__(self, problem, vectors, eigenvalues, passes):
         self.problem = problem
-        self.half = half
-        self.core = core
-        self.factor = factor
+        self.vectors = vectors
+        self.eigenvalues = eigenvalues
         self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
         self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
@@ -121,10 +120,11 @@ class OfLowRank(AbstractWay):
         def product(u: Float[Array, " m"]) -> Float[Array, " m"]:
             return jacobian.push_forward(jacobian.pull_back(u))
 
-        sketch = jacobian.chunked(product, probes.T).T
-        half, _ = _nystrom.half(probes, sketch)
+        half, shift = _nystrom.half(probes, jacobian.chunked(product, probes.T).T)
+        vectors, s, _ = _lapack.svd(half)
+        eigenvalues = jnp.where(s**2 < shift, 0, s**2 - shift)
         passes = cost.rows if cost.fits else jacobian.a_product() * rank
-        return cls(problem, half, gram_of_columns(half), passes)
+        return cls(problem, vectors, eigenvalues, passes)
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
@@ -133,29 +133,29 @@ class OfLowRank(AbstractWay):
         return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
-        return jnp.max(jnp.diagonal(self.core)).astype(self.gradient_norm.dtype)
+        return jnp.max(self.eigenvalues).astype(self.gradient_norm.dtype)
 
     def with_residual(self, residual: PyTree[Array]) -> "OfLowRank":
         problem = self.problem.with_residual(residual)
-        return OfLowRank(problem, self.half, self.core, Passes(), self.factor)
-
-    def factorised(self, filter: Filter) -> "OfLowRank":
-        return with_factor(self, Factorised.of(self.core, damping_of(filter)))
+        return OfLowRank(problem, self.vectors, self.eigenvalues, Passes())
 
     def solve(self, filter: Filter) -> Answer:
-        jacobian = self.problem.jacobian
-        damping = jnp.asarray(damping_of(filter), self.core.dtype)
-        factor = self.factor
-        if factor is None:
-            factor = Factorised.of(self.core, damping)
+        jacobian, u = self.problem.jacobian, self.vectors
+        damping = jnp.asarray(damping_of(filter), self.eigenvalues.dtype)
+        # Without damping what is left out has no step at all.
+        known = jnp.where(damping > 0, damping, 1)
+        whether = optx.RESULTS.where(damping > 0, optx.RESULTS.successful, SINGULAR)
 
         def solve(vector: Float[Array, " m"]) -> Solved:
-            inner, result = factor.solve(matmul(self.half.T, vector))
-            left = _tree.axpy(-1, matmul(self.half, inner), vector)
-            # Without damping what is left out has no step at all.
-            result = optx.RESULTS.where(damping > 0, result, SINGULAR)
-            known = jnp.where(damping > 0, damping, 1).astype(left.dtype)
-            return left / known, 0, result
+            vector = vector.astype(u.dtype)
+            seen = matmul(u.T, vector)
+            solved = matmul(u, seen / (self.eigenvalues + known))
+            if u.shape[0] == u.shape[1]:
+                return solved, 0, whether
+            # Twice: what rounding leaves within the span would be divided by the damping.
+            left = vector - matmul(u, seen)
+            left -= matmul(u, matmul(u.T, left))
+            return solved + left / known, 0, whether
 
         answer = through_outputs(solve, self.problem, self.pushed, damping)
         pushed = jacobian.mv(answer.step)
@@ -172,7 +172,7 @@ class OfLowRank(AbstractWay):
 def _by_rows(problem: Quadratic, cost: Cost) -> Quadratic:
     """With the Jacobian at hand, of layers by their rows, where they fit: these are fewer
     numbers to build a kernel of, and more to multiply by again and again."""
-    if cost.reads or not cost.rows_fit:
+    if cost.reads or not (cost.fits and cost.rows_fit):
         return problem.at_hand_if_it_fits()
     rows = [Rows(block.rows()) for block in problem.jacobian.blocks()]
     return problem.with_jacobian(AtHand.of(problem.jacobian, rows))
