@@ -6,7 +6,6 @@ from typing import ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
@@ -23,7 +22,7 @@ from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
 
 
-SINGULAR = optx.RESULTS.promote(lx.RESULTS.singular)
+SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]
 
 
 class NystromKernel(eqx.Module):
