@@ -8,11 +8,14 @@ J. A. Tropp, A. Yurtsever, M. Udell and V. Cevher, *Fixed-rank approximation of 
 positive-semidefinite matrix from streaming data*, NeurIPS (2017), Algorithm 3.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Scalar
 
-from . import _tree
+from . import _lapack, _tree
 from ._tree import matmul
 
 
@@ -41,7 +44,22 @@ def halved(factor: Float[Array, "l l"], matrix: Matrix) -> Matrix:
     return jax.scipy.linalg.solve_triangular(factor, matrix.T, lower=True).T
 
 
-def half(probes: Matrix, sketch: Matrix) -> tuple[Matrix, Scalar]:
-    r"""$B$, of orthonormal probes, and $\nu$: $BB^\top$ is near $A + \nu I$."""
-    sketch, shift = shifted(probes, sketch, len(sketch) ** 0.5)
-    return halved(core_factor(probes, sketch), sketch), shift
+def eigenpairs(
+    products: Callable[[Matrix], Matrix], size: int, rank: int, seed: int, dtype: Any
+) -> tuple[Matrix, Float[Array, " l"]]:
+    r"""Orthonormal $U$ and $w$, descending, of $\hat A = U\,\mathrm{diag}(w)\,U^\top$;
+    those that rounding cannot tell from zero are exactly zero.
+
+    Z. Frangella, J. A. Tropp and M. Udell, *Randomized Nyström preconditioning*, SIAM J.
+    Matrix Anal. Appl. 44 (2023), Algorithm 2.1.
+
+    - `products`: $A$ times the columns of a matrix.
+    - `size`: of $A$; `seed`: of the probes.
+    """
+    probes = jax.random.normal(jax.random.key(seed), (size, rank), dtype)
+    probes, _ = jnp.linalg.qr(probes)
+    sketch, shift = shifted(probes, products(probes), size**0.5)
+    vectors, s, _ = _lapack.svd(halved(core_factor(probes, sketch), sketch))
+    excess = s**2 - shift
+    least = rank * float(jnp.finfo(dtype).eps) * shift
+    return vectors, jnp.where(excess > least, excess, 0)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
-from . import _lapack, _nystrom, _tree
+from . import _nystrom, _tree
 from ._checks import check_count, check_whole
 from ._conjugate_gradients import semidefinite
 from ._jacobian import AbstractBlock, AbstractJacobian, Rows
@@ -102,20 +102,13 @@ class Nystrom(AbstractPreconditioner):
     ) -> lx.FunctionLinearOperator:
         unravel, (_, p) = jacobian.domain.unravel, jacobian.shape
         dtype = jacobian.domain.dtype
-        eps = jnp.finfo(dtype).eps
+        eps, rank = jnp.finfo(dtype).eps, self._rank(jacobian)
 
         def product(v):
             return ravel_pytree(jacobian.curvature_mv(unravel(v)))[0]
 
-        # Algorithm 2.1
-        omega = jax.random.normal(
-            jax.random.key(self.seed), (p, self._rank(jacobian)), dtype
-        )
-        omega, _ = jnp.linalg.qr(omega)
-        half, shift = _nystrom.half(omega, jax.vmap(product, 1, 1)(omega))
-        u, s, _ = _lapack.svd(half)
-        excess = s**2 - shift
-        eigenvalues = jnp.where(excess > s.size * eps * shift, excess, 0)
+        products = jax.vmap(product, 1, 1)
+        u, eigenvalues = _nystrom.eigenpairs(products, p, rank, self.seed, dtype)
 
         # Equation (1.3)
         damped = eigenvalues + jnp.asarray(damping, dtype)

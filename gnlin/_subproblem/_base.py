@@ -146,26 +146,40 @@ class AbstractWay(AbstractSubproblem):
         return self.problem.gradient()
 
 
+class AbstractWithGradient(AbstractWay):
+    """A way that makes the gradient, by one product, and keeps it."""
+
+    passes: Passes
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+
+    def __init__(self, problem: Any, passes: Passes):
+        self.problem = problem
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.problem.curvature_along(self._gradient)
+
+
 Descent = GradientDescent | HeavyBall | Nesterov
 
 
-class AbstractIteration(AbstractWay):
+class AbstractIteration(AbstractWithGradient):
     """A way by iteration: a solution to a tolerance, literal steps, or a flow.
 
     - `tolerance`: of a damped solution; `None` for an exact one.
     """
 
-    passes: Passes
     tolerance: ScalarLike | None
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem: Any, passes: Passes, tolerance: ScalarLike | None = None):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.tolerance = tolerance
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
     @classmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
@@ -178,9 +192,6 @@ class AbstractIteration(AbstractWay):
         return eqx.tree_at(
             lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
         )
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()

@@ -1,17 +1,18 @@
 """Damped systems by a Cholesky factorisation."""
 
-from typing import Any, TypeVar
+import abc
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, ScalarLike
 
 from .. import _tree
 from .._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import does_not_serve
+from ._base import AbstractWay, does_not_serve
 
 
 def damping_of(filter: Filter) -> ScalarLike:
@@ -58,9 +59,27 @@ def solve_damped(
     return Factorised.of(matrix, damping).solve(vector)
 
 
-_Way = TypeVar("_Way", bound=eqx.Module)
+class AbstractByCholesky(AbstractWay):
+    """A way by the factorisation of a damped matrix.
 
+    - `factor`: where it is made for one filter; `None` for one at each solution.
+    """
 
-def with_factor(way: _Way, factor: Factorised) -> _Way:
-    """The same, with a `factor`."""
-    return eqx.tree_at(lambda w: w.factor, way, factor, is_leaf=lambda x: x is None)
+    factor: eqx.AbstractVar[Factorised | None]
+
+    @abc.abstractmethod
+    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
+        """The matrix, undamped; and vectors to be solved for, for their precision."""
+
+    def factorised(self, filter: Filter) -> "AbstractByCholesky":
+        factor, is_none = self._made(filter), lambda x: x is None
+        return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
+
+    def factor_for(self, filter: Filter) -> Factorised:
+        """The one that is held, or one for this filter."""
+        return self._made(filter) if self.factor is None else self.factor
+
+    def _made(self, filter: Filter) -> Factorised:
+        matrix, vectors = self.system()
+        wide = matrix.astype(_tree.dtype((matrix, vectors)))
+        return Factorised.of(wide, damping_of(filter))

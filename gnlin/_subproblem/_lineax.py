@@ -15,7 +15,7 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractWay, Answer
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 
 
@@ -25,26 +25,20 @@ _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 _ANY = lx.AutoLinearSolver(well_posed=None)
 
 
-class ByLineax(AbstractWay):
+class ByLineax(AbstractWithGradient):
     r"""$\delta$ minimises $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
     g_0/\sqrt\lambda\rVert^2$: one least-squares problem, with lambda below phi."""
 
     method: ClassVar[str] = "lineax"
     problem: Quadratic
     solver: lx.AbstractLinearSolver
-    passes: Passes
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(
         self, problem: Quadratic, solver: lx.AbstractLinearSolver, passes: Passes
     ):
-        self.problem = problem
+        super().__init__(problem, passes)
         square: Any = solver
         self.solver = lx.Normal(square) if isinstance(solver, _SQUARE) else solver
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
 
     @classmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
@@ -65,12 +59,6 @@ class ByLineax(AbstractWay):
             return cls(problem, solver, Passes())
         # Once, and not for each filter
         return cls(problem.at_hand(), solver, cost.rows)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return self.curvature_along_gradient()

@@ -65,9 +65,6 @@ class MatrixFree(AbstractIteration):
     def of(cls, problem: Quadratic, cost: Cost) -> "MatrixFree":
         return cls(problem)
 
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
-
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         problem = self.problem.with_residual(residual)
         return MatrixFree(problem, tolerance=self.tolerance)

@@ -19,7 +19,7 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
 
@@ -91,7 +91,7 @@ class MixedPrecision(eqx.Module):
         return accepted if self.tolerance is None else self.tolerance
 
 
-class Refined(AbstractWay):
+class Refined(AbstractWithGradient):
     r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, as `OnOutputs`, with the
     inverse refined."""
 
@@ -99,17 +99,11 @@ class Refined(AbstractWay):
     problem: Quadratic
     kernel: Float[Array, "m m"]
     precision: MixedPrecision
-    passes: Passes
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem, kernel, precision, passes):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.kernel = kernel
         self.precision = precision
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -134,12 +128,6 @@ class Refined(AbstractWay):
             kernel = jacobian.gram().astype(dtype)
         kernel = kernel.astype(_tree.dtype((dtype, jnp.float32)))
         return cls(problem, kernel, precision, cost.gram)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.kernel)).astype(self.gradient_norm.dtype)

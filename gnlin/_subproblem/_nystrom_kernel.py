@@ -4,12 +4,11 @@ import math
 from typing import ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _lapack, _nystrom, _tree
+from .. import _nystrom, _tree
 from .._checks import check_count, check_whole
 from .._jacobian import AtHand, Cost, Rows
 from .._passes import Passes
@@ -17,7 +16,7 @@ from .._problem import Quadratic
 from .._spectrum import Filter
 from .._tree import matmul
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
 
@@ -73,7 +72,7 @@ class NystromKernel(eqx.Module):
         check_whole("seed", self.seed)
 
 
-class OfLowRank(AbstractWay):
+class OfLowRank(AbstractWithGradient):
     r"""$\hat K = UWU^\top$, and $(\hat K + \lambda I)^{-1} = U(W + \lambda I)^{-1}U^\top
     + \frac1\lambda(I - UU^\top)$."""
 
@@ -81,18 +80,12 @@ class OfLowRank(AbstractWay):
     problem: Quadratic
     vectors: Float[Array, "m l"]  # U
     eigenvalues: Float[Array, " l"]  # W
-    passes: Passes
     pushed: Float[Array, " m"] | None  # phi g_0
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem, vectors, eigenvalues, passes):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.vectors = vectors
         self.eigenvalues = eigenvalues
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
         self.pushed = None
         if problem.rest is not None:
             self.pushed = problem.jacobian.push_forward(problem.rest)
@@ -112,24 +105,19 @@ class OfLowRank(AbstractWay):
         problem = _by_rows(problem, cost)
         jacobian, (m, _) = problem.jacobian, problem.jacobian.shape
         rank = min(approximation.rank, m)
-        key = jax.random.key(approximation.seed)
-        probes = jax.random.normal(key, (m, rank), jacobian.codomain.dtype)
-        probes, _ = jnp.linalg.qr(probes)
 
         def product(u: Float[Array, " m"]) -> Float[Array, " m"]:
             return jacobian.push_forward(jacobian.pull_back(u))
 
-        half, shift = _nystrom.half(probes, jacobian.chunked(product, probes.T).T)
-        vectors, s, _ = _lapack.svd(half)
-        eigenvalues = jnp.where(s**2 < shift, 0, s**2 - shift)
+        def products(matrix: Float[Array, "m l"]) -> Float[Array, "m l"]:
+            return jacobian.chunked(product, matrix.T).T
+
+        dtype = jacobian.codomain.dtype
+        vectors, eigenvalues = _nystrom.eigenpairs(
+            products, m, rank, approximation.seed, dtype
+        )
         passes = cost.rows if cost.fits else jacobian.a_product() * rank
         return cls(problem, vectors, eigenvalues, passes)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.eigenvalues).astype(self.gradient_norm.dtype)

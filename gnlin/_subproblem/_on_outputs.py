@@ -16,15 +16,15 @@ from .._problem import Quadratic
 from .._spectrum import Filter
 from .._tree import matmul
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer, price_of_squaring
-from ._cholesky import damping_of, Factorised, with_factor
+from ._base import Answer, price_of_squaring
+from ._cholesky import AbstractByCholesky, damping_of, Factorised
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
 """Coefficients, the inner steps that they took, and whether they solve."""
 
 
-class OnOutputs(AbstractWay):
+class OnOutputs(AbstractByCholesky):
     r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$: see
     `through_outputs`."""
 
@@ -85,16 +85,12 @@ class OnOutputs(AbstractWay):
         problem = self.problem.with_residual(residual)
         return OnOutputs(problem, self.kernel, Passes(), self.factor)
 
-    def factorised(self, filter: Filter) -> "OnOutputs":
-        return with_factor(self, self._at(filter))
-
-    def _at(self, filter: Filter) -> Factorised:
-        dtype = _tree.dtype((self.kernel, self.problem.residual))
-        return Factorised.of(self.kernel.astype(dtype), damping_of(filter))
+    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
+        return self.kernel, self.problem.residual
 
     def solve(self, filter: Filter) -> Answer:
         damping = damping_of(filter)
-        factor = self._at(filter) if self.factor is None else self.factor
+        factor = self.factor_for(filter)
 
         def solve(vector):
             a, result = factor.solve(vector)

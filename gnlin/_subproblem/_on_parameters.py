@@ -14,8 +14,8 @@ from .._problem import Quadratic
 from .._spectrum import Filter
 from .._tree import matmul, ravel_pytree
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer, price_of_squaring
-from ._cholesky import damping_of, Factorised, with_factor
+from ._base import Answer, price_of_squaring
+from ._cholesky import AbstractByCholesky, Factorised
 
 
 # A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one
@@ -23,7 +23,7 @@ from ._cholesky import damping_of, Factorised, with_factor
 _SMALL_JACOBIAN = 2**20
 
 
-class OnParameters(AbstractWay):
+class OnParameters(AbstractByCholesky):
     r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$."""
 
     method: ClassVar[str] = "curvature"
@@ -82,14 +82,10 @@ class OnParameters(AbstractWay):
         problem = self.problem.with_residual(residual)
         return OnParameters(problem, self.curvature, Passes(), self.factor)
 
-    def factorised(self, filter: Filter) -> "OnParameters":
-        return with_factor(self, self._at(filter))
-
-    def _at(self, filter: Filter) -> Factorised:
-        dtype = _tree.dtype((self.curvature, self.flat_gradient))
-        return Factorised.of(self.curvature.astype(dtype), damping_of(filter))
+    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
+        return self.curvature, self.flat_gradient
 
     def solve(self, filter: Filter) -> Answer:
-        factor = self._at(filter) if self.factor is None else self.factor
+        factor = self.factor_for(filter)
         step, result = factor.solve(self.flat_gradient)
         return Answer(self.problem.jacobian.domain.unravel(-step), result=result)

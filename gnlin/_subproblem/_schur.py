@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
-from .. import _tree
 from .._cost import rates
 from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, Stack
 from .._passes import Passes
@@ -19,7 +18,7 @@ from .._sharding import is_spread
 from .._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
-from ._base import AbstractWay, Answer, price_of_squaring
+from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of, solve_damped
 
 
@@ -85,7 +84,7 @@ def _eliminating(array: int, reads: Sequence[Reads], num_kept: int) -> Eliminati
     )
 
 
-class SchurComplement(AbstractWay):
+class SchurComplement(AbstractWithGradient):
     r"""With the eliminated parameters last, and $V$ of blocks on the diagonal, one for
     each row of their array,
 
@@ -103,19 +102,13 @@ class SchurComplement(AbstractWay):
     problem: Quadratic
     array: int = eqx.field(static=True)
     curvature: "_Partitioned"
-    passes: Passes
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(
         self, problem: Quadratic, array: int, curvature: "_Partitioned", passes: Passes
     ):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.array = array
         self.curvature = curvature
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -142,12 +135,6 @@ class SchurComplement(AbstractWay):
         assert found is not None  # it fits
         curvature = _Partitioned.of(problem.jacobian, found.array)
         return cls(problem, found.array, curvature, cost.rows)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
 
     def largest_curvature(self) -> Scalar:
         return self.curvature.largest()

@@ -21,7 +21,7 @@ from .._sharding import is_spread
 from .._spectrum import Filter
 from .._tree import ravel_pytree
 from ..filters import Tikhonov
-from ._base import AbstractWay, Answer, price_of_squaring
+from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of
 
 
@@ -31,7 +31,7 @@ _ENTRY = 7e-8
 _OPERATION = 2e-9
 
 
-class SparseLU(AbstractWay):
+class SparseLU(AbstractWithGradient):
     r"""With $u = -(r + \phi\,\delta)$ beside the step, a system in which nothing is
     multiplied, so that each entry of the Jacobian stands in it as it is:
 
@@ -49,16 +49,10 @@ class SparseLU(AbstractWay):
     method: ClassVar[str] = "sparse"
     problem: Quadratic
     entries: "_Entries"
-    passes: Passes
-    _gradient: PyTree[Array]
-    gradient_norm: Scalar
 
     def __init__(self, problem: Quadratic, entries: "_Entries", passes: Passes):
-        self.problem = problem
+        super().__init__(problem, passes)
         self.entries = entries
-        self._gradient = problem.gradient()
-        self.gradient_norm = _tree.norm(self._gradient)
-        self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -87,12 +81,6 @@ class SparseLU(AbstractWay):
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SparseLU":
         return cls(problem, _Entries.of(problem.jacobian), cost.rows)
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.problem.curvature_along(self._gradient)
-
-    def gradient(self) -> PyTree[Array]:
-        return self._gradient
 
     def largest_curvature(self) -> Scalar:
         return self.entries.largest_column()
