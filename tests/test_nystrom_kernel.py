@@ -96,7 +96,7 @@ def test_one_approximation_serves_for_several_residuals():
 
 @pytest.mark.parametrize("damping", [0.1, 1e-3, 1e-5])
 def test_single_precision_at_little_damping(damping):
-    """Rounding is not divided by the damping."""
+    """Of full rank, rounding is not divided by the damping."""
     y, matrix = data((40, 200), np.float32)
     problem = expanded(y, matrix)
     way = gnlin.choose(problem, Tikhonov(damping), method=gnlin.NystromKernel(40))

@@ -150,8 +150,8 @@ def try_dampings(
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
 
-        # The step of an approximation may be uphill: there is a gain, but not that way.
-        uphill = predicted < -rounding
+        # The step of an approximation may be uphill: it promises more than it ever keeps.
+        predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
         # A step can be small because the damping is large: to count as one near the
         # solution it has to gain a good part of what an undamped one would.
@@ -160,16 +160,13 @@ def try_dampings(
         noise = free & (predicted <= rounding) & (actual >= -rounding)
         accepted = (
             _tree.all_finite((y, outputs))
-            & ~uphill
             & gentle
             & (noise | (ratio > _SUFFICIENT_DECREASE))
         )
         ratio = jnp.where(noise, 1, jnp.clip(ratio, 0, 1))
         first = last.num_rejected == 0
         within = free & converged(y, step, objective.residual(outputs), residual)
-        within &= ~uphill
         promise = jnp.maximum(predicted, jnp.where(known, attainable, 0))
-        promise = jnp.where(uphill, jnp.inf, promise)
         little = jnp.where(known | free, promise <= eps**0.5 * loss, False)
         near = jnp.where(first, little | flat | arrived, last.near)
         # The residual's part in the range of phi is rounding: so is the gradient.
@@ -187,7 +184,7 @@ def try_dampings(
             converged=jnp.where(first, within | vanished | arrived, last.converged),
             idle=near & accepted & (jnp.abs(actual) <= rounding),
             near=near,
-            stalled=near & ~accepted & ~uphill & (predicted <= eps * loss),
+            stalled=near & ~accepted & (predicted <= eps * loss),
             gradient_norm=last.gradient_norm,
             num_rejected=last.num_rejected + jnp.where(accepted, 0, 1),
             num_inner_steps=increased(

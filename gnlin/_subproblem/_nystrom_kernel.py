@@ -37,8 +37,10 @@ class NystromKernel(eqx.Module):
     out it is gradient descent's, with the rate $1/\lambda$. Where eigenvalues of more
     than $2\lambda$ are left out it may lead uphill, and a run of
     [`gnlin.DampedGaussNewton`][] diverge, or stand still with a search: use a higher
-    rank, more damping, or [`gnlin.LevenbergMarquardt`][], which raises it. For the exact
-    step let [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
+    rank, more damping, or [`gnlin.LevenbergMarquardt`][], which raises it. Rounding is
+    divided by the damping, too: below full rank the step is off by some 40 roundings
+    times $w_{\max}/\lambda$, relatively. For the exact step let
+    [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
 
     **Arguments:**
 
@@ -139,9 +141,7 @@ class OfLowRank(AbstractWithGradient):
             solved = matmul(u, seen / (self.eigenvalues + known))
             if u.shape[0] == u.shape[1]:
                 return solved, 0, whether
-            # Twice: what rounding leaves within the span would be divided by the damping.
             left = vector - matmul(u, seen)
-            left -= matmul(u, matmul(u.T, left))
             return solved + left / known, 0, whether
 
         answer = through_outputs(solve, self.problem, self.pushed, damping)
