@@ -1,5 +1,6 @@
 """Damped systems by a factorisation that is made once."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,3 +62,12 @@ def test_what_is_not_finite_comes_out_as_nan(where, bad, method):
     ready = gnlin.choose(gnlin.SumOfSquares().expand(lin), FILTER, method=method)
     for each in (ready, ready.factorised(FILTER)):
         assert not np.all(np.isfinite(each.solve(FILTER).step))
+
+
+@pytest.mark.parametrize("method", ["kernel", "curvature"])
+def test_what_is_factorised_is_not_factorised_again(method):
+    quadratic, _, _ = problem((4, 4))
+    way = gnlin.choose(quadratic, FILTER, method=method)
+    program = lambda way: str(jax.make_jaxpr(lambda: way.solve(FILTER).step)())
+    assert "cholesky" in program(way)
+    assert "cholesky" not in program(way.factorised(FILTER))
