@@ -95,8 +95,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         `"identity"`: none. By default, on a full batch, three race: Moré's, none, and the
         square roots of Moré's, each with its own damping. At the steps 0, 1, 3, 7 and so
         on another one steps from the same linearisation, and the one that lowers the loss
-        more, Moré's counted twice, is in use until the next time. There is no race, and
-        `"identity"`, across batches and where the method is matrix-free.
+        more, Moré's counted twice, is in use until the next time; not where a tall
+        Jacobian's step is next to the undamped one, which no scaling changes. There is no
+        race, and `"identity"`, across batches and where the method is matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial; by default where the Jacobian is at hand, and
         not by the sparse factorisations, which are made again for it.

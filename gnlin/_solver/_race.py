@@ -29,7 +29,8 @@ class Race(eqx.Module):
     """Which scaling is in use, and how each would damp.
 
     At the steps 0, 1, 3, 7 and so on another one, in turns, steps from the same
-    linearisation, with its own damping, unless the run has arrived. The one that lowers
+    linearisation, with its own damping, unless the run has arrived, or the step is next
+    to the undamped one, which of a tall Jacobian no scaling changes. The one that lowers
     the loss more is in use until the next time. The others have their turn, too, where
     the one in use finds no step, or seems to have arrived and has not.
     """
@@ -63,6 +64,7 @@ class Race(eqx.Module):
         idle = (num_idle == _IDLE) | (num_idle == 2 * _IDLE)
         number = jnp.where(idle, num_idle // _IDLE, jax.lax.population_count(num_steps))
         turn = 1 + number % 2
+        m, p = lin.shape
 
         def gain(trial: Tried, number: Scalar) -> Scalar:
             decrease = objective.decrease(lin.outputs, trial.outputs).astype(powers.dtype)
@@ -71,7 +73,8 @@ class Race(eqx.Module):
         def goes_on(so_far: tuple[Scalar, Tried, Race]) -> Bool[Array, ""]:
             k, best, _ = so_far
             found_none = ~best.accepted & ~best.arrived
-            second = (due & ~best.arrived) | idle | found_none
+            decided = best.arrived | (best.undamped & (m >= p))
+            second = (due & ~decided) | idle | found_none
             return (k == 0) | ((k == 1) & second) | ((k == 2) & found_none)
 
         def step(so_far: tuple[Scalar, Tried, Race]) -> tuple[Scalar, Tried, Race]:

@@ -29,7 +29,9 @@ _ROUNDING_POWER = 0.8
 # A gradient of fewer roundings than this of |phi| |r| is none.
 _GRADIENT_ROUNDINGS = 10
 # A step that gains this part of what an undamped one would is not held by the damping.
-_UNDAMPED = 0.1
+_NOT_HELD = 0.1
+# One that gains this part is next to the undamped one.
+_UNDAMPED = 0.9
 # Damping at this power of eps, relative to the largest curvature, damps nothing.
 _LEAST_POWER = 2.5
 # The outputs are known to so many roundings of what the parameters make of them.
@@ -51,6 +53,7 @@ class Tried(eqx.Module):
     outputs: PyTree[Array]
     step: PyTree[Array]
     accepted: Bool[Array, ""]
+    undamped: Bool[Array, ""]  # it gains nearly what a step without damping would
     converged: Bool[Array, ""]  # the least damped trial was within the tolerances
     idle: Bool[Array, ""]  # near the solution, and nothing to gain but rounding
     near: Bool[Array, ""]  # the gradient, or what there is to gain, is next to nothing
@@ -72,6 +75,7 @@ class Tried(eqx.Module):
             outputs=lin.outputs,
             step=_tree.zeros_like(lin.point),
             accepted=no,
+            undamped=no,
             converged=no,
             idle=no,
             near=no,
@@ -155,7 +159,7 @@ def try_dampings(
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
         # A step can be small because the damping is large: to count as one near the
         # solution it has to gain a good part of what an undamped one would.
-        free = (attainable <= rounding) | (predicted >= _UNDAMPED * attainable)
+        free = (attainable <= rounding) | (predicted >= _NOT_HELD * attainable)
         free = jnp.where(known, free, damping <= largest)
         noise = free & (predicted <= rounding) & (actual >= -rounding)
         accepted = (
@@ -181,6 +185,7 @@ def try_dampings(
             outputs=outputs,
             step=step,
             accepted=accepted,
+            undamped=predicted >= _UNDAMPED * attainable,
             converged=jnp.where(first, within | vanished | arrived, last.converged),
             idle=near & accepted & (jnp.abs(actual) <= rounding),
             near=near,
