@@ -126,7 +126,7 @@ def check_start(bounds: Any, y: PyTree[Array]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(y)
     lowers, uppers = jax.tree.leaves(box.lower), jax.tree.leaves(box.upper)
     for (path, x), low, high in zip(leaves, lowers, uppers, strict=True):
-        name = jax.tree_util.keystr(path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         of = f" of the parameter `{name}`" if name else ""
         x, low, high = map(np.asarray, (x, low, high))
         if not np.all(low <= high):

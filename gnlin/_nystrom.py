@@ -22,7 +22,7 @@ from ._tree import matmul
 Matrix = Float[Array, "n l"]
 
 
-def shifted(probes: Matrix, sketch: Matrix, times: float = 1.0) -> tuple[Matrix, Scalar]:
+def shifted(probes: Matrix, sketch: Matrix, times: float) -> tuple[Matrix, Scalar]:
     r"""$(A + \nu I)\Omega$ from $A\Omega$, and a $\nu$ of so many times its rounding:
     positive definite in spite of that."""
     shift = times * float(jnp.finfo(sketch.dtype).eps) * _tree.norm(sketch)

@@ -221,8 +221,8 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
 
     - `lin`: a [`gnlin.Linearisation`][].
     - `key`: of the random vectors.
-    - `num_probes`: at least 2, of length min(m, p); with as many as that the trace is
-        exact.
+    - `num_probes`: at least 2, of length min(m, p); with as many as that, or more, the
+        trace is exact, and no probe is drawn.
 
     ??? cite "Reference"
 
@@ -231,12 +231,17 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     """
     _check_several("num_probes", num_probes)
     product, n, dtype = _smaller_side(lin.jacobian)
-    num_probes = min(num_probes, n)
+    if num_probes >= n:
+        each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
+        return Estimate(jnp.sum(each), jnp.zeros((), dtype))
     # On the sphere of radius sqrt(n), a column each
     probes = jax.random.normal(as_key(key), (n, num_probes), dtype)
     probes *= (n**0.5 / jnp.linalg.norm(probes, axis=0))[None]
     sketch = jax.lax.map(product, probes.T).T
-    sketch, shift = _nystrom.shifted(probes, sketch)
+    # So many probes have next to no length along some direction (Marchenko and Pastur),
+    # and the shift is to be seen there, too.
+    least = 1 - (num_probes / n) ** 0.5 + 1 / n
+    sketch, shift = _nystrom.shifted(probes, sketch, n**0.5 / least)
 
     # The Nystrom approximation is B B^T, in the basis Q.
     q, r = jnp.linalg.qr(sketch)

@@ -175,7 +175,10 @@ def test_outliers_have_no_say():
     assert robust.outliers().tolist() == [3, 20, 40]
     assert "3 outliers, at points 3, 20, 40" in str(robust)
     # The scale is that of the noise, not of the outliers.
-    np.testing.assert_allclose(robust._data.sigma, 0.05, rtol=0.3)
+    np.testing.assert_allclose(robust.scale, 0.05, rtol=0.3)
+    np.testing.assert_allclose(
+        np.asarray(robust.residuals)[[3, 20, 40]], [3, -4, 5], atol=0.3
+    )
     np.testing.assert_allclose(values(robust.standard_errors), error, rtol=0.5)
 
 
@@ -202,6 +205,55 @@ def test_robust_losses_are_scipys(loss, name):
         gtol=1e-15,
     )
     np.testing.assert_allclose(values(fit.parameters), reference.x, rtol=1e-5)
+
+
+def line(p, x):
+    return p["a"] + p["b"] * x
+
+
+LINE = {"a": 0.0, "b": 1.0}
+
+
+def noisy_lines(number, size=100, seed=3):
+    """With one point in ten that is ten times as far off."""
+    generator = np.random.default_rng(seed)
+    errors = 0.3 * generator.normal(size=(number, size))
+    errors[generator.random(errors.shape) < 0.1] *= 10
+    x = np.linspace(-1, 1, size)
+    return x, 1 + 2 * x + errors
+
+
+@pytest.mark.parametrize("options", [{}, {"sigma": 0.3, "absolute_sigma": True}])
+def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
+    """Of 400 data sets, whose spread is known to 4 %."""
+    x, ys = noisy_lines(400)
+    fits = gnlin.curve_fit(line, x, ys, LINE, loss=gnlin.Huber(1.345), **options)
+    for name in LINE:
+        spread, told = fits.parameters[name].std(), fits.standard_errors[name].mean()
+        np.testing.assert_allclose(told, spread, rtol=0.12)
+
+
+@pytest.mark.parametrize("loss", [gnlin.Huber(1.345), gnlin.Cauchy(2.0)])
+def test_profiles_of_a_line_are_its_standard_errors(loss):
+    x, (y,) = noisy_lines(1, 2000)
+    fit = gnlin.curve_fit(line, x, y, LINE, loss=loss)
+    low, high = fit.confidence_intervals(0.95)
+    width = (values(high) - values(low)) / 2 / 1.96
+    np.testing.assert_allclose(width, values(fit.standard_errors), rtol=0.02)
+
+
+def test_robust_losses_have_the_units_of_squared_error():
+    x = np.linspace(-1, 1, 200)
+    y = 1 + 2 * x + 0.3 * np.random.default_rng(5).normal(size=200)
+    plain, robust = (
+        gnlin.curve_fit(line, x, y, LINE, loss=loss)
+        for loss in (gnlin.SquaredError(), gnlin.Huber(1.345))
+    )
+    np.testing.assert_allclose(robust.scale, plain.scale, rtol=0.1)
+    np.testing.assert_allclose(robust.chi_squared, plain.chi_squared, rtol=0.02)
+    for kind in ({}, {"sigma": 1.0}):
+        a, b = (fit.band(x[:3], **kind) for fit in (plain, robust))
+        np.testing.assert_allclose(b.high - b.mean, a.high - a.mean, rtol=0.15)
 
 
 def line_and_wave(p, x):
@@ -343,6 +395,165 @@ def test_missing_values():
     assert fit.degrees_of_freedom == without.degrees_of_freedom == 45
 
 
+def test_a_missing_x_is_a_missing_point():
+    x, y, sigma = X.copy(), Y.copy(), SIGMA.copy()
+    x[[7, 30]], y[7], sigma[30] = np.nan, np.nan, np.nan
+    kept = np.isfinite(x)
+    fit = gnlin.curve_fit(decay, x, y, START, sigma=sigma, nan_policy="omit")
+    without = gnlin.curve_fit(decay, X[kept], Y[kept], START, sigma=SIGMA[kept])
+    np.testing.assert_allclose(values(fit.parameters), values(without.parameters))
+    np.testing.assert_allclose(fit.covariance_matrix, without.covariance_matrix)
+
+
+def test_half_of_a_complex_number_is_none():
+    w = np.linspace(0.1, 10, 40)
+    z = 2 / (1 + 0.7j * w)
+    z[3] = np.nan  # NumPy's imaginary part is 0
+
+    def relaxing(p, w):
+        size = jax.lax.complex(p["g"], 0.0)
+        return size / jax.lax.complex(jnp.ones_like(w), w * p["tau"])
+
+    start = {"g": 1.0, "tau": 1.0}
+    fit = gnlin.curve_fit(relaxing, w, z, start, sigma=0.02 + 0 * w, nan_policy="omit")
+    np.testing.assert_allclose(values(fit.parameters), [2, 0.7])
+    band = fit.band(w[:3])
+    np.testing.assert_allclose(band.mean, relaxing(fit.parameters, w[:3]))
+    assert band.low.shape == (3,)
+
+
+def two_lines(p, x):
+    return jnp.stack([p["a"] + p["b"] * x, p["a"] - p["b"] * x], axis=1)
+
+
+def test_sigma_is_of_the_shape_of_y():
+    x = np.linspace(-1, 1, 30)
+    y = np.array(two_lines({"a": 1.0, "b": 2.0}, x)) + 0.1 * np.sin(9 * x)[:, None]
+    sigma = np.stack([0.1 + 0 * x, 10 + 0 * x], axis=1)
+    fit = gnlin.curve_fit(two_lines, x, y, LINE, sigma=sigma)
+    alone = gnlin.curve_fit(line, x, y[:, 0], LINE, sigma=0.1)
+    np.testing.assert_allclose(values(fit.parameters), values(alone.parameters), 1e-3)
+    with pytest.raises(ValueError, match="`sigma` must be one number, have the shape"):
+        gnlin.curve_fit(two_lines, x, y, LINE, sigma=sigma.T)
+    several = gnlin.curve_fit(
+        two_lines, x, np.stack([y, y]), LINE, sigma=np.stack([sigma, sigma])
+    )
+    np.testing.assert_allclose(several.parameters["b"], [fit.parameters["b"]] * 2)
+
+
+def test_sigma_of_as_many_data_sets_as_points():
+    """A covariance, if it is one; else standard deviations, of each set its own."""
+    x = np.linspace(-1, 1, 8)
+    ys = 1 + 2 * x + 0.1 * np.random.default_rng(2).normal(size=(8, 8))
+    matrix = covariance_of(8)
+    one = gnlin.curve_fit(line, x, ys[3], LINE, sigma=matrix)
+    for_all = gnlin.curve_fit(line, x, ys, LINE, sigma=matrix)
+    np.testing.assert_allclose(for_all.parameters["b"][3], one.parameters["b"])
+    each = 0.1 + np.random.default_rng(4).random((8, 8))
+    one = gnlin.curve_fit(line, x, ys[3], LINE, sigma=each[3])
+    for_all = gnlin.curve_fit(line, x, ys, LINE, sigma=each)
+    np.testing.assert_allclose(for_all.parameters["b"][3], one.parameters["b"])
+
+
+def test_sigma_of_a_dictionary_of_values():
+    def both(p, x):
+        return {"sum": p["a"] + p["b"] * x, "slope": p["b"] * jnp.ones(3)}
+
+    x = np.linspace(-1, 1, 30)
+    y = {"sum": 1 + 2 * x + 0.1 * np.sin(9 * x), "slope": np.array([1.9, 2.0, 2.4])}
+    each = {"sum": 0.1, "slope": np.array([0.1, 0.1, 1.0])}
+    fit = gnlin.curve_fit(both, x, y, LINE, sigma=each)
+    flat = np.concatenate([each["slope"], np.full(30, 0.1)])  # in the order of leaves
+    same = gnlin.curve_fit(both, x, y, LINE, sigma=flat)
+    np.testing.assert_allclose(values(fit.parameters), values(same.parameters))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1e-13, 1e-20])
+def test_units_in_which_all_is_small(scale):
+    """Smaller than the absolute tolerance."""
+    times = {"a": 1.0, "length": 1.0, "c": 0.0}
+
+    def by_length(p, x):
+        return p["a"] * jnp.exp(-x / p["length"]) + p["c"]
+
+    start = {name: scale * value for name, value in times.items()}
+    fit = gnlin.curve_fit(by_length, scale * X, scale * Y, start)
+    plainly = gnlin.curve_fit(by_length, X, Y, times)
+    found = values(fit.parameters) / scale
+    np.testing.assert_allclose(found, values(plainly.parameters), rtol=1e-5)
+
+
+def test_bounds_as_scipy_has_them():
+    """Lists for an array, and arrays for a list."""
+
+    def f(p, x):
+        return p[0] * jnp.exp(-p[1] * x) + p[2]
+
+    expected = gnlin.curve_fit(f, X, Y, np.ones(3)).parameters
+    for start in (np.ones(3), [1.0, 1.0, 1.0]):
+        for bounds in (([0, 0, 0], [9, 9, 9]), (np.zeros(3), 9), (0, [9.0, 9.0, 9.0])):
+            fit = gnlin.curve_fit(f, X, Y, start, bounds=bounds)
+            np.testing.assert_allclose(np.asarray(fit.parameters), expected, rtol=1e-5)
+
+
+def test_data_that_are_met_exactly():
+    fit = gnlin.curve_fit(line, X, 1 + 2 * X, LINE)
+    low, high = fit.confidence_intervals()
+    np.testing.assert_allclose(values(low), [1, 2])
+    np.testing.assert_allclose(values(high), [1, 2])
+
+
+def test_an_interval_that_ends_at_a_bound():
+    x, y = np.array([0.0, 1.0, 2.0]), np.array([1.0, 0.4, 0.3])
+
+    def f(p, x):
+        return jnp.exp(-p["rate"] * x) + p["c"]
+
+    start, bounds = {"rate": 1.0, "c": 0.1}, {"c": (0.0, 0.2)}
+    fit = gnlin.curve_fit(f, x, y, start, bounds=bounds)
+    low, high = fit.confidence_intervals()
+    assert low["c"] == 0.0
+    assert high["c"] == 0.2
+
+
+def test_starts_of_many_data_sets():
+    x = np.linspace(0, 10, 100)
+    ys = np.stack([2 * np.sin(3 * x + 0.5), np.sin(5 * x)])
+    fits = gnlin.curve_fit(
+        lambda p, x: p["size"] * jnp.sin(p["rate"] * x + p["phase"]),
+        x,
+        ys + 0.1 * np.random.default_rng(0).normal(size=ys.shape),
+        {"size": 1.0, "rate": 1.0, "phase": 0.0},
+        bounds={"size": (0, 5), "rate": (0, 10), "phase": (-3, 3)},
+        starts=64,
+    )
+    np.testing.assert_allclose(fits.parameters["rate"], [3, 5], atol=0.02)
+
+
+def test_many_data_sets_of_which_some_determine_nothing():
+    with pytest.warns(UserWarning, match="1 of 2 data sets do not determine all"):
+        fits = gnlin.curve_fit(line, X, [Y, np.nan * Y], LINE, nan_policy="omit")
+    assert repr(fits).endswith("1 do not determine all parameters)")
+
+
+def test_lists_of_numbers():
+    fit = gnlin.curve_fit(line, [0.0, 1, 2, 3], [1, 2, 3, 4.1], LINE)
+    np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03])
+
+
+def test_where_f_closes_over_what_is_differentiated():
+    def slope(c):
+        return gnlin.curve_fit(lambda p, x: c * line(p, x), X, Y, LINE).parameters["b"]
+
+    value, tangent = jax.jvp(slope, (2.0,), (1.0,))
+    np.testing.assert_allclose(tangent, -value / 2)
+
+
+def test_the_history_has_a_row_a_step():
+    fit = gnlin.curve_fit(decay, X, Y, START)
+    assert len(fit.history["loss"]) == fit.num_steps
+
+
 @pytest.mark.parametrize("own_starts", [False, True])
 def test_many_data_sets_at_once(own_starts):
     scales = np.array([1.0, 2.0, 0.5, 3.0])
@@ -463,12 +674,15 @@ def test_fewer_points_than_parameters():
 
 def test_as_many_points_as_parameters():
     with pytest.warns(UserWarning, match="no more points than parameters"):
-        gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
+        fit = gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
+    assert "of unknown error" in str(fit)
 
 
 def test_a_run_that_has_not_converged_says_so():
-    with pytest.warns(UserWarning, match="not converged: all 2 steps were made"):
+    with pytest.warns(UserWarning, match="all 2 steps were made: raise `max_steps`"):
         gnlin.curve_fit(decay, X, Y, START, max_steps=2)
+    with pytest.warns(UserWarning, match="`f` is not finite at the start"):
+        gnlin.curve_fit(lambda p, x: jnp.log(p * x - 1), X, Y, 1.0)
 
 
 def test_the_picture():
@@ -502,7 +716,18 @@ def test_the_picture():
         ({"starts": 8}, "`starts` are drawn between the bounds"),
         ({"start": {"a": np.nan, "rate": 1.0, "c": 0.0}}, "`start` must be finite"),
         ({"start": {"a": "one"}}, "`start` must hold numbers or arrays"),
-        ({"start": {}}, "failed: KeyError: 'a'"),
+        ({"start": {}}, "`start` holds no parameter"),
+        ({"start": {"b": 1.0}}, "failed: KeyError: 'a'"),
+        ({"start": {"a": jnp.exp}}, "of a model those that `eqx.partition` finds"),
+        ({"f": lambda p, x: p["c"]}, "is one number, and `y` has the shape \\(50,\\)"),
+        (
+            {"f": lambda p, x: jax.lax.complex(p["c"] * x, x)},
+            "is complex, and `y` is real",
+        ),
+        ({"y": 1j * Y}, "is real, and `y` is complex"),
+        ({"y": np.array([object()] * 50)}, "`y` must hold numbers or arrays"),
+        ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
+        ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
         ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "of JAX's operations, and"),
         ({"f": lambda x, a, b: a * x}, "is called as `f.parameters, x.`, of JAX"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
@@ -523,6 +748,7 @@ def test_what_cannot_be_meant(options, message):
         (np.where(X > 3, np.nan, Y), "`y` has a missing value"),
         (np.where(X > 3, np.inf, Y), "`y` must be finite"),
         (np.full(50, np.nan), "`y` has a missing value"),
+        ((Y, Y[:7]), "`y` must hold numbers or arrays"),
     ],
 )
 def test_what_is_no_data(y, message):

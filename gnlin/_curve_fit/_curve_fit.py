@@ -14,16 +14,14 @@ from .._bounds import Box, check_start
 from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
-from ._given import as_start, data_of, errors_of_x, limits, parted, several
-from ._program import Curve, Data, Fitted, fitted, Setting, with_bounds
+from ._given import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
+from ._program import Curve, Data, Fitted, fitted, Setting, spread, with_bounds
 from ._result import CurveFit, made
 
 
 # Rounds of a robust loss after one of squared error, each with the scale that the last
 # one's residuals have.
 _ROUNDS = 5
-# The median absolute deviation of a normal distribution, over its standard deviation.
-_MAD = 0.6744897501960817
 
 
 def curve_fit(
@@ -33,7 +31,7 @@ def curve_fit(
     start: PyTree,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
-    sigma: ArrayLike | None = None,
+    sigma: PyTree[ArrayLike] | None = None,
     sigma_x: PyTree[ArrayLike] | None = None,
     absolute_sigma: bool = False,
     bounds: Any = None,
@@ -58,15 +56,18 @@ def curve_fit(
     - `start`: a pytree of numbers and arrays, such as a dictionary; or an array. Of
         several data sets each may have its own, on a leading axis.
     - `solver`: any least-squares solver of gnlin.
-    - `sigma`: the standard deviations of y, in one of its shapes or as one number; or
-        their m x m covariance. By default all are 1, and unknown.
+    - `sigma`: the standard deviations of y, in its structure and shapes (of one data set,
+        or of all), or as one number; or their m x m covariance. By default all are 1, and
+        unknown.
     - `sigma_x`: the standard deviations of x, if they were measured, too: one number, or
         in the structure of `x`, with 0 for what is exact. The true ones are then fitted
         as well, with $\frac12((x - x_i)/\sigma_{x,i})^2$ added (orthogonal distance
         regression); they are `fit.x`. Of squared error only, and for up to some hundreds
         of points: the Jacobian is dense.
     - `absolute_sigma`: whether `sigma` (and `sigma_x`) is known, and not only up to a
-        factor, which else is estimated from the residuals, as SciPy has it.
+        factor, which else is estimated from the residuals, as SciPy has it. The standard
+        errors of a robust loss depend on how the residuals are distributed, and are
+        estimated from them in either case.
     - `bounds`: of a dictionary `{name: (lower, upper)}`; else `(lower, upper)`, numbers
         or trees of `start`'s structure, as solvers have them. Infinite ones, and `None`,
         are none.
@@ -78,7 +79,8 @@ def curve_fit(
         the residuals.
     - `starts`: so many starts, this one and others between the bounds, which are to be
         finite: points of a Sobol sequence. All run in one program; the best is returned.
-    - `nan_policy`: what to do with NaN in `y`: `"raise"` an error, or `"omit"` them.
+    - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
+        `"omit"` them.
     - `max_steps`: the most outer steps.
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
@@ -127,17 +129,19 @@ def curve_fit(
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
-    x, sigma_x = errors_of_x(jax.tree.map(jnp.asarray, x), sigma_x)
-    y, axes_of_start = several(curve, free, kept, x, y)
-    many = y.ndim == 2
-    data, axes_of_data = data_of(x, y, sigma, sigma_x, nan_policy)
-    of_each = [free] if axes_of_start is None else _unstacked(free, y.shape[0])
+    x, sigma_x = errors_of_x(as_x(x), sigma_x)
+    x, values = with_x(x, several(curve, free, kept, x, y), nan_policy)
+    data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
+    many, axis_of_start = values.many, values.axis_of_start
+    of_each = [free] if axis_of_start is None else _unstacked(free, len(data.y))
     box = limits(bounds, start, kept)
     for one in of_each:
         check_start(box, one)
     solver = with_bounds(solver, box)
-    levels = ((axes_of_data, axes_of_start, None),) if many else ()
+    levels = ((axes_of_data, axis_of_start, None),) if many else ()
     if starts is not None:
+        if many and axis_of_start is None:
+            of_each *= len(data.y)
         free = _sobol(starts, of_each, box)
         free = jax.tree.map(lambda s: s if many else s[0], free)
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
@@ -147,7 +151,7 @@ def curve_fit(
         first = setting._replace(loss=SquaredError())
         end, parts = fitted(first, data, free, levels)
         for _ in range(_ROUNDS):
-            data = data._replace(sigma=_spread(data, end))
+            data = data._replace(spread=_spread(data, end))
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)
@@ -190,17 +194,9 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
 
 
 def _spread(data: Data, end: Fitted) -> Array:
-    """The residuals' scale: their median absolute deviation, over that of the normal
-    distribution."""
-
-    def of_one(data, residuals):
-        size = jnp.where(data.counted > 0, jnp.abs(residuals), jnp.nan)
-        spread = jnp.nanmedian(size) / _MAD * data.sigma
-        # Where most points are met exactly there is none.
-        least = jnp.finfo(spread.dtype).eps * jnp.max(jnp.abs(data.y))
-        return jnp.maximum(spread, jnp.where(least > 0, least, 1))
-
-    if data.y.ndim == 1:
-        return of_one(data, end.residuals)
-    each = jax.vmap(lambda y, s, c, r: of_one(Data(None, y, s, c), r))
-    return each(data.y, data.sigma, data.counted, end.residuals)
+    """That of the residuals, in units of sigma, of each data set."""
+    # Where most points are met exactly there is none.
+    least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
+    least = jnp.where(least > 0, least, 1)
+    of_each = spread if data.y.ndim == 1 else jax.vmap(spread)
+    return jnp.maximum(of_each(end.residuals, data.counted), least)

@@ -1,7 +1,7 @@
 """What a user gives for a fit, checked and in one form."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,25 @@ def as_start(value: Any) -> Array:
     return value
 
 
-def _as_floats(value: Any, name: str) -> Array:
+def as_x(x: PyTree[Any]) -> PyTree[Array]:
+    """Of a list of numbers their array."""
+    if isinstance(x, list) and all(isinstance(value, int | float) for value in x):
+        x = np.asarray(x)
+    return jax.tree.map(lambda value: _as_array(value, "x"), x)
+
+
+def _as_array(value: Any, name: str) -> Array:
     try:
-        value = jnp.asarray(value)
-    except TypeError as error:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        of_model = " (of a model those that `eqx.partition` finds)" * callable(value)
         raise ValueError(
-            f"`{name}` must hold numbers or arrays, but {value!r} was given."
+            f"`{name}` must hold numbers or arrays{of_model}, but {value!r} was given."
         ) from error
+
+
+def _as_floats(value: Any, name: str) -> Array:
+    value = _as_array(value, name)
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         raise ValueError(
             f"`{name}` must be real: fit real and imaginary parts as two parameters."
@@ -39,6 +51,8 @@ def _as_floats(value: Any, name: str) -> Array:
 
 def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
     """Those that are free, and the others."""
+    if not jax.tree.leaves(start):
+        raise ValueError(f"`start` holds no parameter, but {start!r}.")
     names = [fixed] if isinstance(fixed, str) else list(fixed)
     if not names:
         return start, {}
@@ -82,17 +96,46 @@ def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
             {k: v for k, v in b.items() if k not in kept} if isinstance(b, Mapping) else b
             for b in bounds
         )
+    else:
+        bounds = tuple(_like(start, bound) for bound in bounds)
     return jax.tree.map(lambda b: _as_floats(b, "bounds"), tuple(bounds))
 
 
-def several(
-    curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree
-) -> tuple[Array, int | None]:
-    """y as numbers in a row, or in one for each data set; and the axis of their starts,
-    if each has its own."""
-    given = jnp.asarray(y) if isinstance(y, list | tuple | float | int) else y
-    given = jax.tree.map(jnp.asarray, given)
+def _like(start: PyTree[Array], bound: Any) -> Any:
+    """A list of bounds for an array of parameters, or an array for a list of numbers."""
+    structure = jax.tree.structure(start)
+    if isinstance(start, Array) and isinstance(bound, list | tuple):
+        return np.asarray(bound)
+    if isinstance(start, list | tuple) and np.shape(bound) == (structure.num_leaves,):
+        return structure.unflatten(list(bound))
+    return bound
 
+
+class Values(NamedTuple):
+    """y as it was given, and how it is to be read.
+
+    - `many`: whether its leading axis is over data sets.
+    - `axis_of_start`: of their starts, if each has its own.
+    """
+
+    tree: PyTree[Array]
+    many: bool
+    axis_of_start: int | None
+
+    def of_one(self) -> PyTree[jax.ShapeDtypeStruct]:
+        """What one data set looks like."""
+        skip = int(self.many)
+        return jax.tree.map(
+            lambda v: jax.ShapeDtypeStruct(v.shape[skip:], v.dtype), self.tree
+        )
+
+    def flat(self) -> Float[Array, "*sets m"]:
+        """As numbers in a row, or in one for each data set."""
+        return jax.vmap(flat)(self.tree) if self.many else flat(self.tree)
+
+
+def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Values:
+    """y, and whether it is of several data sets."""
     failures: list[Exception] = []
 
     def called(free):  # `f` itself, which is then not traced for each call
@@ -106,19 +149,43 @@ def several(
             return None
         return jax.tree.structure(out), [o.shape for o in jax.tree.leaves(out)]
 
+    own_shapes = shapes(free)
+    if isinstance(y, list | tuple | float | int):
+        as_tree = jax.tree.structure(y)
+        if own_shapes is None or own_shapes[0] != as_tree or not own_shapes[1]:
+            y = _as_array(y, "y")
+    given = jax.tree.map(lambda v: _wholly_missing(_as_array(v, "y")), y)
     structure, of_y = jax.tree.structure(given), [v.shape for v in jax.tree.leaves(given)]
-    if shapes(free) == (structure, of_y):
-        return flat(given), None
+    found = None
+    if own_shapes == (structure, of_y):
+        found = Values(given, False, None)
     numbers = {shape[:1] for shape in of_y}
     of_one = structure, [shape[1:] for shape in of_y]
-    if len(numbers) == 1 and numbers != {()}:
+    if found is None and len(numbers) == 1 and numbers != {()}:
         (number,) = numbers.pop()
         own = all(s.shape[:1] == (number,) for s in jax.tree.leaves(free))
         first = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), free)
+        if of_one[1] == [()] and own_shapes == of_one:
+            raise ValueError(
+                f"`f(start, x)` is one number, and `y` has the shape {of_y[0]}: return a "
+                "value for each, as by `jnp.broadcast_to`."
+            )
         if own and shapes(first) == of_one:
-            return jax.vmap(flat)(given), 0
-        if shapes(free) == of_one:
-            return jax.vmap(flat)(given), None
+            found = Values(given, True, 0)
+        elif own_shapes == of_one:
+            found = Values(given, True, None)
+    if found is not None:
+        one = first if found.axis_of_start == 0 else free
+        for out, v in zip(
+            jax.tree.leaves(called(one)), jax.tree.leaves(given), strict=True
+        ):
+            if jnp.iscomplexobj(out) != jnp.iscomplexobj(v):
+                kinds = ["real", "complex"]
+                raise ValueError(
+                    f"`f(start, x)` is {kinds[jnp.iscomplexobj(out)]}, and `y` is "
+                    f"{kinds[jnp.iscomplexobj(v)]}: both must be of one kind."
+                )
+        return found
     if failures:
         said = str(failures[0]).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -130,6 +197,59 @@ def several(
         f"{jax.tree.map(jnp.shape, given)}, but has "
         f"{jax.tree.map(lambda o: o.shape, called(free))}."
     )
+
+
+def _wholly_missing(value: Array) -> Array:
+    """Of a complex number of which one part is missing, the other is, too."""
+    if not jnp.iscomplexobj(value):
+        return value
+    return jnp.where(jnp.isnan(value), jnp.nan * (1 + 1j), value)
+
+
+def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values]:
+    """The data without the points whose x is missing: these are missing in y."""
+    leaves, structure = jax.tree.flatten(x)
+    floats = [jnp.issubdtype(value.dtype, jnp.inexact) for value in leaves]
+    known = not any(isinstance(value, Tracer) for value in leaves)
+    missing = [
+        known and inexact and bool(np.any(np.isnan(value)))
+        for value, inexact in zip(leaves, floats, strict=True)
+    ]
+    if not any(missing):
+        return x, y
+    if nan_policy == "raise":
+        raise ValueError(
+            '`x` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
+        )
+    lengths = {v.shape[int(y.many) :][:1] for v in jax.tree.leaves(y.tree)}
+    lengths |= {
+        value.shape[:1]
+        for value, is_missing in zip(leaves, missing, strict=True)
+        if is_missing
+    }
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(
+            "`x` has a missing value (NaN), and its leading axis is not that of `y`: "
+            "leave these points out."
+        )
+    rows = np.zeros(lengths.pop(), bool)
+    for value, is_missing in zip(leaves, missing, strict=True):
+        if is_missing:
+            rows |= np.isnan(value).reshape(len(rows), -1).any(axis=1)
+    # Any numbers at which `f` is finite, such as those of another point.
+    other = int(np.argmin(rows))
+
+    def filled(value, is_missing):
+        return value.at[np.flatnonzero(rows)].set(value[other]) if is_missing else value
+
+    leaves = [filled(*pair) for pair in zip(leaves, missing, strict=True)]
+    at = (slice(None),) * y.many + (np.flatnonzero(rows),)
+
+    def emptied(value):
+        kind = value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else float
+        return _wholly_missing(value.astype(kind).at[at].set(jnp.nan))
+
+    return structure.unflatten(leaves), y._replace(tree=jax.tree.map(emptied, y.tree))
 
 
 def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
@@ -166,9 +286,10 @@ def _error_of_x(x: Array, given: Any) -> Array:
 
 
 def data_of(
-    x: PyTree, y: Float[Array, "*sets m"], sigma: Any, sigma_x: PyTree, nan_policy: str
+    x: PyTree, values: Values, sigma: Any, sigma_x: PyTree, nan_policy: str
 ) -> tuple[Data, Any]:
     """The data, and which of it is of one data set."""
+    y = values.flat()
     known = not isinstance(y, Tracer)
     numpy: Any = np if known else jnp  # in which each operation takes less
     missing = numpy.isnan(y)
@@ -183,48 +304,110 @@ def data_of(
         if np.all(missing):
             raise ValueError("There is no data: all of `y` is missing, or it is empty.")
     counted = jnp.asarray(numpy.where(missing, 0, 1), y.dtype)
-    errors = _errors(sigma, y)
-    covariance = _is_covariance(errors, y)
-    if covariance and known and np.any(missing):
+    errors = _errors(sigma, y, values, missing)
+    if errors.are_covariance and known and np.any(missing):
         raise ValueError(
             "With a covariance as `sigma` no value of `y` may be missing: leave its row "
             "and column out."
         )
     if not known or np.any(missing):
         y = jnp.where(missing, 0, y)
-    data: Any = Data(x, y, errors, counted, sigma_x)
-    if y.ndim == 1:
+    data: Any = Data(x, y, errors.numbers, counted, sigma_x)
+    if not values.many:
         return data, Data(None, None, None, None)  # type: ignore[arg-type]
-    own = sigma is None or (errors.ndim == 2 and not covariance)
-    return data, Data(None, 0, 0 if own else None, 0)  # type: ignore[arg-type]
+    axes: Any = Data(None, 0, 0 if errors.are_own else None, 0, None, 0)
+    return data, axes
 
 
-def _is_covariance(errors: Any, y: Array) -> bool:
-    m = y.shape[-1]
-    return errors.shape == (m, m) and y.shape != (m, m)
+class _Errors(NamedTuple):
+    """Of all points of a data set, or of each, or a factor of their covariance.
+
+    - `are_own`: whether they are of each data set, on a leading axis.
+    """
+
+    numbers: Array
+    are_covariance: bool
+    are_own: bool
 
 
-def _errors(sigma: Any, y: Float[Array, "*sets m"]) -> Array:
-    """One of all points, or of each, or a factor of their covariance."""
+def _errors(
+    sigma: Any, y: Float[Array, "*sets m"], values: Values, missing: Any
+) -> _Errors:
     if sigma is None:
-        return jnp.ones(y.shape[:-1], y.dtype)
-    known, m = not isinstance(sigma, Tracer), y.shape[-1]
-    given: Any = np.asarray(sigma, y.dtype) if known else sigma
-    if _is_covariance(given, y):
-        if known and not (np.all(np.isfinite(given)) and np.allclose(given, given.T)):
-            raise ValueError("`sigma`, a covariance, must be symmetric and finite.")
-        factor = jnp.linalg.cholesky(jnp.asarray(given))
-        if known and not bool(jnp.all(jnp.isfinite(factor))):
-            raise ValueError("`sigma`, a covariance, must be positive definite.")
-        return factor
-    if known and not np.all((given > 0) & np.isfinite(given)):
+        return _Errors(jnp.ones(y.shape[:-1], y.dtype), False, values.many)
+    known = not any(isinstance(s, Tracer) for s in jax.tree.leaves(sigma))
+    factor = _factor(sigma, y, values, known)
+    if factor is not None:
+        return _Errors(factor, True, False)
+    numbers, are_own = _deviations(sigma, y, values)
+    if values.many and not are_own:
+        missing = missing.all(axis=0)
+    if known and not np.all(missing | ((numbers > 0) & np.isfinite(numbers))):
         raise ValueError("`sigma` must be positive and finite, at every point.")
-    each = jnp.asarray(given)
-    if each.shape in ((), (m,), y.shape):
-        return jnp.broadcast_to(each, y.shape if each.ndim == 2 else (m,))
-    if each.size == m:  # of values in more than one axis
-        return each.reshape(m)
+    return _Errors(jnp.where(missing, 1, numbers), False, are_own)
+
+
+def _factor(sigma: Any, y: Array, values: Values, known: bool) -> Array | None:
+    """Of a covariance, a lower triangular one; `None` of standard deviations."""
+    m, shape = y.shape[-1], np.shape(sigma) if _is_array(sigma) else ()
+    (of_y, *others) = [v.shape for v in jax.tree.leaves(values.of_one())]
+    if shape != (m, m) or (not others and of_y == shape):
+        return None
+    # Of m data sets of m points each may have its deviations: those are no covariance.
+    unclear = y.shape == shape
+    if not known:
+        return None if unclear else jnp.linalg.cholesky(jnp.asarray(sigma, y.dtype))
+    given = np.asarray(sigma, y.dtype)
+    symmetric = np.all(np.isfinite(given)) and np.allclose(given, given.T)
+    factor = jnp.linalg.cholesky(jnp.asarray(given)) if symmetric else jnp.array(np.nan)
+    if bool(jnp.all(jnp.isfinite(factor))):
+        return factor
+    if unclear:
+        return None
+    must = "positive definite" if symmetric else "symmetric and finite"
+    raise ValueError(f"`sigma`, a covariance, must be {must}.")
+
+
+def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
+    """In the shapes of y, of one data set or of all; and whether each has its own."""
+    tree, of_one, m = values.tree, values.of_one(), y.shape[-1]
+    structure = jax.tree.structure(tree)
+    if _is_array(sigma):
+        array = _as_floats(sigma, "sigma").astype(y.dtype)
+        if array.shape in (y.shape, (m,)):
+            return array, values.many and array.shape == y.shape
+        if array.ndim == 0 or structure == jax.tree.structure(0):
+            sigma = jax.tree.map(lambda _: array, tree)
+    if jax.tree.structure(sigma) == structure:
+        leaves = [_as_floats(s, "sigma").astype(y.dtype) for s in jax.tree.leaves(sigma)]
+        for like, are_own in ((of_one, False), (tree, values.many)):
+            shapes = zip(
+                leaves, jax.tree.leaves(of_one), jax.tree.leaves(like), strict=True
+            )
+            if all(s.shape in ((), one.shape, v.shape) for s, one, v in shapes):
+                each = structure.unflatten(
+                    list(map(_broadcast, leaves, jax.tree.leaves(like)))
+                )
+                return Values(each, are_own, None).flat(), are_own
     raise ValueError(
-        f"`sigma` must be one number, have the shape of `y`, or be the {m} x {m} "
-        f"covariance, but has the shape {each.shape}."
+        "`sigma` must be one number, have the shape of `y`, "
+        f"{jax.tree.map(jnp.shape, tree)}, or be the {m} x {m} covariance, but has the "
+        f"shape {jax.tree.map(jnp.shape, sigma)}."
     )
+
+
+def _broadcast(sigma: Array, like: Any) -> Array:
+    """The same of a real and an imaginary part."""
+    sigma = jnp.broadcast_to(sigma, like.shape)
+    is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
+    return jax.lax.complex(sigma, sigma) if is_complex else sigma
+
+
+def _is_array(value: Any) -> bool:
+    """Or what NumPy makes one of: no dictionary, and no model."""
+    if isinstance(value, Tracer):
+        return True
+    try:
+        return np.asarray(value).dtype.kind in "biufc"
+    except ValueError:  # of arrays of different shapes
+        return False

@@ -28,6 +28,7 @@ class Data(NamedTuple):
     - `sigma`: of each, or a lower triangular factor of their covariance.
     - `counted`: 1, and 0 for those that are missing.
     - `sigma_x`: of each x, if those have errors, too.
+    - `spread`: of the residuals, in units of sigma, if a robust loss is in units of that.
     """
 
     x: PyTree[Array]
@@ -35,6 +36,7 @@ class Data(NamedTuple):
     sigma: Float[Array, "..."]
     counted: Float[Array, " m"]
     sigma_x: PyTree[Array] | None = None
+    spread: Scalar | None = None
 
     def moved(self, shift: PyTree[Array] | None) -> PyTree[Array]:
         """The x's, so many of their standard deviations further."""
@@ -68,11 +70,28 @@ def flat(values: PyTree) -> Float[Array, " m"]:
     return ravel_pytree(jax.tree.map(real, values))[0]
 
 
+def unflattened(values: Float[Array, " m"], like: PyTree) -> PyTree:
+    """Such numbers in the shapes of what they were."""
+    leaves, structure = jax.tree.flatten(like)
+    sizes = [2 * x.size if jnp.iscomplexobj(x) else x.size for x in leaves]
+    parts = jnp.split(values, np.cumsum(sizes)[:-1])
+
+    def shaped(part, x):
+        if jnp.iscomplexobj(x):
+            part = jax.lax.complex(part[::2], part[1::2])
+        return part.reshape(x.shape)
+
+    return structure.unflatten(
+        [shaped(*pair) for pair in zip(parts, leaves, strict=True)]
+    )
+
+
 def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:
     """In units of what is known of each."""
     if data.sigma.ndim == 2:
         return jax.scipy.linalg.solve_triangular(data.sigma, values, lower=True)
-    return data.counted * values / data.sigma
+    values = data.counted * values / data.sigma
+    return values if data.spread is None else values / data.spread
 
 
 class Fitted(NamedTuple):
@@ -82,7 +101,9 @@ class Fitted(NamedTuple):
     - `residuals`: y - f, in units of sigma.
     - `at_bound`: -1 at a lower bound that the way down leads beyond, 1 at an upper.
     - `pull`: the loss's derivative along each parameter, to be held by a multiplier.
-    - `variance`: of the residuals in units of sigma, as estimated.
+    - `variance`: the covariance's factor, as estimated.
+    - `bend`: the loss's mean second derivative, 1 of squared error.
+    - `noise`: the residuals' standard deviation in units of sigma, as estimated.
     """
 
     parameters: PyTree[Array]
@@ -95,11 +116,19 @@ class Fitted(NamedTuple):
     num_points: Scalar
     num_free: Scalar
     variance: Scalar
+    bend: Scalar
+    noise: Scalar
     history: Any
     result: optx.RESULTS
     num_steps: Int[Array, ""]
     x: PyTree[Array] | None = None  # as fitted, if they have errors
     losses: Float[Array, " starts"] | None = None  # of all starts, the best first
+
+    def factor(self, setting: "Setting") -> Scalar:
+        """Of the covariance. That of a robust loss depends on how the residuals are
+        distributed, and is estimated from them even where sigma is absolute."""
+        known = setting.absolute_sigma and isinstance(setting.loss, SquaredError)
+        return jnp.ones_like(self.variance) if known else self.variance
 
 
 class Setting(NamedTuple):
@@ -124,8 +153,14 @@ def fitted(
         is chosen.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
-    quickly = not levels and not inside
-    return _program(quickly and _is_known())(setting, data, start, levels)
+    quickly = not levels and not inside and _is_known()
+    try:
+        return _program(quickly)(setting, data, start, levels)
+    except ValueError as error:
+        if not quickly or "compiler_options" not in str(error):
+            raise
+        # `f` closes over what is being differentiated.
+        return _program(False)(setting, data, start, levels)
 
 
 # The older of XLA's two ways to write loops for the CPU. A fit by itself is compiled for
@@ -217,7 +252,6 @@ def _fitted(
     parameters = variables["curve"]
     lin = linearise(scaled, variables, (data, fixed))
     pull = counted * loss.derivative(lin.outputs, target)
-    curvature = counted * loss.root(lin.outputs, target) ** 2
     slope = lin.vjp(pull)["curve"]
     at_bound, blocked = _at_bounds(bounds, parameters, slope)
     jacobian, others = jnp.split(lin.matrix(), [blocked.size], axis=1)
@@ -227,11 +261,19 @@ def _fitted(
     errors = covariance(jacobian, ~blocked)
     residuals = target - lin.outputs
     num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
-    chi_squared = _tree.dot(residuals, residuals)
     if isinstance(loss, SquaredError):
+        chi_squared = _tree.dot(residuals, residuals)
         variance = chi_squared / (num_points - num_free)
+        bend, noise = jnp.ones_like(variance), jnp.sqrt(variance)
     else:
-        variance = robust_variance(pull, curvature, data.counted, num_free)
+        derivative = lambda outputs: loss.derivative(outputs, target)
+        ones = jnp.ones_like(lin.outputs)
+        slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
+        variance = robust_variance(pull, slopes, counted, num_free)
+        bend = jnp.sum(slopes) / num_points
+        residuals = residuals if data.spread is None else data.spread * residuals
+        noise = spread(residuals, counted)
+        chi_squared = _tree.dot(residuals, residuals)
     return Fitted(
         parameters,
         solution.loss,
@@ -243,11 +285,22 @@ def _fitted(
         num_points,
         num_free,
         jnp.where(num_points > num_free, variance, jnp.inf),
+        bend,
+        jnp.where(num_points > num_free, noise, jnp.inf),
         solution.history if history else None,
         solution.result,
         solution.stats["num_steps"],
         None if data.sigma_x is None else data.moved(variables["x"]),
     )
+
+
+# The median absolute deviation of a normal distribution, over its standard deviation.
+_MAD = 0.6744897501960817
+
+
+def spread(residuals: Float[Array, " m"], counted: Float[Array, " m"]) -> Scalar:
+    """Their standard deviation, by their median absolute deviation."""
+    return jnp.nanmedian(jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)) / _MAD
 
 
 def _joined(values: Float[Array, " m"], shift: PyTree[Array] | None) -> Array:
@@ -270,8 +323,7 @@ def _at_bounds(
 
 
 def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
-    variance = jnp.where(setting.absolute_sigma, 1.0, end.variance)
-    matrix = end.covariance.matrix(variance)
+    matrix = end.covariance.matrix(end.factor(setting))
     errors = jnp.sqrt(jnp.diagonal(matrix))
     held = end.at_bound != 0
     errors = jnp.where(held, jnp.nan, errors)
@@ -290,7 +342,7 @@ def _in_structure(setting: Setting, end: Fitted) -> dict[str, Any]:
         "correlation": every.blocks(correlation),
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,
-        "scale": jnp.sqrt(variance),
+        "scale": jnp.ones_like(end.noise) if setting.absolute_sigma else end.noise,
         "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
         "multipliers": every.vector(jnp.where(held, end.pull, 0)),
         "aic": likelihood + 2 * end.num_free,

@@ -71,6 +71,11 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         flat(fit.at_bound),
         flat(fit.multipliers),
     )
+    undetermined = {
+        name
+        for name, known in zip(fit.names, fit._end.covariance.determined, strict=True)
+        if not known
+    }
     fixed = set(names_of(fit._setting.fixed)) if fit._setting.fixed else set()
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
@@ -80,8 +85,10 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
             known = ""
             which = "upper" if side > 0 else "lower"
             note = f"at its {which} bound, multiplier {multiplier:.3g}"
-        elif not np.isfinite(error):
+        elif name in undetermined:
             known, note = "", "not determined"
+        elif not np.isfinite(error):
+            known, note = "", "of unknown error"
         else:
             part = f"{100 * error / abs(value):.2g} %" if value != 0 else ""
             known, note = f"± {error:.3g}", f"({part})" if part else ""

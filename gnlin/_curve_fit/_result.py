@@ -12,12 +12,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .. import _tree
 from .._bounds import Box
-from .._checks import check_fraction
+from .._checks import check_fraction, is_traced
 from .._linearisation import linearise
 from .._losses import AbstractRobust
+from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import Data, Fitted, fitted, Setting, with_bounds
+from ._program import Data, Fitted, fitted, Setting, unflattened, whitened, with_bounds
 from ._report import names_of, report
 
 
@@ -47,20 +48,24 @@ class CurveFit(eqx.Module):
         (the others' are then at given values of these), infinite for those that the data
         do not determine.
     - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
-        `fit.covariance["a"]["rate"]`; of an array the matrix.
+        `fit.covariance["a"]["rate"]`; of an array the matrix. 0 beside what is fixed, NaN
+        beside what is at a bound.
     - `covariance_matrix`: of those that are free, in the order of `names`.
     - `chi_squared`: of the residuals in units of `sigma`, and of x in units of `sigma_x`;
         `reduced_chi_squared`, by degrees of freedom.
     - `degrees_of_freedom`: points, less parameters that are free and at no bound.
     - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points.
     - `x`: the true x's, as fitted, where `sigma_x` was given.
-    - `scale`: what `sigma` is times, as estimated; 1 if it is absolute.
+    - `scale`: what `sigma` is times, as estimated: the residuals' standard deviation in
+        units of it, of a robust loss by their median absolute deviation; 1 if it is
+        absolute.
     - `at_bound`: of each parameter -1 if it is held at its lower bound, 1 at its upper.
     - `multipliers`: the derivative of the objective by those, 0 for others.
     - `aic`, `bic`: Akaike's and the Bayesian information criterion.
     - `losses`: of all `starts`, the best first.
     - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][]; of several
-        data sets or starts there is no history, which would take longer than their steps.
+        data sets or starts there is no history, which would take longer than their steps,
+        and of several data sets no reason.
     """
 
     parameters: PyTree
@@ -80,7 +85,6 @@ class CurveFit(eqx.Module):
     bic: Any
     losses: Array | None
     result: optx.RESULTS
-    reason: str = eqx.field(static=True)
     history: Any
     num_steps: Any
     _setting: Setting
@@ -93,8 +97,28 @@ class CurveFit(eqx.Module):
         if self._setting.many:
             number = self.chi_squared.shape[0]
             well = int(np.sum(np.asarray(self.result == optx.RESULTS.successful)))
-            return f"CurveFit({number} data sets, {well} of them converged)"
+            poorly = int(np.sum(~self._are_determined()))
+            others = f", {poorly} do not determine all parameters" if poorly else ""
+            return f"CurveFit({number} data sets, {well} of them converged{others})"
         return report(self)
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, in words."""
+        if self._setting.many or isinstance(self.chi_squared, Tracer):
+            return ""
+        name, steps = result_name(self.result), int(self.num_steps)
+        if name == "successful":
+            return f"converged in {steps} steps"
+        if name == "nonlinear_max_steps_reached":
+            return f"all {steps} steps were made: raise `max_steps`, or start nearer"
+        if name == "nonfinite" and not np.isfinite(self._end.loss):
+            return "`f` is not finite at the start: start elsewhere, or set bounds"
+        return why_it_ended(self.result).rstrip(".")
+
+    def _are_determined(self) -> np.ndarray:
+        """Whether all parameters are, of each data set."""
+        return np.all(np.asarray(self._end.covariance.determined), axis=-1)
 
     def complaint(self) -> str:
         """What a user has to know, if anything."""
@@ -102,12 +126,21 @@ class CurveFit(eqx.Module):
             return ""
         if self._setting.many:
             failed = np.asarray(~(self.result == optx.RESULTS.successful))
-            if not failed.any():
-                return ""
-            return (
-                f"`gnlin.curve_fit`: {failed.sum()} of {failed.size} data sets have not "
-                "converged; `fit.result` says which."
+            poorly = ~self._are_determined()
+            said = []
+            if failed.any():
+                said.append("have not converged; `fit.result` says which")
+            if poorly.any():
+                said.append(
+                    "do not determine all parameters; of these `fit.standard_errors` are "
+                    "infinite"
+                )
+            counts = [x.sum() for x in (failed, poorly) if x.any()]
+            each = (
+                f"{count} of {failed.size} data sets {what}"
+                for count, what in zip(counts, said, strict=True)
             )
+            return f"`gnlin.curve_fit`: {', and '.join(each)}." if said else ""
         if result_name(self.result) != "successful":
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
         if np.all(np.asarray(self._end.covariance.determined)):
@@ -120,8 +153,8 @@ class CurveFit(eqx.Module):
             )
         return (
             "`gnlin.curve_fit`: the data do not determine all parameters: to move "
-            f"{'; or '.join(self.undetermined())} leaves the curve as it is. Fix one of "
-            "them, or pass more points."
+            f"{'; or '.join(self.undetermined())} leaves the curve as it is there. Fix "
+            "one of them, pass more points, or start elsewhere."
         )
 
     @property
@@ -156,9 +189,11 @@ class CurveFit(eqx.Module):
         - `x`: as `f` takes it.
         - `confidence`: between 0 and 1, at each point by itself, by Student's
             distribution, or the normal one where `sigma` was absolute.
-        - `sigma`: of a new measurement there: then the interval is that of its result.
+        - `sigma`: of a new measurement there, in units of those of the fit (1 is like
+            the others, where it had none): then the interval is that of its result.
 
-        **Returns:** `(mean, low, high)`, of the shape that `f` returns.
+        **Returns:** `(mean, low, high)`, of the shapes that `f` returns; of complex
+        numbers an interval of the real part and one of the imaginary part.
         """
         check_fraction("confidence", confidence)
         if self._setting.many:
@@ -168,28 +203,31 @@ class CurveFit(eqx.Module):
         mean, factor = _curve_and_errors(
             curve, self._free, fixed, x, self._end.covariance
         )
-        variance = self.scale**2 * factor
+        variance = self._end.factor(self._setting) * factor
         if sigma is not None:
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
         like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
-        shape = mean.shape
-        if isinstance(like, jax.ShapeDtypeStruct) and like.size == mean.size:
-            shape = like.shape
-        return Band(*(v.reshape(shape) for v in (mean, mean - width, mean + width)))
+        ends = mean, mean - width, mean + width
+        return Band(*(unflattened(end, like) for end in ends))
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
         r"""The profile likelihood's: each parameter is moved to where the best fit of the
         others is as much worse as the confidence allows, by refits in one program.
 
         By an F-test with the fit's own variance, or, where `sigma` was absolute, by
-        $\chi^2$ with one degree of freedom. Infinite where no such point is found; of
-        what is fixed or at a bound NaN.
+        $\chi^2$ with one degree of freedom. Of a robust loss the rise is in units of the
+        residuals' mean squared pull over the loss's mean second derivative. Infinite
+        where no such point is found, or the bound if that is nearer; of what is fixed or
+        at a bound NaN. Of data that are met to rounding, and of what cannot be
+        told from it, the standard errors'.
 
         ??? cite "Reference"
 
             D. M. Bates and D. G. Watts, *Nonlinear regression analysis and its
-            applications* (1988), section 6.1.
+            applications* (1988), section 6.1. Robust losses: R. M. Schrader and T. P.
+            Hettmansperger, *Robust analysis of variance based upon a likelihood ratio
+            criterion*, Biometrika 67 (1980).
         """
         check_fraction("confidence", confidence)
         if self._setting.many:
@@ -205,12 +243,20 @@ class CurveFit(eqx.Module):
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
     def outliers(self) -> np.ndarray:
-        """Where a robust loss pulls less than a third as much as squared error would."""
+        """Where a robust loss pulls less than a third as much as squared error would,
+        and the residual is more than three of the noise's standard deviations: the
+        points, and of several data sets rows of a data set and a point."""
         loss, residuals = self._setting.loss, np.asarray(self.residuals)
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)
-        pull = np.abs(np.asarray(loss.derivative(jnp.asarray(residuals), jnp.zeros(()))))
-        return np.flatnonzero(pull < np.abs(residuals) / 3)
+        each = (lambda x: np.asarray(x)[:, None]) if self._setting.many else np.asarray
+        unit = 1.0 if self._data.spread is None else each(self._data.spread)
+        pull = unit * np.asarray(
+            loss.derivative(jnp.asarray(residuals / unit), jnp.zeros(()))
+        )
+        far = np.abs(residuals) > _OUTLYING * each(self._end.noise)
+        found = np.argwhere(far & (np.abs(pull) < np.abs(residuals) / 3))
+        return found if self._setting.many else found[:, 0]
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
         """Data with their errors, the curve, and its confidence band; needs matplotlib,
@@ -225,14 +271,10 @@ class CurveFit(eqx.Module):
 
 def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> CurveFit:
     """Of the end of a run, and what it is in the parameters' structure."""
-    reason = ""
-    if not setting.many and not isinstance(end.loss, Tracer):
-        name = result_name(end.result)
-        reason = f"converged in {int(end.num_steps)} steps"
-        if name == "nonlinear_max_steps_reached":
-            reason = f"all {int(end.num_steps)} steps were made"
-        elif name != "successful":
-            reason = why_it_ended(end.result).rstrip(".")
+    history = end.history
+    if history is not None and not is_traced((end.num_steps, history)):
+        steps = int(end.num_steps)
+        history = History({name: np.asarray(x)[:steps] for name, x in history.items()})
     return CurveFit(
         **parts,
         chi_squared=end.chi_squared,
@@ -240,8 +282,7 @@ def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> Cu
         x=end.x,
         losses=end.losses,
         result=end.result,
-        reason=reason,
-        history=end.history,
+        history=history,
         num_steps=end.num_steps,
         _setting=setting,
         _data=data,
@@ -257,6 +298,10 @@ def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
     return lin.outputs, jnp.sum(pushed**2, axis=1)
 
 
+# Residuals of so many roundings of y have no profile; and an outlier has one of so many
+# standard deviations.
+_ROUNDINGS = 100
+_OUTLYING = 3
 # A root is found when the distance is met to this part.
 _NEAR = 1e-5
 _MOST_REFITS = 30
@@ -272,10 +317,17 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
     k, dtype = best.size, best.dtype
     errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
     known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
+    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
+    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
+    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(fit._data.y, fit._data)))
+    if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
+        width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
+        return of_all(best - width), of_all(best + width)
     low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
     if setting.solver.bounds is not None:
         box = Box.of(setting.solver.bounds, end.parameters)
         low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
+    factor = end.factor(setting)
     which = np.concatenate([np.arange(k), np.arange(k)])
     sign = np.concatenate([-np.ones(k), np.ones(k)])
     levels = ((None, 0, 0),)
@@ -290,7 +342,7 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
         solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
         refits = setting._replace(solver=solver, many=True)
         refit, _ = fitted(refits, fit._data, tree(starts), levels)
-        rise = 2 * (refit.loss - end.loss) / fit.scale**2
+        rise = 2 * (refit.loss - end.loss) / (end.bend * factor)
         return np.sqrt(np.maximum(np.asarray(rise), 0))
 
     centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
@@ -320,8 +372,7 @@ def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
         )
         step = np.where(found, step, np.where(inside, secant, middle))
     met = np.abs(distance - quantile) <= 1e-3 * quantile
+    met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound
     ends = np.where(met, centre + sign * step * unit, sign * np.inf)
     ends = np.where(known[which], ends, np.nan)
-    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
-    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
     return of_all(ends[:k]), of_all(ends[k:])

@@ -143,7 +143,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     **Arguments:**
 
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise; where the first
+        residuals' norm is below 1, `atol` is times that.
     - `norm`: `optimistix.max_norm` by default.
     - `memory_budget`: bytes that the largest matrix may take.
     - `bounds`: on the parameters, `(lower, upper)`, each a number, a tree with the
@@ -265,9 +266,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self._placed(objective, lin)
-        update = self.update(objective, lin, evaluate, state.memory, num_steps)
-        gradient_norm, step_norm, settled = self._completed(update, objective, lin)
         dtype = state.report.loss.dtype
+        loss = objective.value(lin.outputs).astype(dtype)
+        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
+        solver = self._in_units_of(first_loss)
+        update = solver.update(objective, lin, evaluate, state.memory, num_steps)
+        gradient_norm, step_norm, settled = solver._completed(update, objective, lin)
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=gradient_norm.astype(dtype),
@@ -285,8 +289,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
         num_still = jnp.where(settled, state.num_still, 0)
-        loss = objective.value(lin.outputs).astype(dtype)
-        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         new = State(
             update.memory,
             report,
@@ -300,6 +302,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             state.stride,
         )
         return update.y, new
+
+    def _in_units_of(self, first_loss: Scalar) -> "AbstractGaussNewton":
+        """With an absolute tolerance that is one, too, where all is small: times the
+        first residual's norm, if that is below 1."""
+        size = jnp.minimum(jnp.sqrt(2 * jnp.abs(first_loss)), 1)
+        return eqx.tree_at(lambda s: s.atol, self, self.atol * size)
 
     def _completed(
         self, update: Update, objective: AbstractObjective, lin: Linearisation
@@ -333,8 +341,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         def look():
             lin = linearise(lambda y_, _: evaluate(y_), y)
             lin = self._placed(objective, lin)
+            solver = self._in_units_of(state.first_loss)
             return is_stationary(
-                objective, lin, evaluate, self.rtol, self.atol, state.first_loss
+                objective, lin, evaluate, solver.rtol, solver.atol, state.first_loss
             )
 
         stationary = jax.lax.cond(looks, look, lambda: jnp.array(False))

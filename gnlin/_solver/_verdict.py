@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jax.custom_batching import custom_vmap
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import check_finite_positive
@@ -39,7 +39,7 @@ def is_stationary(
     lin: Linearisation,
     evaluate: Callable[[PyTree[Array]], PyTree[Array]],
     rtol: float,
-    atol: float,
+    atol: ScalarLike,
     first_loss: Scalar,
 ) -> Bool[Array, ""]:
     r"""Whether there is next to nothing to gain from moving any parameter by itself.
@@ -47,11 +47,11 @@ def is_stationary(
     Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
     gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
     cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
-    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
-    `first_loss` no less than the outputs' rounding is asked; of any other, that rounding
-    is less than that. A parameter that could be as large again with next to no difference
-    to the residual is tried: at the rate of an exponential that has died out, or at a
-    minimum where its column vanishes, the linearisation promises what no step keeps.
+    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its `first_loss` no less than
+    the outputs' rounding is asked; of any other, that rounding is less than that. A
+    parameter that could be as large again with next to no difference to the residual is
+    tried: at the rate of an exponential that has died out, or at a minimum where its
+    column vanishes, the linearisation promises what no step keeps.
 
     ??? cite "Reference"
 
@@ -69,7 +69,8 @@ def is_stationary(
     size = jnp.sqrt(2 * jnp.abs(loss))
     terms = jax.tree.map(jnp.multiply, norms, _tree.joined(lin.point))
     rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
-    most = atol + jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size
+    most = jnp.asarray(atol, dtype)
+    most += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size
     # Of one that has risen, a gradient that rounding may have made says nothing.
     has_fallen = loss <= first_loss
     known = has_fallen | (rounding <= most)
