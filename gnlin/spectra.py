@@ -230,12 +230,13 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
         sample in stochastic trace estimation*, SIAM J. Matrix Anal. Appl. 45 (2024).
     """
     _check_several("num_probes", num_probes)
+    key = as_key(key)
     product, n, dtype = _smaller_side(lin.jacobian)
     if num_probes >= n:
         each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
         return Estimate(jnp.sum(each), jnp.zeros((), dtype))
     # On the sphere of radius sqrt(n), a column each
-    probes = jax.random.normal(as_key(key), (n, num_probes), dtype)
+    probes = jax.random.normal(key, (n, num_probes), dtype)
     probes *= (n**0.5 / jnp.linalg.norm(probes, axis=0))[None]
     sketch = jax.lax.map(product, probes.T).T
     # So many probes have next to no length along some direction (Marchenko and Pastur),

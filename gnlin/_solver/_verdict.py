@@ -47,11 +47,11 @@ def is_stationary(
     Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
     gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
     cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
-    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its `first_loss` no less than
-    the outputs' rounding is asked; of any other, that rounding is less than that. A
-    parameter that could be as large again with next to no difference to the residual is
-    tried: at the rate of an exponential that has died out, or at a minimum where its
-    column vanishes, the linearisation promises what no step keeps.
+    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
+    `first_loss` no less than the outputs' rounding is asked; of any other, that rounding
+    is less than that. A parameter that could be as large again with next to no difference
+    to the residual is tried: at the rate of an exponential that has died out, or at a
+    minimum where its column vanishes, the linearisation promises what no step keeps.
 
     ??? cite "Reference"
 
