@@ -156,12 +156,11 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
             y = _as_array(y, "y")
     given = jax.tree.map(lambda v: _wholly_missing(_as_array(v, "y")), y)
     structure, of_y = jax.tree.structure(given), [v.shape for v in jax.tree.leaves(given)]
-    found = None
-    if own_shapes == (structure, of_y):
-        found = Values(given, False, None)
     numbers = {shape[:1] for shape in of_y}
     of_one = structure, [shape[1:] for shape in of_y]
-    if found is None and len(numbers) == 1 and numbers != {()}:
+    if own_shapes == (structure, of_y):
+        return _of_one_kind(called(free), Values(given, False, None))
+    if len(numbers) == 1 and numbers != {()}:
         (number,) = numbers.pop()
         own = all(s.shape[:1] == (number,) for s in jax.tree.leaves(free))
         first = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), free)
@@ -171,21 +170,9 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
                 "value for each, as by `jnp.broadcast_to`."
             )
         if own and shapes(first) == of_one:
-            found = Values(given, True, 0)
-        elif own_shapes == of_one:
-            found = Values(given, True, None)
-    if found is not None:
-        one = first if found.axis_of_start == 0 else free
-        for out, v in zip(
-            jax.tree.leaves(called(one)), jax.tree.leaves(given), strict=True
-        ):
-            if jnp.iscomplexobj(out) != jnp.iscomplexobj(v):
-                kinds = ["real", "complex"]
-                raise ValueError(
-                    f"`f(start, x)` is {kinds[jnp.iscomplexobj(out)]}, and `y` is "
-                    f"{kinds[jnp.iscomplexobj(v)]}: both must be of one kind."
-                )
-        return found
+            return _of_one_kind(called(first), Values(given, True, 0))
+        if own_shapes == of_one:
+            return _of_one_kind(called(free), Values(given, True, None))
     if failures:
         said = str(failures[0]).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
@@ -197,6 +184,18 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
         f"{jax.tree.map(jnp.shape, given)}, but has "
         f"{jax.tree.map(lambda o: o.shape, called(free))}."
     )
+
+
+def _of_one_kind(out: PyTree, values: Values) -> Values:
+    """Both real, or both complex."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(values.tree), strict=True)
+    for kinds in pairs:
+        of_f, of_y = ("complex" if jnp.iscomplexobj(v) else "real" for v in kinds)
+        if of_f != of_y:
+            raise ValueError(
+                f"`f(start, x)` is {of_f}, and `y` is {of_y}: both must be of one kind."
+            )
+    return values
 
 
 def _wholly_missing(value: Array) -> Array:
@@ -315,8 +314,8 @@ def data_of(
     data: Any = Data(x, y, errors.numbers, counted, sigma_x)
     if not values.many:
         return data, Data(None, None, None, None)  # type: ignore[arg-type]
-    axes: Any = Data(None, 0, 0 if errors.are_own else None, 0, None, 0)
-    return data, axes
+    own = 0 if errors.are_own else None
+    return data, Data(None, 0, own, 0, None, 0)  # type: ignore[arg-type]
 
 
 class _Errors(NamedTuple):
