@@ -1,7 +1,7 @@
 """Checks of hyperparameters: one sentence each, raised when a solver is built.
 
-A traced value cannot be looked at before the program runs, and passes; so does a
-schedule, whose values are not known yet.
+A traced value cannot be looked at before the program runs, and passes. A schedule is to
+be asked about first, where one may be: it is no number.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jax.core import Tracer
-from jaxtyping import Array, ArrayLike, Bool, Key, PyTree, ScalarLike
+from jaxtyping import Array, Bool, Key, PyTree, ScalarLike
 
 
 def as_scalar(value):
@@ -35,10 +35,10 @@ def is_traced(tree: PyTree) -> bool:
 
 
 def _known(value: object) -> bool:
-    return not (callable(value) or isinstance(value, Tracer))
+    return not isinstance(value, Tracer)
 
 
-def _real(name: str, value: ArrayLike) -> np.ndarray:
+def _real(name: str, value: Any) -> np.ndarray:
     # A Python integer may be too large for NumPy's, but not for a float.
     number = np.asarray(float(value) if type(value) is int else value)
     if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):

@@ -52,6 +52,10 @@ class Linearisation(eqx.Module):
     # How it moves; None for straight on
     retraction: Retraction | None = None
 
+    def __repr__(self) -> str:
+        m, p = self.shape
+        return f"Linearisation({m:,} outputs, {p:,} parameters)"
+
     @property
     def shape(self) -> tuple[int, int]:
         """(m, p): the numbers of outputs and of parameters."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
+from . import _tree
 from ._checks import as_scalar, check_fraction, check_range, nan_unless
 
 
@@ -59,6 +60,9 @@ class EisenstatWalker(eqx.Module):
     exponent: ScalarLike = eqx.field(default=2.0, converter=as_scalar)
     maximum: ScalarLike = eqx.field(default=0.9, converter=as_scalar)
     minimum: ScalarLike = eqx.field(default=1e-12, converter=as_scalar)
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     def __check_init__(self):
         for name in ("initial", "maximum", "minimum"):

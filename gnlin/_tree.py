@@ -1,14 +1,17 @@
 """Vector-space operations on pytrees of arrays: parameters, outputs and steps."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import flatten_util
+from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 
@@ -239,3 +242,23 @@ def all_finite(x: PyTree[Array]) -> Bool[Array, ""]:
 
 def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
     return jnp.any(jnp.stack([jnp.any(leaf != 0) for leaf in joined(x)]))
+
+
+def in_words(module: Any) -> str:
+    """A dataclass with its numbers, and without what is as by default: its `repr`."""
+
+    def plain(value):
+        known = isinstance(value, np.ndarray | jax.Array) and not isinstance(
+            value, Tracer
+        )
+        return value.item() if known and value.ndim == 0 else value
+
+    shown = []
+    for field in dataclasses.fields(module):
+        value, default = plain(getattr(module, field.name)), plain(field.default)
+        numbers = isinstance(value, int | float) and isinstance(default, int | float)
+        if field.repr and not (value is default or (numbers and value == default)):
+            is_module = isinstance(value, eqx.Module)
+            text = repr(value) if is_module else eqx.tree_pformat(value)
+            shown.append(f"{field.name}={text}")
+    return f"{type(module).__name__}({', '.join(shown)})"

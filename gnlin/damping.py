@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
+from . import _tree
 from ._checks import as_scalar, check_finite_positive, nan_unless, positive
 from ._subproblem import AbstractSubproblem
 from .filters import Tikhonov
@@ -57,6 +58,9 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     """
 
     num_trials: ClassVar[int] = 2
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     @abc.abstractmethod
     def init(self, dtype: jnp.dtype) -> _State:

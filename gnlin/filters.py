@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
+from . import _tree
 from ._checks import (
     as_scalar,
     check_finite_nonnegative,
@@ -55,6 +56,9 @@ __all__ = [
 
 class AbstractFilter(eqx.Module):
     """A function of the kernel's eigenvalues. Subclass it to make your own."""
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     @abc.abstractmethod
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
-from . import _lanczos, _nystrom
+from . import _lanczos, _nystrom, _tree
 from ._checks import (
     as_key,
     check_count,
@@ -205,6 +205,9 @@ class Estimate(eqx.Module):
 
     value: Scalar
     standard_error: Scalar
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
 
 @eqx.filter_jit

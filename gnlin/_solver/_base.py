@@ -200,6 +200,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                     "of them."
                 )
 
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
+
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
         """What `update` is given as `memory` at the first linearisation."""
         return None

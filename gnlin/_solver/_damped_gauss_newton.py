@@ -88,7 +88,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     )
 
     def __check_init__(self):
-        check_finite_nonnegative("damping", self.damping)
+        if not callable(self.damping):
+            check_finite_nonnegative("damping", self.damping)
         check_method(self.method)
         check_scaling(self.scaling, self.method, self.form)
         if self.momentum is not None:

@@ -100,9 +100,10 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     )
 
     def __check_init__(self):
-        if not isinstance(self.tolerance, EisenstatWalker):
+        if not (isinstance(self.tolerance, EisenstatWalker) or callable(self.tolerance)):
             check_fraction("tolerance", self.tolerance)
-        check_finite_nonnegative("damping", self.damping)
+        if not callable(self.damping):
+            check_finite_nonnegative("damping", self.damping)
         check_between("warm_start", self.warm_start, 0.0, 1.0)
         if self.max_inner_steps is not None:
             check_period("max_inner_steps", self.max_inner_steps)

@@ -1,0 +1,76 @@
+"""What solvers and their parts are built with: what they print, and refuse."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import gnlin
+from gnlin import _checks
+
+
+DECAYING = optax.linear_schedule(0.5, 0.01, 10)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        _checks.check_positive,
+        _checks.check_nonnegative,
+        _checks.check_finite_nonnegative,
+        _checks.check_finite_positive,
+        _checks.check_fraction,
+        _checks.check_less_than_one,
+        _checks.check_period,
+    ],
+)
+@pytest.mark.parametrize("given", [DECAYING, gnlin.damping.TrustRegion])
+def test_a_function_is_no_number(check, given):
+    """As it is told where types are not checked, as in these tests."""
+    with pytest.raises(ValueError, match="`rate` must be a real number, but <"):
+        check("rate", given)
+
+
+def test_where_a_schedule_may_be():
+    gnlin.DampedGaussNewton(DECAYING)
+    gnlin.TruncatedGaussNewton(DECAYING, DECAYING)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (gnlin.LevenbergMarquardt(), "LevenbergMarquardt()"),
+        (gnlin.DampedGaussNewton(0.1), "DampedGaussNewton(damping=0.1)"),
+        (
+            gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion(2.0)),
+            "LevenbergMarquardt(damping=TrustRegion(factor=2.0))",
+        ),
+        (
+            gnlin.filters.Damped(gnlin.filters.HeavyBall(10, 0.1, 0.9), 0.2),
+            "Damped(filter=HeavyBall(period=10, learning_rate=0.1, momentum=0.9), "
+            "damping=0.2)",
+        ),
+        (
+            gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(0.3)),
+            "TruncatedGaussNewton(tolerance=EisenstatWalker(initial=0.3))",
+        ),
+    ],
+)
+def test_what_is_set_is_printed(printed, expected):
+    assert repr(printed) == expected
+
+
+def test_what_is_traced_is_printed_by_its_type():
+    said = []
+
+    def look(damping):
+        said.append(repr(gnlin.DampedGaussNewton(damping)))
+        return damping
+
+    jax.jit(look)(jnp.array(0.1, jnp.float32))
+    assert said == ["DampedGaussNewton(damping=f32[])"]
+
+
+def test_a_linearisation_prints_its_size():
+    lin = gnlin.linearise(lambda y, _: jnp.outer(y, y).ravel(), jnp.arange(3.0))
+    assert repr(lin) == "Linearisation(9 outputs, 3 parameters)"
