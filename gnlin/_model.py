@@ -68,6 +68,12 @@ def partition(
                 "A plain function has no trainable array: pass it with its parameters, "
                 "as `(fn, parameters)` with `fn(parameters, x)` of one example."
             )
+        given = jax.tree.leaves(trained)
+        if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
+            raise ValueError(
+                "The model has no trainable array, but Python's numbers: make arrays of "
+                "those that are to be trained, as by `jnp.asarray`."
+            )
         raise ValueError(
             "The model has no trainable array: `filter_spec` selects none of its leaves."
         )

@@ -200,14 +200,14 @@ class EarlyStop(Callback):
         self.restore_best = restore_best
 
     def on_start(self, run: Run) -> None:
+        if "validation_loss" not in run.history.columns:
+            raise ValueError(
+                "`EarlyStop` looks when validation data are looked at: pass `validation`."
+            )
         if self.monitor not in run.history.columns:
             raise ValueError(
                 f"`EarlyStop` was to watch {self.monitor!r}, but the history's columns "
                 f"are {', '.join(run.history.columns)}."
-            )
-        if "validation_loss" not in run.history.columns:
-            raise ValueError(
-                "`EarlyStop` looks when validation data are looked at: pass `validation`."
             )
         self.best, self.num_worse = np.array(np.inf), np.array(0)
         self.best_arrays = run.arrays() if self.restore_best else None

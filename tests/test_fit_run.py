@@ -430,7 +430,7 @@ def test_an_early_stop_hands_back_the_state_of_the_best():
 def test_an_early_stop_that_is_mistaken():
     with pytest.raises(ValueError, match=r"'validation_f1', but the history's .* are st"):
         fit(validation=(X, T), callbacks=EarlyStop("validation_f1"))
-    with pytest.raises(ValueError, match="was to watch 'validation_loss'"):
+    with pytest.raises(ValueError, match="looks when validation data are looked at"):
         fit(callbacks=EarlyStop())
     with pytest.raises(ValueError, match="looks when validation data are looked at"):
         fit(callbacks=EarlyStop("loss"))

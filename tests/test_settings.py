@@ -74,3 +74,27 @@ def test_what_is_traced_is_printed_by_its_type():
 def test_a_linearisation_prints_its_size():
     lin = gnlin.linearise(lambda y, _: jnp.outer(y, y).ravel(), jnp.arange(3.0))
     assert repr(lin) == "Linearisation(9 outputs, 3 parameters)"
+
+
+def line(p, x):
+    return p["a"] * x
+
+
+def test_parameters_that_are_pythons_numbers():
+    x = jnp.linspace(0, 1, 5)
+    with pytest.raises(ValueError, match="but Python's numbers: make arrays of those"):
+        gnlin.solve((line, {"a": 1.0}), (x, 2 * x))
+    with pytest.raises(ValueError, match="`filter_spec` selects none of its leaves"):
+        gnlin.solve((line, {"a": jnp.ones(())}), (x, 2 * x), filter_spec=lambda _: False)
+
+
+def test_fit_inside_of_a_compiled_program():
+    x = jnp.linspace(0, 1, 5)
+
+    def trained(damping):
+        solver = gnlin.DampedGaussNewton(damping)
+        model = line, {"a": jnp.ones(())}
+        return gnlin.fit(model, (x, 2 * x), solver, steps=2, progress=False).loss
+
+    with pytest.raises(ValueError, match="inside of a compiled program"):
+        jax.jit(trained)(1.0)

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from .._bounds import check_start
-from .._checks import as_key, check_count, check_flag
+from .._checks import as_key, check_count, check_flag, is_traced
 from .._data import as_tuple
 from .._losses import AbstractLoss, check_loss, SquaredError
 from .._model import make_network, Network
@@ -186,6 +186,11 @@ def fit(
     groups = as_groups(data)
     data = as_tuple(data)
     in_memory = groups is not None or isinstance(data, tuple)
+    if is_traced((model, solver, data if in_memory else None)):
+        raise ValueError(
+            "`gnlin.fit` is a loop over compiled steps: inside of a compiled program, as "
+            "under `jax.jit` or `jax.vmap`, use `gnlin.solve`."
+        )
     mesh = mesh_of((model, data) if in_memory else model)
     key = jax.random.key(0) if key is None else as_key(key)
     data_key, step_key = jax.random.split(key)
