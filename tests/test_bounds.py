@@ -214,9 +214,9 @@ def decay_with(bounds, start=1.0):
 @pytest.mark.parametrize(
     ("bounds", "start", "message"),
     [
-        ((0.0, 0.5), 1.0, "start of the parameter .*'a'.* within its bounds, but is 1"),
-        ((1.0, 0.5), 1.0, "lower bound of the parameter .*'a'.* not be above"),
-        ((np.nan, 0.5), 0.2, "lower bound of the parameter .*'a'.* not be above"),
+        ((0.0, 0.5), 1.0, "start of the parameter `a` .* within its bounds, but is 1"),
+        ((1.0, 0.5), 1.0, "lower bound of the parameter `a` .* not be above"),
+        ((np.nan, 0.5), 0.2, "lower bound of the parameter `a` .* not be above"),
         (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound, but 'a'"),
         ((None, {"a": np.ones(3)}), 1.0, "upper bounds must be a number, or have"),
         ((0.0, 1.0, 2.0), 1.0, "must be a pair"),
