@@ -64,6 +64,9 @@ _SMALL = 2**17
 # many seconds, after which Ctrl-C is heard
 _FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
 _WELL = "successful", "nonlinear_max_steps_reached"
+# A run that has ended well, or has made at least so many steps, and has so many times the
+# loss of its start, has come to nothing.
+_LOOKED_BACK, _WORSE = 10, 2.0
 
 
 def solve(
@@ -184,7 +187,7 @@ def solve(
         rows["step"] = rows["num_feature_updates"]  # each of which is one
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
-    reason = complaint = ""
+    reason = complaint = risen = ""
     if not isinstance(num_steps, Tracer):
         stats, loss_now = known((stats, loss_now))
         num_steps = stats["num_steps"]
@@ -202,6 +205,14 @@ def solve(
             carry, loss_now = _best(carry, loss_now)
             reason = f"step {num_steps}: interrupted"
             complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
+        elif ended in _WELL and history and num_steps > 0:
+            first, long = float(rows["loss"][0]), num_steps >= _LOOKED_BACK
+            if loss_now > _WORSE * abs(first) and (long or ended == "successful"):
+                risen = (
+                    f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
+                    f"{first:.4g} to {loss_now:.4g}: use `gnlin.LevenbergMarquardt()`, "
+                    "more damping, a smaller learning rate or fewer inner steps."
+                )
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,
@@ -212,8 +223,8 @@ def solve(
         stats={**stats, "max_steps": max_steps},
     )
     solution = on_mesh(solution, mesh)
-    if complaint and (is_interrupted or not throw):
-        warnings.warn(complaint, stacklevel=2)
+    if risen or (complaint and (is_interrupted or not throw)):
+        warnings.warn(risen or complaint, stacklevel=2)
     if throw:
         well = [result == getattr(optx.RESULTS, name) for name in _WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))

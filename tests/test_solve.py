@@ -139,10 +139,22 @@ def test_convergence_ends_the_run_and_cuts_the_history():
 def test_the_ntk_regime():
     model = network()
     solver = gnlin.IterativeLinearisation(math.inf, 1e-3)
-    solution = gnlin.solve(model, (X, T), solver)
+    # The linearised model has converged, and the network is not it.
+    with pytest.warns(UserWarning, match="made 1 steps, and the loss has risen from"):
+        solution = gnlin.solve(model, (X, T), solver)
     assert solution.result == optx.RESULTS.successful
     assert int(solution.stats["num_feature_updates"]) == 1
     assert solution.history.loss.shape == (1,)
+
+
+def test_a_run_that_has_come_to_nothing_says_so():
+    """Ten literal steps, whose rate is too large, far below what counts as diverged."""
+    solver = gnlin.IterativeLinearisation(1, 0.13)
+    model = lambda p, x: p * x, jnp.ones(1)
+    x = jnp.full((16, 1), 1.0)
+    with pytest.warns(UserWarning, match="made 10 steps, and the loss has risen from"):
+        gnlin.solve(model, (x, 2 * x), solver, max_steps=10)
+    gnlin.solve(model, (x, 2 * x), solver, max_steps=9)
 
 
 def test_integer_targets_are_converted():

@@ -557,6 +557,7 @@ def test_with_double_precision_disabled():
             assert solution.value.dtype == jnp.float32
             assert jnp.allclose(solution.value, 1, atol=1e-2), (solver, solution.value)
 
+        warnings.filterwarnings("ignore", ".*loss has risen")
         model = eqx.nn.MLP(1, 1, 3, 1, activation=jnp.tanh, key=jax.random.key(0))
         x = jnp.linspace(-1, 1, 6)[:, None]
         for period in (10**8, math.inf, jnp.asarray(1000)):
