@@ -50,7 +50,8 @@ def as_tuple(data: Any) -> Any:
 def a_kind_of(data: object) -> str:
     """Of what cannot be meant, in words."""
     if isinstance(data, Mapping):
-        return f"a dictionary of {', '.join(map(repr, data))}"
+        names = ", ".join(map(repr, data))
+        return f"a dictionary of {names}" if names else "an empty dictionary"
     if isinstance(data, tuple | list):
         return f"a {type(data).__name__} of {len(data)}"
     return f"a {type(data).__name__}"

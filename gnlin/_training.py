@@ -1,6 +1,6 @@
 """One step of a run, whichever driver makes it: of a network, on a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -17,7 +17,9 @@ from ._residuals import GroupNetwork
 from ._sharding import Places, spread
 from ._solver import (
     AbstractGaussNewton,
+    LAST_FINITE,
     linearised,
+    result_name,
     row_of,
     State,
     Watch,
@@ -102,6 +104,24 @@ def checked_outputs(
     outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
     setting.loss.check(outputs, targets)
     return outputs
+
+
+def all_checked(
+    setting: Setting,
+    parameters: PyTree,
+    model_state: PyTree,
+    batches: Iterable[tuple],
+) -> Shapes:
+    """The outputs' shapes of the first of some batches, all of whose targets fit."""
+    outputs: dict[tuple, Shapes] = {}
+    for batch in batches:
+        kind = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch[0]))
+        if kind in outputs:
+            setting.loss.check(outputs[kind], setting.network.as_many(batch[1]))
+        else:
+            given = setting, parameters, model_state, batch
+            outputs[kind] = checked_outputs(*given)
+    return next(iter(outputs.values()))
 
 
 def begin(
@@ -195,5 +215,13 @@ def judged(
 
 def why_it_failed(setting: Setting, carry: Carry) -> str:
     """In words."""
+    state = carry.solver_state
+    if result_name(state.result) == "nonfinite":
+        report = state.report
+        what = "the step" if jnp.isfinite(report.loss) else "the loss"
+        what += " is not finite"
+        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
+            what = "its damping, or another of the solver's numbers, is out of its range"
+        return f"{what}; {LAST_FINITE}."
     far = carry.watch is not None and bool(carry.watch.diverges)
-    return why_it_ended(carry.solver_state.result, setting.divergence if far else None)
+    return why_it_ended(state.result, setting.divergence if far else None)

@@ -91,8 +91,9 @@ class Run(abc.ABC):
         """Put figures into the latest row, by column, of the callback's `columns`."""
 
     @abc.abstractmethod
-    def stop(self, reason: str) -> None:
-        """End the run after this event, if it has not ended for another reason."""
+    def stop(self, reason: str, *, failed: bool = False) -> None:
+        """End the run after this event, if it has not ended for another reason; with
+        `failed` as one that is no success, with a warning."""
 
     @abc.abstractmethod
     def arrays(self) -> list[np.ndarray]:
@@ -221,9 +222,11 @@ class EarlyStop(Callback):
             return
         self.num_worse = self.num_worse + 1
         if self.num_worse >= self.patience:
+            finite = bool(np.isfinite(self.best))
             what = f"has not improved on {self.sign * float(self.best):.4g}"
-            what = what if np.isfinite(self.best) else "has not been finite"
-            run.stop(f"{self.monitor} {what} in {self.patience} validations")
+            what = what if finite else "has not been finite"
+            why = f"{self.monitor} {what} in {self.patience} validations"
+            run.stop(why, failed=not finite)
 
     def on_end(self, run: Run) -> None:
         if self.best_arrays is not None and np.isfinite(self.best):

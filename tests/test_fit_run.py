@@ -392,7 +392,6 @@ def drifting(figures, **arguments):
         ({"patience": 2, "min_change": 0.6}, [3, 2.5, 2.2, 2.1, 1, 1], 6, 5),
         ({"patience": 2, "min_change": 0.9}, [3, 2.5, 2.2, 2.1, 1, 1], 3, 1),
         ({"patience": 2}, [3, np.nan, 2.9, np.nan, np.nan, 1], 5, 3),
-        ({"patience": 1}, [np.nan, 1, 1], 1, None),
     ],
 )
 def test_an_early_stop(arguments, figures, stopped, best):
@@ -403,12 +402,19 @@ def test_an_early_stop(arguments, figures, stopped, best):
     np.testing.assert_allclose(result.model.bias, 0.1 * (best or stopped), rtol=1e-6)
     if stopped < len(figures):
         assert result.result == optx.RESULTS.successful
-        seen = np.isfinite(figures[:stopped]).any()
-        what = "improved on" if seen else "been finite in"
-        assert f"validation_loss has not {what}" in result.reason
+        assert "validation_loss has not improved on" in result.reason
         assert result.reason.endswith(f"in {arguments['patience']} validations")
     result = drifting(figures, callbacks=EarlyStop(**arguments, restore_best=False))
     np.testing.assert_allclose(result.model.bias, 0.1 * stopped, rtol=1e-6)
+
+
+def test_an_early_stop_of_what_has_never_been_finite_is_no_success():
+    stop = EarlyStop(patience=1)
+    with pytest.warns(UserWarning, match="validation_loss has not been finite in 1 val"):
+        result = drifting([np.nan, 1, 1], callbacks=stop)
+    assert result.result == optx.RESULTS.nonfinite
+    assert result.stats["num_steps"] == 1
+    assert result.reason.endswith("validation_loss has not been finite in 1 validations")
 
 
 def test_an_early_stop_hands_back_the_state_of_the_best():
@@ -598,10 +604,58 @@ def test_labels_that_are_no_classes():
     with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
         fit(data=(X, LABELS), loss=loss, validation=(X, labels))
     batches = [(X[i : i + 4], labels[i : i + 4]) for i in (0, 4, 8)]
-    with pytest.warns(UserWarning, match="stopped at step 3: the loss is not finite"):
-        result = fit(data=batches, loss=loss)
-    before = fit(data=batches, loss=loss, steps=2)
+    with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
+        fit(data=batches, loss=loss)
+    with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
+        fit(data=(X, LABELS), loss=loss, validation=batches)
+    # What comes from elsewhere is seen when it comes.
+    with pytest.warns(UserWarning, match="step 3: the loss is not finite.* but one is 2"):
+        result = fit(data=lambda epoch: batches, loss=loss, steps=3)
+    before = fit(data=batches[:2], loss=loss, steps=2)
     assert_stopped(result, 3, "the loss is not finite", before.model)
+
+
+def test_the_example_of_a_batch_from_elsewhere_that_is_not_finite():
+    bad = X[4:8].at[1, 1].set(jnp.nan), T[4:8]
+    with pytest.warns(UserWarning, match="In its batch: The input of example 1 is not"):
+        fit(data=lambda epoch: [BATCHES[0], bad, *BATCHES], steps=3)
+
+
+def test_integer_labels_that_are_one_hot():
+    with pytest.raises(ValueError, match=r"one-hot labels pass `jnp.argmax\(targets, ax"):
+        fit(
+            data=(X, jnp.stack([LABELS, 1 - LABELS], 1)), loss=gnlin.SoftmaxCrossEntropy()
+        )
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (lambda outputs, targets: outputs - targets, "returns an array of the shape"),
+        (lambda outputs, targets: (0.0, 1.0), "but returns a tuple"),
+        (lambda outputs, targets: float(outputs[0, 0]), "use `jax.numpy`"),
+        (lambda outputs, targets: np.mean(np.asarray(outputs)), "use `jax.numpy`"),
+    ],
+)
+def test_metrics_that_are_no_mean_over_the_examples(metric, said):
+    with pytest.raises(ValueError, match=f"The metric 'own' .*{said}"):
+        fit(validation=(X, T), metrics={"own": metric})
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.DampedGaussNewton(lambda step: 1.0 - 1.5 * step),
+        gnlin.TruncatedGaussNewton(lambda step: 0.5 - 0.6 * step),
+    ],
+)
+def test_a_schedule_that_leaves_its_range(solver):
+    said = "step 2.* its damping, or another of the solver's numbers, is out of its range"
+    with pytest.warns(UserWarning, match=f"`gnlin.fit` stopped at {said}"):
+        result = fit(solver=solver, steps=3)
+    assert result.result == optx.RESULTS.nonfinite
+    with pytest.warns(UserWarning, match=f"`gnlin.solve` stopped at {said}"):
+        gnlin.solve(network(), (X, T), solver)
 
 
 def test_a_failure_is_not_explained_away():

@@ -25,7 +25,7 @@ from .._solver import (
     check_divergence,
     LevenbergMarquardt,
 )
-from .._training import begin, checked_outputs, columns_of, Setting
+from .._training import all_checked, begin, columns_of, Setting
 from ..callbacks import Callback, Progress
 from ._checkpoint import Checkpoint
 from ._run import Run
@@ -233,7 +233,7 @@ def fit(
         curvature_batch_size,
         streaming,
     )
-    outputs = checked_outputs(setting, parameters, state, stream.example())
+    outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
     where = places(carry, stream.example())
     if isinstance(stream, IterableStream):  # whose batches are as they are

@@ -20,7 +20,7 @@ from .._identity import (
 )
 from .._solution import COLUMNS, History, in_words, known, Solution
 from .._solver import result_name, RESULT_NAMES, statistics
-from .._training import Carry, Setting, why_it_failed
+from .._training import Carry, checked_outputs, Setting, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
 from ._history import Rows
@@ -157,11 +157,14 @@ class Run(AbstractRun):
         if self._rows:
             self._rows.amend(figures)
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str, *, failed: bool = False) -> None:
         """End the run after this event, if it has not ended for another reason."""
-        if not self._reason:
-            self.result = optx.RESULTS.successful
-            self._reason = f"step {self.step}: {reason}"
+        if self._reason:
+            return
+        self.result = optx.RESULTS.nonfinite if failed else optx.RESULTS.successful
+        self._reason = f"step {self.step}: {reason}"
+        if failed:
+            self.complaint = f"`gnlin.fit` stopped at step {self.step}: {reason}."
 
     def arrays(self) -> list[np.ndarray]:
         """The model's parameters and state, as arrays."""
@@ -272,7 +275,7 @@ class Run(AbstractRun):
         self._rows.append([float(now.step), float(now.epoch), *figures])
         self._now = now
         if failed:
-            self._fail(loss=figures[0])
+            self._fail()
         elif converged:
             self.stop("converged")
         self._tell("on_step")
@@ -303,19 +306,20 @@ class Run(AbstractRun):
             if self._reason:  # of a callback that was told of it
                 raise _Stopped
 
-    def _fail(self, loss: float) -> None:
+    def _fail(self) -> None:
         carry, at_fault = self._carry(), ""
         self.result = carry.solver_state.result
         if self.result == optx.RESULTS.nonfinite:
-            what = "the step" if np.isfinite(loss) else "the loss"
-            why = f"{what} is not finite; the model is the last finite one."
-            at_fault = self._stream.at_fault()
-        else:
-            why = why_it_failed(self._setting, carry)
+            at_fault = self._stream.at_fault(self._check)
+        why = why_it_failed(self._setting, carry)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
+
+    def _check(self, batch: tuple) -> None:
+        carry = self._carry()
+        checked_outputs(self._setting, carry.parameters, carry.model_state, batch)
 
     def _look_back(self) -> None:
         """All steps were made: has it come to anything?"""

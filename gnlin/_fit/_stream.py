@@ -3,7 +3,8 @@
 import functools
 import itertools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +16,13 @@ from .._identity import checksum, described
 from .._residuals import GroupsByName, where_not_finite
 
 
+Data = tuple[PyTree[Array], PyTree[Array], Array | None]
+
+
 class Batch(NamedTuple):
     """What the compiled step is handed: arrays, and which examples of them to take."""
 
-    data: tuple[PyTree[Array], PyTree[Array], Array | None]
+    data: Data
     order: Array | None = None  # all examples of an epoch, as shuffled
     index: int = 0  # of the batch in it
 
@@ -47,9 +51,12 @@ class ArrayStream:
         self.num_batches = self.num_examples // (batch_size or self.num_examples)
         self._key = key
 
-    def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:
-        """What there is to see before the first step: all targets can be checked."""
+    def example(self) -> Data:
         return self.data
+
+    def at_hand(self) -> Iterator[Data]:
+        """What there is to see before the first step, so that targets can be checked."""
+        yield self.data
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         """The batches of an epoch, from the `first` on."""
@@ -60,8 +67,11 @@ class ArrayStream:
         for index in range(first, self.num_batches):
             yield Batch(self.data, order, index)
 
-    def at_fault(self) -> str:
-        """Which example is not finite, in a sentence; or ""."""
+    def at_fault(self, check: Callable[[Data], Any]) -> str:
+        """Which example is not finite, in a sentence; or "".
+
+        - `check`: raises `ValueError` where the targets of a batch do not fit.
+        """
         return not_finite(*self.data)
 
     def settings(self) -> dict:
@@ -87,7 +97,7 @@ class GroupStream(ArrayStream):
         if first == 0:
             yield Batch(self.data)
 
-    def at_fault(self) -> str:
+    def at_fault(self, check: Callable[[Data], Any]) -> str:
         return where_not_finite(self._groups)
 
     def settings(self) -> dict:
@@ -116,21 +126,28 @@ class IterableStream:
                 f"iterable of such batches, but it holds {a_kind_of(first)}."
             )
         self._example = as_batch(first, name)
+        self._latest: deque[Data] = deque(maxlen=2)
         # The first batch may not come a second time.
         self._begun: Iterator | None = itertools.chain([first], batches)
 
     def _iterable(self, epoch: int) -> Any:
         return self._data(epoch) if callable(self._data) else self._data
 
-    def example(self) -> tuple[PyTree[Array], PyTree[Array], Array | None]:
+    def example(self) -> Data:
         return self._example
+
+    def at_hand(self) -> Iterator[Data]:
+        """All batches of a list; of anything else the first."""
+        batches = self._data if isinstance(self._data, list) else [self._example]
+        return (as_batch(batch, self._name) for batch in batches)
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
         num_batches = 0
         for index, batch in enumerate(self._from_the_beginning(epoch)):
             num_batches += 1
             if index >= first:
-                yield Batch(as_batch(batch, self._name))
+                self._latest.append(as_batch(batch, self._name))
+                yield Batch(self._latest[-1])
         if num_batches < max(first, 1):
             raise DataEnded(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
@@ -142,8 +159,15 @@ class IterableStream:
         begun, self._begun = self._begun, None
         return begun if begun and epoch == 0 else iter(self._iterable(epoch))
 
-    def at_fault(self) -> str:
-        return ""
+    def at_fault(self, check: Callable[[Data], Any]) -> str:
+        """Of the latest two batches: one is asked for before the last step is judged."""
+        for batch in self._latest:
+            try:
+                check(batch)
+            except ValueError as error:
+                return str(error)
+        found = (not_finite(*batch) for batch in self._latest)
+        return next((f"In its batch: {said}" for said in found if said), "")
 
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])

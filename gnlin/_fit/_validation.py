@@ -1,14 +1,14 @@
 """Looks at data that are not trained on."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._identity import described
-from .._training import Carry, checked_outputs, Setting
+from .._training import all_checked, Carry, Setting, Shapes
 from ._step import Compiled, evaluate, split
 from ._stream import ArrayStream, make_stream
 
@@ -36,13 +36,12 @@ class Validation:
                 "iterable."
             )
         self._stream = make_stream(data, None, None, "validation")
+        seen = setting._replace(network=setting.network.in_inference(), augment=None)
+        trained = carry.parameters, carry.model_state
+        outputs = all_checked(seen, *trained, self._stream.at_hand())
         example = self._stream.example()
-        checked_outputs(
-            setting._replace(network=setting.network.in_inference(), augment=None),
-            carry.parameters,
-            carry.model_state,
-            example,
-        )
+        for name, metric in metrics.items():
+            _check_metric(name, metric, outputs, example[1])
         self._chunks = None
         if isinstance(self._stream, ArrayStream):
             self._chunks = _chunks(example, setting.batch_size)
@@ -69,6 +68,24 @@ class Validation:
             name: float(figure / total) if total > 0 else math.nan
             for name, figure, total in zip(self.columns, figures, totals, strict=True)
         }
+
+
+def _check_metric(name: str, metric: Callable, outputs: Shapes, targets: PyTree) -> None:
+    try:
+        found = jax.eval_shape(metric, outputs, targets)
+    except jax.errors.JAXTypeError as error:
+        raise ValueError(
+            f"The metric {name!r} is compiled, and cannot use NumPy or Python's numbers "
+            "of what it is given: use `jax.numpy`."
+        ) from error
+    if getattr(found, "shape", None) != ():
+        what = f"a {type(found).__name__}"
+        if hasattr(found, "shape"):
+            what = f"an array of the shape {found.shape}"
+        raise ValueError(
+            f"The metric {name!r} must return one number, the mean over the examples, "
+            f"but returns {what}."
+        )
 
 
 def _chunks(data, batch_size: int | None) -> list:

@@ -167,9 +167,11 @@ class SoftmaxCrossEntropy(AbstractLoss):
             )
         if is_label(targets):
             if given != shape[:-1]:
+                hint = "; for one-hot labels pass `jnp.argmax(targets, axis=-1)`"
                 raise ValueError(
                     f"Labels must have the shape {shape[:-1]}, of the model's outputs "
-                    f"without their last axis, but have {given}."
+                    f"without their last axis, but have {given}"
+                    f"{hint if given == shape else ''}."
                 )
             self._check_labels(targets, shape[-1])
         elif jnp.issubdtype(targets.dtype, jnp.floating):

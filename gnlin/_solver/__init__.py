@@ -26,6 +26,7 @@ from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton
 from ._verdict import (
     check_divergence as check_divergence,
+    LAST_FINITE as LAST_FINITE,
     result_name as result_name,
     RESULT_NAMES as RESULT_NAMES,
     Watch as Watch,

@@ -214,6 +214,7 @@ class Watch(eqx.Module):
 # In words
 #
 
+LAST_FINITE = "the model is the last finite one"
 RESULT_NAMES = (
     "successful",
     "nonlinear_max_steps_reached",
@@ -236,7 +237,7 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
 
     - `factor`: if the loss has been so many times its start.
     """
-    last = "the model is the last finite one"
+    last = LAST_FINITE
     name = result_name(result)
     if name == "nonfinite":
         return f"numbers are nonfinite (inf or nan); {last}."
@@ -259,7 +260,9 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate, or a "
             "`search`."
         )
-    return " ".join(optx.RESULTS[result].split()).split(". ")[0] + f"; {last}."
+    said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
+    advice = " Use more damping, or another `method`." if name == "failed" else ""
+    return f"{said}; {last}.{advice}"
 
 
 def check_divergence(divergence: object) -> None:
