@@ -33,6 +33,7 @@ from fit_problems import (
 )
 from jax.flatten_util import ravel_pytree
 from problems import damped_step, gauss_newton_step, truncated_step, updated
+from sklearn.datasets import load_digits
 
 import gnlin
 from gnlin._fit import _run
@@ -187,7 +188,7 @@ def test_a_schedule_counts_the_batches():
 def levenberg_marquardt(batches, num_steps, relative, dense=dense, flat=START):
     """(parameters, dampings): one trial a batch, and a damping that changes slowly, by
     what the last step did to its own batch and to this one."""
-    flat, damping, last, dampings = np.asarray(flat), None, None, []
+    flat, damping, last, dampings, size = np.asarray(flat), None, None, [], None
     for k in range(num_steps):
         x, targets = batches[k % len(batches)]
         f, jacobian = dense(flat, x)
@@ -199,10 +200,14 @@ def levenberg_marquardt(batches, num_steps, relative, dense=dense, flat=START):
         if last is not None:
             step, ratio = last
             before, *_ = squared_error(dense(flat - step, x)[0], targets)
-            if before < loss or ratio < 0.25:
-                damping /= 0.95
-            elif before > loss and ratio > 0.75:
-                damping *= 0.95
+            gained = before - loss
+            size = abs(gained) if size is None else 0.9 * size + 0.1 * abs(gained)
+            power = gained / size
+            if ratio <= 0.75:
+                power = min(power, 0)
+            if ratio < 0.25:
+                power = min(power, -1)
+            damping *= 0.9**power
         dampings.append(damping)
         step = damped_step(r, jacobian, damping)
         predicted = 0.5 * step @ (damping * step - gradient)
@@ -223,6 +228,27 @@ def test_the_damping_is_carried_from_batch_to_batch(relative):
     expected, dampings = levenberg_marquardt(BATCHES, 12, relative)
     assert_close(result.history["damping"], dampings, rtol=1e-6)
     assert_close(numbers(result.model), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_batches_of_few_examples(batch_size, activation):
+    """The default trains on them: neither dies in the first steps, as ReLU networks do
+    by steps as long as with many examples, nor freezes, by a damping that grows with each
+    example that has lost a little."""
+    images, labels = load_digits(return_X_y=True)
+    x, y = jnp.asarray(images[:600] / 16, jnp.float32), jnp.asarray(labels[:600])
+    model = eqx.nn.MLP(64, 10, 32, 1, activation, dtype=x.dtype, key=jax.random.key(0))
+    result = gnlin.fit(
+        model,
+        (x, y),
+        loss=gnlin.SoftmaxCrossEntropy(),
+        batch_size=batch_size,
+        epochs=4,
+        progress=False,
+    )
+    correct = jnp.argmax(jax.vmap(result.model)(x), axis=-1) == y
+    assert jnp.mean(correct) > 0.9
 
 
 def test_a_step_that_fails_on_its_batch_is_skipped():

@@ -49,6 +49,14 @@ _BY_PRODUCTS = "matrix-free", "products-first"
 # costs next to nothing.
 _FIRST_DAMPING = 1e-3
 _FIRST_DAMPING_ACROSS = 1.0
+# The curvature of so few examples is that of no others, and what one step gains on the
+# next is mostly noise: by steps as long as those of large batches a ReLU network is dead
+# after three, and by a damping that changes as fast it stands still after a thousand.
+_FEW_EXAMPLES = 8
+# Of the size of gains on the next batches so much is remembered.
+_MEMORY = 0.9
+# A change of the loss by fewer roundings says nothing.
+_ROUNDINGS = 10
 
 
 class _Memory(eqx.Module):
@@ -68,6 +76,19 @@ class _Last(eqx.Module):
     step: PyTree[Array]  # zero where none was taken
     predicted: Float[Array, ""]
     ratio: Float[Array, ""]  # of the decrease to the predicted, on its own batch
+    size: Float[Array, ""]  # of what steps have lately gained or lost on the next batches
+
+    def judged(self, gained: Scalar, few: float) -> tuple[Scalar, Scalar]:
+        """By what it has gained on the next batch: the damping's factor, and the size of
+        such gains now.
+
+        - `few`: how much less a batch says than one of many examples.
+        """
+        known = (self.predicted > 0) & jnp.isfinite(gained) & (gained != 0)
+        before = jnp.where(self.size > 0, self.size, jnp.abs(gained))
+        size = _MEMORY * before + (1 - _MEMORY) * jnp.abs(gained)
+        factor = slowly(gained / jnp.where(known, size, 1), self.ratio) ** (1 / few)
+        return jnp.where(known, factor, 1), jnp.where(known, size, self.size)
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
@@ -87,7 +108,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
-        curvature along the gradient. By default 0.001, and 1 across batches.
+        curvature along the gradient. By default 0.001; across batches of n examples
+        1 + 8 / n.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
         norms that the Jacobian's columns have had (Moré, 1978; what is far above the
         present ones fades), `"marquardt"`: their present norms, both of which make the
@@ -167,7 +189,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
         unscaled = self.form == "prox-linear" or self.scaling == "identity"
         scale = None if unscaled else _tree.zeros_like(y)
-        state = self._rule(across=False).init(dtype)
+        state = self._rule().init(dtype)
         race = None if unscaled or self.scaling is not None else Race.start(state)
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
         return _Memory(state, jnp.array(0), race, scale, -one, one, zero)
@@ -180,7 +202,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> State:
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
-        last = _Last(_tree.zeros_like(y), zero, zero)
+        last = _Last(_tree.zeros_like(y), zero, zero, zero)
         return eqx.tree_at(
             lambda s: s.memory.last, state, last, is_leaf=lambda x: x is None
         )
@@ -195,7 +217,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> Update:
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
-        rule = self._rule(objective.is_sample)
+        rule = self._rule(lin.outputs if objective.is_sample else None)
         # Of a tall problem the damping may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
@@ -304,8 +326,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         before = evaluate(_tree.axpy(-1, last.step, lin.point))
         dtype = memory.tolerance.dtype
         damping = rule.damping(memory.state, subproblem, lin.point)
-        gained = objective.decrease(before, lin.outputs)
-        damping *= slowly(last.predicted > 0, gained, last.ratio).astype(dtype)
+        gained = objective.decrease(before, lin.outputs).astype(dtype)
+        factor, size = last.judged(gained, _few(lin.outputs))
+        damping *= factor
         finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
         finite &= jnp.isfinite(objective.value(lin.outputs))
 
@@ -318,10 +341,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
         y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-        good = finite & _tree.all_finite((y, outputs)) & (actual >= 0)
+        loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
+        rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * loss
+        noise = predicted <= rounding
+        fell = (actual >= 0) | (noise & (actual >= -rounding))
+        good = finite & _tree.all_finite((y, outputs)) & fell
         step = _tree.where(good, step, _tree.zeros_like(step))
-        ratio = actual / jnp.where(predicted > 0, predicted, 1)
-        taken = _Last(step, jnp.where(good, predicted, 0), ratio)
+        ratio = jnp.where(noise, 1, actual / jnp.where(predicted > 0, predicted, 1))
+        taken = _Last(step, jnp.where(good, predicted, 0), ratio, size)
         return Update(
             y=_tree.where(good, y, lin.point),
             outputs=_tree.where(good, outputs, lin.outputs),
@@ -343,9 +370,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ),
         )
 
-    def _rule(self, across: bool) -> AbstractDamping:
-        """That of one batch; or, across batches, what says where it starts."""
-        damping = self.damping
+    def _rule(self, outputs: PyTree[Array] | None = None) -> AbstractDamping:
+        """That of one batch; or, across batches, of which `outputs` are, what says where
+        it starts."""
+        damping, across = self.damping, outputs is not None
         if isinstance(damping, AbstractDamping):
             if across and not isinstance(damping, Nielsen):
                 raise ValueError(
@@ -353,9 +381,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
                     "pass a number, the first damping, or one batch of all data."
                 )
             return damping
-        if damping is None:
-            damping = _FIRST_DAMPING_ACROSS if across else _FIRST_DAMPING
-        return Nielsen(damping)
+        if damping is None and across:
+            damping = _FIRST_DAMPING_ACROSS * _few(outputs)
+        return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
     def _how(
         self, objective: AbstractObjective, cost: Cost, kind: Tikhonov, num_trials: int
@@ -380,3 +408,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
             acceleration = not (free or anew or method in ("schur", "sparse"))
         return method, scaling, acceleration
+
+
+def _few(outputs: PyTree[Array]) -> float:
+    """How much less a batch says than one of many examples."""
+    return 1 + _FEW_EXAMPLES / max(x.shape[0] for x in jax.tree.leaves(outputs))
