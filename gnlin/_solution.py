@@ -179,6 +179,12 @@ class Solution(eqx.Module, Generic[Model]):
         return f"Solution({name}, {ended}, loss {from_to or 'unknown'})"
 
 
+NO_GRADIENT = (
+    "the gradient is exactly zero. Do the outputs depend on the parameters that are "
+    "trained (`filter_spec`, `jax.lax.stop_gradient`)?"
+)
+
+
 def known(tree: PyTree) -> PyTree:
     """Of arrays of one number each, the numbers."""
     return jax.tree.map(lambda x: np.asarray(x).item(), tree)

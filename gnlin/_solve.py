@@ -33,7 +33,7 @@ from ._residuals import (
     where_not_finite,
 )
 from ._sharding import automatic, choosing, everywhere, keep, mesh_of, on_mesh, places
-from ._solution import COLUMNS, History, in_words, known, Model, Solution
+from ._solution import COLUMNS, History, in_words, known, Model, NO_GRADIENT, Solution
 from ._solver import (
     AbstractGaussNewton,
     as_solver,
@@ -213,6 +213,8 @@ def solve(
                     f"{first:.4g} to {loss_now:.4g}: use `gnlin.LevenbergMarquardt()`, "
                     "more damping, a smaller learning rate or fewer inner steps."
                 )
+            if first != 0 and not np.any(rows["gradient_norm"]):
+                risen = f"`gnlin.solve` made no step: {NO_GRADIENT}"
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,

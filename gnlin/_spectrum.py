@@ -102,15 +102,15 @@ class Spectrum(eqx.Module):
         the rest, in random sums, the Jacobian itself is multiplied: it says to
         $\varepsilon^{3/4}$ of the largest singular value whether theirs are zero.
         """
-        w = self.eigenvalues
-        if self._pushed is None:
+        w, push = self.eigenvalues, self._pushed
+        if push is None:
             return self, jnp.array(True)
         eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
         small = w <= eps ** (1 / 2) * largest
 
         def are_zero():
             probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
-            pushed = jax.vmap(self._pushed)(jnp.where(small[None], probes, 0))
+            pushed = jax.vmap(push)(jnp.where(small[None], probes, 0))
             size = jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * largest))
             return size <= _ZERO * w.size**0.5 * eps ** (3 / 4)
 

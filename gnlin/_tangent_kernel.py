@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from . import _tree
 from ._checks import check_count, check_flag, is_traced, is_whole
 from ._data import as_inputs
 from ._identity import checksum, described
@@ -74,9 +75,9 @@ class TangentKernel(eqx.Module):
 
     outputs: Outputs = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
-    _fn: PerExample
-    _point: PyTree[Array]
-    _has_keys: bool = eqx.field(static=True)
+    _fn: PerExample = eqx.field(repr=False)
+    _point: PyTree[Array] = eqx.field(repr=False)
+    _has_keys: bool = eqx.field(static=True, repr=False)
 
     def __init__(
         self,
@@ -118,6 +119,10 @@ class TangentKernel(eqx.Module):
         fn = network.function()
         assert isinstance(fn, PerExample)
         self._fn, self._point = fn, parameters
+
+    def __repr__(self) -> str:
+        num_parameters = f"{_tree.size(self._point):,} parameters"
+        return f"TangentKernel({num_parameters}, outputs={self.outputs!r})"
 
     @overload
     def __call__(

@@ -61,8 +61,12 @@ class Eigenpairs(eqx.Module):
     residuals: Float[Array, " k"]
     num_products: Int[Array, ""]
     converged: Bool[Array, ""]
-    _vectors: Float[Array, "k n"]  # of the smaller side
-    _lin: Linearisation
+    # Of the smaller side
+    _vectors: Float[Array, "k n"] = eqx.field(repr=False)
+    _lin: Linearisation = eqx.field(repr=False)
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     def on_outputs(self) -> Float[Array, "m k"]:
         r"""Eigenvectors of the kernel, a column each, in `ravel_pytree` order. With fewer

@@ -1,5 +1,6 @@
 """What solvers and their parts are built with: what they print, and refuse."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,6 +10,8 @@ import gnlin
 from gnlin import _checks
 
 
+NET = eqx.nn.MLP(2, 3, 8, 1, jnp.tanh, key=jax.random.key(0))
+DATA = jnp.ones((8, 2)), jnp.zeros((8, 3))
 DECAYING = optax.linear_schedule(0.5, 0.01, 10)
 
 
@@ -98,3 +101,43 @@ def test_fit_inside_of_a_compiled_program():
 
     with pytest.raises(ValueError, match="inside of a compiled program"):
         jax.jit(trained)(1.0)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (lambda: gnlin.TangentKernel(NET), "TangentKernel(51 parameters, outputs='all')"),
+        (
+            lambda: gnlin.predict.posterior(NET, DATA, noise=0.1),
+            "Posterior(noise=0.1, prior=1.0)",
+        ),
+        (
+            lambda: gnlin.predict.gradient_descent(NET, DATA, learning_rate=0.01),
+            "Descent(of Linearisation(24 outputs, 51 parameters))",
+        ),
+    ],
+)
+def test_what_is_made_of_a_model_is_printed_in_a_line(printed, expected):
+    assert repr(printed()) == expected
+
+
+def test_outputs_that_do_not_depend_on_the_parameters():
+    model = (lambda p, x: jax.lax.stop_gradient(p) * x), jnp.ones(())
+    data = jnp.ones((8, 1)), jnp.zeros((8, 1))
+    with pytest.warns(UserWarning, match="`gnlin.solve` made no step: the gradient is"):
+        gnlin.solve(model, data)
+    with pytest.warns(UserWarning, match="`gnlin.fit` made no step: the gradient is ex"):
+        gnlin.fit(model, data, batch_size=4, epochs=2, progress=False)
+
+
+class OfATuple(gnlin.AbstractGaussNewton):
+    def update(self, objective, lin, evaluate, memory, num_steps):
+        return lin.point, lin.outputs
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_update_that_is_none():
+    with pytest.raises(
+        TypeError, match=r"OfATuple must return a `gnlin.Update`, as .* a"
+    ):
+        gnlin.solve(NET, DATA, OfATuple())

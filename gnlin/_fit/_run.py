@@ -18,7 +18,7 @@ from .._identity import (
     described_by_field,
     described_by_leaf,
 )
-from .._solution import COLUMNS, History, in_words, known, Solution
+from .._solution import COLUMNS, History, in_words, known, NO_GRADIENT, Solution
 from .._solver import result_name, RESULT_NAMES, statistics
 from .._training import Carry, checked_outputs, Setting, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
@@ -324,6 +324,9 @@ class Run(AbstractRun):
     def _look_back(self) -> None:
         """All steps were made: has it come to anything?"""
         losses = self._rows.column("loss")
+        if np.any(losses) and not np.any(self._rows.column("gradient_norm")):
+            self.complaint = f"`gnlin.fit` made no step: {NO_GRADIENT}"
+            return
         if self._reason or len(losses) < _LOOKED_BACK:
             return
         some = min(_LOOKED_BACK, len(losses) // 2)

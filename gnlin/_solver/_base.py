@@ -274,6 +274,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         solver = self._in_units_of(first_loss)
         update = solver.update(objective, lin, evaluate, state.memory, num_steps)
+        if not isinstance(update, Update):
+            raise TypeError(
+                f"`update` of {type(self).__name__} must return a `gnlin.Update`, as "
+                f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
+            )
         gradient_norm, step_norm, settled = solver._completed(update, objective, lin)
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),

@@ -160,9 +160,12 @@ def gradient_flow(
 class AbstractPath(eqx.Module):
     """A linearised model, trained for as long as is asked."""
 
-    _linearised: LinearisedModel
-    _way: Eigenbasis | OnSpace
-    _filter: AbstractFilter
+    _linearised: LinearisedModel = eqx.field(repr=False)
+    _way: Eigenbasis | OnSpace = eqx.field(repr=False)
+    _filter: AbstractFilter = eqx.field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(of {self._linearised.train})"
 
     @abc.abstractmethod
     def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:

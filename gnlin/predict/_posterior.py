@@ -179,11 +179,14 @@ class Posterior(eqx.Module):
         squared error.
     """
 
-    _linearised: LinearisedModel
-    _basis: Eigenbasis
-    _outside: Scalar
+    _linearised: LinearisedModel = eqx.field(repr=False)
+    _basis: Eigenbasis = eqx.field(repr=False)
+    _outside: Scalar = eqx.field(repr=False)
     noise: Scalar
     prior: Scalar
+
+    def __repr__(self) -> str:
+        return _tree.in_words(self)
 
     @property
     def damping(self) -> Scalar:
