@@ -21,6 +21,7 @@ from benchmarks.speed import (
     report,
     sweep,
     task as tasks,
+    timing,
 )
 from benchmarks.speed.oracle import Oracle, relative_error
 from benchmarks.speed.timing import alternate, Case, ratio, Timing
@@ -91,7 +92,9 @@ def test_ratio_is_within_rounds():
     assert ratio(a, b) == pytest.approx((3 + 1.5) / 2)
 
 
-def test_alternate_takes_turns_and_divides_by_the_steps():
+@pytest.mark.parametrize("brief", [False, True])
+def test_alternate_takes_turns_and_divides_by_the_steps(brief, monkeypatch):
+    monkeypatch.setattr(timing, "_BRIEF", 1e9 if brief else 0.0)
     ran = []
 
     def case(name, **kwargs):
@@ -102,7 +105,10 @@ def test_alternate_takes_turns_and_divides_by_the_steps():
         return Case(name, "", run, **kwargs)
 
     a, b = alternate([case("a", count=lambda _: 10), case("b", max_rounds=1)], 2)
-    assert ran == ["a", "b", "a", "b", "a", "a", "b"]  # the last two for their memory
+    # What is brief is repeated in its turn, of which there are three, the first not
+    # counted; the first two runs compile, and the last two are for their memory.
+    turns = [name for name in "aba" for _ in range(21 if brief else 1)]
+    assert ran == ["a", "b", *turns, "a", "b"]
     assert len(a.seconds) == 2
     assert len(b.seconds) == 1
     assert all(s > 0 for s in a.seconds + b.seconds)

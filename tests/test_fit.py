@@ -616,7 +616,10 @@ def test_batch_normalisation_by_levenberg_marquardt():
     solver = gnlin.LevenbergMarquardt(scaling="identity", acceleration=False)
     points = Points(NORMALISED)
     result = fit(NORMALISED, BATCHES, solver, state=STATE, callbacks=points)
-    expected, dampings = levenberg_marquardt(BATCHES, 6, 1.0, dense_normalised, _FLAT)
+    relative = 1 + 8 / 4  # by default, of four examples
+    expected, dampings = levenberg_marquardt(
+        BATCHES, 6, relative, dense_normalised, _FLAT
+    )
     assert_close(result.history["damping"], dampings, rtol=1e-6)
     assert_close(numbers(result.model), expected, rtol=1e-6)
     assert_same_state(result.state, states_along(points.points, 2 * BATCHES))

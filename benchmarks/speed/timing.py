@@ -87,7 +87,7 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
         for k, case in order if i % 2 == 0 else reversed(order):
             if case.max_rounds is None or i < case.max_rounds:
                 with _peak_of(case) as peak:
-                    seconds, output = _in_turn(case.run)
+                    seconds, output = _in_turn(case)
                 whole[k].append(seconds)
                 per_step[k].append(seconds / case.count(output))
                 del output
@@ -121,12 +121,12 @@ def _peak(case: Case) -> int | None:
     return peak.bytes
 
 
-def _in_turn(run: Callable[[], Any]) -> tuple[float, Any]:
-    seconds, output = _clock(run)
-    if seconds >= _BRIEF:
+def _in_turn(case: Case) -> tuple[float, Any]:
+    seconds, output = _clock(case.run)
+    if seconds >= _BRIEF or case.compile is not None:
         return seconds, output
     number = min(_MOST_REPEATS, int(_BRIEF / seconds) + 1)
-    return statistics.median(_clock(run)[0] for _ in range(number)), output
+    return statistics.median(_clock(case.run)[0] for _ in range(number)), output
 
 
 def _clock(run: Callable[[], Any]) -> tuple[float, Any]:
