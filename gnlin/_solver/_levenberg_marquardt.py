@@ -38,10 +38,10 @@ from ._trials import Tried, try_dampings
 # So many outer steps in a row without a gain are enough.
 _MAX_IDLE = 10
 # What an exact step is worth, in seconds: of a network, or with other batches to come,
-# little; and in times of one by conjugate gradients that stop early, to which across
-# batches it adds no accuracy.
+# little; and in times of one by conjugate gradients that stop early, to which it adds no
+# accuracy across batches, nor where the loss is not squared error.
 _EXACT_STEP, _EXACT_STEP_OF_NETWORK = 2.0, 2e-3
-_TIMES, _TIMES_ACROSS = 10.0, 2.0
+_TIMES, _TIMES_OF_NETWORK = 10.0, 2.0
 _BY_PRODUCTS = "matrix-free", "products-first"
 
 
@@ -396,7 +396,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if method == "auto" and scaling in (None, "identity"):
             exact = objective.is_quadratic and not across
             worth = _EXACT_STEP if exact else _EXACT_STEP_OF_NETWORK
-            times = _TIMES_ACROSS if across else _TIMES
+            times = _TIMES if exact else _TIMES_OF_NETWORK
             method = without_factorisation(cost, kind, num_trials, worth, times)
         free = method in _BY_PRODUCTS
         if scaling is None:
