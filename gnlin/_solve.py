@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from ._bounds import check_start
@@ -188,7 +187,7 @@ def solve(
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
     reason = complaint = risen = ""
-    if not isinstance(num_steps, Tracer):
+    if not is_traced((num_steps, loss_now, rows)):
         stats, loss_now = known((stats, loss_now))
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
@@ -277,21 +276,30 @@ def _run(
     leaves = jax.tree.leaves((setting, data, start))
     # 3 and 3.0 are equal, and not the same program.
     types = tuple(map(type, leaves))
+
+    def whole() -> _Run:
+        sizes = max_steps, max_steps, history, types
+        run = _steps(setting, data, start, sizes, jnp.array(max_steps))
+        return _Run(*run, is_interrupted=False)
+
     # As a part of another program it is one run: nobody can ask for more of it. What that
     # program closes over is not traced, but all that it makes is.
     if is_traced([jnp.zeros(()), *leaves]):
-        sizes = max_steps, max_steps, history, types
-        whole = _steps(setting, data, start, sizes, jnp.array(max_steps))
-        return _Run(*whole, is_interrupted=False)
+        return whole()
     num_rows = min(max_steps, _MOST_ROWS)
     sizes = max_steps, num_rows, history, types
     now, most, parts, is_interrupted = start, num_rows, [], False
     if _takes_long(start, data):
         now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
+        if is_traced(now):
+            return whole()
     try:
         while not parts or not _is_over(parts[-1][0], max_steps):
             began = time.monotonic()
             part = _steps(setting, data, now, sizes, jnp.array(most))
+            # What the model closes over is, as under `jax.vmap`.
+            if is_traced(part):
+                return whole()
             now = jax.block_until_ready(part[0])
             seconds = time.monotonic() - began
             parts.append(part)

@@ -21,12 +21,22 @@ from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from .._retraction import Retraction
 from ._across_batches import Stride
-from ._verdict import if_of_many, is_stationary, of_all_runs, STANDS_STILL
+from ._verdict import (
+    if_of_many,
+    is_stationary,
+    least_loss,
+    of_all_runs,
+    of_any_run,
+    STANDS_STILL,
+)
 
 
 # So many steps in a row within the tolerances, where there is a gradient, and the run
 # stands still.
 _MOST_STILL = 10
+# Of many runs under `jax.vmap`, no one waits for longer for the others to pause: one that
+# never does would leave none of them with a verdict.
+_LONGEST_WAIT = 8
 # Of a row of the history, that `verbose` tells
 _TOLD = "loss", "gradient_norm", "step_norm", "damping"
 # To look at so many parameters costs less than to decide whether to.
@@ -83,6 +93,8 @@ class State(eqx.Module):
     stride: Stride | None = None
     # Asked for through optimistix, whose loop keeps none
     rows: dict[str, Array] | None = None
+    # Steps of others under `jax.vmap` for which it has paused
+    num_waited: Int[Array, ""] = eqx.field(default_factory=lambda: jnp.zeros((), int))
 
     @property
     def pausing(self) -> Bool[Array, ""]:
@@ -280,6 +292,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
             )
         gradient_norm, step_norm, settled = solver._completed(update, objective, lin)
+        settled |= _is_rounding(objective, lin, update.outputs, first_loss)
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=gradient_norm.astype(dtype),
@@ -521,13 +534,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 for name, column in state.rows.items()
             }
             after = eqx.tree_at(_rows, after, rows, is_leaf=lambda x: x is None)
+        waited = jnp.where(waits, state.num_waited + 1, 0)
         y, state = _tree.where(waits, (y, state), (new_y, after))
+        looks = of_all_runs(state.pausing) | of_any_run(waited >= _LONGEST_WAIT)
         state = jax.lax.cond(
-            of_all_runs(state.pausing),
+            looks,
             lambda: self.judged(objective, evaluate, y, state),
             lambda: state,
         )
-        return y, state, aux
+        waited = jnp.where(looks, 0, waited)
+        return y, eqx.tree_at(lambda s: s.num_waited, state, waited), aux
 
     def terminate(
         self, fn, y, args, options, state: State, tags
@@ -538,10 +554,30 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         # `step` hands out the auxiliary data of the point that it started from.
         if jax.tree.leaves(aux):
             _, aux = fn(y, args)
-        stats: dict[str, Any] = statistics(state.counts)
+        # Its own, of a run that others have waited for, or that has for others
+        own = {"num_steps": state.counts.num_feature_updates}
+        stats: dict[str, Any] = own | statistics(state.counts)
         if state.rows is not None:
             stats["history"] = state.rows
         return y, aux, stats
+
+
+def _is_rounding(
+    objective: AbstractObjective,
+    lin: Linearisation,
+    outputs: PyTree[Array],
+    first_loss: Scalar,
+) -> Bool[Array, ""]:
+    """Whether the residual is nothing but the outputs' rounding, in which no step is
+    shorter than the one before; looked at where next to nothing is left of the loss."""
+    loss = objective.value(outputs).astype(first_loss.dtype)
+    little = loss <= _tree.eps((lin.point, lin.outputs)) * first_loss
+
+    def is_rounding():
+        root = objective.root(lin.outputs)
+        return loss <= least_loss(lin, root).astype(loss.dtype)
+
+    return jax.lax.cond(little, is_rounding, lambda: jnp.array(False))
 
 
 _rows = operator.attrgetter("rows")

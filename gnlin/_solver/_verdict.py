@@ -26,8 +26,9 @@ _FLAT = 1.25
 _UNSEEN = 1e-11
 # A loss falls that does by this part of what is predicted, by norms known to a quarter.
 _SUFFICIENT = 0.1
-# The outputs are known to so many roundings of what the parameters make of them.
-_ROUNDINGS = 5
+# The outputs are known to so many roundings of what the parameters make of them, and
+# where they are nothing else there is no more to gain.
+_ROUNDINGS, _OUTPUT_ROUNDINGS = 5, 10
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # So many steps in a row with a loss far above its start are no accident.
@@ -115,6 +116,21 @@ def _is_gain(
     return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
 
 
+def least_loss(
+    lin: Linearisation, root: Callable[[PyTree[Array]], PyTree[Array]]
+) -> Scalar:
+    """The squared error of a residual that is nothing but the outputs' rounding, as much
+    as the parameters' makes, with signs that keep equal ones apart."""
+
+    def with_signs(x):
+        signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
+        return x * signs.reshape(x.shape).astype(x.dtype)
+
+    pushed = root(lin.jvp(jax.tree.map(with_signs, lin.point)))
+    size = _OUTPUT_ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * _tree.norm(pushed)
+    return 0.5 * size**2
+
+
 def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
     return jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, tree), jnp.array(False))
 
@@ -169,6 +185,17 @@ def if_of_many(flag: Bool[Array, ""]) -> Bool[Array, ""]:
 @if_of_many.def_vmap
 def _(axis_size, in_batched, flags):
     return flags, True
+
+
+@custom_vmap
+def of_any_run(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """Of many runs under `jax.vmap`, whether it holds for one of them."""
+    return flag
+
+
+@of_any_run.def_vmap
+def _(axis_size, in_batched, flags):
+    return of_any_run(jnp.any(flags)), False
 
 
 class Watch(eqx.Module):
