@@ -76,7 +76,7 @@ def test_both_ways_are_counted():
 
 def test_data_that_are_not_finite_reach_neither():
     data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
-    with pytest.warns(UserWarning, match="nonfinite"):
+    with pytest.warns(UserWarning, match="is not finite"):
         solution = gnlin.solve(model(float), data, products_first(0.1))
     _, found = solution.model
     np.testing.assert_array_equal(found, START)

@@ -24,7 +24,6 @@ from ._across_batches import Stride
 from ._verdict import (
     if_of_many,
     is_stationary,
-    least_loss,
     of_all_runs,
     of_any_run,
     STANDS_STILL,
@@ -292,7 +291,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
             )
         gradient_norm, step_norm, settled = solver._completed(update, objective, lin)
-        settled |= _is_rounding(objective, lin, update.outputs, first_loss)
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=gradient_norm.astype(dtype),
@@ -560,24 +558,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if state.rows is not None:
             stats["history"] = state.rows
         return y, aux, stats
-
-
-def _is_rounding(
-    objective: AbstractObjective,
-    lin: Linearisation,
-    outputs: PyTree[Array],
-    first_loss: Scalar,
-) -> Bool[Array, ""]:
-    """Whether the residual is nothing but the outputs' rounding, in which no step is
-    shorter than the one before; looked at where next to nothing is left of the loss."""
-    loss = objective.value(outputs).astype(first_loss.dtype)
-    little = loss <= _tree.eps((lin.point, lin.outputs)) * first_loss
-
-    def is_rounding():
-        root = objective.root(lin.outputs)
-        return loss <= least_loss(lin, root).astype(loss.dtype)
-
-    return jax.lax.cond(little, is_rounding, lambda: jnp.array(False))
 
 
 _rows = operator.attrgetter("rows")

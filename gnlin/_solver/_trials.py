@@ -16,7 +16,6 @@ from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
-from ._verdict import least_loss
 
 
 # The loss must fall by this part of what the linearisation predicts (as in MINPACK).
@@ -35,6 +34,8 @@ _NOT_HELD = 0.1
 _UNDAMPED = 0.9
 # Damping at this power of eps, relative to the largest curvature, damps nothing.
 _LEAST_POWER = 2.5
+# The outputs are known to so many roundings of what the parameters make of them.
+_OUTPUT_ROUNDINGS = 10
 # The damping then has grown by 2^1830, past all floating-point numbers.
 _MAX_TRIALS = 60
 
@@ -123,7 +124,7 @@ def try_dampings(
     residual = objective.residual(lin.outputs)
     root = objective.root(lin.outputs)
     flat = _slope(objective, lin, subproblem, gradient) <= eps ** (1 / 3)
-    least = least_loss(lin, root).astype(dtype)
+    least = _least_loss(lin, root).astype(dtype)
     rounding = eps**_ROUNDING_POWER * loss + least
     arrived = loss <= least
 
@@ -251,3 +252,18 @@ def _slope(
     terms = jax.tree.map(lambda g, x: jnp.abs(g * x), gradient, point)
     sensitivity = _tree.total(terms, dtype)
     return jnp.minimum(cosine, sensitivity / loss)
+
+
+def _least_loss(
+    lin: Linearisation, root: Callable[[PyTree[Array]], PyTree[Array]]
+) -> Scalar:
+    """The squared error of a residual that is nothing but the outputs' rounding, as much
+    as the parameters' makes, with signs that keep equal ones apart."""
+
+    def with_signs(x):
+        signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
+        return x * signs.reshape(x.shape).astype(x.dtype)
+
+    pushed = root(lin.jvp(jax.tree.map(with_signs, lin.point)))
+    size = _OUTPUT_ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * _tree.norm(pushed)
+    return 0.5 * size**2

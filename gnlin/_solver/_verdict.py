@@ -26,9 +26,8 @@ _FLAT = 1.25
 _UNSEEN = 1e-11
 # A loss falls that does by this part of what is predicted, by norms known to a quarter.
 _SUFFICIENT = 0.1
-# The outputs are known to so many roundings of what the parameters make of them, and
-# where they are nothing else there is no more to gain.
-_ROUNDINGS, _OUTPUT_ROUNDINGS = 5, 10
+# The outputs are known to so many roundings of what the parameters make of them.
+_ROUNDINGS = 5
 # What optimistix calls a run whose steps are next to nothing, and its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # So many steps in a row with a loss far above its start are no accident.
@@ -114,21 +113,6 @@ def _is_gain(
     new_y = lin.moved(_tree.parted(step, lin.point))
     actual = objective.decrease(lin.outputs, evaluate(new_y))
     return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
-
-
-def least_loss(
-    lin: Linearisation, root: Callable[[PyTree[Array]], PyTree[Array]]
-) -> Scalar:
-    """The squared error of a residual that is nothing but the outputs' rounding, as much
-    as the parameters' makes, with signs that keep equal ones apart."""
-
-    def with_signs(x):
-        signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
-        return x * signs.reshape(x.shape).astype(x.dtype)
-
-    pushed = root(lin.jvp(jax.tree.map(with_signs, lin.point)))
-    size = _OUTPUT_ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * _tree.norm(pushed)
-    return 0.5 * size**2
 
 
 def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
