@@ -12,6 +12,7 @@ from . import (
     spectra as spectra,
 )
 from ._accuracy import accuracy as accuracy
+from ._adjoint import ImplicitAdjoint as ImplicitAdjoint
 from ._conjugate_gradients import ConjugateGradients as ConjugateGradients
 from ._curve_fit import curve_fit as curve_fit, CurveFit as CurveFit
 from ._fit import (

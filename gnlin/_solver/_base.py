@@ -163,7 +163,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         `None`. All points are between them, and parameters whose bounds are equal stay.
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
-        solved again for the parameters that have not come to theirs.
+        solved again for the parameters that have not come to theirs. Derivatives of the
+        minimum need [`gnlin.ImplicitAdjoint`][] where one is at its bound; so they do
+        with a `retraction`.
     - `retraction`: of rotations and poses, and other points that are not added to:
         `retraction(row, step)`, the row of an array of parameters that a step leads to,
         where `step` has the row's shape (entries that are not used stay zero); or a tree

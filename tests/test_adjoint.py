@@ -1,0 +1,124 @@
+"""Derivatives of minima at bounds and on curved spaces, by differences and formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+
+
+TIMES = jnp.linspace(0.0, 4.0, 30)
+SIGNAL = 2.5 * jnp.exp(-1.3 * TIMES) + 0.01 * jnp.sin(20 * TIMES)
+
+
+def minimum(fn, solver, start, args):
+    adjoint = gnlin.ImplicitAdjoint()
+    return optx.least_squares(fn, solver, start, args, adjoint=adjoint).value
+
+
+def chained(p, a):
+    return jnp.stack([p[0] - a, p[1] - p[0]])
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize(("a", "expected"), [(3.0, [0.0, 0.0]), (0.5, [1.0, 1.0])])
+def test_what_is_at_a_bound_stays(derivative, a, expected):
+    def value(a):
+        solver = gnlin.GaussNewton(bounds=(-jnp.inf, 1.0))
+        return minimum(chained, solver, jnp.zeros(2), a)
+
+    np.testing.assert_allclose(derivative(value)(a), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_it_moves_with_its_bound(derivative):
+    def value(bound):
+        solver = gnlin.GaussNewton(bounds=(-jnp.inf, bound))
+        return minimum(chained, solver, jnp.zeros(2), 3.0)
+
+    np.testing.assert_allclose(jax.jit(derivative(value))(1.0), [1.0, 1.0])
+
+
+def decay(p, y):
+    return p["a"] * jnp.exp(-p["rate"] * TIMES) - y
+
+
+@pytest.mark.parametrize("most", [2.0, 9.0])
+def test_the_others_move_as_if_it_were_fixed(most):
+    bounds = {"a": 0.0, "rate": None}, {"a": most, "rate": None}
+    solver = gnlin.LevenbergMarquardt(bounds=bounds)
+
+    def rate(y):
+        return minimum(decay, solver, {"a": 1.0, "rate": 0.5}, y)["rate"]
+
+    step = jnp.zeros(30).at[3].set(1e-4)
+    expected = (rate(SIGNAL + step) - rate(SIGNAL - step)) / 2e-4
+    _, along = jax.jvp(rate, (SIGNAL,), (step / 1e-4,))
+    np.testing.assert_allclose(along, expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(rate)(SIGNAL)[3], expected, rtol=1e-5)
+
+
+def turned(row, step):
+    c, s = jnp.cos(step[0]), jnp.sin(step[0])
+    return jnp.stack([c * row[0] - s * row[1], s * row[0] + c * row[1]])
+
+
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_on_a_circle(derivative):
+    """The nearest point to twice (cos a, sin a) is (cos a, sin a)."""
+
+    def misfit(p, a):
+        return p["row"][0] - p["length"] * jnp.stack([jnp.cos(a), jnp.sin(a)])
+
+    def value(a):
+        retraction = {"row": turned, "length": None}
+        solver = gnlin.LevenbergMarquardt(retraction=retraction)
+        start = {"row": jnp.array([[1.0, 0.0]]), "length": jnp.array(2.0)}
+        return minimum(misfit, solver, start, a)
+
+    found = derivative(value)(0.5)
+    expected = [[-np.sin(0.5), np.cos(0.5)]]
+    np.testing.assert_allclose(found["row"], expected, atol=1e-6)
+    np.testing.assert_allclose(found["length"], 0.0, atol=1e-6)
+
+
+def test_without_either_it_is_optimistixs():
+    def rate(y, adjoint):
+        start = {"a": 1.0, "rate": 0.5}
+        solver = gnlin.LevenbergMarquardt()
+        solution = optx.least_squares(decay, solver, start, y, adjoint=adjoint)
+        return solution.value["rate"]
+
+    ours, theirs = (
+        jax.grad(rate)(SIGNAL, adjoint)
+        for adjoint in (gnlin.ImplicitAdjoint(), optx.ImplicitAdjoint())
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+def test_runs_that_wait_for_one_that_never_ends_get_their_verdict():
+    def fn(y, never):
+        return jnp.where(never == 0, y - 2.0, jnp.exp(-y))
+
+    def run(never):
+        solver = gnlin.GaussNewton()
+        start = jnp.array(0.1)
+        solution = optx.least_squares(fn, solver, start, never, max_steps=40, throw=False)
+        return solution.result == optx.RESULTS.successful, solution.stats["num_steps"]
+
+    well, num_steps = jax.vmap(run)(jnp.array([0.0, 0.0, 1.0]))
+    assert well.tolist() == [True, True, False]
+    alone = run(jnp.array(0.0))[1]
+    assert num_steps.tolist() == [alone, alone, 40]
+
+
+def test_solve_within_a_transformation_of_what_its_model_closes_over():
+    def found(a):
+        group = gnlin.Residuals(lambda p, _: p - a)
+        return gnlin.solve(jnp.zeros(1), group, gnlin.GaussNewton(), max_steps=9).model[0]
+
+    np.testing.assert_allclose(jax.vmap(found)(jnp.array([2.0, 3.0])), [2.0, 3.0])
+    value, along = jax.jvp(found, (jnp.array(2.0),), (jnp.array(1.0),))
+    np.testing.assert_allclose([value, along], [2.0, 1.0])
