@@ -343,6 +343,8 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     }
     folder.write_settings(results)
     print_verdicts(console, verdicts)
+    if options.quick:
+        console.print("A quick run, to see that it works: its verdicts say nothing.")
     source = f" (those of {experiment.runs_of})" if borrowed else ""
     console.print(
         f"{num_runs} runs{source} in {seconds:.0f} s. In {options.out}: "
