@@ -45,26 +45,28 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
     """
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
-        return super().apply(primal_fn, _stationary, inputs, tags)
+        _, solver, *_ = inputs
+        given = (getattr(solver, name, None) for name in ("bounds", "retraction"))
+        if any(x is not None for x in given):
+            rewrite_fn = _stationary
+        return super().apply(primal_fn, rewrite_fn, inputs, tags)
 
 
 def _stationary(optimum, _, inputs):
     """Zero at the optimum, and invertible in it; as optimistix calls it."""
     fn, solver, _, args, *_ = inputs
-    here = jax.tree.map(jax.lax.stop_gradient, optimum)
+    here = jax.lax.stop_gradient(optimum)
 
     def objective(y):
         residual, _ = fn(y, args)
         return 0.5 * _tree.dot(residual, residual)
 
-    if getattr(solver, "retraction", None) is not None:
+    if solver.retraction is not None:
         retraction = Retraction.of(solver.retraction, here)
         return _along(objective, retraction, here, optimum)
     slope = jax.grad(objective)(optimum)
-    if getattr(solver, "bounds", None) is None:
-        return slope
     box = Box.of(solver.bounds, optimum)
-    blocked = box.blocked(here, jax.tree.map(jax.lax.stop_gradient, slope))
+    blocked = box.blocked(here, jax.lax.stop_gradient(slope))
 
     def each(is_blocked, y, now, low, high, g):
         return jnp.where(is_blocked, y - jnp.where(now <= low, low, high), g)
@@ -84,14 +86,14 @@ def _along(
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.subtract, y, here))
     tangents = retraction.tangents(here)
 
+    def led_to(tangents, rows):
+        return jax.vmap(_tree.matmul)(tangents, rows)
+
     def step_of(tangent, change):
         if tangent is None:
             return change
         rows = change.reshape(len(tangent), -1)
-        return jnp.einsum("kij,kj->ki", jnp.linalg.pinv(tangent), rows)
-
-    def led_to(tangent, step):
-        return step if tangent is None else jnp.einsum("kij,kj->ki", tangent, step)
+        return led_to(jnp.linalg.pinv(tangent), rows)
 
     def as_leaves(rows):
         parts = [x.reshape(leaf.shape) for x, leaf in zip(rows, leaves, strict=True)]

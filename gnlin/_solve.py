@@ -186,7 +186,7 @@ def solve(
         rows["step"] = rows["num_feature_updates"]  # each of which is one
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
-    reason = complaint = risen = ""
+    reason = complaint = doubt = ""
     if not is_traced((num_steps, loss_now, rows)):
         stats, loss_now = known((stats, loss_now))
         num_steps = stats["num_steps"]
@@ -207,13 +207,13 @@ def solve(
         elif ended in _WELL and history and num_steps > 0:
             first, long = float(rows["loss"][0]), num_steps >= _LOOKED_BACK
             if loss_now > _WORSE * abs(first) and (long or ended == "successful"):
-                risen = (
+                doubt = (
                     f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
                     f"{first:.4g} to {loss_now:.4g}: use `gnlin.LevenbergMarquardt()`, "
                     "more damping, a smaller learning rate or fewer inner steps."
                 )
             if first != 0 and not np.any(rows["gradient_norm"]):
-                risen = f"`gnlin.solve` made no step: {NO_GRADIENT}"
+                doubt = f"`gnlin.solve` made no step: {NO_GRADIENT}"
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,
@@ -224,8 +224,8 @@ def solve(
         stats={**stats, "max_steps": max_steps},
     )
     solution = on_mesh(solution, mesh)
-    if risen or (complaint and (is_interrupted or not throw)):
-        warnings.warn(risen or complaint, stacklevel=2)
+    if doubt or (complaint and (is_interrupted or not throw)):
+        warnings.warn(doubt or complaint, stacklevel=2)
     if throw:
         well = [result == getattr(optx.RESULTS, name) for name in _WELL]
         return result.error_if(solution, ~functools.reduce(jnp.logical_or, well))
@@ -299,7 +299,8 @@ def _run(
             part = _steps(setting, data, now, sizes, jnp.array(most))
             # What the model closes over is, as under `jax.vmap`.
             if is_traced(part):
-                return whole()
+                is_whole = num_rows == max_steps
+                return _Run(*part, is_interrupted=False) if is_whole else whole()
             now = jax.block_until_ready(part[0])
             seconds = time.monotonic() - began
             parts.append(part)

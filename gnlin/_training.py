@@ -119,8 +119,7 @@ def all_checked(
         if kind in outputs:
             setting.loss.check(outputs[kind], setting.network.as_many(batch[1]))
         else:
-            given = setting, parameters, model_state, batch
-            outputs[kind] = checked_outputs(*given)
+            outputs[kind] = checked_outputs(setting, parameters, model_state, batch)
     return next(iter(outputs.values()))
 
 

@@ -98,6 +98,17 @@ def test_without_either_it_is_optimistixs():
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
+def test_of_what_is_no_least_squares_it_is_optimistixs_too():
+    def value(a):
+        solver, start = optx.BFGS(1e-8, 1e-8), jnp.ones(2)
+        adjoint = gnlin.ImplicitAdjoint()
+        fn = lambda y, a: jnp.sum((y - a) ** 2)
+        return optx.minimise(fn, solver, start, a, adjoint=adjoint).value
+
+    found = jax.jacrev(value)(jnp.array([2.0, 3.0]))
+    np.testing.assert_allclose(found, np.eye(2), atol=1e-9)
+
+
 def test_runs_that_wait_for_one_that_never_ends_get_their_verdict():
     def fn(y, never):
         return jnp.where(never == 0, y - 2.0, jnp.exp(-y))

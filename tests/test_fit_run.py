@@ -635,6 +635,7 @@ def test_integer_labels_that_are_one_hot():
         (lambda outputs, targets: (0.0, 1.0), "but returns a tuple"),
         (lambda outputs, targets: float(outputs[0, 0]), "use `jax.numpy`"),
         (lambda outputs, targets: np.mean(np.asarray(outputs)), "use `jax.numpy`"),
+        (lambda outputs, targets: jnp.mean(outputs[targets > 0]), "use `jax.numpy`"),
     ],
 )
 def test_metrics_that_are_no_mean_over_the_examples(metric, said):

@@ -73,10 +73,10 @@ class Validation:
 def _check_metric(name: str, metric: Callable, outputs: Shapes, targets: PyTree) -> None:
     try:
         found = jax.eval_shape(metric, outputs, targets)
-    except jax.errors.JAXTypeError as error:
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise ValueError(
-            f"The metric {name!r} is compiled, and cannot use NumPy or Python's numbers "
-            "of what it is given: use `jax.numpy`."
+            f"The metric {name!r} is compiled, and cannot look at values, as NumPy, "
+            "Python's numbers and boolean indices do: use `jax.numpy`, and `jnp.where`."
         ) from error
     if getattr(found, "shape", None) != ():
         what = f"a {type(found).__name__}"

@@ -31,7 +31,7 @@ from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import between_bounds
 from ._race import Race
 from ._scaling import check_scaling, Lasting, Measured, Scaling
-from ._stepping import check_quadratic
+from ._stepping import check_quadratic, rounding_of_loss
 from ._trials import Tried, try_dampings
 
 
@@ -55,8 +55,6 @@ _FIRST_DAMPING_ACROSS = 1.0
 _FEW_EXAMPLES = 8
 # Of the size of gains on the next batches so much is remembered.
 _MEMORY = 0.9
-# A change of the loss by fewer roundings says nothing.
-_ROUNDINGS = 10
 
 
 class _Memory(eqx.Module):
@@ -341,8 +339,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-        loss = jnp.abs(objective.value(lin.outputs)).astype(dtype)
-        rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * loss
+        rounding = rounding_of_loss(objective, lin).astype(dtype)
         noise = predicted <= rounding
         fell = (actual >= 0) | (noise & (actual >= -rounding))
         good = finite & _tree.all_finite((y, outputs)) & fell

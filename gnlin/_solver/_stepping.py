@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, PyTree, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import check_search, nan_unless, nonnegative
@@ -224,6 +224,15 @@ def take_step(
     )
 
 
+_ROUNDINGS = 10
+
+
+def rounding_of_loss(objective: AbstractObjective, lin: Linearisation) -> Scalar:
+    """A change of the loss that says nothing."""
+    eps = _tree.eps((lin.point, lin.outputs))
+    return _ROUNDINGS * eps * jnp.abs(objective.value(lin.outputs))
+
+
 def _safeguard(
     search: Search, objective: AbstractObjective
 ) -> optx.AbstractSearch | GridSearch | None:
@@ -235,7 +244,6 @@ def _safeguard(
 
 
 _MAX_SEARCH_STEPS = 40
-_ROUNDINGS = 10
 
 
 def _searched(
@@ -268,8 +276,7 @@ def _searched(
         step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
         return step_size, accept, state, num_steps + 1
 
-    rounding = _ROUNDINGS * _tree.eps((lin.point, lin.outputs))
-    rounding *= jnp.abs(objective.value(lin.outputs)).astype(zero.dtype)
+    rounding = rounding_of_loss(objective, lin).astype(zero.dtype)
     # A slope that is lost in the rounding of the loss is for no search to judge.
     flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
     state = search.init(y, jax.eval_shape(lambda: here))
