@@ -362,7 +362,8 @@ def _draw_filters(
         )
         for (top, bottom), (name, task) in zip(axes.T, tasks.items(), strict=True):
             _draw_fractions(top, task, periods, shown)
-            top.set(xscale="log", ylim=(-0.03, 1.15), title=task.title)
+            top.set(xscale="log", ylim=(-0.03, 1.26), title=task.title)
+            top.set_yticks(np.linspace(0, 1, 6))
             top.set_ylabel("Fraction solved, $w\\,g(w)$")
             middle = shown[1]
             trained = f"trained at {_strength(task.damping(periods[middle]))}"
@@ -388,7 +389,10 @@ def _draw_fractions(
     w = jnp.geomspace(
         task.damping(max(periods)) / 10, task.damping(min(periods)) * 10, 400
     )
-    for period in (periods[i] for i in shown):
+    # One above the other: over many decades of eigenvalues they stand close together.
+    for height, period in zip(
+        (1.04, 1.11, 1.18), (periods[i] for i in shown), strict=True
+    ):
         damping = task.damping(period)
         descent = filters.GradientDescent(period, task.learning_rate)
         flow = filters.GradientFlow(1 / damping)
@@ -396,7 +400,7 @@ def _draw_fractions(
         axes.plot(w, w * descent(w), color=BLUE, label="$K$ gradient steps")
         axes.plot(w, w * flow(w), ":", color=BLACK, label=r"gradient flow, time $\eta K$")
         axes.plot(w, w * damped(w), "--", color=VERMILION, label=r"damping $\lambda$")
-        axes.text(damping, 1.05, _strength(damping), ha="center", fontsize="small")
+        axes.text(damping, height, _strength(damping), ha="center", fontsize="small")
     exact = filters.PseudoInverse()
     axes.plot(w, w * exact(w), "-.", color=GREEN, linewidth=1, label="Gauss-Newton")
 
