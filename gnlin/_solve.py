@@ -48,7 +48,6 @@ from ._training import (
     Carry,
     checked_outputs,
     columns_of,
-    judged,
     key_of_steps,
     Setting,
     why_it_failed,
@@ -363,35 +362,21 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array)
     row = row if history else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)
 
-    def full(now):
-        return now.num_steps - begun >= most
-
     def step(now_and_rows):
         (carry, num_steps), rows = now_and_rows
         args = setting.args(inputs, num_steps, carry.model_state)
-        carry, row = advanced(setting, objective, outputs, args, carry, num_steps)
+        carry, row, moved = advanced(
+            setting, objective, outputs, args, carry, num_steps, is_random=is_random
+        )
         at = num_steps - begun
         rows = {name: r.at[at].set(row[name]) for name, r in rows.items()}
-        return _Now(kept(carry), num_steps + 1), rows
+        return _Now(kept(carry), num_steps + jnp.where(moved, 1, 0)), rows
 
-    # As far as the steps go by themselves, and then a look at the gradient: in a loop of
-    # its own, so that under `jax.vmap` not every step takes one.
-    def stretch(now_and_rows):
-        def goes_on(now_and_rows):
-            now, _ = now_and_rows
-            pauses = now.carry.solver_state.pausing | _is_over(now, max_steps)
-            return ~pauses & ~full(now)
-
-        now, rows = jax.lax.while_loop(goes_on, step, now_and_rows)
-        args = setting.args(inputs, now.num_steps, now.carry.model_state)
-        carry = judged(setting, objective, args, now.carry, is_random=is_random)
-        return now._replace(carry=carry), rows
-
-    def unfinished(now_and_rows):
+    def goes_on(now_and_rows):
         now, _ = now_and_rows
-        return ~_is_over(now, max_steps) & ~full(now)
+        return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
 
-    now, rows = jax.lax.while_loop(unfinished, stretch, (now, rows))
+    now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
     carry = kept(now.carry)
     ended = carry.solver_state
     result = optx.RESULTS.where(

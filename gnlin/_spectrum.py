@@ -237,9 +237,19 @@ def from_svd(
     residual: Float[Array, " m"],
     unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
 ) -> Spectrum:
-    """By singular values: the condition number is the Jacobian's own."""
-    u, s, vt = _small_svd.svd(jacobian)
-    s = jnp.where(s <= _rounding(jacobian) * s[0], 0, s)
+    """By singular values: the condition number is the Jacobian's own.
+
+    With its columns in descending order LAPACK resolves singular values that are small
+    because some columns are, to rounding relative to these columns (as in J. Demmel et
+    al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
+    """
+    norms = jnp.linalg.norm(jacobian, axis=0)
+    order = jnp.argsort(-norms)
+    u, s, sorted_vt = _small_svd.svd(jacobian[:, order])
+    vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
+    # The rounding of phi v, by columns.
+    sizes = jnp.linalg.norm(vt * norms[None], axis=1)
+    s = jnp.where(s <= _rounding(jacobian) * sizes, 0, s)
     return Spectrum(
         s**2, residual, Partial(matmul, u.T), Partial(_lift_singular, unravel, s, vt)
     )

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Key, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
 from . import _tree
 from ._losses import AbstractLoss
@@ -143,9 +143,14 @@ def advanced(
     args: Any,
     carry: Carry,
     number: Array,
-) -> tuple[Carry, dict[str, Array]]:
-    """One step, and its row of the history. On all examples `judged` is still to say how
-    to go on."""
+    *,
+    is_random: bool,
+) -> tuple[Carry, dict[str, Array], Bool[Array, ""]]:
+    """One step, its row of the history, and whether there was one: a run that has
+    arrived makes none.
+
+    - `is_random`: whether the same examples have other outputs in each step.
+    """
     solver, network = setting.solver, setting.network
     fn, has_aux = network.function(), network.has_state
     if setting.streaming:
@@ -158,7 +163,13 @@ def advanced(
         evaluate = lambda y: network.outputs(y, args)
         lin, aux = linearised(fn, carry.parameters, args, has_aux)
         with spread(setting.places):
-            y, state = solver.advance(objective, lin, evaluate, carry.solver_state)
+            y, state = solver.advance(
+                objective,
+                lin,
+                evaluate,
+                carry.solver_state,
+                same_examples=not is_random,
+            )
         loss, now = objective.value(lin.outputs), lin.outputs
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch
@@ -180,36 +191,19 @@ def advanced(
         model_state = _tree.where(failed, model_state, aux)
     row = row_of(state) | {"loss": loss}
     each = objective.values(now) if objective.names else {}
-    solver.tell(row, number + 1)
+    before = carry.solver_state.counts.num_feature_updates
+    moved = jnp.array(True)
+    if not setting.streaming:
+        moved = state.counts.num_feature_updates > before
+    solver.tell(row, number + 1, moved)
     columns = columns_of(objective.names)
     row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
-    return Carry(y, state, model_state, watch), row
+    return Carry(y, state, model_state, watch), row, moved
 
 
 def columns_of(names: tuple[str, ...]) -> dict[str, str]:
     """Of the history, for the parts of an objective."""
     return {name: f"loss/{name}" for name in names}
-
-
-def judged(
-    setting: Setting,
-    objective: AbstractObjective,
-    args: Any,
-    carry: Carry,
-    *,
-    is_random: bool,
-) -> Carry:
-    """How a run on all examples goes on after a step."""
-    state = carry.solver_state
-    if is_random:
-        # What has settled on what was drawn for one step has not on another's.
-        no = jnp.array(False)
-        state = eqx.tree_at(lambda s: (s.settled, s.stuck), state, (no, no))
-    else:
-        evaluate = lambda y: setting.network.outputs(y, args)
-        with spread(setting.places):
-            state = setting.solver.judged(objective, evaluate, carry.parameters, state)
-    return carry._replace(solver_state=state)
 
 
 def why_it_failed(setting: Setting, carry: Carry) -> str:

@@ -16,32 +16,44 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from . import _tree
-from ._checks import as_scalar, check_finite_positive, nan_unless, positive
+from ._checks import (
+    as_scalar,
+    check_count,
+    check_finite_positive,
+    check_fraction,
+    nan_unless,
+    positive,
+)
 from ._subproblem import AbstractSubproblem
 from .filters import Tikhonov
 
 
-__all__ = ["AbstractDamping", "Nielsen", "Trial", "TrustRegion"]
+__all__ = ["AbstractDamping", "LongestStep", "Nielsen", "Trial", "TrustRegion"]
 
 
 class Trial(eqx.Module):
     r"""What came of a damping, for a rule to judge.
 
     - `damping`: $\lambda$.
-    - `ratio`: of the decrease of the loss to the predicted one, from 0 to 1.
-    - `accepted`: whether the step is taken; it may not be for other reasons, too.
+    - `ratio`: of the decrease of the loss to the predicted one, at most 1.
+    - `accepted`: whether the step may be taken.
     - `length`: $\lVert D\delta\rVert$, as the step is damped.
+    - `share`: of what the undamped step is predicted to gain, the part that this one is.
+        It is 0 where the former is not known.
     """
 
     damping: Float[Array, ""]
     ratio: Float[Array, ""]
     accepted: Bool[Array, ""]
     length: Float[Array, ""]
+    share: Float[Array, ""]
 
 
 _State = TypeVar("_State")
 
 
+# The loss must fall by this part of what is predicted, as in MINPACK.
+_SUFFICIENT = 1e-4
 # A step that lowers the loss by less, or more, of what was predicted asks for more, or
 # less damping.
 _POOR, _GOOD = 0.25, 0.75
@@ -50,11 +62,13 @@ _POOR, _GOOD = 0.25, 0.75
 class AbstractDamping(eqx.Module, Generic[_State]):
     r"""How the damping is found, and how it changes from trial to trial.
 
-    A rule of your own has a state, any pytree, of which it says what it is before the
-    first trial of a run, which damping it asks for, and what becomes of it after a trial.
+    A rule of your own has a state, any pytree. It says what the state is before the first
+    trial of a run, which damping to try, and what the state is after a trial. It may also
+    say which steps are accepted and when the trials at a linearisation end; the accepted
+    step with the least damping is then taken.
 
-    - `num_trials`: dampings that are solved for at one linearisation, about; of many a
-        decomposition that serves them all is worth its price.
+    - `num_trials`: roughly, how many dampings are tried at one linearisation. For many,
+        a decomposition that serves them all is worth its price.
     """
 
     num_trials: ClassVar[int] = 2
@@ -75,6 +89,16 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     @abc.abstractmethod
     def after(self, state: _State, trial: Trial) -> _State:
         """The state after a trial."""
+
+    def accepts(self, state: _State, trial: Trial) -> Bool[Array, ""]:
+        """Whether a step that could be taken is good enough; `state` is the one before
+        the trial."""
+        return trial.ratio > _SUFFICIENT
+
+    def goes_on(self, state: _State, trial: Trial) -> Bool[Array, ""]:
+        """Whether another damping is tried at this linearisation; `state` is the one
+        after the trial."""
+        return ~trial.accepted
 
 
 class _Changing(eqx.Module):
@@ -119,23 +143,142 @@ class Nielsen(AbstractDamping[_Changing]):
     def damping(
         self, state: _Changing, subproblem: AbstractSubproblem, y: PyTree[Array]
     ) -> Scalar:
-        dtype = state.damping.dtype
-
-        def first():
-            curvature = subproblem.curvature_along_gradient().astype(dtype)
-            # Where the gradient vanishes there is no step to damp.
-            safe = jnp.where(positive(curvature), curvature, 1)
-            initial = nan_unless(positive(self.initial), self.initial)
-            return initial.astype(dtype) * safe
-
-        return jax.lax.cond(state.damping < 0, first, lambda: state.damping)
+        return _or_first(state.damping, self.initial, subproblem)
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
-        shrink = jnp.maximum(_LESS, 1 - (2 * trial.ratio - 1) ** 3)
-        shrink = jnp.where(trial.ratio >= _EXACT, _MUCH_LESS, shrink)
-        factor = jnp.where(trial.accepted, shrink, state.growth)
+        factor = jnp.where(trial.accepted, _nielsens(trial.ratio), state.growth)
         growth = jnp.where(trial.accepted, 2, 2 * state.growth)
         return _Changing(trial.damping * factor, growth)
+
+
+def _nielsens(ratio: Scalar) -> Scalar:
+    """The factor of the damping after a step."""
+    shrink = jnp.maximum(_LESS, 1 - (2 * ratio - 1) ** 3)
+    return jnp.where(ratio >= _EXACT, _MUCH_LESS, shrink)
+
+
+def _or_first(
+    damping: Scalar, initial: ScalarLike, subproblem: AbstractSubproblem
+) -> Scalar:
+    """The damping, or the first one where there has been none: relative to the curvature
+    along the gradient."""
+
+    def first():
+        curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
+        # Where the gradient vanishes there is no step to damp.
+        safe = jnp.where(positive(curvature), curvature, 1)
+        return nan_unless(positive(initial), initial).astype(damping.dtype) * safe
+
+    return jax.lax.cond(damping < 0, first, lambda: damping)
+
+
+# The search ends when the edge is known to this factor,
+_RESOLUTION = 1.5
+# or when the step gains this share of what the undamped one is predicted to.
+_UNDAMPED = 0.999
+# The first move from the last damping is by this factor, the next by its square, and so
+# on, up to a factor that leaves some precision.
+_MOVE, _LARGEST_MOVE = 3.0, 1e8
+# A step is no longer than this multiple of the last one.
+_GROWTH = 3.0
+
+
+class _Edge(eqx.Module):
+    damping: Float[Array, ""]  # to try next; negative before the first trial
+    low: Float[Array, ""]  # the largest that has failed at this linearisation; or 0
+    high: Float[Array, ""]  # the smallest that has been accepted; or infinity
+    move: Float[Array, ""]
+    number: Int[Array, ""]  # of trials at this linearisation
+    length: Float[Array, ""]  # of the last step; negative before the first trial
+    best: Trial  # the one at `high`
+
+
+class LongestStep(AbstractDamping[_Edge]):
+    r"""The longest step that keeps its promise: the least damping at which the loss still
+    falls by a part $\rho$ of what is predicted, found anew at each linearisation.
+
+    From one factorisation each trial costs a product and an evaluation. The search begins
+    where Nielsen's rule would, and moves away by factors of 3, 9, 81 and so on until a
+    step fails (or one is accepted). It then halves the interval, in logarithms, until its
+    ends are within a factor of 1.5. A step is at most three times as long as the last.
+
+    **Arguments:**
+
+    - `ratio`: $\rho$, between 0 and 1.
+    - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
+    - `initial`: the first $\lambda$, relative to the curvature along the gradient.
+
+    ??? cite "Reference"
+
+        J. Webb, S. Jerad and C. Cartis, arXiv:2607.02194 (2026): the rule, for sketched
+        problems, with a ratio of 0.075.
+    """
+
+    ratio: ScalarLike = eqx.field(default=0.25, converter=as_scalar)
+    num_trials: int = eqx.field(default=10, static=True, kw_only=True)  # type: ignore
+    initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar, kw_only=True)
+
+    def __check_init__(self):
+        check_fraction("ratio", self.ratio)
+        check_count("num_trials", self.num_trials)
+        check_finite_positive("initial", self.initial)
+
+    def init(self, dtype: jnp.dtype) -> _Edge:
+        zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
+        none = Trial(zero, zero, jnp.array(False), zero, zero)
+        return _Edge(
+            -one,
+            zero,
+            jnp.full((), jnp.inf, dtype),
+            _MOVE * one,
+            jnp.array(0),
+            -one,
+            none,
+        )
+
+    def damping(
+        self, state: _Edge, subproblem: AbstractSubproblem, y: PyTree[Array]
+    ) -> Scalar:
+        return _or_first(state.damping, self.initial, subproblem)
+
+    def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
+        longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
+        ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
+        return (trial.ratio >= ratio) & (trial.length <= longest)
+
+    def after(self, state: _Edge, trial: Trial) -> _Edge:
+        good = trial.accepted
+        low = jnp.where(good, state.low, trial.damping)
+        high = jnp.where(good, trial.damping, state.high)
+        best = _tree.where(good, trial, state.best)
+        first = jnp.where(state.length < 0, trial.length, state.length)
+        moved = trial.damping * jnp.where(good, 1 / state.move, state.move)
+        between = (low > 0) & jnp.isfinite(high)
+        inside = jnp.sqrt(jnp.where(between, low, 1)) * jnp.sqrt(
+            jnp.where(between, high, 1)
+        )
+        number = state.number + 1
+        move = jnp.minimum(state.move**2, _LARGEST_MOVE)
+        move = jnp.where(number > 1, move, state.move)
+        going = _Edge(
+            jnp.where(between, inside, moved), low, high, move, number, first, best
+        )
+        spent = (number >= self.num_trials) | (high <= _RESOLUTION * low)
+        spent |= good & (trial.share >= _UNDAMPED)
+        fresh = self.init(low.dtype)
+        found = _Edge(
+            high * _nielsens(best.ratio),
+            fresh.low,
+            fresh.high,
+            fresh.move,
+            fresh.number,
+            best.length,
+            best,
+        )
+        return _tree.where(spent & jnp.isfinite(high), found, going)
+
+    def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
+        return state.number > 0
 
 
 # By how much a radius shrinks after a step that was poor, and one that was not taken.

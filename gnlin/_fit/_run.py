@@ -270,7 +270,11 @@ class Run(AbstractRun):
 
     def _settle(self, now: _Now, row: Array) -> None:
         """Take note of a step that has been made."""
-        *figures, failed, converged = map(float, np.asarray(row))
+        *figures, failed, converged, moved = map(float, np.asarray(row))
+        if not moved:  # It had arrived before this step.
+            self._now = self._now._replace(arrays=now.arrays)
+            self.stop("converged")
+            self._go_on()
         before = self.row["num_feature_updates"]
         self._rows.append([float(now.step), float(now.epoch), *figures])
         self._now = now

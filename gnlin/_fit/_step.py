@@ -14,7 +14,7 @@ from .. import _tree
 from .._losses import AbstractLoss
 from .._objective import BatchLoss, objective_of
 from .._sharding import everywhere, keep
-from .._training import advanced, Carry, checked_outputs, judged, Setting
+from .._training import advanced, Carry, checked_outputs, Setting
 from ._stream import gather
 
 
@@ -41,15 +41,15 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
         num_leading=size if wider > size else None,
         is_sample=setting.streaming,
     )
-    new, row = advanced(setting, objective, outputs, args, carry, number)
-    if not setting.streaming:
-        is_random = setting.is_random(carry.parameters, args)
-        new = judged(setting, objective, args, new, is_random=is_random)
+    is_random = setting.streaming or setting.is_random(carry.parameters, args)
+    new, row, moved = advanced(
+        setting, objective, outputs, args, carry, number, is_random=is_random
+    )
     over = carry.solver_state.result != optx.RESULTS.successful
     new = keep(_tree.where(over, carry, new), setting.places.carry)
     state = new.solver_state
     ended = state.result != optx.RESULTS.successful, state.terminate
-    row = jnp.stack([jnp.asarray(x, float) for x in [*row.values(), *ended]])
+    row = jnp.stack([jnp.asarray(x, float) for x in [*row.values(), *ended, moved]])
     return new, everywhere(row, setting.places.mesh)
 
 

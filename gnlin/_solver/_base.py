@@ -21,22 +21,12 @@ from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
 from .._retraction import Retraction
 from ._across_batches import Stride
-from ._verdict import (
-    if_of_many,
-    is_stationary,
-    of_all_runs,
-    of_any_run,
-    STANDS_STILL,
-)
+from ._verdict import has_arrived, rounding_of_loss, STANDS_STILL
 
 
-# So many steps in a row within the tolerances, where there is a gradient, and the run
-# stands still.
+# After this many quiet steps in a row the run ends: it has converged or stands still.
 _MOST_STILL = 10
-# Of many runs under `jax.vmap`, no one waits for longer for the others to pause: one that
-# never does would leave none of them with a verdict.
-_LONGEST_WAIT = 8
-# Of a row of the history, that `verbose` tells
+# The columns of the history that `verbose` prints.
 _TOLD = "loss", "gradient_norm", "step_norm", "damping"
 # To look at so many parameters costs less than to decide whether to.
 _FEW = 1_000
@@ -83,23 +73,14 @@ class State(eqx.Module):
     counts: Counts
     # Used for termination
     first_loss: Float[Array, ""]
-    settled: Bool[Array, ""]
-    stuck: Bool[Array, ""]
-    num_still: Int[Array, ""]  # steps in a row that settled where there is a gradient
+    settled: Bool[Array, ""]  # the last step was within the tolerances
+    num_still: Int[Array, ""]  # steps in a row that lowered the loss by rounding only
     terminate: Bool[Array, ""]
     result: optx.RESULTS
     # Across batches, where the solver leaves it to the loop to check its steps
     stride: Stride | None = None
     # Asked for through optimistix, whose loop keeps none
     rows: dict[str, Array] | None = None
-    # Steps of others under `jax.vmap` for which it has paused
-    num_waited: Int[Array, ""] = eqx.field(default_factory=lambda: jnp.zeros((), int))
-
-    @property
-    def pausing(self) -> Bool[Array, ""]:
-        """Whether the gradient has to say how to go on, or that the run is over."""
-        over = self.terminate | (self.result != optx.RESULTS.successful)
-        return self.settled | self.stuck | over
 
 
 class Update(eqx.Module):
@@ -116,9 +97,10 @@ class Update(eqx.Module):
     - `passes`: a [`gnlin.Passes`][], of tangents and transposed, beyond the
         linearisation.
     - `num_accepted`, `num_rejected`: steps.
-    - `settled`: whether the step was within the tolerances; `None` to have it looked at.
-        The run has then converged if the gradient agrees.
     - `stuck`: whether no step could be found. The run ends, converged or not.
+    - `left`: the step that the linearised problem asks for, of any length and whether or
+        not it was taken; `None` for `y - lin.point`. If the last step was within the
+        tolerances and this one has next to nothing to gain, the run has converged.
     - `terminate`: whether the run is over, and a success, whatever the gradient.
     - `result`: any but `successful` ends the run.
     """
@@ -133,7 +115,7 @@ class Update(eqx.Module):
     passes: Passes = Passes()
     num_accepted: ScalarLike = 1
     num_rejected: ScalarLike = 0
-    settled: Bool[Array, ""] | None = None
+    left: PyTree[Array] | None = None
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
@@ -264,7 +246,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             counts=Counts(counter, count, count, count, counter, counter),
             first_loss=zero,
             settled=jnp.array(False),
-            stuck=jnp.array(False),
             num_still=counter,
             terminate=jnp.array(False),
             result=optx.RESULTS.successful,
@@ -276,23 +257,28 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         lin: Linearisation,
         evaluate: Evaluate,
         state: State,
+        *,
+        same_examples: bool = True,
     ) -> tuple[PyTree[Array], State]:
-        """One outer step from a linearisation. Where it leaves the state `pausing`,
-        `judged` says how to go on."""
+        """One outer step from a linearisation, unless the run is over there.
+
+        - `same_examples`: whether the next step is on the same examples. If not, no run
+            converges or stands still.
+        """
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self._placed(objective, lin)
         dtype = state.report.loss.dtype
         loss = objective.value(lin.outputs).astype(dtype)
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
-        solver = self._in_units_of(first_loss)
+        solver = self._in_units_of(objective, lin.outputs, first_loss)
         update = solver.update(objective, lin, evaluate, state.memory, num_steps)
         if not isinstance(update, Update):
             raise TypeError(
                 f"`update` of {type(self).__name__} must return a `gnlin.Update`, as "
                 f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
             )
-        gradient_norm, step_norm, settled = solver._completed(update, objective, lin)
+        gradient_norm, step, step_norm = _completed(update, objective, lin)
         report = Report(
             loss=objective.value(update.outputs).astype(dtype),
             gradient_norm=gradient_norm.astype(dtype),
@@ -309,82 +295,81 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_accepted_steps, update.num_accepted),
             increased(so_far.num_rejected_steps, update.num_rejected),
         )
-        num_still = jnp.where(settled, state.num_still, 0)
+        no = jnp.array(False)
         new = State(
             update.memory,
             report,
             counts,
             first_loss,
-            settled,
-            update.stuck,
-            num_still,
+            no,
+            jnp.zeros_like(state.num_still),
             update.terminate,
             update.result,
             state.stride,
+            state.rows,
         )
-        return update.y, new
-
-    def _in_units_of(self, first_loss: Scalar) -> "AbstractGaussNewton":
-        """With an absolute tolerance that is one, too, where all is small: times the
-        first residual's norm, if that is below 1."""
-        size = jnp.minimum(jnp.sqrt(2 * jnp.abs(first_loss)), 1)
-        return eqx.tree_at(lambda s: s.atol, self, self.atol * size)
-
-    def _completed(
-        self, update: Update, objective: AbstractObjective, lin: Linearisation
-    ) -> tuple[Scalar, Scalar, Bool[Array, ""]]:
-        """What a solver of one's own may leave out: the gradient's and the step's norms,
-        and whether it has settled."""
-        gradient_norm, step_norm = update.gradient_norm, update.step_norm
-        if gradient_norm is None:
-            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
-        step = jax.tree.map(jnp.subtract, update.y, lin.point)
-        if step_norm is None:
-            step_norm = _tree.norm(step)
-        settled = update.settled
-        if settled is None:
-            now, then = map(objective.residual, (update.outputs, lin.outputs))
-            settled = self.converged(update.y, step, now, then)
-        return gradient_norm, step_norm, settled
-
-    def judged(
-        self,
-        objective: AbstractObjective,
-        evaluate: Evaluate,
-        y: PyTree[Array],
-        state: State,
-    ) -> State:
-        """What has settled, or is stuck, has converged if the gradient says so. If not,
-        what has settled goes on a few steps more, and what is stuck stands still."""
-        going = ~state.terminate & (state.result == optx.RESULTS.successful)
-        looks = going & (state.settled | state.stuck)
+        if not same_examples:
+            return update.y, new
+        # Whether the run is over is asked where there is reason to: after a small step,
+        # after many that gained nothing, and where none could be found.
+        going = ~update.terminate & (update.result == optx.RESULTS.successful)
+        waited = state.settled | (state.num_still >= _MOST_STILL)
+        left = step if update.left is None else update.left
 
         def look():
-            lin = linearise(lambda y_, _: evaluate(y_), y)
-            lin = self._placed(objective, lin)
-            solver = self._in_units_of(state.first_loss)
-            return is_stationary(
-                objective, lin, evaluate, solver.rtol, solver.atol, state.first_loss
-            )
+            tolerances = solver.rtol, solver.atol
+            return has_arrived(objective, lin, left, *tolerances, first_loss)
 
-        stationary = jax.lax.cond(looks, look, lambda: jnp.array(False))
-        num_still = jnp.where(looks & ~stationary, state.num_still + 1, state.num_still)
-        still = (num_still >= _MOST_STILL) | (state.stuck & ~stationary)
-        result = optx.RESULTS.where(going & still, STANDS_STILL, state.result)
-        no = jnp.array(False)
-        return eqx.tree_at(
-            lambda s: (s.settled, s.stuck, s.num_still, s.terminate, s.result),
-            state,
-            (no, no, num_still, state.terminate | stationary, result),
+        arrived = jax.lax.cond(going & (waited | update.stuck), look, lambda: no)
+        stands = update.stuck | (state.num_still >= _MOST_STILL)
+        now, then = map(objective.residual, (update.outputs, lin.outputs))
+        settled = solver.converged(update.y, step, now, then)
+        gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
+        quiet = jnp.abs(gained) <= rounding_of_loss(objective, lin).astype(dtype)
+        new = eqx.tree_at(
+            lambda s: (s.settled, s.num_still, s.terminate, s.result),
+            new,
+            (
+                settled,
+                jnp.where(quiet, state.num_still + 1, 0),
+                update.terminate | arrived,
+                optx.RESULTS.where(
+                    going & stands & ~arrived, STANDS_STILL, update.result
+                ),
+            ),
         )
+        # A point that had been arrived at before this linearisation is left as it is.
+        before = eqx.tree_at(lambda s: s.terminate, state, arrived)
+        return _tree.where(arrived & waited, (lin.point, before), (update.y, new))
 
-    def tell(self, row: dict[str, Array], num_steps: Int[Array, ""]) -> None:
-        """A step's row of the history to whoever wants to hear of it."""
+    def _in_units_of(
+        self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
+    ) -> "AbstractGaussNewton":
+        """The same with `atol` in units of the problem: times the norm of the first
+        residual or of the targets, whichever is smaller, if that is below 1."""
+        of_targets = jnp.abs(objective.value(_tree.zeros_like(outputs)))
+        of_targets = of_targets.astype(first_loss.dtype)
+        least = jnp.minimum(jnp.abs(first_loss), 0.5)
+        least = jnp.where(of_targets > 0, jnp.minimum(least, of_targets), least)
+        return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
+
+    def tell(
+        self,
+        row: dict[str, Array],
+        num_steps: Int[Array, ""],
+        moved: Bool[Array, ""],
+    ) -> None:
+        """Print a step's row of the history, if there was a step."""
+        if self.verbose is False:
+            return
+        jax.lax.cond(moved, lambda: self._tell(row, num_steps), lambda: None)
+
+    def _tell(self, row: dict[str, Array], num_steps: Int[Array, ""]) -> None:
         said = {"num_steps": num_steps} | {name: row[name] for name in _TOLD}
         titles = {name: name.replace("_", " ").capitalize() for name in said}
         if callable(self.verbose):
             self.verbose(**{name: (titles[name], said[name]) for name in said})
-        elif self.verbose:
+        else:
             line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
             jax.debug.print(line, *said.values())
 
@@ -436,12 +421,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             stride, back = stride.judged(objective, before, evaluate(y))
             y = _tree.where(back, stride.point, y)
         lin, aux = linearised(fn, y, args, has_aux)
-        new_y, state = self.advance(objective, lin, evaluate, state)
-        # What has settled on one batch has not on another.
-        no = jnp.array(False)
-        state = eqx.tree_at(
-            lambda s: (s.settled, s.stuck, s.terminate), state, (no, no, no)
-        )
+        new_y, state = self.advance(objective, lin, evaluate, state, same_examples=False)
+        state = eqx.tree_at(lambda s: s.terminate, state, jnp.array(False))
         if stride is not None:
             new_y = stride.along(y, new_y)
             outputs = evaluate(new_y)
@@ -522,28 +503,19 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             outputs, inputs, objective = posed
             lin, aux = linearise(outputs, y, inputs), aux_of(fn, y, args)
             evaluate = lambda y_: outputs(y_, inputs)
-        # Of many runs under `jax.vmap` those that pause wait for all others.
-        waits = if_of_many(state.pausing)
-        new_y, after = self.advance(objective, lin, evaluate, state)
+        y, after = self.advance(objective, lin, evaluate, state)
+        at = state.counts.num_feature_updates
+        moved = after.counts.num_feature_updates > at
         row = row_of(after) | {"loss": objective.value(lin.outputs)}
-        self.tell(row, after.counts.num_feature_updates)
+        self.tell(row, after.counts.num_feature_updates, moved)
         if state.rows is not None:
-            at = state.counts.num_feature_updates
+            at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)
             rows = {
                 name: column.at[at].set(row[name].astype(column.dtype), mode="drop")
                 for name, column in state.rows.items()
             }
             after = eqx.tree_at(_rows, after, rows, is_leaf=lambda x: x is None)
-        waited = jnp.where(waits, state.num_waited + 1, 0)
-        y, state = _tree.where(waits, (y, state), (new_y, after))
-        looks = of_all_runs(state.pausing) | of_any_run(waited >= _LONGEST_WAIT)
-        state = jax.lax.cond(
-            looks,
-            lambda: self.judged(objective, evaluate, y, state),
-            lambda: state,
-        )
-        waited = jnp.where(looks, 0, waited)
-        return y, eqx.tree_at(lambda s: s.num_waited, state, waited), aux
+        return y, after, aux
 
     def terminate(
         self, fn, y, args, options, state: State, tags
@@ -554,7 +526,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         # `step` hands out the auxiliary data of the point that it started from.
         if jax.tree.leaves(aux):
             _, aux = fn(y, args)
-        # Its own, of a run that others have waited for, or that has for others
+        # Without the last linearisation, which only said that the run was over.
         own = {"num_steps": state.counts.num_feature_updates}
         stats: dict[str, Any] = own | statistics(state.counts)
         if state.rows is not None:
@@ -563,6 +535,19 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
 
 _rows = operator.attrgetter("rows")
+
+
+def _completed(
+    update: Update, objective: AbstractObjective, lin: Linearisation
+) -> tuple[Scalar, PyTree[Array], Scalar]:
+    """The gradient's norm, the step and its norm, where a solver leaves them out."""
+    gradient_norm, step_norm = update.gradient_norm, update.step_norm
+    if gradient_norm is None:
+        gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
+    step = jax.tree.map(jnp.subtract, update.y, lin.point)
+    if step_norm is None:
+        step_norm = _tree.norm(step)
+    return gradient_norm, step, step_norm
 
 
 def _with_stride(

@@ -44,10 +44,11 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: `optimistix.max_norm` by default.
-    - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$; `"marquardt"` and `"more"`
-        damp $\lVert D\delta\rVert^2$ with the norms of the Jacobian's columns (the
-        present ones, or the largest lately: earlier ones fade by 0.8 an outer step), so
-        that the parameters' units do not matter.
+    - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
+        $\lVert D\delta\rVert^2$: with `"marquardt"`, D holds the norms of the Jacobian's
+        columns; with `"more"`, the largest norms lately, of which earlier ones fade by
+        0.8 an outer step; with `"root"`, the square roots of the norms. With the first
+        two of these the parameters' units do not matter.
     - `momentum`: $\mu$ below 1, of SPRING: what is damped is the way to a part of the
         last step, $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that what one
         batch or draw of points does not determine stays as the last ones had it.
@@ -113,7 +114,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         def ready(problem):
             nonlocal scale
             measured = Measured.of(problem, self.scaling, memory.scale)
-            scale, subproblem = measured.scale, measured.chosen(filter, 1, self.method)
+            scale = measured.memory(self.scaling)
+            subproblem = measured.chosen(filter, 1, self.method)
             passes = measured.passes + subproblem.passes
             return eqx.tree_at(lambda s: s.passes, subproblem, passes)
 

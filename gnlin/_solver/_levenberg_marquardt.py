@@ -25,18 +25,16 @@ from .._subproblem import (
     problem_of,
     without_factorisation,
 )
-from ..damping import AbstractDamping, Nielsen, SKIPPED, slowly
+from ..damping import AbstractDamping, LongestStep, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import between_bounds
-from ._race import Race
-from ._scaling import check_scaling, Lasting, Measured, Scaling
-from ._stepping import check_quadratic, rounding_of_loss
-from ._trials import Tried, try_dampings
+from ._scaling import check_scaling, first_scale, Measured, Scaling
+from ._stepping import check_quadratic
+from ._trials import try_dampings
+from ._verdict import rounding_of_loss
 
 
-# So many outer steps in a row without a gain are enough.
-_MAX_IDLE = 10
 # What an exact step is worth, in seconds: of a network, or with other batches to come,
 # little; and in times of one by conjugate gradients that stop early, to which it adds no
 # accuracy across batches, nor where the loss is not squared error.
@@ -47,6 +45,8 @@ _BY_PRODUCTS = "matrix-free", "products-first"
 
 # The first damping on a full batch and across batches: on a full batch a rejected trial
 # costs next to nothing.
+# The least part of the predicted decrease that a step must bring where only one is tried.
+_SUFFICIENT = 1e-4
 _FIRST_DAMPING = 1e-3
 _FIRST_DAMPING_ACROSS = 1.0
 # The curvature of so few examples is that of no others, and what one step gains on the
@@ -58,13 +58,10 @@ _MEMORY = 0.9
 
 
 class _Memory(eqx.Module):
-    state: PyTree  # of the damping, where no scalings race
-    num_idle: Int[Array, ""]  # outer steps in a row that seem to have arrived
-    race: Race | None
+    state: PyTree  # of the damping
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
-    damping: Float[Array, ""]  # of the last step
     last: "_Last | None" = None  # across batches
 
 
@@ -108,16 +105,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
         curvature along the gradient. By default 0.001; across batches of n examples
         1 + 8 / n.
-    - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$. `"more"`: the largest
-        norms that the Jacobian's columns have had (Moré, 1978; what is far above the
-        present ones fades), `"marquardt"`: their present norms, both of which make the
-        steps independent of the parameters' units, but need the dense Jacobian;
-        `"identity"`: none. By default, on a full batch, three race: Moré's, none, and the
-        square roots of Moré's, each with its own damping. At the steps 0, 1, 3, 7 and so
-        on another one steps from the same linearisation, and the one that lowers the loss
-        more, Moré's counted twice, is in use until the next time; not where a tall
-        Jacobian's step is next to the undamped one, which no scaling changes. There is no
-        race, and `"identity"`, across batches and where the method is matrix-free.
+    - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
+        Jacobian's columns: `"root"`, their square roots; `"marquardt"`, the norms
+        themselves; `"more"`, the largest norms lately (Moré, 1978), of which earlier ones
+        fade by 0.8 an outer step; or `"identity"`, none. The first three need the dense
+        Jacobian. By default `"root"`, or `"identity"` across batches and where the method
+        is matrix-free.
     - `acceleration`: whether to add the second-order correction, for one second
         directional derivative a trial; by default where the Jacobian is at hand, and
         not by the sparse factorisations, which are made again for it.
@@ -185,12 +178,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             check_flag("acceleration", self.acceleration)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> _Memory:
-        unscaled = self.form == "prox-linear" or self.scaling == "identity"
-        scale = None if unscaled else _tree.zeros_like(y)
-        state = self._rule().init(dtype)
-        race = None if unscaled or self.scaling is not None else Race.start(state)
-        zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
-        return _Memory(state, jnp.array(0), race, scale, -one, one, zero)
+        one, scale = jnp.ones((), dtype), first_scale(self.scaling or "root", y)
+        return _Memory(self._rule().init(dtype), scale, -one, one)
 
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
@@ -216,67 +205,47 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule(lin.outputs if objective.is_sample else None)
-        # Of a tall problem the damping may fall so far that squaring the condition number
+        # The damping of a tall problem may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
-        kind, tries = Tikhonov(1.0 if p > m else 0.0), rule.num_trials
-        method, scaling, acceleration = self._how(objective, cost, kind, tries)
-        lasting = Lasting(memory.damping, lin.point)
-        measured = Measured.of(problem, scaling, memory.scale, lasting)
-        if measured.scale is not None:
+        kind = Tikhonov(1.0 if p > m else 0.0)
+        method, scaling, acceleration = self._how(objective, cost, kind, rule.num_trials)
+        by_products = method in _BY_PRODUCTS
+        if self.damping is None and not objective.is_sample and by_products:
+            rule = _one_trial(rule)
+        measured = Measured.of(problem, scaling, memory.scale)
+        subproblem = measured.chosen(kind, rule.num_trials, method)
+        if scaling == "more":
             memory = eqx.tree_at(lambda m: m.scale, memory, measured.scale)
+        if by_products:
+            memory, subproblem = self._truncated(objective, subproblem, memory)
+        if objective.is_sample:
+            return self._one_of_many(
+                objective, lin, evaluate, subproblem, memory, rule, measured.passes
+            )
 
-        def ready(measured, tries, power):
-            return measured.chosen(kind, tries, method, lin.point, power)
+        def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
+            held = measured.of_another(problem_of(self.form, objective, lin))
+            return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
 
-        def tried(subproblem: AbstractSubproblem, state: PyTree, power=None) -> Tried:
-            def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
-                held = measured.of_another(problem_of(self.form, objective, lin))
-                return ready(held, 1, power).solve(Tikhonov(damping)).step
-
-            how = acceleration, self.converged, again
-            return try_dampings(objective, lin, evaluate, subproblem, rule, state, *how)
-
-        def contend(power: Scalar, state: PyTree) -> Tried:
-            return tried(ready(measured, tries, power), state, power)
-
-        race = memory.race
-        if race is not None and measured.scale is not None and not objective.is_sample:
-            trial, race = race.run(objective, lin, contend, num_steps, memory.num_idle)
-        else:
-            subproblem = ready(measured, tries, None)
-            if method in _BY_PRODUCTS:
-                memory, subproblem = self._truncated(objective, subproblem, memory)
-            if objective.is_sample:
-                return self._one_of_many(
-                    objective, lin, evaluate, subproblem, memory, rule, measured.passes
-                )
-            trial = tried(subproblem, memory.state)
-            memory = eqx.tree_at(lambda m: m.state, memory, trial.state)
-        finite = jnp.isfinite(trial.gradient_norm) & ~jnp.isnan(trial.damping)
-        finite &= jnp.isfinite(objective.value(lin.outputs))
-        good = trial.accepted & finite
-        num_idle = jnp.where(trial.arrived, memory.num_idle + 1, 0)
-        settled = trial.converged | trial.stalled | (num_idle >= _MAX_IDLE)
-        step = _tree.where(good, trial.step, _tree.zeros_like(trial.step))
+        trial = try_dampings(
+            objective, lin, evaluate, subproblem, rule, memory.state, acceleration, again
+        )
+        finite = trial.finite
+        step = _tree.where(trial.found, trial.step, _tree.zeros_like(trial.step))
         return Update(
-            y=_tree.where(good, trial.y, lin.point),
-            outputs=_tree.where(good, trial.outputs, lin.outputs),
-            memory=eqx.tree_at(
-                lambda m: (m.race, m.num_idle, m.damping),
-                memory,
-                (race, num_idle, trial.damping),
-                is_leaf=lambda x: x is None,
-            ),
-            gradient_norm=trial.gradient_norm,
+            y=_tree.where(trial.found, trial.y, lin.point),
+            outputs=_tree.where(trial.found, trial.outputs, lin.outputs),
+            memory=eqx.tree_at(lambda m: m.state, memory, trial.state),
+            gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
             damping=trial.damping,
             num_inner_steps=trial.num_inner_steps,
-            passes=measured.passes + trial.passes,
-            num_accepted=jnp.where(good, 1, 0),
-            num_rejected=trial.num_rejected,
-            settled=finite & settled,
-            stuck=finite & ~trial.accepted & ~settled,
+            passes=measured.passes + subproblem.passes + trial.passes,
+            num_accepted=jnp.where(trial.found, 1, 0),
+            num_rejected=trial.num_tried - jnp.where(trial.found, 1, 0),
+            left=trial.step,
+            stuck=finite & ~trial.found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),
@@ -361,7 +330,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             passes=passes + subproblem.passes + answer.passes,
             num_accepted=jnp.where(good, 1, 0),
             num_rejected=jnp.where(good, 0, 1),
-            settled=jnp.array(False),
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),
@@ -380,6 +348,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return damping
         if damping is None and across:
             damping = _FIRST_DAMPING_ACROSS * _few(outputs)
+        if damping is None and not across and self.form == "quadratic":
+            return LongestStep()
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
     def _how(
@@ -400,11 +370,16 @@ class LevenbergMarquardt(AbstractGaussNewton):
             # It needs the rows themselves. Of a small batch it is mostly noise: networks
             # on scaled inputs do better without, recurrent ones by far.
             unscaled = free or across or not cost.columns_fit
-            scaling = "identity" if unscaled else "more"
+            scaling = "identity" if unscaled else "root"
         if acceleration is None:
             anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
             acceleration = not (free or anew or method in ("schur", "sparse"))
         return method, scaling, acceleration
+
+
+def _one_trial(rule: LongestStep) -> LongestStep:
+    """Where each trial is a solution by conjugate gradients."""
+    return LongestStep(_SUFFICIENT, num_trials=1, initial=rule.initial)
 
 
 def _few(outputs: PyTree[Array]) -> float:

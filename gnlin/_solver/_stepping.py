@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, ScalarLike
 
 from .. import _tree
 from .._checks import check_search, nan_unless, nonnegative
@@ -31,6 +31,7 @@ from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import Again, between_bounds
 from ._grid_search import GridSearch
+from ._verdict import rounding_of_loss
 
 
 Search = optx.AbstractSearch | GridSearch | Literal["auto"] | None
@@ -200,9 +201,6 @@ def take_step(
     finite = sound & _tree.all_finite((new_outputs, outputs))
     finite &= jnp.isfinite(objective.value(new_outputs))
     good = finite & takes
-    settled = solver.converged(
-        candidate, step, objective.residual(new_outputs), objective.residual(outputs)
-    )
     step_norm = jnp.where(good, step_norm, 0)
     # Without a step at hand a search has nothing to say of the numbers.
     broken = at_point & ~stuck & solved & ~finite
@@ -218,19 +216,10 @@ def take_step(
         passes=subproblem.passes + answer.passes,
         num_accepted=jnp.where(good, 1, 0),
         num_rejected=jnp.where(good, 0, 1),
-        settled=good & settled,
+        left=answer.step,
         stuck=stuck & at_point,
         result=result,
     )
-
-
-_ROUNDINGS = 10
-
-
-def rounding_of_loss(objective: AbstractObjective, lin: Linearisation) -> Scalar:
-    """A change of the loss that says nothing."""
-    eps = _tree.eps((lin.point, lin.outputs))
-    return _ROUNDINGS * eps * jnp.abs(objective.value(lin.outputs))
 
 
 def _safeguard(

@@ -1,185 +1,95 @@
 """How a run ends: whether it has converged, stands still, or diverges."""
 
-from collections.abc import Callable
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import check_finite_positive
-from .._jacobian import AbstractJacobian
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 
 
-# Random probes of a column's norm: eight know it to a quarter, and take a tenth of it
-# for all of it once in ten million times.
-_NUM_PROBES = 8
-# A cosine of this times the third root of a rounding is none: the probes and the
-# gradient's own rounding allow no less.
+# A gradient whose cosine with the residual is this multiple of the third root of eps may
+# be rounding: no smaller multiple is reached by all runs of single precision.
 _FLAT = 1.25
-# In single precision no more: a saturated unit may yet come back.
-_UNSEEN = 1e-11
-# A loss falls that does by this part of what is predicted, by norms known to a quarter.
-_SUFFICIENT = 0.1
-# The outputs are known to so many roundings of what the parameters make of them.
-_ROUNDINGS = 5
-# What optimistix calls a run whose steps are next to nothing, and its gradient is not.
+# The outputs are known to this many roundings of what the parameters make of them.
+_ROUNDINGS = 10
+# optimistix's result for a run whose steps are next to nothing while its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
-# So many steps in a row with a loss far above its start are no accident.
+# A run diverges when its loss is far above its start for this many steps in a row.
 _MOST_FAR = 5
 
 
-def is_stationary(
+def has_arrived(
     objective: AbstractObjective,
     lin: Linearisation,
-    evaluate: Callable[[PyTree[Array]], PyTree[Array]],
-    rtol: float,
+    left: PyTree[Array],
+    rtol: ScalarLike,
     atol: ScalarLike,
     first_loss: Scalar,
 ) -> Bool[Array, ""]:
-    r"""Whether there is next to nothing to gain from moving any parameter by itself.
+    r"""Whether the linearised problem has next to nothing left to gain.
 
-    Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
-    gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
-    cosine between the two (MINPACK's gtol). Whatever the parameters' units, it must be
-    at most `atol + max(rtol, 1.25 eps^(1/3)) |r|`. Of a run that has come down from its
-    `first_loss` no less than the outputs' rounding is asked; of any other, that rounding
-    is less than that. A parameter that could be as large again with next to no difference
-    to the residual is tried: at the rate of an exponential that has died out, or at a
-    minimum where its column vanishes, the linearisation promises what no step keeps.
+    Along a step $\delta$, of any length, the linearised residual falls by at most
+    $|\langle r, \phi\delta\rangle| / \lVert\phi\delta\rVert$. Relative to
+    $\lVert r\rVert$ this is the cosine between the residual and $\phi\delta$: it has no
+    units, and for a Gauss-Newton step it is the relative offset of Bates and Watts. The
+    run has arrived if it is at most `max(rtol, 1.25 eps^(1/3))`, or if the gain is below
+    the rounding of the outputs. That rounding excuses no run whose loss has risen.
+
+    **Arguments:**
+
+    - `left`: the step that is left: what the solver would take next, of any length.
+    - `rtol`, `atol`: the solver's; `atol` is in the residual's units.
+    - `first_loss`: at the start of the run.
 
     ??? cite "Reference"
 
-        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
-        section 8. The columns' norms by probes: C. Bekas, E. Kokiopoulou and Y. Saad, *An
-        estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
+        D. M. Bates and D. G. Watts, *A relative offset orthogonality convergence
+        criterion for nonlinear least squares*, Technometrics 23 (1981).
     """
-    quadratic = objective.expand(lin)
-    gradient = _tree.joined(_tree.cast_like(quadratic.gradient(), lin.point))
-    norms = _column_norms(quadratic.jacobian)
-    eps = _tree.eps((lin.point, lin.outputs))
     dtype = first_loss.dtype
-    # The residual's norm, of squared error; else the length that has as much loss.
+    eps = _tree.eps((lin.point, lin.outputs))
+    root = objective.root(lin.outputs)
+
+    def push(vector: PyTree[Array]) -> tuple[Scalar, Scalar]:
+        pushed = lin.jvp(vector)
+        slope = _tree.dot(objective.gradient(lin.outputs), pushed)
+        return jnp.abs(slope).astype(dtype), _tree.norm(root(pushed)).astype(dtype)
+
+    # One program for both products.
+    both = jax.tree.map(
+        lambda d, y: jnp.stack([d, _alternating(y)]),
+        _tree.cast_like(left, lin.point),
+        lin.point,
+    )
+    (slope, _), (length, size) = jax.vmap(push)(both)
+    # A loss without curvature can fall by its slope.
+    gain = jnp.where(length > 0, slope / jnp.where(length > 0, length, 1), slope**0.5)
     loss = objective.value(lin.outputs).astype(dtype)
-    size = jnp.sqrt(2 * jnp.abs(loss))
-    terms = jax.tree.map(jnp.multiply, norms, _tree.joined(lin.point))
-    rounding = _ROUNDINGS * eps * _tree.norm(terms).astype(dtype)
+    # For squared error this is the residual's norm.
+    residual = jnp.sqrt(2 * jnp.abs(loss))
     most = jnp.asarray(atol, dtype)
-    most += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * size
-    # Of one that has risen, a gradient that rounding may have made says nothing.
+    most += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * residual
+    rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= first_loss
     known = has_fallen | (rounding <= most)
-    most += jnp.where(has_fallen, rounding, 0)
-
-    def is_flat(g, norm):
-        # Where a column is zero, so must be the gradient.
-        return jnp.abs(g) <= most.astype(g.dtype) * norm
-
-    def is_unseen(term):
-        return (jnp.abs(term) <= (_UNSEEN * size).astype(term.dtype)) & (term != 0)
-
-    steep = jax.tree.map(lambda g, norm: ~is_flat(g, norm), gradient, norms)
-    unseen = jax.tree.map(is_unseen, terms)
-    hidden = jax.tree.map(jnp.logical_and, steep, unseen)
-    seen = jax.tree.map(lambda s, h: s & ~h, steep, hidden)
-    gains = _is_gain(objective, lin, evaluate, gradient, norms, hidden)
-    return known & ~_any(seen) & ~gains
+    return known & (gain <= most + jnp.where(has_fallen, rounding, 0))
 
 
-def _is_gain(
-    objective: AbstractObjective,
-    lin: Linearisation,
-    evaluate: Callable[[PyTree[Array]], PyTree[Array]],
-    gradient: list[Array],
-    norms: list[Array],
-    chosen: list[Array],
-) -> Bool[Array, ""]:
-    """Whether some parameters lower the loss, moved as far as the linearisation says:
-    each to its own best, by its share."""
-    number = jax.tree.reduce(jnp.add, jax.tree.map(jnp.sum, chosen))
-
-    def to_its_best(g, norm, is_chosen):
-        share = jnp.maximum(number, 1).astype(g.dtype)
-        safe = jnp.where(is_chosen, norm, 1)
-        return jnp.where(is_chosen, -g / safe / safe / share, 0)
-
-    step = jax.tree.map(to_its_best, gradient, norms, chosen)
-    predicted = -0.5 * _tree.dot(step, gradient)
-    new_y = lin.moved(_tree.parted(step, lin.point))
-    actual = objective.decrease(lin.outputs, evaluate(new_y))
-    return (number > 0) & (actual > (_SUFFICIENT * predicted).astype(actual.dtype))
+def _alternating(x: Array) -> Array:
+    """The same numbers with alternating signs, so that equal ones do not cancel."""
+    signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
+    return x * signs.reshape(x.shape).astype(x.dtype)
 
 
-def _any(tree: PyTree[Array]) -> Bool[Array, ""]:
-    return jax.tree.reduce(jnp.logical_or, jax.tree.map(jnp.any, tree), jnp.array(False))
-
-
-def _column_norms(jacobian: AbstractJacobian) -> list[Array]:
-    """The norms of the Jacobian's columns, estimated, as `_tree.joined`."""
-    (m, _), dtype = jacobian.shape, jacobian.codomain.dtype
-    zeros = jacobian.domain.zeros()
-
-    def add(norms, number):
-        pulled = jacobian.pull_back(_probe(number, m).astype(dtype))
-        pulled = _tree.joined(_tree.cast_like(pulled, zeros))
-        # Whose squares may be smaller than any floating-point number.
-        return jax.tree.map(jnp.hypot, norms, pulled), None
-
-    numbers = jnp.arange(_NUM_PROBES, dtype=jnp.uint32)
-    norms, _ = jax.lax.scan(add, _tree.joined(zeros), numbers)
-    return _tree.scale(_NUM_PROBES**-0.5, norms)
-
-
-def _probe(number: Array, size: int) -> Float[Array, " size"]:
-    """Numbers of variance 1, uniform between two bounds, the same for ever. No sum of
-    such is nearer to zero much more often than a Gaussian one (K. Ball, *Cube slicing in
-    R^n*, 1986). By a hash (C. Wellons' `lowbias32`): JAX's own generator and the inverse
-    of a Gaussian take long to compile."""
-    x = jnp.arange(size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = (x ^ (x >> shift)) * jnp.uint32(factor)
-    x = x ^ (x >> 16)
-    return 3**0.5 * (x.astype(jnp.float32) * 2.0**-31 - 1)
-
-
-@custom_vmap
-def of_all_runs(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Of many runs under `jax.vmap`, whether it holds for all: one answer, so that what
-    depends on it is still a branch. Of a single run, the flag itself."""
-    return flag
-
-
-@of_all_runs.def_vmap
-def _(axis_size, in_batched, flags):
-    return of_all_runs(jnp.all(flags)), False
-
-
-@custom_vmap
-def if_of_many(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Of one of many runs under `jax.vmap`, the flag; false of a single run, which has
-    none to wait for: known to the compiler, which drops what would be done if it held."""
-    return jnp.zeros_like(flag)
-
-
-@if_of_many.def_vmap
-def _(axis_size, in_batched, flags):
-    return flags, True
-
-
-@custom_vmap
-def of_any_run(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """Of many runs under `jax.vmap`, whether it holds for one of them."""
-    return flag
-
-
-@of_any_run.def_vmap
-def _(axis_size, in_batched, flags):
-    return of_any_run(jnp.any(flags)), False
+def rounding_of_loss(objective: AbstractObjective, lin: Linearisation) -> Scalar:
+    """The largest change of the loss that says nothing."""
+    eps = _tree.eps((lin.point, lin.outputs))
+    return _ROUNDINGS * eps * jnp.abs(objective.value(lin.outputs))
 
 
 class Watch(eqx.Module):
