@@ -190,7 +190,9 @@ class _Edge(eqx.Module):
     move: Float[Array, ""]
     number: Int[Array, ""]  # of trials at this linearisation
     length: Float[Array, ""]  # of the last step; negative before the first trial
-    best: Trial  # the one at `high`
+    # Of the trial at `high`
+    ratio: Float[Array, ""]
+    next_length: Float[Array, ""]
 
 
 class LongestStep(AbstractDamping[_Edge]):
@@ -225,16 +227,8 @@ class LongestStep(AbstractDamping[_Edge]):
 
     def init(self, dtype: jnp.dtype) -> _Edge:
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
-        none = Trial(zero, zero, jnp.array(False), zero, zero)
-        return _Edge(
-            -one,
-            zero,
-            jnp.full((), jnp.inf, dtype),
-            _MOVE * one,
-            jnp.array(0),
-            -one,
-            none,
-        )
+        none = jnp.zeros((), int)
+        return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero)
 
     def damping(
         self, state: _Edge, subproblem: AbstractSubproblem, y: PyTree[Array]
@@ -250,32 +244,29 @@ class LongestStep(AbstractDamping[_Edge]):
         good = trial.accepted
         low = jnp.where(good, state.low, trial.damping)
         high = jnp.where(good, trial.damping, state.high)
-        best = _tree.where(good, trial, state.best)
-        first = jnp.where(state.length < 0, trial.length, state.length)
-        moved = trial.damping * jnp.where(good, 1 / state.move, state.move)
-        between = (low > 0) & jnp.isfinite(high)
-        inside = jnp.sqrt(jnp.where(between, low, 1)) * jnp.sqrt(
-            jnp.where(between, high, 1)
-        )
+        ratio = jnp.where(good, trial.ratio, state.ratio)
+        next_length = jnp.where(good, trial.length, state.next_length)
         number = state.number + 1
-        move = jnp.minimum(state.move**2, _LARGEST_MOVE)
-        move = jnp.where(number > 1, move, state.move)
-        going = _Edge(
-            jnp.where(between, inside, moved), low, high, move, number, first, best
-        )
         spent = (number >= self.num_trials) | (high <= _RESOLUTION * low)
         spent |= good & (trial.share >= _UNDAMPED)
-        fresh = self.init(low.dtype)
-        found = _Edge(
-            high * _nielsens(best.ratio),
-            fresh.low,
-            fresh.high,
-            fresh.move,
-            fresh.number,
-            best.length,
-            best,
+        found = jnp.isfinite(high) & spent
+        between = (low > 0) & jnp.isfinite(high)
+        move = jnp.where(good, 1 / state.move, state.move)
+        damping = jnp.where(between, jnp.sqrt(low) * jnp.sqrt(high), trial.damping * move)
+        move = jnp.minimum(state.move**2, _LARGEST_MOVE)
+        move = jnp.where(number > 1, move, state.move)
+        length = jnp.where(state.length < 0, trial.length, state.length)
+        # At the next linearisation the search begins anew.
+        return _Edge(
+            jnp.where(found, high * _nielsens(ratio), damping),
+            jnp.where(found, 0, low),
+            jnp.where(found, jnp.inf, high),
+            jnp.where(found, _MOVE, move),
+            jnp.where(found, 0, number),
+            jnp.where(found, next_length, length),
+            ratio,
+            next_length,
         )
-        return _tree.where(spent & jnp.isfinite(high), found, going)
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         return state.number > 0

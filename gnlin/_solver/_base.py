@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._bounds import Box, check_pair
 from .._checks import check_callable, check_count, check_flag, check_nonnegative
-from .._jacobian import DEFAULT_MEMORY_BUDGET
+from .._jacobian import AbstractJacobian, DEFAULT_MEMORY_BUDGET
 from .._known import aux_of, known
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
@@ -101,6 +101,7 @@ class Update(eqx.Module):
     - `left`: the step that the linearised problem asks for, of any length and whether or
         not it was taken; `None` for `y - lin.point`. If the last step was within the
         tolerances and this one has next to nothing to gain, the run has converged.
+    - `jacobian`: the linearisation's, if the solver has it in memory.
     - `terminate`: whether the run is over, and a success, whatever the gradient.
     - `result`: any but `successful` ends the run.
     """
@@ -116,6 +117,7 @@ class Update(eqx.Module):
     num_accepted: ScalarLike = 1
     num_rejected: ScalarLike = 0
     left: PyTree[Array] | None = None
+    jacobian: AbstractJacobian | None = None
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
@@ -266,7 +268,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             converges or stands still.
         """
         num_steps = state.counts.num_feature_updates
-        lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
+        jacobian = lin.jacobian.within(self.memory_budget).at_hand_if_small()
+        lin = lin.with_jacobian(jacobian)
         lin = self._placed(objective, lin)
         dtype = state.report.loss.dtype
         loss = objective.value(lin.outputs).astype(dtype)
@@ -279,8 +282,34 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
             )
         gradient_norm, step, step_norm = _completed(update, objective, lin)
+        arrived = no = jnp.array(False)
+        settled, num_still, result = no, state.num_still, update.result
+        if same_examples:
+            # Whether the run is over is asked where there is reason to: after a small
+            # step, after many that gained nothing, and where none could be found.
+            going = ~update.terminate & (result == optx.RESULTS.successful)
+            stands = update.stuck | (num_still >= _MOST_STILL)
+            jacobian = lin.jacobian if update.jacobian is None else update.jacobian
+            here, left = lin.with_jacobian(jacobian), update.left
+            left = step if left is None else left
+
+            def look():
+                tolerances = solver.rtol, solver.atol
+                return has_arrived(objective, here, left, *tolerances, first_loss)
+
+            asks = going & (state.settled | stands)
+            arrived = jax.lax.cond(asks, look, lambda: no)
+            result = optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, result)
+            now, then = map(objective.residual, (update.outputs, lin.outputs))
+            settled = solver.converged(update.y, step, now, then)
+            gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
+            quiet = jnp.abs(gained) <= rounding_of_loss(objective, lin).astype(dtype)
+            num_still = jnp.where(quiet, num_still + 1, 0)
+        # A run that had arrived already takes no further step.
+        stays = arrived & (num_steps > 0)
+        one = jnp.where(stays, 0, 1)
         report = Report(
-            loss=objective.value(update.outputs).astype(dtype),
+            loss=jnp.where(stays, loss, objective.value(update.outputs).astype(dtype)),
             gradient_norm=gradient_norm.astype(dtype),
             step_norm=step_norm.astype(dtype),
             damping=jnp.asarray(update.damping, dtype),
@@ -288,59 +317,26 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
         so_far = state.counts
         counts = Counts(
-            so_far.num_feature_updates + 1,
+            so_far.num_feature_updates + one,
             increased(so_far.num_inner_steps, update.num_inner_steps),
             increased(so_far.num_jvps, update.passes.jvps),
             increased(so_far.num_vjps, update.passes.vjps),
-            increased(so_far.num_accepted_steps, update.num_accepted),
-            increased(so_far.num_rejected_steps, update.num_rejected),
+            increased(so_far.num_accepted_steps, one * update.num_accepted),
+            increased(so_far.num_rejected_steps, one * update.num_rejected),
         )
-        no = jnp.array(False)
         new = State(
             update.memory,
             report,
             counts,
             first_loss,
-            no,
-            jnp.zeros_like(state.num_still),
-            update.terminate,
-            update.result,
+            settled,
+            num_still,
+            update.terminate | arrived,
+            result,
             state.stride,
             state.rows,
         )
-        if not same_examples:
-            return update.y, new
-        # Whether the run is over is asked where there is reason to: after a small step,
-        # after many that gained nothing, and where none could be found.
-        going = ~update.terminate & (update.result == optx.RESULTS.successful)
-        waited = state.settled | (state.num_still >= _MOST_STILL)
-        left = step if update.left is None else update.left
-
-        def look():
-            tolerances = solver.rtol, solver.atol
-            return has_arrived(objective, lin, left, *tolerances, first_loss)
-
-        arrived = jax.lax.cond(going & (waited | update.stuck), look, lambda: no)
-        stands = update.stuck | (state.num_still >= _MOST_STILL)
-        now, then = map(objective.residual, (update.outputs, lin.outputs))
-        settled = solver.converged(update.y, step, now, then)
-        gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
-        quiet = jnp.abs(gained) <= rounding_of_loss(objective, lin).astype(dtype)
-        new = eqx.tree_at(
-            lambda s: (s.settled, s.num_still, s.terminate, s.result),
-            new,
-            (
-                settled,
-                jnp.where(quiet, state.num_still + 1, 0),
-                update.terminate | arrived,
-                optx.RESULTS.where(
-                    going & stands & ~arrived, STANDS_STILL, update.result
-                ),
-            ),
-        )
-        # A point that had been arrived at before this linearisation is left as it is.
-        before = eqx.tree_at(lambda s: s.terminate, state, arrived)
-        return _tree.where(arrived & waited, (lin.point, before), (update.y, new))
+        return _tree.where(stays, lin.point, update.y), new
 
     def _in_units_of(
         self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar

@@ -213,6 +213,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         by_products = method in _BY_PRODUCTS
         if self.damping is None and not objective.is_sample and by_products:
             rule = _one_trial(rule)
+        if scaling != "identity":
+            lin = lin.materialise()
+            problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
         subproblem = measured.chosen(kind, rule.num_trials, method)
         if scaling == "more":
@@ -228,24 +231,35 @@ class LevenbergMarquardt(AbstractGaussNewton):
             held = measured.of_another(problem_of(self.form, objective, lin))
             return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
 
-        trial = try_dampings(
-            objective, lin, evaluate, subproblem, rule, memory.state, acceleration, again
+        finite = jnp.isfinite(subproblem.gradient_norm)
+        finite &= jnp.isfinite(objective.value(lin.outputs))
+        tried = try_dampings(
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            rule,
+            memory.state,
+            acceleration,
+            again,
+            finite,
         )
-        finite = trial.finite
-        step = _tree.where(trial.found, trial.step, _tree.zeros_like(trial.step))
+        finite &= ~jnp.isnan(tried.damping)
+        step = _tree.where(tried.found, tried.step, _tree.zeros_like(tried.step))
         return Update(
-            y=_tree.where(trial.found, trial.y, lin.point),
-            outputs=_tree.where(trial.found, trial.outputs, lin.outputs),
-            memory=eqx.tree_at(lambda m: m.state, memory, trial.state),
+            y=lin.moved(step),
+            outputs=_tree.where(tried.found, tried.outputs, lin.outputs),
+            memory=eqx.tree_at(lambda m: m.state, memory, tried.state),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
-            damping=trial.damping,
-            num_inner_steps=trial.num_inner_steps,
-            passes=measured.passes + subproblem.passes + trial.passes,
-            num_accepted=jnp.where(trial.found, 1, 0),
-            num_rejected=trial.num_tried - jnp.where(trial.found, 1, 0),
-            left=trial.step,
-            stuck=finite & ~trial.found,
+            damping=tried.damping,
+            num_inner_steps=tried.num_inner_steps,
+            passes=measured.passes + subproblem.passes + tried.passes,
+            num_accepted=jnp.where(tried.found, 1, 0),
+            num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
+            left=tried.step,
+            jacobian=lin.jacobian,
+            stuck=finite & ~tried.found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),

@@ -40,11 +40,9 @@ class Tried(eqx.Module):
 
     damping: Float[Array, ""]
     state: PyTree  # of the rule
-    y: PyTree[Array]
-    outputs: PyTree[Array]
     step: PyTree[Array]
+    outputs: PyTree[Array]  # where it leads to
     found: Bool[Array, ""]
-    finite: Bool[Array, ""]  # the linearisation and the first damping
     goes_on: Bool[Array, ""]
     num_tried: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
@@ -60,12 +58,14 @@ def try_dampings(
     state: PyTree,
     acceleration: bool,
     again: Callable[[Linearisation, Scalar], PyTree[Array]],
+    is_finite: Bool[Array, ""],
 ) -> Tried:
     """The dampings of a rule, from one linearisation and one factorisation.
 
     - `state`: of the rule.
     - `acceleration`: whether to add the second-order correction.
     - `again`: solves the problem at another linearisation with a damping: its step.
+    - `is_finite`: whether the linearisation is; if not, nothing is tried.
     """
     dtype = _tree.dtype((lin.point, lin.outputs))
     eps = _tree.eps((lin.point, lin.outputs))
@@ -79,7 +79,6 @@ def try_dampings(
 
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
-        known = last.finite & ~jnp.isnan(damping)
         damping = jnp.clip(damping, *sensible)
         held = subproblem.factorised(Tikhonov(damping)) if acceleration else subproblem
         answer = held.solve(Tikhonov(damping))
@@ -122,12 +121,11 @@ def try_dampings(
         return Tried(
             damping=jnp.where(takes, damping, last.damping),
             state=state,
-            y=_tree.where(takes, y, last.y),
-            outputs=_tree.where(takes, outputs, last.outputs),
             step=_tree.where(takes, step, last.step),
+            outputs=_tree.where(takes, outputs, last.outputs),
             found=last.found | accepted,
-            finite=known,
-            goes_on=known & rule.goes_on(state, trial) & (damping < sensible[1]),
+            # Not for a damping that is no number, either.
+            goes_on=rule.goes_on(state, trial) & (damping < sensible[1]),
             num_tried=last.num_tried + 1,
             num_inner_steps=increased(
                 last.num_inner_steps, *(a.num_inner_steps for a in taken)
@@ -135,18 +133,14 @@ def try_dampings(
             passes=sum((a.passes for a in taken), last.passes).traced(),
         )
 
-    finite = jnp.isfinite(subproblem.gradient_norm)
-    finite &= jnp.isfinite(objective.value(lin.outputs))
     zero = jnp.zeros((), dtype)
     start = Tried(
         damping=zero,
         state=state,
-        y=lin.point,
-        outputs=lin.outputs,
         step=_tree.zeros_like(lin.point),
+        outputs=lin.outputs,
         found=jnp.array(False),
-        finite=finite,
-        goes_on=finite & (subproblem.gradient_norm > 0),
+        goes_on=is_finite & (subproblem.gradient_norm > 0),
         num_tried=jnp.array(0),
         num_inner_steps=jnp.zeros((), jnp.result_type(float)),
         passes=Passes().traced(),

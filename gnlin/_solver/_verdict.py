@@ -10,10 +10,14 @@ from .. import _tree
 from .._checks import check_finite_positive
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._problem import Quadratic
 
 
-# A gradient whose cosine with the residual is this multiple of the third root of eps may
-# be rounding: no smaller multiple is reached by all runs of single precision.
+# Eight random probes know a column's norm to a quarter, and take a tenth of it for all of
+# it once in ten million times.
+_NUM_PROBES = 8
+# A cosine of this multiple of the third root of eps is none: the probes and the rounding
+# of the gradient allow no less.
 _FLAT = 1.25
 # The outputs are known to this many roundings of what the parameters make of them.
 _ROUNDINGS = 10
@@ -31,44 +35,42 @@ def has_arrived(
     atol: ScalarLike,
     first_loss: Scalar,
 ) -> Bool[Array, ""]:
-    r"""Whether the linearised problem has next to nothing left to gain.
+    r"""Whether there is next to nothing to gain: by moving any parameter by itself, and
+    by the step that is left.
 
-    Along a step $\delta$, of any length, the linearised residual falls by at most
-    $|\langle r, \phi\delta\rangle| / \lVert\phi\delta\rVert$. Relative to
-    $\lVert r\rVert$ this is the cosine between the residual and $\phi\delta$: it has no
-    units, and for a Gauss-Newton step it is the relative offset of Bates and Watts. The
-    run has arrived if it is at most `max(rtol, 1.25 eps^(1/3))`, or if the gain is below
-    the rounding of the outputs. That rounding excuses no run whose loss has risen.
+    Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
+    gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
+    cosine between the two (MINPACK's gtol), which has no units. In a valley along no axis
+    these are small, and the step that is left is not: its predicted decrease is compared
+    in the same way, as half the square of a change of the residual. Both must be at most
+    `atol + max(rtol, 1.25 eps^(1/3)) |r|`, or below the rounding of the outputs. That
+    rounding excuses no run whose loss has risen.
 
     **Arguments:**
 
-    - `left`: the step that is left: what the solver would take next, of any length.
+    - `left`: the step that is left: what the solver would take next.
     - `rtol`, `atol`: the solver's; `atol` is in the residual's units.
     - `first_loss`: at the start of the run.
 
     ??? cite "Reference"
 
-        D. M. Bates and D. G. Watts, *A relative offset orthogonality convergence
-        criterion for nonlinear least squares*, Technometrics 23 (1981).
+        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
+        section 8. The columns' norms by probes: C. Bekas, E. Kokiopoulou and Y. Saad, *An
+        estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
     dtype = first_loss.dtype
     eps = _tree.eps((lin.point, lin.outputs))
-    root = objective.root(lin.outputs)
-
-    def push(vector: PyTree[Array]) -> tuple[Scalar, Scalar]:
-        pushed = lin.jvp(vector)
-        slope = _tree.dot(objective.gradient(lin.outputs), pushed)
-        return jnp.abs(slope).astype(dtype), _tree.norm(root(pushed)).astype(dtype)
+    quadratic = objective.expand(lin)
+    gradient, norms = _gradient_and_norms(quadratic, lin.point)
+    step = _tree.cast_like(left, lin.point)
+    along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
 
     # One program for both products.
-    both = jax.tree.map(
-        lambda d, y: jnp.stack([d, _alternating(y)]),
-        _tree.cast_like(left, lin.point),
-        lin.point,
-    )
-    (slope, _), (length, size) = jax.vmap(push)(both)
-    # A loss without curvature can fall by its slope.
-    gain = jnp.where(length > 0, slope / jnp.where(length > 0, length, 1), slope**0.5)
+    both = jax.tree.map(lambda d, y: jnp.stack([d, _alternating(y)]), step, lin.point)
+    size_of = lambda v: _tree.norm(quadratic.jacobian.mv(v)).astype(dtype)
+    change, size = jax.vmap(size_of)(both)
+    predicted = jnp.maximum(-along - 0.5 * change**2, 0)
+
     loss = objective.value(lin.outputs).astype(dtype)
     # For squared error this is the residual's norm.
     residual = jnp.sqrt(2 * jnp.abs(loss))
@@ -77,7 +79,55 @@ def has_arrived(
     rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= first_loss
     known = has_fallen | (rounding <= most)
-    return known & (gain <= most + jnp.where(has_fallen, rounding, 0))
+    most += jnp.where(has_fallen, rounding, 0)
+
+    # Where a column is zero, so must be the gradient.
+    is_flat = lambda g, norm: jnp.all(jnp.abs(g) <= most.astype(g.dtype) * norm)
+    flat = jax.tree.map(is_flat, gradient, norms)
+    flat = jax.tree.reduce(jnp.logical_and, flat)
+    return known & flat & (jnp.sqrt(2 * predicted) <= most)
+
+
+def _gradient_and_norms(
+    quadratic: Quadratic, point: PyTree[Array]
+) -> tuple[list[Array], list[Array]]:
+    """The gradient, and the norms of the Jacobian's columns, as `_tree.joined`: by the
+    matrix where it is in memory, else the norms are estimated by probes. One program
+    serves for the gradient and for all of the probes."""
+    jacobian = quadratic.jacobian
+    joined = lambda tree: _tree.joined(_tree.cast_like(tree, point))
+    if jacobian.is_at_hand:
+        norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
+        return joined(quadratic.gradient()), joined(norms)
+    residual = quadratic.flat_residual()
+
+    def add(carry, number):
+        norms, _ = carry
+        probe = _probe(number, residual.size).astype(residual.dtype)
+        is_last = number == _NUM_PROBES
+        pulled = joined(jacobian.pull_back(jnp.where(is_last, residual, probe)))
+        # By `hypot`: the squares may be smaller than any floating-point number.
+        new = jax.tree.map(jnp.hypot, norms, pulled)
+        return (_tree.where(is_last, norms, new), pulled), None
+
+    zeros = jax.tree.map(jnp.zeros_like, _tree.joined(point))
+    numbers = jnp.arange(_NUM_PROBES + 1, dtype=jnp.uint32)
+    (norms, gradient), _ = jax.lax.scan(add, (zeros, zeros), numbers)
+    if quadratic.rest is not None:
+        gradient = jax.tree.map(jnp.add, gradient, joined(quadratic.rest))
+    return gradient, _tree.scale(_NUM_PROBES**-0.5, norms)
+
+
+def _probe(number: Array, size: int) -> Float[Array, " size"]:
+    """Numbers of variance 1, uniform between two bounds, the same for ever. No sum of
+    such is nearer to zero much more often than a Gaussian one (K. Ball, *Cube slicing in
+    R^n*, 1986). By a hash (C. Wellons' `lowbias32`): JAX's own generator and the inverse
+    of a Gaussian take long to compile."""
+    x = jnp.arange(size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    x = x ^ (x >> 16)
+    return 3**0.5 * (x.astype(jnp.float32) * 2.0**-31 - 1)
 
 
 def _alternating(x: Array) -> Array:
