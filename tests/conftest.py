@@ -1,4 +1,5 @@
-"""Double precision, strict promotion and shape checks, before gnlin is imported."""
+"""Double precision, strict promotion, and type checks on request, before gnlin is
+imported."""
 
 import gc
 import os
@@ -30,7 +31,10 @@ if quick and jax.__version_info__ < (0, 11):
         + os.environ.get("XLA_FLAGS", "")
     )
 jax.config.update("jax_enable_x64", True)
-jaxtyping.install_import_hook("gnlin", "beartype.beartype")
+# The types and shapes of every call are checked only on request, because that takes a
+# large part of the time. `.ci/run` requests it for the core.
+if os.environ.get("GNLIN_TYPECHECK") == "1":
+    jaxtyping.install_import_hook("gnlin", "beartype.beartype")
 
 # The same examples each time: a failure is a change of the code, not of the draw.
 hypothesis.settings.register_profile(
