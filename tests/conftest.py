@@ -3,6 +3,7 @@ imported."""
 
 import gc
 import os
+import pathlib
 
 
 # Before SciPy is: the threads of several workers wait for each other.
@@ -60,10 +61,16 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+# Linux allows 65,530 in a process.
+_MANY_MAPPINGS = 10_000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forgotten():
-    """What was compiled: each program keeps some memory mappings, of which a process may
-    have 65,530, and XLA crashes where it gets no more."""
+    """Forget what was compiled, from time to time: each program keeps some memory
+    mappings, and XLA crashes where it gets no more of them."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    mappings = pathlib.Path("/proc/self/maps")
+    if not mappings.exists() or mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
