@@ -125,7 +125,7 @@ def test_the_stacked_jacobian(budget):
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("budget", [2**31, 40_000, 1])
+@pytest.mark.parametrize("budget", [2**31, 1])
 def test_the_kernel_between_two_sets(budget):
     matrix = dense()
     rows = {"boundary": matrix[:10], "interior": matrix[10:], "both": matrix}

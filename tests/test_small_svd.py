@@ -20,11 +20,7 @@ SHAPES = (
     (9, 1),
     (1, 5),
     (4, 4),
-    (3, 6),
-    (8, 3),
-    (30, 2),
     (20, 5),
-    (40, 6),
     (5, 17),
 )
 NUM_MATRICES = 10
@@ -55,7 +51,7 @@ def sound(matrices, u, s, vt):
     np.testing.assert_allclose(longer.mT @ longer, products, atol=most)
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from([np.float32, np.float64]),
@@ -119,8 +115,9 @@ def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
     assert order == 1 or np.median(of_lapack) > 1e3 * np.median(here)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(3, 3), (12, 3), (3, 12)])
+@pytest.mark.parametrize(
+    ("bad", "shape"), [(np.nan, (3, 3)), (np.inf, (12, 3)), (-np.inf, (3, 12))]
+)
 def test_only_what_is_not_finite_has_no_factors(bad, shape):
     matrices = np.random.default_rng(1).normal(size=(12, *shape))
     clean = [np.asarray(x) for x in of_many(matrices)]

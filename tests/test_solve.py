@@ -246,17 +246,15 @@ NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.k
 
 
 @pytest.mark.parametrize(
-    "solver",
+    ("model", "state", "solver"),
     [
-        gnlin.DampedGaussNewton(0.3),
+        (DROPPED, None, gnlin.DampedGaussNewton(0.3)),
         # A bias before a normalisation has no effect, and nothing to be scaled by.
-        gnlin.LevenbergMarquardt(scaling="identity"),
-        gnlin.IterativeLinearisation(20, 0.02),
+        (NORMALISED, STATE, gnlin.LevenbergMarquardt(scaling="identity")),
+        (DROPPED, None, gnlin.IterativeLinearisation(20, 0.02)),
+        (NORMALISED, STATE, gnlin.DampedGaussNewton(0.3)),
     ],
-    ids=["damped", "levenberg-marquardt", "descent"],
-)
-@pytest.mark.parametrize(
-    ("model", "state"), [(DROPPED, None), (NORMALISED, STATE)], ids=["dropout", "norm"]
+    ids=["dropout, damped", "norm, LM", "dropout, descent", "norm, damped"],
 )
 def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
     options = {"key": jax.random.key(5), "state": state}
@@ -719,8 +717,7 @@ def test_a_run_in_several_parts_is_one_run(monkeypatch):
     np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
 
 
-@pytest.mark.parametrize("history", [True, False])
-@pytest.mark.parametrize("size", [1, 700])
+@pytest.mark.parametrize(("size", "history"), [(1, True), (700, False)])
 def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     x = jnp.linspace(-1.0, 1.0, size)[:, None]
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))
