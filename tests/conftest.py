@@ -54,8 +54,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_finish():
-    """Collect garbage less often: JAX's tracing makes many objects and little garbage, and
-    a sixth of its time went into looking for that."""
+    """Collect garbage less often: JAX's tracing makes many objects and little garbage,
+    and spends a sixth of its time on looking for it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)
