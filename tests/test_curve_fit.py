@@ -339,6 +339,7 @@ def test_errors_in_x_with_bounds_and_what_is_fixed():
     assert np.all((low < mean) & (mean < high))
 
 
+@pytest.mark.slow
 def test_profiles_and_starts_with_errors_in_x():
     """At the ends of an interval ODRPACK's best fit is as much worse as it should be."""
     x, y = X[::4] + 0.1 * np.random.default_rng(1).normal(size=13), Y[::4]
@@ -529,6 +530,7 @@ def test_an_interval_that_ends_at_a_bound():
     assert high["c"] == 0.2
 
 
+@pytest.mark.slow
 def test_starts_of_many_data_sets():
     x = np.linspace(0, 10, 100)
     ys = np.stack([2 * np.sin(3 * x + 0.5), np.sin(5 * x)])

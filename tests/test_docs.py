@@ -218,6 +218,7 @@ REACHED_BY_DOCSTRING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "doc"), _docstrings(), ids=lambda x: x.split()[0])
 def test_docstring_reaches_its_result(name, doc, namespace):
     if name in ("gnlin.DampedGaussNewton", "gnlin.IterativeLinearisation"):
