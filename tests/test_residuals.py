@@ -64,7 +64,7 @@ def difference(model):
     return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0] - FLAT)
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "curvature", "matrix-free", "auto"])
+@pytest.mark.parametrize("method", ["svd", "curvature", "matrix-free"])
 def test_a_damped_step(method):
     matrix, residual = np.asarray(MATRIX), np.asarray(by_hand(NET))
     damped = matrix.T @ matrix + 0.1 * np.eye(matrix.shape[1])

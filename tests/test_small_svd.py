@@ -20,7 +20,11 @@ SHAPES = (
     (9, 1),
     (1, 5),
     (4, 4),
+    (3, 6),
+    (8, 3),
+    (30, 2),
     (20, 5),
+    (40, 6),
     (5, 17),
 )
 NUM_MATRICES = 10
@@ -51,7 +55,7 @@ def sound(matrices, u, s, vt):
     np.testing.assert_allclose(longer.mT @ longer, products, atol=most)
 
 
-@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from([np.float32, np.float64]),
