@@ -1,7 +1,9 @@
-"""Double precision, strict promotion and shape checks, before gnlin is imported."""
+"""Double precision, strict promotion, and type checks on request, before gnlin is
+imported."""
 
 import gc
 import os
+import pathlib
 
 
 # Before SciPy is: the threads of several workers wait for each other.
@@ -30,7 +32,10 @@ if quick and jax.__version_info__ < (0, 11):
         + os.environ.get("XLA_FLAGS", "")
     )
 jax.config.update("jax_enable_x64", True)
-jaxtyping.install_import_hook("gnlin", "beartype.beartype")
+# The types and shapes of every call are checked only on request, because that takes a
+# large part of the time. `.ci/run` requests it for the core.
+if os.environ.get("GNLIN_TYPECHECK") == "1":
+    jaxtyping.install_import_hook("gnlin", "beartype.beartype")
 
 # The same examples each time: a failure is a change of the code, not of the draw.
 hypothesis.settings.register_profile(
@@ -48,6 +53,14 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log)
 
 
+def pytest_collection_finish():
+    """Collect garbage less often: JAX's tracing makes many objects and little garbage,
+    and spends a sixth of its time on looking for it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)
+
+
 @pytest.fixture
 def unchecked():
     """gnlin as a user runs it: a value of a wrong type is met by gnlin's own checks."""
@@ -56,10 +69,16 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+# Linux allows 65,530 in a process.
+_MANY_MAPPINGS = 10_000
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forgotten():
-    """What was compiled: each program keeps some memory mappings, of which a process may
-    have 65,530, and XLA crashes where it gets no more."""
+    """Forget what was compiled, from time to time: each program keeps some memory
+    mappings, and XLA crashes where it gets no more of them."""
     yield
-    jax.clear_caches()
-    gc.collect()
+    mappings = pathlib.Path("/proc/self/maps")
+    if not mappings.exists() or mappings.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()

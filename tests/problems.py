@@ -16,6 +16,23 @@ SHAPES = {
 }
 
 
+def each_once(*axes):
+    """Cases in which each value of each axis occurs, as few as possible: parametrise by
+    these where the values of one axis do not depend on those of another."""
+    number = max(map(len, axes))
+    return [tuple(axis[i % len(axis)] for axis in axes) for i in range(number)]
+
+
+def each_pair(first, second, *others):
+    """All pairs of the first two axes, with the others' values in turn, so that each pair
+    of any two axes occurs where the first two are the longest."""
+    return [
+        (a, b, *(axis[(i + j) % len(axis)] for axis in others))
+        for i, a in enumerate(first)
+        for j, b in enumerate(second)
+    ]
+
+
 def sines(y, args):
     """sin(A y) - b: residuals with curvature, at any shape."""
     a, b = args

@@ -241,7 +241,7 @@ def test_a_run_by_optax_is_a_literal_loop():
     assert course.passes == 24
 
 
-@pytest.mark.parametrize("name", [optimisers.OURS, "SGD", "Muon", "SOAP"])
+@pytest.mark.parametrize("name", [optimisers.OURS, "SOAP"])
 def test_a_run_ends_at_the_first_look_at_the_target(name):
     with jax.enable_x64(False):
         course = race(name, target=0.62).run(0.03)
@@ -252,10 +252,9 @@ def test_a_run_ends_at_the_first_look_at_the_target(name):
     assert course.seconds[0] == 0
 
 
-@pytest.mark.parametrize("name", ["SGD", "truncated Gauss-Newton"])
-def test_a_run_is_given_up_after_its_passes(name):
+def test_a_run_is_given_up_after_its_passes():
     with jax.enable_x64(False):
-        course = race(name, target=0.0, most_passes=40).run(0.1)
+        course = race("truncated Gauss-Newton", target=0.0, most_passes=40).run(0.1)
     assert not course.reached
     assert 0.5 * 40 <= course.passes <= 2 * 40
 
@@ -380,9 +379,8 @@ def test_the_table_has_a_row_a_method_and_batch(tmp_path):
     assert "lambda = 0.0003 (edge)" in text
     assert "5 of 5" in text
     assert "not reached" in markdown(SETTINGS, made_up(reached=0.0))
-    for reached in (1.0, 0.0):
-        captions = optimisers.draw(SETTINGS, made_up(reached), tmp_path)
-        assert all((tmp_path / f"{name}.png").exists() for name in captions)
+    captions = optimisers.draw(SETTINGS, made_up(reached=0.0), tmp_path)
+    assert all((tmp_path / f"{name}.png").exists() for name in captions)
 
 
 def test_a_draw_is_of_its_seed_and_its_target_of_what_is_attainable():

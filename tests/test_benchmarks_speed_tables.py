@@ -58,6 +58,7 @@ def test_an_unsolved_fit_has_no_bar_but_another_step_has():
 #
 
 
+@pytest.mark.slow
 def test_fits_of_a_certified_problem():
     rows = _sound(small_fits.certified("Misra1a", 1, (1e-10,)))
     assert _libraries(rows) == {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy"}
@@ -125,6 +126,7 @@ def test_oracle_of_a_tall_problem():
     assert problem.linear_residual(np.zeros(4)) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_tall_steps_are_solved():
     rows = tall.one_step(tall.Problem(3000, 6), 1)
     names = {"hand-written", "gnlin", "optimistix", "jaxopt", "SciPy", "somax"}
@@ -251,6 +253,7 @@ def test_sparse_problems_are_solved_by_all(problem):
     assert all(row.solved for row in rows)
 
 
+@pytest.mark.slow
 def test_eigenpairs_of_all_libraries_are_as_precise():
     (comparison,) = eigenpairs.comparisons(quick=True)
     rows = _sound(comparison.rows)

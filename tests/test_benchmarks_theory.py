@@ -100,7 +100,7 @@ def test_noise_that_is_drawn_has_that_bias_and_that_variance(found):
     assert np.mean(errors**2) == pytest.approx(risk, rel=0.02)
 
 
-@pytest.mark.parametrize("damping", [1e-3, 0.03, 1.0, 30.0])
+@pytest.mark.parametrize("damping", [1e-3, 30.0])
 def test_the_risk_of_flow_keeps_to_its_bound_on_the_training_inputs(damping):
     found = ridge_and_flow(linear_problem(model, initial, train, train), damping, 1)
     bound = FLOW_AGAINST_RIDGE.below
@@ -115,7 +115,7 @@ def test_the_bound_is_the_largest_ratio_of_the_two_filters():
     assert FLOW_AGAINST_RIDGE.below - 1e-3 < largest < FLOW_AGAINST_RIDGE.below
 
 
-@pytest.mark.parametrize("times", [5, 20, 150])
+@pytest.mark.parametrize("times", [5, 150])
 def test_of_many_solutions_flow_and_ridge_leave_nearly_the_same(times):
     w = jnp.geomspace(1e-6, 1e4, 100_000)
     flow, ridge = gnlin.filters.GradientFlow(float(times)), Repeated(1.0, times)

@@ -8,6 +8,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.optimize
+from problems import each_once
 
 import gnlin
 from gnlin._bounds import Box
@@ -37,9 +38,16 @@ def linear_problems(m, n, number):
         yield a, b, -rng.uniform(0, 0.3, n), rng.uniform(0, 0.3, n)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-@pytest.mark.parametrize(("m", "n"), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)])
-def test_a_linear_problems_constrained_minimum(name, m, n):
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *each_once(list(SOLVERS), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)]),
+        *each_once(list(SOLVERS), [(6, 10), (20, 5)]),
+    ],
+)
+def test_a_linear_problems_constrained_minimum(name, shape):
+    m, n = shape
+
     @eqx.filter_jit
     def run(args, bounds):
         solver = SOLVERS[name](bounds=bounds)
@@ -84,16 +92,16 @@ def rosenbrock(y, args):
 
 
 @pytest.mark.parametrize(
-    "bounds",
+    ("name", "bounds"),
     [
-        (None, 0.5),
-        (-2.0, [0.2, np.inf]),
-        ([-1.5, 0.3], None),
-        ([0.0, 0.0], [0.0, 2.0]),  # one that stays
+        ("levenberg-marquardt", (None, 0.5)),
+        ("levenberg-marquardt", (-2.0, [0.2, np.inf])),
+        ("levenberg-marquardt", ([-1.5, 0.3], None)),
+        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # one that stays
+        ("damped", (-2.0, [0.2, np.inf])),
     ],
 )
-@pytest.mark.parametrize("name", ["levenberg-marquardt", "damped"])
-def test_rosenbrock(bounds, name):
+def test_rosenbrock(name, bounds):
     lower, upper = (jnp.asarray(b) if isinstance(b, list) else b for b in bounds)
     low = np.broadcast_to(-np.inf if lower is None else lower, 2)
     high = np.broadcast_to(np.inf if upper is None else upper, 2)

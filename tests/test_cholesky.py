@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import each_pair
 
 import gnlin
 
@@ -25,9 +26,14 @@ def problem(shape, dtype=float, rest=False):
     return quadratic, np.asarray(a, float), np.asarray(b, float)
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature", "svd", "matrix-free"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("shape", [(7, 3), (3, 7), (4, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("method", "dtype", "shape"),
+    each_pair(
+        ["kernel", "curvature", "svd", "matrix-free"],
+        [jnp.float32, jnp.float64],
+        [(7, 3), (3, 7), (4, 4), (1, 1)],
+    ),
+)
 def test_other_residuals_by_the_same_factorisation(shape, dtype, method):
     quadratic, a, b = problem(shape, dtype)
     ready = gnlin.choose(quadratic, FILTER, method=method).factorised(FILTER)

@@ -48,8 +48,16 @@ def covariance_of(size):
     return 0.05**2 * 0.5**distance
 
 
-@pytest.mark.parametrize("absolute_sigma", [False, True])
-@pytest.mark.parametrize("sigma", [None, 0.1, SIGMA, covariance_of(50)])
+@pytest.mark.parametrize(
+    ("sigma", "absolute_sigma"),
+    [
+        (None, False),
+        (0.1, True),
+        (SIGMA, False),
+        (SIGMA, True),
+        (covariance_of(50), True),
+    ],
+)
 def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
     options = {"absolute_sigma": absolute_sigma}
     fit = gnlin.curve_fit(decay, X, Y, START, sigma=sigma, **options)
@@ -72,7 +80,7 @@ def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
     assert fit.degrees_of_freedom == 47
 
 
-@pytest.mark.parametrize("name", ["Misra1a", "Hahn1", "MGH09", "Eckerle4", "Thurber"])
+@pytest.mark.parametrize("name", ["Misra1a", "Eckerle4", "Thurber"])
 def test_nists_standard_errors(name):
     """To 6.5 digits and more, which are certified to 11: Thurber's fit converges
     linearly, and ends when its loss no longer tells one step from the next."""
@@ -233,10 +241,9 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
         np.testing.assert_allclose(told, spread, rtol=0.12)
 
 
-@pytest.mark.parametrize("loss", [gnlin.Huber(1.345), gnlin.Cauchy(2.0)])
-def test_profiles_of_a_line_are_its_standard_errors(loss):
+def test_profiles_of_a_line_are_its_standard_errors():
     x, (y,) = noisy_lines(1, 2000)
-    fit = gnlin.curve_fit(line, x, y, LINE, loss=loss)
+    fit = gnlin.curve_fit(line, x, y, LINE, loss=gnlin.Cauchy(2.0))
     low, high = fit.confidence_intervals(0.95)
     width = (values(high) - values(low)) / 2 / 1.96
     np.testing.assert_allclose(width, values(fit.standard_errors), rtol=0.02)
@@ -270,8 +277,7 @@ def of_odr(function, x, y, sigma, sigma_x, start, **options):
         return ODR(data, Model(function), start, **tight).run()
 
 
-@pytest.mark.parametrize("sigma", [0.05, SIGMA])
-@pytest.mark.parametrize("sigma_x", [0.1, 0.02 * (1 + X)])
+@pytest.mark.parametrize(("sigma", "sigma_x"), [(0.05, 0.02 * (1 + X)), (SIGMA, 0.1)])
 def test_errors_in_x_are_odrpacks(sigma, sigma_x):
     x = X + sigma_x * np.random.default_rng(1).normal(size=50)
     fit = gnlin.curve_fit(decay, x, Y, START, sigma=sigma, sigma_x=sigma_x)
@@ -333,6 +339,7 @@ def test_errors_in_x_with_bounds_and_what_is_fixed():
     assert np.all((low < mean) & (mean < high))
 
 
+@pytest.mark.slow
 def test_profiles_and_starts_with_errors_in_x():
     """At the ends of an interval ODRPACK's best fit is as much worse as it should be."""
     x, y = X[::4] + 0.1 * np.random.default_rng(1).normal(size=13), Y[::4]
@@ -445,14 +452,18 @@ def test_sigma_of_as_many_data_sets_as_points():
     """A covariance, if it is one; else standard deviations, of each set its own."""
     x = np.linspace(-1, 1, 8)
     ys = 1 + 2 * x + 0.1 * np.random.default_rng(2).normal(size=(8, 8))
-    matrix = covariance_of(8)
-    one = gnlin.curve_fit(line, x, ys[3], LINE, sigma=matrix)
-    for_all = gnlin.curve_fit(line, x, ys, LINE, sigma=matrix)
-    np.testing.assert_allclose(for_all.parameters["b"][3], one.parameters["b"])
+    columns = np.stack([np.ones(8), x], axis=1)
     each = 0.1 + np.random.default_rng(4).random((8, 8))
-    one = gnlin.curve_fit(line, x, ys[3], LINE, sigma=each[3])
-    for_all = gnlin.curve_fit(line, x, ys, LINE, sigma=each)
-    np.testing.assert_allclose(for_all.parameters["b"][3], one.parameters["b"])
+    for sigma, of_one in (
+        (covariance_of(8), covariance_of(8)),
+        (each, np.diag(each[3] ** 2)),
+    ):
+        precision = np.linalg.inv(of_one)
+        expected = np.linalg.solve(
+            columns.T @ precision @ columns, columns.T @ precision @ ys[3]
+        )
+        fits = gnlin.curve_fit(line, x, ys, LINE, sigma=sigma)
+        np.testing.assert_allclose(fits.parameters["b"][3], expected[1], rtol=1e-7)
 
 
 def test_sigma_of_a_dictionary_of_values():
@@ -468,7 +479,7 @@ def test_sigma_of_a_dictionary_of_values():
     np.testing.assert_allclose(values(fit.parameters), values(same.parameters))
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1e-13, 1e-20])
+@pytest.mark.parametrize("scale", [1e-9, 1e-20])
 def test_units_in_which_all_is_small(scale):
     """Smaller than the absolute tolerance."""
     times = {"a": 1.0, "length": 1.0, "c": 0.0}
@@ -490,10 +501,13 @@ def test_bounds_as_scipy_has_them():
         return p[0] * jnp.exp(-p[1] * x) + p[2]
 
     expected = gnlin.curve_fit(f, X, Y, np.ones(3)).parameters
-    for start in (np.ones(3), [1.0, 1.0, 1.0]):
-        for bounds in (([0, 0, 0], [9, 9, 9]), (np.zeros(3), 9), (0, [9.0, 9.0, 9.0])):
-            fit = gnlin.curve_fit(f, X, Y, start, bounds=bounds)
-            np.testing.assert_allclose(np.asarray(fit.parameters), expected, rtol=1e-5)
+    for start, bounds in (
+        (np.ones(3), ([0, 0, 0], [9, 9, 9])),
+        ([1.0, 1.0, 1.0], (np.zeros(3), 9)),
+        ([1.0, 1.0, 1.0], (0, [9.0, 9.0, 9.0])),
+    ):
+        fit = gnlin.curve_fit(f, X, Y, start, bounds=bounds)
+        np.testing.assert_allclose(np.asarray(fit.parameters), expected, rtol=1e-5)
 
 
 def test_data_that_are_met_exactly():
@@ -516,6 +530,7 @@ def test_an_interval_that_ends_at_a_bound():
     assert high["c"] == 0.2
 
 
+@pytest.mark.slow
 def test_starts_of_many_data_sets():
     x = np.linspace(0, 10, 100)
     ys = np.stack([2 * np.sin(3 * x + 0.5), np.sin(5 * x)])
@@ -763,7 +778,7 @@ def test_the_variance_of_predictions(num_train):
     x = jax.random.normal(jax.random.key(1), (num_train, 2))
     new = jax.random.normal(jax.random.key(2), (7, 2))
     train, test = (gnlin.features.linearise_model(model, part) for part in (x, new))
-    found = gnlin.predictive_variance(test, train, 0.3, variance=2.0)
+    found = eqx.filter_jit(gnlin.predictive_variance)(test, train, 0.3, 2.0)
     phi, phi_new = np.asarray(train.matrix()), np.asarray(test.matrix())
     inverse = np.linalg.inv(phi.T @ phi + 0.3 * np.eye(phi.shape[1]))
     expected = 2.0 * np.diagonal(phi_new @ inverse @ phi_new.T)

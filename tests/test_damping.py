@@ -7,7 +7,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from hypothesis import given, settings, strategies as st
-from problems import least_squares, linear, rosenbrock
+from problems import each_pair, least_squares, linear, rosenbrock
 
 import gnlin
 from gnlin.damping import Nielsen, Trial, TrustRegion
@@ -74,9 +74,14 @@ def matrix(shape, seed=0):
     return left @ np.diag(2.0 ** -np.arange(rank)) @ right, rng.normal(size=m)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "matrix-free"])
-@pytest.mark.parametrize("shape", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize(
+    ("method", "dtype", "shape"),
+    each_pair(
+        ["svd", "eigh", "kernel", "matrix-free"],
+        [jnp.float32, jnp.float64],
+        list(MATRICES.values()),
+    ),
+)
 def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
     a, b = matrix(shape)
     lin = gnlin.linearise(
@@ -111,8 +116,16 @@ def test_a_step_within_the_radius_is_undamped():
     assert float(damping) < 1e-20
 
 
-@pytest.mark.parametrize("acceleration", [True, False])
-@pytest.mark.parametrize("rule", [None, 1e-3, Nielsen(1e-2), TrustRegion()])
+@pytest.mark.parametrize(
+    ("rule", "acceleration"),
+    [
+        (None, True),
+        (1e-3, False),
+        (Nielsen(1e-2), True),
+        (TrustRegion(), True),
+        (TrustRegion(), False),
+    ],
+)
 def test_on_a_curved_valley(rule, acceleration):
     solver = gnlin.LevenbergMarquardt(damping=rule, acceleration=acceleration)
     solution = least_squares(rosenbrock, solver, jnp.array([-1.2, 1.0]))

@@ -108,19 +108,13 @@ REACHED = {
 }
 
 
-# Half a minute each; the README is read first.
-LONG = (
-    "docs/differential-equations.md",
-    "docs/graphs.md",
-    "docs/index.md",
-    "docs/scaling.md",
-    "docs/training.md",
-)
-
-
+# Half a minute each, and read by `.ci/run`; the README is read first.
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(p, marks=pytest.mark.slow if p in LONG else ()) for p in PAGES],
+    [
+        pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow)
+        for page in PAGES
+    ],
 )
 def test_page_reaches_its_result(page):
     blocks = _python_blocks((ROOT / page).read_text())
@@ -224,6 +218,7 @@ REACHED_BY_DOCSTRING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "doc"), _docstrings(), ids=lambda x: x.split()[0])
 def test_docstring_reaches_its_result(name, doc, namespace):
     if name in ("gnlin.DampedGaussNewton", "gnlin.IterativeLinearisation"):

@@ -50,7 +50,6 @@ def assert_close(left, right, rtol=1e-9):
 
 
 SOLVERS = {
-    "gauss-newton": gnlin.GaussNewton(),
     "damped": gnlin.DampedGaussNewton(lambda step: 1.0 / (1 + step)),
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "truncated": gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(), damping=0.1),

@@ -19,6 +19,7 @@ import optax
 import optimistix as optx
 import pytest
 from fit_problems import BATCHES, Dropped, fit, network, Normalised, numbers, T, X
+from problems import each_once, each_pair
 
 import gnlin
 from gnlin import CheckpointError
@@ -185,8 +186,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.parametrize("cut", [4, 6])
+@pytest.mark.parametrize(("name", "cut"), each_once(list(RUNS), [4, 6]))
 def test_more_steps_than_before(name, cut, tmp_path):
     def run(**changes):
         arguments = {**RUNS[name], **changes}
@@ -304,12 +304,16 @@ def improving_twice(epoch):
 
 
 @pytest.mark.parametrize(
-    "event", ["on_step", "on_feature_update", "validation", "on_validation", "on_epoch"]
+    ("event", "broken_by", "every"),
+    each_pair(
+        ["on_step", "on_feature_update", "validation", "on_validation", "on_epoch"],
+        [(0, KeyboardInterrupt), (1, OnPurpose)],
+        [None, 2],
+    ),
 )
-@pytest.mark.parametrize("every", [None, 2])
-@pytest.mark.parametrize(("place", "error"), [(0, KeyboardInterrupt), (1, OnPurpose)])
-def test_broken_off_while_callbacks_are_told(event, every, place, error, tmp_path):
+def test_broken_off_while_callbacks_are_told(event, broken_by, every, tmp_path):
     """What some of them have seen, and others have not, is no part of the checkpoint."""
+    place, error = broken_by
 
     def run(broken, **arguments):
         callbacks, validation = [EarlyStop(patience=4)], improving_twice

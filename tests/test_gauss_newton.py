@@ -1,5 +1,6 @@
 """Gauss-Newton and damped Gauss-Newton, against dense formulas."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,19 +38,40 @@ def one_step(fn, solver, y, args):
 #
 
 
+@eqx.filter_jit
+def steps_by_each_method(fn, filter, methods, y, args):
+    """{method: step}, as one program, which serves all filters of one kind."""
+    lin = gnlin.linearise(fn, y, args)
+    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
+    return {
+        method: gnlin.choose(problem, filter, method=method).solve(filter).step
+        for method in methods
+    }
+
+
 @shapes
-@pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
-def test_step_is_the_minimum_norm_one(shape, method):
+def test_step_is_the_minimum_norm_one(shape):
     y, args = sines_data(shape)
-    step = one_step(sines, gnlin.GaussNewton(method=method), y, args)
     expected = gauss_newton_step(*sines_numpy(y, args))
-    tolerance = {"matrix-free": 1e-7, "eigh": 1e-9}.get(method, 1e-10)
     scale = np.max(np.abs(expected))
-    np.testing.assert_allclose(step, expected, rtol=0, atol=tolerance * scale)
+    methods = ["auto", "svd", "eigh", "matrix-free"]
+    steps = steps_by_each_method(sines, PseudoInverse(), methods, *as_jax((y, args)))
+    for method, step in steps.items():
+        tolerance = {"matrix-free": 1e-7, "eigh": 1e-9}.get(method, 1e-10)
+        np.testing.assert_allclose(
+            step, expected, rtol=0, atol=tolerance * scale, err_msg=method
+        )
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("svd", (6, 4)),
+        ("eigh", (6, 4)),
+        ("eigh", (4, 6)),
+        ("matrix-free", (4, 6)),
+    ],
+)
 def test_rank_deficient(shape, method):
     y, args = deficient(shape, rank=2)
     solver = gnlin.GaussNewton(method=method)
@@ -138,23 +160,25 @@ METHODS = ["svd", "eigh", "kernel", "curvature", "matrix-free"]
 
 
 @shapes
-@pytest.mark.parametrize("method", METHODS)
-def test_damped_step(shape, method):
+def test_damped_step(shape):
     y, args = sines_data(shape)
     r, jacobian = sines_numpy(y, args)
     for damping in (1e-6, 1e-3, 1.0, 1e3):
-        solver = gnlin.DampedGaussNewton(damping, method=method)
-        step = one_step(sines, solver, y, args)
-        expected = damped_step(r, jacobian, damping)
-        # Forming phi phi^T or phi^T phi squares the condition number.
-        condition = np.linalg.norm(jacobian, 2) ** 2 / damping + 1
-        tolerance = 1e-10
-        if method in ("kernel", "curvature", "eigh"):
-            tolerance += 1e-15 * condition
-        if method == "matrix-free":
-            tolerance = 1e-9 * min(condition, 1e3)
-        size = np.max(np.abs(expected)) + 1e-16 / tolerance
-        np.testing.assert_allclose(step, expected, rtol=0, atol=tolerance * size)
+        filter = Tikhonov(jnp.asarray(damping))
+        steps = steps_by_each_method(sines, filter, METHODS, *as_jax((y, args)))
+        for method, step in steps.items():
+            expected = damped_step(r, jacobian, damping)
+            # Forming phi phi^T or phi^T phi squares the condition number.
+            condition = np.linalg.norm(jacobian, 2) ** 2 / damping + 1
+            tolerance = 1e-10
+            if method in ("kernel", "curvature", "eigh"):
+                tolerance += 1e-15 * condition
+            if method == "matrix-free":
+                tolerance = 1e-9 * min(condition, 1e3)
+            size = np.max(np.abs(expected)) + 1e-16 / tolerance
+            np.testing.assert_allclose(
+                step, expected, rtol=0, atol=tolerance * size, err_msg=method
+            )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -187,8 +211,15 @@ def test_a_singular_matrix_is_reported_and_no_step_taken(method):
     np.testing.assert_array_equal(solution.value, y)
 
 
-@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "curvature"])
-@pytest.mark.parametrize("scaling", ["marquardt", "more"])
+@pytest.mark.parametrize(
+    ("method", "scaling"),
+    [
+        ("svd", "marquardt"),
+        ("eigh", "more"),
+        ("kernel", "marquardt"),
+        ("curvature", "more"),
+    ],
+)
 def test_scaled_step(method, scaling):
     y, args = sines_data((7, 3))
     memory = np.zeros(3)
@@ -291,9 +322,7 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
     def step(method):
         filter = gnlin.filters.GradientFlow(jnp.asarray(time))
         solver = gnlin.FilteredGaussNewton(filter, method=method)
-        solution = optx.least_squares(
-            sines, solver, *as_jax((y, args)), max_steps=1, throw=False
-        )
+        solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
         return solution.value - y
 
     expected = step("svd")

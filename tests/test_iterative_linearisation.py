@@ -11,6 +11,7 @@ import pytest
 from problems import (
     as_jax,
     descent_step,
+    each_pair,
     gauss_newton_step,
     least_squares,
     literal_loop,
@@ -30,9 +31,13 @@ def with_literal_steps(period, learning_rate, momentum=0.0):
     )
 
 
-@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
+TALL, WIDE = (7, 3), (3, 7)
+
+
+@pytest.mark.parametrize(
+    ("method", "momentum", "shape"),
+    each_pair(["svd", "eigh", "matrix-free"], [0.0, 0.9], [TALL, WIDE]),
+)
 def test_k_literal_steps(shape, momentum, method):
     y, args = sines_data(shape)
     for period in (1, 2, 7, 1000):
@@ -65,11 +70,13 @@ def test_a_hundred_thousand_literal_steps():
             np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("method", ["svd", "matrix-free", "auto"])
+@pytest.mark.parametrize(
+    ("method", "momentum"),
+    [("svd", 0.5), ("matrix-free", 0.0), ("matrix-free", 0.5), ("auto", 0.5)],
+)
 def test_python_numbers_and_few_literal_steps(method, momentum):
     y, args = sines_data((7, 3))
-    for period in (1, 2, 3):
+    for period in (1, 3):
         solver = gnlin.IterativeLinearisation(period, 0.05, momentum, method=method)
         solution = least_squares(
             lambda y, args: sines(y, args), solver, *as_jax((y, args)), max_steps=2
@@ -119,10 +126,9 @@ def test_heavy_ball_is_that_of_optax(momentum):
 #
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize(
-    "period", [math.inf, jnp.asarray(jnp.inf)], ids=["inf", "traced"]
+    ("period", "momentum", "shape"),
+    each_pair([math.inf, jnp.asarray(jnp.inf)], [0.0, 0.9], [TALL, WIDE]),
 )
 def test_an_infinite_period_is_one_feature_update(period, momentum, shape):
     y, args = sines_data(shape)
@@ -144,9 +150,8 @@ def test_an_infinite_period_does_not_hide_a_learning_rate_that_diverges():
         np.testing.assert_array_equal(solution.value, y)
 
 
-@pytest.mark.parametrize("shape", [(7, 3), (3, 7)], ids=["tall", "wide"])
 @pytest.mark.parametrize(
-    "period", [math.inf, jnp.asarray(jnp.inf)], ids=["inf", "traced"]
+    ("period", "shape"), [(math.inf, TALL), (jnp.asarray(jnp.inf), WIDE)]
 )
 def test_an_infinite_period_ends_without_a_spectrum(period, shape):
     y, args = sines_data(shape)
@@ -165,9 +170,10 @@ def test_an_infinite_period_ends_without_a_spectrum(period, shape):
 #
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("period", [10**8, 10**8 + 1])
-@pytest.mark.parametrize("method", ["svd", "eigh"])
+@pytest.mark.parametrize(
+    ("method", "momentum", "period"),
+    each_pair(["svd", "eigh"], [0.0, 0.5], [10**8, 10**8 + 1]),
+)
 def test_divergence_is_reported_before_the_step_is_taken(method, period, momentum):
     y, args = as_jax(sines_data((7, 3)))
     w = np.max(gnlin.linearise(sines, y, args).spectrum().eigenvalues)
@@ -240,8 +246,10 @@ def test_more_feature_updates_of_fewer_steps_fit_a_nonlinear_model_better():
 STEPS = [1, 2, 10, 100]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("method", ["auto", "eigh", "matrix-free"])
+@pytest.mark.parametrize(
+    ("method", "momentum"),
+    [("auto", 0.5), ("eigh", 0.0), ("matrix-free", 0.0), ("matrix-free", 0.5)],
+)
 def test_trajectory(method, momentum):
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)

@@ -9,6 +9,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 import scipy.optimize
+from problems import each_once
 
 import gnlin
 from gnlin._known import known
@@ -46,8 +47,16 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("solver", OTHERS)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [
+        *((name, "gnlin") for name in LOSSES),
+        ("huber", "optimistix"),
+        ("cauchy", "best"),
+        ("soft_l1", "a minimiser"),
+        ("arctan", "optimistix"),
+    ],
+)
 def test_robust_losses_of_a_residual_function(name, solver):
     data = measured()
 
@@ -71,8 +80,14 @@ def test_tukeys_is_that_of_solve():
         np.testing.assert_allclose(found.value, solved, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, jnp.float32) for name in LOSSES),
+        ("soft_l1", jnp.float64),
+        ("arctan", jnp.float64),
+    ],
+)
 def test_plain_residuals(name, dtype):
     """Half their squares are the loss, and their derivative is its, over them."""
     loss = LOSSES[name]
@@ -310,9 +325,11 @@ MISTAKES = {
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("make", "words"), MISTAKES.values(), ids=MISTAKES)
-@pytest.mark.parametrize("solver", ["gnlin", "optimistix"])
-def test_mistakes(make, words, solver):
+@pytest.mark.parametrize(
+    ("name", "solver"), each_once(list(MISTAKES), ["gnlin", "optimistix"])
+)
+def test_mistakes(name, solver):
+    make, words = MISTAKES[name]
     group, args = make()
     with pytest.raises(ValueError, match=words):
         optx.least_squares(group, OTHERS[solver], jnp.asarray(START), args)

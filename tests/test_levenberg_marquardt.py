@@ -11,6 +11,7 @@ from problems import (
     as_jax,
     damped_step,
     deficient,
+    each_once,
     half_squares,
     least_squares,
     linear,
@@ -190,8 +191,11 @@ def test_wide(solver):
     np.testing.assert_allclose(sines(solution.value, args), 0, atol=1e-9)
 
 
-@variants
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+@pytest.mark.parametrize(
+    ("solver", "shape"),
+    each_once(list(VARIANTS.values()), [(6, 4), (4, 6)]),
+    ids=VARIANTS,
+)
 def test_rank_deficient(solver, shape):
     y, args = deficient(shape, rank=2)
     solution = least_squares(linear, solver, *as_jax((y, args)))
@@ -339,10 +343,16 @@ LARGE_RESIDUAL = {
 
 
 @pytest.mark.parametrize(
-    ("fn", "start"), LARGE_RESIDUAL.values(), ids=LARGE_RESIDUAL.keys()
+    ("problem", "name"),
+    [
+        *((problem, "default") for problem in LARGE_RESIDUAL),
+        ("freudenstein-roth", "identity"),
+        ("jennrich-sampson", "no acceleration"),
+        ("quartic", "curvature"),
+    ],
 )
-@pytest.mark.parametrize("name", ["default", "identity", "no acceleration", "curvature"])
-def test_a_minimum_with_a_large_residual_is_success(fn, start, name):
+def test_a_minimum_with_a_large_residual_is_success(problem, name):
+    fn, start = LARGE_RESIDUAL[problem]
     solution = least_squares(fn, VARIANTS[name], jnp.asarray(start))
     loss = jax.jit(lambda y: 0.5 * jnp.sum(fn(y, None) ** 2))
     reference = scipy.optimize.minimize(loss, start, tol=1e-12)
@@ -351,22 +361,23 @@ def test_a_minimum_with_a_large_residual_is_success(fn, start, name):
     assert solution.result == optx.RESULTS.successful
 
 
-@pytest.mark.parametrize("name", ["default", "identity"])
 @pytest.mark.parametrize(
-    "fn",
+    ("name", "fn"),
     [
-        lambda y, args: 1 + jnp.abs(y - 1),  # a kink at its minimum
-        lambda y, args: jnp.floor(10 * y) / 10 + 1e-3 * y + 2,  # steps
-        lambda y, args: jax.lax.stop_gradient(-2 * y) + y + 5,  # a wrong derivative
+        # a kink at its minimum, steps, and a wrong derivative
+        ("default", lambda y, args: 1 + jnp.abs(y - 1)),
+        ("default", lambda y, args: jnp.floor(10 * y) / 10 + 1e-3 * y + 2),
+        ("default", lambda y, args: jax.lax.stop_gradient(-2 * y) + y + 5),
+        ("identity", lambda y, args: 1 + jnp.abs(y - 1)),
     ],
-    ids=["kink", "steps", "wrong derivative"],
+    ids=["kink", "steps", "wrong derivative", "kink, identity"],
 )
 def test_no_way_down_from_a_gradient_is_no_success(fn, name):
     solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
     assert solution.result == optx.RESULTS.stagnation
 
 
-@pytest.mark.parametrize("method", ["svd", "eigh", "kernel", "curvature", "matrix-free"])
+@pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
 def test_an_enormous_damping_is_no_convergence(method):
     solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
     solution = least_squares(lambda y, args: jnp.exp(y) - 2, solver, jnp.array([3.0]))

@@ -17,10 +17,21 @@ def pulled_step(r, jacobian, damping, towards):
     return np.linalg.solve(left, damping * towards - jacobian.T @ r)
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "curvature", "matrix-free", "auto"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_damped_towards_a_part_of_the_last_step(shape, method):
-    y, args = sines_data(shape)
+@pytest.mark.parametrize(
+    ("method", "shape"),
+    [
+        ("svd", "tall"),
+        ("svd", "one residual"),
+        ("kernel", "wide"),
+        ("kernel", "one parameter"),
+        ("curvature", "tall"),
+        ("matrix-free", "wide"),
+        ("matrix-free", "tall"),
+        ("auto", "square"),
+    ],
+)
+def test_damped_towards_a_part_of_the_last_step(method, shape):
+    y, args = sines_data(SHAPES[shape])
     expected, step = y, np.zeros_like(y)
     for _ in range(3):
         step = pulled_step(*sines_numpy(expected, args), 0.5, 0.8 * step)

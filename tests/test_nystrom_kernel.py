@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+from problems import each_once
 
 import gnlin
 from gnlin.filters import Tikhonov
@@ -41,8 +42,9 @@ def by_hand(jacobian, residual, rank, damping, seed=0):
 SHAPES = [(30, 8), (8, 30), (9, 9), (1, 6), (6, 1)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rank", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("shape", "rank"), [*each_once(SHAPES, [1, 4, 100]), ((30, 8), 4), ((8, 30), 100)]
+)
 def test_a_step_is_the_formula(shape, rank):
     y, matrix = data(shape)
     problem = expanded(y, matrix)
@@ -59,8 +61,7 @@ def test_a_step_is_the_formula(shape, rank):
     np.testing.assert_allclose(subproblem.gradient_norm, np.linalg.norm(jacobian.T @ r))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
 def test_of_full_rank_it_is_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(shape[0]))
@@ -94,7 +95,7 @@ def test_one_approximation_serves_for_several_residuals():
     np.testing.assert_allclose(found, anew.solve(Tikhonov(0.1)).step, rtol=1e-12)
 
 
-@pytest.mark.parametrize("damping", [0.1, 1e-3, 1e-5])
+@pytest.mark.parametrize("damping", [0.1, 1e-5])
 def test_single_precision_at_little_damping(damping):
     """Of full rank, rounding is not divided by the damping."""
     y, matrix = data((40, 200), np.float32)
@@ -108,8 +109,10 @@ def test_single_precision_at_little_damping(damping):
     assert error < 1e-3 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("rank", [1, 5, 25])
-@pytest.mark.parametrize("settings", [{}, {"scaling": "identity", "acceleration": False}])
+@pytest.mark.parametrize(
+    ("rank", "settings"),
+    each_once([1, 5, 25], [{}, {"scaling": "identity", "acceleration": False}]),
+)
 def test_a_step_uphill_raises_the_damping(rank, settings):
     """Of 50 equal eigenvalues too few are seen: with little damping the step is far too
     long, and the linearised loss itself rises along it."""

@@ -86,15 +86,15 @@ def scaled_network(dtype=float):
 
 
 @pytest.mark.parametrize(
-    ("max_size", "blocks"),
+    ("max_size", "blocks", "memory_budget"),
     [
-        (100, [slice(0, 24), slice(24, 28)]),
-        (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)]),
-        (3, [slice(k, k + 1) for k in range(28)]),
-        (1, [slice(k, k + 1) for k in range(28)]),
+        (100, [slice(0, 24), slice(24, 28)], 2**31),
+        (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)], 1),
+        (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)], 2**31),
+        (3, [slice(k, k + 1) for k in range(28)], 2**31),
+        (1, [slice(k, k + 1) for k in range(28)], 1),
     ],
 )
-@pytest.mark.parametrize("memory_budget", [2**31, 1])
 def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_budget):
     model, x = scaled_network()
     fn = gnlin.PerExample(lambda model, x: model(x))
@@ -118,18 +118,19 @@ def advance(solver, fn, y, args, state):
 CASES = [Nystrom(8), BlockDiagonal(), BlockDiagonal(1)]
 
 
-@pytest.mark.parametrize("preconditioner", CASES)
 @pytest.mark.parametrize(
-    ("shape", "dtype"),
+    ("shape", "dtype", "preconditioner"),
     [
-        ((M, P), jnp.float64),
-        ((10, P), jnp.float32),
-        ((P, P), jnp.float64),
-        ((1, P), jnp.float64),
-        ((M, 1), jnp.float32),
+        *(((M, P), jnp.float64, case) for case in CASES),
+        ((10, P), jnp.float32, Nystrom(8)),
+        ((10, P), jnp.float32, BlockDiagonal()),
+        ((P, P), jnp.float64, BlockDiagonal()),
+        ((1, P), jnp.float64, Nystrom(8)),
+        ((M, 1), jnp.float32, Nystrom(8)),
+        ((M, 1), jnp.float32, BlockDiagonal(1)),
     ],
 )
-def test_the_solution_is_the_same(preconditioner, shape, dtype):
+def test_the_solution_is_the_same(shape, dtype, preconditioner):
     residual, y, args = problem(*shape, dtype=dtype)
     damping = 1e-2
     phi, target = (np.asarray(x, float) for x in args)
@@ -187,8 +188,10 @@ def two_steps(preconditioner, method):
     return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
 
 
-@pytest.mark.parametrize("preconditioner", CASES)
-@pytest.mark.parametrize("method", ["matrix-free", "dense"])
+@pytest.mark.parametrize(
+    ("preconditioner", "method"),
+    [*((case, "matrix-free") for case in CASES), (Nystrom(8), "dense")],
+)
 def test_with_a_loss_and_a_network(preconditioner, method):
     """Whole runs, whitened, with methods chosen; and no number for what has none."""
     expected = two_steps(None, "matrix-free")

@@ -55,7 +55,8 @@ def literal(model, data, optimiser, steps, gradient, damping=0.0, start=1.0):
         return delta + updates, state
 
     for k in range(int(max(steps)) + 1):
-        found[k] = start * on_test + (rows_of_test @ delta).reshape(on_test.shape)
+        if k in steps:
+            found[k] = start * on_test + (rows_of_test @ delta).reshape(on_test.shape)
         delta, state = step(delta, state)
     return np.stack([found[int(k)] for k in steps])
 
@@ -64,8 +65,16 @@ def least_squares(targets):
     return lambda outputs: outputs - targets
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("momentum", [{}, {"momentum": 0.9}, {"nesterov": 0.9}])
+@pytest.mark.parametrize(
+    ("name", "momentum"),
+    [
+        ("wide", {}),
+        ("wide", {"nesterov": 0.9}),
+        ("tall", {"momentum": 0.9}),
+        ("tall", {}),
+        ("one", {"nesterov": 0.9}),
+    ],
+)
 def test_descent_is_literal_training(name, momentum):
     model, data = case(name)
     learning_rate = rate(model, data[0])
@@ -226,8 +235,9 @@ def gaussian_process(model, data, noise, prior, zero=False):
     return mean, np.diag(after), evidence
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize(
+    ("name", "zero"), [("wide", True), ("wide", False), ("tall", True), ("one", False)]
+)
 def test_the_posterior_is_a_gaussian_process(name, zero):
     model, data = case(name)
     posterior = gnlin.predict.posterior(model, data, noise=0.3, prior=2.0, from_zero=zero)
@@ -359,7 +369,7 @@ def test_examples_that_contradict_each_other():
     np.testing.assert_allclose(found.mean, expected.mean, atol=1e-6)
 
 
-@pytest.mark.parametrize("noise", [1e-2, 1e-4, 1e-8])
+@pytest.mark.parametrize("noise", [1e-2, 1e-8])
 def test_the_evidence_of_little_noise(noise):
     """Of a model of few parameters that fits, against the parameters' own integral."""
     rng = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def difference(model):
     return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0] - FLAT)
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "curvature", "matrix-free", "auto"])
+@pytest.mark.parametrize("method", ["svd", "curvature", "matrix-free"])
 def test_a_damped_step(method):
     matrix, residual = np.asarray(MATRIX), np.asarray(by_hand(NET))
     damped = matrix.T @ matrix + 0.1 * np.eye(matrix.shape[1])
@@ -125,7 +125,7 @@ def test_the_stacked_jacobian(budget):
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("budget", [2**31, 40_000, 1])
+@pytest.mark.parametrize("budget", [2**31, 1])
 def test_the_kernel_between_two_sets(budget):
     matrix = dense()
     rows = {"boundary": matrix[:10], "interior": matrix[10:], "both": matrix}

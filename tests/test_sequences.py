@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from problems import each_once
 
 import gnlin
 from gnlin._objective import BatchLoss
@@ -51,9 +52,11 @@ def by_hand(outputs, labels, weights, ignore_index=None, class_weights=None, smo
     return value / count, gradient / count, hessian / count
 
 
-@pytest.mark.parametrize("options", LOSSES.values(), ids=LOSSES)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_mean_over_the_targets_that_count(options, dtype):
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_once(list(LOSSES), [np.float64, np.float32])
+)
+def test_a_mean_over_the_targets_that_count(name, dtype):
+    options = LOSSES[name]
     loss = gnlin.SoftmaxCrossEntropy(reduction="mean", **options)
     labels = MASKED if "ignore_index" in options else LABELS
     outputs = np.where(COUNTS[..., None], OUTPUTS, np.nan) if options else OUTPUTS

@@ -119,8 +119,9 @@ def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
     assert order == 1 or np.median(of_lapack) > 1e3 * np.median(here)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("shape", [(3, 3), (12, 3), (3, 12)])
+@pytest.mark.parametrize(
+    ("bad", "shape"), [(np.nan, (3, 3)), (np.inf, (12, 3)), (-np.inf, (3, 12))]
+)
 def test_only_what_is_not_finite_has_no_factors(bad, shape):
     matrices = np.random.default_rng(1).normal(size=(12, *shape))
     clean = [np.asarray(x) for x in of_many(matrices)]

@@ -81,9 +81,11 @@ def test_training(solver):
     assert float(jnp.sum(history.num_inner_steps)) == inner
 
 
-@every_solver
-def test_the_same_as_optimistix_on_the_same_residuals(solver):
-    model = network()
+@pytest.mark.parametrize(
+    "name", ["levenberg-marquardt", "truncated", "iterative linearisation"]
+)
+def test_the_same_as_optimistix_on_the_same_residuals(name):
+    solver, model = SOLVERS[name], network()
     solution = gnlin.solve(model, (X, T), solver, max_steps=5)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -246,17 +248,15 @@ NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.k
 
 
 @pytest.mark.parametrize(
-    "solver",
+    ("model", "state", "solver"),
     [
-        gnlin.DampedGaussNewton(0.3),
+        (DROPPED, None, gnlin.DampedGaussNewton(0.3)),
         # A bias before a normalisation has no effect, and nothing to be scaled by.
-        gnlin.LevenbergMarquardt(scaling="identity"),
-        gnlin.IterativeLinearisation(20, 0.02),
+        (NORMALISED, STATE, gnlin.LevenbergMarquardt(scaling="identity")),
+        (DROPPED, None, gnlin.IterativeLinearisation(20, 0.02)),
+        (NORMALISED, STATE, gnlin.DampedGaussNewton(0.3)),
     ],
-    ids=["damped", "levenberg-marquardt", "descent"],
-)
-@pytest.mark.parametrize(
-    ("model", "state"), [(DROPPED, None), (NORMALISED, STATE)], ids=["dropout", "norm"]
+    ids=["dropout, damped", "norm, LM", "dropout, descent", "norm, damped"],
 )
 def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
     options = {"key": jax.random.key(5), "state": state}
@@ -500,13 +500,14 @@ def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
     model = network()
     targets = T.at[2].set(bad)
     with pytest.warns(
-        UserWarning, match=r"stopped at step 1 of at most 7.*loss is not finite"
+        UserWarning, match=r"stopped at step 1 of at most 12.*loss is not finite"
     ):
-        solution = gnlin.solve(model, (X, targets), solver, max_steps=7)
+        # As many steps as above: it is the same program.
+        solution = gnlin.solve(model, (X, targets), solver, max_steps=12)
     assert solution.result == optx.RESULTS.nonfinite
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
     with pytest.warns(UserWarning, match="stopped at step 1"):
-        solution = gnlin.solve(model, (X.at[1].set(bad), T), solver, max_steps=7)
+        solution = gnlin.solve(model, (X.at[1].set(bad), T), solver, max_steps=12)
     assert solution.result == optx.RESULTS.nonfinite
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
 
@@ -694,10 +695,10 @@ def test_outputs_far_from_one_in_single_precision(unit):
 
 
 def test_without_a_history():
-    runs = [gnlin.solve(network(), (X, T), max_steps=9, history=h) for h in (True, False)]
+    runs = [gnlin.solve(network(), (X, T), max_steps=3, history=h) for h in (True, False)]
     np.testing.assert_array_equal(*(numbers(run.model) for run in runs))
     assert runs[1].history.columns == []
-    assert runs[1].stats["num_steps"] == 9
+    assert runs[1].stats["num_steps"] == 3
 
 
 def long_run(**options):
@@ -719,8 +720,7 @@ def test_a_run_in_several_parts_is_one_run(monkeypatch):
     np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
 
 
-@pytest.mark.parametrize("history", [True, False])
-@pytest.mark.parametrize("size", [1, 700])
+@pytest.mark.parametrize(("size", "history"), [(1, True), (700, False)])
 def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     x = jnp.linspace(-1.0, 1.0, size)[:, None]
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))

@@ -45,8 +45,10 @@ def flat(tree):
     return np.asarray(jax.flatten_util.ravel_pytree(tree)[0], float)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
-@pytest.mark.parametrize("with_rest", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "with_rest"),
+    [(jnp.float64, False), (jnp.float64, True), (jnp.float32, True)],
+)
 def test_steps_are_those_of_the_dense_system(dtype, with_rest):
     """Of three groups, some of whose examples read the same row twice, and some arrays
     not at all; all dampings by one set-up."""

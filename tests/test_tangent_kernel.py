@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
+from problems import each_once
 
 import gnlin
 from gnlin._kernel_file import Tiles
@@ -86,8 +87,17 @@ def views(j1, j2):
     }
 
 
-@pytest.mark.parametrize("outputs", ["all", "trace", "diagonal", 0])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [
+        *(("dense", outputs) for outputs in ("all", "trace", "diagonal", 0)),
+        ("convolutional", "all"),
+        ("convolutional", "diagonal"),
+        ("one scalar", "trace"),
+        ("one scalar", 0),
+        ("of one parameter", "all"),
+    ],
+)
 def test_between_two_sets(name, outputs):
     model, shape, c = MODELS[name]
     x1, x2 = drawn(shape, 4), drawn(shape, 7, seed=1)
@@ -100,8 +110,9 @@ def test_between_two_sets(name, outputs):
     np.testing.assert_allclose(kernel(x2[:1]), views(j2[:1], j2[:1])[outputs], **close)
 
 
-@pytest.mark.parametrize("outputs", ["all", "trace", "diagonal", 1])
-@pytest.mark.parametrize("budget", [4_000, 8_000])
+@pytest.mark.parametrize(
+    ("outputs", "budget"), each_once(["all", "trace", "diagonal", 1], [4_000, 8_000])
+)
 def test_in_tiles(outputs, budget, tmp_path):
     """In memory, and to a file: the last tile overlaps, the mirrored are not made."""
     model, shape, _ = MODELS["dense"]

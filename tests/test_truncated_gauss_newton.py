@@ -9,6 +9,7 @@ import pytest
 from problems import (
     as_jax,
     deficient,
+    each_pair,
     gauss_newton_step,
     least_squares,
     linear,
@@ -27,9 +28,10 @@ SHAPES = {"tall": (30, 12), "wide": (12, 30)}
 methods = pytest.mark.parametrize("method", ["dense", "matrix-free"])
 
 
-@methods
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("damping", [0.0, 0.7])
+@pytest.mark.parametrize(
+    ("shape", "method", "damping"),
+    each_pair(list(SHAPES.values()), ["dense", "matrix-free"], [0.0, 0.7]),
+)
 def test_the_definition_is_met_in_as_many_steps_as_the_textbooks(shape, damping, method):
     y, args = sines_data(shape)
     r, jacobian = sines_numpy(y, args)
@@ -122,9 +124,10 @@ def test_schedules():
     assert int(solution.stats["num_inner_steps"]) == num_inner
 
 
-@methods
-@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (10, 4)])
-@pytest.mark.parametrize("tolerance", [0.1, 1e-6])
+@pytest.mark.parametrize(
+    ("shape", "method", "tolerance"),
+    each_pair([(6, 4), (4, 6), (10, 4)], ["dense", "matrix-free"], [0.1, 1e-6]),
+)
 def test_rank_deficient(shape, method, tolerance):
     """At the solution the gradient is nothing but rounding, some of it where the
     curvature is zero: there it is not to be followed."""

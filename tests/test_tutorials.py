@@ -35,6 +35,7 @@ def rows(name, folder=None):
     return {first: numbers for first, numbers in found.items() if numbers}
 
 
+@pytest.mark.slow
 def test_fit(tmp_path):
     found = rows("fit", tmp_path)
     for name in ("background", "height", "rate"):
@@ -70,6 +71,7 @@ def test_bundle_adjustment(tmp_path):
     assert found["solved"][0] < 0.2 * found["start"][0]
 
 
+@pytest.mark.slow
 def test_pose_graph(tmp_path):
     found = rows("pose_graph", tmp_path)
     (before, misfit), (after, least) = found["odometry"], found["solved"]
