@@ -1,0 +1,140 @@
+"""The longest step that keeps its promise: against a literal loop in NumPy, and what it
+is for."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import as_jax, damped_step, half_squares, least_squares, sines, sines_numpy
+
+import gnlin
+from gnlin.damping import LongestStep
+
+
+def wavy(size, seed, shape=(12, 5)):
+    generator = np.random.default_rng(seed)
+    a = generator.normal(size=shape)
+    return size * generator.normal(size=shape[1]), (a, generator.normal(size=shape[0]))
+
+
+def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
+    """(y, dampings, rejected): the search for the edge, in each of some steps."""
+    damping, last, dampings, num_rejected = None, None, [], 0
+    for _ in range(num_steps):
+        r, jacobian = sines_numpy(y, args)
+        scale = np.sqrt(np.linalg.norm(jacobian, axis=0))
+        gradient = jacobian.T @ r
+        attainable = half_squares(r) - half_squares(
+            r + jacobian @ np.linalg.lstsq(jacobian, -r, rcond=None)[0]
+        )
+        if damping is None:
+            scaled = gradient / scale
+            pushed = (jacobian / scale) @ scaled
+            damping = 1e-3 * (pushed @ pushed) / (scaled @ scaled)
+        low, high, move, found = 0.0, np.inf, 3.0, None
+        for number in range(1, 61):
+            step = damped_step(r, jacobian, damping, scale)
+            length = np.linalg.norm(scale * step)
+            last = length if last is None else last
+            predicted = 0.5 * (damping * length**2 - step @ gradient)
+            gentle = True
+            if acceleration:
+                ahead = sines_numpy(y + 0.1 * step, args)[0]
+                second = 20 * ((ahead - r) / 0.1 - jacobian @ step)
+                bend = damped_step(second, jacobian, damping, scale)
+                gentle = np.linalg.norm(scale * bend) <= 0.75 * length
+                step = step + 0.5 * bend
+            kept = half_squares(r) - half_squares(sines_numpy(y + step, args)[0])
+            kept = min(kept / predicted, 1)
+            good = gentle and kept >= ratio and length <= 3 * last
+            if good:
+                high, found = damping, (y + step, kept, length)
+            else:
+                low = damping
+            undamped = good and predicted >= 0.999 * attainable
+            if found and (number >= most or high <= 1.5 * low or undamped):
+                break
+            if low > 0 and found:
+                damping = np.sqrt(low * high)
+            else:
+                damping *= 1 / move if good else move
+            move = move**2 if number > 1 else move
+        y, kept, last = found
+        dampings.append(high)
+        num_rejected += number - 1
+        factor = 0.1 if kept >= 0.98 else max(1 / 3, 1 - (2 * kept - 1) ** 3)
+        damping = high * factor
+    return y, dampings, num_rejected
+
+
+CASES = {
+    "far": (3, 4),
+    "near": (1, 0),
+    "wide": (2, 1, (4, 9)),
+    "very far": (10, 2),
+}
+
+
+@pytest.mark.parametrize("acceleration", [False, True])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_search_step_by_step(case, acceleration):
+    y, args = wavy(*case)
+    expected, dampings, rejected = literal(y, args, 5, acceleration=acceleration)
+    solver = gnlin.LevenbergMarquardt(acceleration=acceleration)
+    solution = least_squares(
+        sines, solver, *as_jax((y, args)), max_steps=5, options={"history": 5}
+    )
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-6)
+    np.testing.assert_allclose(solution.stats["history"]["damping"], dampings, rtol=1e-5)
+    assert int(solution.stats["num_rejected_steps"]) == rejected
+
+
+@pytest.mark.parametrize(("ratio", "most"), [(0.5, 10), (0.075, 24), (0.25, 1)])
+def test_the_ratio_and_the_number_of_trials(ratio, most):
+    y, args = wavy(3, 7)
+    expected, *_ = literal(y, args, 4, ratio, most)
+    rule = LongestStep(ratio, num_trials=most)
+    solver = gnlin.LevenbergMarquardt(damping=rule, acceleration=False)
+    solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=4)
+    np.testing.assert_allclose(solution.value, expected, rtol=1e-6)
+
+
+def test_under_vmap_each_has_its_own_search():
+    problems = [wavy(3, seed) for seed in range(4)]
+    stacked = as_jax(jax.tree.map(lambda *x: np.stack(x), *problems))
+    solver = gnlin.LevenbergMarquardt(acceleration=False)
+
+    def fit(y, args):
+        return least_squares(sines, solver, y, args, max_steps=4).value
+
+    together = jax.vmap(fit)(*stacked)
+    for one, problem in zip(together, problems, strict=True):
+        np.testing.assert_allclose(one, literal(*problem, 4)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_a_network_is_trained_further_than_by_one_damping_a_linearisation(dtype):
+    """In the median of four: each by itself may have luck, either way."""
+    x = jnp.linspace(-1, 1, 64, dtype=dtype)[:, None]
+    keys = jax.random.split(jax.random.key(0), 4)
+
+    def loss_after(damping):
+        def trained(key, x):
+            model = eqx.nn.MLP(1, 1, 12, 2, jnp.tanh, dtype=dtype, key=key)
+            solver = gnlin.LevenbergMarquardt(damping=damping)
+            settings = {"max_steps": 20, "divergence": None, "history": False}
+            return gnlin.solve(model, (x, jnp.sin(6 * x)), solver, **settings).loss
+
+        losses = jax.jit(jax.vmap(trained, (0, None)))(keys, x)
+        return float(jnp.median(losses))
+
+    assert loss_after(None) < 0.3 * loss_after(1e-3)
+
+
+@pytest.mark.parametrize("bad", [0.0, 1.0, -0.1])
+def test_a_ratio_is_between_zero_and_one(bad, unchecked):
+    with pytest.raises(ValueError, match="`ratio`"):
+        LongestStep(bad)
+    with pytest.raises(ValueError, match="`num_trials`"):
+        LongestStep(num_trials=0)
