@@ -37,16 +37,21 @@ class Trial(eqx.Module):
     - `damping`: $\lambda$.
     - `ratio`: of the decrease of the loss to the predicted one, at most 1.
     - `accepted`: whether the step may be taken.
-    - `length`: $\lVert D\delta\rVert$, as the step is damped.
+    - `length`, `size`: $\lVert D\delta\rVert$, as the step is damped, and
+        $\lVert Dy\rVert$ of the point.
     - `share`: of what the undamped step is predicted to gain, the part that this one is.
         It is 0 where the former is not known.
+    - `noise`: whether both the decrease and the predicted one are below the rounding of
+        the loss.
     """
 
     damping: Float[Array, ""]
     ratio: Float[Array, ""]
     accepted: Bool[Array, ""]
     length: Float[Array, ""]
+    size: Float[Array, ""]
     share: Float[Array, ""]
+    noise: Bool[Array, ""]
 
 
 _State = TypeVar("_State")
@@ -179,8 +184,11 @@ _UNDAMPED = 0.999
 # The first move from the last damping is by this factor, the next by its square, and so
 # on, up to a factor that leaves some precision.
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
-# A step is no longer than this multiple of the last one.
-_GROWTH = 3.0
+# So many times as many trials, where the first steps are too short to gain anything.
+_LONG_WAY = 2
+# A step is no longer than this multiple of the last one (without such a limit BoxBOD of
+# NIST's ends on a plateau), or than this part of the point, if that is more.
+_GROWTH, _SHORT = 3.0, 1e-3
 
 
 class _Edge(eqx.Module):
@@ -190,9 +198,10 @@ class _Edge(eqx.Module):
     move: Float[Array, ""]
     number: Int[Array, ""]  # of trials at this linearisation
     length: Float[Array, ""]  # of the last step; negative before the first trial
-    # Of the trial at `high`
-    ratio: Float[Array, ""]
+    # Of the step that is taken: its length, and the damping to begin with after it
     next_length: Float[Array, ""]
+    next_damping: Float[Array, ""]
+    real: Bool[Array, ""]  # whether a step that gains something has been found
 
 
 class LongestStep(AbstractDamping[_Edge]):
@@ -202,7 +211,8 @@ class LongestStep(AbstractDamping[_Edge]):
     From one factorisation each trial costs a product and an evaluation. The search begins
     where Nielsen's rule would, and moves away by factors of 3, 9, 81 and so on until a
     step fails (or one is accepted). It then halves the interval, in logarithms, until its
-    ends are within a factor of 1.5. A step is at most three times as long as the last.
+    ends are within a factor of 1.5. A step is at most three times as long as the last,
+    unless that is less than a thousandth of the point.
 
     **Arguments:**
 
@@ -228,7 +238,8 @@ class LongestStep(AbstractDamping[_Edge]):
     def init(self, dtype: jnp.dtype) -> _Edge:
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
         none = jnp.zeros((), int)
-        return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero)
+        no = jnp.array(False)
+        return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero, no)
 
     def damping(
         self, state: _Edge, subproblem: AbstractSubproblem, y: PyTree[Array]
@@ -237,6 +248,7 @@ class LongestStep(AbstractDamping[_Edge]):
 
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
+        longest = jnp.maximum(longest, _SHORT * trial.size)
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
         return (trial.ratio >= ratio) & (trial.length <= longest)
 
@@ -244,10 +256,16 @@ class LongestStep(AbstractDamping[_Edge]):
         good = trial.accepted
         low = jnp.where(good, state.low, trial.damping)
         high = jnp.where(good, trial.damping, state.high)
-        ratio = jnp.where(good, trial.ratio, state.ratio)
-        next_length = jnp.where(good, trial.length, state.next_length)
+        # Of steps that gain nothing the first is taken, which is short.
+        taken = good & (~trial.noise | jnp.isinf(state.high))
+        factor = jnp.where(trial.noise, 1, _nielsens(trial.ratio))
+        next_length = jnp.where(taken, trial.length, state.next_length)
+        next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
         number = state.number + 1
-        spent = (number >= self.num_trials) | (high <= _RESOLUTION * low)
+        # Where only steps that gain nothing have been found, it may be a long way.
+        real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
+        most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
+        spent = (number >= most) | (high <= _RESOLUTION * low)
         spent |= good & (trial.share >= _UNDAMPED)
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
@@ -258,14 +276,15 @@ class LongestStep(AbstractDamping[_Edge]):
         length = jnp.where(state.length < 0, trial.length, state.length)
         # At the next linearisation the search begins anew.
         return _Edge(
-            jnp.where(found, high * _nielsens(ratio), damping),
+            jnp.where(found, next_damping, damping),
             jnp.where(found, 0, low),
             jnp.where(found, jnp.inf, high),
             jnp.where(found, _MOVE, move),
             jnp.where(found, 0, number),
             jnp.where(found, next_length, length),
-            ratio,
             next_length,
+            next_damping,
+            real & ~found,
         )
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:

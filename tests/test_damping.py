@@ -15,8 +15,9 @@ from gnlin.damping import Nielsen, Trial, TrustRegion
 
 def trial(damping=1.0, ratio=1.0, *, accepted=True, length=1.0):
     numbers = (jnp.array(x, float) for x in (damping, ratio))
-    length, share = jnp.array(length, float), jnp.zeros(())
-    return Trial(*numbers, jnp.array(accepted), length, share)
+    length, zero = jnp.array(length, float), jnp.zeros(())
+    no = jnp.array(False)
+    return Trial(*numbers, jnp.array(accepted), length, zero, zero, no)
 
 
 @given(ratio=st.floats(0, 1), damping=st.floats(1e-10, 1e10))

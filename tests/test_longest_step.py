@@ -47,7 +47,8 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
                 step = step + 0.5 * bend
             kept = half_squares(r) - half_squares(sines_numpy(y + step, args)[0])
             kept = min(kept / predicted, 1)
-            good = gentle and kept >= ratio and length <= 3 * last
+            longest = max(3 * last, 1e-3 * np.linalg.norm(scale * y))
+            good = gentle and kept >= ratio and length <= longest
             if good:
                 high, found = damping, (y + step, kept, length)
             else:

@@ -102,6 +102,7 @@ class Update(eqx.Module):
         not it was taken; `None` for `y - lin.point`. If the last step was within the
         tolerances and this one has next to nothing to gain, the run has converged.
     - `jacobian`: the linearisation's, if the solver has it in memory.
+    - `searched`: whether the solver has looked for the longest step that lowers the loss.
     - `terminate`: whether the run is over, and a success, whatever the gradient.
     - `result`: any but `successful` ends the run.
     """
@@ -118,6 +119,7 @@ class Update(eqx.Module):
     num_rejected: ScalarLike = 0
     left: PyTree[Array] | None = None
     jacobian: AbstractJacobian | None = None
+    searched: bool = eqx.field(default=False, static=True)
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
@@ -295,7 +297,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
             def look():
                 tolerances = solver.rtol, solver.atol
-                return has_arrived(objective, here, left, *tolerances, first_loss)
+                how = *tolerances, first_loss, update.searched
+                return has_arrived(objective, here, left, *how)
 
             asks = going & (state.settled | stands)
             arrived = jax.lax.cond(asks, look, lambda: no)
@@ -303,7 +306,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             now, then = map(objective.residual, (update.outputs, lin.outputs))
             settled = solver.converged(update.y, step, now, then)
             gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
-            quiet = jnp.abs(gained) <= rounding_of_loss(objective, lin).astype(dtype)
+            quiet = jnp.abs(gained) <= rounding_of_loss(objective, here).astype(dtype)
             num_still = jnp.where(quiet, num_still + 1, 0)
         # A run that had arrived already takes no further step.
         stays = arrived & (num_steps > 0)

@@ -38,7 +38,7 @@ from ._verdict import rounding_of_loss
 # What an exact step is worth, in seconds: of a network, or with other batches to come,
 # little; and in times of one by conjugate gradients that stop early, to which it adds no
 # accuracy across batches, nor where the loss is not squared error.
-_EXACT_STEP, _EXACT_STEP_OF_NETWORK = 2.0, 2e-3
+_EXACT_STEP, _EXACT_STEP_OF_NETWORK = 10.0, 2e-3
 _TIMES, _TIMES_OF_NETWORK = 10.0, 2.0
 _BY_PRODUCTS = "matrix-free", "products-first"
 
@@ -259,6 +259,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=tried.step,
             jacobian=lin.jacobian,
+            searched=True,
             stuck=finite & ~tried.found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite

@@ -16,15 +16,15 @@ from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
-from ._verdict import rounding_of_loss
+from ._verdict import rounding_of_loss, rounding_of_outputs
 
 
 # A correction longer than this part of the step says that the step is too long for the
 # linearisation (Transtrum and Sethna, 2012, section 4).
 _MAX_ACCELERATION = 0.75
-# The part of the step over which its second derivative is measured (as there): the error
-# of the difference is about 4 eps / 0.01 of the outputs.
-_PART = 0.1
+# The part of the step over which its second derivative is measured (as there), and how
+# many roundings of the outputs, divided by its square, are none.
+_PART, _ROUNDINGS = 0.1, 20
 # Relative to the largest curvature, damping at this power of eps damps nothing.
 _LEAST_POWER = 2.5
 # By then the damping has grown past all floating-point numbers.
@@ -75,7 +75,9 @@ def try_dampings(
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
     sensible = unit * eps**_LEAST_POWER, unit / eps**2
     root = objective.root(lin.outputs)
+    point_size = subproblem.length(lin.point).astype(dtype)
     rounding = rounding_of_loss(objective, lin).astype(dtype)
+    least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(objective, lin)
 
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
@@ -92,7 +94,7 @@ def try_dampings(
             )
             predicted = predicted.astype(dtype)
         if acceleration:
-            bend = _accelerated(root, evaluate, lin, held, damping, step)
+            bend = _accelerated(root, evaluate, lin, held, damping, step, least_second)
             gentle = subproblem.length_of(bend) <= _MAX_ACCELERATION * length
             bent = bend.step
             if lin.box is not None:
@@ -111,13 +113,14 @@ def try_dampings(
             jnp.where(noise, 1, jnp.minimum(ratio, 1)),
             _tree.all_finite((y, outputs)) & gentle,
             length,
-            # Of noise no longer step is wanted.
-            jnp.where(noise, 1, share).astype(dtype),
+            point_size,
+            share.astype(dtype),
+            noise,
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
         state = rule.after(last.state, trial)
-        takes = accepted | ~last.found
+        takes = (accepted & ~noise) | ~last.found
         return Tried(
             damping=jnp.where(takes, damping, last.damping),
             state=state,
@@ -149,21 +152,22 @@ def try_dampings(
     return jax.lax.while_loop(goes_on, attempt, start)
 
 
-def _accelerated(root, evaluate, lin, subproblem, damping, velocity):
+def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     """The second-order correction to a step: the damped least-squares solution for the
     second derivative of the outputs along it, whitened. The derivative is a difference of
-    outputs, which needs no differentiation of the function; where that is not finite, as
-    at the edge of where the function is defined, there is no correction."""
-    ahead = evaluate(lin.moved(velocity, _PART))
-    pushed = lin.jvp(velocity)
+    outputs, which needs no differentiation of the function. There is no correction where
+    it is not finite, as at the edge of where the function is defined, or not above
+    `least`, its rounding."""
+    ahead, pushed = evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
     def second(ahead, here, pushed):
-        difference = 2 / _PART * ((ahead - here) / _PART - pushed)
-        return jnp.where(jnp.isfinite(difference), difference, 0)
+        return 2 / _PART * ((ahead - here) / _PART - pushed)
 
-    bent = subproblem.with_residual(
-        root(jax.tree.map(second, ahead, lin.outputs, pushed))
-    )
+    whitened = root(jax.tree.map(second, ahead, lin.outputs, pushed))
+    size = _tree.norm(whitened)
+    known = jnp.isfinite(size) & (size > least)
+    whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
+    bent = subproblem.with_residual(whitened)
     answer = bent.solve(Tikhonov(damping))
     passes = answer.passes + bent.passes + Passes(jvps=1)
     return eqx.tree_at(lambda a: a.passes, answer, passes)

@@ -19,6 +19,9 @@ _NUM_PROBES = 8
 # A cosine of this multiple of the third root of eps is none: the probes and the rounding
 # of the gradient allow no less.
 _FLAT = 1.25
+# A change of the residual by this part of it cannot be seen; in single precision no more,
+# because a saturated unit may yet come back.
+_UNSEEN = 1e-11
 # The outputs are known to this many roundings of what the parameters make of them.
 _ROUNDINGS = 10
 # optimistix's result for a run whose steps are next to nothing while its gradient is not.
@@ -34,6 +37,7 @@ def has_arrived(
     rtol: ScalarLike,
     atol: ScalarLike,
     first_loss: Scalar,
+    searched: bool = False,
 ) -> Bool[Array, ""]:
     r"""Whether there is next to nothing to gain: by moving any parameter by itself, and
     by the step that is left.
@@ -51,6 +55,10 @@ def has_arrived(
     - `left`: the step that is left: what the solver would take next.
     - `rtol`, `atol`: the solver's; `atol` is in the residual's units.
     - `first_loss`: at the start of the run.
+    - `searched`: whether the solver has looked for the longest step that lowers the loss.
+        A parameter that could be as large again with next to no difference to the
+        residual and to the loss is then left to that search: at a minimum where its column vanishes the
+        linearisation promises what no step keeps.
 
     ??? cite "Reference"
 
@@ -81,9 +89,16 @@ def has_arrived(
     known = has_fallen | (rounding <= most)
     most += jnp.where(has_fallen, rounding, 0)
 
-    # Where a column is zero, so must be the gradient.
-    is_flat = lambda g, norm: jnp.all(jnp.abs(g) <= most.astype(g.dtype) * norm)
-    flat = jax.tree.map(is_flat, gradient, norms)
+    def is_flat(g, norm, y):
+        # Where a column is zero, so must be the gradient.
+        each = jnp.abs(g) <= most.astype(g.dtype) * norm
+        if searched:
+            by_residual = norm * jnp.abs(y) <= (_UNSEEN * residual).astype(norm.dtype)
+            by_loss = jnp.abs(g * y) <= (_UNSEEN * residual**2).astype(g.dtype)
+            each |= by_residual & by_loss & (y != 0)
+        return jnp.all(each)
+
+    flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(lin.point))
     flat = jax.tree.reduce(jnp.logical_and, flat)
     return known & flat & (jnp.sqrt(2 * predicted) <= most)
 
@@ -136,10 +151,24 @@ def _alternating(x: Array) -> Array:
     return x * signs.reshape(x.shape).astype(x.dtype)
 
 
+def rounding_of_outputs(objective: AbstractObjective, lin: Linearisation) -> Scalar:
+    """The norm of the whitened outputs' rounding, as the parameters' makes it; 0 where
+    the Jacobian is not in memory, and a product would take a pass."""
+    dtype = _tree.dtype((lin.point, lin.outputs))
+    if not lin.jacobian.is_at_hand:
+        return jnp.zeros((), dtype)
+    pushed = lin.jvp(jax.tree.map(_alternating, lin.point))
+    size = _tree.norm(objective.root(lin.outputs)(pushed)).astype(dtype)
+    return _tree.eps((lin.point, lin.outputs)) * size
+
+
 def rounding_of_loss(objective: AbstractObjective, lin: Linearisation) -> Scalar:
-    """The largest change of the loss that says nothing."""
-    eps = _tree.eps((lin.point, lin.outputs))
-    return _ROUNDINGS * eps * jnp.abs(objective.value(lin.outputs))
+    """The largest change of the loss that says nothing: some roundings of the loss, and
+    what the outputs' rounding makes of it."""
+    loss, error = objective.value(lin.outputs), rounding_of_outputs(objective, lin)
+    loss = jnp.abs(loss).astype(error.dtype)
+    own = _ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * loss
+    return own + error * (jnp.sqrt(2 * loss) + error)
 
 
 class Watch(eqx.Module):
