@@ -360,7 +360,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         looks = going & (state.settled | state.stuck)
 
         def look():
-            lin = linearise(lambda y_, _: evaluate(y_), y)
+            budget = self.memory_budget
+            lin = linearise(lambda y_, _: evaluate(y_), y, memory_budget=budget)
             lin = self._placed(objective, lin)
             solver = self._in_units_of(state.first_loss)
             return is_stationary(
@@ -435,7 +436,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             before = evaluate(stride.point)
             stride, back = stride.judged(objective, before, evaluate(y))
             y = _tree.where(back, stride.point, y)
-        lin, aux = linearised(fn, y, args, has_aux)
+        lin, aux = linearised(fn, y, args, has_aux, self.memory_budget)
         new_y, state = self.advance(objective, lin, evaluate, state)
         # What has settled on one batch has not on another.
         no = jnp.array(False)
@@ -495,11 +496,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     #
 
     def init(self, fn, y, args, options, f_struct, aux_struct, tags) -> State:
-        others = sorted(set(options or {}) - {"history"})
+        others = sorted(set(options or {}) - {"history", "jac"})
         if others:
             raise ValueError(
-                "The solvers of gnlin take `options={'history': rows}` and no other, but "
-                f"{others} were given; how a step is computed is the solver's `method`."
+                'The solvers of gnlin take the options "history" and "jac", and no other, '
+                f"but {others} were given; how a step is computed is the solver's "
+                "`method`."
             )
         state = self.start(y, f_struct)
         num_rows = (options or {}).get("history")
@@ -515,12 +517,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), known(fn, y, args)
+        given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
         if posed is None:
-            lin, aux = linearise(fn, y, args, has_aux=True)
+            lin, aux = linearise(fn, y, args, has_aux=True, **given)
             objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         else:
             outputs, inputs, objective = posed
-            lin, aux = linearise(outputs, y, inputs), aux_of(fn, y, args)
+            lin, aux = linearise(outputs, y, inputs, **given), aux_of(fn, y, args)
             evaluate = lambda y_: outputs(y_, inputs)
         # Of many runs under `jax.vmap` those that pause wait for all others.
         waits = if_of_many(state.pausing)
@@ -590,10 +593,12 @@ def _with_stride(
     )
 
 
-def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:
+def linearised(
+    fn, y, args, has_aux: bool, memory_budget: int
+) -> tuple[Linearisation, Any]:
     if has_aux:
-        return linearise(fn, y, args, has_aux=True)
-    return linearise(fn, y, args), None
+        return linearise(fn, y, args, has_aux=True, memory_budget=memory_budget)
+    return linearise(fn, y, args, memory_budget=memory_budget), None
 
 
 def row_of(state: State) -> dict[str, Array]:
