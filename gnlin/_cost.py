@@ -92,7 +92,7 @@ def primitives_of(jaxpr: Jaxpr) -> set[Primitive]:
     return found.union(*(primitives_of(each) for every in inner for each in every))
 
 
-def bytes_made(jaxpr: Jaxpr) -> tuple[int, int]:
+def bytes_made(jaxpr) -> tuple[int, int]:
     """What all intermediate results of a program take in memory, and the largest."""
     total, largest = 0, 0
     for equation in jaxpr.eqns:

@@ -499,9 +499,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         others = sorted(set(options or {}) - {"history", "jac"})
         if others:
             raise ValueError(
-                'The solvers of gnlin take the options "history" and "jac", and no other, '
-                f"but {others} were given; how a step is computed is the solver's "
-                "`method`."
+                'Of `options` the solvers of gnlin take "history" and "jac", but '
+                f"{others} were given; how a step is computed is the solver's `method`."
             )
         state = self.start(y, f_struct)
         num_rows = (options or {}).get("history")
