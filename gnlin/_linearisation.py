@@ -87,7 +87,8 @@ class Linearisation(eqx.Module):
 
     def rows(self) -> PyTree[Array]:
         r"""The dense Jacobian, as the parameters' structure with a leading axis of
-        length m: m x p numbers. By forward mode if p < m, else by reverse mode; of a
+        length m: m x p numbers. By forward mode if p < m, else by reverse mode, unless
+        `jac` was given or the function has one direction only; of a
         [`gnlin.PerExample`][] (a model is one) likewise, an example by itself."""
         return self.jacobian.rows()
 
