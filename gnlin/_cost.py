@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 import jax
-from jaxtyping import PyTree
+from jax.extend.core import Jaxpr, Primitive
 
 
 class Factorisation(NamedTuple):
@@ -71,16 +71,25 @@ def rates() -> Rates:
     return _RATES.get(jax.default_backend(), _RATES["gpu"])
 
 
-def num_flops(fn, *args: PyTree) -> float:
-    """Multiplications and additions of one call: of matrix products and convolutions
+def num_flops(jaxpr: Jaxpr) -> float:
+    """Multiplications and additions of one run: of matrix products and convolutions
     twice their multiplications, of everything else one an element."""
-    return _of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
+    return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
 
 
-def loops_slowly(fn, *args: PyTree) -> bool:
-    """Whether a function is many times slower inside a loop: XLA's convolutions are, on a
+def loops_slowly(jaxpr: Jaxpr) -> bool:
+    """Whether a program is many times slower inside a loop: XLA's convolutions are, on a
     CPU, where they take fourteen times as long in a `while` as outside (jax 0.10)."""
-    return jax.default_backend() == "cpu" and _convolves(jax.make_jaxpr(fn)(*args).jaxpr)
+    return jax.default_backend() == "cpu" and any(
+        primitive.name == "conv_general_dilated" for primitive in primitives_of(jaxpr)
+    )
+
+
+def primitives_of(jaxpr: Jaxpr) -> set[Primitive]:
+    """All primitives of a program, and of the programs within it."""
+    found = {equation.primitive for equation in jaxpr.eqns}
+    inner = (_inner_jaxprs(equation.params) for equation in jaxpr.eqns)
+    return found.union(*(primitives_of(each) for every in inner for each in every))
 
 
 def bytes_made(jaxpr) -> tuple[int, int]:
@@ -95,20 +104,8 @@ def bytes_made(jaxpr) -> tuple[int, int]:
     return total, largest
 
 
-def _convolves(jaxpr) -> bool:
-    return any(
-        equation.primitive.name == "conv_general_dilated"
-        or any(map(_convolves, _inner_jaxprs(equation.params)))
-        for equation in jaxpr.eqns
-    )
-
-
-def _of_jaxpr(jaxpr) -> float:
-    return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
-
-
 def _of_equation(equation) -> float:
-    inner = [_of_jaxpr(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
+    inner = [num_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if inner:
         return sum(inner) * equation.params.get("length", 1)  # of a scan
     size = sum(math.prod(v.aval.shape) for v in equation.outvars)

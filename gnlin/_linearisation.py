@@ -15,8 +15,11 @@ from ._jacobian import (
     AbstractJacobian,
     AtOnce,
     ByPasses,
+    check_jac,
     DEFAULT_MEMORY_BUDGET,
+    Direction,
     OfExamples,
+    only_direction,
     PerExample,
     PerGroup,
     Scaled,
@@ -84,7 +87,8 @@ class Linearisation(eqx.Module):
 
     def rows(self) -> PyTree[Array]:
         r"""The dense Jacobian, as the parameters' structure with a leading axis of
-        length m: m x p numbers. By forward mode if p < m, else by reverse mode; of a
+        length m: m x p numbers. By forward mode if p < m, else by reverse mode, unless
+        `jac` was given or the function has one direction only; of a
         [`gnlin.PerExample`][] (a model is one) likewise, an example by itself."""
         return self.jacobian.rows()
 
@@ -180,6 +184,7 @@ def linearise(
     args: PyTree = None,
     *,
     has_aux: Literal[False] = False,
+    jac: Direction | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Linearisation: ...
 
@@ -191,6 +196,7 @@ def linearise(
     args: PyTree = None,
     *,
     has_aux: Literal[True],
+    jac: Direction | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> tuple[Linearisation, Any]: ...
 
@@ -201,6 +207,7 @@ def linearise(
     args: PyTree = None,
     *,
     has_aux: bool = False,
+    jac: Direction | None = None,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Any:
     r"""Linearise a function at a point.
@@ -212,12 +219,20 @@ def linearise(
     - `y`: the linearisation point, any pytree of floating-point arrays.
     - `args`: passed on, not differentiated.
     - `has_aux`: whether `fn` returns a pair, the second of auxiliary data.
+    - `jac`: whether the dense Jacobian is made by forward mode, `"fwd"`, or by reverse
+        mode, `"bwd"`. By default by whichever takes fewer passes.
     - `memory_budget`: bytes that the largest matrix made of it may take.
+
+    A function may have one direction only: a `jax.custom_vjp` has no forward mode, a
+    `lax.while_loop` no reverse mode. Its dense Jacobian is then made at once, by the mode
+    that there is, and products are with that.
 
     **Returns:** a [`gnlin.Linearisation`][]; with `has_aux`, a pair of it and the
     auxiliary data.
 
-    **Raises:** `ValueError` if `y` has no entries, or is not real floating-point.
+    **Raises:** `ValueError` if `y` has no entries, or is not real floating-point; if the
+    function has no derivative of the direction `jac`, or one direction only and a dense
+    Jacobian beyond the memory budget.
 
     !!! example
 
@@ -227,11 +242,12 @@ def linearise(
         ```
     """
     check_count("memory_budget", memory_budget)
+    check_jac(jac)
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
     if isinstance(fn, PerGroup):
         lins = {
-            name: linearise(of_group, y, args[name], memory_budget=memory_budget)
+            name: linearise(of_group, y, args[name], jac=jac, memory_budget=memory_budget)
             for name, of_group in fn.each().items()
         }
         outputs = {name: lin.outputs for name, lin in lins.items()}
@@ -244,16 +260,23 @@ def linearise(
 
     outputs, jvp, aux = jax.linearize(with_aux, y, has_aux=True)
     check_outputs(outputs)
-    jacobian = ByPasses(Structure.of(y), Structure.of(outputs), memory_budget, jvp)
+    domain, codomain = Structure.of(y), Structure.of(outputs)
+    only = only_direction(jvp, domain, codomain)
+    check_jac(jac, only)
+    jac = jac or only
+    jacobian = ByPasses(domain, codomain, memory_budget, jvp, jac)
     if isinstance(fn, AtOnce) and fn.sparsity is not None:
         jacobian = fn.sparsity.jacobian(jacobian)
     elif isinstance(fn, PerExample) and isinstance(fn.fn, Selected):
-        sizes = Structure.of(outputs), memory_budget
-        jacobian = Sparse.of_examples(fn.fn, y, args, *sizes)
+        jacobian = Sparse.of_examples(fn.fn, y, args, codomain, memory_budget, jac)
     elif isinstance(fn, PerExample):
         if has_aux:
             fn = PerExample(eqx.Partial(_without_aux, fn.fn), fn.part_size)
         jacobian = OfExamples(jacobian, fn, y, args)
+    if only is not None:
+        # Products of the other direction are with its rows.
+        check_at_hand(jacobian, only)
+        jacobian = jacobian.at_hand()
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
 
@@ -261,6 +284,18 @@ def linearise(
 def _without_aux(fn, y, example):
     out, _ = fn(y, example)
     return out
+
+
+def check_at_hand(jacobian: AbstractJacobian, only: Direction) -> None:
+    if not jacobian.fits():
+        m, p = jacobian.shape
+        missing = "reverse" if only == "fwd" else "forward"
+        raise ValueError(
+            f"The function has no {missing}-mode derivative, and needs its {m:,} x {p:,} "
+            f"Jacobian in memory, which takes {sum(jacobian.block_bytes()):,} bytes of a "
+            f"memory budget of {jacobian.memory_budget:,}: raise `memory_budget`, or use "
+            "a function that has both."
+        )
 
 
 def check_same_parameters(one: Linearisation, other: Linearisation) -> None:

@@ -161,7 +161,8 @@ def advanced(
         now = network.outputs(carry.parameters, args) if objective.names else None
     else:
         evaluate = lambda y: network.outputs(y, args)
-        lin, aux = linearised(fn, carry.parameters, args, has_aux)
+        budget = solver.memory_budget
+        lin, aux = linearised(fn, carry.parameters, args, has_aux, budget)
         with spread(setting.places):
             y, state = solver.advance(
                 objective,

@@ -95,6 +95,11 @@ REACHED = {
         and n["ensemble"].shape == (8, 3, 5, 2)
         and np.allclose(n["after"](n["x_train"]), n["y_train"], atol=0.05)
     ),
+    "docs/ode-parameters.md": lambda n: (
+        abs(n["fit"].parameters["growth"] - 0.1) < 3 * n["fit"].standard_errors["growth"]
+        and np.isclose(n["fit"].parameters["birth"], 1.165832, rtol=1e-4)
+        and n["lin"].shape == (40, 6)
+    ),
     "docs/uncertainty.md": lambda n: (
         abs(n["posterior"].noise - 0.15) < 0.05
         and np.mean(

@@ -71,3 +71,9 @@ def test_transfer():
     rows = percentages(run("transfer.py"))
     assert len(rows["4"]) == 4
     assert all(x > 60 for x in rows["4"])
+
+
+def test_ode_parameters():
+    said = run("ode_parameters.py")
+    assert re.search(r"^\| `ForwardMode` \|", said, re.MULTILINE)
+    assert "converged in" in said

@@ -11,6 +11,11 @@ from ._base import (
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses
 from ._coloured import Sparsity as Sparsity
+from ._directions import (
+    check_jac as check_jac,
+    Direction as Direction,
+    only_direction as only_direction,
+)
 from ._gathered import Gathered as Gathered, Selected as Selected, Sparse as Sparse
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample

@@ -32,7 +32,8 @@ class AtHand(AbstractJacobian):
         return self.pull_back(ravel_pytree(vector)[0])
 
     def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
-        pairs = zip(self._blocks, jax.tree.leaves(tangent), strict=True)
+        leaves = map(jnp.asarray, jax.tree.leaves(tangent))
+        pairs = zip(self._blocks, leaves, strict=True)
         parts = [block.push_forward(v) for block, v in pairs]
         return functools.reduce(jnp.add, promoted(parts)).astype(self.codomain.dtype)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
@@ -13,14 +14,16 @@ from .._tree import Structure
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, Cost, multiplied
 from ._block import AbstractBlock
+from ._directions import Direction
 from ._rows import Rows
 
 
 class ByPasses(AbstractJacobian):
     """One forward pass is kept; a product is a tangent or a transposed pass, and the
-    matrix takes the fewer of m and p of them."""
+    matrix takes the fewer of m and p of them, or those of the direction `jac`."""
 
     _jvp: Callable[[PyTree[Array]], PyTree[Array]]
+    jac: Direction | None = eqx.field(static=True, default=None)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._jvp(vector)
@@ -33,15 +36,16 @@ class ByPasses(AbstractJacobian):
         return Passes(1, 1)
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
-        m, p = self.shape
-        if forward_is_cheaper(m, p):
+        if is_by_forward(self.jac, self.shape):
+            p = self.domain.size
             columns = self.chunked(
                 lambda v: self.push_forward(self.domain.unravel(v)),
                 jnp.eye(p, dtype=self.domain.dtype),
             )
             rows = jax.vmap(self.domain.unravel)(columns.T)
         else:
-            rows = self.chunked(self.pull_back, jnp.eye(m, dtype=self.codomain.dtype))
+            basis = jnp.eye(self.codomain.size, dtype=self.codomain.dtype)
+            rows = self.chunked(self.pull_back, basis)
         blocks = [Rows(x) for x in jax.tree.leaves(rows)]
         return blocks if wanted is None else [blocks[k] for k in wanted]
 
@@ -56,35 +60,39 @@ class ByPasses(AbstractJacobian):
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)
-        return ByPasses(self.domain, codomain, self.memory_budget, jvp)
+        return ByPasses(self.domain, codomain, self.memory_budget, jvp, self.jac)
 
     def block_bytes(self) -> list[int]:
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
     def within(self, memory_budget: int) -> "ByPasses":
-        return ByPasses(self.domain, self.codomain, memory_budget, self._jvp)
+        return ByPasses(self.domain, self.codomain, memory_budget, self._jvp, self.jac)
 
     def cost(self) -> Cost:
         m, p = self.shape
-        rows = Passes(jvps=p) if forward_is_cheaper(m, p) else Passes(vjps=m)
+        forward = is_by_forward(self.jac, (m, p))
+        rows = Passes(jvps=p) if forward else Passes(vjps=m)
+        program = jax.make_jaxpr(self._jvp)(self.domain.tree).jaxpr
         return Cost(
             shape=(m, p),
             itemsize=self.domain.dtype.itemsize,
             rows=rows,
             gram=rows if self.fits() else Passes(m, m),
-            one_pass=num_flops(self._jvp, self.domain.tree),
+            one_pass=num_flops(program),
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=sum(self.block_bytes()),
             memory_budget=self.memory_budget,
-            loops_slowly=loops_slowly(self._jvp, self.domain.tree),
+            loops_slowly=loops_slowly(program),
             rows_in_loop=rows.number() > self.passes_at_once(self.domain.dtype.itemsize),
         )
 
 
-def forward_is_cheaper(num_outputs: int, num_parameters: int) -> bool:
-    """Whether a dense Jacobian takes fewer passes by forward mode."""
-    return num_parameters < num_outputs
+def is_by_forward(jac: Direction | None, shape: tuple[int, int]) -> bool:
+    """Whether a dense m x p Jacobian is made by forward mode: if `jac` says so, or, where
+    it says nothing, if that takes fewer passes."""
+    num_outputs, num_parameters = shape
+    return num_parameters < num_outputs if jac is None else jac == "fwd"
 
 
 def _transformed(matrices, jvp, tangent):

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, PyTree
 from .._passes import Passes
 from .._tree import ravel_pytree, Structure
 from ._by_passes import ByPasses
+from ._directions import check_jac, Direction
 from ._gathered import Gathered, Sparse
 
 
@@ -37,6 +38,8 @@ class Sparsity(eqx.Module):
     - `fn`: `fn(y, args)`, the residuals, as `optimistix.least_squares` takes it.
     - `y`: parameters; only their shapes matter.
     - `args`: passed on.
+    - `jac`: whether the passes are of forward mode, `"fwd"`, or of reverse mode, `"bwd"`.
+        By default of the mode that takes fewer.
     - `pattern`: where it is known, an m x p array (or one of `scipy.sparse`) that is zero
         where the Jacobian is, in `ravel_pytree` order; it is not checked.
 
@@ -77,8 +80,10 @@ class Sparsity(eqx.Module):
         y: PyTree,
         args: Any = None,
         *,
+        jac: Direction | None = None,
         pattern: Any = None,
     ):
+        check_jac(jac)
         asdex = _asdex()
         y = jax.tree.map(jnp.asarray, y)
         outputs = jax.eval_shape(lambda y_: fn(y_, args), y)
@@ -92,7 +97,9 @@ class Sparsity(eqx.Module):
         with warnings.catch_warnings():
             # Of one that is dense: which is what the passes then are, too
             warnings.simplefilter("ignore", asdex.DenseColoringWarning)
-            coloured = asdex.jacobian_coloring_from_sparsity(found)
+            coloured = asdex.jacobian_coloring_from_sparsity(
+                found, mode="rev" if jac == "bwd" else jac
+            )
         self.num_colors = int(coloured.num_colors)
         self.by_columns = coloured.mode == "fwd"
         self.num_residuals = shape[0]
@@ -129,6 +136,13 @@ class Sparsity(eqx.Module):
         """By one pass a colour, and what each residual reads taken from them."""
         domain, codomain = passes.domain, passes.codomain
         self.check(domain, codomain)
+        jac = "fwd" if self.by_columns else "bwd"
+        if passes.jac not in (None, jac):
+            raise ValueError(
+                f'The function is to be differentiated by `jac="{passes.jac}"` only, but '
+                f'its `sparsity` is for `jac="{jac}"`: make it with '
+                f'`gnlin.Sparsity(..., jac="{passes.jac}")`.'
+            )
 
         def of_columns(seed):
             return passes.push_forward(domain.unravel(seed))

@@ -14,7 +14,8 @@ from .._tree import promoted, Structure
 from ._at_hand import AtHand
 from ._base import Cost, Reads
 from ._block import AbstractBlock
-from ._by_passes import forward_is_cheaper
+from ._by_passes import is_by_forward
+from ._directions import Direction
 from ._rows import Rows
 
 
@@ -166,13 +167,14 @@ class Sparse(AtHand):
         examples: PyTree[Array],
         outputs: Structure,
         memory_budget: int,
+        jac: Direction | None,
     ) -> "Sparse":
         index = jax.vmap(fn.select)(examples)
         chosen = jax.vmap(gathered, in_axes=(None, 0))(y, index)
         of_one = Structure.of(jax.tree.map(lambda x: x[0], chosen))
         n = jax.tree.leaves(examples)[0].shape[0]
         num_outputs = outputs.size // n
-        forward = forward_is_cheaper(num_outputs, of_one.size)
+        forward = is_by_forward(jac, (num_outputs, of_one.size))
         derivative = jax.jacfwd if forward else jax.jacrev
         every = jax.vmap(derivative(fn.fn))(chosen, examples)
         # By arrays of outputs, then by parameters

@@ -19,7 +19,7 @@ from . import _program
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, Cost, grouped, Of
 from ._block import AbstractBlock
-from ._by_passes import ByPasses, forward_is_cheaper
+from ._by_passes import ByPasses, is_by_forward
 from ._layer import Layer
 from ._rows import Rows
 
@@ -153,7 +153,7 @@ class OfExamples(AbstractJacobian):
 
     def _blocks_of(self, point, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
         outputs = self._outputs_of_one()
-        if forward_is_cheaper(outputs.size, self.domain.size):
+        if is_by_forward(self._passes.jac, (outputs.size, self.domain.size)):
             of_example = functools.partial(_rows_forward, self._fn, point)
             rows = jax.tree.leaves(by_parts(of_example, args, self._of_one.part_size))
             found = [rows[leaf] for leaf in wanted]
@@ -222,7 +222,8 @@ class OfExamples(AbstractJacobian):
 
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
-        rows = Passes(jvps=p) if forward_is_cheaper(c, p) else Passes(vjps=c)
+        forward = is_by_forward(self._passes.jac, (c, p))
+        rows = Passes(jvps=p) if forward else Passes(vjps=c)
         sizes = self.block_bytes()
         groups, left = grouped(sizes, self.memory_budget)
         shape = self._num_examples(), c

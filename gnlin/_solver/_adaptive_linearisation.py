@@ -191,7 +191,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
             if self.max_drift is None:
                 outputs = evaluate(y)
             else:
-                now = linearise(lambda y, _: evaluate(y), y, None)
+                budget = lin.jacobian.memory_budget
+                now = linearise(lambda y, _: evaluate(y), y, memory_budget=budget)
                 outputs = now.outputs
                 moved = _tree.axpy(-1, of_then, now.jvp(now.vjp(probe)))
                 was, drift = _tree.norm(of_then), _tree.norm(moved)

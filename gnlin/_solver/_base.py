@@ -419,7 +419,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             before = evaluate(stride.point)
             stride, back = stride.judged(objective, before, evaluate(y))
             y = _tree.where(back, stride.point, y)
-        lin, aux = linearised(fn, y, args, has_aux)
+        lin, aux = linearised(fn, y, args, has_aux, self.memory_budget)
         new_y, state = self.advance(objective, lin, evaluate, state, same_examples=False)
         state = eqx.tree_at(lambda s: s.terminate, state, jnp.array(False))
         if stride is not None:
@@ -475,10 +475,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     #
 
     def init(self, fn, y, args, options, f_struct, aux_struct, tags) -> State:
-        others = sorted(set(options or {}) - {"history"})
+        others = sorted(set(options or {}) - {"history", "jac"})
         if others:
             raise ValueError(
-                "The solvers of gnlin take `options={'history': rows}` and no other, but "
+                'Of `options` the solvers of gnlin take "history" and "jac", but '
                 f"{others} were given; how a step is computed is the solver's `method`."
             )
         state = self.start(y, f_struct)
@@ -495,12 +495,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), known(fn, y, args)
+        given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
         if posed is None:
-            lin, aux = linearise(fn, y, args, has_aux=True)
+            lin, aux = linearise(fn, y, args, has_aux=True, **given)
             objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         else:
             outputs, inputs, objective = posed
-            lin, aux = linearise(outputs, y, inputs), aux_of(fn, y, args)
+            lin, aux = linearise(outputs, y, inputs, **given), aux_of(fn, y, args)
             evaluate = lambda y_: outputs(y_, inputs)
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
@@ -574,10 +575,12 @@ def _with_stride(
     )
 
 
-def linearised(fn, y, args, has_aux: bool) -> tuple[Linearisation, Any]:
+def linearised(
+    fn, y, args, has_aux: bool, memory_budget: int
+) -> tuple[Linearisation, Any]:
     if has_aux:
-        return linearise(fn, y, args, has_aux=True)
-    return linearise(fn, y, args), None
+        return linearise(fn, y, args, has_aux=True, memory_budget=memory_budget)
+    return linearise(fn, y, args, memory_budget=memory_budget), None
 
 
 def row_of(state: State) -> dict[str, Array]:

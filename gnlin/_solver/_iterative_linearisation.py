@@ -344,7 +344,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         stream: Stream = state.memory
         delta = jax.tree.map(jnp.subtract, y, stream.point)
         # One forward, one tangent and one transposed pass.
-        lin, aux = linearised(fn, stream.point, args, has_aux)
+        lin, aux = linearised(fn, stream.point, args, has_aux, self.memory_budget)
         change = lin.jvp(delta)
         outputs = _tree.axpy(1, change, lin.outputs)
         if self.form == "quadratic" and not objective.is_quadratic:

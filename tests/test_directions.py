@@ -1,0 +1,397 @@
+"""Functions that can be differentiated in one direction only."""
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+
+import gnlin
+from gnlin._passes import Passes
+
+
+@jax.custom_vjp
+def reverse_sin(x):
+    return jnp.sin(x)
+
+
+reverse_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (d * jnp.cos(x),))
+
+
+def looped_cube(x):
+    """By a loop that ends at a traced number: reverse mode has no way back."""
+    step = lambda s: (s[0] + 1, s[1] * x)
+    return jax.lax.while_loop(lambda s: s[0] < 3, step, (jnp.array(0), x * 0 + 1))[1]
+
+
+@jax.custom_jvp
+def bisected_root(a):
+    """Where x + x^3 is a; without a derivative of the bisection."""
+
+    def halve(ends):
+        low, high = ends
+        middle = (low + high) / 2
+        below = middle + middle**3 < a
+        return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+    width = jnp.finfo(a.dtype).eps * 8
+    goes_on = lambda ends: jnp.any(ends[1] - ends[0] > width)
+    return jax.lax.while_loop(goes_on, halve, (a * 0 - 4, a * 0 + 4))[0]
+
+
+@bisected_root.defjvp
+def _(primals, tangents):
+    """By Newton's method on the linear equation, which takes a loop of its own."""
+    (a,), (t,) = primals, tangents
+    x = bisected_root(a)
+    step = lambda s: (s[0] + 1, s[1] + (t - (1 + 3 * x**2) * s[1]) / (1 + 3 * x**2))
+    return x, jax.lax.while_loop(lambda s: s[0] < 2, step, (jnp.array(0), t * 0))[1]
+
+
+INNER = {
+    "loop": (looped_cube, lambda x: 3 * x**2),
+    "root": (bisected_root, lambda a: 1 / (1 + 3 * bisected_root(a) ** 2)),
+    "custom_vjp": (reverse_sin, jnp.cos),
+}
+ONLY = {"loop": "fwd", "root": "fwd", "custom_vjp": "bwd"}
+SHAPES = {"tall": (7, 3), "wide": (3, 5)}
+
+
+def problem(kind, shape, dtype=float):
+    """Residuals of parameters in a dictionary, where they start, and the Jacobian as
+    written by hand."""
+    inner, slope = INNER[kind]
+    m, p = SHAPES[shape]
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=(m, p)) / p, dtype)
+    y = {"a": jnp.asarray(np.linspace(0.4, 0.9, p - 1), dtype), "b": jnp.ones((), dtype)}
+
+    def joined(y):
+        return jnp.concatenate([y["a"], y["b"][None]])
+
+    def fn(y, args):
+        # The target is reached: a tall problem has a zero, too.
+        return inner(weights @ joined(y)) - inner(weights @ jnp.full(p, 0.7, dtype))
+
+    def oracle(y):
+        return np.asarray(slope(weights @ joined(y))[:, None] * weights)
+
+    return fn, y, oracle
+
+
+PAIRWISE = [
+    ("loop", "tall", jnp.float64, False),
+    ("loop", "wide", jnp.float32, True),
+    ("root", "tall", jnp.float32, True),
+    ("root", "wide", jnp.float64, False),
+    ("custom_vjp", "tall", jnp.float32, False),
+    ("custom_vjp", "wide", jnp.float64, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "dtype", "jitted"), PAIRWISE)
+def test_products_are_those_of_the_dense_jacobian(kind, shape, dtype, jitted):
+    fn, y, oracle = problem(kind, shape, dtype)
+    m, _ = SHAPES[shape]
+    v = jax.tree.map(
+        lambda x: jnp.cos(jnp.arange(x.size, dtype=dtype).reshape(x.shape)), y
+    )
+    u = jnp.sin(1 + jnp.arange(m, dtype=dtype))
+
+    def found(y):
+        lin = gnlin.linearise(fn, y)
+        return lin.matrix(), lin.jvp(v), lin.vjp(u), lin.kernel(), lin.curvature()
+
+    found = jax.jit(found) if jitted else found
+    matrix, pushed, pulled, kernel, curvature = found(y)
+    expected = oracle(y)
+    rtol = 1e-10 if dtype == jnp.float64 else 1e-4
+    same = lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=0.1 * rtol)
+    same(matrix, expected)
+    same(pushed, expected @ jnp.append(v["a"], v["b"]))
+    same(jnp.append(pulled["a"], pulled["b"]), u @ expected)
+    same(kernel, expected @ expected.T)
+    same(curvature, expected.T @ expected)
+
+
+@pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
+def test_rows_of_examples_take_passes_of_one_example(kind):
+    """Also by parts, of chosen rows, and by colours."""
+    inner, slope = INNER[kind]
+    y, x = jnp.linspace(0.4, 0.9, 4), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    weights = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
+
+    def fn(y, args):
+        example, weight = args
+        return inner(jnp.dot(example, y[:3])) * weight
+
+    expected = np.zeros((4, 3, 4))
+    expected[..., :3] = np.asarray(slope(x @ y[:3]))[:, None, None] * np.einsum(
+        "nc,nk->nck", weights, x
+    )
+    for part_size in (None, 3):
+        lin = gnlin.linearise(gnlin.PerExample(fn, part_size), y, (x, weights))
+        np.testing.assert_allclose(lin.matrix(), expected.reshape(12, 4), rtol=1e-12)
+        np.testing.assert_allclose(
+            lin.vjp(lin.outputs), lin.outputs.ravel() @ lin.matrix()
+        )
+
+
+@pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
+def test_groups_with_selections_and_colours(kind):
+    inner, _ = INNER[kind]
+    plain = {"loop": lambda x: x**3, "custom_vjp": jnp.sin}[kind]
+    chain = lambda f: lambda y, _: f(y[1:]) - 0.5 * y[:-1]
+    y0 = jnp.linspace(0.2, 0.6, 6)
+
+    def groups(f, jac):
+        sparsity = gnlin.Sparsity(chain(f), y0, jac=jac)
+        ends = jnp.stack([jnp.arange(5), jnp.arange(5) + 1], axis=1)
+        step = lambda pair, _: f(pair[1]) * pair[0] - 0.1
+        return {
+            "chain": gnlin.Residuals(chain(f), sparsity=sparsity),
+            "steps": gnlin.Residuals(step, ends, select=lambda pair: pair),
+        }
+
+    def history(f, jac):
+        solver = gnlin.DampedGaussNewton(0.1)
+        return gnlin.solve(y0, groups(f, jac), solver, max_steps=4, throw=False).history
+
+    mine, other = ("fwd", "bwd") if ONLY[kind] == "fwd" else ("bwd", "fwd")
+    expected = history(plain, None)
+    np.testing.assert_allclose(
+        history(inner, mine)["loss"], expected["loss"], rtol=1e-9, atol=1e-20
+    )
+    with pytest.raises(
+        ValueError, match=rf'make it with `gnlin.Sparsity\(..., jac="{mine}'
+    ):
+        history(inner, other)
+
+
+SOLVERS = [
+    ("loop", "wide", jnp.float64, gnlin.LevenbergMarquardt()),
+    ("root", "tall", jnp.float32, gnlin.LevenbergMarquardt(method="curvature")),
+    ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt(acceleration=False)),
+    ("custom_vjp", "wide", jnp.float32, gnlin.DampedGaussNewton(1e-6, method="kernel")),
+    ("root", "wide", jnp.float64, gnlin.DampedGaussNewton(1e-6, method="matrix-free")),
+    ("loop", "tall", jnp.float64, gnlin.GaussNewton()),
+    ("custom_vjp", "wide", jnp.float64, gnlin.TruncatedGaussNewton(1e-4)),
+    ("root", "tall", jnp.float64, gnlin.TruncatedGaussNewton(1e-4)),
+    ("custom_vjp", "tall", jnp.float32, gnlin.IterativeLinearisation(1000, 0.5)),
+    (
+        "custom_vjp",
+        "wide",
+        jnp.float64,
+        gnlin.LevenbergMarquardt(acceleration=False, bounds=(0.0, 2.0)),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "solver"),
+    SOLVERS,
+    ids=[f"{s[0]}-{s[1]}-{type(s[3]).__name__}" for s in SOLVERS],
+)
+def test_solvers_find_the_zero(kind, shape, dtype, solver):
+    fn, y, _ = problem(kind, shape, dtype)
+    found = optx.least_squares(fn, solver, y, max_steps=300, throw=False)
+    accuracy = 1e-6 if dtype == jnp.float64 else 2e-3
+    assert found.result == optx.RESULTS.successful
+    assert jnp.max(jnp.abs(fn(found.value, None))) < accuracy
+
+
+def test_the_drift_of_a_kernel_by_products_at_hand():
+    fn, y, _ = problem("loop", "wide", jnp.float32)
+    descent = gnlin.IterativeLinearisation(1000, 0.5)
+    solver = gnlin.AdaptiveLinearisation(descent, max_drift=0.5)
+    found = optx.least_squares(fn, solver, y, max_steps=20, throw=False)
+    assert jnp.max(jnp.abs(fn(found.value, None))) < 0.1 * jnp.max(jnp.abs(fn(y, None)))
+
+
+def test_networks_with_a_reverse_derivative_only():
+    """Dense layers are still found, and many runs are one program."""
+    model = eqx.nn.MLP(2, 1, 4, 1, activation=reverse_sin, key=jax.random.key(0))
+    plain = eqx.tree_at(lambda m: m.activation, model, jnp.sin)
+    x = jnp.linspace(-1, 1, 12).reshape(6, 2)
+    y = jnp.sum(x**2, axis=1, keepdims=True)
+    solver = gnlin.DampedGaussNewton(0.1)
+    rates = []
+    for each in (model, plain):
+        losses = gnlin.solve(each, (x, y), solver, max_steps=5, throw=False).history.loss
+        rates.append(losses)
+    np.testing.assert_allclose(*rates, rtol=1e-8)
+    fitted = gnlin.fit(
+        model, (x, y), gnlin.TruncatedGaussNewton(0.1), batch_size=3, steps=4
+    )
+    assert fitted.history.loss[-1] < fitted.history.loss[0]
+
+
+def test_many_fits_are_one_program():
+    x = jnp.linspace(0.1, 1.0, 8)
+    curve = lambda p, x: p["a"] * reverse_sin(p["b"] * x)
+    true = {"a": 2.0, "b": 1.5}
+    y = jnp.stack([curve(true, x), curve(true | {"a": 3.0}, x)])
+    solver = gnlin.LevenbergMarquardt(acceleration=False)
+    fit = gnlin.curve_fit(curve, x, y, {"a": 1.0, "b": 1.0}, solver)
+    np.testing.assert_allclose(fit.parameters["a"], [2, 3], rtol=1e-6)
+    np.testing.assert_allclose(fit.parameters["b"], 1.5, rtol=1e-6)
+    assert jnp.all(jnp.isfinite(fit.standard_errors["b"]))
+
+
+def test_the_minimum_is_differentiated_as_with_solvers_of_optimistix():
+    def minimum(shift, solver):
+        fn = lambda y, s: jnp.append(reverse_sin(y) - s, 0.1 * jnp.sum(y))
+        y0, options = jnp.array([0.1, 0.4]), {"jac": "bwd"}
+        return optx.least_squares(fn, solver, y0, shift, options=options).value
+
+    shift = jnp.array([0.3, 0.5])
+    mine = lambda s: minimum(s, gnlin.DampedGaussNewton(1e-3))
+    others = lambda s: minimum(s, optx.LevenbergMarquardt(1e-10, 1e-10))
+    np.testing.assert_allclose(
+        jax.jacrev(mine)(shift), jax.jacrev(others)(shift), rtol=1e-5
+    )
+
+
+#
+# Both directions
+#
+
+
+def test_what_has_both_directions_is_not_made_twice():
+    fn = lambda y, _: jnp.sin(jax.lax.erf_inv(y))
+    y = jnp.linspace(-0.5, 0.5, 4)
+    lin = gnlin.linearise(fn, y)
+    assert lin.jacobian.a_product() == Passes(1, 1)  # it is not in memory
+    program = str(jax.make_jaxpr(lambda y: gnlin.linearise(fn, y))(y))
+    assert program.count("erf_inv ") == 1
+    assert program.count("sin ") == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_direction_can_be_asked_for(shape):
+    m, p = SHAPES[shape]
+    weights = jnp.cos(jnp.arange(float(m * p))).reshape(m, p)
+    fn = lambda y, _: jnp.tanh(weights @ y) - 0.1
+    of_one = lambda y, w: jnp.tanh(w @ y)
+    y = jnp.linspace(-0.5, 0.5, p)
+    fewest = gnlin.linearise(fn, y)
+    rows = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=m)}
+    assert fewest.jacobian.cost().rows == rows["fwd" if p < m else "bwd"]
+    for jac, passes in rows.items():
+        lin = gnlin.linearise(fn, y, jac=jac)
+        assert lin.jacobian.cost().rows == passes
+        assert lin.jacobian.within(10**6).cost().rows == passes
+        np.testing.assert_allclose(lin.matrix(), fewest.matrix(), rtol=1e-12)
+        lin = gnlin.linearise(gnlin.PerExample(of_one), y, weights, jac=jac)
+        one = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=1)}[jac]
+        assert lin.jacobian.cost().rows == one
+        np.testing.assert_allclose(lin.matrix(), fewest.matrix(), rtol=1e-12)
+
+
+def test_options_are_those_of_optimistix():
+    fn = lambda y, args: jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
+    solver, y = gnlin.DampedGaussNewton(1e-3), jnp.array([0.5, 0.5])
+    expected = optx.least_squares(fn, solver, y).value
+    for jac in ("fwd", "bwd"):
+        found = optx.least_squares(fn, solver, y, options={"jac": jac}).value
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+    looped = lambda y, _: looped_cube(y) - 8.0
+    with pytest.raises(ValueError, match=r'no reverse-mode derivative, .* `jac="fwd"`'):
+        optx.least_squares(looped, solver, jnp.ones(2), options={"jac": "bwd"})
+    reverse = lambda y, _: reverse_sin(y) - 0.5
+    with pytest.raises(ValueError, match=r'no forward-mode derivative, .* `jac="bwd"`'):
+        optx.least_squares(reverse, solver, jnp.ones(2), options={"jac": "fwd"})
+
+
+@pytest.mark.parametrize("wrong", ["rev", 1])
+def test_other_directions_are_refused(wrong, unchecked):
+    fn, y = lambda y, _: jnp.sin(y), jnp.ones(2)
+    sentence = '`jac` must be "fwd", "bwd" or `None`'
+    with pytest.raises(ValueError, match=sentence):
+        gnlin.linearise(fn, y, jac=wrong)
+    with pytest.raises(ValueError, match=sentence):
+        gnlin.Sparsity(fn, y, jac=wrong)
+    solver = gnlin.DampedGaussNewton(1e-3)
+    with pytest.raises(ValueError, match=sentence):
+        optx.least_squares(fn, solver, y, options={"jac": wrong})
+
+
+#
+# In one sentence
+#
+
+
+def test_a_function_without_a_derivative_is_refused():
+    both = lambda y, _: reverse_sin(looped_cube(y))
+    with pytest.raises(ValueError, match=r"has no derivative: .* both parts the same\.$"):
+        gnlin.linearise(both, jnp.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
+def test_a_jacobian_beyond_the_memory_budget_is_refused(kind):
+    inner, _ = INNER[kind]
+    fn = lambda y, _: inner(y[:50])
+    missing = "reverse" if kind == "loop" else "forward"
+    sentence = rf"no {missing}-mode derivative, and needs its 50 x 100 .*`memory_budget`"
+    with pytest.raises(ValueError, match=sentence):
+        gnlin.linearise(fn, jnp.ones(100), memory_budget=30_000)
+    solver = gnlin.TruncatedGaussNewton(0.1, memory_budget=30_000)
+    with pytest.raises(ValueError, match=sentence):
+        optx.least_squares(fn, solver, jnp.ones(100))
+
+
+#
+# diffrax
+#
+
+ADJOINTS = {
+    "direct": diffrax.DirectAdjoint(),
+    "forward": diffrax.ForwardMode(),
+    "default": diffrax.RecursiveCheckpointAdjoint(),
+}
+TRUE = {"ab": 1.5, "bc": 0.7}
+
+
+def seen(adjoint, k):
+    """A -> B -> C, of which B is seen."""
+
+    def rates(t, y, k):
+        return jnp.stack([-k["ab"] * y[0], k["ab"] * y[0] - k["bc"] * y[1]])
+
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(rates),
+        diffrax.Euler(),
+        t0=0.0,
+        t1=2.0,
+        dt0=0.25,
+        y0=jnp.array([1.0, 0.0]),
+        args=k,
+        saveat=diffrax.SaveAt(steps=True),
+        adjoint=adjoint,
+        max_steps=8,
+    )
+    return solution.ys[:, 1]
+
+
+def seen_by_hand(k):
+    a, b, found = 1.0, 0.0, []
+    for _ in range(8):
+        a, b = a - 0.25 * k["ab"] * a, b + 0.25 * (k["ab"] * a - k["bc"] * b)
+        found.append(b)
+    return jnp.stack(found)
+
+
+@pytest.mark.parametrize("name", ADJOINTS)
+def test_differential_equations_by_each_adjoint(name):
+    def fn(k, data):
+        return seen(ADJOINTS[name], k) - data
+
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        data, k = seen_by_hand(TRUE), {"ab": 1.0, "bc": 1.0}
+        rows = jax.jit(lambda k: gnlin.linearise(fn, k, data).rows())(k)
+        expected = jax.jacfwd(seen_by_hand)(k)
+        found = optx.least_squares(fn, gnlin.DampedGaussNewton(1e-3), k, data).value
+    for name, rate in TRUE.items():
+        np.testing.assert_allclose(rows[name], expected[name], rtol=1e-10)
+        np.testing.assert_allclose(found[name], rate, rtol=1e-6)
