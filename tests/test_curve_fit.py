@@ -395,6 +395,29 @@ def test_missing_values():
     assert fit.degrees_of_freedom == without.degrees_of_freedom == 45
 
 
+def test_missing_values_with_a_covariance():
+    covariance = covariance_of(50)
+    covariance[7] = covariance[:, 7] = np.nan
+    y = np.stack([Y, 2 * Y])
+    y[:, 7] = y[1, 30] = np.nan
+    options = {"sigma": covariance, "absolute_sigma": True, "nan_policy": "omit"}
+    both = gnlin.curve_fit(decay, X, y, START, **options)
+    one = gnlin.curve_fit(decay, X, y[0], START, **options)
+    for k in range(2):
+        kept = np.isfinite(y[k])
+        sigma = covariance[np.ix_(kept, kept)]
+        without = gnlin.curve_fit(
+            decay, X[kept], y[k, kept], START, sigma=sigma, absolute_sigma=True
+        )
+        for fit, of in ((both, k), (one, ()))[: 2 - k]:
+            found = jax.tree.map(lambda x, of=of: x[of], fit.parameters)
+            np.testing.assert_allclose(values(found), values(without.parameters), 1e-6)
+            np.testing.assert_allclose(
+                fit.covariance_matrix[of], without.covariance_matrix, rtol=1e-6
+            )
+            assert fit.degrees_of_freedom[of] == without.degrees_of_freedom
+
+
 def test_a_missing_x_is_a_missing_point():
     x, y, sigma = X.copy(), Y.copy(), SIGMA.copy()
     x[[7, 30]], y[7], sigma[30] = np.nan, np.nan, np.nan

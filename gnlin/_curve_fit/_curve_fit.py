@@ -80,7 +80,7 @@ def curve_fit(
     - `starts`: so many starts, this one and others between the bounds, which are to be
         finite: points of a Sobol sequence. All run in one program; the best is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
-        `"omit"` them.
+        `"omit"` them, with their rows and columns of a covariance.
     - `max_steps`: the most outer steps.
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
