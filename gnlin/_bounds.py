@@ -116,7 +116,7 @@ def check_pair(bounds: Any) -> None:
 
 
 def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
-    """Raises `ValueError` if a lower bound is above the upper one, where both are known."""
+    """Raises `ValueError` if a known lower bound is above a known upper one."""
 
     def known(bound):
         leaves = jax.tree_util.tree_leaves_with_path(bound)
@@ -132,7 +132,9 @@ def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
             continue
         are_alike = low[-1].shape == high[-1].shape
         if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
-            _refuse_empty(low[-1], high[-1], f" of the parameter `{name}`" if name else "")
+            _refuse_empty(
+                low[-1], high[-1], f" of the parameter `{name}`" if name else ""
+            )
 
 
 def _is_known(value: Any) -> bool:

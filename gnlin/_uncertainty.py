@@ -88,9 +88,10 @@ def _inverse_factor(
 
 @_inverse_factor.defjvp
 def _(primals, tangents):
-    r"""Only $F F^\top = (A^\top A)^{-1}$ has a derivative where singular values are equal,
-    $-F M F^\top$ with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. $\dot F = -F M/2$ has
-    it, and so has all that follows from $F F^\top$."""
+    r"""Where singular values are equal, $F$ has no derivative, but
+    $F F^\top = (A^\top A)^{-1}$ has: $-F M F^\top$, with
+    $M = F^\top(\dot A^\top A + A^\top\dot A)F$. So $\dot F = -F M/2$ is right for all that
+    depends on $F F^\top$."""
     (matrix,), (change,) = primals, tangents
     factor, s, vt = _inverse_factor(matrix)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))

@@ -240,9 +240,12 @@ def test_what_are_no_bounds(bounds, start, message):
     ],
 )
 def test_what_are_no_bounds_through_optimistix(bounds, message):
-    with pytest.raises(ValueError, match=message):
+    def run():
         solver = gnlin.LevenbergMarquardt(bounds=bounds)
-        optx.least_squares(rosenbrock, solver, jnp.array([0.5, 0.5]))
+        return optx.least_squares(rosenbrock, solver, jnp.array([0.5, 0.5]))
+
+    with pytest.raises(ValueError, match=message):
+        run()
 
 
 def test_traced_bounds_that_no_point_is_between_end_as_not_finite():

@@ -44,7 +44,14 @@ def curve_fit(
     r"""Fit a function's parameters to data: their values, and how well they are known.
 
     Minimises $\sum_i\rho((y_i - f(\theta, x)_i)/\sigma_i)$, with $\rho(r) = \frac12 r^2$
-    unless a `loss` says otherwise. One compiled program for each `f` and all shapes.
+    unless a `loss` says otherwise. The program is compiled once for each `f` and all
+    shapes; another `f` that computes the same, such as a lambda made in a loop, is not
+    compiled again. The arrays that `f` closes over may differ; its Python numbers are part
+    of the program.
+
+    Derivatives of what is returned, as by `jax.jacfwd` or `jax.jacrev` with respect to
+    `y`, are those of the minimum (by the implicit function theorem), also where a
+    parameter is at its bound.
 
     **Arguments:**
 
@@ -146,7 +153,8 @@ def curve_fit(
         free = jax.tree.map(lambda s: s if many else s[0], free)
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
 
-    setting = Setting(curve, solver, loss, max_steps, kept, absolute_sigma, many)
+    program = curve.on(of_each[0], kept, x)
+    setting = Setting(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
         first = setting._replace(loss=SquaredError())
         end, parts = fitted(first, data, free, levels)
@@ -155,7 +163,7 @@ def curve_fit(
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)
-    fit = made(setting, data, end, parts)
+    fit = made(setting, curve, data, end, parts)
     complaint = fit.complaint()
     if complaint:
         warnings.warn(complaint, stacklevel=2)

@@ -138,8 +138,8 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
     """y, and whether it is of several data sets."""
     failures: list[Exception] = []
 
-    def called(free):  # `f` itself, which is then not traced for each call
-        return jax.eval_shape(curve.f, curve.merged(free, kept), x)
+    def called(free):
+        return curve.on(free, kept, x).shapes(free, kept, x)
 
     def shapes(free):
         try:

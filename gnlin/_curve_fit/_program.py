@@ -20,6 +20,7 @@ from .._solve import solve
 from .._solver import AbstractGaussNewton
 from .._tree import ravel_pytree
 from .._uncertainty import Covariance, covariance, robust_variance
+from .._written_anew import Program, program_of
 
 
 class Data(NamedTuple):
@@ -53,6 +54,19 @@ class Curve(eqx.Module):
 
     def __call__(self, free: PyTree, fixed: dict, x: PyTree) -> Float[Array, " m"]:
         return flat(self.f(self.merged(free, fixed), x))
+
+    def on(self, free: PyTree, fixed: dict, x: PyTree) -> "Curve":
+        """The same, of such arrays only: compiled once for all functions that compute
+        the same of them. A function with leaves, such as a model, is known by these."""
+        if jax.tree.leaves(self.f) != [self.f]:
+            return self
+        return Curve(program_of(self.f, self.merged(free, fixed), x), self.names)
+
+    def shapes(self, free: PyTree, fixed: dict, x: PyTree) -> PyTree:
+        """Those of what the user's function returns."""
+        if isinstance(self.f, Program):
+            return self.f.outputs
+        return jax.eval_shape(self.f, self.merged(free, fixed), x)
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
         return {**free, **fixed} if self.names else free
@@ -471,9 +485,9 @@ def _seen(
 
     def of_all():
         one_by_one = jnp.diag(steps)
-        down, up = jax.lax.map(
-            stays, jnp.concatenate([-one_by_one, one_by_one])
-        ).reshape(2, -1)
+        down, up = jax.lax.map(stays, jnp.concatenate([-one_by_one, one_by_one])).reshape(
+            2, -1
+        )
         return down | up
 
     stay = jax.lax.cond(jnp.any(asked), of_all, lambda: jnp.zeros(y.size, bool))

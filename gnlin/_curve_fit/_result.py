@@ -18,7 +18,16 @@ from .._losses import AbstractRobust
 from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import Data, Fitted, fitted, Setting, unflattened, whitened, with_bounds
+from ._program import (
+    Curve,
+    Data,
+    Fitted,
+    fitted,
+    Setting,
+    unflattened,
+    whitened,
+    with_bounds,
+)
 from ._report import names_of, report
 
 
@@ -87,6 +96,7 @@ class CurveFit(eqx.Module):
     result: optx.RESULTS
     history: Any
     num_steps: Any
+    _curve: Curve
     _setting: Setting
     _data: Data
     _end: Fitted
@@ -126,9 +136,9 @@ class CurveFit(eqx.Module):
             place += f" and at {number - 1} others"
         if not where.of_curve:
             return (
-                f"the derivative of `f` by {self._by(entry)} is not finite {place}, where "
-                "`f` itself is: leave this out, or write `f` so that no value on the way "
-                "to it is infinite there, and no root or power is of 0"
+                f"the derivative of `f` by {self._by(entry)} is not finite {place}, "
+                "where `f` itself is: leave this out, or write `f` so that no value on "
+                "the way to it is infinite there, and no root or power is of 0"
             )
         if number == self._data.y.size:
             return "`f` is not finite at the start: start elsewhere, or set bounds"
@@ -140,8 +150,9 @@ class CurveFit(eqx.Module):
     def _place(self, entry: int) -> str:
         """An entry of y, as a user counts them, and its x."""
         curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
-        like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
-        index, shape, name = (), (), ""
+        like = curve.shapes(self._free, fixed, x)
+        index: tuple[Any, ...] = ()
+        shape, name = (), ""
         for path, leaf in jax.tree_util.tree_leaves_with_path(like):
             each = 2 if jnp.iscomplexobj(leaf) else 1
             if entry < each * leaf.size:
@@ -173,7 +184,9 @@ class CurveFit(eqx.Module):
             slope = np.asarray(jax.jacfwd(value)(leaf))
             found.append(~np.isfinite(slope).ravel())
         flags = np.concatenate(found)
-        named = [f"`{name}`" for name, is_so in zip(self.names, flags, strict=True) if is_so]
+        named = [
+            f"`{name}`" for name, is_so in zip(self.names, flags, strict=True) if is_so
+        ]
         return " and ".join(named) or "its parameters"
 
     def _are_determined(self) -> np.ndarray:
@@ -259,7 +272,8 @@ class CurveFit(eqx.Module):
         if self._setting.many:
             raise ValueError("A band is of one data set: fit it by itself.")
         x = jax.tree.map(jnp.asarray, x)
-        curve, fixed = self._setting.curve, self._setting.fixed
+        fixed = self._setting.fixed
+        curve = self._curve.on(self._free, fixed, x)
         mean, factor = _curve_and_errors(
             curve, self._free, fixed, x, self._end.covariance
         )
@@ -267,7 +281,7 @@ class CurveFit(eqx.Module):
         if sigma is not None:
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
-        like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
+        like = curve.shapes(self._free, fixed, x)
         ends = mean, mean - width, mean + width
         return Band(*(unflattened(end, like) for end in ends))
 
@@ -329,7 +343,9 @@ class CurveFit(eqx.Module):
         return plot(self, ax, confidence, num_points)
 
 
-def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> CurveFit:
+def made(
+    setting: Setting, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
+) -> CurveFit:
     """Of the end of a run, and what it is in the parameters' structure."""
     history = end.history
     if history is not None and not is_traced((end.num_steps, history)):
@@ -344,6 +360,7 @@ def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> Cu
         result=end.result,
         history=history,
         num_steps=end.num_steps,
+        _curve=curve,
         _setting=setting,
         _data=data,
         _end=end,
