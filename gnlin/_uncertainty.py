@@ -90,8 +90,8 @@ def _inverse_factor(
 def _(primals, tangents):
     r"""Where singular values are equal, $F$ has no derivative, but
     $F F^\top = (A^\top A)^{-1}$ has: $-F M F^\top$, with
-    $M = F^\top(\dot A^\top A + A^\top\dot A)F$. So $\dot F = -F M/2$ is right for all that
-    depends on $F F^\top$."""
+    $M = F^\top(\dot A^\top A + A^\top\dot A)F$. So $\dot F = -F M/2$ is right for what
+    depends on $F F^\top$ alone."""
     (matrix,), (change,) = primals, tangents
     factor, s, vt = _inverse_factor(matrix)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))

@@ -19,13 +19,14 @@ from jaxtyping import Array, PyTree
 # Constants within a program, of up to so many bytes, are compared by their values.
 _FEW_BYTES = 2**16
 _MOST_PROGRAMS = 1024
-# Rules of `jax.custom_jvp` that use others again are looked into so many times.
+# Rules of `jax.custom_jvp` that use others are looked into so many times. One that uses
+# its own function has no end, and is only equal to itself.
 _MOST_RULES = 2
 
 
 class Program(eqx.Module):
-    """A function of arrays of given shapes. The arrays that it closes over are its leaves;
-    two programs of equal structure compute the same."""
+    """A function of arrays of given shapes. The arrays that it closes over are its
+    leaves; two programs of equal structure compute the same."""
 
     consts: list[Array]
     traced: "_Traced" = eqx.field(static=True)
@@ -61,8 +62,8 @@ _of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
-    """What a function computes of arrays of these shapes. A function object is traced only
-    once, and keeps the values that it closed over then, as under `jax.jit`."""
+    """What a function computes of arrays of these shapes. A function object is traced
+    only once, and keeps the values that it closed over then, as under `jax.jit`."""
     is_kept = isinstance(fn, types.FunctionType)
     programs = _of_functions.setdefault(fn, {}) if is_kept else {}
     leaves, structure = jax.tree.flatten(args)
@@ -72,7 +73,7 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
         return programs[asked]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     out_structure = jax.tree.structure(out)
-    key = _key_of_all(closed), structure, out_structure
+    key = _key(closed.jaxpr), structure, out_structure
     consts = [
         c if isinstance(c, Tracer | Array) else jnp.asarray(c) for c in closed.consts
     ]
@@ -88,47 +89,14 @@ def _same(traced: _Traced) -> _Traced:
     return traced
 
 
-def _key_of_all(closed: ClosedJaxpr) -> Hashable:
-    """Equal for two programs only if they and their derivatives compute the same. The
-    rule of a `jax.custom_jvp` is a new object in each trace, and is known by the program
-    that it leads to."""
-    rules: list[Any] = []
-    keys = [_key(closed.jaxpr, rules)]
-    fn = lambda *leaves: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, leaves[:k]))(*leaves[k:])
-    k = len(closed.consts)
-    shapes = [_struct(v.aval) for v in (*closed.jaxpr.constvars, *closed.jaxpr.invars)]
-    for _ in range(_MOST_RULES):
-        if not rules:
-            break
-        rules, floats = [], [jnp.issubdtype(x.dtype, jnp.inexact) for x in shapes]
-        fn = functools.partial(_derivative, fn, tuple(floats))
-        shapes += [x for x, is_float in zip(shapes, floats, strict=True) if is_float]
-        keys.append(_key(jax.make_jaxpr(fn)(*shapes).jaxpr, rules))
-    return tuple(keys), tuple(map(_Itself, rules))
+def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
+    """Equal for two programs only if they, and their derivatives, compute the same of
+    equal arguments.
 
-
-def _derivative(fn: Callable, floats: tuple[bool, ...], *leaves: Array) -> list[Array]:
-    primals, moving = leaves[: len(floats)], iter(leaves[len(floats) :])
-
-    def of_floats(*values):
-        values = iter(values)
-        pairs = zip(primals, floats, strict=True)
-        return fn(*(next(values) if is_float else x for x, is_float in pairs))
-
-    given = [x for x, is_float in zip(primals, floats, strict=True) if is_float]
-    _, tangents = jax.jvp(of_floats, given, list(moving))
-    return jax.tree.leaves(tangents)
-
-
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def _key(jaxpr: Jaxpr, rules: list[Any]) -> Hashable:
-    """Equal for two programs only if they compute the same of equal arguments; without
-    the rules of `jax.custom_jvp`, which are added to a list."""
+    - `depth`: within so many rules of `jax.custom_jvp`.
+    """
     numbers: dict[Any, int] = {}
-    of_value = functools.partial(_key_of_value, rules=rules)
+    of_value = functools.partial(_key_of_value, depth=depth)
 
     def atom(x):
         if isinstance(x, Literal):
@@ -140,11 +108,13 @@ def _key(jaxpr: Jaxpr, rules: list[Any]) -> Hashable:
             numbers[v] = len(numbers)
         return tuple(v.aval for v in variables)
 
-    def params(e):
-        if e.primitive.name != "custom_jvp_call" or e.params.get("symbolic_zeros", True):
-            return of_value(e.params)
-        rules.append(e.params["jvp_jaxpr_fun"])
-        return of_value({n: v for n, v in e.params.items() if n != "jvp_jaxpr_fun"})
+    def params(equation):
+        params = dict(equation.params)
+        if equation.primitive.name == "custom_jvp_call" and depth < _MOST_RULES:
+            # A new object in each trace
+            del params["jvp_jaxpr_fun"]
+            return of_value(params), _key(_derivative(jaxpr, equation), depth + 1)
+        return of_value(params)
 
     inputs = named(jaxpr.constvars), named(jaxpr.invars)
     equations = tuple(
@@ -158,6 +128,31 @@ def _key(jaxpr: Jaxpr, rules: list[Any]) -> Hashable:
         for e in _needed(jaxpr)
     )
     return inputs, equations, tuple(map(atom, jaxpr.outvars))
+
+
+def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
+    """The program of the tangents that one of its equations makes."""
+    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
+    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
+    alone = jaxpr.replace(**of_one, outvars=equation.outvars)
+    fn = jaxpr_as_fun(ClosedJaxpr(alone, []))
+    shapes = [_struct(x.aval) for x in given]
+    which = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def tangents(primals, moving):
+        def of_floats(floats):
+            all_of_them = list(primals)
+            for k, x in zip(which, floats, strict=True):
+                all_of_them[k] = x
+            return fn(*all_of_them)
+
+        return jax.jvp(of_floats, ([primals[k] for k in which],), (moving,))[1]
+
+    return jax.make_jaxpr(tangents)(shapes, [shapes[k] for k in which]).jaxpr
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -174,12 +169,12 @@ def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-def _key_of_value(value: Any, rules: list[Any]) -> Hashable:
-    again = functools.partial(_key_of_value, rules=rules)
+def _key_of_value(value: Any, depth: int) -> Hashable:
+    again = functools.partial(_key_of_value, depth=depth)
     if isinstance(value, ClosedJaxpr):
-        return _key(value.jaxpr, rules), tuple(map(again, value.consts))
+        return _key(value.jaxpr, depth), tuple(map(again, value.consts))
     if isinstance(value, Jaxpr):
-        return _key(value, rules)
+        return _key(value, depth)
     if isinstance(value, tuple | list):
         return type(value), tuple(map(again, value))
     if isinstance(value, dict):

@@ -46,8 +46,7 @@ def curve_fit(
     Minimises $\sum_i\rho((y_i - f(\theta, x)_i)/\sigma_i)$, with $\rho(r) = \frac12 r^2$
     unless a `loss` says otherwise. The program is compiled once for each `f` and all
     shapes; another `f` that computes the same, such as a lambda made in a loop, is not
-    compiled again. The arrays that `f` closes over may differ; its Python numbers are part
-    of the program.
+    compiled again. It may close over other arrays, but not over other Python numbers.
 
     Derivatives of what is returned, as by `jax.jacfwd` or `jax.jacrev` with respect to
     `y`, are those of the minimum (by the implicit function theorem), also where a
