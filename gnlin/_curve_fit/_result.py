@@ -55,7 +55,7 @@ class CurveFit(eqx.Module):
     - `parameters`: in the structure of `start`.
     - `standard_errors`: likewise: 0 for those that are fixed, NaN for those at a bound
         (the others' are then at given values of these), infinite for those that the data
-        do not determine.
+        do not determine; all are NaN where a derivative of `f` is not finite.
     - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
         `fit.covariance["a"]["rate"]`; of an array the matrix. 0 beside what is fixed, NaN
         beside what is at a bound.
