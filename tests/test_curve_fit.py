@@ -777,6 +777,8 @@ def test_derivatives_at_a_bound(derivative, loss):
     step = jnp.zeros(50).at[9].set(h)
     expected = (found(y + step, most) - found(y - step, most)) / (2 * h)
     np.testing.assert_allclose(of_y[:, 9], expected, rtol=1e-4, atol=1e-7)
+    of_y_alone = derivative(found)(y, most)
+    np.testing.assert_allclose(of_y_alone, of_y, rtol=1e-9, atol=1e-12)
     expected = (found(y, most + h) - found(y, most - h)) / (2 * h)
     np.testing.assert_allclose(of_bound, expected, rtol=1e-4, atol=1e-7)
 

@@ -338,7 +338,9 @@ def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[_Run, _Run]:
             return jnp.where(blocked, jnp.where(side > 0, high, low), 0)
 
         _, moved = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
-        at_ends = at_ends.at[: side.size].set(moved)
+        if moved is not None:
+            at_ends = at_ends.at[: side.size].set(moved)
+    change = 0 if change is None else change  # where only the start is differentiated
     change += _tree.matmul(curvature, at_ends)
     moved = jnp.where(held, at_ends, -_solved(curvature, change, ~held))
     nothing = jax.tree.map(lambda _: None, run)

@@ -214,7 +214,8 @@ class CurveFit(eqx.Module):
                 for count, what in zip(counts, said, strict=True)
             )
             return f"`gnlin.curve_fit`: {', and '.join(each)}." if said else ""
-        if result_name(self.result) != "successful" or self._end.nonfinite.point >= 0:
+        is_finite = int(self._end.nonfinite.point) < 0
+        if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
         if np.all(np.asarray(self._end.covariance.determined)):
             if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
