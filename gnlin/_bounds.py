@@ -112,6 +112,45 @@ def check_pair(bounds: Any) -> None:
             "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
             f"parameters' structure, but {bounds!r} was given."
         )
+    _check_order(*bounds)
+
+
+def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
+    """Raises `ValueError` if a known lower bound is above a known upper one."""
+
+    def known(bound):
+        leaves = jax.tree_util.tree_leaves_with_path(bound)
+        return {path: np.asarray(value) for path, value in leaves if _is_known(value)}
+
+    lows, highs = known(lower), known(upper)
+    for path in lows.keys() | highs.keys():
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # Either may be one number for a whole part of the parameters.
+        parts = [path[:k] for k in range(len(path) + 1)]
+        low, high = ([v[k] for k in parts if k in v] for v in (lows, highs))
+        if not low or not high:
+            continue
+        are_alike = low[-1].shape == high[-1].shape
+        if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
+            _refuse_empty(
+                low[-1], high[-1], f" of the parameter `{name}`" if name else ""
+            )
+
+
+def _is_known(value: Any) -> bool:
+    is_number = isinstance(value, float | int | np.ndarray | np.generic | Array)
+    return is_number and not isinstance(value, Tracer) and is_here(value)
+
+
+def _refuse_empty(low: np.ndarray, high: np.ndarray, of: str) -> None:
+    low, high = np.broadcast_arrays(low, high)
+    if np.all(low <= high):
+        return
+    k = np.argmin(low <= high)
+    raise ValueError(
+        f"The lower bound{of} must not be above the upper one, but "
+        f"{low.flat[k]:g} and {high.flat[k]:g} were given."
+    )
 
 
 def check_start(bounds: Any, y: PyTree[Array]) -> None:
@@ -129,12 +168,7 @@ def check_start(bounds: Any, y: PyTree[Array]) -> None:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         of = f" of the parameter `{name}`" if name else ""
         x, low, high = map(np.asarray, (x, low, high))
-        if not np.all(low <= high):
-            k = np.argmin(low <= high)
-            raise ValueError(
-                f"The lower bound{of} must not be above the upper one, but "
-                f"{low.flat[k]:g} and {high.flat[k]:g} were given."
-            )
+        _refuse_empty(low, high, of)
         inside = (low <= x) & (x <= high)
         if not np.all(inside):
             k = np.argmin(inside)
@@ -156,6 +190,8 @@ def _spread(
         return jax.tree.map(lambda x: spread(none if limit is None else limit, x), part)
 
     def spread(limit, x):
+        if jnp.shape(limit) not in ((), x.shape):
+            raise ValueError
         return jnp.broadcast_to(jnp.asarray(limit, x.dtype), x.shape)
 
     try:
@@ -163,7 +199,8 @@ def _spread(
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The {which} bounds must be a number, or have the parameters' structure and "
-            f"shapes, {jax.tree.map(jnp.shape, y)}, but are {bound!r}."
+            f"shapes, {jax.tree.map(jnp.shape, y)}, but have the shapes "
+            f"{jax.tree.map(np.shape, bound)}."
         ) from error
 
 

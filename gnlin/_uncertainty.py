@@ -40,28 +40,63 @@ class Covariance(NamedTuple):
         return jnp.where(both, known, unknown.astype(known.dtype))
 
 
-def covariance(jacobian: Float[Array, "m k"], free: Bool[Array, " k"]) -> Covariance:
+def covariance(
+    jacobian: Float[Array, "m k"],
+    free: Bool[Array, " k"],
+    seen: Bool[Array, " k"] | None = None,
+) -> Covariance:
     r"""$(J^\top J)^{-1}$ of the free parameters, by $J = U S V^\top$: no matrix is
     inverted, nor squared.
 
     The columns are scaled to length 1 first, so that neither the answer nor what counts
-    as zero depends on the parameters' units.
+    as zero depends on the parameters' units. A column that is only rounding would be
+    scaled to length 1, too: `seen` says which are more than that, and the parameters of
+    the others are not determined. All is NaN where an entry of the Jacobian is not
+    finite.
     """
     m, k = jacobian.shape
-    jacobian = jnp.where(free[None], jacobian, 0)
+    finite = jnp.all(jnp.isfinite(jacobian))
+    used = free if seen is None else free & seen
+    jacobian = jnp.where(used[None] & finite, jacobian, 0)
     if m < k:  # All right singular vectors are wanted.
         jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
-    norms = jnp.linalg.norm(jacobian, axis=0)
+    norms = jax.lax.stop_gradient(jnp.linalg.norm(jacobian, axis=0))
     units = jnp.where(norms > 0, norms, 1)
-    _, s, vt = _small_svd.svd(jacobian / units[None])
-    eps = jnp.finfo(jacobian.dtype).eps
-    known = s > max(m, k) * eps * s[0]
-    factor = jnp.where(known[None], vt.T / jnp.where(known, s, 1)[None], 0)
+    factor, s, vt = _inverse_factor(jacobian / units[None])
+    known = s > 0
     factor /= units[:, None]
     parts = jnp.where(known[:, None], 0, vt)
-    undetermined = free & (jnp.linalg.norm(parts, axis=0) > _PART)
-    directions = jnp.where(free[None], parts / units[None], 0)
-    return Covariance(factor, jnp.sum(known), ~undetermined, directions)
+    undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > _PART)
+    directions = jnp.where(free[None] & finite, parts / units[None], 0)
+    rank = jnp.where(finite, jnp.sum(known), jnp.sum(free))
+    factor = jnp.where(finite, factor, jnp.nan)
+    return Covariance(factor, rank, ~undetermined, directions)
+
+
+@jax.custom_jvp
+def _inverse_factor(
+    matrix: Float[Array, "m k"],
+) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
+    r"""$V S^{-1}$ on the numerical range, the singular values, 0 off it, and
+    $V^\top$."""
+    m, k = matrix.shape
+    _, s, vt = _small_svd.svd(matrix)
+    s = jnp.where(s > max(m, k) * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
+    factor = jnp.where((s > 0)[None], vt.T / jnp.where(s > 0, s, 1)[None], 0)
+    return factor, s, vt
+
+
+@_inverse_factor.defjvp
+def _(primals, tangents):
+    r"""Where singular values are equal, $F$ has no derivative, but
+    $F F^\top = (A^\top A)^{-1}$ has: $-F M F^\top$, with
+    $M = F^\top(\dot A^\top A + A^\top\dot A)F$. So $\dot F = -F M/2$ is right for what
+    depends on $F F^\top$ alone."""
+    (matrix,), (change,) = primals, tangents
+    factor, s, vt = _inverse_factor(matrix)
+    half = matmul(matmul(matrix, factor).T, matmul(change, factor))
+    change = -0.5 * matmul(factor, half + half.T)
+    return (factor, s, vt), (change, jnp.zeros_like(s), jnp.zeros_like(vt))
 
 
 def robust_variance(

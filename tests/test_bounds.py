@@ -223,8 +223,10 @@ def decay_with(bounds, start=1.0):
     ("bounds", "start", "message"),
     [
         ((0.0, 0.5), 1.0, "start of the parameter `a` .* within its bounds, but is 1"),
-        ((1.0, 0.5), 1.0, "lower bound of the parameter `a` .* not be above"),
-        ((np.nan, 0.5), 0.2, "lower bound of the parameter `a` .* not be above"),
+        ((1.0, 0.5), 1.0, "lower bound must not be above the upper one, but 1 and 0.5"),
+        ((np.nan, 0.5), 0.2, "lower bound must not be above"),
+        (({"a": 1.0}, 0.5), 1.0, "lower bound of the parameter `a` must not be above"),
+        ((0.0, np.array([2.0])), 1.0, "upper bounds must be a number, or have"),
         (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound, but 'a'"),
         ((None, {"a": np.ones(3)}), 1.0, "upper bounds must be a number, or have"),
         ((0.0, 1.0, 2.0), 1.0, "must be a pair"),
@@ -234,6 +236,24 @@ def decay_with(bounds, start=1.0):
 def test_what_are_no_bounds(bounds, start, message):
     with pytest.raises(ValueError, match=message):
         decay_with(bounds, start)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ((1.0, 0.5), "lower bound must not be above the upper one, but 1 and 0.5"),
+        ((np.array([0.0, 2.0]), 1.0), "must not be above the upper one, but 2 and 1"),
+        ((np.array([0.0]), None), r"have the shapes \(1,\)"),
+        ((np.zeros((1, 2)), None), "lower bounds must be a number, or have"),
+    ],
+)
+def test_what_are_no_bounds_through_optimistix(bounds, message):
+    def run():
+        solver = gnlin.LevenbergMarquardt(bounds=bounds)
+        return optx.least_squares(rosenbrock, solver, jnp.array([0.5, 0.5]))
+
+    with pytest.raises(ValueError, match=message):
+        run()
 
 
 def test_traced_bounds_that_no_point_is_between_end_as_not_finite():

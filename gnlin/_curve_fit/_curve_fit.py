@@ -44,7 +44,13 @@ def curve_fit(
     r"""Fit a function's parameters to data: their values, and how well they are known.
 
     Minimises $\sum_i\rho((y_i - f(\theta, x)_i)/\sigma_i)$, with $\rho(r) = \frac12 r^2$
-    unless a `loss` says otherwise. One compiled program for each `f` and all shapes.
+    unless a `loss` says otherwise. The program is compiled once for each `f` and all
+    shapes; another `f` that computes the same, such as a lambda made in a loop, is not
+    compiled again. It may close over other arrays, but not over other Python numbers.
+
+    Derivatives of what is returned, as by `jax.jacfwd` or `jax.jacrev` with respect to
+    `y`, are those of the minimum (by the implicit function theorem), also where a
+    parameter is at its bound.
 
     **Arguments:**
 
@@ -80,7 +86,7 @@ def curve_fit(
     - `starts`: so many starts, this one and others between the bounds, which are to be
         finite: points of a Sobol sequence. All run in one program; the best is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
-        `"omit"` them.
+        `"omit"` them, with their rows and columns of a covariance.
     - `max_steps`: the most outer steps.
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
@@ -146,7 +152,8 @@ def curve_fit(
         free = jax.tree.map(lambda s: s if many else s[0], free)
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
 
-    setting = Setting(curve, solver, loss, max_steps, kept, absolute_sigma, many)
+    program = curve.on(of_each[0], kept, x)
+    setting = Setting(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
         first = setting._replace(loss=SquaredError())
         end, parts = fitted(first, data, free, levels)
@@ -155,7 +162,7 @@ def curve_fit(
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)
-    fit = made(setting, data, end, parts)
+    fit = made(setting, curve, data, end, parts)
     complaint = fit.complaint()
     if complaint:
         warnings.warn(complaint, stacklevel=2)

@@ -138,8 +138,8 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
     """y, and whether it is of several data sets."""
     failures: list[Exception] = []
 
-    def called(free):  # `f` itself, which is then not traced for each call
-        return jax.eval_shape(curve.f, curve.merged(free, kept), x)
+    def called(free):
+        return curve.on(free, kept, x).shapes(free, kept, x)
 
     def shapes(free):
         try:
@@ -304,11 +304,6 @@ def data_of(
             raise ValueError("There is no data: all of `y` is missing, or it is empty.")
     counted = jnp.asarray(numpy.where(missing, 0, 1), y.dtype)
     errors = _errors(sigma, y, values, missing)
-    if errors.are_covariance and known and np.any(missing):
-        raise ValueError(
-            "With a covariance as `sigma` no value of `y` may be missing: leave its row "
-            "and column out."
-        )
     if not known or np.any(missing):
         y = jnp.where(missing, 0, y)
     data: Any = Data(x, y, errors.numbers, counted, sigma_x)
@@ -325,7 +320,6 @@ class _Errors(NamedTuple):
     """
 
     numbers: Array
-    are_covariance: bool
     are_own: bool
 
 
@@ -333,31 +327,42 @@ def _errors(
     sigma: Any, y: Float[Array, "*sets m"], values: Values, missing: Any
 ) -> _Errors:
     if sigma is None:
-        return _Errors(jnp.ones(y.shape[:-1], y.dtype), False, values.many)
+        return _Errors(jnp.ones(y.shape[:-1], y.dtype), values.many)
     known = not any(isinstance(s, Tracer) for s in jax.tree.leaves(sigma))
-    factor = _factor(sigma, y, values, known)
+    factor = _factor(sigma, y, values, missing)
     if factor is not None:
-        return _Errors(factor, True, False)
+        return _Errors(factor, factor.ndim == 3)
     numbers, are_own = _deviations(sigma, y, values)
     if values.many and not are_own:
         missing = missing.all(axis=0)
     if known and not np.all(missing | ((numbers > 0) & np.isfinite(numbers))):
         raise ValueError("`sigma` must be positive and finite, at every point.")
-    return _Errors(jnp.where(missing, 1, numbers), False, are_own)
+    return _Errors(jnp.where(missing, 1, numbers), are_own)
 
 
-def _factor(sigma: Any, y: Array, values: Values, known: bool) -> Array | None:
-    """Of a covariance, a lower triangular one; `None` of standard deviations."""
+def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
+    """A lower triangular factor of a covariance; `None` of standard deviations. Missing
+    points have neither row nor column: that of the identity, and no value."""
     m, shape = y.shape[-1], np.shape(sigma) if _is_array(sigma) else ()
     (of_y, *others) = [v.shape for v in jax.tree.leaves(values.of_one())]
     if shape != (m, m) or (not others and of_y == shape):
         return None
     # Of m data sets of m points each may have its deviations: those are no covariance.
     unclear = y.shape == shape
-    if not known:
-        return None if unclear else jnp.linalg.cholesky(jnp.asarray(sigma, y.dtype))
-    given = np.asarray(sigma, y.dtype)
-    symmetric = np.all(np.isfinite(given)) and np.allclose(given, given.T)
+    are_traced = isinstance(sigma, Tracer) or isinstance(missing, Tracer)
+    if are_traced and unclear:
+        return None
+    numpy: Any = jnp if are_traced else np
+    given = numpy.asarray(sigma, y.dtype)
+    # Data sets that miss the same points, or none, have one factor.
+    if missing.ndim == 2 and not are_traced and np.all(missing == missing[:1]):
+        missing = missing[0]
+    unknown = missing[..., :, None] | missing[..., None, :]
+    given = numpy.where(unknown, numpy.eye(m, dtype=y.dtype), given)
+    if are_traced:
+        return jnp.linalg.cholesky(given)
+    transposed = np.swapaxes(given, -1, -2)
+    symmetric = np.all(np.isfinite(given)) and np.allclose(given, transposed)
     factor = jnp.linalg.cholesky(jnp.asarray(given)) if symmetric else jnp.array(np.nan)
     if bool(jnp.all(jnp.isfinite(factor))):
         return factor

@@ -18,7 +18,16 @@ from .._losses import AbstractRobust
 from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import Data, Fitted, fitted, Setting, unflattened, whitened, with_bounds
+from ._program import (
+    Curve,
+    Data,
+    Fitted,
+    fitted,
+    Setting,
+    unflattened,
+    whitened,
+    with_bounds,
+)
 from ._report import names_of, report
 
 
@@ -46,7 +55,7 @@ class CurveFit(eqx.Module):
     - `parameters`: in the structure of `start`.
     - `standard_errors`: likewise: 0 for those that are fixed, NaN for those at a bound
         (the others' are then at given values of these), infinite for those that the data
-        do not determine.
+        do not determine; all are NaN where a derivative of `f` is not finite.
     - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
         `fit.covariance["a"]["rate"]`; of an array the matrix. 0 beside what is fixed, NaN
         beside what is at a bound.
@@ -87,6 +96,7 @@ class CurveFit(eqx.Module):
     result: optx.RESULTS
     history: Any
     num_steps: Any
+    _curve: Curve
     _setting: Setting
     _data: Data
     _end: Fitted
@@ -112,9 +122,72 @@ class CurveFit(eqx.Module):
             return f"converged in {steps} steps"
         if name == "nonlinear_max_steps_reached":
             return f"all {steps} steps were made: raise `max_steps`, or start nearer"
+        if int(self._end.nonfinite.point) >= 0:
+            return self._what_is_not_finite()
         if name == "nonfinite" and not np.isfinite(self._end.loss):
             return "`f` is not finite at the start: start elsewhere, or set bounds"
         return why_it_ended(self.result).rstrip(".")
+
+    def _what_is_not_finite(self) -> str:
+        where = self._end.nonfinite
+        entry, number = int(where.point), int(where.number)
+        place = self._place(entry)
+        if number > 1:
+            place += f" and at {number - 1} others"
+        if not where.of_curve:
+            return (
+                f"the derivative of `f` by {self._by(entry)} is not finite {place}, "
+                "where `f` itself is: leave this out, or write `f` so that no value on "
+                "the way to it is infinite there, and no root or power is of 0"
+            )
+        if number == self._data.y.size:
+            return "`f` is not finite at the start: start elsewhere, or set bounds"
+        return (
+            f"`f` is not finite at the start {place}: leave out what `f` is not defined "
+            "for, or start elsewhere"
+        )
+
+    def _place(self, entry: int) -> str:
+        """An entry of y, as a user counts them, and its x."""
+        curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
+        like = curve.shapes(self._free, fixed, x)
+        index: tuple[Any, ...] = ()
+        shape, name = (), ""
+        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
+            each = 2 if jnp.iscomplexobj(leaf) else 1
+            if entry < each * leaf.size:
+                index, shape = np.unravel_index(entry // each, leaf.shape), leaf.shape
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                break
+            entry -= each * leaf.size
+        place = f"at point {', '.join(map(str, index))}" if index else "there"
+        place += f" of `{name}`" if name else ""
+        values = []
+        for path, value in jax.tree_util.tree_leaves_with_path(x):
+            if shape and jnp.shape(value)[:1] == shape[:1]:
+                of = jax.tree_util.keystr(path, simple=True, separator=".")
+                values.append(f"{f'x.{of}' if of else 'x'} = {value[index[0]]}")
+        return place + (f" ({', '.join(values)})" if values else "")
+
+    def _by(self, entry: int) -> str:
+        """The parameters by which the derivative of an entry of y is not finite, each
+        asked by itself: a zero for one of the others may become a NaN, too."""
+        curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
+        leaves, structure = jax.tree.flatten(self._free)
+        found: list[np.ndarray] = []
+        for k, leaf in enumerate(leaves):
+
+            def value(leaf, k=k):
+                free = structure.unflatten([*leaves[:k], leaf, *leaves[k + 1 :]])
+                return curve(free, fixed, x)[entry]
+
+            slope = np.asarray(jax.jacfwd(value)(leaf))
+            found.append(~np.isfinite(slope).ravel())
+        flags = np.concatenate(found)
+        named = [
+            f"`{name}`" for name, is_so in zip(self.names, flags, strict=True) if is_so
+        ]
+        return " and ".join(named) or "its parameters"
 
     def _are_determined(self) -> np.ndarray:
         """Whether all parameters are, of each data set."""
@@ -141,7 +214,8 @@ class CurveFit(eqx.Module):
                 for count, what in zip(counts, said, strict=True)
             )
             return f"`gnlin.curve_fit`: {', and '.join(each)}." if said else ""
-        if result_name(self.result) != "successful":
+        is_finite = int(self._end.nonfinite.point) < 0
+        if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
         if np.all(np.asarray(self._end.covariance.determined)):
             if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
@@ -170,7 +244,7 @@ class CurveFit(eqx.Module):
         """Directions in which the parameters may move without a change of the curve."""
         found = []
         for direction in np.asarray(self._end.covariance.directions):
-            size = np.max(np.abs(direction))
+            size = direction[np.argmax(np.abs(direction))]
             if size == 0:
                 continue
             parts = [
@@ -199,7 +273,8 @@ class CurveFit(eqx.Module):
         if self._setting.many:
             raise ValueError("A band is of one data set: fit it by itself.")
         x = jax.tree.map(jnp.asarray, x)
-        curve, fixed = self._setting.curve, self._setting.fixed
+        fixed = self._setting.fixed
+        curve = self._curve.on(self._free, fixed, x)
         mean, factor = _curve_and_errors(
             curve, self._free, fixed, x, self._end.covariance
         )
@@ -207,7 +282,7 @@ class CurveFit(eqx.Module):
         if sigma is not None:
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
-        like = jax.eval_shape(lambda p: curve.f(curve.merged(p, fixed), x), self._free)
+        like = curve.shapes(self._free, fixed, x)
         ends = mean, mean - width, mean + width
         return Band(*(unflattened(end, like) for end in ends))
 
@@ -269,7 +344,9 @@ class CurveFit(eqx.Module):
         return plot(self, ax, confidence, num_points)
 
 
-def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> CurveFit:
+def made(
+    setting: Setting, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
+) -> CurveFit:
     """Of the end of a run, and what it is in the parameters' structure."""
     history = end.history
     if history is not None and not is_traced((end.num_steps, history)):
@@ -284,6 +361,7 @@ def made(setting: Setting, data: Data, end: Fitted, parts: dict[str, Any]) -> Cu
         result=end.result,
         history=history,
         num_steps=end.num_steps,
+        _curve=curve,
         _setting=setting,
         _data=data,
         _end=end,

@@ -147,6 +147,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     - `bounds`: on the parameters, `(lower, upper)`, each a number, a tree with the
         parameters' structure (or a part of it: a number is then for all of a part), or
         `None`. All points are between them, and parameters whose bounds are equal stay.
+        `optimistix.least_squares`, which knows no start before its program runs, moves
+        one that is not between them to the nearest point that is; gnlin's own functions
+        refuse it.
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
         solved again for the parameters that have not come to theirs. Derivatives of the

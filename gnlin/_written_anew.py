@@ -1,0 +1,206 @@
+"""Functions are known by what they compute, so that one that is written anew, such as a
+lambda in a loop, is not compiled again."""
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
+from jaxtyping import Array, PyTree
+
+
+# Constants within a program, of up to so many bytes, are compared by their values.
+_FEW_BYTES = 2**16
+_MOST_PROGRAMS = 1024
+# Rules of `jax.custom_jvp` that use others are looked into so many times. One that uses
+# its own function has no end, and is only equal to itself.
+_MOST_RULES = 2
+
+
+class Program(eqx.Module):
+    """A function of arrays of given shapes. The arrays that it closes over are its
+    leaves; two programs of equal structure compute the same."""
+
+    consts: list[Array]
+    traced: "_Traced" = eqx.field(static=True)
+
+    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
+        closed = ClosedJaxpr(self.traced.jaxpr, self.consts)
+        out = jaxpr_as_fun(closed)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(self.traced.out_structure, out)
+
+    @property
+    def outputs(self) -> PyTree[jax.ShapeDtypeStruct]:
+        shapes = [_struct(v.aval) for v in self.traced.jaxpr.outvars]
+        return jax.tree.unflatten(self.traced.out_structure, shapes)
+
+
+class _Traced:
+    """A program without the arrays that it closes over."""
+
+    def __init__(self, jaxpr: Jaxpr, out_structure: Any, key: Hashable):
+        self.jaxpr, self.out_structure = jaxpr, out_structure
+        self._key, self._hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, _Traced) and self._key == other._key
+
+
+_of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
+    """What a function computes of arrays of these shapes. A function object is traced
+    only once, and keeps the values that it closed over then, as under `jax.jit`."""
+    is_kept = isinstance(fn, types.FunctionType)
+    programs = _of_functions.setdefault(fn, {}) if is_kept else {}
+    leaves, structure = jax.tree.flatten(args)
+    kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
+    asked = structure, tuple(kinds), jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    if asked in programs:
+        return programs[asked]
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    out_structure = jax.tree.structure(out)
+    key = _key(closed.jaxpr), structure, out_structure
+    consts = [
+        c if isinstance(c, Tracer | Array) else jnp.asarray(c) for c in closed.consts
+    ]
+    program = Program(consts, _same(_Traced(closed.jaxpr, out_structure, key)))
+    if not any(isinstance(c, Tracer) for c in consts):
+        programs[asked] = program
+    return program
+
+
+@functools.lru_cache(maxsize=_MOST_PROGRAMS)
+def _same(traced: _Traced) -> _Traced:
+    """One object for all equal ones, so that comparing them takes no time."""
+    return traced
+
+
+def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
+    """Equal for two programs only if they, and their derivatives, compute the same of
+    equal arguments.
+
+    - `depth`: within so many rules of `jax.custom_jvp`.
+    """
+    numbers: dict[Any, int] = {}
+    of_value = functools.partial(_key_of_value, depth=depth)
+
+    def atom(x):
+        if isinstance(x, Literal):
+            return of_value(x.val), x.aval
+        return numbers[x]
+
+    def named(variables):
+        for v in variables:
+            numbers[v] = len(numbers)
+        return tuple(v.aval for v in variables)
+
+    def params(equation):
+        params = dict(equation.params)
+        if equation.primitive.name == "custom_jvp_call" and depth < _MOST_RULES:
+            # A new object in each trace
+            del params["jvp_jaxpr_fun"]
+            return of_value(params), _key(_derivative(jaxpr, equation), depth + 1)
+        return of_value(params)
+
+    inputs = named(jaxpr.constvars), named(jaxpr.invars)
+    equations = tuple(
+        (
+            e.primitive,
+            tuple(map(atom, e.invars)),
+            named(e.outvars),
+            params(e),
+            repr(e.ctx),
+        )
+        for e in _needed(jaxpr)
+    )
+    return inputs, equations, tuple(map(atom, jaxpr.outvars))
+
+
+def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
+    """The program of the tangents that one of its equations makes."""
+    given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
+    of_one = {"constvars": [], "invars": given, "eqns": [equation]}
+    alone = jaxpr.replace(**of_one, outvars=equation.outvars)
+    fn = jaxpr_as_fun(ClosedJaxpr(alone, []))
+    shapes = [_struct(x.aval) for x in given]
+    which = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def tangents(primals, moving):
+        def of_floats(floats):
+            all_of_them = list(primals)
+            for k, x in zip(which, floats, strict=True):
+                all_of_them[k] = x
+            return fn(*all_of_them)
+
+        return jax.jvp(of_floats, ([primals[k] for k in which],), (moving,))[1]
+
+    return jax.make_jaxpr(tangents)(shapes, [shapes[k] for k in which]).jaxpr
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations that outputs or effects depend on."""
+    needed, found = set(filter(_is_variable, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            needed.update(filter(_is_variable, equation.invars))
+            found.append(equation)
+    return found[::-1]
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _key_of_value(value: Any, depth: int) -> Hashable:
+    again = functools.partial(_key_of_value, depth=depth)
+    if isinstance(value, ClosedJaxpr):
+        return _key(value.jaxpr, depth), tuple(map(again, value.consts))
+    if isinstance(value, Jaxpr):
+        return _key(value, depth)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(again, value))
+    if isinstance(value, dict):
+        return tuple((name, again(value[name])) for name in sorted(value))
+    if hasattr(value, "dtype") and hasattr(value, "nbytes"):
+        is_small = not isinstance(value, Tracer) and value.nbytes <= _FEW_BYTES
+        if is_small and value.dtype.kind in "biufc":
+            array = np.asarray(value)
+            return type(value), array.shape, str(array.dtype), array.tobytes()
+        return _Itself(value)
+    try:
+        hash(value)
+    except TypeError:
+        return _Itself(value)
+    # 3 and 3.0 are equal, and not the same; 0.0 and -0.0 likewise.
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+class _Itself:
+    """Equal to no other object."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
