@@ -27,11 +27,6 @@ DEFAULT_MEMORY_BUDGET = 2**31
 _PART_BYTES = 2**20
 _ROWS_A_SUM = 8
 
-# Up to so many bytes a matrix stays in the nearest cache. With 100,000 rows of four
-# parameters, columns at hand take 0.6 of the time of passes.
-_SMALL_JACOBIAN = 2**16
-_FEW_PARAMETERS = 16
-
 Of = TypeVar("Of")
 
 
@@ -320,14 +315,6 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def at_hand(self) -> "AbstractJacobian":
         """The same with its blocks in memory: products with it are products of
         matrices."""
-
-    def at_hand_if_small(self) -> "AbstractJacobian":
-        """The same in memory, where products are then cheaper than passes: a small matrix
-        stays in the nearest cache, and of few parameters all columns are fewer passes
-        than an iteration takes."""
-        m, p = self.shape
-        small = m * self.domain.nbytes <= _SMALL_JACOBIAN or p <= _FEW_PARAMETERS
-        return self.at_hand() if small and self.fits() else self
 
     def at_hand_if_it_fits(self) -> "AbstractJacobian":
         """The same, where the blocks stay within the memory budget."""

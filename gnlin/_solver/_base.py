@@ -14,11 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 from .. import _tree
 from .._bounds import Box, check_pair
 from .._checks import check_callable, check_count, check_flag, check_nonnegative
-from .._jacobian import AbstractJacobian, DEFAULT_MEMORY_BUDGET
+from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._known import aux_of, known
 from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
 from .._objective import AbstractObjective, SumOfSquares
 from .._passes import Passes
+from .._problem import Quadratic
 from .._retraction import Retraction
 from ._across_batches import Stride
 from ._verdict import has_arrived, rounding_of_loss, STANDS_STILL
@@ -101,7 +102,8 @@ class Update(eqx.Module):
     - `left`: the step that the linearised problem asks for, of any length and whether or
         not it was taken; `None` for `y - lin.point`. If the last step was within the
         tolerances and this one has next to nothing to gain, the run has converged.
-    - `jacobian`: the linearisation's, if the solver has it in memory.
+    - `problem`: the [`gnlin.Quadratic`][] of the linearisation, if its Jacobian is in
+        memory.
     - `searched`: whether the solver has looked for the longest step that lowers the loss.
     - `terminate`: whether the run is over, and a success, whatever the gradient.
     - `result`: any but `successful` ends the run.
@@ -118,7 +120,7 @@ class Update(eqx.Module):
     num_accepted: ScalarLike = 1
     num_rejected: ScalarLike = 0
     left: PyTree[Array] | None = None
-    jacobian: AbstractJacobian | None = None
+    problem: Quadratic | None = None
     searched: bool = eqx.field(default=False, static=True)
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
@@ -273,8 +275,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             converges or stands still.
         """
         num_steps = state.counts.num_feature_updates
-        jacobian = lin.jacobian.within(self.memory_budget).at_hand_if_small()
-        lin = lin.with_jacobian(jacobian)
+        lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self._placed(objective, lin)
         dtype = state.report.loss.dtype
         loss = objective.value(lin.outputs).astype(dtype)
@@ -294,14 +295,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             # step, after many that gained nothing, and where none could be found.
             going = ~update.terminate & (result == optx.RESULTS.successful)
             stands = update.stuck | (num_still >= _MOST_STILL)
-            jacobian = lin.jacobian if update.jacobian is None else update.jacobian
-            here, left = lin.with_jacobian(jacobian), update.left
-            left = step if left is None else left
+            left = step if update.left is None else update.left
 
             def look():
                 tolerances = solver.rtol, solver.atol
-                how = *tolerances, first_loss, update.searched
-                return has_arrived(objective, here, left, *how)
+                problem = update.problem
+                problem = objective.expand(lin) if problem is None else problem
+                how = *tolerances, loss, first_loss, update.searched
+                return has_arrived(problem, lin.point, left, *how)
 
             asks = going & (state.settled | stands)
             arrived = jax.lax.cond(asks, look, lambda: no)
@@ -309,7 +310,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             now, then = map(objective.residual, (update.outputs, lin.outputs))
             settled = solver.converged(update.y, step, now, then)
             gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
-            quiet = jnp.abs(gained) <= rounding_of_loss(objective, here).astype(dtype)
+            rounding = rounding_of_loss(loss, update.problem, lin.point)
+            quiet = jnp.abs(gained) <= rounding
             num_still = jnp.where(quiet, num_still + 1, 0)
         # A run that had arrived already takes no further step.
         stays = arrived & (num_steps > 0)

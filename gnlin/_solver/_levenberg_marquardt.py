@@ -231,6 +231,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             held = measured.of_another(problem_of(self.form, objective, lin))
             return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
 
+        in_memory = measured.problem if scaling != "identity" else None
         finite = jnp.isfinite(subproblem.gradient_norm)
         finite &= jnp.isfinite(objective.value(lin.outputs))
         tried = try_dampings(
@@ -242,6 +243,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             memory.state,
             acceleration,
             again,
+            in_memory,
             finite,
         )
         finite &= ~jnp.isnan(tried.damping)
@@ -258,7 +260,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=tried.step,
-            jacobian=lin.jacobian,
+            problem=in_memory,
             searched=True,
             stuck=finite & ~tried.found,
             result=optx.RESULTS.where(
@@ -323,7 +325,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-        rounding = rounding_of_loss(objective, lin).astype(dtype)
+        loss = objective.value(lin.outputs).astype(dtype)
+        rounding = rounding_of_loss(loss, None, lin.point)
         noise = predicted <= rounding
         fell = (actual >= 0) | (noise & (actual >= -rounding))
         good = finite & _tree.all_finite((y, outputs)) & fell

@@ -217,9 +217,17 @@ def take_step(
         num_accepted=jnp.where(good, 1, 0),
         num_rejected=jnp.where(good, 0, 1),
         left=answer.step,
+        problem=_in_memory(subproblem),
         stuck=stuck & at_point,
         result=result,
     )
+
+
+def _in_memory(subproblem: AbstractSubproblem) -> Quadratic | None:
+    """The linearised problem, if a product with its Jacobian takes no pass."""
+    problem = getattr(subproblem, "problem", None)
+    is_there = isinstance(problem, Quadratic) and problem.jacobian.is_at_hand
+    return problem if is_there else None
 
 
 def _safeguard(
@@ -265,7 +273,8 @@ def _searched(
         step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
         return step_size, accept, state, num_steps + 1
 
-    rounding = rounding_of_loss(objective, lin).astype(zero.dtype)
+    loss = objective.value(lin.outputs).astype(zero.dtype)
+    rounding = rounding_of_loss(loss, None, lin.point)
     # A slope that is lost in the rounding of the loss is for no search to judge.
     flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
     state = search.init(y, jax.eval_shape(lambda: here))

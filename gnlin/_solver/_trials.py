@@ -11,6 +11,7 @@ from .. import _tree
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
+from .._problem import Quadratic
 from .._subproblem import AbstractSubproblem
 from ..damping import AbstractDamping, Trial
 from ..filters import Tikhonov
@@ -58,6 +59,7 @@ def try_dampings(
     state: PyTree,
     acceleration: bool,
     again: Callable[[Linearisation, Scalar], PyTree[Array]],
+    problem: Quadratic | None,
     is_finite: Bool[Array, ""],
 ) -> Tried:
     """The dampings of a rule, from one linearisation and one factorisation.
@@ -65,6 +67,7 @@ def try_dampings(
     - `state`: of the rule.
     - `acceleration`: whether to add the second-order correction.
     - `again`: solves the problem at another linearisation with a damping: its step.
+    - `problem`: the linearised one, if its Jacobian is in memory.
     - `is_finite`: whether the linearisation is; if not, nothing is tried.
     """
     dtype = _tree.dtype((lin.point, lin.outputs))
@@ -76,8 +79,11 @@ def try_dampings(
     sensible = unit * eps**_LEAST_POWER, unit / eps**2
     root = objective.root(lin.outputs)
     point_size = subproblem.length(lin.point).astype(dtype)
-    rounding = rounding_of_loss(objective, lin).astype(dtype)
-    least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(objective, lin)
+    loss = objective.value(lin.outputs).astype(dtype)
+    rounding = rounding_of_loss(loss, problem, lin.point)
+    least_second = jnp.zeros((), dtype)
+    if problem is not None:
+        least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(problem, lin.point)
 
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)

@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
 from .._checks import check_finite_positive
-from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._problem import Quadratic
 
@@ -31,11 +30,12 @@ _MOST_FAR = 5
 
 
 def has_arrived(
-    objective: AbstractObjective,
-    lin: Linearisation,
+    quadratic: Quadratic,
+    point: PyTree[Array],
     left: PyTree[Array],
     rtol: ScalarLike,
     atol: ScalarLike,
+    loss: Scalar,
     first_loss: Scalar,
     searched: bool = False,
 ) -> Bool[Array, ""]:
@@ -54,11 +54,11 @@ def has_arrived(
 
     - `left`: the step that is left: what the solver would take next.
     - `rtol`, `atol`: the solver's; `atol` is in the residual's units.
-    - `first_loss`: at the start of the run.
+    - `loss`, `first_loss`: here, and at the start of the run.
     - `searched`: whether the solver has looked for the longest step that lowers the loss.
         A parameter that could be as large again with next to no difference to the
-        residual and to the loss is then left to that search: at a minimum where its column vanishes the
-        linearisation promises what no step keeps.
+        residual and to the loss is then left to that search: at a minimum where its
+        column vanishes the linearisation promises what no step keeps.
 
     ??? cite "Reference"
 
@@ -67,19 +67,17 @@ def has_arrived(
         estimator for the diagonal of a matrix*, Appl. Numer. Math. 57 (2007).
     """
     dtype = first_loss.dtype
-    eps = _tree.eps((lin.point, lin.outputs))
-    quadratic = objective.expand(lin)
-    gradient, norms = _gradient_and_norms(quadratic, lin.point)
-    step = _tree.cast_like(left, lin.point)
+    eps = _tree.eps((point, quadratic.residual))
+    gradient, norms = _gradient_and_norms(quadratic, point)
+    step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
 
     # One program for both products.
-    both = jax.tree.map(lambda d, y: jnp.stack([d, _alternating(y)]), step, lin.point)
+    both = jax.tree.map(lambda d, y: jnp.stack([d, _alternating(y)]), step, point)
     size_of = lambda v: _tree.norm(quadratic.jacobian.mv(v)).astype(dtype)
     change, size = jax.vmap(size_of)(both)
     predicted = jnp.maximum(-along - 0.5 * change**2, 0)
 
-    loss = objective.value(lin.outputs).astype(dtype)
     # For squared error this is the residual's norm.
     residual = jnp.sqrt(2 * jnp.abs(loss))
     most = jnp.asarray(atol, dtype)
@@ -98,7 +96,7 @@ def has_arrived(
             each |= by_residual & by_loss & (y != 0)
         return jnp.all(each)
 
-    flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(lin.point))
+    flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(point))
     flat = jax.tree.reduce(jnp.logical_and, flat)
     return known & flat & (jnp.sqrt(2 * predicted) <= most)
 
@@ -151,23 +149,27 @@ def _alternating(x: Array) -> Array:
     return x * signs.reshape(x.shape).astype(x.dtype)
 
 
-def rounding_of_outputs(objective: AbstractObjective, lin: Linearisation) -> Scalar:
-    """The norm of the whitened outputs' rounding, as the parameters' makes it; 0 where
-    the Jacobian is not in memory, and a product would take a pass."""
-    dtype = _tree.dtype((lin.point, lin.outputs))
-    if not lin.jacobian.is_at_hand:
-        return jnp.zeros((), dtype)
-    pushed = lin.jvp(jax.tree.map(_alternating, lin.point))
-    size = _tree.norm(objective.root(lin.outputs)(pushed)).astype(dtype)
-    return _tree.eps((lin.point, lin.outputs)) * size
+def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
+    """The norm of the whitened outputs' rounding, as the parameters' makes it."""
+    pushed = quadratic.jacobian.mv(jax.tree.map(_alternating, point))
+    dtype = _tree.dtype((point, quadratic.residual))
+    return _tree.eps((point, quadratic.residual)) * _tree.norm(pushed).astype(dtype)
 
 
-def rounding_of_loss(objective: AbstractObjective, lin: Linearisation) -> Scalar:
-    """The largest change of the loss that says nothing: some roundings of the loss, and
-    what the outputs' rounding makes of it."""
-    loss, error = objective.value(lin.outputs), rounding_of_outputs(objective, lin)
-    loss = jnp.abs(loss).astype(error.dtype)
-    own = _ROUNDINGS * _tree.eps((lin.point, lin.outputs)) * loss
+def rounding_of_loss(
+    loss: Scalar, quadratic: Quadratic | None, point: PyTree[Array]
+) -> Scalar:
+    """The largest change of the loss that says nothing: some roundings of it, and what
+    the outputs' rounding makes of it.
+
+    - `quadratic`: the linearised problem, if its Jacobian is in memory. If not, a product
+        would take a pass, and the outputs' rounding is left out.
+    """
+    loss = jnp.abs(loss)
+    own = _ROUNDINGS * float(jnp.finfo(loss.dtype).eps) * loss
+    if quadratic is None:
+        return own
+    error = rounding_of_outputs(quadratic, point).astype(loss.dtype)
     return own + error * (jnp.sqrt(2 * loss) + error)
 
 
