@@ -368,8 +368,9 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array)
         carry, row, moved = advanced(
             setting, objective, outputs, args, carry, num_steps, is_random=is_random
         )
-        at = num_steps - begun
-        rows = {name: r.at[at].set(row[name]) for name, r in rows.items()}
+        # No row of a step that was not made
+        at = jnp.where(moved, num_steps - begun, num_rows)
+        rows = {k: r.at[at].set(row[k], mode="drop") for k, r in rows.items()}
         return _Now(kept(carry), num_steps + jnp.where(moved, 1, 0)), rows
 
     def goes_on(now_and_rows):

@@ -179,7 +179,8 @@ def _or_first(
 
 # The search ends when the edge is known to this factor,
 _RESOLUTION = 1.5
-# or when the step gains this share of what the undamped one is predicted to.
+# or when the step gains this share of what the undamped one is predicted to, or is no
+# longer than this by less damping.
 _UNDAMPED = 0.999
 # The first move from the last damping is by this factor, the next by its square, and so
 # on, up to a factor that leaves some precision.
@@ -266,7 +267,9 @@ class LongestStep(AbstractDamping[_Edge]):
         real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
         spent = (number >= most) | (high <= _RESOLUTION * low)
-        spent |= good & (trial.share >= _UNDAMPED)
+        grows = trial.length * _UNDAMPED > state.next_length
+        undamped = (trial.share >= _UNDAMPED) | (jnp.isfinite(state.high) & ~grows)
+        spent |= good & undamped
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
         move = jnp.where(good, 1 / state.move, state.move)

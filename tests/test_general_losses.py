@@ -977,7 +977,7 @@ DISGUISED = {
     "quadratic": (gnlin.LevenbergMarquardt(), gnlin.LevenbergMarquardt()),
     "prox-linear": (
         gnlin.LevenbergMarquardt(form="prox-linear"),
-        gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
+        gnlin.LevenbergMarquardt(damping=1e-3, scaling="identity", acceleration=False),
     ),
 }
 

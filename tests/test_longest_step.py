@@ -49,11 +49,12 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
             kept = min(kept / predicted, 1)
             longest = max(3 * last, 1e-3 * np.linalg.norm(scale * y))
             good = gentle and kept >= ratio and length <= longest
+            undamped = good and predicted >= 0.999 * attainable
+            undamped |= bool(good and found and length * 0.999 <= found[2])
             if good:
                 high, found = damping, (y + step, kept, length)
             else:
                 low = damping
-            undamped = good and predicted >= 0.999 * attainable
             if found and (number >= most or high <= 1.5 * low or undamped):
                 break
             if low > 0 and found:
@@ -114,15 +115,14 @@ def test_under_vmap_each_has_its_own_search():
         np.testing.assert_allclose(one, literal(*problem, 4)[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-def test_a_network_is_trained_further_than_by_one_damping_a_linearisation(dtype):
+def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
     """In the median of four: each by itself may have luck, either way."""
-    x = jnp.linspace(-1, 1, 64, dtype=dtype)[:, None]
+    x = jnp.linspace(-1, 1, 64)[:, None]
     keys = jax.random.split(jax.random.key(0), 4)
 
     def loss_after(damping):
         def trained(key, x):
-            model = eqx.nn.MLP(1, 1, 12, 2, jnp.tanh, dtype=dtype, key=key)
+            model = eqx.nn.MLP(1, 1, 12, 2, jnp.tanh, dtype=float, key=key)
             solver = gnlin.LevenbergMarquardt(damping=damping)
             settings = {"max_steps": 20, "divergence": None, "history": False}
             return gnlin.solve(model, (x, jnp.sin(6 * x)), solver, **settings).loss

@@ -213,8 +213,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         by_products = method in _BY_PRODUCTS
         if self.damping is None and not objective.is_sample and by_products:
             rule = _one_trial(rule)
+        rows = Passes()
         if scaling != "identity":
-            lin = lin.materialise()
+            rows, lin = cost.rows, lin.materialise()
             problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
         subproblem = measured.chosen(kind, rule.num_trials, method)
@@ -224,7 +225,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
             memory, subproblem = self._truncated(objective, subproblem, memory)
         if objective.is_sample:
             return self._one_of_many(
-                objective, lin, evaluate, subproblem, memory, rule, measured.passes
+                objective,
+                lin,
+                evaluate,
+                subproblem,
+                memory,
+                rule,
+                rows + measured.passes,
             )
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
@@ -256,7 +263,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
-            passes=measured.passes + subproblem.passes + tried.passes,
+            passes=rows + measured.passes + subproblem.passes + tried.passes,
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=tried.step,

@@ -90,7 +90,7 @@ def try_dampings(
         damping = jnp.clip(damping, *sensible)
         held = subproblem.factorised(Tikhonov(damping)) if acceleration else subproblem
         answer = held.solve(Tikhonov(damping))
-        predicted = subproblem.predicted(answer, damping)
+        predicted = subproblem.predicted(answer, damping).astype(dtype)
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
@@ -175,5 +175,6 @@ def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
     bent = subproblem.with_residual(whitened)
     answer = bent.solve(Tikhonov(damping))
-    passes = answer.passes + bent.passes + Passes(jvps=1)
+    jvps = lin.jacobian.a_product().jvps
+    passes = answer.passes + bent.passes + Passes(jvps=jvps)
     return eqx.tree_at(lambda a: a.passes, answer, passes)

@@ -21,6 +21,8 @@ _FLAT = 1.25
 # A change of the residual by this part of it cannot be seen; in single precision no more,
 # because a saturated unit may yet come back.
 _UNSEEN = 1e-11
+# A cosine above this is never rounding, in any precision: that of single precision.
+_STEEP = 5e-3
 # The outputs are known to this many roundings of what the parameters make of them.
 _ROUNDINGS = 10
 # optimistix's result for a run whose steps are next to nothing while its gradient is not.
@@ -82,6 +84,9 @@ def has_arrived(
     residual = jnp.sqrt(2 * jnp.abs(loss))
     most = jnp.asarray(atol, dtype)
     most += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * residual
+    # A gain of this size cannot be told from the rounding of the loss.
+    lost = jnp.sqrt(2 * _rounding(loss, eps * size))
+    most = jnp.maximum(most, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= first_loss
     known = has_fallen | (rounding <= most)
@@ -165,11 +170,15 @@ def rounding_of_loss(
     - `quadratic`: the linearised problem, if its Jacobian is in memory. If not, a product
         would take a pass, and the outputs' rounding is left out.
     """
+    if quadratic is None:
+        return _rounding(loss, jnp.zeros_like(loss))
+    return _rounding(loss, rounding_of_outputs(quadratic, point).astype(loss.dtype))
+
+
+def _rounding(loss: Scalar, error: Scalar) -> Scalar:
+    """`error`: the norm of the outputs' rounding."""
     loss = jnp.abs(loss)
     own = _ROUNDINGS * float(jnp.finfo(loss.dtype).eps) * loss
-    if quadratic is None:
-        return own
-    error = rounding_of_outputs(quadratic, point).astype(loss.dtype)
     return own + error * (jnp.sqrt(2 * loss) + error)
 
 
