@@ -13,6 +13,7 @@ from ._bounds import Box, free_scale
 from ._checks import check_count
 from ._jacobian import (
     AbstractJacobian,
+    AtHand,
     AtOnce,
     ByPasses,
     check_jac,
@@ -29,8 +30,9 @@ from ._jacobian import (
     Turned,
 )
 from ._retraction import Retraction
+from ._sharding import is_spread
 from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
-from ._tree import Structure
+from ._tree import ravel_pytree, Structure
 
 
 class Linearisation(eqx.Module):
@@ -144,6 +146,23 @@ class Linearisation(eqx.Module):
         """The same linearisation with its Jacobian at hand, so that products with it are
         products with matrices."""
         return self.with_jacobian(self.jacobian.at_hand())
+
+    def in_one_array(
+        self,
+    ) -> "tuple[Linearisation, Callable[[Array], PyTree[Array]]]":
+        """The same of a function of all parameters in one array, and how they become
+        their tree again. What loops over parameters compiles faster for one array than
+        for the many of a network. Only where the matrix is in memory, the parameters are
+        of one dtype, on one device, and nothing but added to: else itself."""
+        jacobian, leaves = self.jacobian, jax.tree.leaves(self.point)
+        plain = isinstance(jacobian, AtHand) and jacobian.is_matrix and not is_spread()
+        alone = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
+        added = self.box is None and self.retraction is None
+        if not (plain and alone and added):
+            return self, lambda parameters: parameters
+        point, unravel = ravel_pytree(self.point)
+        lin = Linearisation(point, self.outputs, jacobian.of_one_array())
+        return lin, unravel
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """The same Jacobian with other outputs, of the same structure."""

@@ -181,7 +181,7 @@ def _or_first(
 _RESOLUTION = 1.5
 # or when the step gains this share of what the undamped one is predicted to, or is no
 # longer than this by less damping.
-_UNDAMPED = 0.999
+_UNDAMPED, _FREE = 0.999, 1 - 1e-6
 # The first move from the last damping is by this factor, the next by its square, and so
 # on, up to a factor that leaves some precision.
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
@@ -257,9 +257,13 @@ class LongestStep(AbstractDamping[_Edge]):
         good = trial.accepted
         low = jnp.where(good, state.low, trial.damping)
         high = jnp.where(good, trial.damping, state.high)
+        grows = trial.length * _UNDAMPED > state.next_length
+        saturated = jnp.isfinite(state.high) & ~grows
         # Of steps that gain nothing the first is taken, which is short.
         taken = good & (~trial.noise | jnp.isinf(state.high))
-        factor = jnp.where(trial.noise, 1, _nielsens(trial.ratio))
+        # A damping that damps nothing stays: far below, rounding would decide.
+        stays = trial.noise | saturated | (trial.share >= _FREE)
+        factor = jnp.where(stays, 1, _nielsens(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
         number = state.number + 1
@@ -267,9 +271,7 @@ class LongestStep(AbstractDamping[_Edge]):
         real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
         spent = (number >= most) | (high <= _RESOLUTION * low)
-        grows = trial.length * _UNDAMPED > state.next_length
-        undamped = (trial.share >= _UNDAMPED) | (jnp.isfinite(state.high) & ~grows)
-        spent |= good & undamped
+        spent |= good & ((trial.share >= _UNDAMPED) | saturated)
         found = jnp.isfinite(high) & spent
         between = (low > 0) & jnp.isfinite(high)
         move = jnp.where(good, 1 / state.move, state.move)

@@ -857,7 +857,7 @@ def test_a_plateau_is_told():
             lambda p, x: p["a"] * jnp.exp(-p["b"] * x) + p["c"],
             x,
             y,
-            {"a": 1.0, "b": 1.0, "c": 300.0},
+            {"a": 1.0, "b": 5.0, "c": 300.0},
         )
     assert np.isinf([fit.standard_errors["a"], fit.standard_errors["b"]]).all()
     expected = np.std(y, ddof=1) / np.sqrt(37)

@@ -50,9 +50,11 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
             longest = max(3 * last, 1e-3 * np.linalg.norm(scale * y))
             good = gentle and kept >= ratio and length <= longest
             undamped = good and predicted >= 0.999 * attainable
-            undamped |= bool(good and found and length * 0.999 <= found[2])
+            saturated = bool(good and found and length * 0.999 <= found[2])
+            undamped |= saturated
             if good:
-                high, found = damping, (y + step, kept, length)
+                free = saturated or predicted >= (1 - 1e-6) * attainable
+                high, found = damping, (y + step, None if free else kept, length)
             else:
                 low = damping
             if found and (number >= most or high <= 1.5 * low or undamped):
@@ -65,8 +67,9 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
         y, kept, last = found
         dampings.append(high)
         num_rejected += number - 1
-        factor = 0.1 if kept >= 0.98 else max(1 / 3, 1 - (2 * kept - 1) ** 3)
-        damping = high * factor
+        if kept is not None:
+            factor = 0.1 if kept >= 0.98 else max(1 / 3, 1 - (2 * kept - 1) ** 3)
+        damping = high * (1 if kept is None else factor)
     return y, dampings, num_rejected
 
 

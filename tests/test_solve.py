@@ -63,7 +63,9 @@ def test_training(solver):
         assert rows.shape == (n,)
         assert np.all(np.isfinite(rows))
     np.testing.assert_allclose(history.loss[0], loss_of(model), rtol=1e-12)
-    np.testing.assert_allclose(solution.loss, loss_of(solution.model), rtol=1e-10)
+    np.testing.assert_allclose(
+        solution.loss, loss_of(solution.model), rtol=1e-10, atol=1e-18
+    )
     assert solution.loss < 0.2 * history.loss[0]
     assert set(solution.stats) == {
         "num_steps",

@@ -12,6 +12,11 @@ from .._sharding import by_columns, is_spread
 from .._tree import matmul, promoted, ravel_pytree, Structure
 from ._base import AbstractJacobian, Cost, gram_of, multiplied
 from ._block import AbstractBlock
+from ._rows import Rows
+
+
+# Bytes of a small matrix.
+_SMALL = 2**22
 
 
 class AtHand(AbstractJacobian):
@@ -41,6 +46,21 @@ class AtHand(AbstractJacobian):
         pairs = zip(self._blocks, self.domain.leaves, strict=True)
         pulled = [block.pull_back(cotangent).astype(x.dtype) for block, x in pairs]
         return self.domain.treedef.unflatten(pulled)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is nothing but a matrix, or so small that it may be one: factors of
+        layers save nothing there."""
+        m, _ = self.shape
+        is_small = m * self.domain.nbytes <= _SMALL
+        return is_small or all(isinstance(block, Rows) for block in self._blocks)
+
+    def of_one_array(self) -> "AtHand":
+        """By parameters in one array, in `ravel_pytree` order."""
+        matrix = self.as_matrix()
+        domain = Structure.of(matrix[0])
+        fixed = domain, self.codomain, self.memory_budget
+        return AtHand(*fixed, [Rows(matrix)])
 
     def a_product(self) -> Passes:
         return Passes()

@@ -302,7 +302,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 problem = update.problem
                 problem = objective.expand(lin) if problem is None else problem
                 how = *tolerances, loss, first_loss, update.searched
-                return has_arrived(problem, lin.point, left, *how)
+                point = _as_in(problem, lin.point)
+                return has_arrived(problem, point, _as_in(problem, left), *how)
 
             asks = going & (state.settled | stands)
             arrived = jax.lax.cond(asks, look, lambda: no)
@@ -310,7 +311,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             now, then = map(objective.residual, (update.outputs, lin.outputs))
             settled = solver.converged(update.y, step, now, then)
             gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
-            rounding = rounding_of_loss(loss, update.problem, lin.point)
+            point = _as_in(update.problem, lin.point)
+            rounding = rounding_of_loss(loss, update.problem, point)
             quiet = jnp.abs(gained) <= rounding
             num_still = jnp.where(quiet, num_still + 1, 0)
         # A run that had arrived already takes no further step.
@@ -540,6 +542,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
 
 _rows = operator.attrgetter("rows")
+
+
+def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
+    """Parameters as a problem has them: their tree, or all of them in one array."""
+    if problem is None:
+        return parameters
+    domain = problem.jacobian.domain
+    is_tree = domain.treedef == jax.tree.structure(parameters)
+    return parameters if is_tree else _tree.ravel_pytree(parameters)[0]
 
 
 def _completed(

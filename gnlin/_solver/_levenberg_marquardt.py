@@ -205,17 +205,21 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule(lin.outputs if objective.is_sample else None)
+        if cost.reads and isinstance(rule, LongestStep) and self.damping is None:
+            rule = _one_trial(rule)  # each of which is a sparse factorisation
         # The damping of a tall problem may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
         method, scaling, acceleration = self._how(objective, cost, kind, rule.num_trials)
         by_products = method in _BY_PRODUCTS
-        if self.damping is None and not objective.is_sample and by_products:
+        if by_products and isinstance(rule, LongestStep) and self.damping is None:
             rule = _one_trial(rule)
-        rows = Passes()
+        rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows, lin = cost.rows, lin.materialise()
+            if scaling != "more" and not objective.is_sample:
+                lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
         subproblem = measured.chosen(kind, rule.num_trials, method)
@@ -244,7 +248,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         tried = try_dampings(
             objective,
             lin,
-            evaluate,
+            lambda y: evaluate(as_tree(y)),
             subproblem,
             rule,
             memory.state,
@@ -256,7 +260,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         finite &= ~jnp.isnan(tried.damping)
         step = _tree.where(tried.found, tried.step, _tree.zeros_like(tried.step))
         return Update(
-            y=lin.moved(step),
+            y=as_tree(lin.moved(step)),
             outputs=_tree.where(tried.found, tried.outputs, lin.outputs),
             memory=eqx.tree_at(lambda m: m.state, memory, tried.state),
             gradient_norm=subproblem.gradient_norm,
@@ -266,7 +270,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             passes=rows + measured.passes + subproblem.passes + tried.passes,
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
-            left=tried.step,
+            left=as_tree(tried.step),
             problem=in_memory,
             searched=True,
             stuck=finite & ~tried.found,

@@ -101,7 +101,9 @@ def try_dampings(
             predicted = predicted.astype(dtype)
         if acceleration:
             bend = _accelerated(root, evaluate, lin, held, damping, step, least_second)
-            gentle = subproblem.length_of(bend) <= _MAX_ACCELERATION * length
+            gentle = (
+                subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
+            )
             bent = bend.step
             if lin.box is not None:
                 bent = lin.box.within(lin.moved(step), bent)
@@ -167,11 +169,12 @@ def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     ahead, pushed = evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
     def second(ahead, here, pushed):
-        return 2 / _PART * ((ahead - here) / _PART - pushed)
+        change = (ahead - here.astype(ahead.dtype)) / _PART
+        return 2 / _PART * (change - pushed.astype(ahead.dtype))
 
     whitened = root(jax.tree.map(second, ahead, lin.outputs, pushed))
     size = _tree.norm(whitened)
-    known = jnp.isfinite(size) & (size > least)
+    known = jnp.isfinite(size) & (size > least.astype(size.dtype))
     whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
     bent = subproblem.with_residual(whitened)
     answer = bent.solve(Tikhonov(damping))

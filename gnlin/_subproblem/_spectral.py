@@ -16,12 +16,16 @@ from .._spectrum import Filter, Spectrum, spectrum_of
 from ._base import AbstractWay, Answer, price_of_squaring
 
 
+# So many roundings of the rest are not told from zero.
+_ROUNDINGS = 100
+
+
 class Spectral(AbstractWay):
     r"""$\delta = -\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$: each filter costs
     a function and a product.
 
     $g_0$ is the part of the gradient that is no $\phi^\top r$, the rest; to it the filter
-    is applied as $g(0) I + \phi^\top U\,\frac{g(w) - g(0)}{w}\,U^\top\phi$.
+    is applied as $g(w)$ within the range of $\phi^\top$, and as $g(0)$ outside of it.
     """
 
     problem: Quadratic
@@ -94,9 +98,20 @@ class Spectral(AbstractWay):
                 result=result,
             )
         at_zero = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
-        slope = jnp.where(w > 0, (g - at_zero) / jnp.where(w > 0, w, 1), 0)
-        within = self.spectrum.lift(-g * c - slope * self.pushed)
-        return Answer(_tree.axpy(-at_zero, self.problem.rest, within), result=result)
+        within, outside = self._split_rest()
+        step = self.spectrum.lift(-g * (c + within))
+        return Answer(_tree.axpy(-at_zero, outside, step), result=result)
+
+    def _split_rest(self) -> tuple[Float[Array, " k"], PyTree[Array]]:
+        r"""The rest as $\phi^\top U z + g_\perp$: z, and the part that no row of the
+        Jacobian reaches. Where that part is rounding it is zero: a small damping would
+        make a long step of it."""
+        w, rest = self.spectrum.eigenvalues, self.problem.rest
+        within = jnp.where(w > 0, self.pushed / jnp.where(w > 0, w, 1), 0)
+        outside = _tree.axpy(-1, self.spectrum.lift(within), rest)
+        size = _tree.norm(outside)
+        least = _ROUNDINGS * _tree.eps(rest) * _tree.norm(rest)
+        return within, _tree.scale(jnp.where(size <= least, 0, 1), outside)
 
 
 class SingularValues(Spectral):
