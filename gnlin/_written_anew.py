@@ -111,9 +111,15 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
     def params(equation):
         params = dict(equation.params)
         if equation.primitive.name == "custom_jvp_call" and depth < _MOST_RULES:
+            try:
+                rule = _derivative(jaxpr, equation)
+            except (
+                Exception
+            ):  # A rule may raise anything, as one that forbids derivatives.
+                return of_value(params)
             # A new object in each trace
             del params["jvp_jaxpr_fun"]
-            return of_value(params), _key(_derivative(jaxpr, equation), depth + 1)
+            return of_value(params), _key(rule, depth + 1)
         return of_value(params)
 
     inputs = named(jaxpr.constvars), named(jaxpr.invars)
@@ -179,8 +185,10 @@ def _key_of_value(value: Any, depth: int) -> Hashable:
         return type(value), tuple(map(again, value))
     if isinstance(value, dict):
         return tuple((name, again(value[name])) for name in sorted(value))
-    if hasattr(value, "dtype") and hasattr(value, "nbytes"):
-        is_small = not isinstance(value, Tracer) and value.nbytes <= _FEW_BYTES
+    if isinstance(value, Tracer):
+        return _Itself(value)
+    if isinstance(value, Array | np.ndarray | np.generic):
+        is_small = value.nbytes <= _FEW_BYTES
         if is_small and value.dtype.kind in "biufc":
             array = np.asarray(value)
             return type(value), array.shape, str(array.dtype), array.tobytes()

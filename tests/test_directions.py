@@ -172,7 +172,7 @@ def test_groups_with_selections_and_colours(kind):
 SOLVERS = [
     ("loop", "wide", jnp.float64, gnlin.LevenbergMarquardt()),
     ("root", "tall", jnp.float32, gnlin.LevenbergMarquardt(method="curvature")),
-    ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt(acceleration=False)),
+    ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt()),
     ("custom_vjp", "wide", jnp.float32, gnlin.DampedGaussNewton(1e-6, method="kernel")),
     ("root", "wide", jnp.float64, gnlin.DampedGaussNewton(1e-6, method="matrix-free")),
     ("loop", "tall", jnp.float64, gnlin.GaussNewton()),
@@ -183,7 +183,7 @@ SOLVERS = [
         "custom_vjp",
         "wide",
         jnp.float64,
-        gnlin.LevenbergMarquardt(acceleration=False, bounds=(0.0, 2.0)),
+        gnlin.LevenbergMarquardt(bounds=(0.0, 2.0)),
     ),
 ]
 
@@ -232,7 +232,7 @@ def test_many_fits_are_one_program():
     curve = lambda p, x: p["a"] * reverse_sin(p["b"] * x)
     true = {"a": 2.0, "b": 1.5}
     y = jnp.stack([curve(true, x), curve(true | {"a": 3.0}, x)])
-    solver = gnlin.LevenbergMarquardt(acceleration=False)
+    solver = gnlin.LevenbergMarquardt()
     fit = gnlin.curve_fit(curve, x, y, {"a": 1.0, "b": 1.0}, solver)
     np.testing.assert_allclose(fit.parameters["a"], [2, 3], rtol=1e-6)
     np.testing.assert_allclose(fit.parameters["b"], 1.5, rtol=1e-6)

@@ -29,7 +29,7 @@ ADJOINTS = {
     "RecursiveCheckpointAdjoint": (
         diffrax.RecursiveCheckpointAdjoint(),
         jax.jacrev,
-        gnlin.LevenbergMarquardt(acceleration=False),
+        gnlin.LevenbergMarquardt(),
     ),
 }
 TRUE = {"birth": 1.1, "catch": 0.4, "death": 0.4, "first": [10.0, 5.0], "growth": 0.1}
