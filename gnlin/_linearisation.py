@@ -155,14 +155,12 @@ class Linearisation(eqx.Module):
         for the many of a network. Only where the matrix is in memory, the parameters are
         of one dtype, on one device, and nothing but added to: else itself."""
         jacobian, leaves = self.jacobian, jax.tree.leaves(self.point)
-        plain = isinstance(jacobian, AtHand) and jacobian.is_matrix and not is_spread()
-        alone = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
-        added = self.box is None and self.retraction is None
-        if not (plain and alone and added):
+        alike = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
+        added = self.box is None and self.retraction is None and not is_spread()
+        if not (isinstance(jacobian, AtHand) and jacobian.is_matrix and alike and added):
             return self, lambda parameters: parameters
         point, unravel = ravel_pytree(self.point)
-        lin = Linearisation(point, self.outputs, jacobian.of_one_array())
-        return lin, unravel
+        return Linearisation(point, self.outputs, jacobian.of_one_array()), unravel
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """The same Jacobian with other outputs, of the same structure."""

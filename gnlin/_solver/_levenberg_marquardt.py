@@ -23,6 +23,7 @@ from .._subproblem import (
     is_factorised_anew,
     Method,
     problem_of,
+    ProxLinear,
     without_factorisation,
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen, SKIPPED, slowly
@@ -43,10 +44,10 @@ _TIMES, _TIMES_OF_NETWORK = 10.0, 2.0
 _BY_PRODUCTS = "matrix-free", "products-first"
 
 
+# The default rule where another trial is dear.
+_ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch and across batches: on a full batch a rejected trial
 # costs next to nothing.
-# The least part of the predicted decrease that a step must bring where only one is tried.
-_SUFFICIENT = 1e-4
 _FIRST_DAMPING = 1e-3
 _FIRST_DAMPING_ACROSS = 1.0
 # The curvature of so few examples is that of no others, and what one step gains on the
@@ -89,12 +90,11 @@ class _Last(eqx.Module):
 class LevenbergMarquardt(AbstractGaussNewton):
     r"""Damped Gauss-Newton whose damping adapts, and whose failing steps are rejected.
 
-    Each outer step linearises once and factorises once, then tries dampings until one
-    lowers the loss; a rejected trial costs a filter, a product and an evaluation. A good
-    prediction lowers the damping for the next linearisation by up to a factor of 3
-    (Nielsen, 1999), a nearly exact one by 10. Steps follow the curvature of the model's
-    manifold to second order (geodesic acceleration), which shortens the way through
-    narrow valleys many times.
+    Each outer step linearises once and factorises once. From that it looks for the longest
+    step that keeps a quarter of its promise: another trial costs a filter, a product and
+    an evaluation. Steps follow the curvature of the model's manifold to second order
+    (geodesic acceleration), which shortens the way through narrow valleys many times; a
+    step whose correction is nearly as long as itself is too long.
 
     **Arguments:**
 
@@ -103,8 +103,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `norm`: `optimistix.max_norm` by default.
     - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
-        curvature along the gradient. By default 0.001; across batches of n examples
-        1 + 8 / n.
+        curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
+        trial where a trial is dear; across batches of n examples 1 + 8 / n.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
         Jacobian's columns: `"root"`, their square roots; `"marquardt"`, the norms
         themselves; `"more"`, the largest norms lately (Moré, 1978), of which earlier ones
@@ -205,16 +205,17 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule(lin.outputs if objective.is_sample else None)
-        if cost.reads and isinstance(rule, LongestStep) and self.damping is None:
-            rule = _one_trial(rule)  # each of which is a sparse factorisation
         # The damping of a tall problem may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
+        by_default = self.damping is None and isinstance(rule, LongestStep)
+        if by_default and cost.reads:  # Each trial is a sparse factorisation.
+            rule = _ONE_TRIAL
         method, scaling, acceleration = self._how(objective, cost, kind, rule.num_trials)
         by_products = method in _BY_PRODUCTS
-        if by_products and isinstance(rule, LongestStep) and self.damping is None:
-            rule = _one_trial(rule)
+        if by_default and by_products:  # Each trial is a solution by conjugate gradients.
+            rule = _ONE_TRIAL
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows, lin = cost.rows, lin.materialise()
@@ -242,7 +243,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             held = measured.of_another(problem_of(self.form, objective, lin))
             return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
 
-        in_memory = measured.problem if scaling != "identity" else None
+        problem = measured.problem
+        in_memory = problem if scaling != "identity" else None
+        assert not isinstance(in_memory, ProxLinear)  # which has no scales
         finite = jnp.isfinite(subproblem.gradient_norm)
         finite &= jnp.isfinite(objective.value(lin.outputs))
         tried = try_dampings(
@@ -404,11 +407,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
             anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
             acceleration = not (free or anew or method in ("schur", "sparse"))
         return method, scaling, acceleration
-
-
-def _one_trial(rule: LongestStep) -> LongestStep:
-    """Where each trial is a solution by conjugate gradients."""
-    return LongestStep(_SUFFICIENT, num_trials=1, initial=rule.initial)
 
 
 def _few(outputs: PyTree[Array]) -> float:
