@@ -23,7 +23,6 @@ from problems import (
 )
 
 import gnlin
-from benchmarks.data import nist
 
 
 VARIANTS = {
@@ -398,18 +397,6 @@ def test_an_exact_prediction_lowers_the_damping_by_ten():
     ]
     first, second = (float(end.state.report.damping) for end in ends)
     np.testing.assert_allclose(second / first, 1 / 10)
-
-
-@pytest.mark.slow
-def test_a_valley_of_many_decades_needs_scales_free_of_units():
-    """NIST's MGH10 from afar, where a parameter falls by thirty decades by the square
-    roots of the scales."""
-    problem = nist.load("MGH10")
-    data = jnp.asarray(problem.x), jnp.asarray(problem.y)
-    solver = gnlin.LevenbergMarquardt(scaling="marquardt")
-    start = jnp.asarray(problem.starts[0])
-    end = least_squares(problem.residuals, solver, start, data, max_steps=1000)
-    assert problem.lre(np.asarray(end.value)) > nist.SOLVED_LRE
 
 
 #

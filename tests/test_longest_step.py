@@ -23,7 +23,8 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
     damping, last, dampings, num_rejected = None, None, [], 0
     for _ in range(num_steps):
         r, jacobian = sines_numpy(y, args)
-        scale = np.sqrt(np.linalg.norm(jacobian, axis=0))
+        norms = np.linalg.norm(jacobian, axis=0)
+        scale = np.sqrt(norms / norms.max())
         gradient = jacobian.T @ r
         attainable = half_squares(r) - half_squares(
             r + jacobian @ np.linalg.lstsq(jacobian, -r, rcond=None)[0]

@@ -90,11 +90,11 @@ class _Last(eqx.Module):
 class LevenbergMarquardt(AbstractGaussNewton):
     r"""Damped Gauss-Newton whose damping adapts, and whose failing steps are rejected.
 
-    Each outer step linearises once and factorises once. From that it looks for the longest
-    step that keeps a quarter of its promise: another trial costs a filter, a product and
-    an evaluation. Steps follow the curvature of the model's manifold to second order
-    (geodesic acceleration), which shortens the way through narrow valleys many times; a
-    step whose correction is nearly as long as itself is too long.
+    Each outer step linearises once and factorises once. From that it looks for the
+    longest step that keeps a quarter of its promise: another trial costs a filter, a
+    product and an evaluation. Steps follow the curvature of the model's manifold to
+    second order (geodesic acceleration), which shortens the way through narrow valleys
+    many times; a step whose correction is nearly as long as itself is too long.
 
     **Arguments:**
 
@@ -106,13 +106,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
         trial where a trial is dear; across batches of n examples 1 + 8 / n.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
-        Jacobian's columns: `"root"`, their square roots; `"marquardt"`, the norms
-        themselves; `"more"`, the largest norms lately (Moré, 1978), of which earlier ones
-        fade by 0.8 an outer step; or `"identity"`, none. The first three need the dense
-        Jacobian. By default `"root"`, or `"identity"` across batches and where the method
-        is matrix-free.
-    - `acceleration`: whether to add the second-order correction, for one second
-        directional derivative a trial; by default where the Jacobian is at hand, and
+        Jacobian's columns: `"root"`, their square roots (below a millionth of the
+        largest, a multiple of the norms); `"marquardt"`, the norms themselves; `"more"`,
+        the largest norms lately (Moré, 1978), of which earlier ones fade by 0.8 an outer
+        step; or `"identity"`, none. The first three need the dense Jacobian. By default
+        `"root"`, or `"identity"` across batches and where the method is matrix-free.
+    - `acceleration`: whether to add the second-order correction, for one more evaluation
+        a trial; by default where the Jacobian is at hand, and
         not by the sparse factorisations, which are made again for it.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root

@@ -17,6 +17,10 @@ from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 # fade, by this factor an outer step.
 _FADING = 0.8
 
+# A column of less than a millionth of the largest norm is damped as by Marquardt's scales:
+# NIST's MGH10 is solved from afar with 10, 100 and 1,000, and not without.
+_MOST = 1e3
+
 Scaling = Literal["identity", "root", "marquardt", "more"]
 
 
@@ -41,6 +45,18 @@ def check_scaling(scaling: str, method: Any, form: str) -> None:
 def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
     """What the scales remember of earlier points: only Moré's do."""
     return _tree.zeros_like(y) if scaling == "more" else None
+
+
+def _roots(norms: PyTree[Array]) -> PyTree[Array]:
+    """The square roots of the norms, relative to the largest, but no more than a multiple
+    of the norms themselves."""
+
+    def each(norm):
+        part = norm / largest.astype(norm.dtype)
+        return jnp.minimum(jnp.sqrt(part), _MOST * part)
+
+    largest = _tree.unit(norms)
+    return jax.tree.map(each, norms)
 
 
 class Measured(NamedTuple):
@@ -76,7 +92,7 @@ class Measured(NamedTuple):
         norms = jax.tree.map(jnp.sqrt, problem.jacobian.squared_columns())
         match scaling:
             case "root":
-                scale = jax.tree.map(jnp.sqrt, norms)
+                scale = _roots(norms)
             case "marquardt":
                 scale = norms
             case "more":
