@@ -100,7 +100,7 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
 
 
 SOLVERS = {
-    "levenberg-marquardt": gnlin.LevenbergMarquardt(),
+    "levenberg-marquardt": gnlin.LevenbergMarquardt(damping=1e-3),
     "svd": gnlin.DampedGaussNewton(0.1, method="svd"),
     "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
     "matrix-free": gnlin.DampedGaussNewton(0.1, method="matrix-free"),

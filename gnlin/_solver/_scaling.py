@@ -17,7 +17,7 @@ from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 # fade, by this factor an outer step.
 _FADING = 0.8
 
-# A column of less than a millionth of the largest norm is damped as by Marquardt's scales:
+# A column of less than a millionth of the largest norm is damped as by Marquardt's:
 # NIST's MGH10 is solved from afar with 10, 100 and 1,000, and not without.
 _MOST = 1e3
 
