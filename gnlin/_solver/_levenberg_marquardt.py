@@ -190,9 +190,15 @@ class LevenbergMarquardt(AbstractGaussNewton):
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
         last = _Last(_tree.zeros_like(y), zero, zero, zero)
-        return eqx.tree_at(
-            lambda s: s.memory.last, state, last, is_leaf=lambda x: x is None
+        damping = self._rule(outputs).init(zero.dtype)
+        memory = _Memory(
+            damping,
+            state.memory.scale,
+            state.memory.first_gradient,
+            state.memory.tolerance,
+            last,
         )
+        return eqx.tree_at(lambda s: s.memory, state, memory)
 
     def update(
         self,
@@ -367,7 +373,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             ),
         )
 
-    def _rule(self, outputs: PyTree[Array] | None = None) -> AbstractDamping:
+    def _rule(self, outputs: PyTree | None = None) -> AbstractDamping:
         """That of one batch; or, across batches, of which `outputs` are, what says where
         it starts."""
         damping, across = self.damping, outputs is not None
@@ -409,6 +415,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return method, scaling, acceleration
 
 
-def _few(outputs: PyTree[Array]) -> float:
+def _few(outputs: PyTree) -> float:
     """How much less a batch says than one of many examples."""
     return 1 + _FEW_EXAMPLES / max(x.shape[0] for x in jax.tree.leaves(outputs))
