@@ -251,7 +251,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             held = measured.of_another(problem_of(self.form, objective, lin))
-            return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
+            return held.chosen(kind, 1, method).solve(Early(damping)).step
 
         problem = measured.problem
         in_memory = problem if scaling != "identity" else None
@@ -340,7 +340,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
         finite &= jnp.isfinite(objective.value(lin.outputs))
 
-        answer = subproblem.solve(Tikhonov(damping))
+        answer = subproblem.solve(Early(damping))
         step = _tree.cast_like(answer.step, lin.point)
         predicted = subproblem.predicted(answer, damping)
         if lin.box is not None:

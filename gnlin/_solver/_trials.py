@@ -12,9 +12,8 @@ from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
 from .._problem import Quadratic
-from .._subproblem import AbstractSubproblem
+from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
-from ..filters import Tikhonov
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
 from ._verdict import rounding_of_loss, rounding_of_outputs
@@ -88,8 +87,8 @@ def try_dampings(
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
-        held = subproblem.factorised(Tikhonov(damping)) if acceleration else subproblem
-        answer = held.solve(Tikhonov(damping))
+        held = subproblem.factorised(Early(damping)) if acceleration else subproblem
+        answer = held.solve(Early(damping))
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         length = subproblem.length_of(answer).astype(dtype)
@@ -177,7 +176,7 @@ def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     known = jnp.isfinite(size) & (size > least.astype(size.dtype))
     whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
     bent = subproblem.with_residual(whitened)
-    answer = bent.solve(Tikhonov(damping))
+    answer = bent.solve(Early(damping))
     jvps = lin.jacobian.a_product().jvps
     passes = answer.passes + bent.passes + Passes(jvps=jvps)
     return eqx.tree_at(lambda a: a.passes, answer, passes)

@@ -180,7 +180,8 @@ _SPARSE_STEP = 2e-3
 
 
 class Early(Tikhonov):
-    """Asks for a damped solution that conjugate gradients may stop early.
+    """Asks for a solution whose damping is not zero, and that conjugate gradients may
+    stop early.
 
     - `worth`, `times`: an exact one is worth so many seconds, and so many times what one
         by conjugate gradients takes.
@@ -229,8 +230,13 @@ class AbstractIteration(AbstractWithGradient):
         """The tolerance that stands for an exact solution."""
 
     @abc.abstractmethod
-    def to_tolerance(self, tolerance: ScalarLike, damping: ScalarLike) -> Answer:
-        """The solution, to where the gradient is `tolerance` times what it was."""
+    def to_tolerance(
+        self, tolerance: ScalarLike, damping: ScalarLike, *, is_damped: bool = False
+    ) -> Answer:
+        """The solution, to where the gradient is `tolerance` times what it was.
+
+        - `is_damped`: whether it is known that the damping is not zero.
+        """
 
     @abc.abstractmethod
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
@@ -246,7 +252,8 @@ class AbstractIteration(AbstractWithGradient):
             case Tikhonov(damping=more):
                 tolerance = self.tolerance
                 tolerance = self.exactly() if tolerance is None else tolerance
-                return self.to_tolerance(tolerance, damping + more)
+                is_damped = isinstance(filter, Early)
+                return self.to_tolerance(tolerance, damping + more, is_damped=is_damped)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.

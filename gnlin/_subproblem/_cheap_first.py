@@ -142,7 +142,8 @@ class ProductsFirst(AbstractFirst):
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, tolerance = damping_of(filter), self.first.tolerance
         tolerance = self.first.exactly() if tolerance is None else tolerance
-        return self.first.attempt(tolerance, damping, self.most)
+        is_damped = isinstance(filter, Early)
+        return self.first.attempt(tolerance, damping, self.most, is_damped=is_damped)
 
 
 class EigenvaluesFirst(AbstractFirst):

@@ -100,12 +100,15 @@ class MatrixFree(AbstractIteration):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
+        *,
+        is_damped: bool = False,
     ) -> Answer:
         r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
         from `start` (or zero), until the linear residual is at most `tolerance` times the
         gradient (2-norms). A tolerance below what the precision allows is met as far as
         it does."""
-        answer, _ = self.attempt(tolerance, damping, max_steps, start)
+        settings = tolerance, damping, max_steps, start
+        answer, _ = self.attempt(*settings, is_damped=is_damped)
         return answer
 
     def attempt(
@@ -114,11 +117,13 @@ class MatrixFree(AbstractIteration):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
+        *,
+        is_damped: bool = False,
     ) -> tuple[Answer, Bool[Array, ""]]:
         """The same, and whether the tolerance is met."""
         jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
-        gradient = self._reachable_gradient(damping)
+        gradient = self._gradient if is_damped else self._reachable_gradient(damping)
         norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
