@@ -14,7 +14,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from ._bounds import check_start
-from ._checks import as_key, check_count, check_flag, is_traced
+from ._checks import as_key, check_count, check_flag, forwards_only, is_traced
 from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import make_network, Network
@@ -377,7 +377,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array)
         now, _ = now_and_rows
         return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
 
-    now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
+    now, rows = forwards_only(jax.lax.while_loop(goes_on, step, (now, rows)))
     carry = kept(now.carry)
     ended = carry.solver_state
     result = optx.RESULTS.where(

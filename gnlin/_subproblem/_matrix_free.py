@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import nan_unless, nonnegative
+from .._checks import nan_unless, nonnegative, stopped_early
 from .._conjugate_gradients import ConjugateGradients, semidefinite
 from .._jacobian import Cost
 from .._objective import SumOfSquares
@@ -100,6 +100,8 @@ class MatrixFree(AbstractIteration):
         jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
         gradient = self._reachable_gradient(damping)
+        if not (isinstance(tolerance, float) and tolerance <= self.exactly()):
+            gradient = stopped_early(gradient)
         norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
@@ -118,11 +120,13 @@ class MatrixFree(AbstractIteration):
         if preconditioner is None and jacobian.is_sparse:
             preconditioner = BlockDiagonal().inverse(jacobian, damping)
         options = {"y0": start, "preconditioner": preconditioner}
+        # How it is solved has no part in what the solution is.
+        options = {k: _tree.fixed(v) for k, v in options.items() if v is not None}
         solution = lx.linear_solve(
             curvature,
             _tree.scale(-1, gradient),
-            ConjugateGradients(tolerance, max_steps),
-            options={k: v for k, v in options.items() if v is not None},
+            ConjugateGradients(_tree.fixed(tolerance), max_steps),
+            options=options,
             throw=False,
         )
         num_products = solution.stats["num_products"]
