@@ -172,7 +172,10 @@ def solve(
     check_start(solver.bounds, parameters)
     parameters = solver.between_bounds(parameters)
     where = places((parameters, state), batch)
-    setting = Setting(solver, losses, network, key, divergence, places=where)
+    ours = network
+    if mesh is None and not is_traced((network, parameters, batch)):
+        ours = network.known(parameters, batch[0])
+    setting = Setting(solver, losses, ours, key, divergence, places=where)
     with choosing():
         if not losses.is_quadratic:  # which has no values of targets to check
             checked_outputs(setting, parameters, state, batch)
