@@ -1,5 +1,6 @@
 """A model as trainable parameters and the rest."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -180,11 +181,10 @@ class Network(eqx.Module):
         compiled again where its functions are written anew."""
         if self.has_state:
             return self
-        keys = (jax.random.key(0),) if self.takes_key else ()
-        fn = known(
-            eqx.Partial(_of_one, self.frozen), parameters, of_one_example(inputs), *keys
-        )
-        return eqx.tree_at(lambda network: network.frozen, self, _ByProgram(fn))
+        given = [parameters, of_one_example(inputs)]
+        given += [jax.random.key(0)] if self.takes_key else []
+        fn = known(eqx.Partial(_of_one, self.frozen), *given)
+        return dataclasses.replace(self, frozen=_ByProgram(fn))
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
         """Without the new state."""

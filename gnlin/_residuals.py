@@ -1,5 +1,6 @@
 """Groups of residuals: functions of a model and one example each, of different kinds."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -326,8 +327,7 @@ class GroupNetwork(eqx.Module):
             found[name] = known(of_one, parameters, example)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
-        ours = lambda network: (network.frozen, network.fns)
-        return eqx.tree_at(ours, self, (frozen, found))
+        return dataclasses.replace(self, frozen=frozen, fns=found)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs
