@@ -164,7 +164,7 @@ class Network(eqx.Module):
     of the whole batch, and returns the new state beside the outputs.
     """
 
-    frozen: Frozen | _ByProgram
+    frozen: Any  # `Frozen`, or `_ByProgram` in its place
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)

@@ -380,8 +380,8 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array)
         now, _ = now_and_rows
         return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
 
-    now, rows = forwards_only(jax.lax.while_loop(goes_on, step, (now, rows)))
-    carry = kept(now.carry)
+    now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
+    carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
     ended = carry.solver_state
     result = optx.RESULTS.where(
         (ended.result == optx.RESULTS.successful) & ~ended.terminate,
