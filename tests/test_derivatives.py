@@ -6,15 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
+from problems import each_pair
 
 import gnlin
 from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
 
 
-dtypes = pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-shapes = pytest.mark.parametrize("shape", [(3, 3), (5, 3), (3, 5)])
-methods = pytest.mark.parametrize("method", ["svd", "eigh"])
-modes = pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
+SHAPES, DTYPES = [(3, 3), (5, 3), (3, 5)], [jnp.float32, jnp.float64]
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+WAYS = [(a, b) for a in ("svd", "eigh") for b in (jax.jacfwd, jax.jacrev)]
 
 
 def jacobian(a, shape):
@@ -65,14 +65,11 @@ FILTERS = {
 }  # fmt: skip
 
 
-@dtypes
-@methods
-@modes
-@shapes
-@pytest.mark.parametrize("name", FILTERS)
-def test_the_step_of_a_filter_where_singular_values_are_equal(
-    name, shape, mode, method, dtype
-):
+@pytest.mark.parametrize(
+    ("name", "way", "shape", "dtype"), each_pair(FILTERS, WAYS, SHAPES, DTYPES)
+)
+def test_the_step_of_a_filter_where_singular_values_are_equal(name, way, shape, dtype):
+    method, mode = way
     make, formula, number = FILTERS[name]
     b = jnp.asarray(np.random.default_rng(1).normal(size=shape[0]), dtype)
 
