@@ -238,7 +238,7 @@ def at_hand_is_cheaper(jacobian: AbstractJacobian) -> bool:
     """Whether many products with a Jacobian are cheaper with it in memory."""
     cost, (m, p) = jacobian.cost(), jacobian.shape
     small = m * jacobian.domain.nbytes <= _SMALL_JACOBIAN or p <= _FEW_PARAMETERS
-    return cost.fits and (small or cost.loops_slowly)
+    return cost.fits and small
 
 
 def _form(problem: Quadratic | ProxLinear) -> str:
