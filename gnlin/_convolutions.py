@@ -22,8 +22,9 @@ from ._cost import primitives_of
 def channels_last(fn: Callable) -> Callable:
     """The same function of pytrees of arrays, its convolutions with channels last.
 
-    Only on a CPU, where a small network's products in a loop take a fifth to a twentieth
-    of the time. What it computes, and its derivatives, stay the same.
+    Only on a CPU, where six products through a small network, in a loop, then take as
+    long as 4 gradients in place of 17 to 47 (batches of 128, images of 8 x 8 and 28 x 28).
+    What it computes, and its derivatives, stay the same.
     """
 
     @functools.wraps(fn)
@@ -35,7 +36,7 @@ def channels_last(fn: Callable) -> Callable:
         if primitives.conv_general_dilated_p in primitives_of(jaxpr):
             jaxpr = _rewritten(jaxpr)
         outs = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), outs)
+        return jax.tree.unflatten(jax.tree.structure(out), map(jnp.asarray, outs))
 
     return run
 
@@ -50,11 +51,11 @@ def _equation(equation: JaxprEqn) -> JaxprEqn:
         params = {name: _within(value) for name, value in params.items()}
         return equation.replace(params=params)
     dimensions = params["dimension_numbers"]
-    if (dimensions.lhs_spec, dimensions.rhs_spec, dimensions.out_spec) == _last(
-        len(dimensions.lhs_spec)
-    ):
+    specs = dimensions.lhs_spec, dimensions.rhs_spec, dimensions.out_spec
+    if specs == _last(len(dimensions.lhs_spec)) and not _crops(params):
         return equation
-    operands = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+    avals: list[Any] = [x.aval for x in equation.invars]
+    operands = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
     convolve = jax.jit(functools.partial(_convolve, params))
     (call,) = jax.make_jaxpr(convolve)(*operands).eqns
     return call.replace(invars=equation.invars, outvars=equation.outvars)
@@ -71,6 +72,10 @@ def _within(value: Any) -> Any:
     return value
 
 
+def _crops(params: dict[str, Any]) -> bool:
+    return any(low < 0 or high < 0 for low, high in params["padding"])
+
+
 def _last(ndim: int) -> tuple[tuple[int, ...], ...]:
     """The axes of the images, the kernel and the output: each its batch (a kernel's
     output channels) and channels, then the others."""
@@ -85,10 +90,21 @@ def _convolve(params: dict[str, Any], images: Array, kernel: Array) -> Array:
     # The axis of the operand that becomes each axis
     images = images.transpose(_inverse(of_images, dimensions.lhs_spec))
     kernel = kernel.transpose(_inverse(of_kernel, dimensions.rhs_spec))
-    numbers = jax.lax.ConvDimensionNumbers(of_images, of_kernel, of_images)
-    out = jax.lax.conv_general_dilated(
-        images, kernel, **(params | {"dimension_numbers": numbers})
-    )
+    params = params | {
+        "dimension_numbers": jax.lax.ConvDimensionNumbers(of_images, of_kernel, of_images)
+    }
+    if _crops(params):
+        # Beforehand: with a negative padding XLA's routine reads outside of its images
+        # (https://github.com/openxla/xla/issues/48713).
+        edges = zip(params["padding"], params["lhs_dilation"], strict=True)
+        cropped = [(min(low, 0), min(high, 0), d - 1) for (low, high), d in edges]
+        whole = (0, 0, 0)
+        images = jax.lax.pad(
+            images, jnp.zeros((), images.dtype), [whole, *cropped, whole]
+        )
+        params["padding"] = [(max(a, 0), max(b, 0)) for a, b in params["padding"]]
+        params["lhs_dilation"] = [1] * len(cropped)
+    out = jax.lax.conv_general_dilated(images, kernel, **params)
     return jnp.transpose(out, _inverse(dimensions.out_spec, of_images))
 
 
