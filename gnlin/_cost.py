@@ -25,7 +25,6 @@ class Rates(NamedTuple):
     - `product`: an operation of a product of large matrices.
     - `passed`: an operation of a pass through a network.
     - `step`: one iteration of a loop, besides what is done in it.
-    - `looped`: how many times longer a convolution takes inside a loop.
     - `gathered`: how many times longer an operation takes that reads few parameters.
     - `cholesky`, `eigh`, `svd`: of a square matrix.
     """
@@ -33,7 +32,6 @@ class Rates(NamedTuple):
     product: float
     passed: float
     step: float
-    looped: float
     gathered: float
     cholesky: Factorisation
     eigh: Factorisation
@@ -47,7 +45,6 @@ _RATES = {
         product=1.1e-11,
         passed=2.5e-11,
         step=1e-5,
-        looped=14.0,
         gathered=25.0,
         cholesky=Factorisation(1.5e-5, 1e-8, 1.7e-11),
         eigh=Factorisation(3e-5, 1.2e-7, 1.3e-10),
@@ -57,7 +54,6 @@ _RATES = {
         product=5e-14,
         passed=1e-13,
         step=3e-5,
-        looped=1.0,
         gathered=1.0,
         cholesky=Factorisation(1e-4, 3e-9, 1e-13),
         eigh=Factorisation(1e-3, 2e-8, 1e-11),
@@ -75,14 +71,6 @@ def num_flops(jaxpr: Jaxpr) -> float:
     """Multiplications and additions of one run: of matrix products and convolutions
     twice their multiplications, of everything else one an element."""
     return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
-
-
-def loops_slowly(jaxpr: Jaxpr) -> bool:
-    """Whether a program is many times slower inside a loop: XLA's convolutions are, on a
-    CPU, where they take fourteen times as long in a `while` as outside (jax 0.10)."""
-    return jax.default_backend() == "cpu" and any(
-        primitive.name == "conv_general_dilated" for primitive in primitives_of(jaxpr)
-    )
 
 
 def primitives_of(jaxpr: Jaxpr) -> set[Primitive]:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
+from ._convolutions import channels_last
 from ._jacobian import PerExample
 from ._linearisation import check_parameters
 from ._written_anew import known, of_one_example
@@ -285,7 +286,7 @@ def _apply_with_state(
         one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
     )
     try:
-        return batched(inputs, keys, state)
+        return channels_last(batched)(inputs, keys, state)
     except NameError as error:  # JAX's, of an axis that is not there
         if "axis name" not in str(error):
             raise

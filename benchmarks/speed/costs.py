@@ -26,7 +26,7 @@ _FACTORISATIONS: dict[str, Callable[[jax.Array], Any]] = {
 def comparisons(quick: bool) -> Iterator[Comparison]:
     num_rounds = 5 if quick else 30
     sizes = SIZES[:3] if quick else SIZES
-    rows = [_product(num_rounds), _passed(num_rounds), *_looped(num_rounds)]
+    rows = [_product(num_rounds), _passed(num_rounds), _looped(num_rounds)]
     for name, factorise in _FACTORISATIONS.items():
         rows.extend(_factorisation(name, factorise, sizes, num_rounds))
     yield Comparison("Rates, in double precision", rows, "itself")
@@ -68,18 +68,10 @@ def _passed(num_rounds: int) -> Row:
     return Row("rates", "jax", "an operation of a pass", seconds / (6.0 * 256 * size))
 
 
-def _looped(num_rounds: int) -> list[Row]:
+def _looped(num_rounds: int) -> Row:
     many = lambda x: jax.lax.fori_loop(0, _NUM_STEPS, lambda _, x: jnp.sin(x) @ x, x)
     step = _timed("loop", many, jnp.ones((8, 8)), num_rounds=num_rounds) / _NUM_STEPS
-    images, kernel = jnp.ones((64, 8, 16, 16)), jnp.ones((8, 8, 3, 3))
-    once = lambda x: jax.lax.conv(x, kernel, (1, 1), "SAME") / 72
-    looped = lambda x: jax.lax.fori_loop(0, 20, lambda _, x: once(x), x)
-    alone = _timed("convolution", once, images, num_rounds=num_rounds)
-    inside = _timed("convolutions", looped, images, num_rounds=num_rounds) / 20
-    return [
-        Row("rates", "jax", "an iteration of a loop", step),
-        Row("rates", "jax", "a convolution in a loop", inside, inside / alone),
-    ]
+    return Row("rates", "jax", "an iteration of a loop", step)
 
 
 def _factorisation(

@@ -106,5 +106,4 @@ class AtHand(AbstractJacobian):
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=num_bytes,
             memory_budget=self.memory_budget,
-            loops_slowly=False,
         )

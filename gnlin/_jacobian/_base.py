@@ -63,8 +63,6 @@ class Cost(NamedTuple):
     - `gram_operations`: of the kernel, once the passes are made.
     - `num_bytes`: that the blocks take in memory.
     - `memory_budget`: that they, and the matrices made of them, are to stay within.
-    - `loops_slowly`: whether a product is many times slower inside a loop.
-    - `rows_in_loop`: whether the passes for the blocks are some at a time.
     - `in_parts`: whether the curvature can be summed over parts of the rows.
     - `reads`: where each example reads few of the parameters, what; by groups.
     """
@@ -77,8 +75,6 @@ class Cost(NamedTuple):
     gram_operations: float
     num_bytes: int
     memory_budget: int
-    loops_slowly: bool
-    rows_in_loop: bool = False
     in_parts: bool = False
     reads: tuple[Reads, ...] = ()
 
@@ -103,14 +99,13 @@ class Cost(NamedTuple):
         """Whether many products are, with the matrix in memory."""
         m, p = self.shape
         small = m * p * self.itemsize <= _SMALL or p <= _FEW_PARAMETERS
-        return self.fits and (small or self.loops_slowly)
+        return self.fits and small
 
     @property
     def one_product(self) -> float:
         """Seconds for a product each way, inside a loop."""
         rate = rates()
-        slower = rate.looped if self.loops_slowly else 1.0
-        slower *= rate.gathered if self.reads else 1.0
+        slower = rate.gathered if self.reads else 1.0
         return rate.step + 2 * self.one_pass * rate.passed * slower
 
     @property
@@ -130,9 +125,7 @@ class Cost(NamedTuple):
         return self.all_rows + 2.0 * m * float(p) ** 2 * rates().product
 
     def _seconds(self, passes: Passes) -> float:
-        slowly = self.loops_slowly and self.rows_in_loop
-        slower = rates().looped if slowly else 1.0
-        return passes.number() * self.one_pass * rates().passed * slower
+        return passes.number() * self.one_pass * rates().passed
 
 
 class AbstractJacobian(lx.AbstractLinearOperator):

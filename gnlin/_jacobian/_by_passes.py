@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree
 
-from .._cost import loops_slowly, num_flops
+from .._convolutions import channels_last
+from .._cost import num_flops
 from .._passes import Passes
 from .._tree import Structure
 from ._at_hand import AtHand
@@ -26,10 +27,10 @@ class ByPasses(AbstractJacobian):
     jac: Direction | None = eqx.field(static=True, default=None)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        return self._jvp(vector)
+        return channels_last(self._jvp)(vector)
 
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        (out,) = jax.linear_transpose(self._jvp, self.domain.tree)(vector)
+        (out,) = channels_last(jax.linear_transpose(self._jvp, self.domain.tree))(vector)
         return out
 
     def a_product(self) -> Passes:
@@ -83,8 +84,6 @@ class ByPasses(AbstractJacobian):
             gram_operations=2.0 * float(m) ** 2 * p,
             num_bytes=sum(self.block_bytes()),
             memory_budget=self.memory_budget,
-            loops_slowly=loops_slowly(program),
-            rows_in_loop=rows.number() > self.passes_at_once(self.domain.dtype.itemsize),
         )
 
 

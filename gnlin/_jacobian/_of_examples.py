@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._checks import check_count
+from .._convolutions import channels_last
 from .._passes import Passes
 from .._sharding import is_spread
 from .._tree import ravel_pytree, Structure
@@ -62,9 +63,10 @@ def by_parts(
 ) -> PyTree[Array]:
     """`fn` of each example, of so many at a time. What is between the parameters and the
     outputs is kept for one part only, and made anew for each pass."""
+    of_each = channels_last(jax.vmap(fn))
     if size is None or size >= _number(examples):
-        return jax.vmap(fn)(examples)
-    of_part = jax.checkpoint(jax.vmap(fn))
+        return of_each(examples)
+    of_part = jax.checkpoint(of_each)
     parts, whole, last = _divided(examples, size)
     found = jax.lax.map(lambda part: of_part(whole(part)), parts)
     axis = _axis_of_parts()
@@ -142,7 +144,7 @@ class OfExamples(AbstractJacobian):
             (found,) = jax.linear_transpose(jvp, self.domain.tree)(jvp(vector))
             return found
 
-        return self._sum_of_parts(of_part, self._of_one.part_size)
+        return self._sum_of_parts(channels_last(of_part), self._of_one.part_size)
 
     def a_product(self) -> Passes:
         return Passes(1, 1)
@@ -235,7 +237,6 @@ class OfExamples(AbstractJacobian):
             gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
             gram_operations=2 * multiplications,
             num_bytes=sum(sizes),
-            rows_in_loop=False,
             in_parts=True,
             memory_budget=self.memory_budget,
         )

@@ -4,6 +4,7 @@ Found in the program, a layer is one whatever library it was written with, and w
 it is called on one vector or on many.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal,
 from jaxtyping import Array, Float, PyTree
 
 from .. import _tree
+from .._convolutions import channels_last
 from .._cost import bytes_made
 from .._tree import ravel_pytree
 from ._layer import gram_multiplications, Layer
@@ -291,11 +293,10 @@ def blocks(
 
     examples = jax.tree.leaves(args)
     if batch_size >= examples[0].shape[0]:
-        activations, signals, rows = jax.vmap(of_example)(examples)
+        of_each = jax.vmap(of_example)
     else:
-        activations, signals, rows = jax.lax.map(
-            of_example, examples, batch_size=batch_size
-        )
+        of_each = functools.partial(jax.lax.map, of_example, batch_size=batch_size)
+    activations, signals, rows = channels_last(of_each)(examples)
     found: dict[int, Any] = dict(zip(plain, rows, strict=True))
     n, c = examples[0].shape[0], sum(out.size for out in program.jaxpr.out_avals)
     for leaf in empty:

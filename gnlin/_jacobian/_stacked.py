@@ -124,8 +124,6 @@ class Stacked(AbstractJacobian):
             # Of two groups about the mean of theirs
             gram_operations=sum(cost.gram_operations**0.5 for cost in costs) ** 2,
             num_bytes=sum(cost.num_bytes for cost in costs),
-            loops_slowly=any(cost.loops_slowly for cost in costs),
-            rows_in_loop=any(cost.rows_in_loop for cost in costs),
             in_parts=all(cost.in_parts for cost in costs),
             reads=self.reads(),
         )
