@@ -128,16 +128,16 @@ def test_what_is_otherwise_is_refuted():
     assert outcomes[4] == CONFIRMED
 
 
-def test_where_all_ratios_end_at_rounding_none_is_better():
+def test_where_all_ratios_end_at_one_loss_none_is_better():
     found = made_up([1e-28] * 3, [1e-6, 5e-6, 1e-5], [100, 102, 104])
-    equal = [
-        Runs(runs.point, {**runs.columns, "loss": np.full((6, 2), 1e-28)})
-        if runs.point["problem"] == "network-16"
-        else runs
-        for runs in found
-    ]
-    verdicts = ratio.judge_all(SETTINGS, equal)
+    verdicts = ratio.judge_all(SETTINGS, found)
     assert [verdicts[0].outcome, verdicts[3].outcome] == [CONFIRMED, NOT_TESTED]
+
+
+def test_ratios_on_one_side_of_the_default_do_not_tell_which_side_is_better():
+    settings = dataclasses.replace(SETTINGS, ratios=(0.5,))
+    verdicts = ratio.judge_all(settings, AS_CLAIMED)
+    assert [v.outcome for v in verdicts[3:5]] == [NOT_TESTED] * 2
 
 
 def test_the_table_has_the_best_in_bold_where_some_are_worse():

@@ -274,9 +274,11 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
     )
     for name, values in logs.items():
         valley = PROBLEMS[name].valley
-        untested = "no ratio on one side of the default" if one_sided else ""
-        if np.ptp(values) == 0:
-            untested = "all ratios end at rounding"
+        untested = ""
+        if one_sided:
+            values, untested = [], "no ratio on one side of the default"
+        elif small_over_large(values) == 0:
+            untested = "the best of both sides end at the same loss"
         verdicts.append(
             judge(
                 f"{PROBLEMS[name].title}: after {after} steps some ratio "
@@ -284,7 +286,7 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "other side",
                 "log10 of the least loss of the ratios below over that of those above, "
                 "geometric means over the seeds",
-                [] if one_sided else values,
+                values,
                 thresholds.FALLS if valley else thresholds.RISES,
                 statistic=small_over_large,
                 untested=untested,
@@ -354,10 +356,10 @@ def draw(settings: Ratio, all_runs: Sequence[Runs], out: Path) -> Mapping[str, s
             for look, colour in zip(
                 settings.looks, shades(len(settings.looks)), strict=True
             ):
-                losses = 10 ** log_losses(settings, all_runs, name, look)
-                mean = 10 ** np.log10(losses).mean(axis=0)
+                logs = log_losses(settings, all_runs, name, look)
+                mean = 10 ** logs.mean(axis=0)
+                ends = 10 ** logs.min(axis=0), 10 ** logs.max(axis=0)
                 panel.plot(at, mean, "o-", color=colour, label=f"{look} steps")
-                ends = losses.min(axis=0), losses.max(axis=0)
                 panel.fill_between(at, *ends, color=colour, alpha=0.15, linewidth=0)
             panel.set(yscale="log", ylabel="Loss")
             panel.set_title(PROBLEMS[name].title, fontsize="small")
