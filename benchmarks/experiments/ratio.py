@@ -129,7 +129,7 @@ class Ratio(Settings):
     seeds: int = 6
     """With five, what is the same at each of them would decide no claim."""
     ratios: tuple[float, ...] = (0.01, 0.075, 0.15, 0.25, 0.5, 0.75, 0.9)
-    problems: tuple[str, ...] = tuple(PROBLEMS)
+    problems: tuple[str, ...] = ("network-16", "network-32", "digits", "burgers")
     looks: tuple[int, ...] = (5, 10, 20, 40, 80)
     """After so many steps."""
     judged_after: int = 40
@@ -148,7 +148,7 @@ QUICK = dataclasses.replace(
     judged_after=5,
     fits=("Misra1a", "BoxBOD"),
 )
-FULL = dataclasses.replace(EMBEDDED, seeds=20)
+FULL = dataclasses.replace(EMBEDDED, problems=tuple(PROBLEMS))
 
 
 def swept(settings: Ratio) -> list[float]:
