@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
+from .._checks import forwards_only
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
@@ -156,7 +157,7 @@ def try_dampings(
         passes=Passes().traced(),
     )
     goes_on = lambda tried: tried.goes_on & (tried.num_tried < _MAX_TRIALS)
-    return jax.lax.while_loop(goes_on, attempt, start)
+    return forwards_only(jax.lax.while_loop(goes_on, attempt, start))
 
 
 def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import nan_unless, nonnegative
+from .._checks import nan_unless, nonnegative, stopped_early
 from .._conjugate_gradients import ConjugateGradients, semidefinite
 from .._jacobian import Cost
 from .._objective import SumOfSquares
@@ -124,6 +124,8 @@ class MatrixFree(AbstractIteration):
         jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
         gradient = self._gradient if is_damped else self._reachable_gradient(damping)
+        if not (isinstance(tolerance, float) and tolerance <= self.exactly()):
+            gradient = stopped_early(gradient)
         norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
@@ -149,8 +151,9 @@ class MatrixFree(AbstractIteration):
         solution = lx.linear_solve(
             curvature,
             _tree.scale(-1, gradient),
-            ConjugateGradients(tolerance, max_steps),
-            options=options,
+            # How it is solved has no part in what the solution is.
+            ConjugateGradients(_tree.fixed(tolerance), max_steps),
+            options=_tree.fixed(options),
             throw=False,
         )
         passes += each * solution.stats["num_products"]
