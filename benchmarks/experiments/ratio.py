@@ -2,8 +2,8 @@
 
 [`gnlin.LevenbergMarquardt`][] on a full batch takes the longest step at which the loss
 still falls by a part of what is predicted, the `ratio` of `gnlin.damping.LongestStep`.
-This experiment compares the losses that several ratios reach after some numbers of
-steps, on networks that fit a function or images and on Burgers' equation.
+Here are the losses after some numbers of steps at several ratios, on networks that fit
+functions and images and on Burgers' equation, and the steps to the end of NIST's fits.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PyTree
+from jaxtyping import Array, Bool, Float, Key, PyTree
 from numpy import ndarray
 from scipy.stats import qmc
 
@@ -25,18 +25,20 @@ import gnlin
 
 from .. import equations, thresholds
 from .._results import write_whole
-from ..data import digits
+from ..data import digits, nist
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, Settings
-from ..figures import BLACK, figure, shades
+from ..figures import BLACK, BLUE, figure, shades
 from ..networks.mlp import TanhMLP
 from ..verdicts import judge, Verdict
+from .nist import attempt, through_optimistix
 
 
-DEFAULT, SMALL, LARGE = 0.25, 0.075, 0.75
+DEFAULT = 0.25
+FITS = "nist"
 VISCOSITY = 0.01
-# The equation's weight beside its start: both parts of the loss then fall together.
+# Burgers' equation counts so much beside its start: both then fall together.
 _OF_EQUATION = 1e-2
-# A loss below this part of the first is rounding: all such losses count as equal.
+# A loss of this part of the first, or less, is rounding: all such losses count as one.
 _ROUNDING = 1e-28
 
 #
@@ -48,6 +50,8 @@ class Problem(NamedTuple):
     title: str
     model: Callable[[Key[Array, ""]], PyTree]
     data: Callable[[], PyTree]
+    valley: bool = False
+    """Whether small ratios are said to be better, and not large ones."""
 
 
 def _network(width: int, key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -71,7 +75,7 @@ def _images() -> tuple[Float[Array, "100 64"], Float[Array, "100 10"]]:
 
 
 def _periodic(model: PyTree) -> equations.Function:
-    """The model as a function of a point (t, x), with period 2 in x."""
+    """Of a point (t, x), with the period 2 in x."""
     return lambda point: model(
         jnp.stack([jnp.cos(jnp.pi * point[1]), jnp.sin(jnp.pi * point[1]), point[0]])
     )
@@ -85,11 +89,11 @@ def _at_start(model: PyTree, point: equations.Point) -> Float[Array, ""]:
     return _periodic(model)(point) + jnp.sin(jnp.pi * point[1])
 
 
-def _burgers() -> equations.Groups:
-    """512 points inside and 64 at the start."""
-    drawn = qmc.Sobol(2, rng=0).random(512)
+def _burgers(number: int) -> equations.Groups:
+    """As many points inside, and an eighth of that at the start."""
+    drawn = qmc.Sobol(2, rng=0).random(number)
     inside = jnp.asarray(drawn * [1, 2] - [0, 1])
-    start = equations.grid(np.zeros(1), np.linspace(-1, 1, 64, endpoint=False))
+    start = equations.grid(np.zeros(1), np.linspace(-1, 1, number // 8, endpoint=False))
     group = functools.partial(gnlin.Residuals, loss=gnlin.SquaredError(reduction="sum"))
     return {
         "interior": group(_inside, inside, weight=_OF_EQUATION / len(inside)),
@@ -108,7 +112,14 @@ PROBLEMS = {
     "burgers": Problem(
         "Burgers, 3-10-10-10-1, 512 + 64 points",
         functools.partial(TanhMLP, (3, 10, 10, 10)),
-        _burgers,
+        functools.partial(_burgers, 512),
+        valley=True,
+    ),
+    "burgers-large": Problem(
+        "Burgers, 3-16-16-16-1, 2,048 + 256 points",
+        functools.partial(TanhMLP, (3, 16, 16, 16)),
+        functools.partial(_burgers, 2048),
+        valley=True,
     ),
 }
 
@@ -116,38 +127,39 @@ PROBLEMS = {
 @dataclasses.dataclass(frozen=True)
 class Ratio(Settings):
     seeds: int = 6
-    """Five that agree in sign would not be enough to decide a claim."""
-    ratios: tuple[float, ...] = (0.01, SMALL, DEFAULT, 0.5, LARGE)
-    problems: tuple[str, ...] = tuple(PROBLEMS)
-    looks: tuple[int, ...] = (10, 20, 40, 80)
-    """The numbers of steps after which the loss is taken."""
+    """With five, what is the same at each of them would decide no claim."""
+    ratios: tuple[float, ...] = (0.01, 0.075, 0.15, 0.25, 0.5, 0.75, 0.9)
+    problems: tuple[str, ...] = ("network-16", "network-32", "digits", "burgers")
+    looks: tuple[int, ...] = (5, 10, 20, 40, 80)
+    """After so many steps."""
     judged_after: int = 40
-    """One of these; the claim on Burgers' equation is judged at the last of them."""
+    """One of these."""
+    fits: tuple[str, ...] = tuple(nist.MODELS)
+    """Of NIST's, each from both starts."""
 
 
 EMBEDDED = Ratio()
 QUICK = dataclasses.replace(
     EMBEDDED,
     seeds=2,
-    ratios=(SMALL, DEFAULT, LARGE),
-    problems=("network-16", "burgers"),
+    ratios=(0.075, 0.25, 0.75),
+    problems=("network-16",),
     looks=(2, 5),
     judged_after=5,
+    fits=("Misra1a", "BoxBOD"),
 )
-FULL = dataclasses.replace(
-    EMBEDDED, seeds=20, ratios=(0.01, 0.03, SMALL, 0.15, DEFAULT, 0.35, 0.5, LARGE, 0.9)
-)
+FULL = dataclasses.replace(EMBEDDED, problems=tuple(PROBLEMS))
 
 
 def swept(settings: Ratio) -> list[float]:
-    """The ratios in ascending order, the default always among them."""
+    """The default is always among them."""
     return sorted({*settings.ratios, DEFAULT})
 
 
 def points(settings: Ratio) -> list[Point]:
     return [
         {"problem": problem, "ratio": ratio}
-        for problem in settings.problems
+        for problem in (*settings.problems, FITS)
         for ratio in swept(settings)
     ]
 
@@ -156,6 +168,8 @@ def train(settings: Ratio, point: Point, place: Place) -> Columns:
     # An array, so that all ratios share a compiled program.
     rule = gnlin.damping.LongestStep(jnp.asarray(point["ratio"]))
     solver = gnlin.LevenbergMarquardt(damping=rule)
+    if point["problem"] == FITS:
+        return _fit(settings, solver)
     problem, looks = PROBLEMS[point["problem"]], np.array(settings.looks)
     data, losses = problem.data(), []
     for seed in range(settings.seeds):
@@ -167,13 +181,28 @@ def train(settings: Ratio, point: Point, place: Place) -> Columns:
 def losses_after(
     looks: ndarray, model: PyTree, data: Any, solver: gnlin.LevenbergMarquardt
 ) -> Float[ndarray, " looks"]:
-    """The losses after so many steps; a run that has ended keeps its last loss."""
+    """A run that has ended keeps its last loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # where rounding lets no step gain anything
         end = gnlin.solve(model, data, solver, max_steps=int(looks.max()), progress=False)
     losses = np.append(end.history.loss, float(end.loss))
     losses = np.maximum(losses, _ROUNDING * losses[0])
     return losses[np.minimum(looks, len(losses) - 1)]
+
+
+def _fit(settings: Ratio, solver: gnlin.LevenbergMarquardt) -> Columns:
+    """Of NIST's, where a fit is in the place of a seed."""
+    solve = through_optimistix(solver)
+    rows = [
+        attempt(nist.load(name), start, FITS, solve)
+        for name in settings.fits
+        for start in (1, 2)
+    ]
+    return {
+        "fit": np.array([[row.case] for row in rows]),
+        "steps": np.array([[row.steps or 0] for row in rows]),
+        "solved": np.array([[row.solved] for row in rows]),
+    }
 
 
 #
@@ -190,11 +219,38 @@ def log_losses(
     return np.log10(np.stack([each["loss"][:, place] for each in runs], axis=1))
 
 
+def solved_and_log_steps(
+    settings: Ratio, all_runs: Sequence[Runs]
+) -> tuple[Bool[ndarray, "fits ratios"], Float[ndarray, "fits ratios"]]:
+    """The latter NaN for fits that some ratio does not solve."""
+    runs = [only(all_runs, problem=FITS, ratio=ratio) for ratio in swept(settings)]
+    solved, steps = (
+        np.concatenate([each[name] for each in runs], axis=1)
+        for name in ("solved", "steps")
+    )
+    by_all = solved.all(axis=1, keepdims=True)
+    return solved, np.log10(np.where(by_all, np.maximum(steps, 1), np.nan))
+
+
 def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
-    ratios, after = swept(settings), settings.judged_after
+    ratios, after = np.array(swept(settings)), settings.judged_after
     logs = {
         name: log_losses(settings, all_runs, name, after) for name in settings.problems
     }
+
+    def excess_of_default(values):
+        mean = values.mean(axis=0)
+        return float(mean[ratios == DEFAULT][0] - mean.min())
+
+    def least_excess(values):
+        mean = values.mean(axis=0)  # of problems and ratios
+        return float((mean - mean.min(axis=1, keepdims=True)).max(axis=0).min())
+
+    def small_over_large(values):
+        mean = values.mean(axis=0)
+        return float(mean[ratios < DEFAULT].min() - mean[ratios > DEFAULT].min())
+
+    one_sided = not (np.any(ratios < DEFAULT) and np.any(ratios > DEFAULT))
     verdicts = [
         judge(
             f"{PROBLEMS[name].title}: after {after} steps the default's loss is within "
@@ -202,40 +258,51 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
             "log10 of the quotient of their geometric means over the seeds",
             values,
             thresholds.NEAR_BEST_RATIO,
-            statistic=lambda values: float(_excess(values)[ratios.index(DEFAULT)]),
+            statistic=excess_of_default,
         )
         for name, values in logs.items()
     ]
     verdicts.append(
         judge(
             f"After {after} steps no one ratio is best on all problems",
-            "for each ratio the largest of all problems' log10 of its loss over the best "
-            "ratio's, geometric means over the seeds; of these the least",
+            "log10 of the loss over that of the best ratio, geometric means over the "
+            "seeds, where it is largest, of the ratio for which that is least",
             np.stack(list(logs.values()), axis=1),
             thresholds.NO_ONE_RATIO,
-            statistic=lambda values: float(_excess(values).max(axis=0).min()),
+            statistic=least_excess,
         )
     )
-    if "burgers" in settings.problems and {SMALL, LARGE} <= set(ratios):
-        last = settings.looks[-1]
-        values = log_losses(settings, all_runs, "burgers", last)
-        small, large = values[:, ratios.index(SMALL)], values[:, ratios.index(LARGE)]
+    for name, values in logs.items():
+        valley = PROBLEMS[name].valley
+        untested = ""
+        if one_sided:
+            values, untested = [], "no ratio on one side of the default"
+        elif small_over_large(values) == 0:
+            untested = "the best of both sides end at the same loss"
         verdicts.append(
             judge(
-                f"{PROBLEMS['burgers'].title}: after {last} steps a ratio of {SMALL:g} "
-                f"has at most a tenth of the loss of {LARGE:g}",
-                "log10 of the quotient of their losses, a seed",
-                small - large,
-                thresholds.TENTH_OF_LOSS,
+                f"{PROBLEMS[name].title}: after {after} steps some ratio "
+                f"{'below' if valley else 'above'} the default is better than all on the "
+                "other side",
+                "log10 of the least loss of the ratios below over that of those above, "
+                "geometric means over the seeds",
+                values,
+                thresholds.FALLS if valley else thresholds.RISES,
+                statistic=small_over_large,
+                untested=untested,
             )
         )
+    verdicts.append(
+        judge(
+            "NIST's fits: the ratio changes the number of steps by a tenth at most",
+            "log10 of the most over the fewest, geometric means over the fits that all "
+            "ratios solve",
+            solved_and_log_steps(settings, all_runs)[1],
+            thresholds.TENTH_OF_STEPS,
+            statistic=lambda values: float(np.ptp(values.mean(axis=0))),
+        )
+    )
     return verdicts
-
-
-def _excess(logs: Float[ndarray, "seeds *problems ratios"]) -> Float[ndarray, "..."]:
-    """log10 of each ratio's loss over the best one's, of geometric means over seeds."""
-    mean = logs.mean(axis=0)
-    return mean - mean.min(axis=-1, keepdims=True)
 
 
 #
@@ -244,53 +311,72 @@ def _excess(logs: Float[ndarray, "seeds *problems ratios"]) -> Float[ndarray, ".
 
 
 def table(settings: Ratio, all_runs: Sequence[Runs]) -> str:
-    """The geometric means over the seeds in Markdown, the best of each row in bold
-    where others are worse."""
+    """In Markdown; the best of each row in bold, where it is better than others."""
     ratios = swept(settings)
     lines = [
         "| | steps | " + " | ".join(f"{ratio:g}" for ratio in ratios) + " |",
         "|" + "---|" * (2 + len(ratios)),
     ]
+
+    def add(title: str, steps: str, values: ndarray, best: float, shown: str) -> None:
+        cells, wanted = [format(value, shown) for value in values], format(best, shown)
+        bold = [f"**{cell}**" if cell == wanted else cell for cell in cells]
+        lines.append(
+            f"| {' | '.join([title, steps, *(bold if {*cells} - {wanted} else cells)])} |"
+        )
+
     for name in settings.problems:
         for look in settings.looks:
             loss = 10 ** log_losses(settings, all_runs, name, look).mean(axis=0)
-            cells, best = [f"{each:.1e}" for each in loss], f"{loss.min():.1e}"
-            if {*cells} != {best}:
-                cells = [f"**{cell}**" if cell == best else cell for cell in cells]
             title = PROBLEMS[name].title if look == settings.looks[0] else ""
-            lines.append(f"| {' | '.join([title, f'{look}', *cells])} |")
+            add(title, f"{look}", loss, loss.min(), ".1e")
+    solved, steps = solved_and_log_steps(settings, all_runs)
+    mean = 10 ** np.nanmean(steps, axis=0)
+    add("NIST's fits: steps, geometric mean", "", mean, mean.min(), ".1f")
+    number = solved.sum(axis=0)
+    add(f"NIST's fits: solved of {len(solved)}", "", number, number.max(), "d")
     return "\n".join(lines) + "\n"
 
 
 def draw(settings: Ratio, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     text = table(settings, all_runs)
     write_whole(out / "ratio.md", lambda part: part.write_text(text))
-    ratios = swept(settings)
-    at, columns = np.arange(len(ratios)), min(len(settings.problems), 2)
-    rows = -(-len(settings.problems) // columns)
-    with figure(out / "ratio.png", 4.6 * columns, 3.6 * rows + 0.4) as drawing:
+    ratios, num_panels = swept(settings), len(settings.problems) + 1
+    at, rows = np.arange(len(ratios)), -(-num_panels // 3)
+    columns = min(num_panels, 3)
+    with figure(out / "ratio.png", 4.2 * columns, 3.6 * rows + 0.4) as drawing:
         panels = drawing.subplots(rows, columns, squeeze=False).ravel()
-        for panel in panels[len(settings.problems) :]:
+        for panel in panels[num_panels:]:
             panel.set_axis_off()
+        for panel in panels[:num_panels]:
+            panel.axvline(ratios.index(DEFAULT), color=BLACK, linestyle=":", linewidth=1)
+            panel.set_xticks(at, [f"{ratio:g}" for ratio in ratios])
+            panel.set_xlabel("Ratio")
         for panel, name in zip(panels, settings.problems, strict=False):
             for look, colour in zip(
                 settings.looks, shades(len(settings.looks)), strict=True
             ):
                 logs = log_losses(settings, all_runs, name, look)
+                mean = 10 ** logs.mean(axis=0)
                 ends = 10 ** logs.min(axis=0), 10 ** logs.max(axis=0)
-                mean, label = 10 ** logs.mean(axis=0), f"{look} steps"
-                panel.plot(at, mean, "o-", color=colour, label=label)
+                panel.plot(at, mean, "o-", color=colour, label=f"{look} steps")
                 panel.fill_between(at, *ends, color=colour, alpha=0.15, linewidth=0)
-            panel.axvline(ratios.index(DEFAULT), color=BLACK, linestyle=":", linewidth=1)
-            panel.set_xticks(at, [f"{ratio:g}" for ratio in ratios])
-            panel.set(yscale="log", xlabel="Ratio", ylabel="Loss")
-            panel.set_title(PROBLEMS[name].title, fontsize="medium")
+            panel.set(yscale="log", ylabel="Loss")
+            panel.set_title(PROBLEMS[name].title, fontsize="small")
+        solved, steps = solved_and_log_steps(settings, all_runs)
+        last = panels[num_panels - 1]
+        mean = 10 ** np.nanmean(steps, axis=0)
+        last.plot(at, mean, "o-", color=BLUE)
+        last.set(ylabel="Steps, geometric mean", ylim=(0, 1.15 * mean.max()))
+        last.set_title(f"NIST's fits ({solved.all(axis=1).sum()})", fontsize="small")
         handles = panels[0].get_legend_handles_labels()
         drawing.legend(*handles, loc="outside lower center", ncols=len(settings.looks))
     return {
         "ratio": "The loss after some numbers of steps over the part of its promise that "
         f"a step has to keep: geometric means and ranges of {settings.seeds} seeds "
-        "(initialisations); the default is dotted."
+        "(initialisations); the default is dotted. Of NIST's fits that all ratios solve, "
+        f"the number of steps to the end. A loss below {_ROUNDING:g} of the first counts "
+        "as rounding."
     }
 
 
