@@ -94,6 +94,8 @@ class OnSpace(AbstractIteration):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
+        *,
+        is_damped: bool = False,
     ) -> Answer:
         """The minimiser, to where the gradient is `tolerance` times what it was.
 
