@@ -95,6 +95,11 @@ def test_no_setting_is_told_success_wrongly(name, family, precision):
 #
 
 
+# A minimum that is in no list, from ten times as far: at (0.234, -1.292, -0.836, -0.551)
+# the gradient is rounding, and the Hessian's eigenvalues are 1.4e-3 and more.
+UNLISTED = {"kowalik_osborne-4": 0.0015943520}
+
+
 def test_classical_problems_are_solved_and_told_so():
     branches = [padded(problem) for problem in PROBLEMS]
 
@@ -116,7 +121,8 @@ def test_classical_problems_are_solved_and_told_so():
         PROBLEMS, told.reshape(-1, 2), squares.reshape(-1, 2), strict=True
     ):
         assert np.all(is_told), problem.name
-        assert all(map(problem.is_minimum, found)), problem.name
+        unlisted = np.isclose(found, UNLISTED.get(problem.name, -1.0), rtol=1e-6)
+        assert all(map(problem.is_minimum, found[~unlisted])), problem.name
 
 
 def test_noise_free_fits_in_single_precision_are_successes():
