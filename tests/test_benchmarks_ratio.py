@@ -134,6 +134,16 @@ def test_where_all_ratios_end_at_one_loss_none_is_better():
     assert [verdicts[0].outcome, verdicts[3].outcome] == [CONFIRMED, NOT_TESTED]
 
 
+def test_the_quotient_on_burgers_is_of_its_two_ratios_at_the_last_look():
+    settings = dataclasses.replace(SETTINGS, ratios=(0.075, 0.75))
+    losses = {0.075: 1e-6, 0.25: 1e-9, 0.75: 2e-5}
+    both = dict.fromkeys(SETTINGS.problems, losses)
+    runs = [runs_of(point, both, 100) for point in ratio.points(settings)]
+    verdict = ratio.judge_all(settings, runs)[-2]
+    assert (verdict.outcome, verdict.num_seeds) == (CONFIRMED, 6)
+    assert verdict.estimate == pytest.approx(-np.log10(20))
+
+
 def test_ratios_on_one_side_of_the_default_do_not_tell_which_side_is_better():
     settings = dataclasses.replace(SETTINGS, ratios=(0.5,))
     verdicts = ratio.judge_all(settings, AS_CLAIMED)

@@ -33,7 +33,7 @@ from ..verdicts import judge, Verdict
 from .nist import attempt, through_optimistix
 
 
-DEFAULT = 0.25
+DEFAULT, SMALL, LARGE = 0.25, 0.075, 0.75
 FITS = "nist"
 VISCOSITY = 0.01
 # Burgers' equation counts so much beside its start: both then fall together.
@@ -290,6 +290,19 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
                 thresholds.FALLS if valley else thresholds.RISES,
                 statistic=small_over_large,
                 untested=untested,
+            )
+        )
+    if "burgers" in settings.problems and {SMALL, LARGE} <= set(ratios):
+        last = settings.looks[-1]
+        values = log_losses(settings, all_runs, "burgers", last)
+        small, large = (values[:, ratios == ratio][:, 0] for ratio in (SMALL, LARGE))
+        verdicts.append(
+            judge(
+                f"{PROBLEMS['burgers'].title}: after {last} steps a ratio of {SMALL:g} "
+                f"has at most a tenth of the loss of {LARGE:g}",
+                "log10 of the quotient of their losses, a seed",
+                small - large,
+                thresholds.TENTH_OF_LOSS,
             )
         )
     verdicts.append(
