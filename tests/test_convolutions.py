@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import gnlin
 from gnlin._convolutions import channels_last
+from gnlin._jacobian import OfExamples
 
 
 KINDS = {
@@ -107,7 +108,7 @@ def layouts_of(fn, *args):
 
 
 def assert_equal(found, expected, dtype):
-    tolerance = 100 * jnp.finfo(dtype).eps
+    tolerance = 100 * float(jnp.finfo(dtype).eps)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         scale = float(jnp.max(jnp.abs(b), initial=0.0)) or 1.0
@@ -185,8 +186,8 @@ def test_in_programs_within(name):
     assert found
     assert all(found)
     assert_equal(turned(x, w), fn(x, w), x.dtype)
-    pushed = [jax.jvp(f, (x, w), (jnp.cos(x), w)) for f in (turned, fn)]
-    assert_equal(*pushed, x.dtype)
+    pushed, expected = (jax.jvp(f, (x, w), (jnp.cos(x), w)) for f in (turned, fn))
+    assert_equal(pushed, expected, x.dtype)
 
 
 def test_a_function_without_stays_as_it_is():
@@ -264,6 +265,7 @@ def test_on_another_platform_nothing_changes(monkeypatch):
 def test_layers_are_found_as_before():
     fn, parameters, x = network()
     lin = gnlin.linearise(fn, parameters, x)
+    assert isinstance(lin.jacobian, OfExamples)
     assert set(lin.jacobian._program().layers) >= {0, 2, 4}
     rows = jax.jacrev(lambda p: jax.vmap(fn.fn, (None, 0))(p, x))(parameters)
     dense = jnp.concatenate([r.reshape(12, -1) for r in jax.tree.leaves(rows)], axis=1)
