@@ -84,10 +84,10 @@ def _cooling(x: Point) -> Float[Array, ""]:
     return decay * jnp.sin(jnp.pi * x[1])
 
 
-def burgers(u: Function, x: Point) -> Float[Array, ""]:
+def burgers(u: Function, x: Point, viscosity: Any = VISCOSITY) -> Float[Array, ""]:
     """u_t + u u_x = nu u_xx"""
     convected = along(u, 0)(x) + u(x) * along(u, 1)(x)
-    return convected - VISCOSITY * along(along(u, 1), 1)(x)
+    return convected - viscosity * along(along(u, 1), 1)(x)
 
 
 _NODES, _WEIGHTS = np.polynomial.hermite.hermgauss(100)

@@ -149,3 +149,13 @@ def published(equation: str) -> Threshold:
 NOT_PASSED = Threshold(
     "what first-order methods are said not to pass", above=math.log10(PINN_STAYS)
 )
+
+# The ratio of the longest step (2026-11-25; before its runs, but for ten of them, at
+# ratios of 0.075 and 0.25, that told how long they take)
+
+NEAR_BEST_RATIO = Threshold("a factor of ten, in log10", below=1)
+NO_ONE_RATIO = Threshold(
+    "each ratio has twice the loss of the best on some problem, in log10",
+    above=math.log10(2),
+)
+TENTH_OF_STEPS = Threshold("a tenth of the steps, in log10", below=math.log10(1.1))

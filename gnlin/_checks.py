@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,3 +218,31 @@ def nan_unless(sound: Bool[Array, ""], value: ScalarLike) -> Array:
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value = value.astype(float)
     return jnp.where(sound, value, jnp.asarray(jnp.nan, value.dtype))
+
+
+#
+# Derivatives that there are none of
+#
+
+_INSTEAD = (
+    "differentiate the minimum, by `optimistix.least_squares(..., "
+    "adjoint=gnlin.ImplicitAdjoint())`"
+)
+_BACKWARDS = (
+    "The number of these steps is known only when they are made, so that there is no "
+    f"reverse-mode derivative through them: use `jax.jvp` or `jax.jacfwd`, or {_INSTEAD}."
+)
+_STOPPED_EARLY = (
+    "Conjugate gradients that stop early have no derivative: use a solver or a `method` "
+    f"that solves the linearised problem exactly, or {_INSTEAD}."
+)
+
+
+def forwards_only(x: PyTree) -> PyTree:
+    """What a loop of unknown length ends with: an error in reverse mode."""
+    return eqxi.nondifferentiable_backward(x, msg=_BACKWARDS)
+
+
+def stopped_early(x: PyTree) -> PyTree:
+    """What conjugate gradients solve not quite: an error where it is differentiated."""
+    return eqxi.nondifferentiable(x, msg=_STOPPED_EARLY)

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from . import _tree
 from ._checks import check_nonnegative, nan_unless, nonnegative
@@ -22,9 +22,13 @@ class _Iterate(eqx.Module):
     x: PyTree[Array]
     residual: PyTree[Array]
     direction: PyTree[Array]
+    size: Scalar  # the residual's norm
     gamma: Scalar  # residual^T M residual, M the preconditioner
-    num_steps: Scalar
-    broken: Scalar
+    looks: Bool[Array, ""]  # the next product is A x, for the true residual
+    seen: Scalar  # the norm of the true residual at the last look
+    num_steps: Int[Array, ""]
+    num_products: Int[Array, ""]
+    stalled: Bool[Array, ""]
 
 
 def semidefinite(
@@ -106,63 +110,63 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         b = _tree.scale(1 / unit, vector)
         target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
 
-        def restarted(x, residual, num_steps):
-            z = precondition(residual)
-            gamma = _tree.dot(residual, z)
-            return _Iterate(x, residual, z, gamma, num_steps, jnp.array(False))
-
-        def unfinished(it):
-            far = _tree.norm(it.residual) > target
-            return far & ~it.broken & (it.num_steps < max_steps)
-
+        # Each iteration takes one product: of the direction, for a step; or of x, for
+        # the residual itself, where the recurrence has come to an end. It begins again
+        # from there, unless it has stalled: then it has met the limits of the precision.
         def iterate(it):
-            ap = operator.mv(it.direction)
-            curvature = _tree.dot(it.direction, ap)  # p^T A p
-            rounding = _ROUNDINGS * eps * _tree.norm(it.direction) * _tree.norm(ap)
+            product = operator.mv(_tree.where(it.looks, it.x, it.direction))
+            curvature = _tree.dot(it.direction, product)  # p^T A p
+            rounding = _ROUNDINGS * eps * _tree.norm(it.direction) * _tree.norm(product)
             sound = curvature > rounding
             alpha = jnp.where(sound, it.gamma / jnp.where(sound, curvature, 1), 0)
-            x = _tree.axpy(alpha, it.direction, it.x)
-            residual = _tree.axpy(-alpha, ap, it.residual)
+            x = _tree.where(it.looks, it.x, _tree.axpy(alpha, it.direction, it.x))
+            before = _tree.where(it.looks, b, it.residual)
+            residual = _tree.axpy(-jnp.where(it.looks, 1, alpha), product, before)
             z = precondition(residual)
             gamma = _tree.dot(residual, z)
-            direction = _tree.axpy(gamma / it.gamma, it.direction, z)
-            num_steps = it.num_steps + jnp.where(sound, 1, 0)
-            return _Iterate(x, residual, direction, gamma, num_steps, ~sound)
+            conjugate = _tree.axpy(gamma / it.gamma, it.direction, z)
+            direction = _tree.where(it.looks, z, conjugate)
+            size = _tree.norm(residual)
+            num_steps = it.num_steps + jnp.where(sound & ~it.looks, 1, 0)
+            ends = ~sound | ~(size > target) | (num_steps >= max_steps)
+            halved = size <= it.seen / 2
+            return _Iterate(
+                x,
+                residual,
+                direction,
+                size,
+                gamma,
+                ~it.looks & ends,
+                jnp.where(it.looks, size, it.seen),
+                num_steps,
+                it.num_products + 1,
+                jnp.where(it.looks, it.stalled | ~halved, ~sound),
+            )
 
-        def true_residual(x):
-            return _tree.axpy(-1, operator.mv(x), b)
+        def goes_on(it):
+            far = (it.size > target) & (it.num_steps < max_steps)
+            return it.looks | far & ~it.stalled
 
-        # Each round runs the recurrence to the target and then looks at the residual
-        # itself. A round that did not halve it has met the limits of the precision.
-        def round_(carry):
-            it, _, num_rounds = carry
-            before = _tree.norm(it.residual)
-            it = jax.lax.while_loop(unfinished, iterate, it)
-            residual = true_residual(it.x)
-            halved = _tree.norm(residual) <= before / 2
-            stalled = it.broken | (~halved & (it.num_steps < max_steps))
-            return restarted(it.x, residual, it.num_steps), stalled, num_rounds + 1
-
-        def again(carry):
-            it, stalled, _ = carry
-            return unfinished(it) & ~stalled
-
+        zero, no = jnp.zeros((), int), jnp.array(False)
+        x, z, norm = _tree.zeros_like(b), precondition(b), _tree.norm(b)
+        gamma = _tree.dot(b, z)
+        start = _Iterate(x, b, z, norm, gamma, no, norm, zero, zero, no)
         if "y0" in options:
             x = _tree.scale(1 / unit, options["y0"])
-            start = restarted(x, true_residual(x), jnp.array(0))
-        else:
-            start = restarted(_tree.zeros_like(b), b, jnp.array(0))
-        num_extra = 1 if "y0" in options else 0
-        it, stalled, num_rounds = jax.lax.while_loop(
-            again, round_, (start, jnp.array(False), jnp.array(num_extra))
-        )
-        met = (_tree.norm(it.residual) <= target) & jnp.isfinite(size)
+            far = jnp.full_like(norm, jnp.inf)
+            start = _Iterate(x, b, z, norm, gamma, ~no, far, zero, zero, no)
+        it = jax.lax.while_loop(goes_on, iterate, start)
+        met = (it.size <= target) & jnp.isfinite(size)
         result = lx.RESULTS.where(
             met,
             lx.RESULTS.successful,
-            lx.RESULTS.where(stalled, lx.RESULTS.breakdown, lx.RESULTS.max_steps_reached),
+            lx.RESULTS.where(
+                it.num_steps < max_steps,
+                lx.RESULTS.breakdown,
+                lx.RESULTS.max_steps_reached,
+            ),
         )
-        stats = {"num_steps": it.num_steps, "num_products": it.num_steps + num_rounds}
+        stats = {"num_steps": it.num_steps, "num_products": it.num_products}
         # A tolerance that is none has no solution.
         unit = nan_unless(nonnegative(self.tolerance), unit)
         return _tree.scale(unit, it.x), result, stats

@@ -1,5 +1,6 @@
 """A model as trainable parameters and the rest."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from jaxtyping import Array, PyTree
 from ._convolutions import channels_last
 from ._jacobian import PerExample
 from ._linearisation import check_parameters
+from ._written_anew import known, of_one_example
 
 
 _HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
@@ -41,6 +43,23 @@ class Frozen(eqx.Module):
         """The same with the parameters as they are trained."""
         model = eqx.combine(parameters, self.rest)
         return model if self.fn is None else (self.fn, model)
+
+
+class _ByProgram(eqx.Module):
+    """In place of what of a model is not trained."""
+
+    fn: Callable[..., PyTree[Array]]
+
+    def in_training(self, parameters: PyTree) -> Callable[..., PyTree[Array]]:
+        def model(x, *, key=None):
+            return self.fn(parameters, x, *([] if key is None else [key]))
+
+        return model
+
+
+def _of_one(frozen: Frozen, parameters: PyTree, x: PyTree, *keys: Array) -> PyTree[Array]:
+    model = frozen.in_training(parameters)
+    return _checked(_called(model, x, **({"key": keys[0]} if keys else {})))
 
 
 def partition(
@@ -146,7 +165,7 @@ class Network(eqx.Module):
     of the whole batch, and returns the new state beside the outputs.
     """
 
-    frozen: Frozen
+    frozen: Any  # `Frozen`, or `_ByProgram` in its place
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
@@ -157,6 +176,16 @@ class Network(eqx.Module):
         if self.has_state:
             return eqx.Partial(_apply_with_state, self)
         return PerExample(eqx.Partial(_apply, self), self.part_size)
+
+    def known(self, parameters: PyTree, inputs: PyTree) -> "Network":
+        """The same, known by what it computes of examples such as these: a model is not
+        compiled again where its functions are written anew."""
+        if self.has_state:
+            return self
+        given = [parameters, of_one_example(inputs)]
+        given += [jax.random.key(0)] if self.takes_key else []
+        fn = known(eqx.Partial(_of_one, self.frozen), *given)
+        return dataclasses.replace(self, frozen=_ByProgram(fn))
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
         """Without the new state."""

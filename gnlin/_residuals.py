@@ -1,5 +1,6 @@
 """Groups of residuals: functions of a model and one example each, of different kinds."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ._known import AbstractKnown, Posed
 from ._losses import AbstractElementwiseLoss, AbstractLoss, check_loss, SquaredError
 from ._model import Frozen, partition
 from ._objective import GroupLosses, objective_of
+from ._written_anew import known, of_one_example
 
 
 class Residuals(AbstractKnown):
@@ -310,6 +312,22 @@ class GroupNetwork(eqx.Module):
             return fn if select is None else Selected(fn, select)
 
         return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
+
+    def known(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
+        """The same, its groups known by what they compute of examples such as these: not
+        where a group reads some rows of the parameters only, as its function says."""
+        if any(select is not None for select in self.selections.values()):
+            return self
+        found = {}
+        for name, fn in self.fns.items():
+            at_once, example = name in self.at_once, inputs[name]
+            if not at_once:
+                example = of_one_example(example)
+            of_one = eqx.Partial(_residuals, name, at_once, self.frozen, fn)
+            found[name] = known(of_one, parameters, example)
+        rest = jax.tree.map(lambda _: None, parameters)
+        frozen = Frozen(rest, self.frozen.dtypes, None)
+        return dataclasses.replace(self, frozen=frozen, fns=found)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
         return inputs

@@ -14,7 +14,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from ._bounds import check_start
-from ._checks import as_key, check_count, check_flag, is_traced
+from ._checks import as_key, check_count, check_flag, forwards_only, is_traced
 from ._data import as_batch, not_finite
 from ._losses import AbstractLoss, check_loss, SquaredError
 from ._model import make_network, Network
@@ -172,7 +172,10 @@ def solve(
     check_start(solver.bounds, parameters)
     parameters = solver.between_bounds(parameters)
     where = places((parameters, state), batch)
-    setting = Setting(solver, losses, network, key, divergence, places=where)
+    ours = network
+    if mesh is None and not is_traced((network, parameters, batch)):
+        ours = network.known(parameters, batch[0])
+    setting = Setting(solver, losses, ours, key, divergence, places=where)
     with choosing():
         if not losses.is_quadratic:  # which has no values of targets to check
             checked_outputs(setting, parameters, state, batch)
@@ -378,7 +381,7 @@ def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array)
         return ~_is_over(now, max_steps) & (now.num_steps - begun < most)
 
     now, rows = jax.lax.while_loop(goes_on, step, (now, rows))
-    carry = kept(now.carry)
+    carry, rows = kept(forwards_only(now.carry)), forwards_only(rows)
     ended = carry.solver_state
     result = optx.RESULTS.where(
         (ended.result == optx.RESULTS.successful) & ~ended.terminate,

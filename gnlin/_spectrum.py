@@ -1,5 +1,6 @@
 """The spectrum of a linearisation: one factorisation, then any filter for a matvec."""
 
+import types
 from collections.abc import Callable
 from typing import Literal
 
@@ -51,6 +52,8 @@ class Spectrum(eqx.Module):
     _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
     # Of eigenvectors of phi phi^T or phi^T phi: their products with phi themselves
     _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
+    # What the step is a function of, for its derivative; `None` for some of the pairs
+    _origin: "_Origin | None"
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Spectrum(eqx.Module):
         project: Callable[[Float[Array, " m"]], Float[Array, " k"]],
         lift: Callable[[Float[Array, " k"]], PyTree[Array]],
         pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None = None,
+        origin: "_Origin | None" = None,
     ):
         self.eigenvalues = eigenvalues
         # As precise as the Jacobian: residuals in double precision may be those of
@@ -67,6 +71,7 @@ class Spectrum(eqx.Module):
         self._project = project
         self._lift = lift
         self._pushed = pushed
+        self._origin = origin
 
     def __repr__(self) -> str:
         w = self.eigenvalues
@@ -81,16 +86,27 @@ class Spectrum(eqx.Module):
     def step(self, filter: Filter) -> PyTree[Array]:
         r"""The step $\delta = -\phi^\top U g(w) U^\top r$, in the parameters' structure.
 
+        Its derivative is that of a function of $\phi$ and r, and exists where g has one,
+        also where eigenvalues are equal, and their eigenvectors have none.
+
         **Arguments:**
 
         - `filter`: any function of the eigenvalues; see `gnlin.filters`.
         """
-        return self._lift(-filter(self.eigenvalues) * self.coefficients)
+        step = self._lift(-filter(self.eigenvalues) * self.coefficients)
+        if self._origin is None:
+            return step
+        if isinstance(filter, types.FunctionType):  # it may close over what is moved
+            filter = eqx.filter_closure_convert(filter, self.eigenvalues)
+        return with_derivative_of(_step, step, filter, self.eigenvalues, self._origin)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
         """The same eigenpairs, for other residuals of the same structure."""
         flat, _ = ravel_pytree(residual)
-        parts = self._project, self._lift, self._pushed
+        origin = self._origin
+        if origin is not None:
+            origin = _Origin(origin.jacobian, flat, origin.vectors)
+        parts = self._project, self._lift, self._pushed, origin
         return Spectrum(self.eigenvalues, flat, *parts)
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
@@ -222,67 +238,141 @@ def spectrum_of(
     """The spectrum of a Jacobian; `eigh` of the smaller Gram matrix, or of the kernel
     where the Jacobian does not fit into the memory budget."""
     flat, _ = ravel_pytree(residual)
-    unravel = Partial(jacobian.domain.unravel)
     if method == "svd":
-        return from_svd(jacobian.as_matrix(), flat, unravel)
+        return from_svd(jacobian, flat)
     m, p = jacobian.shape
     if m > p and m * jacobian.domain.nbytes <= jacobian.memory_budget:
-        return from_curvature(jacobian.as_matrix(), flat, unravel)
-    jacobian = jacobian.at_hand_if_it_fits()
-    return from_kernel(jacobian.gram(), flat, jacobian.pull_back)
+        return from_curvature(jacobian, flat)
+    return from_kernel(jacobian.at_hand_if_it_fits(), flat)
 
 
-def from_svd(
-    jacobian: Float[Array, "m p"],
-    residual: Float[Array, " m"],
-    unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
-) -> Spectrum:
+def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """By singular values: the condition number is the Jacobian's own.
 
     With its columns in descending order LAPACK resolves singular values that are small
     because some columns are, to rounding relative to these columns (as in J. Demmel et
     al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
     """
-    norms = jnp.linalg.norm(jacobian, axis=0)
+    phi = jacobian.as_matrix()
+    norms = jnp.linalg.norm(phi, axis=0)
     order = jnp.argsort(-norms)
-    u, s, sorted_vt = _small_svd.svd(jacobian[:, order])
+    u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # The rounding of phi v, by columns.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
-    s = jnp.where(s <= _rounding(jacobian) * sizes, 0, s)
+    s = jnp.where(s <= _rounding(phi) * sizes, 0, s)
+    m, p = phi.shape
     return Spectrum(
-        s**2, residual, Partial(matmul, u.T), Partial(_lift_singular, unravel, s, vt)
+        s**2,
+        residual,
+        Partial(matmul, u.T),
+        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, vt),
+        origin=_Origin(jacobian, residual, u if m <= p else vt.T),
     )
 
 
-def from_kernel(
-    kernel: Float[Array, "m m"],
-    residual: Float[Array, " m"],
-    pull_back: Callable[[Float[Array, " m"]], PyTree[Array]],
-) -> Spectrum:
-    """By eigenvalues on the output side; `pull_back` is `a -> phi^T a`."""
+def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
+    """By eigenvalues on the output side."""
+    kernel = jacobian.gram()
     w, u = _lapack.eigh(kernel)
     w = jnp.where(w <= _rounding(kernel) * w[-1], 0, w)
-    lift = Partial(_lift_kernel, pull_back, u)
-    return Spectrum(w, residual, Partial(matmul, u.T), lift, lift)
+    lift = Partial(_lift_kernel, jacobian.pull_back, u)
+    origin = _Origin(jacobian, residual, u)
+    return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
 
 
-def from_curvature(
-    jacobian: Float[Array, "m p"],
-    residual: Float[Array, " m"],
-    unravel: Callable[[Float[Array, " p"]], PyTree[Array]],
-) -> Spectrum:
+def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """By eigenvalues on the parameter side, where u_i = phi v_i / sqrt(w_i)."""
-    w, v = _lapack.eigh(gram_of_columns(jacobian))
+    phi = jacobian.as_matrix()
+    w, v = _lapack.eigh(gram_of_columns(phi))
     w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
     s = jnp.sqrt(w)
     return Spectrum(
         w,
         residual,
-        Partial(_project_curvature, jacobian, v, s),
-        Partial(_lift_singular, unravel, s, v.T),
-        Partial(_pushed_forward, jacobian, v),
+        Partial(_project_curvature, phi, v, s),
+        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, v.T),
+        Partial(_pushed_forward, phi, v),
+        _Origin(jacobian, residual, v),
     )
+
+
+class _Origin(eqx.Module):
+    """What a step is a function of, and the eigenvectors of the smaller of
+    phi phi^T and phi^T phi."""
+
+    jacobian: AbstractJacobian
+    residual: Float[Array, " m"]
+    vectors: Float[Array, "k k"]
+
+    @property
+    def on_outputs(self) -> bool:
+        return len(self.vectors) == len(self.residual)
+
+
+@eqx.filter_custom_jvp
+def with_derivative_of(formula, value, *args):
+    """A value, and the derivative of a formula of the same that is smooth where the way
+    to this value is not. Only its derivative is ever computed."""
+    return value
+
+
+@with_derivative_of.def_jvp
+def _(primals, tangents):
+    formula, value, *args = primals
+    _, _, *moved = tangents
+    _, tangent = eqx.filter_jvp(formula, args, moved)
+    return value, _tree.cast_like(tangent, value)
+
+
+def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
+    """The step of a filter, of eigenvectors whose derivative is not needed."""
+    jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
+    if origin.on_outputs:
+        return jacobian.pull_back(-_of_matrix(filter, jacobian.gram(), r, *pairs))
+    gradient, unravel = ravel_pytree(jacobian.pull_back(r))
+    return unravel(-_of_matrix(filter, jacobian.curvature(), gradient, *pairs))
+
+
+@eqx.filter_custom_jvp
+def _of_matrix(filter, matrix, vector, w, vectors):
+    r"""$g(A) b$ for a symmetric A with known eigenpairs."""
+    return matmul(vectors, filter(w) * matmul(vectors.T, vector))
+
+
+@_of_matrix.def_jvp
+def _(primals, tangents):
+    r"""$dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
+    $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ where $w_i = w_j$.
+
+    ??? cite "Reference"
+
+        Y. Daleckii and S. Krein (1965); N. Higham, *Functions of matrices* (2008),
+        theorem 3.11.
+    """
+    filter, _, vector, w, q = primals
+    moved_filter, moved_matrix, moved_vector, *_ = tangents
+    c, g = matmul(q.T, vector), filter(w)
+    moved = jnp.zeros_like(c)
+    if moved_matrix is not None:
+        rotated = matmul(q.T, matmul(moved_matrix, q))
+        moved += matmul(_divided_differences(filter, w) * rotated, c)
+    if moved_vector is not None:
+        moved += g * matmul(q.T, moved_vector)
+    if jax.tree.leaves(moved_filter):
+        _, change = eqx.filter_jvp(lambda f: f(w), (filter,), (moved_filter,))
+        moved += change * c
+    return matmul(q, g * c), matmul(q, moved)
+
+
+def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, "k k"]:
+    """Of nearly equal eigenvalues the mean of their derivatives, whose error is the
+    square of their relative distance; that of the difference is eps over it."""
+    g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
+    gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
+    near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size
+    mean = 0.5 * (slope[:, None] + slope[None])
+    return jnp.where(near, mean, (g[:, None] - g[None]) / jnp.where(near, 1, gap))
 
 
 def _lift_singular(unravel, s, vt, z):

@@ -227,6 +227,12 @@ def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda a, b: a.astype(b.dtype), x, y)
 
 
+def fixed(x: PyTree) -> PyTree:
+    """The same, as a constant to derivatives; any leaves that are no arrays besides."""
+    arrays, others = eqx.partition(x, eqx.is_inexact_array)
+    return eqx.combine(jax.lax.stop_gradient(arrays), others)
+
+
 def zeros_like(x: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(jnp.zeros_like, x)
 

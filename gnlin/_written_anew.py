@@ -19,6 +19,8 @@ from jaxtyping import Array, PyTree
 # Constants within a program, of up to so many bytes, are compared by their values.
 _FEW_BYTES = 2**16
 _MOST_PROGRAMS = 1024
+# They hold the arrays that they close over.
+_MOST_KNOWN = 128
 # Rules of `jax.custom_jvp` that use others are looked into so many times. One that uses
 # its own function has no end, and is only equal to itself.
 _MOST_RULES = 2
@@ -81,6 +83,49 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     if not any(isinstance(c, Tracer) for c in consts):
         programs[asked] = program
     return program
+
+
+class Known(eqx.Module):
+    """A function with leaves, such as a model's: its arrays, and the program of them and
+    of what it is given. Functions among its leaves are no part of it."""
+
+    arrays: list[Array]
+    program: Program
+
+    def __call__(self, *args: PyTree[Array]) -> PyTree[Array]:
+        return self.program(self.arrays, *args)
+
+
+def known(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
+    """A pytree of arrays and functions, known by what it computes of arrays of these
+    shapes. It is traced only where its functions are other objects than before; and left
+    as it is where something else than arrays cannot be compared."""
+    leaves, structure = jax.tree.flatten(fn)
+    arrays = [x for x in leaves if isinstance(x, Array)]
+    rest = tuple(None if isinstance(x, Array) else x for x in leaves)
+    given, of_args = jax.tree.flatten((arrays, *args))
+    shapes = tuple(map(_struct, given))
+    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    types = tuple(map(type, rest))
+    try:
+        program = _known(structure, rest, types, of_args, shapes, x64)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        return fn
+    return Known(arrays, program)
+
+
+@functools.lru_cache(maxsize=_MOST_KNOWN)
+def _known(structure, rest, types, of_args, shapes, x64) -> Program:
+    del types, x64  # which tell cases apart
+
+    def called(arrays, *args):
+        remaining = iter(arrays)
+        leaves = [next(remaining) if x is None else x for x in rest]
+        return structure.unflatten(leaves)(*args)
+
+    return program_of(functools.partial(called), *of_args.unflatten(shapes))
 
 
 @functools.lru_cache(maxsize=_MOST_PROGRAMS)
@@ -158,7 +203,13 @@ def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
 
 
 def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def of_one_example(batch: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
+    """The shapes without the leading axis."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:

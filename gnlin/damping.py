@@ -179,9 +179,15 @@ def _or_first(
 
 # The search ends when the edge is known to this factor,
 _RESOLUTION = 1.5
-# or when the step gains this share of what the undamped one is predicted to, or is no
-# longer than this by less damping.
-_UNDAMPED, _FREE = 0.999, 1 - 1e-6
+# or when all but so little of what the undamped step is predicted to gain, or of the next
+# step's length, is there: a step that gains 0.999 of it may still be many times as long.
+# On Burgers' equation (p = 941) a loss of 1e-12 after a hundred steps becomes 1e-14.
+_UNDAMPED = 1 - 1e-6
+# A step that is predicted to gain all that any can promises too much, in a long valley:
+# a smaller part of it will do. With the same ratio everywhere Burgers' equation is at
+# 1.4e-14 after a hundred steps, and with this at 7e-16 (a ratio of 0.075 throughout has
+# 6e-16); networks and NIST's fits do not change.
+_ALL, _PART_OF_ALL = 0.99, 0.3
 # The first move from the last damping is by this factor, the next by its square, and so
 # on, up to a factor that leaves some precision.
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
@@ -214,6 +220,9 @@ class LongestStep(AbstractDamping[_Edge]):
     step fails (or one is accepted). It then halves the interval, in logarithms, until its
     ends are within a factor of 1.5. A step is at most three times as long as the last,
     unless that is less than a thousandth of the point.
+
+    A step that is predicted to gain all that any step can is one in a long valley, and
+    promises too much: of such a step $0.3\,\rho$ suffices.
 
     **Arguments:**
 
@@ -251,6 +260,7 @@ class LongestStep(AbstractDamping[_Edge]):
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
         longest = jnp.maximum(longest, _SHORT * trial.size)
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
+        ratio *= jnp.where(trial.share > _ALL, _PART_OF_ALL, 1)
         return (trial.ratio >= ratio) & (trial.length <= longest)
 
     def after(self, state: _Edge, trial: Trial) -> _Edge:
@@ -262,7 +272,7 @@ class LongestStep(AbstractDamping[_Edge]):
         # Of steps that gain nothing the first is taken, which is short.
         taken = good & (~trial.noise | jnp.isinf(state.high))
         # A damping that damps nothing stays: far below, rounding would decide.
-        stays = trial.noise | saturated | (trial.share >= _FREE)
+        stays = trial.noise | saturated | (trial.share >= _UNDAMPED)
         factor = jnp.where(stays, 1, _nielsens(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)

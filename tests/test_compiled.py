@@ -17,7 +17,7 @@ MOST = {
     "a fit": (3, 140),
     "a damped fit": (2, 68),
     "solve": (4, 280),
-    "solve, softmax": (4, 840),
+    "solve, softmax": (2, 580),
     "fit, softmax": (4, 270),
 }
 

@@ -337,6 +337,15 @@ def test_inner_steps_across_batches(name):
             assert result.stats[count] == 8
 
 
+def test_a_step_at_its_own_linearisation_takes_one_transposed_pass():
+    solver = gnlin.IterativeLinearisation(1, optimiser=ADAM, damping=0.1)
+    result = fit(data=BATCHES, solver=solver, steps=8)
+    expected, _, losses = inner_steps(ADAM, 1, BATCHES, 8, damping=0.1)
+    assert_close(numbers(result.model), expected)
+    assert_close(result.history["loss"], losses)
+    assert (result.stats["num_jvps"], result.stats["num_vjps"]) == (0, 8)
+
+
 @pytest.mark.parametrize("form", ["prox-linear", "quadratic"])
 def test_inner_steps_of_another_loss(form):
     solver = gnlin.IterativeLinearisation(3, 0.1, form=form)

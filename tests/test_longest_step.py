@@ -49,9 +49,10 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
             kept = half_squares(r) - half_squares(sines_numpy(y + step, args)[0])
             kept = min(kept / predicted, 1)
             longest = max(3 * last, 1e-3 * np.linalg.norm(scale * y))
-            good = gentle and kept >= ratio and length <= longest
-            undamped = good and predicted >= 0.999 * attainable
-            saturated = bool(good and found and length * 0.999 <= found[2])
+            least = 0.3 * ratio if predicted > 0.99 * attainable else ratio
+            good = gentle and kept >= least and length <= longest
+            undamped = good and predicted >= (1 - 1e-6) * attainable
+            saturated = bool(good and found and length * (1 - 1e-6) <= found[2])
             undamped |= saturated
             if good:
                 free = saturated or predicted >= (1 - 1e-6) * attainable

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -145,6 +146,31 @@ def test_the_solution_is_the_same(shape, dtype, preconditioner):
     left = (phi.T @ phi + damping * np.eye(p)) @ np.asarray(new["a"], float)
     left -= phi.T @ target
     assert np.linalg.norm(left) <= 1.5e-5 * np.linalg.norm(phi.T @ target)
+
+
+@pytest.mark.parametrize("preconditioner", [Nystrom(8), BlockDiagonal()], ids=str)
+def test_as_a_method_of_the_other_damped_solvers(preconditioner):
+    residual, y, args = problem()
+    phi, target = (np.asarray(x) for x in args)
+    damped = gnlin.DampedGaussNewton(1e-2, method=preconditioner)
+    one = optx.least_squares(residual, damped, y, args, max_steps=1, throw=False)
+    expected = np.linalg.solve(phi.T @ phi + 1e-2 * np.eye(P), phi.T @ target)
+    np.testing.assert_allclose(one.value["a"], expected, rtol=1e-8)
+    extra = preconditioner.passes(gnlin.linearise(residual, y, args).jacobian)
+    assert one.stats["num_vjps"] >= one.stats["num_inner_steps"] + extra.vjps
+
+    adapting = gnlin.LevenbergMarquardt(method=preconditioner)
+    many = optx.least_squares(residual, adapting, y, args)
+    least = np.linalg.norm(target - phi @ np.linalg.lstsq(phi, target)[0])
+    found = np.linalg.norm(target - phi @ many.value["a"])
+    assert least * (1 - 1e-12) <= found <= least * (1 + 1e-9)
+
+
+def test_only_of_damped_solvers():
+    with pytest.raises(ValueError, match="`method` must be one of"):
+        gnlin.GaussNewton(method=Nystrom(8))
+    with pytest.raises(ValueError, match='use `scaling="identity"`, or another method'):
+        gnlin.LevenbergMarquardt(method=Nystrom(8), scaling="marquardt")
 
 
 def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):

@@ -3,7 +3,7 @@
 import abc
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -125,6 +125,20 @@ class Update(eqx.Module):
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
+
+
+class Ended(NamedTuple):
+    """What is said of a run at a linearisation, and what is kept for the next one."""
+
+    arrived: Bool[Array, ""]
+    settled: Bool[Array, ""]
+    num_still: Int[Array, ""]
+    result: optx.RESULTS
+
+    @staticmethod
+    def not_asked(state: State, update: Update) -> "Ended":
+        no = jnp.array(False)
+        return Ended(no, no, state.num_still, update.result)
 
 
 Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
@@ -288,35 +302,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
             )
         gradient_norm, step, step_norm = _completed(update, objective, lin)
-        arrived = no = jnp.array(False)
-        settled, num_still, result = no, state.num_still, update.result
+        ended = Ended.not_asked(state, update)
         if same_examples:
-            # Whether the run is over is asked where there is reason to: after a small
-            # step, after many that gained nothing, and where none could be found.
-            going = ~update.terminate & (result == optx.RESULTS.successful)
-            stands = update.stuck | (num_still >= _MOST_STILL)
-            left = step if update.left is None else update.left
-
-            def look():
-                tolerances = solver.rtol, solver.atol
-                problem = update.problem
-                problem = objective.expand(lin) if problem is None else problem
-                how = *tolerances, loss, first_loss, update.searched
-                point = _as_in(problem, lin.point)
-                return has_arrived(problem, point, _as_in(problem, left), *how)
-
-            asks = going & (state.settled | stands)
-            arrived = jax.lax.cond(asks, look, lambda: no)
-            result = optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, result)
-            now, then = map(objective.residual, (update.outputs, lin.outputs))
-            settled = solver.converged(update.y, step, now, then)
-            gained = objective.decrease(lin.outputs, update.outputs).astype(dtype)
-            point = _as_in(update.problem, lin.point)
-            rounding = rounding_of_loss(loss, update.problem, point)
-            quiet = jnp.abs(gained) <= rounding
-            num_still = jnp.where(quiet, num_still + 1, 0)
+            ended = solver._ended(objective, lin, update, step, state, loss, first_loss)
         # A run that had arrived already takes no further step.
-        stays = arrived & (num_steps > 0)
+        stays = ended.arrived & (num_steps > 0)
         one = jnp.where(stays, 0, 1)
         report = Report(
             loss=jnp.where(stays, loss, objective.value(update.outputs).astype(dtype)),
@@ -339,14 +329,60 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             report,
             counts,
             first_loss,
-            settled,
-            num_still,
-            update.terminate | arrived,
-            result,
+            ended.settled,
+            ended.num_still,
+            update.terminate | ended.arrived,
+            ended.result,
             state.stride,
             state.rows,
         )
         return _tree.where(stays, lin.point, update.y), new
+
+    def _ended(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        update: Update,
+        step: PyTree[Array],
+        state: State,
+        loss: Scalar,
+        first_loss: Scalar,
+    ) -> "Ended":
+        """Whether the run is over at a linearisation, of which `update` came: asked where
+        there is reason to, after a small step, after many that gained nothing, and where
+        none could be found."""
+        going = ~update.terminate & (update.result == optx.RESULTS.successful)
+        stands = update.stuck | (state.num_still >= _MOST_STILL)
+        asks = going & (state.settled | stands)
+
+        def look():
+            problem = update.problem
+            problem = objective.expand(lin) if problem is None else problem
+            left = step if update.left is None else update.left
+            return has_arrived(
+                problem,
+                _as_in(problem, lin.point),
+                _as_in(problem, left),
+                self.rtol,
+                self.atol,
+                loss,
+                first_loss,
+                update.searched,
+            )
+
+        arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
+        now, then = map(objective.residual, (update.outputs, lin.outputs))
+        gained = objective.decrease(lin.outputs, update.outputs).astype(loss.dtype)
+        point = _as_in(update.problem, lin.point)
+        quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
+        return Ended(
+            arrived,
+            settled=self.converged(update.y, step, now, then),
+            num_still=jnp.where(quiet, state.num_still + 1, 0),
+            result=optx.RESULTS.where(
+                asks & stands & ~arrived, STANDS_STILL, update.result
+            ),
+        )
 
     def _in_units_of(
         self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar

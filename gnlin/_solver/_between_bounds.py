@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from .. import _tree
+from .._checks import forwards_only
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 
@@ -75,7 +76,7 @@ def between_bounds(
             return _tree.where(predicted(one) >= predicted(other), one, other)
         no = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), point)
         start = _Path(_tree.zeros_like(step), step, no, jnp.array(0))
-        path = jax.lax.while_loop(goes_on, next_face, start)
+        path = forwards_only(jax.lax.while_loop(goes_on, next_face, start))
         unsolved = box.is_left(point, path.target)
         return _tree.where(unsolved, path.step, path.target)
 

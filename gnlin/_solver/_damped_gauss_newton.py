@@ -61,8 +61,9 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         sparse), `"matrix-free"` (conjugate gradients),
         `"products-first"` (those while they are cheap, else by Cholesky); a
         [`gnlin.MixedPrecision`][], for a kernel in lower precision; a
-        [`gnlin.NystromKernel`][], for one of lower rank; or any solver of lineax, such as
-        `lineax.QR()`.
+        [`gnlin.NystromKernel`][], for one of lower rank; one of
+        [`gnlin.preconditioners`][], with which conjugate gradients solve; or any solver
+        of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
 

@@ -25,6 +25,7 @@ from .._checks import (
 )
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
+from .._passes import Passes
 from .._spectrum import Filter
 from .._subproblem import (
     AbstractWay,
@@ -43,6 +44,7 @@ from ._base import (
     AbstractGaussNewton,
     Counts,
     Evaluate,
+    increased,
     linearised,
     Report,
     State,
@@ -72,6 +74,10 @@ def _unless_zero(damping: ScalarLike) -> ScalarLike:
 
 def _is_endless(period: ScalarLike) -> bool:
     return isinstance(period, float) and math.isinf(period)
+
+
+def _is_one(period: ScalarLike) -> bool:
+    return isinstance(period, int | float) and period == 1
 
 
 class IterativeLinearisation(AbstractGaussNewton):
@@ -342,18 +348,23 @@ class IterativeLinearisation(AbstractGaussNewton):
         """One inner step. With a `trigger`, it says when to linearise anew before the
         period is over."""
         stream: Stream = state.memory
-        delta = jax.tree.map(jnp.subtract, y, stream.point)
-        # One forward, one tangent and one transposed pass.
+        # One forward, one tangent and one transposed pass; no tangent one where each step
+        # is at its own linearisation.
         lin, aux = linearised(fn, stream.point, args, has_aux, self.memory_budget)
-        change = lin.jvp(delta)
-        outputs = _tree.axpy(1, change, lin.outputs)
-        if self.form == "quadratic" and not objective.is_quadratic:
-            curved = objective.curvature(lin.outputs)(change)
-            cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
+        if _is_one(self.period):
+            outputs, passes = lin.outputs, Passes(vjps=1)
+            gradient = lin.vjp(objective.gradient(outputs))
         else:
-            cotangent = objective.gradient(outputs)
+            delta = jax.tree.map(jnp.subtract, y, stream.point)
+            change, passes = lin.jvp(delta), Passes(1, 1)
+            outputs = _tree.axpy(1, change, lin.outputs)
+            if self.form == "quadratic" and not objective.is_quadratic:
+                curved = objective.curvature(lin.outputs)(change)
+                cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
+            else:
+                cotangent = objective.gradient(outputs)
+            gradient = _tree.axpy(self.damping_now(), delta, lin.vjp(cotangent))
         loss = objective.value(outputs)
-        gradient = _tree.axpy(self.damping_now(), delta, lin.vjp(cotangent))
 
         optimiser = self._optimiser()
         updates, inner = updated(optimiser, gradient, stream.inner, y)
@@ -383,8 +394,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         counts = Counts(
             counts.num_feature_updates + begins,
             counts.num_inner_steps + 1,
-            counts.num_jvps + 1,
-            counts.num_vjps + 1,
+            increased(counts.num_jvps, passes.jvps),
+            increased(counts.num_vjps, passes.vjps),
             counts.num_accepted_steps + jnp.where(finite, 1, 0),
             counts.num_rejected_steps + jnp.where(finite, 0, 1),
         )

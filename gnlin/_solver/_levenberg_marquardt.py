@@ -1,7 +1,6 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,16 +14,18 @@ from .._jacobian import Cost
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
+from .._problem import Quadratic
 from .._subproblem import (
     AbstractSubproblem,
+    AbstractWay,
     check_form,
     check_method,
+    Early,
     Form,
-    is_factorised_anew,
     Method,
     problem_of,
     ProxLinear,
-    without_factorisation,
+    way_of,
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen, SKIPPED, slowly
 from ..filters import Tikhonov
@@ -36,14 +37,10 @@ from ._trials import try_dampings
 from ._verdict import rounding_of_loss
 
 
-# What an exact step is worth, in seconds: of a network, or with other batches to come,
-# little; and in times of one by conjugate gradients that stop early, to which it adds no
-# accuracy across batches, nor where the loss is not squared error.
-_EXACT_STEP, _EXACT_STEP_OF_NETWORK = 10.0, 2e-3
-_TIMES, _TIMES_OF_NETWORK = 10.0, 2.0
-_BY_PRODUCTS = "matrix-free", "products-first"
-
-
+# What an exact step is worth beside one by conjugate gradients that stop early: so many
+# seconds, and so many times as many as that takes. Across batches it adds no accuracy,
+# nor where the loss is not squared error.
+_EXACT, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-3, 2.0)
 # The default rule where another trial is dear.
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch and across batches: on a full batch a rejected trial
@@ -122,7 +119,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
         `"schur"`, `"sparse"` or `"matrix-free"`; `"auto"` is matrix-free where the
         Jacobian at hand costs many times as much, or more than the memory budget; or a
-        [`gnlin.MixedPrecision`][], a [`gnlin.NystromKernel`][], or a solver of lineax.
+        [`gnlin.MixedPrecision`][], a [`gnlin.NystromKernel`][], one of
+        [`gnlin.preconditioners`][], with which conjugate gradients solve, or a solver of
+        lineax.
         See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
@@ -211,17 +210,22 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule(lin.outputs if objective.is_sample else None)
+        by_default = self.damping is None and isinstance(rule, LongestStep)
+        if by_default and cost.reads:  # Each trial may be a sparse factorisation.
+            rule = _ONE_TRIAL
         # The damping of a tall problem may fall so far that squaring the condition number
         # does harm.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
-        by_default = self.damping is None and isinstance(rule, LongestStep)
-        if by_default and cost.reads:  # Each trial is a sparse factorisation.
+        way = self._way(objective, problem, kind, rule.num_trials)
+        if by_default and way.stops_early:  # It is one by conjugate gradients.
             rule = _ONE_TRIAL
-        method, scaling, acceleration = self._how(objective, cost, kind, rule.num_trials)
-        by_products = method in _BY_PRODUCTS
-        if by_default and by_products:  # Each trial is a solution by conjugate gradients.
-            rule = _ONE_TRIAL
+        scaling, method = self._scaling(objective, cost, way), self.method
+        if way.stops_early and method == "auto":
+            method = way.method
+        acceleration = self.acceleration
+        if acceleration is None:
+            acceleration = self.form == "quadratic" and not way.solves_anew
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows, lin = cost.rows, lin.materialise()
@@ -232,7 +236,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         subproblem = measured.chosen(kind, rule.num_trials, method)
         if scaling == "more":
             memory = eqx.tree_at(lambda m: m.scale, memory, measured.scale)
-        if by_products:
+        if way.stops_early:
             memory, subproblem = self._truncated(objective, subproblem, memory)
         if objective.is_sample:
             return self._one_of_many(
@@ -247,7 +251,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             held = measured.of_another(problem_of(self.form, objective, lin))
-            return held.chosen(kind, 1, method).solve(Tikhonov(damping)).step
+            return held.chosen(kind, 1, method).solve(Early(damping)).step
 
         problem = measured.problem
         in_memory = problem if scaling != "identity" else None
@@ -336,7 +340,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
         finite &= jnp.isfinite(objective.value(lin.outputs))
 
-        answer = subproblem.solve(Tikhonov(damping))
+        answer = subproblem.solve(Early(damping))
         step = _tree.cast_like(answer.step, lin.point)
         predicted = subproblem.predicted(answer, damping)
         if lin.box is not None:
@@ -390,29 +394,30 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return LongestStep()
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
-    def _how(
-        self, objective: AbstractObjective, cost: Cost, kind: Tikhonov, num_trials: int
-    ) -> tuple[Any, Scaling, bool]:
-        """The method, the scaling and whether to accelerate, where they are not set."""
-        method, scaling, acceleration = self.method, self.scaling, self.acceleration
-        across = objective.is_sample
+    def _way(
+        self,
+        objective: AbstractObjective,
+        problem: Quadratic | ProxLinear,
+        kind: Tikhonov,
+        num_trials: int,
+    ) -> type[AbstractWay]:
+        """How the linearised problem is solved."""
+        if self.scaling in (None, "identity"):  # else it takes the rows
+            is_exact = objective.is_quadratic and not objective.is_sample
+            kind = Early(kind.damping, *(_EXACT if is_exact else _EXACT_OF_NETWORK))
+        return way_of(problem, kind, num_trials, self.method)
+
+    def _scaling(
+        self, objective: AbstractObjective, cost: Cost, way: type[AbstractWay]
+    ) -> Scaling:
         if self.form == "prox-linear":
-            return method, "identity", False
-        if method == "auto" and scaling in (None, "identity"):
-            exact = objective.is_quadratic and not across
-            worth = _EXACT_STEP if exact else _EXACT_STEP_OF_NETWORK
-            times = _TIMES if exact else _TIMES_OF_NETWORK
-            method = without_factorisation(cost, kind, num_trials, worth, times)
-        free = method in _BY_PRODUCTS
-        if scaling is None:
-            # It needs the rows themselves. Of a small batch it is mostly noise: networks
-            # on scaled inputs do better without, recurrent ones by far.
-            unscaled = free or across or not cost.columns_fit
-            scaling = "identity" if unscaled else "root"
-        if acceleration is None:
-            anew = method == "auto" and is_factorised_anew(cost, kind, num_trials)
-            acceleration = not (free or anew or method in ("schur", "sparse"))
-        return method, scaling, acceleration
+            return "identity"
+        if self.scaling is not None:
+            return self.scaling
+        # It needs the rows themselves. Of a small batch it is mostly noise: networks on
+        # scaled inputs do better without, recurrent ones by far.
+        unscaled = way.stops_early or objective.is_sample or not cost.columns_fit
+        return "identity" if unscaled else "root"
 
 
 def _few(outputs: PyTree) -> float:

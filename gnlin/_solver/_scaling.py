@@ -11,6 +11,7 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
+from ..preconditioners import AbstractPreconditioner
 
 
 # Moré's scales never fall, and after one steep place damp a column for ever. So here they
@@ -35,10 +36,11 @@ def check_scaling(scaling: str, method: Any, form: str) -> None:
             f'`scaling={scaling!r}` is for quadratic problems: with `form="prox-linear"` '
             'use `scaling="identity"`.'
         )
-    if scaling != "identity" and method == "matrix-free":
+    without_rows = method == "matrix-free" or isinstance(method, AbstractPreconditioner)
+    if scaling != "identity" and without_rows:
         raise ValueError(
-            f"`scaling={scaling!r}` needs the dense Jacobian, and the method "
-            '"matrix-free" does without it: use `scaling="identity"`, or another method.'
+            f"`scaling={scaling!r}` needs the dense Jacobian, and the method {method!r} "
+            'does without it: use `scaling="identity"`, or another method.'
         )
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
+from .._checks import forwards_only
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from .._passes import Passes
 from .._problem import Quadratic
-from .._subproblem import AbstractSubproblem
+from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
-from ..filters import Tikhonov
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
 from ._verdict import rounding_of_loss, rounding_of_outputs
@@ -88,8 +88,8 @@ def try_dampings(
     def attempt(last: Tried) -> Tried:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
-        held = subproblem.factorised(Tikhonov(damping)) if acceleration else subproblem
-        answer = held.solve(Tikhonov(damping))
+        held = subproblem.factorised(Early(damping)) if acceleration else subproblem
+        answer = held.solve(Early(damping))
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         length = subproblem.length_of(answer).astype(dtype)
@@ -157,7 +157,7 @@ def try_dampings(
         passes=Passes().traced(),
     )
     goes_on = lambda tried: tried.goes_on & (tried.num_tried < _MAX_TRIALS)
-    return jax.lax.while_loop(goes_on, attempt, start)
+    return forwards_only(jax.lax.while_loop(goes_on, attempt, start))
 
 
 def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
@@ -177,7 +177,7 @@ def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
     known = jnp.isfinite(size) & (size > least.astype(size.dtype))
     whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
     bent = subproblem.with_residual(whitened)
-    answer = bent.solve(Tikhonov(damping))
+    answer = bent.solve(Early(damping))
     jvps = lin.jacobian.a_product().jvps
     passes = answer.passes + bent.passes + Passes(jvps=jvps)
     return eqx.tree_at(lambda a: a.passes, answer, passes)

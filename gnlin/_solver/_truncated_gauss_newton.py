@@ -1,6 +1,6 @@
 """Truncated Gauss-Newton: conjugate gradients, stopped early."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -24,7 +24,6 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._schedules import EisenstatWalker, Schedule, value_at
 from .._subproblem import (
-    at_hand_is_cheaper,
     MatrixFree,
     problem_of,
     ProxLinear,
@@ -138,23 +137,20 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     ) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
         problem = problem_of(self.form, objective, lin)
-        subproblem, options, passes = self._prepared(problem, damping)
+        subproblem, passes = self._prepared(problem)
         norm = subproblem.gradient_norm.astype(memory.gradient_norm.dtype)
         tolerance = self._tolerance(memory, norm, num_steps)
         damping = nan_unless(~jnp.isnan(tolerance), damping)
         start = None
         if memory.step is not None:
             start = _tree.scale(self.warm_start, memory.step)
-        answer = subproblem.to_tolerance(
-            tolerance, damping, self.max_inner_steps, start, **options
-        )
+        answer = subproblem.to_tolerance(tolerance, damping, self.max_inner_steps, start)
         answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
 
         def again(lin: Linearisation) -> PyTree[Array]:
             problem = problem_of(self.form, objective, lin)
-            subproblem, options, _ = self._prepared(problem, damping)
-            how = tolerance, damping, self.max_inner_steps, None
-            return subproblem.to_tolerance(*how, **options).step
+            subproblem, _ = self._prepared(problem)
+            return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
 
         update = take_step(
             self,
@@ -175,24 +171,15 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         return eqx.tree_at(lambda u: u.memory, update, memory)
 
     def _prepared(
-        self, problem: Quadratic | ProxLinear, damping: ScalarLike
-    ) -> tuple[MatrixFree | ProxLinearOnParameters, dict[str, Any], Passes]:
-        """The problem made ready, options of its solution, and what that has taken."""
-        options, passes = {}, Passes()
-        if self.preconditioner is not None:
-            # Of the Jacobian as it came, whose examples are known
-            jacobian = problem.jacobian
-            options["preconditioner"] = self.preconditioner.inverse(jacobian, damping)
-            passes += self.preconditioner.passes(jacobian)
-        at_hand = self.method == "dense"
-        if self.method == "auto":
-            at_hand = at_hand_is_cheaper(problem.jacobian)
-        if at_hand:
-            passes += problem.jacobian.cost().rows
-            problem = problem.at_hand()
+        self, problem: Quadratic | ProxLinear
+    ) -> tuple[MatrixFree | ProxLinearOnParameters, Passes]:
+        """The problem made ready, and what that has taken."""
+        cost, passes = problem.jacobian.cost(), Passes()
+        if self.method == "dense" or (self.method == "auto" and cost.is_cheaper_at_hand):
+            passes, problem = cost.rows, problem.at_hand()
         if isinstance(problem, ProxLinear):
-            return ProxLinearOnParameters(problem), options, passes
-        return MatrixFree(problem), options, passes
+            return ProxLinearOnParameters(problem), passes
+        return MatrixFree(problem, preconditioner=self.preconditioner), passes
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

@@ -4,17 +4,16 @@ from ._base import (
     AbstractSubproblem as AbstractSubproblem,
     AbstractWay as AbstractWay,
     Answer as Answer,
+    Early as Early,
 )
 from ._choose import (
-    at_hand_is_cheaper as at_hand_is_cheaper,
     check_form as check_form,
     check_method as check_method,
     choose as choose,
     Form as Form,
-    is_factorised_anew as is_factorised_anew,
     Method as Method,
     problem_of as problem_of,
-    without_factorisation as without_factorisation,
+    way_of as way_of,
 )
 from ._descent import updated as updated
 from ._matrix_free import MatrixFree as MatrixFree

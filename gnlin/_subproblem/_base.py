@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -62,7 +62,7 @@ class AbstractSubproblem(eqx.Module):
     def solve(self, filter: Filter) -> Answer:
         """The step of a filter."""
 
-    def truncated(self, tolerance: ScalarLike) -> "AbstractSubproblem":
+    def truncated(self, tolerance: ScalarLike) -> Self:
         """The same, to be solved so well only where it is solved by iteration: until the
         linear residual is `tolerance` times the gradient."""
         return self
@@ -121,9 +121,13 @@ class AbstractWay(AbstractSubproblem):
 
     - `method`: what a user calls it.
     - `problem`: a value, [`gnlin.Quadratic`][] or `ProxLinear`.
+    - `stops_early`: whether `truncated` makes a solution cheaper.
+    - `solves_anew`: whether another residual costs as much as the first.
     """
 
     method: ClassVar[str]
+    stops_early: ClassVar[bool] = False
+    solves_anew: ClassVar[bool] = False
     problem: AbstractVar[Any]
 
     @classmethod
@@ -169,12 +173,37 @@ class AbstractWithGradient(AbstractWay):
 Descent = GradientDescent | HeavyBall | Nesterov
 
 
+# Conjugate gradients that stop early take about so many products.
+_PRODUCTS = 20
+# What an exact step is worth, in seconds, where each example reads few of the parameters.
+_SPARSE_STEP = 2e-3
+
+
+class Early(Tikhonov):
+    """Asks for a solution whose damping is not zero, and that conjugate gradients may
+    stop early.
+
+    - `worth`, `times`: an exact one is worth so many seconds, and so many times what one
+        by conjugate gradients takes.
+    """
+
+    worth: float = eqx.field(default=0.0, static=True)
+    times: float = eqx.field(default=1.0, static=True)
+
+    def price(self, cost: Cost) -> float:
+        """Of a solution that stops early, in seconds of one that does not."""
+        worth = min(self.worth, _SPARSE_STEP) if cost.reads else self.worth
+        return max(worth, self.times * _PRODUCTS * cost.one_product)
+
+
 class AbstractIteration(AbstractWithGradient):
     """A way by iteration: a solution to a tolerance, literal steps, or a flow.
 
     - `tolerance`: of a damped solution; `None` for an exact one.
     """
 
+    stops_early: ClassVar[bool] = True
+    solves_anew: ClassVar[bool] = True
     tolerance: ScalarLike | None
 
     def __init__(self, problem: Any, passes: Passes, tolerance: ScalarLike | None = None):
@@ -188,7 +217,7 @@ class AbstractIteration(AbstractWithGradient):
             return filter.rcond is None
         return isinstance(filter, Tikhonov | Descent | GradientFlow)
 
-    def truncated(self, tolerance: ScalarLike) -> "AbstractIteration":
+    def truncated(self, tolerance: ScalarLike) -> Self:
         return eqx.tree_at(
             lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
         )
@@ -201,8 +230,13 @@ class AbstractIteration(AbstractWithGradient):
         """The tolerance that stands for an exact solution."""
 
     @abc.abstractmethod
-    def to_tolerance(self, tolerance: ScalarLike, damping: ScalarLike) -> Answer:
-        """The solution, to where the gradient is `tolerance` times what it was."""
+    def to_tolerance(
+        self, tolerance: ScalarLike, damping: ScalarLike, *, is_damped: bool = False
+    ) -> Answer:
+        """The solution, to where the gradient is `tolerance` times what it was.
+
+        - `is_damped`: whether it is known that the damping is not zero.
+        """
 
     @abc.abstractmethod
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
@@ -218,7 +252,8 @@ class AbstractIteration(AbstractWithGradient):
             case Tikhonov(damping=more):
                 tolerance = self.tolerance
                 tolerance = self.exactly() if tolerance is None else tolerance
-                return self.to_tolerance(tolerance, damping + more)
+                is_damped = isinstance(filter, Early)
+                return self.to_tolerance(tolerance, damping + more, is_damped=is_damped)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.

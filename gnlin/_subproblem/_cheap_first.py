@@ -4,7 +4,7 @@ singular values."""
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import equinox as eqx
 import jax
@@ -22,6 +22,7 @@ from ._base import (
     AbstractSubproblem,
     AbstractWay,
     Answer,
+    Early,
     price_of_squaring,
     vanishes,
 )
@@ -105,6 +106,8 @@ class ProductsFirst(AbstractFirst):
     factorisation is made where that has not been enough."""
 
     method: ClassVar[str] = "products-first"
+    stops_early: ClassVar[bool] = True
+    solves_anew: ClassVar[bool] = True
     first: MatrixFree
     most: int = eqx.field(static=True)
 
@@ -121,6 +124,9 @@ class ProductsFirst(AbstractFirst):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Early):
+            is_sparse = _direct(cost) is SparseLU
+            return filter.price(cost) if is_sparse else math.inf
         if num_trials > 1 or _most_tried(cost) < _FEWEST_TRIED:
             return math.inf
         return _TRYING + _SHARE_TRIED * _direct(cost).cost(cost, filter, 1)
@@ -130,14 +136,14 @@ class ProductsFirst(AbstractFirst):
         directly = Partial(_direct(cost).of, problem, cost)
         return cls(MatrixFree(problem), directly, _most_tried(cost))
 
-    def truncated(self, tolerance: ScalarLike) -> "ProductsFirst":
-        first = MatrixFree(self.problem, tolerance)
-        return ProductsFirst(first, self.directly, self.most)
+    def truncated(self, tolerance: ScalarLike) -> Self:
+        return type(self)(self.first.truncated(tolerance), self.directly, self.most)
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, tolerance = damping_of(filter), self.first.tolerance
         tolerance = self.first.exactly() if tolerance is None else tolerance
-        return self.first.attempt(tolerance, damping, self.most)
+        is_damped = isinstance(filter, Early)
+        return self.first.attempt(tolerance, damping, self.most, is_damped=is_damped)
 
 
 class EigenvaluesFirst(AbstractFirst):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import as_float
+from .._checks import as_float, forwards_only
 from .._objective import AbstractObjective
 from ._spaces import AbstractSpace, Parameters
 
@@ -80,9 +80,10 @@ def descend(
         grown = jnp.array(False)
     else:
         z, velocity, k, grown = start
-    k, z, velocity, grown = jax.lax.while_loop(
+    end = jax.lax.while_loop(
         lambda carry: (carry[0] < period) & ~carry[3], body, (k, z, velocity, grown)
     )
+    k, z, velocity, grown = forwards_only(end)
     return Descended(z, velocity, k, grown | ~_tree.all_finite(z))
 
 
@@ -123,7 +124,7 @@ def optimise(
         k, step, _ = carry
         return (k < period) & _tree.all_finite(step)
 
-    _, step, state = jax.lax.while_loop(unfinished, body, start)
+    _, step, state = forwards_only(jax.lax.while_loop(unfinished, body, start))
     return Optimised(step, state, ~_tree.all_finite(step))
 
 

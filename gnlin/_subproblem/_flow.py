@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._checks import forwards_only
 from .._objective import AbstractObjective
 from ._spaces import AbstractSpace
 
@@ -144,6 +145,7 @@ def flow(
     )
     finite = _tree.all_finite(velocity)
     end = jax.lax.while_loop(lambda it: unfinished(it) & finite, advance, now)
+    end = forwards_only(end)
     arrived = (end.time >= time * (1 - 4 * eps)) | (norm(end.velocity) <= rounding)
     met = arrived & finite & _tree.all_finite(end.z)
     return Flowed(end.z, end.num_products, met)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
-from .._checks import nan_unless, nonnegative
+from .._checks import nan_unless, nonnegative, stopped_early
 from .._conjugate_gradients import ConjugateGradients, semidefinite
 from .._jacobian import Cost
 from .._objective import SumOfSquares
@@ -17,11 +17,12 @@ from .._passes import Passes
 from .._problem import Quadratic
 from .._spectrum import Filter
 from ..filters import GradientFlow, Nesterov
-from ..preconditioners import BlockDiagonal
+from ..preconditioners import AbstractPreconditioner, BlockDiagonal
 from ._base import (
     AbstractIteration,
     Answer,
     Descent,
+    Early,
     num_steps_of,
     undamped,
     unless_endless,
@@ -39,13 +40,26 @@ _LAST_RESORT = 1e15
 
 
 class MatrixFree(AbstractIteration):
-    """Nothing of size m x p, m x m or p x p is built."""
+    """Nothing of size m x p, m x m or p x p is built.
+
+    - `preconditioner`: of conjugate gradients; `None` for diagonal blocks where each
+        example reads few of the parameters, and else for none.
+    """
 
     method: ClassVar[str] = "matrix-free"
     problem: Quadratic
+    preconditioner: AbstractPreconditioner | None
 
-    def __init__(self, problem: Quadratic, tolerance: ScalarLike | None = None):
+    def __init__(
+        self,
+        problem: Quadratic,
+        tolerance: ScalarLike | None = None,
+        preconditioner: AbstractPreconditioner | None = None,
+    ):
         super().__init__(problem, Passes(), tolerance)
+        if preconditioner is None and problem.jacobian.is_sparse:
+            preconditioner = BlockDiagonal()
+        self.preconditioner = preconditioner
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -53,6 +67,8 @@ class MatrixFree(AbstractIteration):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Early):
+            return filter.price(cost)
         filter, _ = undamped(filter)
         if isinstance(filter, Descent) and not vanishes(filter):
             num_steps = min(num_steps_of(filter), _LAST_RESORT)
@@ -62,12 +78,17 @@ class MatrixFree(AbstractIteration):
         return _LAST_RESORT * num_trials * cost.one_product
 
     @classmethod
-    def of(cls, problem: Quadratic, cost: Cost) -> "MatrixFree":
-        return cls(problem)
+    def of(
+        cls,
+        problem: Quadratic,
+        cost: Cost,
+        preconditioner: AbstractPreconditioner | None = None,
+    ) -> "MatrixFree":
+        return cls(problem, preconditioner=preconditioner)
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         problem = self.problem.with_residual(residual)
-        return MatrixFree(problem, tolerance=self.tolerance)
+        return MatrixFree(problem, self.tolerance, self.preconditioner)
 
     def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""
@@ -79,13 +100,15 @@ class MatrixFree(AbstractIteration):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
-        preconditioner: lx.AbstractLinearOperator | None = None,
+        *,
+        is_damped: bool = False,
     ) -> Answer:
         r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
         from `start` (or zero), until the linear residual is at most `tolerance` times the
         gradient (2-norms). A tolerance below what the precision allows is met as far as
         it does."""
-        answer, _ = self.attempt(tolerance, damping, max_steps, start, preconditioner)
+        settings = tolerance, damping, max_steps, start
+        answer, _ = self.attempt(*settings, is_damped=is_damped)
         return answer
 
     def attempt(
@@ -94,12 +117,15 @@ class MatrixFree(AbstractIteration):
         damping: ScalarLike,
         max_steps: int | None = None,
         start: PyTree[Array] | None = None,
-        preconditioner: lx.AbstractLinearOperator | None = None,
+        *,
+        is_damped: bool = False,
     ) -> tuple[Answer, Bool[Array, ""]]:
         """The same, and whether the tolerance is met."""
         jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
-        gradient = self._reachable_gradient(damping)
+        gradient = self._gradient if is_damped else self._reachable_gradient(damping)
+        if not (isinstance(tolerance, float) and tolerance <= self.exactly()):
+            gradient = stopped_early(gradient)
         norm = _tree.norm(gradient)
         # A gradient within rounding of zero points anywhere, into the null space of phi
         # too, and is none. Its rounding is that of its terms, summed without regard to
@@ -115,19 +141,22 @@ class MatrixFree(AbstractIteration):
             lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
             jacobian.domain.tree,
         )
-        if preconditioner is None and jacobian.is_sparse:
-            preconditioner = BlockDiagonal().inverse(jacobian, damping)
-        options = {"y0": start, "preconditioner": preconditioner}
+        each = jacobian.a_product()
+        passes, options = Passes(vjps=each.vjps), {}
+        if start is not None:
+            options["y0"] = start
+        if self.preconditioner is not None:
+            options["preconditioner"] = self.preconditioner.inverse(jacobian, damping)
+            passes += self.preconditioner.passes(jacobian)
         solution = lx.linear_solve(
             curvature,
             _tree.scale(-1, gradient),
-            ConjugateGradients(tolerance, max_steps),
-            options={k: v for k, v in options.items() if v is not None},
+            # How it is solved has no part in what the solution is.
+            ConjugateGradients(_tree.fixed(tolerance), max_steps),
+            options=_tree.fixed(options),
             throw=False,
         )
-        num_products = solution.stats["num_products"]
-        each = jacobian.a_product()
-        passes = each * num_products + Passes(vjps=each.vjps)
+        passes += each * solution.stats["num_products"]
         answer = Answer(solution.value, solution.stats["num_steps"], passes)
         return answer, solution.result == lx.RESULTS.successful
 

@@ -167,7 +167,9 @@ class Refined(AbstractWithGradient):
             share = jnp.fmin(size / whole, 1)
             tolerance, worst = tolerance * share, worst * share
         finite = _tree.all_finite((self.kernel, vector, damping))
-        factor = self._factor(damping, finite)
+        # How it is solved has no part in what the solution is.
+        factor = _tree.fixed(self._factor(damping, finite))
+        tolerance = _tree.fixed(tolerance)
 
         def product(u):
             pushed = self.problem.jacobian.push_forward(

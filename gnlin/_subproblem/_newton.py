@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .. import _tree
+from .._checks import forwards_only
 from .._objective import AbstractObjective
 from ._spaces import AbstractSpace
 
@@ -151,7 +152,7 @@ def minimise(
         pushed = space.push(start)
         gradient, norm = gradient_at(start, pushed)
         begin = begin._replace(z=start, pushed=pushed, gradient=gradient, norm=norm)
-    it = jax.lax.while_loop(unfinished, iterate, begin)
+    it = forwards_only(jax.lax.while_loop(unfinished, iterate, begin))
     decrease = objective.decrease(outputs, at(it.pushed))
     stuck = it.stalled & it.broken
     return Solved(it.z, decrease, it.num_steps, it.num_products, stuck)

@@ -99,6 +99,7 @@ class SchurComplement(AbstractWithGradient):
     """
 
     method: ClassVar[str] = "schur"
+    solves_anew: ClassVar[bool] = True
     problem: Quadratic
     array: int = eqx.field(static=True)
     curvature: "_Partitioned"

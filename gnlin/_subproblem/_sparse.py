@@ -47,6 +47,7 @@ class SparseLU(AbstractWithGradient):
     """
 
     method: ClassVar[str] = "sparse"
+    solves_anew: ClassVar[bool] = True
     problem: Quadratic
     entries: "_Entries"
 

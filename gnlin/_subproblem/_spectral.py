@@ -3,6 +3,7 @@
 import math
 from typing import ClassVar, Literal
 
+import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
@@ -12,7 +13,8 @@ from .._cost import rates
 from .._jacobian import Cost
 from .._passes import Passes
 from .._problem import Quadratic
-from .._spectrum import Filter, Spectrum, spectrum_of
+from .._spectrum import Filter, Spectrum, spectrum_of, with_derivative_of
+from ..filters import PseudoInverse
 from ._base import AbstractWay, Answer, price_of_squaring
 
 
@@ -40,7 +42,8 @@ class Spectral(AbstractWay):
         self.passes = passes
         if problem.rest is None:
             self.pushed = jnp.zeros_like(spectrum.eigenvalues)
-            self.gradient_norm = spectrum.gradient_norm()
+            norm = spectrum.gradient_norm()
+            self.gradient_norm = with_derivative_of(_gradient_norm, norm, problem)
         else:
             pushed = problem.jacobian.push_forward(problem.rest)
             self.pushed = spectrum.project(pushed)
@@ -58,11 +61,13 @@ class Spectral(AbstractWay):
 
     def gradient(self) -> PyTree[Array]:
         gradient, rest = self.spectrum.gradient(), self.problem.rest
-        return gradient if rest is None else _tree.axpy(1, rest, gradient)
+        gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+        return with_derivative_of(Quadratic.gradient, gradient, self.problem)
 
     def curvature_along_gradient(self) -> Scalar:
         pushed = self.spectrum.eigenvalues * self.spectrum.coefficients + self.pushed
-        return _tree.dot(pushed, pushed) / self.gradient_norm**2
+        along = _tree.dot(pushed, pushed) / self.gradient_norm**2
+        return with_derivative_of(_along_gradient, along, self.problem)
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(self.spectrum.eigenvalues)
@@ -71,7 +76,8 @@ class Spectral(AbstractWay):
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
         attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
         if self.problem.rest is None:
-            return attainable
+            exact = self.spectrum.step(PseudoInverse())
+            return with_derivative_of(_decrease, attainable, exact, self.problem)
         return jnp.where(_tree.any_nonzero(self.problem.rest), jnp.inf, attainable)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectral":
@@ -91,16 +97,20 @@ class Spectral(AbstractWay):
             optx.RESULTS.successful,
         )
         if self.problem.rest is None:
+            step = self.spectrum.step(filter)
+            decrease = 0.5 * jnp.sum(w * g * (2 - w * g) * c**2)
+            norm = _tree.norm(jnp.sqrt(w) * g * c)
             return Answer(
-                self.spectrum.lift(-g * c),
-                decrease=0.5 * jnp.sum(w * g * (2 - w * g) * c**2),
-                damped_norm=_tree.norm(jnp.sqrt(w) * g * c),
+                step,
+                decrease=with_derivative_of(_decrease, decrease, step, self.problem),
+                damped_norm=with_derivative_of(_tree.norm, norm, step),
                 result=result,
             )
-        at_zero = filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
         within, outside = self._split_rest()
         step = self.spectrum.lift(-g * (c + within))
-        return Answer(_tree.axpy(-at_zero, outside, step), result=result)
+        step = _tree.axpy(-_at_zero(filter, w), outside, step)
+        step = with_derivative_of(_with_rest, step, filter, self.spectrum, self.problem)
+        return Answer(step, result=result)
 
     def _split_rest(self) -> tuple[Float[Array, " k"], PyTree[Array]]:
         r"""The rest as $\phi^\top U z + g_\perp$: z, and the part that no row of the
@@ -112,6 +122,43 @@ class Spectral(AbstractWay):
         size = _tree.norm(outside)
         least = _ROUNDINGS * _tree.eps(rest) * _tree.norm(rest)
         return within, _tree.scale(jnp.where(size <= least, 0, 1), outside)
+
+
+def _at_zero(filter: Filter, w: Float[Array, " k"]) -> Scalar:
+    return filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
+
+
+# The same by the Jacobian itself, for derivatives.
+
+
+def _gradient_norm(problem: Quadratic) -> Scalar:
+    return _tree.norm(problem.gradient())
+
+
+def _along_gradient(problem: Quadratic) -> Scalar:
+    return problem.curvature_along(problem.gradient())
+
+
+def _decrease(step: PyTree[Array], problem: Quadratic) -> Scalar:
+    pushed = problem.jacobian.mv(step)
+    return -_tree.dot(step, problem.gradient()) - 0.5 * _tree.dot(pushed, pushed)
+
+
+def _with_rest(filter: Filter, spectrum: Spectrum, problem: Quadratic) -> PyTree[Array]:
+    r"""$g(\phi^\top\phi)\,g_0 = g(0)\,g_0 + \phi^\top q(\phi\phi^\top)\,\phi g_0$, where
+    $q(w) = (g(w) - g(0))/w$."""
+    residual = problem.jacobian.push_forward(problem.rest)
+    of_rest = spectrum.with_residual(residual).step(_Quotient(filter))
+    step = _tree.axpy(1, of_rest, spectrum.step(filter))
+    return _tree.axpy(-_at_zero(filter, spectrum.eigenvalues), problem.rest, step)
+
+
+class _Quotient(eqx.Module):
+    filter: Filter
+
+    def __call__(self, w: Float[Array, " k"]) -> Float[Array, " k"]:
+        change = self.filter(w) - _at_zero(self.filter, w)
+        return jnp.where(w > 0, change / jnp.where(w > 0, w, 1), 0)
 
 
 class SingularValues(Spectral):

@@ -1,0 +1,247 @@
+"""Derivatives of steps, and through them, also where singular values are equal; against
+dense formulas that JAX differentiates, and differences."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+import pytest
+from problems import each_pair
+
+import gnlin
+from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
+
+
+SHAPES, DTYPES = [(3, 3), (5, 3), (3, 5)], [jnp.float32, jnp.float64]
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+WAYS = [(a, b) for a in ("svd", "eigh") for b in (jax.jacfwd, jax.jacrev)]
+
+
+def jacobian(a, shape):
+    """At `a = 0` its singular values are 2, 1 and 1; `a` moves it every way."""
+    m, p = shape
+    rng = np.random.default_rng(0)
+    u = np.linalg.qr(rng.normal(size=(m, m)))[0]
+    v = np.linalg.qr(rng.normal(size=(p, p)))[0]
+    first = u[:, :3] @ np.diag([2.0, 1.0, 1.0]) @ v[:, :3].T
+    ways = rng.normal(size=(len(a), m, p))
+    moved = jnp.tensordot(a, jnp.asarray(ways, a.dtype), 1)
+    return jnp.asarray(first, a.dtype) + moved
+
+
+def damped(phi, r, damping):
+    identity = jnp.eye(phi.shape[1], dtype=phi.dtype)
+    return jnp.linalg.solve(phi.T @ phi + damping * identity, -phi.T @ r)
+
+
+def exact(phi, r):
+    if phi.shape[0] <= phi.shape[1]:
+        return -phi.T @ jnp.linalg.solve(phi @ phi.T, r)
+    return jnp.linalg.solve(phi.T @ phi, -phi.T @ r)
+
+
+def descent(phi, r, num_steps, learning_rate):
+    step = jnp.zeros_like(phi[0])
+    for _ in range(num_steps):
+        step -= learning_rate * phi.T @ (phi @ step + r)
+    return step
+
+
+def flow(phi, r, time):
+    """The last column of an exponential."""
+    p = phi.shape[1]
+    affine = jnp.zeros((p + 1, p + 1), phi.dtype)
+    affine = affine.at[:p, :p].set(-phi.T @ phi).at[:p, p].set(-phi.T @ r)
+    return jax.scipy.linalg.expm(time * affine)[:p, p]
+
+
+FILTERS = {
+    "damped": (Tikhonov, damped, 0.3),
+    "exact": (lambda _: PseudoInverse(), lambda phi, r, _: exact(phi, r), 0.0),
+    "descent": (lambda eta: GradientDescent(7, eta), lambda *x: descent(*x[:2], 7, x[2]),
+                0.1),
+    "flow": (GradientFlow, flow, 0.7),
+    "a function": (lambda t: lambda w: 1 / (w + t), damped, 0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "shape", "dtype"), each_pair(FILTERS, WAYS, SHAPES, DTYPES)
+)
+def test_the_step_of_a_filter_where_singular_values_are_equal(name, way, shape, dtype):
+    method, mode = way
+    make, formula, number = FILTERS[name]
+    b = jnp.asarray(np.random.default_rng(1).normal(size=shape[0]), dtype)
+
+    def problem(a):
+        return jacobian(a[:4], shape), b + a[4:7].sum() * jnp.arange(len(b), dtype=dtype)
+
+    def ours(a):
+        phi, r = problem(a)
+        lin = gnlin.linearise(lambda y, _: phi @ y + r, jnp.zeros(shape[1], dtype))
+        return lin.spectrum(method).step(make(number + a[7]))
+
+    def expected(a):
+        return formula(*problem(a), number + a[7])
+
+    zero = jnp.zeros(8, dtype)
+    tolerance = 1e-9 if dtype == jnp.float64 else 2e-4
+    wanted = jax.jacfwd(expected)(zero)
+    found = jax.jit(mode(ours))(zero)
+    size = float(jnp.max(jnp.abs(wanted)))
+    np.testing.assert_allclose(found, wanted, atol=tolerance * size, rtol=0)
+
+
+def residuals(y, a):
+    """Not linear in `y`; at the start, and `a = 0`, of equal singular values."""
+    phi = jacobian(a[:4], (5, 3))
+    bent = phi @ (y + 0.1 * y**2) + a[4] - jnp.arange(5, dtype=y.dtype)
+    return bent.astype(y.dtype)
+
+
+def two_steps(step):
+    def after(a):
+        y = jnp.zeros(3, a.dtype)
+        for _ in range(2):
+            r, phi = residuals(y, a), jax.jacfwd(residuals)(y, a)
+            y = y + step(phi, r)
+        return y
+
+    return after
+
+
+def by_solve(solver, fn=residuals, num_steps=2):
+    def after(a):
+        model = (lambda y, _: fn(y, a)), jnp.zeros(3, a.dtype)
+        data = jnp.zeros((1, 1), a.dtype), jnp.zeros((1, 5), a.dtype)
+        return gnlin.solve(model, data, solver, max_steps=num_steps).model[1]
+
+    return after
+
+
+def by_optimistix(solver):
+    def after(a):
+        adjoint, start = optx.RecursiveCheckpointAdjoint(), jnp.zeros(3, a.dtype)
+        given = {"adjoint": adjoint, "max_steps": 2, "throw": False}
+        return optx.least_squares(residuals, solver, start, a, **given).value
+
+    return after
+
+
+SOLVERS = {
+    "exact": (gnlin.GaussNewton(), exact),
+    "damped": (gnlin.DampedGaussNewton(1.0), lambda phi, r: damped(phi, r, 1.0)),
+    "by singular values": (
+        gnlin.DampedGaussNewton(1.0, method="svd"),
+        lambda phi, r: damped(phi, r, 1.0),
+    ),
+    "by eigenvalues": (gnlin.GaussNewton(method="eigh"), exact),
+    "by Cholesky": (
+        gnlin.DampedGaussNewton(1.0, method="curvature"),
+        lambda phi, r: damped(phi, r, 1.0),
+    ),
+    "by products": (
+        gnlin.DampedGaussNewton(1.0, method="matrix-free"),
+        lambda phi, r: damped(phi, r, 1.0),
+    ),
+    "for K steps": (
+        gnlin.IterativeLinearisation(period=7, learning_rate=0.1),
+        lambda phi, r: descent(phi, r, 7, 0.1),
+    ),
+}
+drivers = pytest.mark.parametrize(
+    ("driver", "mode"),
+    [(by_solve, jax.jacfwd), (by_optimistix, jax.jacrev)],
+    ids=["solve, forwards", "optimistix, backwards"],
+)
+
+
+@dtypes
+@drivers
+@pytest.mark.parametrize("name", SOLVERS)
+def test_through_the_steps_of_a_solver(name, driver, mode, dtype):
+    solver, step = SOLVERS[name]
+    zero = jnp.zeros(5, dtype)
+    wanted = jax.jacfwd(two_steps(step))(zero)
+    found = jax.jit(mode(driver(solver)))(zero)
+    tolerance = 1e-9 if dtype == jnp.float64 else 5e-4
+    size = float(jnp.max(jnp.abs(wanted)))
+    np.testing.assert_allclose(found, wanted, atol=tolerance * size, rtol=0)
+
+
+LEVENBERG_MARQUARDT = {
+    "default": gnlin.LevenbergMarquardt(),
+    "Nielsen": gnlin.LevenbergMarquardt(damping=0.1),
+    "unscaled, by singular values": gnlin.LevenbergMarquardt(
+        scaling="identity", method="svd"
+    ),
+    "by eigenvalues": gnlin.LevenbergMarquardt(damping=0.1, method="eigh"),
+}
+
+
+def check_by_differences(after):
+    after, zero, h = jax.jit(after), jnp.zeros(5), 1e-6
+    wanted = [(after(h * e) - after(-h * e)) / (2 * h) for e in jnp.eye(5)]
+    found = jax.jit(jax.jacfwd(after))(zero)
+    size = float(jnp.max(jnp.abs(found)))
+    np.testing.assert_allclose(found, jnp.stack(wanted, 1), atol=1e-7 * size, rtol=0)
+
+
+@pytest.mark.parametrize("name", LEVENBERG_MARQUARDT)
+def test_through_the_trials_of_levenberg_marquardt(name):
+    check_by_differences(by_solve(LEVENBERG_MARQUARDT[name]))
+
+
+@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()])
+def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function(solver):
+    def implicit(a):
+        start, adjoint = jnp.zeros(3), gnlin.ImplicitAdjoint()
+        return optx.least_squares(residuals, solver, start, a, adjoint=adjoint).value
+
+    zero = jnp.zeros(5)
+    found = jax.jit(jax.jacfwd(by_solve(solver, num_steps=50)))(zero)
+    np.testing.assert_allclose(found, jax.jacrev(implicit)(zero), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "solver", [gnlin.LevenbergMarquardt(damping=0.1), gnlin.DampedGaussNewton(1.0)]
+)
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (gnlin.SoftmaxCrossEntropy(), np.array([2])),
+        (gnlin.Huber(1.0), np.array([[0.3, 1.4, 2.2, -0.7, 3.3]])),
+    ],
+    ids=["softmax", "Huber"],
+)
+def test_through_the_steps_on_another_loss(loss, target, solver):
+    def after(a):
+        model = (lambda y, _: residuals(y, a)), jnp.zeros(3)
+        data = jnp.zeros((1, 1)), jnp.asarray(target)
+        return gnlin.solve(model, data, solver, loss=loss, max_steps=2).model[1]
+
+    check_by_differences(after)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        gnlin.LevenbergMarquardt(damping=0.1),
+        gnlin.DampedGaussNewton(1.0, bounds=(-9.0, 9.0)),
+    ],
+)
+def test_backwards_through_a_loop_of_unknown_length_is_an_error_that_says_so(solver):
+    with pytest.raises(RuntimeError, match=r"use `jax.jvp` .*gnlin.ImplicitAdjoint"):
+        jax.jacrev(by_optimistix(solver))(jnp.zeros(5))
+
+
+def test_backwards_through_solve_is_an_error_that_says_so():
+    with pytest.raises(RuntimeError, match=r"use `jax.jvp` .*gnlin.ImplicitAdjoint"):
+        jax.jacrev(by_solve(gnlin.GaussNewton()))(jnp.zeros(5))
+
+
+def test_conjugate_gradients_that_stop_early_have_no_derivative_and_say_so():
+    solver = gnlin.TruncatedGaussNewton(tolerance=0.1)
+    for driver, mode in (by_solve, jax.jacfwd), (by_optimistix, jax.jacrev):
+        with pytest.raises(RuntimeError, match=r"stop early .*ImplicitAdjoint"):
+            mode(driver(solver))(jnp.zeros(5))
