@@ -190,6 +190,46 @@ def test_in_programs_within(name):
     assert_equal(pushed, expected, x.dtype)
 
 
+def test_arrays_that_a_function_closes_over_are_differentiated():
+    x, w = jnp.arange(150.0).reshape(2, 3, 5, 5) / 150, jnp.full((3, 3, 3, 3), 0.1)
+
+    def slopes(convert):
+        of_images = lambda w: convert(lambda x: jnp.sin(once(x, w)))(x)
+        slope = jax.grad(lambda w: jnp.sum(of_images(w) ** 2))
+        many = jax.vmap(slope)(jnp.stack([w, jnp.cos(w)]))
+        return slope(w), jax.jvp(slope, (w,), (jnp.cos(w),)), many
+
+    assert_equal(slopes(channels_last), slopes(lambda fn: fn), x.dtype)
+
+
+def test_random_keys_go_in_and_come_out():
+    x, w = jnp.ones((2, 3, 5, 5)), jnp.full((3, 3, 3, 3), 0.1)
+
+    def dropped(key, x, w):
+        key, drawn = jax.random.split(key)
+        return key, once(x * jax.random.bernoulli(drawn, 0.5, x.shape), w)
+
+    expected_key, expected = dropped(jax.random.key(5), x, w)
+    key, found = jax.jit(channels_last(dropped))(jax.random.key(5), x, w)
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(expected_key))
+    assert_equal(found, expected, x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda fn: fn])
+def test_an_effect_happens_once(wrap):
+    seen = []
+
+    def fn(x, w):
+        jax.debug.callback(lambda total: seen.append(float(total)), jnp.sum(x))
+        return once(x, w)
+
+    jax.block_until_ready(
+        wrap(channels_last(fn))(jnp.ones((2, 3, 5, 5)), jnp.ones((3,) * 4))
+    )
+    jax.effects_barrier()
+    assert seen == [150.0]
+
+
 def test_a_function_without_stays_as_it_is():
     fn = lambda x: {"a": jnp.sin(x), "b": (x, jnp.ones(()))}
     assert_equal(channels_last(fn)(jnp.ones(3)), fn(jnp.ones(3)), jnp.float64)
