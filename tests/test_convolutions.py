@@ -207,7 +207,8 @@ def test_random_keys_go_in_and_come_out():
 
     def dropped(key, x, w):
         key, drawn = jax.random.split(key)
-        return key, once(x * jax.random.bernoulli(drawn, 0.5, x.shape), w)
+        kept = jax.random.bernoulli(drawn, 0.5, x.shape)
+        return key, once(jnp.where(kept, x, 0.0), w)
 
     expected_key, expected = dropped(jax.random.key(5), x, w)
     key, found = jax.jit(channels_last(dropped))(jax.random.key(5), x, w)
