@@ -239,10 +239,10 @@ def spectrum_of(
     where the Jacobian does not fit into the memory budget."""
     flat, _ = ravel_pytree(residual)
     if method == "svd":
-        return from_svd(jacobian, flat)
+        return from_svd(jacobian.at_hand(), flat)
     m, p = jacobian.shape
     if m > p and m * jacobian.domain.nbytes <= jacobian.memory_budget:
-        return from_curvature(jacobian, flat)
+        return from_curvature(jacobian.at_hand(), flat)
     return from_kernel(jacobian.at_hand_if_it_fits(), flat)
 
 
