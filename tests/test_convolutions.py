@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import gnlin
 from gnlin._convolutions import channels_last
+from gnlin._jacobian import OfExamples
 
 
 KINDS = {
@@ -107,7 +108,7 @@ def layouts_of(fn, *args):
 
 
 def assert_equal(found, expected, dtype):
-    tolerance = 100 * jnp.finfo(dtype).eps
+    tolerance = 100 * float(jnp.finfo(dtype).eps)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         scale = float(jnp.max(jnp.abs(b), initial=0.0)) or 1.0
@@ -185,8 +186,49 @@ def test_in_programs_within(name):
     assert found
     assert all(found)
     assert_equal(turned(x, w), fn(x, w), x.dtype)
-    pushed = [jax.jvp(f, (x, w), (jnp.cos(x), w)) for f in (turned, fn)]
-    assert_equal(*pushed, x.dtype)
+    pushed, expected = (jax.jvp(f, (x, w), (jnp.cos(x), w)) for f in (turned, fn))
+    assert_equal(pushed, expected, x.dtype)
+
+
+def test_arrays_that_a_function_closes_over_are_differentiated():
+    x, w = jnp.arange(150.0).reshape(2, 3, 5, 5) / 150, jnp.full((3, 3, 3, 3), 0.1)
+
+    def slopes(convert):
+        of_images = lambda w: convert(lambda x: jnp.sin(once(x, w)))(x)
+        slope = jax.grad(lambda w: jnp.sum(of_images(w) ** 2))
+        many = jax.vmap(slope)(jnp.stack([w, jnp.cos(w)]))
+        return slope(w), jax.jvp(slope, (w,), (jnp.cos(w),)), many
+
+    assert_equal(slopes(channels_last), slopes(lambda fn: fn), x.dtype)
+
+
+def test_random_keys_go_in_and_come_out():
+    x, w = jnp.ones((2, 3, 5, 5)), jnp.full((3, 3, 3, 3), 0.1)
+
+    def dropped(key, x, w):
+        key, drawn = jax.random.split(key)
+        kept = jax.random.bernoulli(drawn, 0.5, x.shape)
+        return key, once(jnp.where(kept, x, 0.0), w)
+
+    expected_key, expected = dropped(jax.random.key(5), x, w)
+    key, found = jax.jit(channels_last(dropped))(jax.random.key(5), x, w)
+    assert jnp.array_equal(jax.random.key_data(key), jax.random.key_data(expected_key))
+    assert_equal(found, expected, x.dtype)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, lambda fn: fn])
+def test_an_effect_happens_once(wrap):
+    seen = []
+
+    def fn(x, w):
+        jax.debug.callback(lambda total: seen.append(float(total)), jnp.sum(x))
+        return once(x, w)
+
+    jax.block_until_ready(
+        wrap(channels_last(fn))(jnp.ones((2, 3, 5, 5)), jnp.ones((3,) * 4))
+    )
+    jax.effects_barrier()
+    assert seen == [150.0]
 
 
 def test_a_function_without_stays_as_it_is():
@@ -264,6 +306,7 @@ def test_on_another_platform_nothing_changes(monkeypatch):
 def test_layers_are_found_as_before():
     fn, parameters, x = network()
     lin = gnlin.linearise(fn, parameters, x)
+    assert isinstance(lin.jacobian, OfExamples)
     assert set(lin.jacobian._program().layers) >= {0, 2, 4}
     rows = jax.jacrev(lambda p: jax.vmap(fn.fn, (None, 0))(p, x))(parameters)
     dense = jnp.concatenate([r.reshape(12, -1) for r in jax.tree.leaves(rows)], axis=1)
