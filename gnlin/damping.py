@@ -424,22 +424,3 @@ def _where_as_long(
     reaches = undamped > (1 + _WITHIN) * radius
     found = jax.lax.while_loop(lambda search: reaches & apart(search), closer, start)
     return nan_unless(radius > 0, jnp.where(reaches, found.tried, least))
-
-
-# Across batches it changes by this factor where the next batch gains or loses by a step
-# what others lately have, in size (by a step's own batch alone: Martens and Grosse, 2015,
-# section 6.5); and after a step that was skipped by the other.
-_SLOW, SKIPPED = 0.9, 4.0
-
-
-def slowly(gained: Scalar, ratio: Scalar) -> Scalar:
-    """The factor by which the damping changes across batches: by what the last step
-    gained on a batch that it had not seen, in units of what such gains and losses are
-    lately, and by the ratio on its own.
-
-    By the size of gains and not by their sign: of batches of few examples most lose a
-    little by a step from which a few gain much, however short it is.
-    """
-    power = jnp.where(ratio > _GOOD, gained, jnp.minimum(gained, 0))
-    power = jnp.where(ratio < _POOR, jnp.minimum(power, -1), power)
-    return _SLOW**power

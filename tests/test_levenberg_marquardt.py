@@ -392,10 +392,7 @@ def test_an_exact_prediction_lowers_the_damping_by_ten():
     nielsen = gnlin.LevenbergMarquardt(damping=1e-3)
     matrix = jnp.asarray(np.random.default_rng(0).normal(size=(6, 3)))
     fn = lambda y, a: a @ y - 1
-    ends = [
-        least_squares(fn, nielsen, jnp.zeros(3), matrix, max_steps=n)
-        for n in (1, 2)
-    ]
+    ends = [least_squares(fn, nielsen, jnp.zeros(3), matrix, max_steps=n) for n in (1, 2)]
     first, second = (float(end.state.report.damping) for end in ends)
     np.testing.assert_allclose(second / first, 1 / 10)
 

@@ -25,16 +25,16 @@ from .._subproblem import (
     Method,
     problem_of,
     ProxLinear,
+    Pulled,
     way_of,
 )
-from ..damping import AbstractDamping, LongestStep, Nielsen, SKIPPED, slowly
+from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
+from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._between_bounds import between_bounds
 from ._scaling import check_scaling, first_scale, Measured, Scaling
-from ._stepping import check_quadratic
+from ._stepping import check_quadratic, take_step
 from ._trials import try_dampings
-from ._verdict import rounding_of_loss
 
 
 # What an exact step is worth beside one by conjugate gradients that stop early: so many
@@ -43,16 +43,17 @@ from ._verdict import rounding_of_loss
 _EXACT, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-3, 2.0)
 # The default rule where another trial is dear.
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
-# The first damping on a full batch and across batches: on a full batch a rejected trial
-# costs next to nothing.
+# The first damping on a full batch, where a rejected trial costs next to nothing.
 _FIRST_DAMPING = 1e-3
-_FIRST_DAMPING_ACROSS = 1.0
-# The curvature of so few examples is that of no others, and what one step gains on the
-# next is mostly noise: by steps as long as those of large batches a ReLU network is dead
-# after three, and by a damping that changes as fast it stands still after a thousand.
-_FEW_EXAMPLES = 8
-# Of the size of gains on the next batches so much is remembered.
-_MEMORY = 0.9
+# To which conjugate gradients solve on a full batch.
+_TOLERANCE = 0.1
+# Across batches: the damping, relative to the curvature along the first gradient, and the
+# part of the last step that a step is pulled to. On batches of so few examples the one is
+# doubled and the other halved: of one example each, ReLU networks die of less.
+_DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
+_FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
+# How well conjugate gradients solve there, and in how many iterations at most.
+_TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
 
 class _Memory(eqx.Module):
@@ -60,28 +61,12 @@ class _Memory(eqx.Module):
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
-    last: "_Last | None" = None  # across batches
 
 
-class _Last(eqx.Module):
-    """The last batch's step, for the next batch to judge."""
-
-    step: PyTree[Array]  # zero where none was taken
-    predicted: Float[Array, ""]
-    ratio: Float[Array, ""]  # of the decrease to the predicted, on its own batch
-    size: Float[Array, ""]  # of what steps have lately gained or lost on the next batches
-
-    def judged(self, gained: Scalar, few: float) -> tuple[Scalar, Scalar]:
-        """By what it has gained on the next batch: the damping's factor, and the size of
-        such gains now.
-
-        - `few`: how much less a batch says than one of many examples.
-        """
-        known = (self.predicted > 0) & jnp.isfinite(gained) & (gained != 0)
-        before = jnp.where(self.size > 0, self.size, jnp.abs(gained))
-        size = _MEMORY * before + (1 - _MEMORY) * jnp.abs(gained)
-        factor = slowly(gained / jnp.where(known, size, 1), self.ratio) ** (1 / few)
-        return jnp.where(known, factor, 1), jnp.where(known, size, self.size)
+class _MemoryAcross(eqx.Module):
+    scale: PyTree[Array] | None
+    curvature: Float[Array, ""]  # along the first gradient; not positive before it
+    step: PyTree[Array]  # the last
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
@@ -101,7 +86,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
         curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
-        trial where a trial is dear; across batches of n examples 1 + 8 / n.
+        trial where a trial is dear. Across batches it is a number, and $\lambda$ stays:
+        the number times the curvature along the first gradient; by default
+        0.001 (1 + (48 / n)^2) for batches of n examples.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
         Jacobian's columns: `"root"`, their square roots (below a millionth of the
         largest, a multiple of the norms); `"marquardt"`, the norms themselves; `"more"`,
@@ -112,8 +99,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         a trial; by default where the Jacobian is at hand, and
         not by the sparse factorisations, which are made again for it.
     - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
-        in [`gnlin.TruncatedGaussNewton`][]; on a full batch no more than the square root
-        of what is left of the gradient.
+        in [`gnlin.TruncatedGaussNewton`][]. By default 0.1, and on a full batch no more
+        than the square root of what is left of the gradient; 0.01 across batches, in at
+        most 20 iterations.
     - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
         prox-linear form has the scaling `"identity"` and no acceleration.
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
@@ -132,8 +120,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         solution = optx.least_squares(residuals, gnlin.LevenbergMarquardt(), y0, args)
         ```
 
-    Across batches each step is one trial: one that does not lower its batch's loss is
-    skipped, and the damping changes slowly, judged by the step's own batch and the next.
+    Across batches a step is pulled to 0.8 n / (n + 2) of the last one, so that what one
+    batch does not determine stays as the others had it. It is halved until it lowers the
+    loss of its own batch, and the next batch, which it has not seen, says how much of the
+    following steps to take.
 
     ??? cite "References"
 
@@ -141,8 +131,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
         H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
 
-        J. Martens and R. Grosse, *Optimizing neural networks with Kronecker-factored
-        approximate curvature*, ICML (2015), section 6.5.
+        Of the pull to the last step: G. Goldshlager, N. Abrahamsen and L. Lin, *A
+        Kaczmarz-inspired approach to accelerate the optimization of neural network
+        wavefunctions*, J. Comput. Phys. 516 (2024), equation 27.
 
         M. K. Transtrum and J. P. Sethna, *Improvements to the Levenberg-Marquardt
         algorithm for nonlinear least-squares minimization*, arXiv:1201.5885 (2012).
@@ -156,7 +147,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     )
     scaling: Scaling | None = eqx.field(default=None, kw_only=True)
     acceleration: bool | None = eqx.field(default=None, kw_only=True)
-    tolerance: ScalarLike = eqx.field(default=0.1, converter=as_scalar, kw_only=True)
+    tolerance: ScalarLike | None = eqx.field(
+        default=None, converter=as_scalar, kw_only=True
+    )
     form: Form = eqx.field(default="quadratic", kw_only=True)
     method: Method = eqx.field(default="auto", kw_only=True)
 
@@ -165,7 +158,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
             check_finite_positive("damping", self.damping)
         check_method(self.method)
         check_form(self.form, self.method)
-        check_fraction("tolerance", self.tolerance)
+        if self.tolerance is not None:
+            check_fraction("tolerance", self.tolerance)
         if self.acceleration and self.form == "prox-linear":
             raise ValueError(
                 'The "prox-linear" form has no geodesic acceleration: leave '
@@ -188,28 +182,27 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> State:
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
-        last = _Last(_tree.zeros_like(y), zero, zero, zero)
-        damping = self._rule(outputs).init(zero.dtype)
-        memory = _Memory(
-            damping,
-            state.memory.scale,
-            state.memory.first_gradient,
-            state.memory.tolerance,
-            last,
+        memory = _MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
+        return eqx.tree_at(
+            lambda s: (s.memory, s.stride),
+            state,
+            (memory, Stride.start(y, zero.dtype)),
+            is_leaf=lambda x: x is None,
         )
-        return eqx.tree_at(lambda s: s.memory, state, memory)
 
     def update(
         self,
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
-        memory: _Memory,
+        memory: _Memory | _MemoryAcross,
         num_steps: Int[Array, ""],
     ) -> Update:
+        if isinstance(memory, _MemoryAcross):
+            return self._on_a_batch(objective, lin, evaluate, memory)
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
-        rule = self._rule(lin.outputs if objective.is_sample else None)
+        rule = self._rule()
         by_default = self.damping is None and isinstance(rule, LongestStep)
         if by_default and cost.reads:  # Each trial may be a sparse factorisation.
             rule = _ONE_TRIAL
@@ -229,7 +222,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows, lin = cost.rows, lin.materialise()
-            if scaling != "more" and not objective.is_sample:
+            if scaling != "more":
                 lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
@@ -237,17 +230,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         if scaling == "more":
             memory = eqx.tree_at(lambda m: m.scale, memory, measured.scale)
         if way.stops_early:
-            memory, subproblem = self._truncated(objective, subproblem, memory)
-        if objective.is_sample:
-            return self._one_of_many(
-                objective,
-                lin,
-                evaluate,
-                subproblem,
-                memory,
-                rule,
-                rows + measured.passes,
-            )
+            memory, subproblem = self._truncated(subproblem, memory)
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
             held = measured.of_another(problem_of(self.form, objective, lin))
@@ -293,104 +276,103 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
 
     def _truncated(
-        self,
-        objective: AbstractObjective,
-        subproblem: AbstractSubproblem,
-        memory: _Memory,
+        self, subproblem: AbstractSubproblem, memory: _Memory
     ) -> tuple[_Memory, AbstractSubproblem]:
-        """To be solved so well by conjugate gradients."""
+        """To be solved so well by conjugate gradients that they converge faster than
+        linearly (Nocedal and Wright, 2006, section 7.1): by the gradient relative to the
+        first. In a curved valley it is large again after each long step: what has been
+        tight stays so."""
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first = jnp.where(memory.first_gradient < 0, gradient, memory.first_gradient)
-        tolerance = jnp.asarray(self.tolerance, dtype)
-        if not objective.is_sample:
-            # So that it converges faster than linearly (Nocedal and Wright, 2006,
-            # section 7.1): the gradient relative to the first. In a curved valley it is
-            # large again after each long step: what has been tight stays so.
-            left = jnp.fmin(tolerance, jnp.sqrt(gradient / first))
-            tolerance = jnp.fmin(left, memory.tolerance)
+        tolerance = _TOLERANCE if self.tolerance is None else self.tolerance
+        left = jnp.fmin(jnp.asarray(tolerance, dtype), jnp.sqrt(gradient / first))
+        tolerance = jnp.fmin(left, memory.tolerance)
         memory = eqx.tree_at(
             lambda m: (m.first_gradient, m.tolerance), memory, (first, tolerance)
         )
         return memory, subproblem.truncated(tolerance)
 
-    def _one_of_many(
+    def _on_a_batch(
         self,
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
-        subproblem: AbstractSubproblem,
-        memory: _Memory,
-        rule: AbstractDamping,
-        passes: Passes,
+        memory: _MemoryAcross,
     ) -> Update:
-        """One trial on one batch: a step that does not lower its loss is skipped.
+        """One step on one batch. The damping stays: whether a step is too long its own
+        batch says, and the next one, along the step."""
+        kind, scale = Tikhonov(1.0), memory.scale
+        num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
+        momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
 
-        The damping changes slowly, by what the last step did to its own batch, and to
-        this one, which it had not seen: a step that fits its own batch and makes the next
-        one worse was too long, however well it was predicted.
-        """
-        last: _Last = memory.last  # type: ignore[assignment]
-        before = evaluate(_tree.axpy(-1, last.step, lin.point))
-        dtype = memory.tolerance.dtype
-        damping = rule.damping(memory.state, subproblem, lin.point)
-        gained = objective.decrease(before, lin.outputs).astype(dtype)
-        factor, size = last.judged(gained, _few(lin.outputs))
-        damping *= factor
-        finite = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
-        finite &= jnp.isfinite(objective.value(lin.outputs))
+        def ready(problem):
+            nonlocal scale
+            way = self._way(objective, problem, kind, 1)
+            scaling = self._scaling(objective, problem.jacobian.cost(), way)
+            measured = Measured.of(problem, scaling, memory.scale)
+            scale = measured.memory(scaling)
+            method = self.method
+            if way.stops_early and method == "auto":
+                method = way.method
+            subproblem = measured.chosen(kind, 1, method)
+            if way.stops_early:
+                tolerance = self.tolerance
+                tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
+                subproblem = subproblem.truncated(tolerance, _MOST_ITERATIONS)
+            passes = measured.passes + subproblem.passes
+            return eqx.tree_at(lambda s: s.passes, subproblem, passes)
 
+        def prepared(lin):
+            problem = problem_of(self.form, objective, lin)
+            if isinstance(problem, ProxLinear):
+                return ready(problem)
+            return Pulled(problem, _tree.scale(momentum, memory.step), ready)
+
+        subproblem = prepared(lin)
+        along = subproblem.curvature_along_gradient().astype(memory.curvature.dtype)
+        known = memory.curvature > 0
+        curvature = jnp.where(known, memory.curvature, along)
+        unit = jnp.where(curvature > 0, curvature, 1)
+        damping = self._relative_damping(num_examples) * unit
         answer = subproblem.solve(Early(damping))
-        step = _tree.cast_like(answer.step, lin.point)
-        predicted = subproblem.predicted(answer, damping)
-        if lin.box is not None:
-            step, predicted = between_bounds(objective, lin, step)
-            predicted = predicted.astype(dtype)
-        y = lin.moved(step)
-        outputs = evaluate(y)
-        actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-        loss = objective.value(lin.outputs).astype(dtype)
-        rounding = rounding_of_loss(loss, None, lin.point)
-        noise = predicted <= rounding
-        fell = (actual >= 0) | (noise & (actual >= -rounding))
-        good = finite & _tree.all_finite((y, outputs)) & fell
-        step = _tree.where(good, step, _tree.zeros_like(step))
-        ratio = jnp.where(noise, 1, actual / jnp.where(predicted > 0, predicted, 1))
-        taken = _Last(step, jnp.where(good, predicted, 0), ratio, size)
-        return Update(
-            y=_tree.where(good, y, lin.point),
-            outputs=_tree.where(good, outputs, lin.outputs),
-            memory=eqx.tree_at(
-                lambda m: (m.state.damping, m.last),
-                memory,
-                (jnp.where(good, damping, SKIPPED * damping), taken),
-            ),
-            gradient_norm=subproblem.gradient_norm,
-            step_norm=_tree.norm(step),
+        update = take_step(
+            self,
+            objective,
+            lin,
+            evaluate,
+            subproblem,
+            answer,
+            search="auto",
             damping=damping,
-            num_inner_steps=answer.num_inner_steps,
-            passes=passes + subproblem.passes + answer.passes,
-            num_accepted=jnp.where(good, 1, 0),
-            num_rejected=jnp.where(good, 0, 1),
-            result=optx.RESULTS.where(
-                finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
-            ),
+            again=lambda lin: prepared(lin).solve(Early(damping)).step,
+        )
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        # One batch that is not finite is no scale for all others.
+        curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
+        memory = _MemoryAcross(scale, curvature, step)
+        return eqx.tree_at(
+            lambda u: u.memory, update, memory, is_leaf=lambda x: x is None
         )
 
-    def _rule(self, outputs: PyTree | None = None) -> AbstractDamping:
-        """That of one batch; or, across batches, of which `outputs` are, what says where
-        it starts."""
-        damping, across = self.damping, outputs is not None
+    def _relative_damping(self, num_examples: int) -> ScalarLike:
+        """Across batches."""
+        if isinstance(self.damping, AbstractDamping):
+            raise ValueError(
+                "Across batches the damping stays as it is, and does not change by "
+                f"{self.damping}: pass a number, relative to the curvature along the "
+                "first gradient, or one batch of all data."
+            )
+        if self.damping is None:
+            return _DAMPING_ACROSS * (1 + (_FEW_TO_DAMP / num_examples) ** 2)
+        return self.damping
+
+    def _rule(self) -> AbstractDamping:
+        """On a full batch."""
+        damping = self.damping
         if isinstance(damping, AbstractDamping):
-            if across and not isinstance(damping, Nielsen):
-                raise ValueError(
-                    f"Across batches the damping changes slowly, and not by {damping}: "
-                    "pass a number, the first damping, or one batch of all data."
-                )
             return damping
-        if damping is None and across:
-            damping = _FIRST_DAMPING_ACROSS * _few(outputs)
-        if damping is None and not across and self.form == "quadratic":
+        if damping is None and self.form == "quadratic":
             return LongestStep()
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
@@ -418,8 +400,3 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # scaled inputs do better without, recurrent ones by far.
         unscaled = way.stops_early or objective.is_sample or not cost.columns_fit
         return "identity" if unscaled else "root"
-
-
-def _few(outputs: PyTree) -> float:
-    """How much less a batch says than one of many examples."""
-    return 1 + _FEW_EXAMPLES / max(x.shape[0] for x in jax.tree.leaves(outputs))

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -62,9 +62,11 @@ class AbstractSubproblem(eqx.Module):
     def solve(self, filter: Filter) -> Answer:
         """The step of a filter."""
 
-    def truncated(self, tolerance: ScalarLike) -> Self:
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "AbstractSubproblem":
         """The same, to be solved so well only where it is solved by iteration: until the
-        linear residual is `tolerance` times the gradient."""
+        linear residual is `tolerance` times the gradient, or for so many iterations."""
         return self
 
     def factorised(self, filter: Filter) -> "AbstractSubproblem":
@@ -200,15 +202,24 @@ class AbstractIteration(AbstractWithGradient):
     """A way by iteration: a solution to a tolerance, literal steps, or a flow.
 
     - `tolerance`: of a damped solution; `None` for an exact one.
+    - `max_steps`: that it may take; `None` for as many as it needs.
     """
 
     stops_early: ClassVar[bool] = True
     solves_anew: ClassVar[bool] = True
     tolerance: ScalarLike | None
+    max_steps: int | None
 
-    def __init__(self, problem: Any, passes: Passes, tolerance: ScalarLike | None = None):
+    def __init__(
+        self,
+        problem: Any,
+        passes: Passes,
+        tolerance: ScalarLike | None = None,
+        max_steps: int | None = None,
+    ):
         super().__init__(problem, passes)
         self.tolerance = tolerance
+        self.max_steps = max_steps
 
     @classmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
@@ -217,9 +228,14 @@ class AbstractIteration(AbstractWithGradient):
             return filter.rcond is None
         return isinstance(filter, Tikhonov | Descent | GradientFlow)
 
-    def truncated(self, tolerance: ScalarLike) -> Self:
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "AbstractIteration":
         return eqx.tree_at(
-            lambda s: s.tolerance, self, tolerance, is_leaf=lambda x: x is None
+            lambda s: (s.tolerance, s.max_steps),
+            self,
+            (tolerance, max_steps),
+            is_leaf=lambda x: x is None,
         )
 
     def largest_curvature(self) -> Scalar:
@@ -231,7 +247,12 @@ class AbstractIteration(AbstractWithGradient):
 
     @abc.abstractmethod
     def to_tolerance(
-        self, tolerance: ScalarLike, damping: ScalarLike, *, is_damped: bool = False
+        self,
+        tolerance: ScalarLike,
+        damping: ScalarLike,
+        max_steps: int | None = None,
+        *,
+        is_damped: bool = False,
     ) -> Answer:
         """The solution, to where the gradient is `tolerance` times what it was.
 
@@ -253,7 +274,8 @@ class AbstractIteration(AbstractWithGradient):
                 tolerance = self.tolerance
                 tolerance = self.exactly() if tolerance is None else tolerance
                 is_damped = isinstance(filter, Early)
-                return self.to_tolerance(tolerance, damping + more, is_damped=is_damped)
+                settings = tolerance, damping + more, self.max_steps
+                return self.to_tolerance(*settings, is_damped=is_damped)
             case PseudoInverse(rcond=None):
                 # From zero, conjugate gradients never leave the range of phi^T: the
                 # limit is the minimum-norm solution.

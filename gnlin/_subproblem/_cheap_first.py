@@ -4,7 +4,7 @@ singular values."""
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -136,8 +136,11 @@ class ProductsFirst(AbstractFirst):
         directly = Partial(_direct(cost).of, problem, cost)
         return cls(MatrixFree(problem), directly, _most_tried(cost))
 
-    def truncated(self, tolerance: ScalarLike) -> Self:
-        return type(self)(self.first.truncated(tolerance), self.directly, self.most)
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "ProductsFirst":
+        first = self.first.truncated(tolerance, max_steps)
+        return type(self)(first, self.directly, self.most)
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, tolerance = damping_of(filter), self.first.tolerance

@@ -54,9 +54,10 @@ class MatrixFree(AbstractIteration):
         self,
         problem: Quadratic,
         tolerance: ScalarLike | None = None,
+        max_steps: int | None = None,
         preconditioner: AbstractPreconditioner | None = None,
     ):
-        super().__init__(problem, Passes(), tolerance)
+        super().__init__(problem, Passes(), tolerance, max_steps)
         if preconditioner is None and problem.jacobian.is_sparse:
             preconditioner = BlockDiagonal()
         self.preconditioner = preconditioner
@@ -88,7 +89,8 @@ class MatrixFree(AbstractIteration):
 
     def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
         problem = self.problem.with_residual(residual)
-        return MatrixFree(problem, self.tolerance, self.preconditioner)
+        settings = self.tolerance, self.max_steps, self.preconditioner
+        return MatrixFree(problem, *settings)
 
     def exactly(self) -> float:
         """The relative linear residual that stands for an exact solution."""

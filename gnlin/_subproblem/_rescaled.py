@@ -44,8 +44,11 @@ class Rescaled(AbstractSubproblem):
     def attainable_decrease(self) -> Scalar:
         return self.inner.attainable_decrease()
 
-    def truncated(self, tolerance: ScalarLike) -> "Rescaled":
-        return eqx.tree_at(lambda s: s.inner, self, self.inner.truncated(tolerance))
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "Rescaled":
+        inner = self.inner.truncated(tolerance, max_steps)
+        return eqx.tree_at(lambda s: s.inner, self, inner)
 
     def factorised(self, filter: Filter) -> "Rescaled":
         return eqx.tree_at(lambda s: s.inner, self, self.inner.factorised(filter))
