@@ -459,8 +459,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
         stride, back = state.stride, jnp.array(False)
         if stride is not None:
-            before = evaluate(stride.point)
-            stride, back = stride.judged(objective, before, evaluate(y))
+            # One after the other in a loop, which compiles the function once.
+            both = jax.tree.map(lambda *points: jnp.stack(points), stride.point, y)
+            outputs = jax.lax.map(evaluate, both)
+            before, now = (jax.tree.map(lambda x, i=i: x[i], outputs) for i in (0, 1))
+            stride, back = stride.judged(objective, before, now)
             y = _tree.where(back, stride.point, y)
         lin, aux = linearised(fn, y, args, has_aux, self.memory_budget)
         new_y, state = self.advance(objective, lin, evaluate, state, same_examples=False)

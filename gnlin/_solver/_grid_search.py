@@ -1,5 +1,7 @@
 """A search along a step by a grid of its parts."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,19 @@ from .._checks import check_count
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
 from ._base import Evaluate
+
+
+class Found(NamedTuple):
+    """What a search along a step has found.
+
+    - `length`: the part of the step to take.
+    - `outputs`: where that leads to.
+    - `any`: whether there is a part to take.
+    """
+
+    length: Scalar
+    outputs: PyTree[Array]
+    any: Bool[Array, ""]
 
 
 class GridSearch(eqx.Module):
@@ -43,16 +58,20 @@ class GridSearch(eqx.Module):
         lin: Linearisation,
         evaluate: Evaluate,
         direction: PyTree[Array],
-    ) -> tuple[PyTree[Array], Bool[Array, ""]]:
-        """The best part of a direction, and whether there is one."""
+    ) -> Found:
+        """The best part of a direction."""
 
-        def gained(length: Scalar) -> Scalar:
+        def longest(best: tuple, length: Scalar) -> tuple:
             outputs = evaluate(lin.moved(direction, length))
-            decrease = objective.decrease(lin.outputs, outputs)
-            return jnp.where(jnp.isnan(decrease), -jnp.inf, decrease)
+            outputs = _tree.cast_like(outputs, lin.outputs)
+            gain = objective.decrease(lin.outputs, outputs).astype(dtype)
+            found = length, outputs, gain
+            return _tree.where(gain > best[2], found, best), None
 
         dtype = _tree.dtype(direction)
         lengths = 0.5 ** jnp.arange(self.num_halvings + 1, dtype=dtype)
-        gains = jax.lax.map(gained, lengths)
-        best = jnp.argmax(gains)
-        return _tree.scale(lengths[best], direction), gains[best] > 0
+        none = jnp.zeros((), dtype)
+        (length, outputs, gain), _ = jax.lax.scan(
+            longest, (none, lin.outputs, none), lengths
+        )
+        return Found(length, outputs, gain > 0)

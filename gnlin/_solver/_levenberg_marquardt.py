@@ -200,6 +200,16 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> Update:
         if isinstance(memory, _MemoryAcross):
             return self._on_a_batch(objective, lin, evaluate, memory)
+        return self._on_all_data(objective, lin, evaluate, memory)
+
+    def _on_all_data(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        evaluate: Evaluate,
+        memory: _Memory,
+    ) -> Update:
+        """One outer step on the full batch: dampings, until one is right."""
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule()

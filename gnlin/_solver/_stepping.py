@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, PyTree, ScalarLike
+from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .. import _tree
 from .._checks import check_search, nan_unless, nonnegative
@@ -30,7 +30,7 @@ from ..filters import PseudoInverse, Tikhonov
 from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import Again, between_bounds
-from ._grid_search import GridSearch
+from ._grid_search import Found, GridSearch
 from ._verdict import rounding_of_loss
 
 
@@ -182,13 +182,13 @@ def take_step(
     if lin.box is not None:
         step = _tree.cast_like(step, y)
         step, _ = between_bounds(objective, lin, step, again)
-    stuck = jnp.array(False)
+    found, stuck = None, jnp.array(False)
     search = _safeguard(search, objective)
     if search is not None:
-        step, found = _searched(
-            search, objective, lin, evaluate, subproblem.gradient(), step
-        )
-        stuck = ~found & (result == optx.RESULTS.successful)
+        gradient = subproblem.gradient()
+        found = _searched(search, objective, lin, evaluate, gradient, step)
+        step = _tree.scale(found.length, step)
+        stuck = ~found.any & (result == optx.RESULTS.successful)
     solved = result == optx.RESULTS.successful
     step_norm = _tree.norm(step)
     # A damping that is not finite stands for hyperparameters out of their range.
@@ -197,7 +197,7 @@ def take_step(
     sound = at_point & jnp.isfinite(step_norm)
     takes = sound & solved & ~stuck
     candidate = _tree.where(takes, lin.moved(step), y)
-    new_outputs = evaluate(candidate)
+    new_outputs = evaluate(candidate) if found is None else found.outputs
     finite = sound & _tree.all_finite((new_outputs, outputs))
     finite &= jnp.isfinite(objective.value(new_outputs))
     good = finite & takes
@@ -250,8 +250,8 @@ def _searched(
     evaluate: Evaluate,
     gradient: PyTree[Array],
     direction: PyTree[Array],
-) -> tuple[PyTree[Array], Bool[Array, ""]]:
-    """As much of a direction as an optimistix search accepts, and whether it does."""
+) -> Found:
+    """As much of a direction as an optimistix search accepts."""
     if isinstance(search, GridSearch):
         return search.along(objective, lin, evaluate, direction)
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
@@ -260,7 +260,7 @@ def _searched(
     here = optx.FunctionInfo.EvalGrad(zero, gradient)
 
     def attempt(carry):
-        step_size, _, state, num_steps = carry
+        step_size, _, _, state, num_steps = carry
         candidate = lin.moved(direction, step_size)
         outputs = evaluate(candidate)
         change = -objective.decrease(lin.outputs, outputs).astype(zero.dtype)
@@ -271,7 +271,8 @@ def _searched(
         lost = _tree.all_finite(outputs) & (jnp.abs(change) <= rounding) & flat
         accept = accept | lost
         step_size = jnp.where(accept, step_size, next_size.astype(step_size.dtype))
-        return step_size, accept, state, num_steps + 1
+        outputs = _tree.cast_like(outputs, lin.outputs)
+        return step_size, outputs, accept, state, num_steps + 1
 
     loss = objective.value(lin.outputs).astype(zero.dtype)
     rounding = rounding_of_loss(loss, None, lin.point)
@@ -280,8 +281,9 @@ def _searched(
     state = search.init(y, jax.eval_shape(lambda: here))
     first = optx.FunctionInfo.Eval(zero)
     step_size, _, _, state = search.step(jnp.array(True), y, y, here, first, state)
-    start = step_size.astype(zero.dtype), jnp.array(False), state, jnp.array(0)
-    step_size, found, _, _ = jax.lax.while_loop(
-        lambda carry: ~carry[1] & (carry[3] < _MAX_SEARCH_STEPS), attempt, start
+    no = jnp.array(False)
+    start = step_size.astype(zero.dtype), lin.outputs, no, state, jnp.array(0)
+    step_size, outputs, found, _, _ = jax.lax.while_loop(
+        lambda carry: ~carry[2] & (carry[4] < _MAX_SEARCH_STEPS), attempt, start
     )
-    return _tree.scale(step_size, direction), found
+    return Found(step_size, outputs, found)

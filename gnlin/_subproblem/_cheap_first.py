@@ -139,8 +139,9 @@ class ProductsFirst(AbstractFirst):
     def truncated(
         self, tolerance: ScalarLike, max_steps: int | None = None
     ) -> "ProductsFirst":
-        first = self.first.truncated(tolerance, max_steps)
-        return type(self)(first, self.directly, self.most)
+        return eqx.tree_at(
+            lambda s: s.first, self, self.first.truncated(tolerance, max_steps)
+        )
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
         damping, tolerance = damping_of(filter), self.first.tolerance

@@ -24,6 +24,7 @@ class Pulled(AbstractSubproblem):
     inner: AbstractSubproblem
     problem: Quadratic
     towards: PyTree[Array]
+    _gradient: PyTree[Array]
     gradient_norm: Scalar
     passes: Passes
 
@@ -40,12 +41,13 @@ class Pulled(AbstractSubproblem):
         self.inner = ready(Quadratic(jacobian, residual, problem.rest))
         self.problem = problem
         self.towards = towards
-        self.gradient_norm = _tree.norm(self.gradient())
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
         each = jacobian.a_product()
         self.passes = self.inner.passes + each
 
     def gradient(self) -> PyTree[Array]:
-        return self.problem.gradient()
+        return self._gradient
 
     def curvature_along_gradient(self) -> Scalar:
         return self.inner.curvature_along_gradient()
