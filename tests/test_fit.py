@@ -257,6 +257,18 @@ def test_no_run_across_batches_ends_as_diverged():
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+def test_a_damping_too_small_for_the_precision_grows():
+    """The kernel of one example, again and again, is singular but for the damping."""
+    x = jnp.ones((8, 2), jnp.float32)
+    model = eqx.nn.MLP(2, 1, 8, 1, jnp.tanh, dtype=x.dtype, key=jax.random.key(0))
+    solver = gnlin.LevenbergMarquardt(damping=1e-12, method="kernel")
+    data = [(x, 3 * x[:, :1])]
+    result = gnlin.fit(model, data, solver, epochs=40, progress=False)
+    assert result.reason == "all 40 steps were made"
+    assert result.history["damping"][-1] > 10 * result.history["damping"][0]
+    assert result.history["loss"][-1] < 1e-3 * result.history["loss"][0]
+
+
 def test_losses_that_hover_are_no_reason_to_warn():
     """As of a run that begins where the last one ended."""
     generator = np.random.default_rng(0)

@@ -52,6 +52,8 @@ _TOLERANCE = 0.1
 # doubled and the other halved: of one example each, ReLU networks die of less.
 _DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
 _FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
+# After a batch whose damped problem could not be solved.
+_MORE_DAMPING = 10
 # How well conjugate gradients solve there, and in how many iterations at most.
 _TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
@@ -87,7 +89,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
         curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
         trial where a trial is dear. Across batches it is a number, and $\lambda$ stays:
-        the number times the curvature along the first gradient; by default
+        the number times the curvature along the first gradient, and ten times as much
+        after each batch whose problem the precision does not solve; by default
         0.001 (1 + (48 / n)^2) for batches of n examples.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
         Jacobian's columns: `"root"`, their square roots (below a millionth of the
@@ -346,6 +349,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         unit = jnp.where(curvature > 0, curvature, 1)
         damping = self._relative_damping(num_examples) * unit
         answer = subproblem.solve(Early(damping))
+        # Where the damping is too small for a factorisation in this precision.
+        solved = answer.result == optx.RESULTS.successful
+        failed = ~(solved & _tree.all_finite(answer.step))
+        failed &= jnp.isfinite(subproblem.gradient_norm)
+        step = _tree.where(failed, _tree.zeros_like(answer.step), answer.step)
+        result = optx.RESULTS.where(failed, optx.RESULTS.successful, answer.result)
+        answer = eqx.tree_at(lambda a: (a.step, a.result), answer, (step, result))
         update = take_step(
             self,
             objective,
@@ -360,6 +370,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
         # One batch that is not finite is no scale for all others.
         curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
+        curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
         memory = _MemoryAcross(scale, curvature, step)
         return eqx.tree_at(
             lambda u: u.memory, update, memory, is_leaf=lambda x: x is None
