@@ -347,7 +347,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         known = memory.curvature > 0
         curvature = jnp.where(known, memory.curvature, along)
         unit = jnp.where(curvature > 0, curvature, 1)
-        damping = self._relative_damping(num_examples) * unit
+        relative = self._relative_damping(num_examples)
+        damping = jnp.asarray(relative, unit.dtype) * unit
         answer = subproblem.solve(Early(damping))
         # Where the damping is too small for a factorisation in this precision.
         solved = answer.result == optx.RESULTS.successful
