@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, PyTree, Scalar
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .. import _tree
+from .._bounds import Box
 from .._checks import forwards_only
 from .._linearisation import Linearisation
 from .._objective import AbstractObjective
@@ -27,11 +29,16 @@ class _Path(NamedTuple):
     num_faces: Int[Array, ""]
 
 
+Inverse = Callable[[], Float[Array, "p p"]]
+"""Of the damped curvature, parameters in `ravel_pytree` order."""
+
+
 def between_bounds(
     objective: AbstractObjective,
     lin: Linearisation,
     step: PyTree[Array],
     again: Again | None = None,
+    inverse: Inverse | None = None,
 ) -> tuple[PyTree[Array], Scalar]:
     """What a step becomes within the linearisation's box, and what the linearised
     objective falls by.
@@ -40,7 +47,8 @@ def between_bounds(
     linearised problem of the others is solved again, and that step is followed, until one
     stays within the box: the linearised objective falls all along. Without `again` it is
     the part of the step up to the first bound, or the step with each parameter ending at
-    its own bound, whichever lowers the linearised objective more.
+    its own bound, whichever lowers the linearised objective more. With `inverse` nothing
+    is factorised on a face: what the others become is a column of it.
 
     ??? cite "Reference"
 
@@ -70,6 +78,8 @@ def between_bounds(
         return box.is_left(point, path.target) & (path.num_faces < _MOST_FACES)
 
     def bent():
+        if inverse is not None:
+            return _walked(box, point, step, inverse())
         if again is None:
             ends = box.followed(point, step)[0], lin.moved(step)
             one, other = (jax.tree.map(jnp.subtract, y, point) for y in ends)
@@ -82,3 +92,41 @@ def between_bounds(
 
     step = jax.lax.cond(box.is_left(point, step), bent, lambda: step)
     return step, predicted(step)
+
+
+class _FlatPath(NamedTuple):
+    step: Float[Array, " p"]
+    target: Float[Array, " p"]
+    inverse: Float[Array, "p p"]  # on the face; zero for what is held
+
+
+def _walked(
+    box: Box, point: PyTree[Array], step: PyTree[Array], inverse: Float[Array, "p p"]
+) -> PyTree[Array]:
+    """From face to face, to the least of the damped problem on the last of them."""
+    target, unravel = ravel_pytree(step)
+    y, lower, upper = (ravel_pytree(x)[0] for x in (point, box.lower, box.upper))
+    low, high = lower - y, upper - y
+
+    def is_beyond(path: _FlatPath) -> Bool[Array, " p"]:
+        return (path.target < low) | (path.target > high)
+
+    def next_face(path: _FlatPath) -> _FlatPath:
+        ahead, beyond = path.target - path.step, is_beyond(path)
+        end = jnp.where(ahead < 0, low, high)
+        room = (end - path.step) / jnp.where(beyond, ahead, 1)
+        room = jnp.where(beyond, room, jnp.inf)
+        k = jnp.argmin(room)
+        step = jnp.clip(path.step + room[k] * ahead, low, high).at[k].set(end[k])
+        # The least where the k-th is held, and the inverse of the curvature of the rest.
+        column = path.inverse[:, k] / path.inverse[k, k]
+        target = path.target - column * (path.target[k] - end[k])
+        rest = path.inverse - jnp.outer(column, path.inverse[k])
+        rest = rest.at[k].set(0).at[:, k].set(0)
+        return _FlatPath(step, target.at[k].set(end[k]), rest)
+
+    # Each parameter comes to its bound once at most.
+    path = _FlatPath(jnp.zeros_like(target), target, inverse.astype(target.dtype))
+    goes_on = lambda path: jnp.any(is_beyond(path))
+    path = forwards_only(jax.lax.while_loop(goes_on, next_face, path))
+    return unravel(path.target)

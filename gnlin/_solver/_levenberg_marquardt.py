@@ -41,6 +41,9 @@ from ._trials import try_dampings
 # seconds, and so many times as many as that takes. Across batches it adds no accuracy,
 # nor where the loss is not squared error.
 _EXACT, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-3, 2.0)
+# Between bounds the curvature of a problem at most so much wider than tall is inverted:
+# of a wider one a factorisation on each face is less work.
+_MOST_WIDE = 10
 # The default rule where another trial is dear.
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch, where a rejected trial costs next to nothing.
@@ -249,6 +252,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
             held = measured.of_another(problem_of(self.form, objective, lin))
             return held.chosen(kind, 1, method).solve(Early(damping)).step
 
+        inverse = None
+        if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
+            inverse = measured.inverse()
         problem = measured.problem
         in_memory = problem if scaling != "identity" else None
         assert not isinstance(in_memory, ProxLinear)  # which has no scales
@@ -263,6 +269,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             memory.state,
             acceleration,
             again,
+            inverse,
             in_memory,
             finite,
         )

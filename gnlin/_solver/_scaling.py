@@ -1,10 +1,12 @@
 """Scale-invariant damping: lambda |D delta|^2 in place of lambda |delta|^2."""
 
+from collections.abc import Callable
 from typing import Any, get_args, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _tree
 from .._passes import Passes
@@ -115,6 +117,23 @@ class Measured(NamedTuple):
         scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
         ready = choose(self.problem.scaled(scale), filter, num_trials, method)
         return Rescaled(ready, scale)
+
+    def inverse(self) -> Callable[[Scalar], Float[Array, "p p"]]:
+        """Of the curvature with a damping, parameters in `ravel_pytree` order."""
+        assert isinstance(self.problem, Quadratic)
+        assert self.scale is not None
+        scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
+        curvature = self.problem.scaled(scale).jacobian.curvature()
+        flat = ravel_pytree(scale)[0]
+        # A damping below is lost in the curvature's rounding.
+        least = jnp.finfo(curvature.dtype).eps * jnp.trace(curvature)
+
+        def damped(damping: Scalar) -> Float[Array, "p p"]:
+            damping = jnp.maximum(damping.astype(curvature.dtype), least)
+            damped = curvature + damping * jnp.eye(len(flat), dtype=curvature.dtype)
+            return jnp.linalg.inv(damped) / jnp.outer(flat, flat)
+
+        return damped
 
     def of_another(self, problem: Quadratic | ProxLinear) -> "Measured":
         """The same scales, of another problem at this point."""

@@ -59,6 +59,7 @@ def try_dampings(
     state: PyTree,
     acceleration: bool,
     again: Callable[[Linearisation, Scalar], PyTree[Array]],
+    inverse: Callable[[Scalar], Float[Array, "p p"]] | None,
     problem: Quadratic | None,
     is_finite: Bool[Array, ""],
 ) -> Tried:
@@ -67,6 +68,8 @@ def try_dampings(
     - `state`: of the rule.
     - `acceleration`: whether to add the second-order correction.
     - `again`: solves the problem at another linearisation with a damping: its step.
+    - `inverse`: of the damped curvature, which steps between bounds need; without it
+        they solve the problem again.
     - `problem`: the linearised one, if its Jacobian is in memory.
     - `is_finite`: whether the linearisation is; if not, nothing is tried.
     """
@@ -96,7 +99,11 @@ def try_dampings(
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
         if lin.box is not None:
             step, predicted = between_bounds(
-                objective, lin, step, lambda lin: again(lin, damping)
+                objective,
+                lin,
+                step,
+                lambda lin: again(lin, damping),
+                None if inverse is None else lambda: inverse(damping),
             )
             predicted = predicted.astype(dtype)
         if acceleration:
