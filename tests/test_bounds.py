@@ -12,6 +12,8 @@ from problems import each_once
 
 import gnlin
 from gnlin._bounds import Box
+from gnlin._objective import SumOfSquares
+from gnlin._solver._between_bounds import between_bounds
 
 
 SOLVERS = {
@@ -77,6 +79,37 @@ def test_what_has_come_to_a_bound_is_not_bent_off_it(name):
     y = np.asarray(found.value)
     assert np.sum(problem.residuals(y) ** 2) <= 2 * expected.cost * (1 + 1e-9)
     assert np.any(y == upper)
+
+
+@pytest.mark.parametrize("shape", [(12, 4), (30, 12), (6, 12)])
+def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
+    """Counted in the trial's program: no factorisation is in the loop over faces."""
+    m, p = shape
+    rng = np.random.default_rng(p)
+    a = rng.normal(size=(m, p))
+    damped = a.T @ a + 0.1 * np.eye(p)
+    b = 3 * rng.normal(size=m)
+    lower, upper = -rng.uniform(0, 0.3, p), rng.uniform(0, 0.3, p)
+    lin = gnlin.linearise(lambda y, _: a @ y - b, jnp.zeros(p))
+    lin = lin.within(Box.of((lower, upper), lin.point), jnp.zeros(p, bool))
+
+    num_asked = 0
+
+    def inverse():
+        nonlocal num_asked
+        num_asked += 1
+        return jnp.linalg.inv(jnp.asarray(damped))
+
+    free = jnp.linalg.solve(damped, a.T @ b)
+    step, _ = between_bounds(SumOfSquares(), lin, free, inverse=inverse)
+    assert num_asked == 1
+    # On the faces where it ends the step is the least of the damped problem.
+    step = np.asarray(step)
+    held = (step == lower) | (step == upper)
+    assert np.sum(held) > 1
+    assert np.all((lower <= step) & (step <= upper))
+    slope = damped @ step - a.T @ b
+    np.testing.assert_allclose(slope[~held], 0, atol=1e-10)
 
 
 def test_few_steps_where_many_bounds_are_active():

@@ -168,7 +168,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         refuse it.
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
-        solved again for the parameters that have not come to theirs. Derivatives of the
+        solved again for the parameters that have not come to theirs (by
+        Levenberg-Marquardt with scales without another factorisation, where there are at
+        most ten times as many parameters as residuals). Derivatives of the
         minimum need [`gnlin.ImplicitAdjoint`][] where one is at its bound; so they do
         with a `retraction`.
     - `retraction`: of rotations and poses, and other points that are not added to:

@@ -42,7 +42,7 @@ from ._trials import try_dampings
 # nor where the loss is not squared error.
 _EXACT, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-3, 2.0)
 # Between bounds the curvature of a problem at most so much wider than tall is inverted:
-# of a wider one a factorisation on each face is less work.
+# of a wider one a factorisation on each face is less work (by operations, not timed).
 _MOST_WIDE = 10
 # The default rule where another trial is dear.
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
