@@ -1,5 +1,6 @@
 """Dampings, tried at one linearisation."""
 
+import functools
 from collections.abc import Callable
 
 import equinox as eqx
@@ -103,7 +104,7 @@ def try_dampings(
                 lin,
                 step,
                 lambda lin: again(lin, damping),
-                None if inverse is None else lambda: inverse(damping),
+                None if inverse is None else functools.partial(inverse, damping),
             )
             predicted = predicted.astype(dtype)
         if acceleration:
