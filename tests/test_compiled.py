@@ -18,7 +18,7 @@ MOST = {
     "a damped fit": (2, 68),
     "solve": (4, 280),
     "solve, softmax": (2, 580),
-    "fit, softmax": (4, 270),
+    "fit, softmax": (5, 390),
 }
 
 
