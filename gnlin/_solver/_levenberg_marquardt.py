@@ -333,7 +333,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             measured = Measured.of(problem, scaling, memory.scale)
             scale = measured.memory(scaling)
             method = self.method
-            if way.stops_early and method == "auto":
+            if measured.scale is None and method == "auto":
                 method = way.method
             subproblem = measured.chosen(kind, 1, method)
             if way.stops_early:
