@@ -38,10 +38,7 @@ def linearised(period):
 SOLVERS = {
     "Gauss-Newton": (gnlin.GaussNewton(), 2),
     "damped Gauss-Newton": (gnlin.DampedGaussNewton(0.1), 10),
-    "Levenberg-Marquardt": (
-        gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
-        10,
-    ),
+    "Levenberg-Marquardt": (gnlin.LevenbergMarquardt(), 10),
     "truncated Gauss-Newton": (gnlin.TruncatedGaussNewton(0.1, damping=0.1), 10),
     "K = 10": (linearised(10), 200),
     "K = 100": (linearised(100), 200),
