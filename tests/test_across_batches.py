@@ -143,3 +143,17 @@ def test_levenberg_marquardt_has_no_scales_on_batches():
     assert not np.allclose(trained(16, scaling="more"), same)
     # Of all data they race.
     assert not np.allclose(trained(None), trained(None, scaling="identity"))
+
+
+@pytest.mark.parametrize("scaling", ["more", "root"])
+def test_scales_on_batches_between_bounds(scaling):
+    """On a face the problem is solved again, with the scales of the batch."""
+    x = np.random.default_rng(0).normal(size=(64, 3))
+    model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, dtype=float, key=jax.random.key(0))
+    solver = gnlin.LevenbergMarquardt(scaling=scaling, bounds=(-0.6, 0.6))
+    result = gnlin.fit(
+        model, (x, x[:, :1]), solver, batch_size=16, steps=16, progress=False
+    )
+    arrays = jax.tree.leaves(eqx.filter(result.model, eqx.is_inexact_array))
+    assert max(np.max(np.abs(array)) for array in arrays) <= 0.6
+    assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]

@@ -1,6 +1,7 @@
 """The loop that all solvers share: linearise, solve this far, step."""
 
 import abc
+import dataclasses
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -82,6 +83,11 @@ class State(eqx.Module):
     stride: Stride | None = None
     # Asked for through optimistix, whose loop keeps none
     rows: dict[str, Array] | None = None
+
+    def with_stride(self, y: PyTree[Array]) -> "State":
+        """Before the first of many batches, each of which judges the step before it."""
+        stride = Stride.start(y, self.report.loss.dtype)
+        return dataclasses.replace(self, stride=stride)
 
 
 class Update(eqx.Module):
@@ -168,9 +174,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         refuse it.
         A parameter at a bound that the way down leads beyond has no column in the
         Jacobian; a step that leads beyond others is followed to the first of them, and
-        solved again for the parameters that have not come to theirs (by
-        Levenberg-Marquardt with scales without another factorisation, where there are at
-        most ten times as many parameters as residuals). Derivatives of the
+        solved again for the parameters that have not come to theirs. (Where
+        Levenberg-Marquardt has scales, and at most ten times as many parameters as
+        residuals, this takes no other factorisation.) Derivatives of the
         minimum need [`gnlin.ImplicitAdjoint`][] where one is at its bound; so they do
         with a `retraction`.
     - `retraction`: of rotations and poses, and other points that are not added to:

@@ -47,8 +47,9 @@ def between_bounds(
     linearised problem of the others is solved again, and that step is followed, until one
     stays within the box: the linearised objective falls all along. Without `again` it is
     the part of the step up to the first bound, or the step with each parameter ending at
-    its own bound, whichever lowers the linearised objective more. With `inverse` nothing
-    is factorised on a face: what the others become is a column of it.
+    its own bound, whichever lowers the linearised objective more. With `inverse` no
+    face needs a factorisation: holding one parameter moves the others along a column of
+    the inverse.
 
     ??? cite "Reference"
 

@@ -112,21 +112,19 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     def prepared(
         self, problem: Quadratic | ProxLinear, filter: Filter, memory: _Memory
     ) -> tuple[AbstractSubproblem, _Memory]:
-        def ready(problem):
-            nonlocal scale
-            measured = Measured.of(problem, self.scaling, memory.scale)
-            scale = measured.memory(self.scaling)
-            subproblem = measured.chosen(filter, 1, self.method)
-            passes = measured.passes + subproblem.passes
-            return eqx.tree_at(lambda s: s.passes, subproblem, passes)
+        measured = Measured.of(problem, self.scaling, memory.scale)
+        new_memory = _Memory(measured.memory(self.scaling), memory.last)
 
-        scale = None
+        def ready(problem):
+            return measured.of_another(problem).chosen(filter, 1, self.method)
+
+        problem = measured.problem
         if memory.last is None or isinstance(problem, ProxLinear):
-            return ready(problem), _Memory(scale, None)
+            return ready(problem), new_memory
         momentum = jnp.asarray(self.momentum)
         momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)
-        pulled = Pulled(problem, _tree.scale(momentum, memory.last), ready)
-        return pulled, _Memory(scale, memory.last)
+        towards = _tree.scale(momentum, memory.last)
+        return Pulled(problem, towards, ready), new_memory
 
     def update(
         self,

@@ -30,7 +30,6 @@ from .._subproblem import (
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
-from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._stepping import check_quadratic, take_step
@@ -48,16 +47,17 @@ _MOST_WIDE = 10
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch, where a rejected trial costs next to nothing.
 _FIRST_DAMPING = 1e-3
-# To which conjugate gradients solve on a full batch.
+# The tolerance of conjugate gradients on a full batch, at the start.
 _TOLERANCE = 0.1
 # Across batches: the damping, relative to the curvature along the first gradient, and the
-# part of the last step that a step is pulled to. On batches of so few examples the one is
-# doubled and the other halved: of one example each, ReLU networks die of less.
+# part of the last step that a step is pulled to.
 _DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
+# At these numbers of examples the damping is doubled, and the part is halved. On batches
+# of one example ReLU networks die with less damping or a longer pull.
 _FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
-# After a batch whose damped problem could not be solved.
+# The damping grows by this factor after a batch whose problem could not be solved.
 _MORE_DAMPING = 10
-# How well conjugate gradients solve there, and in how many iterations at most.
+# The tolerance of conjugate gradients across batches, and their most iterations.
 _TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
 
@@ -91,10 +91,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
         number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
         curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
-        trial where a trial is dear. Across batches it is a number, and $\lambda$ stays:
-        the number times the curvature along the first gradient, and ten times as much
-        after each batch whose problem the precision does not solve; by default
-        0.001 (1 + (48 / n)^2) for batches of n examples.
+        trial where a trial is dear. Across batches it must be a number, by default
+        0.001 (1 + (48 / n)^2) for batches of n examples. $\lambda$ is that number times
+        the curvature along the first gradient, and stays the same, except that it grows
+        tenfold after a batch whose problem cannot be solved in this precision.
     - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
         Jacobian's columns: `"root"`, their square roots (below a millionth of the
         largest, a multiple of the norms); `"marquardt"`, the norms themselves; `"more"`,
@@ -189,12 +189,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
         memory = _MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
-        return eqx.tree_at(
-            lambda s: (s.memory, s.stride),
-            state,
-            (memory, Stride.start(y, zero.dtype)),
-            is_leaf=lambda x: x is None,
-        )
+        return eqx.tree_at(lambda s: s.memory, state.with_stride(y), memory)
 
     def update(
         self,
@@ -283,7 +278,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
-            passes=rows + measured.passes + subproblem.passes + tried.passes,
+            passes=rows + subproblem.passes + tried.passes,
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=as_tree(tried.step),
@@ -320,50 +315,36 @@ class LevenbergMarquardt(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: _MemoryAcross,
     ) -> Update:
-        """One step on one batch. The damping stays: whether a step is too long its own
-        batch says, and the next one, along the step."""
-        kind, scale = Tikhonov(1.0), memory.scale
+        """One step on one batch. The damping stays the same: a step that is too long is
+        shortened on its own batch, or by what the next batch says."""
         num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
         momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
+        towards = _tree.scale(momentum, memory.step)
+        subproblem, scale = self._pulled(objective, lin, towards, memory.scale)
 
-        def ready(problem):
-            nonlocal scale
-            way = self._way(objective, problem, kind, 1)
-            scaling = self._scaling(objective, problem.jacobian.cost(), way)
-            measured = Measured.of(problem, scaling, memory.scale)
-            scale = measured.memory(scaling)
-            method = self.method
-            if measured.scale is None and method == "auto":
-                method = way.method
-            subproblem = measured.chosen(kind, 1, method)
-            if way.stops_early:
-                tolerance = self.tolerance
-                tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
-                subproblem = subproblem.truncated(tolerance, _MOST_ITERATIONS)
-            passes = measured.passes + subproblem.passes
-            return eqx.tree_at(lambda s: s.passes, subproblem, passes)
+        def along() -> Scalar:
+            return subproblem.curvature_along_gradient().astype(memory.curvature.dtype)
 
-        def prepared(lin):
-            problem = problem_of(self.form, objective, lin)
-            if isinstance(problem, ProxLinear):
-                return ready(problem)
-            return Pulled(problem, _tree.scale(momentum, memory.step), ready)
-
-        subproblem = prepared(lin)
-        along = subproblem.curvature_along_gradient().astype(memory.curvature.dtype)
-        known = memory.curvature > 0
-        curvature = jnp.where(known, memory.curvature, along)
+        curvature = jax.lax.cond(memory.curvature > 0, lambda: memory.curvature, along)
         unit = jnp.where(curvature > 0, curvature, 1)
         relative = self._relative_damping(num_examples)
         damping = jnp.asarray(relative, unit.dtype) * unit
         answer = subproblem.solve(Early(damping))
-        # Where the damping is too small for a factorisation in this precision.
+        # The damping may be too small for a factorisation in this precision.
         solved = answer.result == optx.RESULTS.successful
         failed = ~(solved & _tree.all_finite(answer.step))
         failed &= jnp.isfinite(subproblem.gradient_norm)
         step = _tree.where(failed, _tree.zeros_like(answer.step), answer.step)
         result = optx.RESULTS.where(failed, optx.RESULTS.successful, answer.result)
         answer = eqx.tree_at(lambda a: (a.step, a.result), answer, (step, result))
+
+        def again(lin: Linearisation) -> PyTree[Array]:
+            held, _ = self._pulled(objective, lin, towards, memory.scale)
+            return held.solve(Early(damping)).step
+
+        # One batch that is not finite is no scale for all others.
+        curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
+        curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
         update = take_step(
             self,
             objective,
@@ -372,17 +353,41 @@ class LevenbergMarquardt(AbstractGaussNewton):
             subproblem,
             answer,
             search="auto",
+            memory=_MemoryAcross(scale, curvature, memory.step),
             damping=damping,
-            again=lambda lin: prepared(lin).solve(Early(damping)).step,
+            again=again,
         )
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
-        # One batch that is not finite is no scale for all others.
-        curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
-        curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
-        memory = _MemoryAcross(scale, curvature, step)
-        return eqx.tree_at(
-            lambda u: u.memory, update, memory, is_leaf=lambda x: x is None
-        )
+        return eqx.tree_at(lambda u: u.memory.step, update, step)
+
+    def _pulled(
+        self,
+        objective: AbstractObjective,
+        lin: Linearisation,
+        towards: PyTree[Array],
+        scale: PyTree[Array] | None,
+    ) -> tuple[AbstractSubproblem, PyTree[Array] | None]:
+        """The problem of one batch, whose solution is pulled towards a step, and the
+        scales to remember."""
+        problem, kind = problem_of(self.form, objective, lin), Tikhonov(1.0)
+        way, method = self._way(objective, problem, kind, 1), self.method
+        scaling = self._scaling(objective, problem.jacobian.cost(), way)
+        if scaling == "identity" and method == "auto":
+            method = way.method
+        measured = Measured.of(problem, scaling, scale)
+
+        def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
+            subproblem = measured.of_another(problem).chosen(kind, 1, method)
+            if not way.stops_early:
+                return subproblem
+            tolerance = self.tolerance
+            tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
+            return subproblem.truncated(tolerance, _MOST_ITERATIONS)
+
+        problem, new_scale = measured.problem, measured.memory(scaling)
+        if isinstance(problem, ProxLinear):
+            return ready(problem), new_scale
+        return Pulled(problem, towards, ready), new_scale
 
     def _relative_damping(self, num_examples: int) -> ScalarLike:
         """Across batches."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, get_args, Literal, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
@@ -109,14 +110,15 @@ class Measured(NamedTuple):
         return self.scale if scaling == "more" else None
 
     def chosen(self, filter: Filter, num_trials: int, method: Any) -> AbstractSubproblem:
-        """The problem made ready in the variables `D delta`, as by `choose`; the passes
-        that it has taken so far are not among that one's."""
+        """The problem made ready in the variables `D delta`, as by `choose`; its passes
+        include those that the Jacobian has taken."""
         if self.scale is None or isinstance(self.problem, ProxLinear):
             return choose(self.problem, filter, num_trials, method)
         # The scale 1 for a column that is zero.
         scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
         ready = choose(self.problem.scaled(scale), filter, num_trials, method)
-        return Rescaled(ready, scale)
+        passes = self.passes + ready.passes
+        return eqx.tree_at(lambda s: s.passes, Rescaled(ready, scale), passes)
 
     def inverse(self) -> Callable[[Scalar], Float[Array, "p p"]]:
         """Of the curvature with a damping, parameters in `ravel_pytree` order."""

@@ -27,7 +27,6 @@ from .._subproblem import (
     ProxLinear,
 )
 from ..filters import PseudoInverse, Tikhonov
-from ._across_batches import Stride
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._between_bounds import Again, between_bounds
 from ._grid_search import Found, GridSearch
@@ -55,10 +54,7 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
     ) -> State:
         state = self.start(y, outputs)
-        if self.search != "auto":
-            return state
-        stride = Stride.start(y, state.report.loss.dtype)
-        return eqx.tree_at(lambda s: s.stride, state, stride, is_leaf=lambda x: x is None)
+        return state.with_stride(y) if self.search == "auto" else state
 
 
 def check_quadratic(form: Form) -> None:
