@@ -21,9 +21,10 @@ from numpy import ndarray
 import gnlin
 
 from .. import thresholds, timed_training as by_the_clock
-from ..equations import Equation, EQUATIONS, grid, TanhMLP
+from ..equations import Equation, EQUATIONS, grid
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, select, Settings
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..networks.mlp import TanhMLP
 from ..thresholds import PINN_ACCURACY as ACCURACY, PINN_STAYS as STAYS
 from ..verdicts import judge, Verdict
 
@@ -311,7 +312,7 @@ def _draw_solutions(settings: Pinn, all_runs: Sequence[Runs], path: Path) -> Non
                 for solvers in (OURS, FIRST_ORDER)
             )
             at = _drawn_at(equation)
-            exact = np.asarray(jax.vmap(equation.exact)(at))
+            exact = np.asarray(equation.solution(at))
             wrong = [np.abs(runs["u"][0, :, 0] - exact) for runs in (ours, other)]
             logs = [np.log10(np.maximum(each, 1e-14)) for each in wrong]
             common = {"vmin": np.percentile(logs[0], 5), "vmax": logs[1].max()}

@@ -82,7 +82,7 @@ def _periodic(model: PyTree) -> equations.Function:
 
 
 def _inside(model: PyTree, point: equations.Point) -> Float[Array, ""]:
-    return equations.burgers(_periodic(model), point, VISCOSITY)
+    return equations.burgers.burgers(_periodic(model), point, VISCOSITY)
 
 
 def _at_start(model: PyTree, point: equations.Point) -> Float[Array, ""]:

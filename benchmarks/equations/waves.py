@@ -1,0 +1,116 @@
+"""The wave equation, in slabs, and Helmholtz's of a high frequency."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from ..networks.points import Fourier, PointMLP
+from ._base import (
+    along,
+    edges,
+    equals,
+    Equation,
+    Function,
+    grid,
+    group,
+    Groups,
+    laplacian,
+    Point,
+    spread,
+    UNIT,
+)
+from ._slabs import begins
+
+
+#
+# The wave equation
+#
+
+SPEED = 2.0
+
+
+def wave(u: Function, x: Point) -> Float[Array, ""]:
+    """u_tt = c^2 u_xx"""
+    return along(u, 0, 2)(x) - SPEED**2 * along(u, 1, 2)(x)
+
+
+def standing(x: Point) -> Float[Array, ""]:
+    """From sin(pi x) + sin(4 pi x) / 2 at rest, between walls."""
+    t, place = jnp.pi * x
+    low = jnp.sin(place) * jnp.cos(SPEED * t)
+    return low + 0.5 * jnp.sin(4 * place) * jnp.cos(4 * SPEED * t)
+
+
+def _wall(u: Function, x: Point) -> Float[Array, ""]:
+    return u(x)
+
+
+def moves(u: Function, example: dict[str, Array]) -> Float[Array, ""]:
+    """What the solution's rate of change is at the start."""
+    return along(u, 0)(example["x"]) - example["value"]
+
+
+def _in_slabs(number: int, length: float, before: Function | None = None) -> Groups:
+    """An eighth as many points at the start and on the walls. `before` gives the value
+    and the rate of change."""
+    start = grid(np.zeros(1), np.linspace(*UNIT, number // 8))
+    walls = grid(np.linspace(0.0, length, number // 16), np.array(UNIT))
+    if before is None:
+        before = lambda x: (standing(jnp.stack([0 * x, x])), 0 * x)
+    value, rate = jax.vmap(before)(start[:, 1])
+    return {
+        "interior": group(wave, spread(number, (0.0, length), UNIT), 1e-5),
+        "start": group(begins, {"x": start, "value": value}),
+        "rate": group(moves, {"x": start, "value": rate}, 1e-2),
+        "walls": group(_wall, walls),
+    }
+
+
+def _sine(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
+    return PointMLP(hidden, key, size=2, activation=jnp.sin, spread=4.0)
+
+
+WAVE = Equation(
+    "wave",
+    jax.vmap(standing),
+    _in_slabs,
+    (UNIT, UNIT),
+    network=_sine,
+    slabs=(0.0, 0.5, 1.0),
+)
+
+
+#
+# Helmholtz
+#
+
+FREQUENCY = 8.0
+
+
+def ripples(x: Point) -> Float[Array, ""]:
+    return jnp.prod(jnp.sin(FREQUENCY * jnp.pi * x))
+
+
+def helmholtz(u: Function, x: Point) -> Float[Array, ""]:
+    """laplacian(u) + k^2 u = - k^2 sin(k x) sin(k y), k = 8 pi"""
+    square = (FREQUENCY * jnp.pi) ** 2
+    return laplacian(u, x) + square * (u(x) + ripples(x))
+
+
+def _helmholtz(number: int) -> Groups:
+    return {
+        "interior": group(helmholtz, spread(number, UNIT, UNIT), 1e-6),
+        "boundary": group(equals(ripples), edges(3 * round(number**0.5))),
+    }
+
+
+def _fourier(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
+    return PointMLP(hidden, key, Fourier(2, (1, 2, 4)), activation=jnp.sin)
+
+
+HELMHOLTZ = Equation(
+    "Helmholtz", jax.vmap(ripples), _helmholtz, (UNIT, UNIT), network=_fourier
+)

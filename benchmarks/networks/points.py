@@ -1,0 +1,107 @@
+"""Networks that are functions of a point, for differential equations."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+
+Point = Float[Array, " d"]
+
+
+class Periodic(eqx.Module):
+    """(t, x) as (t, cos kx, sin kx), which have the period 2 pi / k in x."""
+
+    period: float = eqx.field(static=True)
+    size: int = eqx.field(static=True, default=3)
+
+    def __call__(self, x: Point) -> Float[Array, "3"]:
+        angle = 2 * jnp.pi / self.period * x[1]
+        return jnp.stack([x[0], jnp.cos(angle), jnp.sin(angle)])
+
+
+class Fourier(eqx.Module):
+    """The sine and cosine of each coordinate, times pi and each frequency."""
+
+    dimensions: int = eqx.field(static=True)
+    frequencies: tuple[float, ...] = eqx.field(static=True)
+
+    @property
+    def size(self) -> int:
+        return 2 * self.dimensions * len(self.frequencies)
+
+    def __call__(self, x: Point) -> Float[Array, " size"]:
+        angles = jnp.pi * jnp.outer(jnp.asarray(self.frequencies), x).ravel()
+        return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)])
+
+
+class PointMLP(eqx.Module):
+    """From a point, or features of it, by hidden layers, to a number or several.
+
+    Weights and biases begin larger than Equinox's: by the square root of 3, so that
+    activations keep their size (X. Glorot and Y. Bengio, 2010), and in the first layer by
+    `spread` besides. Otherwise the network is nearly linear at its start, and few of the
+    Jacobian's singular values are above rounding.
+    """
+
+    layers: tuple[eqx.nn.Linear, ...]
+    features: Callable[[Point], Array] | None
+    activation: Callable[[Array], Array] = eqx.field(static=True)
+
+    def __init__(
+        self,
+        hidden: Sequence[int],
+        key: Key[Array, ""],
+        features: Any = None,
+        *,
+        size: int | None = None,
+        outputs: int | Literal["scalar"] = "scalar",
+        activation: Callable[[Array], Array] = jnp.tanh,
+        spread: float = 1.0,
+    ):
+        size = features.size if size is None else size
+        ends = zip((size, *hidden), (*hidden, outputs), strict=True)
+        keys = jax.random.split(key, len(hidden) + 1)
+        layers = [eqx.nn.Linear(*pair, key=k) for pair, k in zip(ends, keys, strict=True)]
+        scales = [spread * np.sqrt(3.0)] + [np.sqrt(3.0)] * len(hidden)
+        self.layers = tuple(
+            jax.tree.map(lambda x, c=c: c * x, layer)
+            for layer, c in zip(layers, scales, strict=True)
+        )
+        self.features, self.activation = features, activation
+
+    def __call__(self, x: Point) -> Array:
+        x = x if self.features is None else self.features(x)
+        *hidden, last = self.layers
+        for layer in hidden:
+            x = self.activation(layer(x))
+        return last(x)
+
+
+class Separable(eqx.Module):
+    """The sum of `rank` products, each of a function of every coordinate, which is a
+    network with one hidden layer."""
+
+    first: Float[Array, "d width"]
+    bias: Float[Array, "d width"]
+    second: Float[Array, "d width rank"]
+    constant: Float[Array, "d rank"]
+
+    def __init__(self, dimensions: int, width: int, rank: int, key: Key[Array, ""]):
+        keys = jax.random.split(key, 4)
+        normal = lambda k, *shape: jax.random.normal(keys[k], (dimensions, *shape), float)
+        self.first, self.bias = normal(0, width), normal(1, width)
+        self.second = normal(2, width, rank) / np.sqrt(width)
+        self.constant = 0.5 * normal(3, rank)
+
+    def __call__(self, x: Point) -> Float[Array, ""]:
+        hidden = jnp.tanh(self.first * x[:, None] + self.bias)
+        factors = jnp.einsum("dw,dwr->dr", hidden, self.second) + self.constant
+        product = factors[0]
+        for factor in factors[1:]:
+            product = product * factor
+        return jnp.sum(product)
