@@ -31,6 +31,7 @@ EXPERIMENTS = {
         "optimisers",
         "defaults",
         "pinn",
+        "equations",
         "ratio",
     )
 }

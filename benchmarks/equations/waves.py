@@ -62,7 +62,7 @@ def _in_slabs(number: int, length: float, before: Function | None = None) -> Gro
         before = lambda x: (standing(jnp.stack([0 * x, x])), 0 * x)
     value, rate = jax.vmap(before)(start[:, 1])
     return {
-        "interior": group(wave, spread(number, (0.0, length), UNIT), 1e-5),
+        "interior": group(wave, spread(number, (0.0, length), UNIT), 1e-4),
         "start": group(begins, {"x": start, "value": value}),
         "rate": group(moves, {"x": start, "value": rate}, 1e-2),
         "walls": group(_wall, walls),
@@ -80,6 +80,7 @@ WAVE = Equation(
     (UNIT, UNIT),
     network=_sine,
     slabs=(0.0, 0.5, 1.0),
+    state=lambda u, x: (u(x), along(u, 0)(x)),
 )
 
 
