@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 from numpy import ndarray
 
-from ..networks.points import PointMLP
+from ..networks.points import Coordinates, PointMLP
 from ._base import (
     along,
     edges,
@@ -35,7 +35,7 @@ def navier_stokes(flow: Function, x: Point, reynolds: float) -> Float[Array, "3"
 
 
 def _network(hidden: Sequence[int], key: Key[Array, ""], spread: float = 1.0) -> PointMLP:
-    return PointMLP(hidden, key, size=2, outputs=3, spread=spread)
+    return PointMLP(hidden, key, Coordinates(2), outputs=3, spread=spread)
 
 
 #

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..networks.points import Fourier, PointMLP
+from ..networks.points import Coordinates, Fourier, PointMLP
 from ._base import (
     along,
     edges,
@@ -49,8 +49,12 @@ def _wall(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def moves(u: Function, example: dict[str, Array]) -> Float[Array, ""]:
-    """What the solution's rate of change is at the start."""
+    """The residual of the rate of change at a slab's start."""
     return along(u, 0)(example["x"]) - example["value"]
+
+
+def _at_rest(x: Array) -> tuple[Array, Array]:
+    return standing(jnp.stack([0 * x, x])), 0 * x
 
 
 def _in_slabs(number: int, length: float, before: Function | None = None) -> Groups:
@@ -58,9 +62,7 @@ def _in_slabs(number: int, length: float, before: Function | None = None) -> Gro
     and the rate of change."""
     start = grid(np.zeros(1), np.linspace(*UNIT, number // 8))
     walls = grid(np.linspace(0.0, length, number // 16), np.array(UNIT))
-    if before is None:
-        before = lambda x: (standing(jnp.stack([0 * x, x])), 0 * x)
-    value, rate = jax.vmap(before)(start[:, 1])
+    value, rate = jax.vmap(before or _at_rest)(start[:, 1])
     return {
         "interior": group(wave, spread(number, (0.0, length), UNIT), 1e-4),
         "start": group(begins, {"x": start, "value": value}),
@@ -70,7 +72,7 @@ def _in_slabs(number: int, length: float, before: Function | None = None) -> Gro
 
 
 def _sine(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
-    return PointMLP(hidden, key, size=2, activation=jnp.sin, spread=4.0)
+    return PointMLP(hidden, key, Coordinates(2), activation=jnp.sin, spread=4.0)
 
 
 WAVE = Equation(

@@ -109,7 +109,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
         before = equation.state_at(model, end - begin)
         for name, column in looks.items():
             so_far = 0 if name == "error" or not column else column[-1]
-            column += [so_far + x for x in watch.columns[name]]
+            column += [so_far + x for x in watch.looks[name]]
     solved = InSlabs(tuple(networks), ends[:-1]) if equation.slabs else model
     final = np.asarray(eqx.filter_jit(equation.error)(solved))
     u = np.asarray(jax.vmap(equation.u(solved))(_drawn_at(equation)))
@@ -122,7 +122,7 @@ class _Watch(gnlin.callbacks.Callback):
     def __init__(self, error: Callable[[PyTree], Array], num_steps: int, num_looks: int):
         self.error = error
         self.at = np.linspace(0, num_steps, num_looks + 1).round().astype(int)[1:]
-        self.columns: dict[str, list[float]] = {"steps": [], "seconds": [], "error": []}
+        self.looks: dict[str, list[float]] = {"steps": [], "seconds": [], "error": []}
 
     def on_step(self, run: Any) -> None:
         if run.step == 1:  # the first step compiles
@@ -131,14 +131,14 @@ class _Watch(gnlin.callbacks.Callback):
             self._look(run)
 
     def on_end(self, run: Any) -> None:
-        while len(self.columns["steps"]) < len(self.at):
+        while len(self.looks["steps"]) < len(self.at):
             self._look(run)
 
     def _look(self, run: Any) -> None:
         now = time.process_time()
-        self.columns["steps"].append(run.step)
-        self.columns["seconds"].append(now - self.begun)
-        self.columns["error"].append(float(self.error(run.model)))
+        self.looks["steps"].append(run.step)
+        self.looks["seconds"].append(now - self.begun)
+        self.looks["error"].append(float(self.error(run.model)))
         self.begun += time.process_time() - now  # a look takes no time
 
 

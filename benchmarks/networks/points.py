@@ -1,7 +1,7 @@
 """Networks that are functions of a point, for differential equations."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal, Protocol
 
 import equinox as eqx
 import jax
@@ -11,6 +11,24 @@ from jaxtyping import Array, Float, Key
 
 
 Point = Float[Array, " d"]
+
+
+class Features(Protocol):
+    """What the first layer sees of a point: `size` numbers."""
+
+    @property
+    def size(self) -> int: ...
+
+    def __call__(self, x: Point) -> Array: ...
+
+
+class Coordinates(eqx.Module):
+    """The point itself."""
+
+    size: int = eqx.field(static=True)
+
+    def __call__(self, x: Point) -> Array:
+        return x
 
 
 class Periodic(eqx.Module):
@@ -40,7 +58,7 @@ class Fourier(eqx.Module):
 
 
 class PointMLP(eqx.Module):
-    """From a point, or features of it, by hidden layers, to a number or several.
+    """From features of a point, by hidden layers, to a number or several.
 
     Weights and biases begin larger than Equinox's: by the square root of 3, so that
     activations keep their size (X. Glorot and Y. Bengio, 2010), and in the first layer by
@@ -49,22 +67,20 @@ class PointMLP(eqx.Module):
     """
 
     layers: tuple[eqx.nn.Linear, ...]
-    features: Callable[[Point], Array] | None
+    features: Features
     activation: Callable[[Array], Array] = eqx.field(static=True)
 
     def __init__(
         self,
         hidden: Sequence[int],
         key: Key[Array, ""],
-        features: Any = None,
+        features: Features,
         *,
-        size: int | None = None,
         outputs: int | Literal["scalar"] = "scalar",
         activation: Callable[[Array], Array] = jnp.tanh,
         spread: float = 1.0,
     ):
-        size = features.size if size is None else size
-        ends = zip((size, *hidden), (*hidden, outputs), strict=True)
+        ends = zip((features.size, *hidden), (*hidden, outputs), strict=True)
         keys = jax.random.split(key, len(hidden) + 1)
         layers = [eqx.nn.Linear(*pair, key=k) for pair, k in zip(ends, keys, strict=True)]
         scales = [spread * np.sqrt(3.0)] + [np.sqrt(3.0)] * len(hidden)
@@ -75,11 +91,11 @@ class PointMLP(eqx.Module):
         self.features, self.activation = features, activation
 
     def __call__(self, x: Point) -> Array:
-        x = x if self.features is None else self.features(x)
         *hidden, last = self.layers
+        values = self.features(x)
         for layer in hidden:
-            x = self.activation(layer(x))
-        return last(x)
+            values = self.activation(layer(values))
+        return last(values)
 
 
 class Separable(eqx.Module):
