@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from .._checks import (
     check_finite_positive,
     check_fraction,
     check_scalar,
+    is_traced,
 )
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._losses import (
@@ -90,7 +92,8 @@ def posterior(
     v = s^2\bigl(\Theta(x, x) - \Theta(x, X)(\Theta + \lambda I)^{-1}\Theta(X, x)\bigr),$$
 
     with $\lambda = \sigma^2/s^2$: the damping that finds this mean. It is exact, by one
-    factorisation of the kernel or of the curvature, whichever is smaller.
+    factorisation: singular values of the Jacobian where they fit and are cheap enough,
+    or eigenvalues of the kernel or of the curvature, whichever is smaller.
 
     With another loss it is Laplace's approximation about the model, which is to be
     trained: the mean is the model's output, and $\Theta$ is weighted by the loss's second
@@ -163,11 +166,11 @@ def posterior(
             f"{min(linearised.train.shape):,} rows, does not fit into the memory budget "
             f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data."
         )
-    basis, outside = _set_up(linearised)
-    check_finite((basis.eigenvalues, basis.coefficients, outside))
+    basis = _set_up(linearised)
+    check_finite((basis.eigenvalues, basis.coefficients, basis.outside))
     dtype = basis.eigenvalues.dtype
     noise = jnp.asarray(1.0 if noise is None else noise, dtype)
-    return Posterior(linearised, basis, outside, noise, jnp.asarray(prior, dtype))
+    return Posterior(linearised, basis, noise, jnp.asarray(prior, dtype))
 
 
 class Posterior(eqx.Module):
@@ -181,7 +184,6 @@ class Posterior(eqx.Module):
 
     _linearised: LinearisedModel = eqx.field(repr=False)
     _basis: Eigenbasis = eqx.field(repr=False)
-    _outside: Scalar = eqx.field(repr=False)
     noise: Scalar
     prior: Scalar
 
@@ -195,7 +197,9 @@ class Posterior(eqx.Module):
 
     def __call__(self, inputs: PyTree[ArrayLike] | None = None) -> Gaussian:
         """Mean and variance of the outputs, without noise, on n inputs with a leading
-        axis; `None` for those of training."""
+        axis; `None` for those of training. It warns if the noise is so small beside the
+        prior that rounding decides the mean."""
+        _warn_of_rounding(self)
         return _predicted(self, inputs)
 
     def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
@@ -279,11 +283,8 @@ class Posterior(eqx.Module):
         m, log_weights = self._counted()
         left = (m - w.size) * jnp.log(variance)
         log_det = jnp.sum(jnp.log(scale * w + variance)) + left - log_weights
-        return -0.5 * (self._misfit() / scale + log_det + m * math.log(2 * math.pi))
-
-    def _misfit(self) -> Scalar:
-        r"""$r^\top(\Theta + \lambda I)^{-1} r$."""
-        return self._outside / self.damping + jnp.sum(self._basis.misfit(self.damping))
+        misfit = self._basis.misfit(self.damping)
+        return -0.5 * (misfit / scale + log_det + m * math.log(2 * math.pi))
 
     def _counted(self) -> tuple[Scalar, Scalar]:
         """How many targets count, and the sum of their weights' logarithms: a weight is
@@ -315,7 +316,7 @@ class Posterior(eqx.Module):
         """At this damping, with the scale of most evidence."""
         if not self._is_quadratic:
             return self
-        scale = jnp.sqrt(self._misfit() / self._counted()[0])
+        scale = jnp.sqrt(self._basis.misfit(self.damping) / self._counted()[0])
         scale = jnp.where(scale > 0, scale, self.prior)
         return self.at(noise=scale * jnp.sqrt(self.damping), prior=scale)
 
@@ -330,11 +331,23 @@ def _check_deviation(name: str, value: ScalarLike) -> None:
     check_finite_positive(name, value)
 
 
+def _warn_of_rounding(posterior: Posterior) -> None:
+    """Where the numbers are known."""
+    damping, least = posterior.damping, posterior._basis.least_damping
+    if is_traced((damping, least)) or not posterior._is_quadratic or damping >= least:
+        return
+    precision = "double precision, " if jnp.finfo(damping.dtype).bits < 64 else ""
+    smallest = float(posterior.prior * jnp.sqrt(least))
+    warnings.warn(
+        f"The noise, {float(posterior.noise):.2g}, is below {smallest:.2g}, where "
+        f"rounding decides the mean: use {precision}more noise or a narrower prior.",
+        stacklevel=3,
+    )
+
+
 @eqx.filter_jit
-def _set_up(linearised: LinearisedModel) -> tuple[Eigenbasis, Scalar]:
-    problem = linearised.objective.expand(linearised.train)
-    basis = Eigenbasis.of(problem)
-    return basis, basis.outside(problem.flat_residual())
+def _set_up(linearised: LinearisedModel) -> Eigenbasis:
+    return Eigenbasis.of(linearised.objective.expand(linearised.train))
 
 
 @eqx.filter_jit
@@ -342,16 +355,12 @@ def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
     linearised, basis = posterior._linearised, posterior._basis
     on, damping = linearised.on(inputs), posterior.damping
     seen = basis.seen_from(on.jacobian)
-    w, unravel = basis.eigenvalues, on.jacobian.codomain.unravel
+    unravel = on.jacobian.codomain.unravel
     mean = on.outputs
     if posterior._is_quadratic:
         change = unravel(matmul(seen, basis.filtered(Tikhonov(damping))))
         mean = jax.tree.map(jnp.add, mean, change)
-    if basis.on_outputs:
-        gained = jnp.sum(seen**2 / (w + damping)[None], axis=1)
-        left = on.jacobian.squared_rows().astype(w.dtype) - gained
-    else:
-        left = jnp.sum(seen**2 * (damping / (w + damping))[None], axis=1)
+    left = basis.variance(on.jacobian, seen, damping)
     variance = posterior.prior**2 * jnp.maximum(left, 0)
     return Gaussian(mean, unravel(variance))
 
@@ -359,7 +368,7 @@ def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
 @eqx.filter_jit
 def _tuned(posterior: Posterior) -> Posterior:
     w = posterior._basis.eigenvalues
-    largest = jnp.where(w[-1] > 0, w[-1], 1)
+    largest = jnp.where(jnp.max(w) > 0, jnp.max(w), 1)
     eps = jnp.finfo(w.dtype).eps
     ends = jnp.log(eps**2 * largest), jnp.log(_BEYOND * largest)
 
