@@ -1,6 +1,7 @@
 """Predictions of linearised models, against literal training and dense formulas."""
 
 import math
+import warnings
 
 import equinox as eqx
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 import gnlin
 
@@ -289,6 +290,11 @@ def test_laplace_about_a_classifier(name):
     model, (inputs, targets) = case(name)
     labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
     posterior = gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=0.5)
+    with warnings.catch_warnings(action="ignore"):  # of a model that is not trained
+        _against_the_curvature(model, inputs, labels, posterior)
+
+
+def _against_the_curvature(model, inputs, labels, posterior):
     (outputs, rows), (on_test, of_test) = dense(model, inputs), dense(model, TEST)
     p = np.asarray(jax.nn.softmax(outputs))
     hessian = np.zeros((len(rows), len(rows)))
@@ -311,6 +317,55 @@ def test_laplace_about_a_classifier(name):
     flatter = posterior.probabilities(TEST)
     np.testing.assert_allclose(flatter.sum(axis=1), 1.0)
     assert np.all(np.max(flatter, axis=1) <= np.max(jax.nn.softmax(on_test), axis=1))
+
+
+def test_a_classifier_that_is_trained_with_its_prior():
+    """At the minimum of loss plus prior, as SciPy finds it. Of any other model it says by
+    how far it is off."""
+    rng = np.random.default_rng(0)
+    inputs = jnp.asarray(rng.normal(size=(30, 2)))
+    noise = 0.3 * rng.normal(size=30)
+    labels = jnp.asarray(np.prod(inputs, axis=1) + noise > 0, int)
+    model = eqx.nn.MLP(2, 2, 4, 1, jnp.tanh, key=jax.random.key(0))
+    loss, prior = gnlin.SoftmaxCrossEntropy(), 0.7
+    start, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = jax.flatten_util.ravel_pytree(start)
+    outputs = lambda flat: jax.vmap(eqx.combine(unravel(flat), static))(inputs)
+
+    @jax.jit
+    def objective(flat):
+        chosen = jax.nn.log_softmax(outputs(flat))[jnp.arange(30), labels]
+        return -jnp.sum(chosen) + jnp.sum(flat**2) / (2 * prior**2)
+
+    groups = {
+        "data": gnlin.Residuals(lambda m, x: m(x), inputs, targets=labels, loss=loss),
+        "prior": gnlin.Residuals(lambda m, _: posterior_point(m), weight=1 / prior**2),
+    }
+    trained = gnlin.solve(model, groups, max_steps=200).model
+    found, _ = jax.flatten_util.ravel_pytree(posterior_point(trained))
+    best = optimize.minimize(objective, found, jac=jax.grad(objective), tol=1e-9)
+    assert objective(found) == pytest.approx(best.fun, rel=1e-8)
+
+    def posterior(model):
+        return gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=prior)
+
+    posterior(trained).probabilities(inputs)  # without a warning
+    p = np.asarray(jax.nn.softmax(outputs(flat)))
+    hessians = p[:, :, None] * np.eye(2) - p[:, :, None] * p[:, None]
+    phi = np.asarray(jax.jacobian(outputs)(flat))
+    curvature = np.einsum("ncp,ncd,ndq->pq", phi, hessians, phi)
+    curvature += np.eye(flat.size) / prior**2
+    slope = np.asarray(jax.grad(objective)(flat))
+    distance = np.sqrt(slope @ np.linalg.solve(curvature, slope))
+    with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
+        posterior(model)(inputs)
+    with pytest.warns(UserWarning, match="train it with the prior of"):
+        posterior(model).tuned()
+    small = gnlin.predict.posterior(
+        model, (inputs, labels), loss=loss, prior=prior, memory_budget=phi.nbytes - 1
+    )
+    with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
+        small(inputs)
 
 
 def posterior_point(model):

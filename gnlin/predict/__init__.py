@@ -7,6 +7,7 @@ the eigenpairs of the kernel or the curvature: one factorisation, when the predi
 made, and every time, damping and input after that is a product.
 """
 
+from ._gaussian import Gaussian as Gaussian
 from ._paths import (
     Descent as Descent,
     Flow as Flow,
@@ -14,7 +15,6 @@ from ._paths import (
     gradient_flow as gradient_flow,
 )
 from ._posterior import (
-    Gaussian as Gaussian,
     Posterior as Posterior,
     posterior as posterior,
 )

@@ -2,7 +2,7 @@
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Scalar
+from jaxtyping import Array, Float, PyTree, Scalar
 
 from .. import _lapack, _small_svd
 from .._cost import rates
@@ -116,6 +116,19 @@ class Eigenbasis(eqx.Module):
             return left + jnp.sum(unseen**2, axis=1)
         unseen = other.squared_rows().astype(w.dtype) - jnp.sum(seen**2, axis=1)
         return left + jnp.maximum(unseen, 0)
+
+    def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
+        r"""$\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for parameters g."""
+        flat, _ = ravel_pytree(vector)
+        w = self.eigenvalues
+        if self.on_outputs:
+            pushed = matmul(self.vectors.T, self.jacobian.push_forward(vector))
+            known = w > self.cutoff
+            along = jnp.where(known, pushed**2 / jnp.where(known, w, 1), 0)
+        else:
+            along = matmul(self.vectors.T, flat) ** 2
+        inside = jnp.sum(along * (w / (w + damping)))
+        return jnp.maximum(_squared_norm(flat, w.dtype) - inside, 0)
 
     def misfit(self, damping: Scalar) -> Scalar:
         r"""$r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
