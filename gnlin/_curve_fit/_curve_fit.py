@@ -14,8 +14,10 @@ from .._bounds import Box, check_start
 from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from ._curve import Curve, Data
 from ._given import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
-from ._program import Curve, Data, Fitted, fitted, Setting, spread, with_bounds
+from ._posed import Setting, with_bounds
+from ._program import Fitted, fitted, spread
 from ._result import CurveFit, made
 
 

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_names
-from ._program import Curve, Data, flat
+from ._curve import Curve, Data, flat
 
 
 def as_start(value: Any) -> Array:

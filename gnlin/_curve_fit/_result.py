@@ -18,16 +18,9 @@ from .._losses import AbstractRobust
 from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import (
-    Curve,
-    Data,
-    Fitted,
-    fitted,
-    Setting,
-    unflattened,
-    whitened,
-    with_bounds,
-)
+from ._curve import Curve, Data, unflattened, whitened
+from ._posed import Setting, with_bounds
+from ._program import Fitted, fitted
 from ._report import names_of, report
 
 
