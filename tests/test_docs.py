@@ -66,6 +66,8 @@ REACHED = {
         and n["bounded"].parameters["background"] == 0.3
         and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
         and n["robust"].outliers().tolist() == [8, 30]
+        and abs(n["poisson"].parameters["rate"] - 1.3)
+        < 3 * n["poisson"].standard_errors["rate"]
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
     ),

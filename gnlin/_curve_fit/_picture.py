@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._losses import TobitNLL
+from ._likelihood import in_units_of_y, Likelihood, shown
+
 
 if TYPE_CHECKING:
     from ._result import CurveFit
@@ -27,14 +30,17 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
     counted = np.asarray(data.counted) > 0
     fine = jnp.linspace(x.min(), x.max(), num_points, dtype=leaves[0].dtype)
     structure = jax.tree.structure(data.x)
-    mean, low, high = fit.band(structure.unflatten([fine]), confidence)
+    band, loss = fit.band(structure.unflatten([fine]), confidence), fit._setting.loss
+    mean, low, high = (in_units_of_y(loss, end) for end in band)
+    y = shown(loss, y)
     if ax is None:
         _, ax = plt.subplots()
     sigma = np.asarray(data.sigma)
     if sigma.ndim == 2:  # a factor of the covariance
         sigma = np.linalg.norm(sigma, axis=1)
     bars = None
-    if sigma.size > 1 or fit._setting.absolute_sigma:
+    is_of_y = not isinstance(loss, Likelihood) or isinstance(loss.loss, TobitNLL)
+    if is_of_y and (sigma.size > 1 or fit._setting.absolute_sigma):
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
     of_x = [
         float(fit.scale) * np.asarray(s)[counted] for s in jax.tree.leaves(data.sigma_x)

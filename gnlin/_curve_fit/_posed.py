@@ -13,6 +13,7 @@ from .._losses import AbstractElementwiseLoss
 from .._solver import AbstractGaussNewton
 from .._tree import ravel_pytree
 from ._curve import Curve, Data, whitened
+from ._likelihood import Counted, Likelihood
 
 
 class Setting(NamedTuple):
@@ -35,11 +36,13 @@ class Posed(NamedTuple):
     """A fit as least squares: residuals are `outputs` less `target`.
 
     - `given`: what the outputs depend on, besides the variables.
+    - `loss`: of the outputs on the target; without missing points if it is a likelihood.
     - `counted`: 1, and 0 for missing points.
     """
 
     curve: Curve
     given: tuple[Data, dict]
+    loss: AbstractElementwiseLoss
     target: Array
     counted: Array
 
@@ -49,7 +52,10 @@ class Posed(NamedTuple):
         shift = no_shift(data)
         target = _joined(whitened(data.y, data), shift)
         counted = _joined(data.counted, jax.tree.map(jnp.ones_like, shift))
-        return Posed(setting.curve, (data, setting.fixed), target, counted)
+        loss = setting.loss
+        if isinstance(loss, Likelihood):
+            loss = Counted(loss=loss, counted=counted)
+        return Posed(setting.curve, (data, setting.fixed), loss, target, counted)
 
     def outputs(self, variables: PyTree, given: tuple[Data, dict]) -> Array:
         data, fixed = given

@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 from .. import _tree
 from .._checks import is_traced
 from .._linearisation import linearise
-from .._losses import SquaredError
+from .._losses import AbstractRobust, SquaredError
 from .._tree import ravel_pytree
 from .._uncertainty import Covariance, covariance, robust_variance
 from ._curve import Data
+from ._likelihood import Likelihood
 from ._posed import at_bounds, Posed, Setting, with_bounds
 from ._run import run
 from ._seen import NonFinite, seen
@@ -27,7 +28,7 @@ class Fitted(NamedTuple):
     """The end of a run.
 
     - `parameters`: those that are free.
-    - `residuals`: y - f, in units of sigma.
+    - `residuals`: y - f, in units of sigma; Pearson's of a likelihood.
     - `at_bound`: -1 at a lower bound that the way down leads beyond, 1 at an upper.
     - `pull`: the loss's derivative along each parameter, to be held by a multiplier.
     - `variance`: the covariance's factor, as estimated.
@@ -58,7 +59,7 @@ class Fitted(NamedTuple):
     def factor(self, setting: Setting) -> Scalar:
         """Of the covariance. That of a robust loss depends on how the residuals are
         distributed, and is estimated from them even where sigma is absolute."""
-        known = setting.absolute_sigma and isinstance(setting.loss, SquaredError)
+        known = setting.absolute_sigma and not isinstance(setting.loss, AbstractRobust)
         return jnp.ones_like(self.variance) if known else self.variance
 
 
@@ -138,10 +139,11 @@ def _best(end: Fitted, many: bool) -> Fitted:
 def _fitted(
     setting: Setting, data: Data, start: PyTree[Array], *, history: bool
 ) -> Fitted:
-    loss, bounds = setting.loss, setting.solver.bounds
+    bounds = setting.solver.bounds
     end = run(setting, data, start, history=history)
     posed, variables = Posed.of(setting, data), end.variables
     target, counted, parameters = posed.target, posed.counted, variables["curve"]
+    loss = posed.loss
     lin = linearise(posed.outputs, variables, posed.given)
     matrix = lin.matrix()
     pull = counted * loss.derivative(lin.outputs, target)
@@ -150,14 +152,24 @@ def _fitted(
     jacobian, others = jnp.split(matrix, [blocked.size], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
     moved = lambda y: posed.outputs(variables | {"curve": y}, posed.given)
-    is_seen = seen(moved, parameters, start, lin.outputs, target, jacobian, bounds)
+    outputs, residuals = lin.outputs, target - lin.outputs
+    if isinstance(setting.loss, Likelihood):
+        # In units in which the curvature is 1, residuals are Pearson's.
+        root = loss.root(outputs, target)
+        jacobian, moved = root[:, None] * jacobian, _scaled(root, moved)
+        outputs *= root
+        residuals = -jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
+    of_seen = parameters, start, outputs, outputs + residuals, jacobian, bounds
+    is_seen = seen(moved, *of_seen)
     if data.sigma_x is not None:  # What the x's cannot make up for is left.
         q, _ = jnp.linalg.qr(others)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     errors = covariance(jacobian, ~blocked, is_seen)
-    residuals = target - lin.outputs
     num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
-    if isinstance(loss, SquaredError):
+    if isinstance(setting.loss, Likelihood):
+        chi_squared = _tree.dot(residuals, residuals)
+        variance = bend = noise = jnp.ones_like(chi_squared)
+    elif isinstance(loss, SquaredError):
         chi_squared = _tree.dot(residuals, residuals)
         variance = chi_squared / (num_points - num_free)
         bend, noise = jnp.ones_like(variance), jnp.sqrt(variance)
@@ -189,6 +201,10 @@ def _fitted(
         end.num_steps,
         None if data.sigma_x is None else data.moved(variables["x"]),
     )
+
+
+def _scaled(root: Array, outputs_at: Callable[[PyTree], Array]) -> Callable:
+    return lambda y: root * outputs_at(y)
 
 
 # The median absolute deviation of a normal distribution, over its standard deviation.

@@ -42,7 +42,7 @@ def run(setting: Setting, data: Data, start: PyTree[Array], *, history: bool) ->
         ),
         (inputs, posed.target[None]),
         with_bounds(setting.solver, of_all),
-        loss=setting.loss,
+        loss=posed.loss,
         max_steps=setting.max_steps,
         divergence=None,
         history=history,
@@ -68,7 +68,7 @@ def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
     def gradient(flat, given):
         posed = Posed.of(*given)
         outputs = lambda flat: posed.outputs(unravel(flat), posed.given)
-        pull = posed.counted * given[0].loss.derivative(outputs(flat), posed.target)
+        pull = posed.counted * posed.loss.derivative(outputs(flat), posed.target)
         return _tree.matmul(jax.jacfwd(outputs)(flat).T, pull)
 
     given, changes = primals[:2], tangents[:2]

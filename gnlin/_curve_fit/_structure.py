@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .. import _tree
+from ._likelihood import Likelihood
 from ._posed import Setting
 
 
@@ -25,7 +26,10 @@ def in_structure(setting: Setting, end: "Fitted") -> dict[str, Any]:
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
     dof = end.num_points - end.num_free
     residual = end.chi_squared / end.num_points
+    twice_loss = 2 * end.loss
     likelihood = end.num_points * jnp.log(residual)
+    if isinstance(setting.loss, Likelihood):
+        likelihood = twice_loss
     every = _Every(setting, end.parameters)
     return {
         "parameters": every.parameters,
@@ -33,6 +37,7 @@ def in_structure(setting: Setting, end: "Fitted") -> dict[str, Any]:
         "covariance": every.blocks(matrix),
         "covariance_matrix": matrix,
         "correlation": every.blocks(correlation),
+        "deviance": twice_loss,
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,
         "scale": jnp.ones_like(end.noise) if setting.absolute_sigma else end.noise,
