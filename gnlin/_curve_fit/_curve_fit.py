@@ -59,7 +59,7 @@ def curve_fit(
 
     - `f`: `f(parameters, x)`, all of y at once, in any JAX operations; complex ones have
         their real and imaginary parts fitted.
-    - `x`: passed on, a pytree of arrays.
+    - `x`: passed on, a pytree of arrays; a data frame as a dictionary of its columns.
     - `y`: what `f` should be. With one axis more than `f` returns: several data sets,
         fitted in one program; all results then have this axis in front.
     - `start`: a pytree of numbers and arrays, such as a dictionary; or an array. Of
@@ -67,7 +67,7 @@ def curve_fit(
     - `solver`: any least-squares solver of gnlin.
     - `sigma`: the standard deviations of y, in its structure and shapes (of one data set,
         or of all), or as one number; or their m x m covariance. By default all are 1, and
-        unknown.
+        unknown. A point is left out where it is infinite.
     - `sigma_x`: the standard deviations of x, if they were measured, too: one number, or
         in the structure of `x`, with 0 for what is exact. The true ones are then fitted
         as well, with $\frac12((x - x_i)/\sigma_{x,i})^2$ added (orthogonal distance

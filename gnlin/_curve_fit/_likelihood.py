@@ -179,7 +179,10 @@ def in_units_of_y(loss: AbstractElementwiseLoss, outputs: Array) -> Array:
 def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
     """The data in the same units."""
     of = loss.loss if isinstance(loss, Likelihood) else loss
-    return y / np.asarray(of.trials) if isinstance(of, BinomialNLL) else y
+    if not isinstance(of, BinomialNLL):
+        return y
+    trials = np.broadcast_to(np.asarray(of.trials), y.shape)
+    return np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)
 
 
 def runs_test(signs: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
 from ._curve import Curve, Data, unflattened
+from ._given import as_x
 from ._likelihood import Likelihood, runs_test
 from ._posed import Setting
 from ._profiles import profiles
@@ -276,7 +277,7 @@ class CurveFit(eqx.Module):
         check_fraction("confidence", confidence)
         if self._setting.many:
             raise ValueError("A band is of one data set: fit it by itself.")
-        x = jax.tree.map(jnp.asarray, x)
+        x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
         mean, factor = _curve_and_errors(
@@ -357,8 +358,11 @@ class CurveFit(eqx.Module):
         return runs_test(np.sign(residuals))
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
-        """Data with their errors, the curve, and its confidence band; needs matplotlib,
-        and one x of one axis.
+        """Data with their errors, the curve, and its confidence band; needs matplotlib.
+
+        It is drawn over x, or over the only one of a dictionary's arrays that has y's
+        shape and is not the same at all points. With a likelihood it is in units of y; of
+        trials as the share of successes.
 
         **Returns:** the axes.
         """
