@@ -259,9 +259,10 @@ _LIBRARIES = frozenset(
 def is_own(error: Exception) -> bool:
     """Whether an error from a user's function is to be passed on as it is.
 
-    That is so if the user's code raised it, and not a library that was called there. It
-    is also so of JAX's own kinds of errors, such as of `np.exp` where `jnp.exp` is meant:
-    they explain themselves.
+    That is so if a `raise` of the user's code made it, and not a library that was called
+    there, nor an operation on what the function was given. It is also so of JAX's own
+    kinds of errors, such as of `np.exp` where `jnp.exp` is meant: they explain
+    themselves.
     """
     if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True
@@ -271,9 +272,5 @@ def is_own(error: Exception) -> bool:
     if last is None:
         return False
     module = str(last.tb_frame.f_globals.get("__name__", ""))
-    if module.partition(".")[0] in _LIBRARIES:
-        return False
-    # JAX may have removed its frames, and then the last one that is left called it.
-    hidden = any("JAX has removed" in note for note in getattr(error, "__notes__", ()))
     raised = last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
-    return raised or not hidden
+    return raised and module.partition(".")[0] not in _LIBRARIES

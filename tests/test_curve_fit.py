@@ -985,7 +985,7 @@ def test_the_picture():
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],
 )
-def test_what_cannot_be_meant(options, message):
+def test_what_cannot_be_meant(options, message, unchecked):
     given = {"f": decay, "x": X, "y": Y, "start": START, **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(**given)

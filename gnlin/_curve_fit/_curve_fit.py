@@ -29,12 +29,12 @@ _ROUNDS = 5
 
 def curve_fit(
     f: Callable[[Any, Any], PyTree],
-    x: PyTree[ArrayLike],
-    y: PyTree[ArrayLike],
+    x: Any,
+    y: Any,
     start: PyTree,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
-    sigma: PyTree[ArrayLike] | None = None,
+    sigma: Any = None,
     sigma_x: PyTree[ArrayLike] | None = None,
     absolute_sigma: bool = False,
     bounds: Any = None,
