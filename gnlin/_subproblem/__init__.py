@@ -28,4 +28,3 @@ from ._prox_linear import (
 from ._pulled import Pulled as Pulled
 from ._rescaled import Rescaled as Rescaled
 from ._spaces import Outputs as Outputs, Parameters as Parameters
-from ._spectral import SingularValues as SingularValues
