@@ -4,6 +4,7 @@ A traced value cannot be looked at before the program runs, and passes. A schedu
 be asked about first, where one may be: it is no number.
 """
 
+import dis
 from collections.abc import Iterable
 from typing import Any
 
@@ -246,3 +247,30 @@ def forwards_only(x: PyTree) -> PyTree:
 def stopped_early(x: PyTree) -> PyTree:
     """What conjugate gradients solve not quite: an error where it is differentiated."""
     return eqxi.nondifferentiable(x, msg=_STOPPED_EARLY)
+
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+# Packages in whose frames an error ends that says that shapes or types do not match.
+_LIBRARIES = frozenset(
+    {"beartype", "equinox", "gnlin", "jax", "jaxlib", "jaxtyping", "numpy"}
+)
+
+
+def is_own(error: Exception) -> bool:
+    """Whether an error from a user's function is to be passed on as it is.
+
+    That is so if a `raise` of the user's code made it, and not a library that was called
+    there, nor an operation on what the function was given. It is also so of JAX's own
+    kinds of errors, such as of `np.exp` where `jnp.exp` is meant: they explain
+    themselves.
+    """
+    if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
+        return True
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    module = str(last.tb_frame.f_globals.get("__name__", ""))
+    raised = last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
+    return raised and module.partition(".")[0] not in _LIBRARIES

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
+from ._checks import is_own
 from ._convolutions import channels_last
 from ._jacobian import PerExample
 from ._linearisation import check_parameters
@@ -68,6 +69,8 @@ def partition(
     """(parameters, frozen), as `equinox.partition`; checked. `called`: whether on the
     input of one example, and not by functions of their own."""
     fn, trained = model if called and _is_pair(model) else (None, model)
+    if fn is not None or not called:
+        trained = _with_arrays(trained)
     if called and fn is None and not callable(model):
         raise ValueError(
             "The model must be callable, on one example's input, or a pair "
@@ -108,6 +111,26 @@ def partition(
     return parameters, Frozen(rest, dtypes, fn)
 
 
+def _with_arrays(parameters: PyTree) -> PyTree:
+    """Python's floats in dictionaries, lists and tuples are trained, too; so are whole
+    numbers if there is nothing else. Those in a model, such as of dropout, are not."""
+    of_path = jax.tree_util.tree_flatten_with_path(parameters)[0]
+    plain = jax.tree_util.DictKey, jax.tree_util.SequenceKey
+    numbers = all(_is_number(leaf) for _, leaf in of_path)
+
+    def each(path, leaf):
+        is_number = numbers or isinstance(leaf, float | np.floating)
+        is_plain = all(isinstance(key, plain) for key in path)
+        return jnp.asarray(leaf, float) if is_number and is_plain else leaf
+
+    return jax.tree_util.tree_map_with_path(each, parameters)
+
+
+def _is_number(leaf: Any) -> bool:
+    kinds = float | int | np.floating | np.integer
+    return isinstance(leaf, kinds) and not isinstance(leaf, bool)
+
+
 def _is_pair(model: Any) -> bool:
     pair = isinstance(model, tuple) and len(model) == 2 and not callable(model)
     return pair and callable(model[0]) and not inspect.isroutine(model[1])
@@ -132,7 +155,7 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
                 "The model needs a `key`, as for dropout, and is given none here: pass "
                 "`equinox.nn.inference_mode(model)`."
             ) from error
-        if not isinstance(error, TypeError | ValueError):
+        if is_own(error) or not isinstance(error, TypeError | ValueError):
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "

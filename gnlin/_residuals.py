@@ -11,7 +11,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Key, PyTree, ScalarLike
 
-from ._checks import as_scalar, check_callable, check_count, check_finite_nonnegative
+from ._checks import (
+    as_scalar,
+    check_callable,
+    check_count,
+    check_finite_nonnegative,
+    is_own,
+)
 from ._data import a_kind_of, as_arrays, rows_not_finite
 from ._jacobian import AtOnce, PerGroup, Selected, Sparsity
 from ._known import AbstractKnown, Posed
@@ -353,6 +359,8 @@ def _residuals(
     try:
         residuals = fn(frozen.in_training(parameters), example)
     except (IndexError, TypeError, ValueError) as error:
+        if is_own(error):
+            raise
         what = f"The function of the group {name!r} is called with the model and "
         what += "`args`, as the group has no `data`" if at_once else "one example"
         raise _failed(what, error, at_once) from error

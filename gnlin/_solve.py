@@ -93,9 +93,10 @@ def solve(
 
     - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
         output, a pytree of floating-point arrays; or a pair `(fn, parameters)` with
-        `fn(parameters, x)`, of which the parameters are trained. Those in half precision
-        are trained in single, and handed back as they came. A `key` argument, if it has
-        one (for dropout), is given a key of its own for each example and step.
+        `fn(parameters, x)`, of which the parameters are trained, Python's floats in
+        dictionaries and lists too. Those in half precision are trained in single, and
+        handed back as they came. A `key` argument, if it has one (for dropout), is given
+        a key of its own for each example and step.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss. Or
         groups of [`gnlin.Residuals`][], in a dictionary, a list, or a single one: they

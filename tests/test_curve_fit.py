@@ -1,5 +1,6 @@
 """Fits, against SciPy, NIST's certified standard errors and formulas written out."""
 
+import datetime
 import functools
 import warnings
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optimistix as optx
+import pandas as pd
 import pytest
 import scipy.optimize
 import scipy.stats
@@ -939,8 +941,9 @@ def test_the_picture():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sigma": 0.0}, "`sigma` must be positive and finite"),
-        ({"sigma": np.full(50, np.nan)}, "`sigma` must be positive and finite"),
+        ({"sigma": 0.0}, "`sigma` must be positive at every point"),
+        ({"sigma": np.full(50, np.nan)}, "`sigma` must be positive at every point"),
+        ({"sigma": np.inf}, "all of `sigma` is infinite"),
         ({"sigma": np.ones(7)}, "`sigma` must be one number, have the shape of `y`"),
         ({"sigma": -np.eye(50)}, "must be positive definite"),
         ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
@@ -954,13 +957,12 @@ def test_the_picture():
         ({"bounds": 1.0}, "`bounds` must be a dictionary"),
         ({"fixed": ["speed"]}, "no parameter 'speed' to be fixed"),
         ({"fixed": ["a", "c", "rate"]}, "All parameters are fixed"),
-        ({"loss": gnlin.SoftmaxCrossEntropy()}, "`loss` must be `gnlin.SquaredError"),
+        ({"loss": "huber"}, "`loss` must be one of gnlin's"),
         ({"nan_policy": "propagate"}, "`nan_policy` must be"),
         ({"starts": 8}, "`starts` are drawn between the bounds"),
         ({"start": {"a": np.nan, "rate": 1.0, "c": 0.0}}, "`start` must be finite"),
         ({"start": {"a": "one"}}, "`start` must hold numbers or arrays"),
         ({"start": {}}, "`start` holds no parameter"),
-        ({"start": {"b": 1.0}}, "failed: KeyError: 'a'"),
         ({"start": {"a": jnp.exp}}, "of a model those that `eqx.partition` finds"),
         ({"f": lambda p, x: p["c"]}, "is one number, and `y` has the shape \\(50,\\)"),
         (
@@ -969,6 +971,11 @@ def test_the_picture():
         ),
         ({"y": 1j * Y}, "is real, and `y` is complex"),
         ({"y": np.array([object()] * 50)}, "`y` must hold numbers or arrays"),
+        ({"y": np.ma.masked_less(Y, 0.5)}, "`y` is a masked array, .*y.filled.np.nan"),
+        ({"x": np.ma.masked_less(X, 0.5)}, "`x` is a masked array, and a mask would be"),
+        ({"x": np.datetime64("2020-01-01") + np.arange(50)}, "`x` holds dates or times"),
+        ({"x": [datetime.date(2020, 1, 1 + k % 9) for k in range(50)]}, "holds dates"),
+        ({"x": np.array(["a"] * 50)}, "numbers or arrays, but an array of <U1 was given"),
         ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
         ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
         ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "of JAX's operations, and"),
@@ -978,10 +985,101 @@ def test_the_picture():
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],
 )
-def test_what_cannot_be_meant(options, message):
+def test_what_cannot_be_meant(options, message, unchecked):
     given = {"f": decay, "x": X, "y": Y, "start": START, **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(**given)
+
+
+class OwnError(ValueError):
+    pass
+
+
+def _failing(error):
+    def f(p, x):
+        raise error
+
+    return f
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError, OwnError])
+def test_an_error_of_the_functions_own_is_passed_on(kind):
+    """And is no sentence about axes, or about how it is called."""
+    f, parameters = _failing(kind("mine")), {"a": jnp.array(1.0)}
+    for run in (
+        lambda: gnlin.curve_fit(f, X, Y, {"a": 1.0}),
+        lambda: gnlin.solve((f, parameters), (X, Y)),
+        lambda: gnlin.fit((f, parameters), (X, Y), steps=1),
+        lambda: gnlin.solve(parameters, gnlin.Residuals(f, X)),
+    ):
+        with pytest.raises(kind, match=r"^mine"):
+            run()
+
+
+def test_a_name_that_is_not_there_and_numpys_functions():
+    with pytest.raises(KeyError, match="'a'"):
+        gnlin.curve_fit(decay, X, Y, {"b": 1.0})
+    f = lambda p, x: p["a"] * np.exp(x)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        gnlin.solve((f, {"a": jnp.array(1.0)}), (X, Y))
+
+
+def test_a_data_frame_is_its_columns():
+    frame = pd.DataFrame({"t": X, "shift": 0.0})
+    of_columns = lambda p, x: decay(p, x["t"] + x["shift"])
+    fit = gnlin.curve_fit(of_columns, frame, pd.Series(Y), START, sigma=pd.Series(SIGMA))
+    expected = gnlin.curve_fit(decay, X, Y, START, sigma=SIGMA)
+    np.testing.assert_allclose(
+        fit.covariance_matrix, expected.covariance_matrix, rtol=1e-8
+    )
+    matplotlib.use("Agg")
+    (curve,) = (drawn for drawn in fit.plot().lines if drawn.get_label() == "fit")
+    np.testing.assert_allclose(curve.get_xdata()[[0, -1]], X[[0, -1]])
+    np.testing.assert_allclose(fit.band(frame[:5]).mean, expected.band(X[:5]).mean)
+    both = pd.DataFrame({"t": X, "shift": 1e-3 * X**2})
+    of_both = gnlin.curve_fit(of_columns, both, Y, START)
+    with pytest.raises(ValueError, match="`plot` draws one data set over one x that is"):
+        of_both.plot()
+
+
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.Huber(1.345)])
+def test_a_point_of_infinite_sigma_is_left_out(loss):
+    sigma, wrong = SIGMA.copy(), Y.copy()
+    sigma[[4, 20]], wrong[[4, 20]] = np.inf, 50.0
+    fit = gnlin.curve_fit(decay, X, wrong, START, sigma=sigma, loss=loss)
+    known = np.isfinite(sigma)
+    some = X[known], Y[known]
+    fewer = gnlin.curve_fit(decay, *some, START, sigma=sigma[known], loss=loss)
+    np.testing.assert_allclose(
+        values(fit.parameters), values(fewer.parameters), rtol=1e-6
+    )
+    np.testing.assert_allclose(fit.covariance_matrix, fewer.covariance_matrix, rtol=1e-5)
+    assert fit.degrees_of_freedom == 45
+    assert fit.residuals[4] == 0
+    two = gnlin.curve_fit(
+        decay, X, np.stack([wrong, wrong]), START, sigma=sigma, loss=loss
+    )
+    np.testing.assert_allclose(two.standard_errors["a"], fit.standard_errors["a"], 1e-6)
+
+
+@pytest.mark.parametrize(
+    "start", [{"a": 1.0, "b": 0.5}, {"a": 1, "b": 1}, {"a": 1.0, "b": jnp.array(0.5)}]
+)
+def test_numbers_of_a_pair_are_trained(start):
+    f = lambda p, x: p["a"] * jnp.exp(-p["b"] * x)
+    _, found = gnlin.solve((f, start), (X, Y - 0.5)).model
+    expected = gnlin.curve_fit(f, X, Y - 0.5, {"a": 1.0, "b": 0.5})
+    np.testing.assert_allclose(values(found), values(expected.parameters), rtol=1e-4)
+
+
+def test_a_number_in_a_model_is_not_trained():
+    net = {"net": eqx.nn.Sequential([eqx.nn.Linear(1, 1, key=jax.random.key(0))])}
+    net |= {"drop": eqx.nn.Dropout(0.5), "scale": 1.0}
+    f = lambda p, x: p["scale"] * p["net"](x[None])[0]
+    _, found = gnlin.solve((f, net), (X, Y), max_steps=3).model
+    assert found["drop"].p == 0.5
+    assert isinstance(found["drop"].p, float)
+    assert found["scale"] != 1.0
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ REACHED = {
         and n["bounded"].parameters["background"] == 0.3
         and n["interval"].low["rate"] < 1.3 < n["interval"].high["rate"]
         and n["robust"].outliers().tolist() == [8, 30]
+        and abs(n["poisson"].parameters["rate"] - 1.3)
+        < 3 * n["poisson"].standard_errors["rate"]
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
     ),
@@ -112,6 +114,7 @@ REACHED = {
         > 0.5
         and n["curve"].max() <= n["posterior"].log_evidence() + 1e-3
         and n["scores"][1.0] > n["scores"][0.1]
+        and n["log_loss"] < 0.25
     ),
     "docs/training.md": lambda n: n["accuracy"] > 0.9 and n["again"] > 0.9,
 }

@@ -1,6 +1,7 @@
 """Predictions of linearised models, against literal training and dense formulas."""
 
 import math
+import warnings
 
 import equinox as eqx
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 import gnlin
 
@@ -289,6 +290,11 @@ def test_laplace_about_a_classifier(name):
     model, (inputs, targets) = case(name)
     labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
     posterior = gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=0.5)
+    with warnings.catch_warnings(action="ignore"):  # of a model that is not trained
+        _against_the_curvature(model, inputs, labels, posterior)
+
+
+def _against_the_curvature(model, inputs, labels, posterior):
     (outputs, rows), (on_test, of_test) = dense(model, inputs), dense(model, TEST)
     p = np.asarray(jax.nn.softmax(outputs))
     hessian = np.zeros((len(rows), len(rows)))
@@ -313,6 +319,55 @@ def test_laplace_about_a_classifier(name):
     assert np.all(np.max(flatter, axis=1) <= np.max(jax.nn.softmax(on_test), axis=1))
 
 
+def test_a_classifier_that_is_trained_with_its_prior():
+    """At the minimum of loss plus prior, as SciPy finds it. Of any other model it says by
+    how far it is off."""
+    rng = np.random.default_rng(0)
+    inputs = jnp.asarray(rng.normal(size=(30, 2)))
+    noise = 0.3 * rng.normal(size=30)
+    labels = jnp.asarray(np.prod(inputs, axis=1) + noise > 0, int)
+    model = eqx.nn.MLP(2, 2, 4, 1, jnp.tanh, key=jax.random.key(0))
+    loss, prior = gnlin.SoftmaxCrossEntropy(), 0.7
+    start, static = eqx.partition(model, eqx.is_inexact_array)
+    flat, unravel = jax.flatten_util.ravel_pytree(start)
+    outputs = lambda flat: jax.vmap(eqx.combine(unravel(flat), static))(inputs)
+
+    @jax.jit
+    def objective(flat):
+        chosen = jax.nn.log_softmax(outputs(flat))[jnp.arange(30), labels]
+        return -jnp.sum(chosen) + jnp.sum(flat**2) / (2 * prior**2)
+
+    groups = {
+        "data": gnlin.Residuals(lambda m, x: m(x), inputs, targets=labels, loss=loss),
+        "prior": gnlin.Residuals(lambda m, _: posterior_point(m), weight=1 / prior**2),
+    }
+    trained = gnlin.solve(model, groups, max_steps=200).model
+    found, _ = jax.flatten_util.ravel_pytree(posterior_point(trained))
+    best = optimize.minimize(objective, found, jac=jax.grad(objective), tol=1e-9)
+    assert objective(found) == pytest.approx(best.fun, rel=1e-8)
+
+    def posterior(model):
+        return gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=prior)
+
+    posterior(trained).probabilities(inputs)  # without a warning
+    p = np.asarray(jax.nn.softmax(outputs(flat)))
+    hessians = p[:, :, None] * np.eye(2) - p[:, :, None] * p[:, None]
+    phi = np.asarray(jax.jacobian(outputs)(flat))
+    curvature = np.einsum("ncp,ncd,ndq->pq", phi, hessians, phi)
+    curvature += np.eye(flat.size) / prior**2
+    slope = np.asarray(jax.grad(objective)(flat))
+    distance = np.sqrt(slope @ np.linalg.solve(curvature, slope))
+    with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
+        posterior(model)(inputs)
+    with pytest.warns(UserWarning, match="train it with the prior of"):
+        posterior(model).tuned()
+    small = gnlin.predict.posterior(
+        model, (inputs, labels), loss=loss, prior=prior, memory_budget=phi.nbytes - 1
+    )
+    with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
+        small(inputs)
+
+
 def posterior_point(model):
     return eqx.filter(model, eqx.is_inexact_array)
 
@@ -324,6 +379,88 @@ def test_intervals(confidence, noise):
     expected = stats.norm(1.0, math.hypot(0.7, noise)).interval(confidence)
     np.testing.assert_allclose((low[0], high[0]), expected, rtol=1e-6)
     np.testing.assert_allclose(gaussian.standard_deviation, [0.7])
+
+
+def solved(matrix, right):
+    """By Cholesky in the matrix's own precision, which LAPACK need not have."""
+    n, rows = len(matrix), np.zeros_like(matrix)
+    for j in range(n):
+        rows[j, j] = np.sqrt(matrix[j, j] - rows[j, :j] @ rows[j, :j])
+        below = slice(j + 1, n)
+        rows[below, j] = (matrix[below, j] - rows[below, :j] @ rows[j, :j]) / rows[j, j]
+    x = right.copy()
+    for i in range(n):
+        x[i] = (x[i] - rows[i, :i] @ x[:i]) / rows[i, i]
+    for i in reversed(range(n)):
+        x[i] = (x[i] - rows[i + 1 :, i] @ x[i + 1 :]) / rows[i, i]
+    return x
+
+
+def mean_by_cholesky(phi, of_test, residual, noise):
+    """By how much it differs from the outputs."""
+    m, p = phi.shape
+    damping = phi.dtype.type(noise) ** 2
+    if m <= p:
+        damped = phi @ phi.T + damping * np.eye(m, dtype=phi.dtype)
+        return -of_test @ (phi.T @ solved(damped, residual))
+    damped = phi.T @ phi + damping * np.eye(p, dtype=phi.dtype)
+    return -of_test @ solved(damped, phi.T @ residual)
+
+
+FAR = np.array([[3.0], [-2.0], [0.3]])
+
+
+def on_a_line(width, n, dtype):
+    model = eqx.nn.MLP(1, 1, width, 2, jnp.tanh, key=jax.random.key(0))
+    cast = lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+    model, x = jax.tree.map(cast, model), np.linspace(-1, 1, n)[:, None]
+    y = np.sin(3 * x) + 0.1 * np.random.default_rng(0).normal(size=x.shape)
+    x, y, far = (jnp.asarray(value, dtype) for value in (x, y, FAR))
+    lin, of_test = (gnlin.features.linearise_model(model, i) for i in (x, far))
+    residual = np.asarray(lin.outputs - y).ravel()
+    phi, seen = np.asarray(lin.matrix()), np.asarray(of_test.matrix())
+    mean = lambda found: np.asarray(found.mean - of_test.outputs).ravel()
+    return model, (x, y), far, (phi, seen, residual), mean
+
+
+@pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_the_mean_far_from_the_data(width, n, dtype):
+    """Small eigenvalues matter there, down to the noise's variance: no worse than by
+    Cholesky, against Cholesky in more digits."""
+    model, data, far, arrays, change = on_a_line(width, n, dtype)
+    posterior = gnlin.predict.posterior(model, data, noise=1.0)
+    small = [1e-4, 1e-5, 1e-6] if dtype == np.float64 else [1e-4]
+    for noise in [1e-1, 1e-2, 1e-3, *small]:
+        exact = mean_by_cholesky(*(a.astype(np.longdouble) for a in arrays), noise)
+        with np.errstate(invalid="ignore"):
+            plain = mean_by_cholesky(*arrays, noise)
+        found = change(posterior.at(noise=noise)(far))
+        size = np.max(np.abs(exact))
+        if np.all(np.isfinite(plain)):
+            assert np.max(np.abs(found - exact)) <= np.max(np.abs(plain - exact))
+        assert np.max(np.abs(found - exact)) <= 0.02 * size
+
+
+@pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
+def test_where_only_the_smaller_matrix_fits(width, n):
+    """Then it is eigenvalues, of either side: nearly as good as Cholesky on that side,
+    and it says where they are not."""
+    model, data, far, arrays, change = on_a_line(width, n, np.float64)
+    budget = arrays[0].nbytes - 1
+    posterior, whole = (
+        gnlin.predict.posterior(model, data, noise=1.0, **options)
+        for options in ({"memory_budget": budget}, {})
+    )
+    for noise in [1e-1, 1e-3, 1e-4, 1e-5]:
+        exact = mean_by_cholesky(*(a.astype(np.longdouble) for a in arrays), noise)
+        found, same = (p.at(noise=noise) for p in (posterior, whole))
+        error = np.max(np.abs(change(found(far)) - exact))
+        assert error <= 1e-3 * (1e-5 / noise) ** 2 * np.max(np.abs(exact)) + 1e-10
+        np.testing.assert_allclose(found(far).variance, same(far).variance, rtol=2e-3)
+        assert found.log_evidence() == pytest.approx(float(same.log_evidence()), rel=1e-4)
+    with pytest.warns(UserWarning, match="where rounding decides the mean: use more"):
+        posterior.at(noise=1e-7)(far)
 
 
 @pytest.mark.parametrize("name", ["wide", "tall"])

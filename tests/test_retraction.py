@@ -9,6 +9,7 @@ import optimistix as optx
 import pytest
 
 import gnlin
+from gnlin._retraction import Retraction
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +127,40 @@ def test_through_optimistix_and_of_some_arrays():
     np.testing.assert_allclose(matrix, turn.as_matrix(), atol=1e-8)
 
 
+@pytest.mark.parametrize("method", ["curvature", "kernel", "matrix-free"])
+def test_a_single_pose(method):
+    """Of shape (7,): the same steps as of shape (1, 7)."""
+    rng = np.random.default_rng(3)
+    body = jnp.asarray(rng.normal(size=(6, 3)))
+    true = jaxlie.SE3.exp(jnp.array([0.3, -1.0, 2.0, 1.5, -0.7, 0.4]))
+    seen = jax.vmap(true.apply)(body)
+    fit = lambda pose: (jax.vmap(jaxlie.SE3(pose).apply)(body) - seen).ravel()
+    start, solver = jaxlie.SE3.identity().parameters(), gnlin.LevenbergMarquardt
+    solver = solver(method=method, retraction=moved)
+    alone = optx.least_squares(lambda y, _: fit(y), solver, start, max_steps=50)
+    row = optx.least_squares(lambda y, _: fit(y[0]), solver, start[None], max_steps=50)
+    np.testing.assert_allclose(alone.value, row.value[0], atol=1e-9)
+    matrix = jaxlie.SE3(alone.value).as_matrix()
+    np.testing.assert_allclose(matrix, true.as_matrix(), atol=1e-7)
+    if method == "curvature":
+        group = gnlin.Residuals(lambda y, _: fit(y))
+        found = gnlin.solve(start, group, solver, max_steps=50).model
+        np.testing.assert_allclose(found, alone.value, atol=1e-9)
+
+
+def test_angles_are_rows_one_by_one():
+    wrapped = lambda angle, step: jnp.mod(angle + step, 2 * jnp.pi)
+    solver = gnlin.LevenbergMarquardt(retraction=wrapped)
+    target = jnp.array([0.1, 6.2, 3.0])
+    residuals = lambda y, _: jnp.concatenate(
+        [jnp.sin(y - target), 1 - jnp.cos(y - target)]
+    )
+    found = optx.least_squares(
+        residuals, solver, jnp.array([6.0, 0.2, 2.0]), max_steps=50
+    )
+    np.testing.assert_allclose(found.value, target, atol=1e-7)
+
+
 def test_cameras_turn_where_points_are_eliminated():
     rng = np.random.default_rng(2)
     camera, point = np.repeat(np.arange(4), 9), np.tile(np.arange(9), 4)
@@ -180,6 +215,8 @@ def test_what_is_no_retraction_is_told():
         solve(add)
     with pytest.raises(ValueError, match=r"must return a row of the shape \(3,\)"):
         solve({"a": lambda row, step: row[:2], "b": None})
+    with pytest.raises(ValueError, match=r"shape \(7,\).* but returned the shape \(6,\)"):
+        Retraction.of(lambda row, step: row[:6], jnp.ones(7))
     with pytest.raises(ValueError, match="or have the parameters' structure"):
         solve({"a": add})
     with pytest.raises(ValueError, match="must be a function of a row and its step"):

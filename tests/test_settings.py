@@ -85,8 +85,14 @@ def line(p, x):
 
 def test_parameters_that_are_pythons_numbers():
     x = jnp.linspace(0, 1, 5)
+    group = gnlin.Residuals(lambda p, x: line(p, x) - 2 * x, x)
+    for solution in (
+        gnlin.solve((line, {"a": 1.0}), (x, 2 * x)).model[1],
+        gnlin.solve({"a": 1.0}, group).model,
+    ):
+        assert solution["a"] == pytest.approx(2)
     with pytest.raises(ValueError, match="but Python's numbers: make arrays of those"):
-        gnlin.solve((line, {"a": 1.0}), (x, 2 * x))
+        gnlin.solve(eqx.nn.Dropout(0.5), (x, 2 * x))
     with pytest.raises(ValueError, match="`filter_spec` selects none of its leaves"):
         gnlin.solve((line, {"a": jnp.ones(())}), (x, 2 * x), filter_spec=lambda _: False)
 

@@ -14,8 +14,11 @@ from .._bounds import Box, check_start
 from .._checks import check_callable, check_count, check_flag
 from .._losses import AbstractLoss, AbstractRobust, SquaredError
 from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from ._curve import Curve, Data
 from ._given import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
-from ._program import Curve, Data, Fitted, fitted, Setting, spread, with_bounds
+from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
+from ._posed import Setting, with_bounds
+from ._program import Fitted, fitted, spread
 from ._result import CurveFit, made
 
 
@@ -26,12 +29,12 @@ _ROUNDS = 5
 
 def curve_fit(
     f: Callable[[Any, Any], PyTree],
-    x: PyTree[ArrayLike],
-    y: PyTree[ArrayLike],
+    x: Any,
+    y: Any,
     start: PyTree,
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
-    sigma: PyTree[ArrayLike] | None = None,
+    sigma: Any = None,
     sigma_x: PyTree[ArrayLike] | None = None,
     absolute_sigma: bool = False,
     bounds: Any = None,
@@ -56,7 +59,7 @@ def curve_fit(
 
     - `f`: `f(parameters, x)`, all of y at once, in any JAX operations; complex ones have
         their real and imaginary parts fitted.
-    - `x`: passed on, a pytree of arrays.
+    - `x`: passed on, a pytree of arrays; a data frame as a dictionary of its columns.
     - `y`: what `f` should be. With one axis more than `f` returns: several data sets,
         fitted in one program; all results then have this axis in front.
     - `start`: a pytree of numbers and arrays, such as a dictionary; or an array. Of
@@ -64,7 +67,7 @@ def curve_fit(
     - `solver`: any least-squares solver of gnlin.
     - `sigma`: the standard deviations of y, in its structure and shapes (of one data set,
         or of all), or as one number; or their m x m covariance. By default all are 1, and
-        unknown.
+        unknown. A point is left out where it is infinite.
     - `sigma_x`: the standard deviations of x, if they were measured, too: one number, or
         in the structure of `x`, with 0 for what is exact. The true ones are then fitted
         as well, with $\frac12((x - x_i)/\sigma_{x,i})^2$ added (orthogonal distance
@@ -82,7 +85,13 @@ def curve_fit(
         [`gnlin.PseudoHuber`][], [`gnlin.LogCosh`][], [`gnlin.Cauchy`][],
         [`gnlin.Arctan`][] or [`gnlin.Tukey`][], whose `delta` is in units of `sigma`;
         without `sigma` of a scale that is estimated, by the median absolute deviation of
-        the residuals.
+        the residuals. Or a negative log-likelihood of each point, whose sum is minimised:
+        [`gnlin.PoissonNLL`][], [`gnlin.BinomialNLL`][], [`gnlin.NegativeBinomialNLL`][],
+        [`gnlin.TobitNLL`][], which needs `sigma`, or a [`gnlin.AbstractLoss`][] of your
+        own. Then the covariance is the inverse of the curvature
+        $\sum_i J_i^\top\rho''_i J_i$ and no factor is estimated. The second derivative
+        $\rho''$ is the expected one of gnlin's counts and successes, the observed one of
+        other losses.
     - `starts`: so many starts, this one and others between the bounds, which are to be
         finite: points of a Sobol sequence. All run in one program; the best is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
@@ -121,15 +130,7 @@ def curve_fit(
         raise ValueError(
             f'`nan_policy` must be "raise" or "omit", but {nan_policy!r} was given.'
         )
-    if not isinstance(loss, SquaredError | AbstractRobust):
-        raise ValueError(
-            "`loss` must be `gnlin.SquaredError()` or a robust one, such as "
-            f"`gnlin.Huber(2.0)`, but {loss!r} was given; for others use `gnlin.solve`."
-        )
-    if sigma_x is not None and not isinstance(loss, SquaredError):
-        raise ValueError(
-            "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
-        )
+    loss = as_loss(loss, sigma, sigma_x)
     if solver.bounds is not None:
         raise ValueError("Pass `bounds` to `curve_fit`, and not to the solver.")
     start = jax.tree.map(as_start, start)
@@ -138,6 +139,9 @@ def curve_fit(
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     x, values = with_x(x, several(curve, free, kept, x, y), nan_policy)
     data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
+    if isinstance(loss, Likelihood):
+        absolute_sigma, loss = True, in_one_row(loss, values.of_one())
+        check_targets(loss, data, axes_of_data, values.tree)
     many, axis_of_start = values.many, values.axis_of_start
     of_each = [free] if axis_of_start is None else _unstacked(free, len(data.y))
     box = limits(bounds, start, kept)
@@ -153,6 +157,7 @@ def curve_fit(
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
 
     program = curve.on(of_each[0], kept, x)
+    check_rates(loss, lambda: program(of_each[0], kept, x))
     setting = Setting(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
         first = setting._replace(loss=SquaredError())

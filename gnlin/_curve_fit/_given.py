@@ -1,5 +1,6 @@
 """What a user gives for a fit, checked and in one form."""
 
+import datetime
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,8 +10,11 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import check_names
-from ._program import Curve, Data, flat
+from .._checks import check_names, is_own
+from ._curve import Curve, Data, flat
+
+
+_TIMES = datetime.date, datetime.time, datetime.timedelta
 
 
 def as_start(value: Any) -> Array:
@@ -22,19 +26,35 @@ def as_start(value: Any) -> Array:
 
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
-    """Of a list of numbers their array."""
+    """Of a list of numbers their array, of a data frame a dictionary of its columns."""
+    if hasattr(x, "columns") and hasattr(x, "to_numpy"):
+        x = {str(name): x[name].to_numpy() for name in x.columns}
     if isinstance(x, list) and all(isinstance(value, int | float) for value in x):
         x = np.asarray(x)
     return jax.tree.map(lambda value: _as_array(value, "x"), x)
 
 
 def _as_array(value: Any, name: str) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise ValueError(
+            f"`{name}` is a masked array, and a mask would be lost: pass "
+            f"`{name}.filled(np.nan)`, of floating-point numbers, and "
+            '`nan_policy="omit"`.'
+        )
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
+        known = np.asarray(value, None if isinstance(value, np.ndarray) else object)
+        first = known.ravel()[0] if known.size else None
+        if known.dtype.kind in "mM" or isinstance(first, _TIMES):
+            raise ValueError(
+                f"`{name}` holds dates or times: pass numbers, such as days by "
+                f'`({name} - {name}[0]) / np.timedelta64(1, "D")` of a NumPy array.'
+            ) from error
         of_model = " (of a model those that `eqx.partition` finds)" * callable(value)
+        given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
         raise ValueError(
-            f"`{name}` must hold numbers or arrays{of_model}, but {value!r} was given."
+            f"`{name}` must hold numbers or arrays{of_model}, but {given} was given."
         ) from error
 
 
@@ -174,6 +194,10 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
         if own_shapes == of_one:
             return _of_one_kind(called(free), Values(given, True, None))
     if failures:
+        of_numpy = isinstance(failures[0], jax.errors.TracerArrayConversionError)
+        about_types = isinstance(failures[0], TypeError | ValueError)
+        if (is_own(failures[0]) or not about_types) and not of_numpy:
+            raise failures[0]
         said = str(failures[0]).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             "`f` is called as `f(parameters, x)`, of JAX's operations, and failed: "
@@ -302,9 +326,13 @@ def data_of(
             )
         if np.all(missing):
             raise ValueError("There is no data: all of `y` is missing, or it is empty.")
-    counted = jnp.asarray(numpy.where(missing, 0, 1), y.dtype)
     errors = _errors(sigma, y, values, missing)
-    if not known or np.any(missing):
+    if errors.left_out is not None:
+        missing = missing | errors.left_out
+        if known and not isinstance(missing, Tracer) and np.all(missing):
+            raise ValueError("There is no data: all of `sigma` is infinite.")
+    counted = jnp.asarray(jnp.where(missing, 0, 1), y.dtype)
+    if not known or isinstance(missing, Tracer) or np.any(missing):
         y = jnp.where(missing, 0, y)
     data: Any = Data(x, y, errors.numbers, counted, sigma_x)
     if not values.many:
@@ -317,10 +345,12 @@ class _Errors(NamedTuple):
     """Of all points of a data set, or of each, or a factor of their covariance.
 
     - `are_own`: whether they are of each data set, on a leading axis.
+    - `left_out`: which are infinite, if any may be.
     """
 
     numbers: Array
     are_own: bool
+    left_out: Any = None
 
 
 def _errors(
@@ -335,9 +365,14 @@ def _errors(
     numbers, are_own = _deviations(sigma, y, values)
     if values.many and not are_own:
         missing = missing.all(axis=0)
-    if known and not np.all(missing | ((numbers > 0) & np.isfinite(numbers))):
-        raise ValueError("`sigma` must be positive and finite, at every point.")
-    return _Errors(jnp.where(missing, 1, numbers), are_own)
+    if known and not np.all(missing | (numbers > 0)):
+        raise ValueError(
+            "`sigma` must be positive at every point, and infinite for those that are to "
+            "be left out."
+        )
+    infinite = np.isinf(numbers) if known else jnp.isinf(numbers)
+    left_out = None if known and not np.any(infinite) else infinite
+    return _Errors(jnp.where(missing | infinite, 1, numbers), are_own, left_out)
 
 
 def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:

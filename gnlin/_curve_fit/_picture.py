@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._losses import TobitNLL
+from ._likelihood import in_units_of_y, Likelihood, shown
+
 
 if TYPE_CHECKING:
     from ._result import CurveFit
@@ -19,25 +22,42 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
             "`plot` needs matplotlib: install it with `pip install matplotlib`."
         ) from error
     data = fit._data
-    leaves = jax.tree.leaves(data.x)
-    one = len(leaves) == 1 and leaves[0].ndim == 1 and leaves[0].shape == data.y.shape
-    if fit._setting.many or not one:
-        raise ValueError("`plot` draws one data set, of y over an x of one axis.")
-    x, y = np.asarray(leaves[0]), np.asarray(data.y)
-    counted = np.asarray(data.counted) > 0
-    fine = jnp.linspace(x.min(), x.max(), num_points, dtype=leaves[0].dtype)
-    structure = jax.tree.structure(data.x)
-    mean, low, high = fit.band(structure.unflatten([fine]), confidence)
+    leaves, structure = jax.tree.flatten(data.x)
+    y, counted = np.asarray(data.y), np.asarray(data.counted) > 0
+    along = [k for k, leaf in enumerate(leaves) if _varies(leaf, y.shape)]
+    if fit._setting.many or len(along) != 1:
+        raise ValueError(
+            "`plot` draws one data set over one x that is real and has the shape of y: "
+            "draw others by `fit.band(x)`."
+        )
+    x = np.asarray(leaves[along[0]])
+    kind = x.dtype if np.issubdtype(x.dtype, np.floating) else float
+    fine = jnp.linspace(x.min(), x.max(), num_points, dtype=kind)
+
+    def drawn(k, leaf):
+        """There; what is the same at all points stays so."""
+        if k in along:
+            return fine
+        constant = jnp.shape(leaf) == y.shape
+        return jnp.broadcast_to(leaf[0], fine.shape) if constant else leaf
+
+    fine_x = structure.unflatten([drawn(k, leaf) for k, leaf in enumerate(leaves)])
+    band, loss = fit.band(fine_x, confidence), fit._setting.loss
+    mean, low, high = (in_units_of_y(loss, end) for end in band)
+    y = shown(loss, y)
     if ax is None:
         _, ax = plt.subplots()
     sigma = np.asarray(data.sigma)
     if sigma.ndim == 2:  # a factor of the covariance
         sigma = np.linalg.norm(sigma, axis=1)
     bars = None
-    if sigma.size > 1 or fit._setting.absolute_sigma:
+    is_of_y = not isinstance(loss, Likelihood) or isinstance(loss.loss, TobitNLL)
+    if is_of_y and (sigma.size > 1 or fit._setting.absolute_sigma):
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
     of_x = [
-        float(fit.scale) * np.asarray(s)[counted] for s in jax.tree.leaves(data.sigma_x)
+        float(fit.scale) * np.asarray(jax.tree.leaves(data.sigma_x)[k])[counted]
+        for k in along
+        if data.sigma_x is not None
     ]
     ax.errorbar(x[counted], y[counted], bars, *of_x, fmt=".", color="black", label="data")
     ax.plot(fine, mean, color="C0", label="fit")
@@ -45,3 +65,8 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
     ax.fill_between(fine, low, high, color="C0", alpha=0.25, linewidth=0, label=label)
     ax.legend()
     return ax
+
+
+def _varies(leaf: Any, shape: tuple[int, ...]) -> bool:
+    is_row = jnp.shape(leaf) == shape and len(shape) == 1
+    return is_row and not jnp.iscomplexobj(leaf) and bool(np.any(leaf != leaf[0]))

@@ -6,6 +6,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
+from .._losses import AbstractRobust
+from ._likelihood import Likelihood
+
 
 if TYPE_CHECKING:
     from ._result import CurveFit
@@ -30,9 +33,7 @@ def report(fit: "CurveFit") -> str:
     points = int(fit._end.num_points)
     lines = [
         f"{fit.reason}: {points} points, {len(fit.names)} free parameters",
-        f"chi-squared {float(fit.chi_squared):.6g}, reduced "
-        f"{float(fit.reduced_chi_squared):.4g} ({float(fit.degrees_of_freedom):.0f} "
-        f"degrees of freedom), AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}",
+        *_how_well(fit),
         "",
         *_aligned(_rows(fit)),
     ]
@@ -57,6 +58,23 @@ def report(fit: "CurveFit") -> str:
     if undetermined:
         lines += ["", f"not determined: {'; '.join(undetermined)}"]
     return "\n".join(lines)
+
+
+def _how_well(fit: "CurveFit") -> list[str]:
+    dof = f"({float(fit.degrees_of_freedom):.0f} degrees of freedom)"
+    criteria = f"AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
+    chi_squared = float(fit.chi_squared)
+    if isinstance(fit._setting.loss, Likelihood):
+        return [
+            f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
+            f"{chi_squared:.6g} {dof}, {criteria}",
+            f"runs test of the residuals' signs: p = {fit.runs_test():.2g}",
+        ]
+    reduced = float(fit.reduced_chi_squared)
+    lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}, {criteria}"]
+    if isinstance(fit._setting.loss, AbstractRobust):
+        lines.append("standard errors by Huber's sandwich, from how the residuals spread")
+    return lines
 
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:

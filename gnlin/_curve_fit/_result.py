@@ -11,23 +11,18 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .. import _tree
-from .._bounds import Box
 from .._checks import check_fraction, is_traced
 from .._linearisation import linearise
-from .._losses import AbstractRobust
+from .._losses import AbstractRobust, TobitNLL
 from .._solution import History
 from .._solver import result_name, why_it_ended
 from .._uncertainty import Covariance
-from ._program import (
-    Curve,
-    Data,
-    Fitted,
-    fitted,
-    Setting,
-    unflattened,
-    whitened,
-    with_bounds,
-)
+from ._curve import Curve, Data, unflattened
+from ._given import as_x
+from ._likelihood import Likelihood, runs_test
+from ._posed import Setting
+from ._profiles import profiles
+from ._program import Fitted
 from ._report import names_of, report
 
 
@@ -61,16 +56,20 @@ class CurveFit(eqx.Module):
         beside what is at a bound.
     - `covariance_matrix`: of those that are free, in the order of `names`.
     - `chi_squared`: of the residuals in units of `sigma`, and of x in units of `sigma_x`;
-        `reduced_chi_squared`, by degrees of freedom.
+        `reduced_chi_squared`, by degrees of freedom. With a likelihood Pearson's.
+    - `deviance`: twice the loss; of gnlin's likelihoods the deviance, since their least
+        loss is zero at each point.
     - `degrees_of_freedom`: points, less parameters that are free and at no bound.
-    - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points.
+    - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points. With a
+        likelihood Pearson's, the loss's negative slope over the root of its curvature.
     - `x`: the true x's, as fitted, where `sigma_x` was given.
     - `scale`: what `sigma` is times, as estimated: the residuals' standard deviation in
         units of it, of a robust loss by their median absolute deviation; 1 if it is
         absolute.
     - `at_bound`: of each parameter -1 if it is held at its lower bound, 1 at its upper.
     - `multipliers`: the derivative of the objective by those, 0 for others.
-    - `aic`, `bic`: Akaike's and the Bayesian information criterion.
+    - `aic`, `bic`: Akaike's and the Bayesian information criterion, up to a constant of
+        the data; with a likelihood by the deviance.
     - `losses`: of all `starts`, the best first.
     - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][]; of several
         data sets or starts there is no history, which would take longer than their steps,
@@ -83,6 +82,7 @@ class CurveFit(eqx.Module):
     correlation: PyTree
     covariance_matrix: Float[Array, "*sets k k"]
     chi_squared: Any
+    deviance: Any
     reduced_chi_squared: Any
     degrees_of_freedom: Any
     residuals: Array
@@ -125,6 +125,11 @@ class CurveFit(eqx.Module):
         if int(self._end.nonfinite.point) >= 0:
             return self._what_is_not_finite()
         if name == "nonfinite" and not np.isfinite(self._end.loss):
+            if isinstance(self._setting.loss, Likelihood):
+                return (
+                    "the loss is not finite at `f(start, x)`: start elsewhere, or set "
+                    "bounds"
+                )
             return "`f` is not finite at the start: start elsewhere, or set bounds"
         return why_it_ended(self.result).rstrip(".")
 
@@ -272,14 +277,20 @@ class CurveFit(eqx.Module):
         check_fraction("confidence", confidence)
         if self._setting.many:
             raise ValueError("A band is of one data set: fit it by itself.")
-        x = jax.tree.map(jnp.asarray, x)
+        x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
         mean, factor = _curve_and_errors(
             curve, self._free, fixed, x, self._end.covariance
         )
         variance = self._end.factor(self._setting) * factor
+        loss = self._setting.loss
         if sigma is not None:
+            if isinstance(loss, Likelihood) and not isinstance(loss.loss, TobitNLL):
+                raise ValueError(
+                    "`sigma` of a band is of normal noise: leave it out, and take the "
+                    "spread of a new value from its distribution."
+                )
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
         width = self._quantile(confidence) * jnp.sqrt(variance)
         like = curve.shapes(self._free, fixed, x)
@@ -307,7 +318,7 @@ class CurveFit(eqx.Module):
         check_fraction("confidence", confidence)
         if self._setting.many:
             raise ValueError("Profiles are of one data set: fit it by itself.")
-        return Interval(*_profiles(self, self._quantile(confidence)))
+        return Interval(*profiles(self, self._quantile(confidence)))
 
     def _quantile(self, confidence: float) -> float:
         from scipy.stats import norm, t  # dear to import
@@ -333,9 +344,25 @@ class CurveFit(eqx.Module):
         found = np.argwhere(far & (np.abs(pull) < np.abs(residuals) / 3))
         return found if self._setting.many else found[:, 0]
 
+    def runs_test(self) -> float:
+        """The p-value of Wald and Wolfowitz's test for the signs of the residuals.
+
+        A small one says that neighbours deviate alike, and the curve misses something.
+        The residuals are in the order of x where that is one row of numbers, else in the
+        order of the points. NaN where all have one sign."""
+        if self._setting.many:
+            raise ValueError("A runs test is of one data set: fit it by itself.")
+        residuals, leaves = np.asarray(self.residuals), jax.tree.leaves(self._data.x)
+        if len(leaves) == 1 and leaves[0].shape == residuals.shape:
+            residuals = residuals[np.argsort(np.asarray(leaves[0]), kind="stable")]
+        return runs_test(np.sign(residuals))
+
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
-        """Data with their errors, the curve, and its confidence band; needs matplotlib,
-        and one x of one axis.
+        """Data with their errors, the curve, and its confidence band; needs matplotlib.
+
+        It is drawn over x, or over the only one of a dictionary's arrays that has y's
+        shape and is not the same at all points. With a likelihood it is in units of y; of
+        trials as the share of successes.
 
         **Returns:** the axes.
         """
@@ -368,89 +395,13 @@ def made(
     )
 
 
+# An outlier has a residual of so many standard deviations.
+_OUTLYING = 3
+
+
 @eqx.filter_jit
 def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
     """The curve, and its variance in units of the residuals'."""
     lin = linearise(lambda p, given: curve(p, *given), free, (fixed, x))
     pushed = _tree.matmul(lin.matrix(), errors.factor)
     return lin.outputs, jnp.sum(pushed**2, axis=1)
-
-
-# Residuals of so many roundings of y have no profile; and an outlier has one of so many
-# standard deviations.
-_ROUNDINGS = 100
-_OUTLYING = 3
-# A root is found when the distance is met to this part.
-_NEAR = 1e-5
-_MOST_REFITS = 30
-# Farther than so many standard errors there is none.
-_FARTHEST = 1e4
-
-
-def _profiles(fit: CurveFit, quantile: float) -> tuple[PyTree, PyTree]:
-    """The ends of all intervals, each by a secant on the signed root of what the loss has
-    risen by, in standard errors, which is nearly a straight line."""
-    setting, end = fit._setting, fit._end
-    best, unravel = _tree.ravel_pytree(end.parameters)
-    k, dtype = best.size, best.dtype
-    errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
-    known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
-    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
-    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
-    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(fit._data.y, fit._data)))
-    if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
-        width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
-        return of_all(best - width), of_all(best + width)
-    low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
-    if setting.solver.bounds is not None:
-        box = Box.of(setting.solver.bounds, end.parameters)
-        low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
-    factor = end.factor(setting)
-    which = np.concatenate([np.arange(k), np.arange(k)])
-    sign = np.concatenate([-np.ones(k), np.ones(k)])
-    levels = ((None, 0, 0),)
-
-    def risen(at: np.ndarray) -> np.ndarray:
-        """How far, with one parameter of each refit held there."""
-        rows = jnp.arange(2 * k)
-        starts = jnp.tile(best, (2 * k, 1)).at[rows, which].set(jnp.asarray(at, dtype))
-        lower = jnp.tile(low, (2 * k, 1)).at[rows, which].set(starts[rows, which])
-        upper = jnp.tile(high, (2 * k, 1)).at[rows, which].set(starts[rows, which])
-        tree = jax.vmap(unravel)
-        solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
-        refits = setting._replace(solver=solver, many=True)
-        refit, _ = fitted(refits, fit._data, tree(starts), levels)
-        rise = 2 * (refit.loss - end.loss) / (end.bend * factor)
-        return np.sqrt(np.maximum(np.asarray(rise), 0))
-
-    centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
-    reach = np.where(
-        sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre
-    )
-    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)  # in standard errors
-    step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
-    found = ~known[which]
-    for _ in range(_MOST_REFITS):
-        step = np.minimum(step, reach / unit)
-        distance = risen(centre + sign * step * unit)
-        distance = np.where(np.isnan(distance), np.inf, distance)
-        found |= np.abs(distance - quantile) <= _NEAR * quantile
-        found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
-        if found.all():
-            break
-        below = distance < quantile
-        near, far = np.where(below, step, near), np.where(below, far, step)
-        with np.errstate(all="ignore"):
-            secant = step * quantile / distance
-        middle = np.where(
-            np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far)
-        )
-        inside = (secant > near) & (
-            secant < np.minimum(far, 4 * np.maximum(near, quantile))
-        )
-        step = np.where(found, step, np.where(inside, secant, middle))
-    met = np.abs(distance - quantile) <= 1e-3 * quantile
-    met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound
-    ends = np.where(met, centre + sign * step * unit, sign * np.inf)
-    ends = np.where(known[which], ends, np.nan)
-    return of_all(ends[:k]), of_all(ends[k:])

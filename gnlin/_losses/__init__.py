@@ -7,6 +7,10 @@ from ._base import (
     check_loss as check_loss,
     Reduction as Reduction,
 )
+from ._binomial import (
+    BinomialNLL as BinomialNLL,
+    NegativeBinomialNLL as NegativeBinomialNLL,
+)
 from ._cross_entropy import (
     is_label as is_label,
     SigmoidCrossEntropy as SigmoidCrossEntropy,
@@ -30,3 +34,4 @@ from ._robust import (
     Tukey as Tukey,
 )
 from ._squared_error import SquaredError as SquaredError
+from ._tobit import TobitNLL as TobitNLL

@@ -182,8 +182,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     - `retraction`: of rotations and poses, and other points that are not added to:
         `retraction(row, step)`, the row of an array of parameters that a step leads to,
         where `step` has the row's shape (entries that are not used stay zero); or a tree
-        of such with the parameters' structure, `None` where they are added. On a full
-        batch, and without bounds.
+        of such with the parameters' structure, `None` where they are added. An array of
+        one axis is one row, such as a single pose, unless the function is of its entries
+        one by one. On a full batch, and without bounds.
     - `verbose`: whether to print a line of each step, also from within a compiled
         program; or a function that is called where the program is traced, as
         `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`, with

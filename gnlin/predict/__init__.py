@@ -2,11 +2,12 @@ r"""What a linearised model predicts after training: at any number of steps, aft
 time, and with what uncertainty.
 
 The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
-squared error all that training makes of it is in the eigenpairs of one matrix, the kernel
-or the curvature, whichever is smaller: it is factorised once, when the predictor is made,
-and every time, damping and input after that is a product.
+squared error all that training makes of it is in the singular values of its Jacobian, or
+the eigenpairs of the kernel or the curvature: one factorisation, when the predictor is
+made, and every time, damping and input after that is a product.
 """
 
+from ._gaussian import Gaussian as Gaussian
 from ._paths import (
     Descent as Descent,
     Flow as Flow,
@@ -14,7 +15,6 @@ from ._paths import (
     gradient_flow as gradient_flow,
 )
 from ._posterior import (
-    Gaussian as Gaussian,
     Posterior as Posterior,
     posterior as posterior,
 )

@@ -288,7 +288,7 @@ def _way(
     way = _set_up(linearised, whole)
     if isinstance(way, Eigenbasis):
         check_finite((way.eigenvalues, way.coefficients))
-        _check_convergence(way.eigenvalues[-1], filter, damping)
+        _check_convergence(jnp.max(way.eigenvalues), filter, damping)
     else:
         check_finite(way.gradient_norm)
     return way, whole

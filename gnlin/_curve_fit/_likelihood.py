@@ -1,0 +1,206 @@
+"""Losses that are negative log-likelihoods, other than of normal noise, and what is told
+of such a fit."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from .._losses import (
+    AbstractElementwiseLoss,
+    AbstractLoss,
+    AbstractRobust,
+    BinomialNLL,
+    NegativeBinomialNLL,
+    PoissonNLL,
+    Reduction,
+    SquaredError,
+    TobitNLL,
+)
+from ._curve import Data
+
+
+class Likelihood(AbstractElementwiseLoss):
+    """A loss whose sum is a negative log-likelihood, on all points in one row."""
+
+    loss: AbstractElementwiseLoss
+    reduction: Reduction | None = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return self.loss.elementwise(output, target)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return self.loss.derivative(output, target)
+
+    def root(self, output: Array, target: Array) -> Array:
+        return self.loss.root(output, target)
+
+    def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
+        return self.loss.decrease(outputs, new_outputs, target)
+
+
+class PerPoint(AbstractElementwiseLoss):
+    """A loss that is known for one example only, on points of one number each."""
+
+    loss: AbstractLoss
+    reduction: Reduction | None = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return jax.vmap(self.loss.value)(output, target)
+
+    def check(self, outputs: Any, targets: Any) -> None:
+        self.loss.check(outputs, targets)
+
+
+class Counted(AbstractElementwiseLoss):
+    """A likelihood without the points that are missing."""
+
+    loss: Likelihood
+    counted: Float[Array, " m"]
+    reduction: Reduction | None = "sum"
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return self._of(self.loss.elementwise, output, target)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return self._of(self.loss.derivative, output, target)
+
+    def root(self, output: Array, target: Array) -> Array:
+        return self._of(self.loss.root, output, target)
+
+    def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
+        return self.loss.decrease(*map(self._or_one, (outputs, new_outputs, target)))
+
+    def _of(self, function: Any, output: Array, target: Array) -> Array:
+        found = function(self._or_one(output), self._or_one(target))
+        return jnp.where(self.counted > 0, found, 0)
+
+    def _or_one(self, values: Array) -> Array:
+        """1 for a missing point, where losses are finite."""
+        return jnp.where(self.counted > 0, values, 1)
+
+
+def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
+    """As it is used on points in a row: squared error and robust losses as they are."""
+    if isinstance(loss, SquaredError | AbstractRobust):
+        if sigma_x is not None and not isinstance(loss, SquaredError):
+            raise ValueError(
+                "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
+            )
+        return loss
+    if not isinstance(loss, AbstractLoss):
+        raise ValueError(
+            "`loss` must be one of gnlin's, such as `gnlin.PoissonNLL()` or "
+            f"`gnlin.Huber(2.0)`, or your own `gnlin.AbstractLoss`, but {loss!r} was "
+            "given."
+        )
+    name = type(loss).__name__
+    if sigma_x is not None:
+        raise ValueError(
+            "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
+        )
+    if isinstance(loss, TobitNLL) and sigma is None:
+        raise ValueError(
+            "Censored values need `sigma`, the standard deviation of y, which this fit "
+            "does not estimate."
+        )
+    if sigma is not None and not isinstance(loss, TobitNLL):
+        raise ValueError(
+            f"`sigma` is for normal noise, and `{name}` says by itself how y spreads: "
+            "leave `sigma` out."
+        )
+    if not isinstance(loss, AbstractElementwiseLoss):
+        loss = PerPoint(loss=loss)
+    return Likelihood(loss=loss)
+
+
+def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
+    """With its own arrays, such as numbers of trials, in a row as the points are."""
+    leaves = jax.tree.leaves(of_y)
+    if len(leaves) != 1:
+        return loss
+    (shape,) = (leaf.shape for leaf in leaves)
+
+    def row(leaf):
+        return leaf.ravel() if eqx.is_array(leaf) and leaf.shape == shape else leaf
+
+    return jax.tree.map(row, loss)
+
+
+def check_targets(loss: Likelihood, data: Data, axes: Any, y: PyTree) -> None:
+    """Whether these can be values of y. Missing ones are zero."""
+    if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
+        raise ValueError("Complex values are for squared error and robust losses.")
+    if data.sigma.ndim - (axes.sigma == 0) == 2:
+        raise ValueError(
+            "Censored values are independent: pass standard deviations as `sigma`, not a "
+            "covariance."
+        )
+    rows = data.y if data.y.ndim == 2 else data.y[None]
+    outputs = jax.ShapeDtypeStruct(data.y.shape[-1:], data.y.dtype)
+    for row in rows:
+        loss.loss.check(outputs, row)
+
+
+def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
+    """Of a likelihood by the rate itself, which `rates()` evaluates at the start."""
+    if not isinstance(loss, Likelihood) or not isinstance(loss.loss, PoissonNLL):
+        return
+    if loss.loss.log_input:
+        return
+    known = rates()
+    if isinstance(known, Tracer):
+        return
+    wrong = np.flatnonzero(~(np.asarray(known) > 0))
+    if wrong.size > 0:
+        point = wrong[0]
+        raise ValueError(
+            "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
+            f"{float(known[point]):.4g} at point {point}: start elsewhere, or let `f` "
+            "return its logarithm, for `gnlin.PoissonNLL()`."
+        )
+
+
+def in_units_of_y(loss: AbstractElementwiseLoss, outputs: Array) -> Array:
+    """What y is expected to be, of trials the share of successes."""
+    of = loss.loss if isinstance(loss, Likelihood) else loss
+    if isinstance(of, PoissonNLL) and of.log_input:
+        return jnp.exp(outputs)
+    if isinstance(of, NegativeBinomialNLL):
+        return jnp.exp(outputs)
+    return jax.nn.sigmoid(outputs) if isinstance(of, BinomialNLL) else outputs
+
+
+def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
+    """The data in the same units."""
+    of = loss.loss if isinstance(loss, Likelihood) else loss
+    if not isinstance(of, BinomialNLL):
+        return y
+    trials = np.broadcast_to(np.asarray(of.trials), y.shape)
+    return np.where(trials > 0, y / np.where(trials > 0, trials, 1), np.nan)
+
+
+def runs_test(signs: np.ndarray) -> float:
+    """The p-value of as few, or as many, runs of one sign: normal, with a correction for
+    continuity.
+
+    ??? cite "Reference"
+
+        A. Wald and J. Wolfowitz, *On a test whether two samples are from the same
+        population*, Ann. Math. Statist. 11 (1940).
+    """
+    signs = signs[signs != 0]
+    above, below = int(np.sum(signs > 0)), int(np.sum(signs < 0))
+    number = above + below
+    if above == 0 or below == 0 or number < 3:
+        return math.nan
+    runs = 1 + int(np.sum(signs[1:] != signs[:-1]))
+    mean = 1 + 2 * above * below / number
+    variance = (mean - 1) * (mean - 2) / (number - 1)
+    far = max(abs(runs - mean) - 0.5, 0) / math.sqrt(variance)
+    return math.erfc(far / math.sqrt(2))

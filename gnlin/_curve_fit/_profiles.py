@@ -1,0 +1,96 @@
+"""Profile likelihoods: where the best fit of the others is so much worse."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from .. import _tree
+from .._bounds import Box
+from ._curve import whitened
+from ._posed import with_bounds
+from ._program import fitted
+
+
+if TYPE_CHECKING:
+    from ._result import CurveFit
+
+
+# Residuals of so many roundings of y have no profile.
+_ROUNDINGS = 100
+# A root is found when the distance is met to this part.
+_NEAR = 1e-5
+_MOST_REFITS = 30
+# Farther than so many standard errors there is none.
+_FARTHEST = 1e4
+
+
+def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
+    """The ends of all intervals, each by a secant on the signed root of what the loss has
+    risen by, in standard errors, which is nearly a straight line."""
+    setting, end = fit._setting, fit._end
+    best, unravel = _tree.ravel_pytree(end.parameters)
+    k, dtype = best.size, best.dtype
+    errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
+    known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
+    none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
+    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
+    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(fit._data.y, fit._data)))
+    if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
+        width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
+        return of_all(best - width), of_all(best + width)
+    low, high = (jnp.full(k, s * jnp.inf, dtype) for s in (-1, 1))
+    if setting.solver.bounds is not None:
+        box = Box.of(setting.solver.bounds, end.parameters)
+        low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
+    factor = end.factor(setting)
+    which = np.concatenate([np.arange(k), np.arange(k)])
+    sign = np.concatenate([-np.ones(k), np.ones(k)])
+    levels = ((None, 0, 0),)
+
+    def risen(at: np.ndarray) -> np.ndarray:
+        """How far, with one parameter of each refit held there."""
+        rows = jnp.arange(2 * k)
+        starts = jnp.tile(best, (2 * k, 1)).at[rows, which].set(jnp.asarray(at, dtype))
+        lower = jnp.tile(low, (2 * k, 1)).at[rows, which].set(starts[rows, which])
+        upper = jnp.tile(high, (2 * k, 1)).at[rows, which].set(starts[rows, which])
+        tree = jax.vmap(unravel)
+        solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
+        refits = setting._replace(solver=solver, many=True)
+        refit, _ = fitted(refits, fit._data, tree(starts), levels)
+        rise = 2 * (refit.loss - end.loss) / (end.bend * factor)
+        return np.sqrt(np.maximum(np.asarray(rise), 0))
+
+    centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
+    reach = np.where(
+        sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre
+    )
+    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)  # in standard errors
+    step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
+    found = ~known[which]
+    for _ in range(_MOST_REFITS):
+        step = np.minimum(step, reach / unit)
+        distance = risen(centre + sign * step * unit)
+        distance = np.where(np.isnan(distance), np.inf, distance)
+        found |= np.abs(distance - quantile) <= _NEAR * quantile
+        found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
+        if found.all():
+            break
+        below = distance < quantile
+        near, far = np.where(below, step, near), np.where(below, far, step)
+        with np.errstate(all="ignore"):
+            secant = step * quantile / distance
+        middle = np.where(
+            np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far)
+        )
+        inside = (secant > near) & (
+            secant < np.minimum(far, 4 * np.maximum(near, quantile))
+        )
+        step = np.where(found, step, np.where(inside, secant, middle))
+    met = np.abs(distance - quantile) <= 1e-3 * quantile
+    met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound
+    ends = np.where(met, centre + sign * step * unit, sign * np.inf)
+    ends = np.where(known[which], ends, np.nan)
+    return of_all(ends[:k]), of_all(ends[k:])

@@ -1,0 +1,130 @@
+"""The steps to the minimum, and how it moves with what it depends on."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Int, PyTree, Scalar
+
+from .. import _lapack, _tree
+from .._bounds import Box
+from .._solve import solve
+from .._tree import ravel_pytree
+from ._curve import Data
+from ._posed import at_bounds, no_shift, Posed, Setting, with_bounds
+
+
+class Run(NamedTuple):
+    variables: PyTree[Array]
+    loss: Scalar
+    history: Any
+    result: optx.RESULTS
+    num_steps: Int[Array, ""]
+
+
+@eqx.filter_custom_jvp
+def run(setting: Setting, data: Data, start: PyTree[Array], *, history: bool) -> Run:
+    """The steps to the minimum, whose derivative is that of the minimum and not that of
+    the steps."""
+    posed, bounds = Posed.of(setting, data), setting.solver.bounds
+    of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
+    # `solve` takes real inputs.
+    (data, fixed), complex_again = _as_real(posed.given)
+    # One example, of which the residuals are the outputs.
+    inputs = jax.tree.map(lambda x: jnp.asarray(x)[None], (data, fixed))
+    solution = solve(
+        (
+            lambda variables, given: posed.outputs(variables, complex_again(given)),
+            {"curve": start, "x": no_shift(data)},
+        ),
+        (inputs, posed.target[None]),
+        with_bounds(setting.solver, of_all),
+        loss=posed.loss,
+        max_steps=setting.max_steps,
+        divergence=None,
+        history=history,
+    )
+    _, variables = solution.model
+    return Run(
+        variables,
+        solution.loss,
+        dict(solution.history) if history else None,
+        solution.result,
+        solution.stats["num_steps"],
+    )
+
+
+@run.def_jvp
+def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
+    """The gradient stays zero, and what is at a bound stays there (the implicit function
+    theorem). A direction that the data do not determine has no derivative: zero."""
+    setting, data, start = primals
+    end = run(setting, data, start, history=history)
+    here, unravel = ravel_pytree(end.variables)
+
+    def gradient(flat, given):
+        posed = Posed.of(*given)
+        outputs = lambda flat: posed.outputs(unravel(flat), posed.given)
+        pull = posed.counted * posed.loss.derivative(outputs(flat), posed.target)
+        return _tree.matmul(jax.jacfwd(outputs)(flat).T, pull)
+
+    given, changes = primals[:2], tangents[:2]
+    of_given = lambda *given: gradient(here, given)
+    slope, change = eqx.filter_jvp(of_given, given, changes)
+    curvature = jax.jacfwd(gradient)(here, given)
+    bounds, parameters = setting.solver.bounds, end.variables["curve"]
+    held, at_ends = jnp.zeros(here.size, bool), jnp.zeros_like(here)
+    if bounds is not None:
+        side, blocked = at_bounds(bounds, parameters, unravel(slope)["curve"])
+        held = held.at[: side.size].set(blocked)
+
+        def ends(bounds):
+            box = Box.of(bounds, parameters)
+            low, high = (ravel_pytree(b)[0] for b in (box.lower, box.upper))
+            return jnp.where(blocked, jnp.where(side > 0, high, low), 0)
+
+        _, moved = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
+        if moved is not None:
+            at_ends = at_ends.at[: side.size].set(moved)
+    change = 0 if change is None else change  # where only the start is differentiated
+    change += _tree.matmul(curvature, at_ends)
+    moved = jnp.where(held, at_ends, -_solved(curvature, change, ~held))
+    nothing = jax.tree.map(lambda _: None, end)
+    return end, nothing._replace(variables=unravel(moved))
+
+
+def _solved(matrix: Array, right: Array, free: Array) -> Array:
+    """By eigenvalues, of what is free; the least solution in units of the diagonal where
+    the matrix is singular."""
+    matrix = 0.5 * (matrix + matrix.T)
+    units = jnp.sqrt(jnp.abs(jnp.diagonal(matrix)))
+    units = jnp.where(free & (units > 0), units, 1)
+    both = free[:, None] & free[None, :]
+    w, u = _lapack.eigh(jnp.where(both, matrix / (units[:, None] * units[None]), 0))
+    least = w.size * jnp.finfo(w.dtype).eps * jnp.max(jnp.abs(w))
+    inverse = jnp.where(jnp.abs(w) > least, 1 / jnp.where(w == 0, 1, w), 0)
+    inverse = jnp.where(jnp.isnan(w), jnp.nan, inverse)
+    right = jnp.where(free, right / units, 0)
+    return _tree.matmul(u, inverse * _tree.matmul(u.T, right)) / units
+
+
+def _as_real(tree: PyTree[Array]) -> tuple[PyTree[Array], Callable[[PyTree], PyTree]]:
+    """Complex arrays as their real and imaginary parts; and the way back."""
+    leaves, structure = jax.tree.flatten(tree)
+    are_complex = [jnp.iscomplexobj(x) for x in leaves]
+
+    def parts(x):
+        return (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x
+
+    def whole(part, is_complex):
+        return jax.lax.complex(*part) if is_complex else part
+
+    def back(tree):
+        return structure.unflatten(
+            list(map(whole, structure.flatten_up_to(tree), are_complex))
+        )
+
+    return structure.unflatten(list(map(parts, leaves))), back

@@ -1,0 +1,83 @@
+"""What the end of a fit is in the parameters' structure."""
+
+from typing import Any, TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .. import _tree
+from ._likelihood import Likelihood
+from ._posed import Setting
+
+
+if TYPE_CHECKING:
+    from ._program import Fitted
+
+
+def in_structure(setting: Setting, end: "Fitted") -> dict[str, Any]:
+    matrix = end.covariance.matrix(end.factor(setting))
+    errors = jnp.sqrt(jnp.diagonal(matrix))
+    held = end.at_bound != 0
+    errors = jnp.where(held, jnp.nan, errors)
+    outer = errors[:, None] * errors[None, :]
+    correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
+    correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
+    dof = end.num_points - end.num_free
+    residual = end.chi_squared / end.num_points
+    twice_loss = 2 * end.loss
+    likelihood = end.num_points * jnp.log(residual)
+    if isinstance(setting.loss, Likelihood):
+        likelihood = twice_loss
+    every = _Every(setting, end.parameters)
+    return {
+        "parameters": every.parameters,
+        "standard_errors": every.vector(errors),
+        "covariance": every.blocks(matrix),
+        "covariance_matrix": matrix,
+        "correlation": every.blocks(correlation),
+        "deviance": twice_loss,
+        "reduced_chi_squared": end.chi_squared / dof,
+        "degrees_of_freedom": dof,
+        "scale": jnp.ones_like(end.noise) if setting.absolute_sigma else end.noise,
+        "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
+        "multipliers": every.vector(jnp.where(held, end.pull, 0)),
+        "aic": likelihood + 2 * end.num_free,
+        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
+    }
+
+
+class _Every:
+    """All parameters: what is of those that are free in their structure, with zeros for
+    those that are fixed."""
+
+    def __init__(self, setting: Setting, free: PyTree[Array]):
+        merged, fixed = setting.curve.merged, setting.fixed
+        self.parameters = merged(free, fixed)
+        self.like = _tree.Structure.of(self.parameters)
+        is_free = merged(
+            jax.tree.map(lambda x: np.ones(x.shape, bool), free),
+            jax.tree.map(lambda x: np.zeros(x.shape, bool), fixed),
+        )
+        flags = [flag.ravel() for flag in jax.tree.leaves(is_free)]
+        self.places = np.flatnonzero(np.concatenate(flags))
+
+    def vector(self, values: Array) -> PyTree[Array]:
+        zeros = jnp.zeros(self.like.size, values.dtype)
+        return self.like.unravel(zeros.at[self.places].set(values))
+
+    def blocks(self, matrix: Array) -> PyTree[Array]:
+        """One for each two leaves."""
+        zeros = jnp.zeros((self.like.size, matrix.shape[0]), matrix.dtype)
+        rows = jax.vmap(self.vector)(zeros.at[self.places].set(matrix))
+        ends = np.cumsum([leaf.size for leaf in self.like.leaves])
+
+        def of(leaf, end):
+            some = slice(end - leaf.size, end)
+            return jax.tree.map(
+                lambda row: row[some].reshape(leaf.shape + row.shape[1:]), rows
+            )
+
+        pairs = zip(self.like.leaves, ends, strict=True)
+        return self.like.treedef.unflatten([of(*pair) for pair in pairs])

@@ -1,0 +1,429 @@
+"""Fits of counts, of successes and of censored values: against iteratively reweighted
+least squares, and SciPy's distributions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+import scipy.stats
+
+import gnlin
+
+
+RNG = np.random.default_rng(0)
+X = np.linspace(-1, 2, 40)
+DESIGN = np.stack([np.ones(40), X], 1)
+START = {"a": 0.0, "b": 0.0}
+COUNTS = RNG.poisson(np.exp(1 + 0.8 * X))
+TRIALS = RNG.integers(0, 30, 40)
+SUCCESSES = RNG.binomial(TRIALS, scipy.special.expit(0.3 + 1.2 * X))
+NORMAL = 1 + 0.5 * X + 0.3 * RNG.normal(size=40)
+SIDES = np.where(NORMAL < 0.8, -1, np.where(NORMAL > 1.7, 1, 0))
+CENSORED = np.clip(NORMAL, 0.8, 1.7)
+
+
+def line(p, x):
+    return p["a"] + p["b"] * x
+
+
+def rate(p, x):
+    return p["a"] * jnp.exp(p["b"] * x) + 1.0
+
+
+def values(tree):
+    return np.array([float(v) for v in jax.tree.leaves(tree)])
+
+
+POISSON = scipy.stats.poisson
+BINOMIAL = scipy.stats.binom
+
+
+def negative_binomial(mean, dispersion=0.5):
+    return scipy.stats.nbinom(1 / dispersion, 1 / (1 + dispersion * mean))
+
+
+class Own(gnlin.AbstractLoss):
+    """Poisson's, of one example."""
+
+    reduction: str | None = None
+
+    def value(self, outputs, target):
+        return jnp.exp(outputs) - target * outputs
+
+
+# The loss, y, the mean and its derivative by the outputs, the variance, and the logarithm
+# of the probability.
+GLMS = {
+    "poisson": (
+        gnlin.PoissonNLL(),
+        COUNTS,
+        lambda f: (np.exp(f), np.exp(f), np.exp(f)),
+        lambda mean: POISSON.logpmf(COUNTS, mean),
+    ),
+    "binomial": (
+        gnlin.BinomialNLL(TRIALS),
+        SUCCESSES,
+        lambda f: (
+            TRIALS * scipy.special.expit(f),
+            *(2 * (TRIALS * scipy.special.expit(f) * scipy.special.expit(-f),)),
+        ),
+        lambda mean: BINOMIAL.logpmf(SUCCESSES, TRIALS, mean / np.maximum(TRIALS, 1)),
+    ),
+    "negative binomial": (
+        gnlin.NegativeBinomialNLL(0.5),
+        COUNTS,
+        lambda f: (np.exp(f), np.exp(f), np.exp(f) + 0.5 * np.exp(2 * f)),
+        lambda mean: negative_binomial(mean).logpmf(COUNTS),
+    ),
+    "own": (
+        Own(),
+        COUNTS,
+        lambda f: (np.exp(f), np.exp(f), np.exp(f)),
+        None,
+    ),
+}
+
+
+@functools.cache
+def fit_of(name):
+    loss, y, *_ = GLMS[name]
+    return gnlin.curve_fit(line, X, y, START, loss=loss)
+
+
+@pytest.mark.parametrize("name", GLMS)
+def test_by_iteratively_reweighted_least_squares(name):
+    _, y, mean_of, logarithm = GLMS[name]
+    fit, p = fit_of(name), np.zeros(2)
+    for _ in range(100):
+        mean, slope, variance = mean_of(DESIGN @ p)
+        weights = slope**2 / np.maximum(variance, 1e-300)
+        information = DESIGN.T @ (weights[:, None] * DESIGN)
+        score = slope / np.maximum(variance, 1e-300) * (y - mean)
+        p = p + np.linalg.solve(information, DESIGN.T @ score)
+    np.testing.assert_allclose(values(fit.parameters), p, rtol=1e-5)
+    covariance = np.linalg.inv(information)
+    np.testing.assert_allclose(fit.covariance_matrix, covariance, rtol=1e-4)
+    errors = np.sqrt(np.diagonal(covariance))
+    np.testing.assert_allclose(values(fit.standard_errors), errors, rtol=1e-4)
+    used = variance > 0
+    pearson = np.sum((y - mean)[used] ** 2 / variance[used])
+    np.testing.assert_allclose(fit.chi_squared, pearson, rtol=1e-4)
+    assert fit.scale == 1
+    assert fit.degrees_of_freedom == 38
+    if logarithm is not None:
+        deviance = 2 * np.sum(logarithm(y) - logarithm(mean))
+        np.testing.assert_allclose(fit.deviance, deviance, rtol=1e-6)
+        np.testing.assert_allclose(fit.aic, deviance + 4, rtol=1e-6)
+        np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(40), rtol=1e-6)
+
+
+def test_profiles_are_those_of_the_likelihood():
+    """Wilks's: a rise of the deviance by chi-squared's quantile."""
+    interval = fit_of("poisson").confidence_intervals(0.9)
+    loss = lambda a, b: -np.sum(POISSON.logpmf(COUNTS, np.exp(a + b * X)))
+
+    def profile(a):
+        return scipy.optimize.minimize_scalar(
+            lambda b: loss(a, b), bracket=(0, 1), tol=1e-12
+        ).fun
+
+    best = values(fit_of("poisson").parameters)
+    rise = scipy.stats.chi2.ppf(0.9, 1) / 2
+    above = lambda a: profile(a) - loss(*best) - rise
+    low = scipy.optimize.brentq(above, best[0] - 1, best[0])
+    high = scipy.optimize.brentq(above, best[0], best[0] + 1)
+    np.testing.assert_allclose([interval.low["a"], interval.high["a"]], [low, high], 1e-4)
+    band = fit_of("poisson").band(np.array([0.0, 2.0]), 0.9)
+    covariance = np.asarray(fit_of("poisson").covariance_matrix)
+    error = np.sqrt(covariance[0, 0]), np.sqrt([1, 2] @ covariance @ [1, 2])
+    width = scipy.stats.norm.ppf(0.95) * np.array(error)
+    np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
+
+
+def test_a_curve_that_is_the_rate_itself():
+    """And between bounds."""
+    fit = gnlin.curve_fit(
+        rate, X, COUNTS, {"a": 1.0, "b": 0.5}, loss=gnlin.PoissonNLL(log_input=False)
+    )
+    mean = lambda p: p[0] * np.exp(p[1] * X) + 1
+    best = scipy.optimize.minimize(
+        lambda p: -np.sum(POISSON.logpmf(COUNTS, mean(p))), [1, 0.5], method="BFGS"
+    ).x
+    np.testing.assert_allclose(values(fit.parameters), best, rtol=1e-4)
+    shape = np.exp(best[1] * X)
+    slopes = np.stack([shape, best[0] * X * shape], 1)
+    information = slopes.T @ (slopes / mean(best)[:, None])
+    np.testing.assert_allclose(
+        fit.covariance_matrix, np.linalg.inv(information), rtol=1e-3
+    )
+    held = gnlin.curve_fit(
+        rate,
+        X,
+        COUNTS,
+        {"a": 1.0, "b": 0.5},
+        loss=gnlin.PoissonNLL(log_input=False),
+        bounds={"b": (0.0, 0.6)},
+    )
+    assert held.parameters["b"] == 0.6
+    alone = scipy.optimize.minimize_scalar(
+        lambda a: -np.sum(POISSON.logpmf(COUNTS, mean((a, 0.6)))),
+        bounds=(0.5, 5),
+        method="bounded",
+        options={"xatol": 1e-9},
+    ).x
+    np.testing.assert_allclose(held.parameters["a"], alone, rtol=1e-6)
+    assert held.deviance > fit.deviance
+
+
+def test_censored_values():
+    """Tobin's likelihood, with its second derivative by differences."""
+    fit = gnlin.curve_fit(line, X, CENSORED, START, sigma=0.3, loss=gnlin.TobitNLL(SIDES))
+
+    def loss(p):
+        z = (CENSORED - DESIGN @ p) / 0.3
+        each = np.where(SIDES == 0, 0.5 * z**2, -scipy.stats.norm.logcdf(-SIDES * z))
+        return np.sum(each)
+
+    best = scipy.optimize.minimize(loss, [1, 0.5], method="BFGS", tol=1e-9).x
+    np.testing.assert_allclose(values(fit.parameters), best, rtol=1e-5)
+    h, curvature = 1e-4, np.zeros((2, 2))
+    for i, j in np.ndindex(2, 2):
+        ends = [
+            s * t * loss(best + h * (s * np.eye(2)[i] + t * np.eye(2)[j]))
+            for s in (1, -1)
+            for t in (1, -1)
+        ]
+        curvature[i, j] = sum(ends) / (4 * h**2)
+    np.testing.assert_allclose(fit.covariance_matrix, np.linalg.inv(curvature), rtol=1e-4)
+    assert abs(fit.parameters["b"] - 0.5) < 3 * fit.standard_errors["b"]
+    naive = gnlin.curve_fit(line, X, CENSORED, START)
+    assert naive.parameters["b"] < fit.parameters["b"] - fit.standard_errors["b"]
+
+
+def test_missing_counts_many_of_them_and_starts():
+    loss = gnlin.PoissonNLL()
+    counts = COUNTS.astype(float)
+    counts[[3, 17]] = np.nan
+    fit = gnlin.curve_fit(line, X, counts, START, loss=loss, nan_policy="omit")
+    known = ~np.isnan(counts)
+    fewer = gnlin.curve_fit(line, X[known], COUNTS[known], START, loss=loss)
+    np.testing.assert_allclose(
+        values(fit.parameters), values(fewer.parameters), rtol=1e-7
+    )
+    np.testing.assert_allclose(fit.covariance_matrix, fewer.covariance_matrix, rtol=1e-6)
+    np.testing.assert_allclose(fit.deviance, fewer.deviance, rtol=1e-7)
+    assert fit.residuals[3] == 0
+    assert fit.degrees_of_freedom == 36
+    both = gnlin.curve_fit(
+        line, X, np.stack([COUNTS, counts]), START, **{"loss": loss, "nan_policy": "omit"}
+    )
+    of_each = [fit_of("poisson").standard_errors["b"], fit.standard_errors["b"]]
+    np.testing.assert_allclose(both.standard_errors["b"], of_each, rtol=1e-6)
+    bounds = {"a": (-3.0, 3.0), "b": (-3.0, 3.0)}
+    started = gnlin.curve_fit(line, X, COUNTS, START, loss=loss, bounds=bounds, starts=4)
+    np.testing.assert_allclose(started.deviance, fit_of("poisson").deviance, rtol=1e-9)
+
+
+def test_derivatives_by_the_data():
+    loss = gnlin.PoissonNLL()
+    y = jnp.asarray(COUNTS, float)
+
+    @jax.jit
+    def slope(y):
+        return gnlin.curve_fit(line, X, y, START, loss=loss).parameters["b"]
+
+    found = jax.jit(jax.grad(slope))(y)
+    ends = [slope(y.at[5].add(h)) for h in (1e-3, -1e-3)]
+    np.testing.assert_allclose(found[5], (ends[0] - ends[1]) / 2e-3, rtol=1e-4)
+
+
+def test_in_single_precision():
+    fit = gnlin.curve_fit(
+        line,
+        X.astype(np.float32),
+        COUNTS.astype(np.float32),
+        {name: np.float32(0) for name in START},
+        loss=gnlin.PoissonNLL(),
+    )
+    assert fit.covariance_matrix.dtype == jnp.float32
+    expected = fit_of("poisson")
+    np.testing.assert_allclose(
+        values(fit.parameters), values(expected.parameters), rtol=1e-3
+    )
+    np.testing.assert_allclose(
+        fit.covariance_matrix, expected.covariance_matrix, rtol=1e-2
+    )
+
+
+def test_runs_of_one_sign():
+    """By the formula, in the order of x; and what is too smooth is seen."""
+    order = np.random.default_rng(1).permutation(40)
+    mixed = gnlin.curve_fit(line, X[order], COUNTS[order], START, loss=gnlin.PoissonNLL())
+    fit = fit_of("poisson")
+    assert mixed.runs_test() == pytest.approx(fit.runs_test())
+    signs = np.sign(COUNTS - np.exp(line(fit.parameters, X)))
+    runs = 1 + np.sum(signs[1:] != signs[:-1])
+    n, m = np.sum(signs > 0), np.sum(signs < 0)
+    mean = 2 * n * m / 40 + 1
+    variance = 2 * n * m * (2 * n * m - 40) / (40**2 * 39)
+    z = max(abs(runs - mean) - 0.5, 0) / np.sqrt(variance)
+    assert fit.runs_test() == pytest.approx(2 * scipy.stats.norm.sf(z))
+    bent = gnlin.curve_fit(line, X, np.round(20 * (X - 0.5) ** 2), START)
+    assert bent.runs_test() < 1e-4
+
+
+def test_the_report_and_the_picture():
+    matplotlib.use("Agg")
+    report = str(fit_of("poisson"))
+    assert "deviance" in report
+    assert "runs test of the residuals' signs: p = " in report
+    assert "reduced" not in report
+    ax = fit_of("binomial").plot()
+    (curve,) = (drawn for drawn in ax.lines if drawn.get_label() == "fit")
+    expected = scipy.special.expit(line(fit_of("binomial").parameters, 2.0))
+    assert curve.get_ydata()[-1] == pytest.approx(float(expected))
+    matplotlib.pyplot.close("all")
+    robust = gnlin.curve_fit(line, X, NORMAL, START, loss=gnlin.Huber(1.345))
+    assert "Huber's sandwich" in str(robust)
+
+
+@pytest.mark.parametrize(
+    ("y", "options", "message"),
+    [
+        (-COUNTS, {}, "counts must lie between 0 and inf, but one is -"),
+        (SUCCESSES, {"loss": gnlin.BinomialNLL(3)}, "no more successes than trials, but"),
+        (SUCCESSES, {"loss": gnlin.BinomialNLL([3, 4])}, "shape of the successes"),
+        (COUNTS, {"sigma": 1.0}, "says by itself how y spreads: leave `sigma` out"),
+        (COUNTS, {"sigma_x": 1.0}, "`sigma_x` is for squared error"),
+        (COUNTS, {"loss": gnlin.TobitNLL(0)}, "Censored values need `sigma`"),
+        (
+            COUNTS,
+            {"loss": gnlin.TobitNLL([0, 1]), "sigma": 1.0},
+            "`censored` must have the shape",
+        ),
+        (
+            COUNTS,
+            {"loss": gnlin.TobitNLL(0), "sigma": np.eye(40)},
+            "pass standard deviations as `sigma`",
+        ),
+        (
+            COUNTS,
+            {"loss": gnlin.PoissonNLL(log_input=False)},
+            r"is the rate of the counts, which must be positive, .* is 0 at point 0",
+        ),
+        (COUNTS, {"loss": gnlin.SoftmaxCrossEntropy()}, "one output array, whose last"),
+        (COUNTS, {"loss": "poisson"}, "`loss` must be one of gnlin's"),
+    ],
+)
+def test_what_cannot_be_meant(y, options, message, unchecked):
+    options = {"loss": gnlin.PoissonNLL(), **options}
+    with pytest.raises(ValueError, match=message):
+        gnlin.curve_fit(line, X, y, START, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: gnlin.PoissonNLL(log_input="no"), "`log_input` must be `True`"),
+        (lambda: gnlin.BinomialNLL(-1), "`trials` must be a number"),
+        (lambda: gnlin.BinomialNLL("many"), "`trials` must be a number"),
+        (lambda: gnlin.NegativeBinomialNLL(0.0), "`dispersion` must be greater"),
+        (lambda: gnlin.NegativeBinomialNLL([1.0, 2.0]), "`dispersion` must be one"),
+        (lambda: gnlin.TobitNLL([0, 2]), "`censored` must hold 0 for a value"),
+        (
+            lambda: fit_of("poisson").band(X, sigma=1.0),
+            "`sigma` of a band is of normal noise",
+        ),
+    ],
+)
+def test_what_no_loss_can_be(make, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+LOSSES = {
+    "rate": (
+        gnlin.PoissonNLL(log_input=False),
+        np.array([0.3, 2.0, 30.0]),
+        lambda f: POISSON(f),
+        lambda y: POISSON(np.maximum(y, 1e-300)),
+    ),
+    "poisson": (
+        gnlin.PoissonNLL(),
+        np.array([-2.0, 0.5, 3.0]),
+        lambda f: POISSON(np.exp(f)),
+        lambda y: POISSON(np.maximum(y, 1e-300)),
+    ),
+    "binomial": (
+        gnlin.BinomialNLL(7),
+        np.array([-8.0, 0.5, 3.0]),
+        lambda f: BINOMIAL(7, scipy.special.expit(f)),
+        lambda y: BINOMIAL(7, y / 7),
+    ),
+    "negative binomial": (
+        gnlin.NegativeBinomialNLL(0.25),
+        np.array([-2.0, 0.5, 3.0]),
+        lambda f: negative_binomial(np.exp(f), 0.25),
+        lambda y: negative_binomial(np.maximum(y, 1e-300), 0.25),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_losses_are_scipys_distributions(name):
+    """The value, its slope, and as curvature the mean of the second derivative."""
+    loss, outputs, distribution, best = LOSSES[name]
+    most = 7 if name == "binomial" else 2000
+    every = np.arange(most + 1)
+    for f in outputs:
+        chosen = np.array([0, 1, 5])
+        at = lambda f, y=chosen: loss.elementwise(
+            jnp.full(y.size, f), jnp.asarray(1.0 * y)
+        )
+        expected = best(chosen).logpmf(chosen) - distribution(f).logpmf(chosen)
+        np.testing.assert_allclose(at(f), expected, rtol=1e-9, atol=1e-12)
+        h = 1e-5 * max(abs(f), 1)
+        slope = loss.derivative(jnp.full(3, f), jnp.asarray(1.0 * chosen))
+        np.testing.assert_allclose(slope, (at(f + h) - at(f - h)) / (2 * h), rtol=1e-6)
+        derivative = lambda f: loss.derivative(
+            jnp.full(every.size, f), jnp.asarray(1.0 * every)
+        )
+        second = (derivative(f + h) - derivative(f - h)) / (2 * h)
+        root = loss.root(jnp.array([f]), jnp.array([1.0]))
+        mean = np.sum(distribution(f).pmf(every) * second)
+        np.testing.assert_allclose(root**2, mean, rtol=1e-6)
+        for new in (f + 1e-3, f + 3.0):
+            fall = [
+                loss.decrease(*(jnp.array([v]) for v in (f, new, y))) for y in (0.0, 5)
+            ]
+            expected = at(f)[jnp.array([0, 2])] - at(new)[jnp.array([0, 2])]
+            np.testing.assert_allclose(fall, expected, rtol=1e-9, atol=1e-12)
+    tiny = [jnp.array([v]) for v in (2.0, 2.0 + 1e-12, 5.0)]
+    slope = loss.derivative(tiny[0], tiny[2])[0]
+    fall = loss.decrease(*tiny)
+    np.testing.assert_allclose(fall, -slope * (tiny[1] - tiny[0])[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_the_loss_of_a_limit(dtype):
+    """Its slope and its curvature by the scaled complementary error function."""
+    z = np.array([-2000.0, -60.0, -31.0, -29.0, -10.5, -9.0, -3.0, 0.0, 2.0, 6.0], dtype)
+    loss, zero = gnlin.TobitNLL(1), jnp.zeros(z.size, dtype)
+    wide = z.astype(float)
+    hazard = np.sqrt(2 / np.pi) / scipy.special.erfcx(-wide / np.sqrt(2))
+    rtol = 1e-9 if dtype == np.float64 else 1e-4
+    value = loss.elementwise(jnp.asarray(z), zero)
+    np.testing.assert_allclose(value, -scipy.stats.norm.logcdf(wide), rtol, 1e-15)
+    np.testing.assert_allclose(loss.derivative(jnp.asarray(z), zero), -hazard, rtol=rtol)
+    with np.errstate(all="ignore"):
+        far = 1 - 1 / wide**2 + 6 / wide**4 - 50 / wide**6
+    curvature = np.where(wide < -29, far, hazard * (hazard + wide))
+    found = loss.root(jnp.asarray(z), zero) ** 2
+    np.testing.assert_allclose(found, curvature, rtol=max(rtol, 1e-6))
+    below = gnlin.TobitNLL(-1).elementwise(jnp.asarray(-z), zero)
+    np.testing.assert_array_equal(below, value)
