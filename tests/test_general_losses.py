@@ -217,8 +217,7 @@ def test_the_whitened_linearisation(name):
     vector = np.random.default_rng(1).normal(size=oracle.w.size)
     weights = np.array([1.0, 2.0, 0.0, 0.5, 1.0, 3.0, 0.5])
     w, *arrays = map(jnp.asarray, (oracle.w, vector, oracle.targets, weights))
-    with op_by_op():
-        product, gradient, rest, matrix = run(w, *arrays)
+    product, gradient, rest, matrix = jax.jit(run)(w, *arrays)
     each = np.repeat(weights / weights.sum(), 4)
     curvature = oracle.jacobian.T @ (each[:, None] * oracle.hessian) @ oracle.jacobian
     matrix, rest = np.asarray(matrix), np.asarray(rest)
@@ -311,7 +310,7 @@ def test_every_filter_by_every_method():
             assert near(step, expected, 1e-8), (method, filter)
 
 
-@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_gauss_newton_is_the_pseudo_inverse(method):
     """Of a softmax's singular Hessian, in more parameters than outputs."""
     step, _ = solve(SOFTMAX, gnlin.GaussNewton(method=method, search=None))
