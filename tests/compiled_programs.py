@@ -1,6 +1,6 @@
 """What a first call compiles, as JSON: how often a function stands in the program before
-XLA optimises it, and how many fusions it is afterwards. A process of its own, in which
-XLA optimises as for users."""
+XLA optimises it, and how many fusions it is afterwards. It runs in a process of its own,
+in which XLA fuses as for users."""
 
 import json
 import re

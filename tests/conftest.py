@@ -11,6 +11,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Most of the time goes into compiling. With `0` in its place XLA optimises as for users:
 # so .ci/run tests the core a second time.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# To note where in the sources each operation is takes a twentieth of the time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # JAX promotes neither dtypes nor ranks by itself: users may forbid it. Here, not in JAX's
 # configuration, so that what tests start in other processes is as strict.
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")

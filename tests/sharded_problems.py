@@ -369,7 +369,6 @@ ALSO_FOR_CROSS_ENTROPY = (
 
 FEW = {
     "solve: eigh": lambda: solve_case("damped, eigh", (4, 2)),
-    "solve: matrix-free": lambda: solve_case("damped, matrix-free", (1, 8)),
     "solve: matrix-free, in parts": lambda: solve_case(
         "damped, matrix-free", (4, 2), part_size=8
     ),
@@ -393,6 +392,7 @@ ALL = {
         )
         for name in ALSO_FOR_CROSS_ENTROPY
     },
+    "solve: parameters alone": lambda: solve_case("damped, matrix-free", (1, 8)),
     "solve: examples alone": lambda: solve_case("levenberg-marquardt", (8, 1)),
     "solve: by columns": lambda: solve_case("truncated", (4, 2), placed="columns"),
     **{

@@ -1,6 +1,8 @@
 """Bias, variance and effective dimension of a linearised network, by dense formulas and
 by drawing the noise; and what `lambda-sweep` makes of them."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -29,11 +31,15 @@ train, test = (
 
 def dense(inputs):
     """The outputs to begin with, and the Jacobian, flat."""
+    return map(np.asarray, outputs_and_jacobian(inputs))
+
+
+@jax.jit
+def outputs_and_jacobian(inputs):
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(parameters)
     fn = lambda y: jax.vmap(eqx.combine(unravel(y), frozen))(inputs).ravel()
-    outputs = np.asarray(jax.vmap(initial)(inputs)).ravel()
-    return outputs, np.asarray(jax.jacobian(fn)(flat))
+    return jax.vmap(initial)(inputs).ravel(), jax.jacobian(fn)(flat)
 
 
 def smoother(phi, phi_test):
@@ -58,9 +64,14 @@ def repeated(kernel, across):
     return across @ weights
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def in_theory(test, damping, times):
+    return ridge_and_flow(linear_problem(model, initial, train, test), damping, times)
+
+
 @pytest.fixture(scope="module")
 def found():
-    return ridge_and_flow(linear_problem(model, initial, train, test), DAMPING, TIMES)
+    return in_theory(test, DAMPING, TIMES)
 
 
 @pytest.mark.parametrize("filter", ["ridge", "flow", "repeated"])
@@ -102,7 +113,7 @@ def test_noise_that_is_drawn_has_that_bias_and_that_variance(found):
 
 @pytest.mark.parametrize("damping", [1e-3, 30.0])
 def test_the_risk_of_flow_keeps_to_its_bound_on_the_training_inputs(damping):
-    found = ridge_and_flow(linear_problem(model, initial, train, train), damping, 1)
+    found = in_theory(train, damping, 1)
     bound = FLOW_AGAINST_RIDGE.below
     assert found["squared_bias_flow"] <= found["squared_bias_ridge"]
     assert found["variance_flow"] <= bound * found["variance_ridge"]

@@ -44,7 +44,8 @@ def linear_problems(m, n, number):
     ("name", "shape"),
     [
         *each_once(list(SOLVERS), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)]),
-        *each_once(list(SOLVERS), [(6, 10), (20, 5)]),
+        ("levenberg-marquardt", (6, 10)),
+        ("truncated", (6, 10)),
     ],
 )
 def test_a_linear_problems_constrained_minimum(name, shape):

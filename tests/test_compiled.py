@@ -25,9 +25,10 @@ MOST = {
 @pytest.fixture(scope="module")
 def counts():
     script = HERE / "compiled_programs.py"
-    hidden = "XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"
-    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(HERE.parent)
+    # LLVM optimises after the fusions are made: without it they are as many.
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, str(script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

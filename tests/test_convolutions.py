@@ -1,7 +1,6 @@
 """Convolutions written with channels last, against those as they came."""
 
 import functools
-import itertools
 
 import equinox as eqx
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from problems import each_pair
 
 import gnlin
 from gnlin._convolutions import channels_last
@@ -39,11 +39,7 @@ LAYOUTS = {
     3: [None, ("NHWDC", "HWDIO", "NHWDC"), ("DCNHW", "IDOWH", "WNDCH")],
 }
 SIZES = {"N": 3, "C": 4, "H": 7, "W": 6, "D": 5}
-CASES = [
-    (name, n, layout)
-    for name, n in itertools.product(KINDS, LAYOUTS)
-    for layout in range(3)
-]
+CASES = each_pair(KINDS, range(3), list(LAYOUTS))
 
 
 def convolution(name, n, layout, dtype):
@@ -64,9 +60,9 @@ def convolution(name, n, layout, dtype):
         **{a: 2 for a in axes},
     }
     of_kernel["W"] = 3
-    keys = jax.random.split(jax.random.key(n), 2)
-    x = jax.random.normal(keys[0], [SIZES[a] for a in specs[0]], dtype)
-    w = jax.random.normal(keys[1], [of_kernel[a] for a in specs[1]], dtype)
+    generator = np.random.default_rng(n)
+    x = jnp.asarray(generator.normal(size=[SIZES[a] for a in specs[0]]), dtype)
+    w = jnp.asarray(generator.normal(size=[of_kernel[a] for a in specs[1]]), dtype)
     convolve = functools.partial(
         jax.lax.conv_general_dilated, dimension_numbers=specs, **spread
     )
@@ -107,16 +103,22 @@ def layouts_of(fn, *args):
     return found
 
 
+def all_in_one(*functions):
+    """The results of all of them, by one program: one by one, each operation would be
+    compiled by itself."""
+    return jax.jit(lambda *args: [fn(*args) for fn in functions])
+
+
 def assert_equal(found, expected, dtype):
     tolerance = 100 * float(jnp.finfo(dtype).eps)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        scale = float(jnp.max(jnp.abs(b), initial=0.0)) or 1.0
+        scale = float(np.max(np.abs(b), initial=0.0)) or 1.0
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize(("name", "n", "layout"), CASES)
-def test_a_convolution_of_any_kind_and_its_derivatives(name, n, layout):
+@pytest.mark.parametrize(("name", "layout", "n"), CASES)
+def test_a_convolution_of_any_kind_and_its_derivatives(name, layout, n):
     dtype = (jnp.float32, jnp.float64)[(n + layout) % 2]
     convolve, x, w = convolution(name, n, layout, dtype)
 
@@ -132,11 +134,12 @@ def test_a_convolution_of_any_kind_and_its_derivatives(name, n, layout):
         return all_of_it
 
     known = cropped_beforehand(convolve, n, layout) if name == "cropped" else convolve
-    expected = of_operands(known)(x, w)
-    # Written so before differentiation, and after it
-    assert_equal(of_operands(channels_last(convolve))(x, w), expected, dtype)
+    # The convolution is rewritten before it is differentiated, and after that.
+    before = of_operands(channels_last(convolve))
     after = channels_last(of_operands(convolve))
-    assert_equal(after(x, w), expected, dtype)
+    expected, *found = all_in_one(of_operands(known), before, after)(x, w)
+    for each in found:
+        assert_equal(each, expected, dtype)
     assert all(layouts_of(after, x, w))
 
 
@@ -147,9 +150,13 @@ def test_many_of_them(axes):
         a if axis is None else jnp.stack([a, 2 * a, jnp.sin(a)])
         for a, axis in zip((x, w), axes, strict=True)
     )
-    expected = jax.vmap(convolve, axes)(x, w)
-    assert_equal(jax.vmap(channels_last(convolve), axes)(x, w), expected, jnp.float64)
-    assert_equal(channels_last(jax.vmap(convolve, axes))(x, w), expected, jnp.float64)
+    expected, *found = all_in_one(
+        jax.vmap(convolve, axes),
+        jax.vmap(channels_last(convolve), axes),
+        channels_last(jax.vmap(convolve, axes)),
+    )(x, w)
+    for each in found:
+        assert_equal(each, expected, jnp.float64)
 
 
 @jax.custom_jvp
@@ -185,9 +192,12 @@ def test_in_programs_within(name):
     found = layouts_of(turned, x, w)
     assert found
     assert all(found)
-    assert_equal(turned(x, w), fn(x, w), x.dtype)
-    pushed, expected = (jax.jvp(f, (x, w), (jnp.cos(x), w)) for f in (turned, fn))
-    assert_equal(pushed, expected, x.dtype)
+
+    def pushed(fn):
+        return lambda x, w: (fn(x, w), jax.jvp(fn, (x, w), (jnp.cos(x), w)))
+
+    assert_equal(*all_in_one(pushed(turned), pushed(fn))(x, w), x.dtype)
+    assert_equal(turned(x, w), jax.jit(fn)(x, w), x.dtype)
 
 
 def test_arrays_that_a_function_closes_over_are_differentiated():
@@ -199,7 +209,8 @@ def test_arrays_that_a_function_closes_over_are_differentiated():
         many = jax.vmap(slope)(jnp.stack([w, jnp.cos(w)]))
         return slope(w), jax.jvp(slope, (w,), (jnp.cos(w),)), many
 
-    assert_equal(slopes(channels_last), slopes(lambda fn: fn), x.dtype)
+    both = jax.jit(lambda: (slopes(channels_last), slopes(lambda fn: fn)))
+    assert_equal(*both(), x.dtype)
 
 
 def test_random_keys_go_in_and_come_out():
@@ -255,7 +266,8 @@ class Network(eqx.Module):
 def network():
     parameters, rest = eqx.partition(Network(), eqx.is_array)
     fn = gnlin.PerExample(lambda p, x: eqx.combine(p, rest)(x))
-    return fn, parameters, jax.random.normal(jax.random.key(3), (6, 1, 8, 8), float)
+    x = np.random.default_rng(3).normal(size=(6, 1, 8, 8))
+    return fn, parameters, jnp.asarray(x)
 
 
 @pytest.mark.parametrize("part_size", [None, 4])
@@ -270,10 +282,14 @@ def test_products_of_a_linearisation_have_them_with_channels_last(part_size):
 
     plain = jax.vmap(fn.fn, (None, 0))
     v = jax.tree.map(jnp.cos, parameters)
-    outputs, pushed = jax.jvp(lambda p: plain(p, x), (parameters,), (v,))
-    _, pull = jax.vjp(lambda p: plain(p, x), parameters)
-    expected = pushed, *pull(jnp.cos(outputs)), *pull(pushed)
-    assert_equal(products(parameters, x), expected, jnp.float64)
+
+    def by_jax(parameters, x):
+        outputs, pushed = jax.jvp(lambda p: plain(p, x), (parameters,), (v,))
+        _, pull = jax.vjp(lambda p: plain(p, x), parameters)
+        return pushed, *pull(jnp.cos(outputs)), *pull(pushed)
+
+    found, expected = all_in_one(products, by_jax)(parameters, x)
+    assert_equal(found, expected, jnp.float64)
 
     def looped(vectors):
         lin = gnlin.linearise(fn, parameters, x)
@@ -308,6 +324,7 @@ def test_layers_are_found_as_before():
     lin = gnlin.linearise(fn, parameters, x)
     assert isinstance(lin.jacobian, OfExamples)
     assert set(lin.jacobian._program().layers) >= {0, 2, 4}
-    rows = jax.jacrev(lambda p: jax.vmap(fn.fn, (None, 0))(p, x))(parameters)
-    dense = jnp.concatenate([r.reshape(12, -1) for r in jax.tree.leaves(rows)], axis=1)
-    np.testing.assert_allclose(lin.kernel(), dense @ dense.T, rtol=1e-10)
+    rows = jax.jit(jax.jacrev(lambda p: jax.vmap(fn.fn, (None, 0))(p, x)))(parameters)
+    dense = np.concatenate([r.reshape(12, -1) for r in jax.tree.leaves(rows)], axis=1)
+    kernel = jax.jit(lambda p: gnlin.linearise(fn, p, x).kernel())(parameters)
+    np.testing.assert_allclose(kernel, dense @ dense.T, rtol=1e-10)

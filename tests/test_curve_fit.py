@@ -195,9 +195,7 @@ def test_outliers_have_no_say():
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
-        (gnlin.Huber(0.1), "huber"),
         (gnlin.PseudoHuber(0.1), "soft_l1"),
-        (gnlin.Cauchy(0.1), "cauchy"),
         (gnlin.Arctan(0.1), "arctan"),
     ],
 )
@@ -233,6 +231,7 @@ def noisy_lines(number, size=100, seed=3):
     return x, 1 + 2 * x + errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sigma": 0.3, "absolute_sigma": True}])
 def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
     """Of 400 data sets, whose spread is known to 4 %."""
@@ -243,6 +242,7 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
         np.testing.assert_allclose(told, spread, rtol=0.12)
 
 
+@pytest.mark.slow
 def test_profiles_of_a_line_are_its_standard_errors():
     x, (y,) = noisy_lines(1, 2000)
     fit = gnlin.curve_fit(line, x, y, LINE, loss=gnlin.Cauchy(2.0))
@@ -529,7 +529,6 @@ def test_bounds_as_scipy_has_them():
     for start, bounds in (
         (np.ones(3), ([0, 0, 0], [9, 9, 9])),
         ([1.0, 1.0, 1.0], (np.zeros(3), 9)),
-        ([1.0, 1.0, 1.0], (0, [9.0, 9.0, 9.0])),
     ):
         fit = gnlin.curve_fit(f, X, Y, start, bounds=bounds)
         np.testing.assert_allclose(np.asarray(fit.parameters), expected, rtol=1e-5)
@@ -778,23 +777,31 @@ def test_derivatives_where_singular_values_are_equal(derivative):
     np.testing.assert_allclose(of_errors, jnp.stack([along, along]), atol=1e-12)
 
 
-@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
-@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.PseudoHuber(0.1)])
+@pytest.mark.parametrize(
+    ("derivative", "loss"),
+    [(jax.jacfwd, gnlin.SquaredError()), (jax.jacrev, gnlin.PseudoHuber(0.1))],
+    ids=["forwards", "backwards"],
+)
 def test_derivatives_at_a_bound(derivative, loss):
     """What is at a bound moves with it, and the others with it and the data."""
 
-    def found(y, most):
-        fit = gnlin.curve_fit(
-            decay, X, y, START, sigma=0.05, bounds={"rate": (0.0, most)}, loss=loss
-        )
+    def values(y, most):  # a number as `sigma`, within a compiled function
+        bounds = {"rate": (0.0, most)}
+        fit = gnlin.curve_fit(decay, X, y, START, sigma=0.05, bounds=bounds, loss=loss)
         return jnp.stack([fit.parameters[name] for name in ("a", "c", "rate")])
 
+    @jax.jit
+    def derivatives(y, most):
+        of_both = derivative(values, argnums=(0, 1))(y, most)
+        return *of_both, derivative(values)(y, most)
+
+    compiled = jax.jit(values)
+    found = lambda y, most: np.asarray(compiled(y, most))
     y, most, h = jnp.asarray(Y), 0.8, 1e-5
-    of_y, of_bound = derivative(found, argnums=(0, 1))(y, most)
-    step = jnp.zeros(50).at[9].set(h)
+    of_y, of_bound, of_y_alone = derivatives(y, most)
+    step = h * (np.arange(50) == 9)
     expected = (found(y + step, most) - found(y - step, most)) / (2 * h)
     np.testing.assert_allclose(of_y[:, 9], expected, rtol=1e-4, atol=1e-7)
-    of_y_alone = derivative(found)(y, most)
     np.testing.assert_allclose(of_y_alone, of_y, rtol=1e-9, atol=1e-12)
     expected = (found(y, most + h) - found(y, most - h)) / (2 * h)
     np.testing.assert_allclose(of_bound, expected, rtol=1e-4, atol=1e-7)
@@ -805,11 +812,14 @@ def test_derivatives_of_many_data_sets_and_by_what_f_closes_over():
         f = lambda p, x: decay(p, unit * x)
         return gnlin.curve_fit(f, X, y, START).parameters["rate"]
 
-    y = jnp.stack([Y, 2 * Y])
-    of_unit = jax.jacrev(rates, argnums=1)(y, 1.0)
-    np.testing.assert_allclose(of_unit, -rates(y, 1.0), rtol=1e-6)
-    alone = jax.grad(rates)(y[1], 1.0)
-    np.testing.assert_allclose(jax.jacrev(rates)(y, 1.0)[1, 1], alone, rtol=1e-5)
+    @jax.jit
+    def derivatives(y, unit):
+        of_y, of_unit = jax.jacrev(rates, argnums=(0, 1))(y, unit)
+        return of_y, of_unit, rates(y, unit), jax.grad(rates)(y[1], unit)
+
+    of_y, of_unit, expected, alone = derivatives(jnp.stack([Y, 2 * Y]), 1.0)
+    np.testing.assert_allclose(of_unit, -expected, rtol=1e-6)
+    np.testing.assert_allclose(of_y[1, 1], alone, rtol=1e-5)
 
 
 def test_an_undetermined_direction_has_no_derivative():
@@ -1103,9 +1113,14 @@ def test_the_variance_of_predictions(num_train):
     model = eqx.nn.MLP(2, 2, 5, 1, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (num_train, 2))
     new = jax.random.normal(jax.random.key(2), (7, 2))
-    train, test = (gnlin.features.linearise_model(model, part) for part in (x, new))
-    found = eqx.filter_jit(gnlin.predictive_variance)(test, train, 0.3, 2.0)
-    phi, phi_new = np.asarray(train.matrix()), np.asarray(test.matrix())
+
+    @eqx.filter_jit
+    def run(model, x, new):
+        train, test = (gnlin.features.linearise_model(model, part) for part in (x, new))
+        variance = gnlin.predictive_variance(test, train, 0.3, 2.0)
+        return variance, train.matrix(), test.matrix()
+
+    found, phi, phi_new = map(np.asarray, run(model, x, new))
     inverse = np.linalg.inv(phi.T @ phi + 0.3 * np.eye(phi.shape[1]))
     expected = 2.0 * np.diagonal(phi_new @ inverse @ phi_new.T)
     np.testing.assert_allclose(found.reshape(-1), expected, rtol=1e-9)

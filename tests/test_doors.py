@@ -102,41 +102,59 @@ def test_a_schedule_returns_one_number(value):
         gnlin.solve(NETWORK, (X, T), solver, max_steps=2)
 
 
+# A solver of traced numbers, and sets of them of which one is out of range.
 OUT_OF_RANGE = {
-    "damping -1": lambda v: gnlin.DampedGaussNewton(-v),
-    "damping inf": lambda v: gnlin.DampedGaussNewton(v * jnp.inf),
-    "damping -1, products": lambda v: gnlin.DampedGaussNewton(-v, method="matrix-free"),
-    "first damping 0": lambda v: gnlin.LevenbergMarquardt(damping=v - 1),
-    "rcond -1": lambda v: gnlin.GaussNewton(rcond=-v),
-    "tolerance 1": lambda v: gnlin.TruncatedGaussNewton(v),
-    "tolerance and damping": lambda v: gnlin.TruncatedGaussNewton(0.1 * v, damping=-v),
-    "period 0": lambda v: gnlin.IterativeLinearisation(v - 1, 0.01),
-    "period 1.5": lambda v: gnlin.IterativeLinearisation(v + 0.5, 0.01),
-    "learning rate 0": lambda v: gnlin.IterativeLinearisation(10, v - 1),
-    "momentum 1": lambda v: gnlin.IterativeLinearisation(10, 0.01, v),
-    "descent's damping -1": lambda v: gnlin.IterativeLinearisation(10, 0.01, damping=-v),
-    "schedule to -1": lambda v: gnlin.DampedGaussNewton(lambda step: 1 - 2 * (step > 1)),
-    "schedule to NaN": lambda v: gnlin.TruncatedGaussNewton(
-        lambda step: jnp.where(step > 1, jnp.nan, 0.1)
+    "damping": (gnlin.DampedGaussNewton, [(-1.0,), (math.inf,)]),
+    "damping, products": (
+        lambda v: gnlin.DampedGaussNewton(v, method="matrix-free"),
+        [(-1.0,)],
     ),
-    "adaptive": lambda v: gnlin.AdaptiveLinearisation(
-        gnlin.IterativeLinearisation(10, v - 1)
+    "first damping": (lambda v: gnlin.LevenbergMarquardt(damping=v), [(0.0,)]),
+    "rcond": (lambda v: gnlin.GaussNewton(rcond=v), [(-1.0,)]),
+    "tolerance, damping": (
+        lambda v, damping: gnlin.TruncatedGaussNewton(v, damping=damping),
+        [(1.0, 0.0), (0.1, -1.0)],
+    ),
+    "period, learning rate, momentum, damping": (
+        lambda period, rate, momentum, damping: gnlin.IterativeLinearisation(
+            period, rate, momentum, damping=damping
+        ),
+        [
+            (0.0, 0.01, 0.0, 0.0),
+            (1.5, 0.01, 0.0, 0.0),
+            (10.0, 0.0, 0.0, 0.0),
+            (10.0, 0.01, 1.0, 0.0),
+            (10.0, 0.01, 0.0, -1.0),
+        ],
+    ),
+    "schedule of a damping": (
+        lambda v: gnlin.DampedGaussNewton(lambda step: jnp.where(step > 1, v, 1.0)),
+        [(-1.0,)],
+    ),
+    "schedule of a tolerance": (
+        lambda v: gnlin.TruncatedGaussNewton(lambda step: jnp.where(step > 1, v, 0.1)),
+        [(math.nan,)],
+    ),
+    "adaptive": (
+        lambda v: gnlin.AdaptiveLinearisation(gnlin.IterativeLinearisation(10, v)),
+        [(0.0,)],
     ),
 }
 
 
-@pytest.mark.parametrize("make", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
-def test_numbers_out_of_range_in_a_program_are_not_finite(make):
+@pytest.mark.parametrize(("make", "cases"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+def test_numbers_out_of_range_in_a_program_are_not_finite(make, cases):
     @jax.jit
-    def run(v):
-        solution = gnlin.solve(LINE, (X, T), make(v), max_steps=4)
-        numbers = jax.tree.leaves(solution.model)
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in numbers]))
+    def run(numbers):
+        solution = gnlin.solve(LINE, (X, T), make(*numbers), max_steps=4)
+        leaves = jax.tree.leaves(solution.model)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
         return solution.result == optx.RESULTS.nonfinite, finite
 
-    ended, finite = run(1.0)
-    assert ended
-    assert finite
+    for numbers in cases:
+        ended, finite = run(numbers)
+        assert ended, numbers
+        assert finite, numbers
 
 
 def test_a_tolerance_out_of_range_has_no_solution():

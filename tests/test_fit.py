@@ -37,7 +37,6 @@ from sklearn.datasets import load_digits
 
 import gnlin
 from gnlin._fit import _run
-from gnlin.filters import GradientFlow
 
 
 def assert_close(left, right, rtol=1e-9):
@@ -54,7 +53,6 @@ SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "truncated": gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(), damping=0.1),
     "iterative linearisation": gnlin.IterativeLinearisation(200, 0.02, 0.5),
-    "filtered": gnlin.FilteredGaussNewton(GradientFlow(5.0)),
 }
 
 

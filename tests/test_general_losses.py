@@ -4,9 +4,7 @@ minimisers and literal steps."""
 import dataclasses
 import functools
 import math
-import subprocess
 import sys
-import textwrap
 import warnings
 from typing import NamedTuple
 
@@ -21,7 +19,7 @@ import optimistix as optx
 import pytest
 import scipy.linalg
 import scipy.optimize
-from problems import each_pair, updated
+from problems import each_once, updated
 from scipy.special import expit
 
 import gnlin
@@ -219,17 +217,17 @@ def test_the_whitened_linearisation(name):
     vector = np.random.default_rng(1).normal(size=oracle.w.size)
     weights = np.array([1.0, 2.0, 0.0, 0.5, 1.0, 3.0, 0.5])
     w, *arrays = map(jnp.asarray, (oracle.w, vector, oracle.targets, weights))
-    with op_by_op():
-        product, gradient, rest, matrix = run(w, *arrays)
+    product, gradient, rest, matrix = jax.jit(run)(w, *arrays)
     each = np.repeat(weights / weights.sum(), 4)
     curvature = oracle.jacobian.T @ (each[:, None] * oracle.hessian) @ oracle.jacobian
+    matrix, rest = np.asarray(matrix), np.asarray(rest)
     assert_close(product, curvature @ vector, 1e-11)
     assert_close(gradient, oracle.jacobian.T @ (each * oracle.residual), 1e-12)
     np.testing.assert_allclose(
         matrix.T @ matrix, curvature, rtol=1e-9, atol=1e-12 * np.abs(curvature).max()
     )
     steep = name in ("huber, outliers", "softmax, saturated")
-    assert bool(np.any(np.asarray(rest) != 0)) == steep
+    assert bool(np.any(rest != 0)) == steep
 
 
 #
@@ -312,18 +310,7 @@ def test_every_filter_by_every_method():
             assert near(step, expected, 1e-8), (method, filter)
 
 
-METHODS = ["svd", "eigh", "kernel", "curvature", "matrix-free"]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_damped_gauss_newton_by_every_method(method):
-    for damping in (0.3, 30.0):
-        solver = gnlin.DampedGaussNewton(damping, method=method, search=None)
-        step, _ = solve(HUBER, solver)
-        assert_close(step, dense("huber, outliers").damped_step(damping), 1e-8)
-
-
-@pytest.mark.parametrize("method", ["svd", "eigh", "matrix-free"])
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_gauss_newton_is_the_pseudo_inverse(method):
     """Of a softmax's singular Hessian, in more parameters than outputs."""
     step, _ = solve(SOFTMAX, gnlin.GaussNewton(method=method, search=None))
@@ -395,18 +382,16 @@ class Split(Net):
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.DampedGaussNewton(0.3, search=None),
         gnlin.DampedGaussNewton(0.3, method="matrix-free", search=None),
         gnlin.DampedGaussNewton(0.3, form="prox-linear", method="kernel", search=None),
     ],
-    ids=["quadratic", "matrix-free", "prox-linear"],
+    ids=["quadratic", "prox-linear"],
 )
 def test_outputs_may_be_a_tree(solver):
     split = {"one": OUTLIERS[:, 0], "more": OUTLIERS[:, 1:]}
-    whole, _ = solve(HUBER, solver)
-    with op_by_op():
-        model = Split(jnp.asarray(start()))
-        solution = gnlin.solve(model, (X, split), solver, loss=HUBER.loss, max_steps=1)
+    whole, _ = solve(HUBER, solver, compiled=True)
+    model = Split(jnp.asarray(start()))
+    solution = gnlin.solve(model, (X, split), solver, loss=HUBER.loss, max_steps=1)
     assert_close(solution.model.w - start(), whole, 1e-8)
 
 
@@ -718,12 +703,7 @@ def test_python_numbers_and_the_automatic_method():
     assert float(solution.stats["num_inner_steps"]) == 50
 
 
-OPTIMISERS = {
-    "adam": (optax.adam, True, 0.3),
-    "adam, kept": (optax.adam, False, 0.3),
-    "adamw": (adamw, True, 0.0),
-    "adamw, kept": (adamw, False, 0.0),
-}
+OPTIMISERS = {"adam": (optax.adam, True, 0.3), "adamw, kept": (adamw, False, 0.0)}
 
 
 @pytest.mark.parametrize(
@@ -771,15 +751,12 @@ def test_an_optimiser_on_the_quadratic_form():
     assert_close(step, literal_quadratic(dense("softmax"), 20, 0.1), 1e-9)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["double", "single"])
-def test_flow_is_a_hundred_thousand_small_steps(dtype):
+def test_flow_is_a_hundred_thousand_small_steps():
     period, eta, damping = 10**5, 1e-4, 0.01
     solver = gnlin.IterativeLinearisation(period, eta, method="flow", damping=damping)
-    data = dtype(X), LABELS
-    step, solution = solve(SOFTMAX, solver, data=data, w=dtype(start()), compiled=True)
-    assert step.dtype == dtype
+    step, solution = solve(SOFTMAX, solver, compiled=True)
     expected = many_steps(dense("softmax"), period, eta, damping)
-    assert_close(step, expected, 1e-4 if dtype == np.float64 else 3e-4)
+    assert_close(step, expected, 1e-4)
     assert float(solution.stats["num_inner_steps"]) == period
 
 
@@ -822,7 +799,7 @@ ENDLESS = gnlin.IterativeLinearisation(math.inf, 0.05, damping=0.3)
     ids=["plain", "momentum, kernel"],
 )
 def test_steps_without_an_end_are_the_damped_minimiser(solver):
-    step, solution = solve(SOFTMAX, solver)
+    step, solution = solve(SOFTMAX, solver, compiled=True)
     assert dense("softmax").remaining(step, 0.3) <= 1e-9
     assert int(solution.stats["num_steps"]) == 1
     assert result_is(solution, "successful")
@@ -1041,7 +1018,7 @@ SEARCHING = {
 
 @pytest.mark.parametrize(("solver", "full_step"), SEARCHING.values(), ids=SEARCHING)
 def test_a_search_keeps_the_loss_from_rising(solver, full_step):
-    _, solution = solve(SOFTMAX, solver, 6)
+    _, solution = solve(SOFTMAX, solver, 6, compiled=True)
     losses = np.append(solution.history.loss, solution.loss)
     assert len(losses) == 7
     assert np.all(np.diff(losses) < 0)
@@ -1134,7 +1111,8 @@ def test_cross_entropy_ends_where_the_numbers_do():
 
 
 def test_a_circle_is_no_convergence():
-    _, solution = solve(SOFTMAX, gnlin.IterativeLinearisation(15, 1e3), 10)
+    solver = gnlin.IterativeLinearisation(15, 1e3)
+    _, solution = solve(SOFTMAX, solver, 10, compiled=True)
     gradients = solution.history.gradient_norm
     assert not result_is(solution, "successful") or gradients[-1] < gradients[0]
 
@@ -1186,18 +1164,10 @@ def test_saturated_outputs_of_a_loss_of_one_s_own(scale):
 # Sweeps, and single precision
 #
 
-SWEEPS = {
-    "damping": (gnlin.DampedGaussNewton, [0.03, 1.0, 100.0]),
-    "learning rate": (
-        lambda eta: gnlin.IterativeLinearisation(jnp.asarray(100), eta),
-        [1e-3, 1e-2, 1e-1],
-    ),
-}
 
-
-@pytest.mark.parametrize(("build", "values"), SWEEPS.values(), ids=SWEEPS)
-def test_a_sweep_of_cross_entropy_is_one_program(build, values):
-    num_traces = []
+def test_a_sweep_of_cross_entropy_is_one_program():
+    build = lambda eta: gnlin.IterativeLinearisation(jnp.asarray(100), eta)
+    values, num_traces = [1e-3, 1e-2, 1e-1], []
 
     @jax.jit
     @functools.partial(jax.vmap, in_axes=(0, None))
@@ -1460,27 +1430,6 @@ def test_the_filter_of_an_optimiser():
         IL(3, optimiser=optax.adam(0.1)).filter()
 
 
-def test_with_double_precision_disabled():
-    script = """
-        import warnings
-        warnings.simplefilter("error")
-        import equinox as eqx, gnlin, jax, jax.numpy as jnp
-
-        assert not jax.config.jax_enable_x64
-        jax.config.update("jax_disable_most_optimizations", True)
-        model = eqx.nn.MLP(2, 3, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
-        x = jnp.linspace(-1, 1, 10).reshape(5, 2)
-        labels = jnp.array([0, 1, 2, 1, 0])
-        solver = gnlin.IterativeLinearisation(10, 0.1, damping=0.1)
-        loss = gnlin.SoftmaxCrossEntropy()
-        solution = gnlin.solve(model, (x, labels), solver, loss=loss, max_steps=2)
-        assert solution.stats["num_accepted_steps"] == 2
-        assert solution.history.loss.dtype == jnp.float32
-        assert solution.loss < solution.history.loss[0]
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
-
-
 class Slope(eqx.Module):
     w: jax.Array
 
@@ -1490,7 +1439,7 @@ class Slope(eqx.Module):
 
 @pytest.mark.parametrize(
     ("method", "dtype", "start"),
-    each_pair(
+    each_once(
         ["auto", "svd", "eigh", "curvature", "matrix-free"],
         [np.float32, np.float64],
         [15.0, 30.0, 40.0],
@@ -1520,16 +1469,15 @@ REGRESSIONS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "damping"),
     [
-        ("sigmoid", np.float32),
-        ("pseudo-huber", np.float64),
-        ("huber", np.float64),
-        ("poisson", np.float32),
-        ("poisson", np.float64),
+        ("sigmoid", np.float32, 0.0),
+        ("pseudo-huber", np.float64, 1e-6),
+        ("huber", np.float64, 0.0),
+        ("poisson", np.float32, 1e-6),
     ],
 )
-def test_a_regression_of_few_parameters_by_newton(name, dtype):
+def test_a_regression_of_few_parameters_by_newton(name, dtype, damping):
     """Tall, and next to no damping: the linearised problem is the problem itself."""
     loss, draw = REGRESSIONS[name]
     rng = np.random.default_rng(0)
@@ -1545,11 +1493,10 @@ def test_a_regression_of_few_parameters_by_newton(name, dtype):
     known = scipy.optimize.minimize(
         jax.jit(jax.value_and_grad(value)), np.zeros(5), jac=True, options={"gtol": 1e-9}
     )
-    for damping in (0.0, 1e-6):
-        solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
-        model = Slope(jnp.zeros(5, dtype))
-        solution = gnlin.solve(model, (x, y), solver, loss=loss, max_steps=6)
-        rtol = 1e-3 if dtype == np.float32 else 1e-6
-        np.testing.assert_allclose(solution.model.w, known.x, rtol=rtol, atol=rtol)
-        assert not result_is(solution, "nonlinear_divergence")
-        assert np.all(solution.history.num_inner_steps < 100)
+    solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
+    model = Slope(jnp.zeros(5, dtype))
+    solution = gnlin.solve(model, (x, y), solver, loss=loss, max_steps=6)
+    rtol = 1e-3 if dtype == np.float32 else 1e-6
+    np.testing.assert_allclose(solution.model.w, known.x, rtol=rtol, atol=rtol)
+    assert not result_is(solution, "nonlinear_divergence")
+    assert np.all(solution.history.num_inner_steps < 100)

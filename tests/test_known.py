@@ -50,11 +50,11 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("name", "solver"),
     [
-        *((name, "gnlin") for name in LOSSES),
         ("huber", "optimistix"),
-        ("cauchy", "best"),
         ("soft_l1", "a minimiser"),
-        ("arctan", "optimistix"),
+        ("cauchy", "best"),
+        ("arctan", "gnlin"),
+        ("linear", "gnlin"),
     ],
 )
 def test_robust_losses_of_a_residual_function(name, solver):
@@ -92,16 +92,19 @@ def test_plain_residuals(name, dtype):
     """Half their squares are the loss, and their derivative is its, over them."""
     loss = LOSSES[name]
     r = jnp.asarray([-5.0, -0.1, -1e-3, -1e-30, 0.0, 1e-30, 1e-9, 0.05, 0.2, 7.0], dtype)
-    zero = jnp.zeros_like(r)
-    z = loss.plain(r, zero)
+
+    @jax.jit
+    def run(r, zero):
+        slope = jax.grad(lambda r: jnp.sum(0.5 * loss.plain(r, zero) ** 2))(r)
+        slopes = jax.grad(lambda r, t: jnp.sum(loss.plain(r, t)), (0, 1))(r, zero)
+        known = loss.elementwise(r, zero), loss.derivative(r, zero)
+        return loss.plain(r, zero), slope, slopes, known
+
+    z, slope, (by_r, by_target), known = run(r, jnp.zeros_like(r))
     assert z.dtype == dtype
-    np.testing.assert_allclose(0.5 * z**2, loss.elementwise(r, zero), rtol=1e-6)
-    slope = jax.grad(lambda r: jnp.sum(0.5 * loss.plain(r, zero) ** 2))(r)
-    np.testing.assert_allclose(slope, loss.derivative(r, zero), rtol=1e-5, atol=1e-29)
-    by_target = jax.grad(lambda t: jnp.sum(loss.plain(r, t)))(zero)
-    np.testing.assert_array_equal(
-        by_target, -jax.grad(lambda r: loss.plain(r, zero).sum())(r)
-    )
+    np.testing.assert_allclose(0.5 * np.asarray(z) ** 2, known[0], rtol=1e-6)
+    np.testing.assert_allclose(slope, known[1], rtol=1e-5, atol=1e-29)
+    np.testing.assert_array_equal(by_target, -np.asarray(by_r))
 
 
 #
@@ -128,13 +131,15 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("make", [lambda g: g, lambda g: list(g.values())])
-def test_groups_are_those_of_solve(make):
+def test_groups_are_those_of_solve():
+    """A dictionary of them, or a list."""
     solver = gnlin.DampedGaussNewton(0.1, method="kernel")
-    solved = gnlin.solve(PARAMETERS, make(GROUPS), solver, max_steps=4).model
-    groups = gnlin.Groups(make(GROUPS))
+    solved = gnlin.solve(PARAMETERS, GROUPS, solver, max_steps=4).model
+    groups = gnlin.Groups(list(GROUPS.values()))
     again = gnlin.solve(PARAMETERS, groups, solver, max_steps=4).model
-    found = optx.least_squares(groups, solver, PARAMETERS, max_steps=4, throw=False)
+    found = optx.least_squares(
+        gnlin.Groups(GROUPS), solver, PARAMETERS, max_steps=4, throw=False
+    )
     for ours in (found.value, again):
         for a, b in zip(*map(jax.tree.leaves, (ours, solved)), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-10)
@@ -157,8 +162,8 @@ def test_other_solvers_find_the_same_minimum():
         }
     )
     solved = gnlin.solve(p, groups).model
-    for solver in OTHERS.values():
-        found = optx.least_squares(groups, solver, p, max_steps=1000).value
+    for name in ("optimistix", "a minimiser"):
+        found = optx.least_squares(groups, OTHERS[name], p, max_steps=1000).value
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, solved
         )
@@ -268,12 +273,14 @@ def test_derivatives_by_the_data_and_the_weight():
         solver = gnlin.LevenbergMarquardt(1e-13, 1e-13)
         return optx.least_squares(groups, solver, jnp.asarray(START)).value[1]
 
-    y, weight, step = jnp.asarray(measured()[1]), jnp.array(0.1), 1e-5
-    by_y, by_weight = jax.grad(end, argnums=(0, 1))(y, weight)
-    along = jnp.zeros_like(y).at[5].set(step)
-    expected = (end(y + along, weight) - end(y - along, weight)) / (2 * step)
+    with_derivatives = jax.jit(jax.value_and_grad(end, argnums=(0, 1)))
+    value = lambda y, weight: float(with_derivatives(jnp.asarray(y), weight)[0])
+    y, weight, step = measured()[1], 0.1, 1e-5
+    _, (by_y, by_weight) = with_derivatives(jnp.asarray(y), weight)
+    along = step * (np.arange(y.size) == 5)
+    expected = (value(y + along, weight) - value(y - along, weight)) / (2 * step)
     np.testing.assert_allclose(by_y[5], expected, rtol=1e-4)
-    expected = (end(y, weight + step) - end(y, weight - step)) / (2 * step)
+    expected = (value(y, weight + step) - value(y, weight - step)) / (2 * step)
     np.testing.assert_allclose(by_weight, expected, rtol=1e-4)
 
 

@@ -50,7 +50,8 @@ X = jnp.asarray([0.8, -1.3])
 
 def dense_jacobian(fn, y, args):
     flat, unravel = ravel_pytree(y)
-    return np.asarray(jax.jacobian(lambda v: ravel_pytree(fn(unravel(v), args))[0])(flat))
+    of_flat = lambda v: ravel_pytree(fn(unravel(v), args))[0]
+    return np.asarray(jax.jit(jax.jacobian(of_flat))(flat))
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +200,17 @@ def test_the_memory_budget_sets_the_chunk(monkeypatch):
 def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
     y, args = sines_data(shape)
     jacobian = sines_numpy(y, args)[1]
-    lin = linearise(sines, *as_jax((y, args)), memory_budget=memory_budget)
-    np.testing.assert_allclose(lin.rows(), jacobian, rtol=1e-12)
-    np.testing.assert_allclose(lin.kernel(), jacobian @ jacobian.T, atol=1e-13)
-    spectrum = lin.spectrum("eigh")
+
+    @jax.jit
+    def run(y, args):
+        lin = linearise(sines, y, args, memory_budget=memory_budget)
+        return lin.rows(), lin.kernel(), lin.spectrum("eigh").eigenvalues
+
+    rows, kernel, eigenvalues = run(*as_jax((y, args)))
+    np.testing.assert_allclose(rows, jacobian, rtol=1e-12)
+    np.testing.assert_allclose(kernel, jacobian @ jacobian.T, atol=1e-13)
     # On the output side there are m eigenvalues, the surplus ones exactly zero.
-    w = np.sort(np.asarray(spectrum.eigenvalues))[::-1][: min(shape)]
+    w = np.sort(np.asarray(eigenvalues))[::-1][: min(shape)]
     s = np.linalg.svd(jacobian, compute_uv=False)
     np.testing.assert_allclose(w, s**2, rtol=1e-10)
 
@@ -292,20 +298,26 @@ def test_per_example(fn, num_outputs):
     w = {"b": jnp.asarray(0.3), "v": jnp.asarray(generator.normal(size=3))}
 
     lifted = PerExample(fn)
-    looped = [fn(w, (x[i], t[i])) for i in range(5)]
-    np.testing.assert_allclose(
-        flat(lifted(w, (x, t))), flat(jax.tree.map(lambda *o: jnp.stack(o), *looped))
-    )
+
+    @jax.jit
+    def run(w, x, t):
+        looped = [fn(w, (x[i], t[i])) for i in range(5)]
+        stacked = jax.tree.map(lambda *o: jnp.stack(o), *looped)
+        lin = linearise(lifted, w, (x, t))
+        assert lin.shape == (5 * num_outputs, 4)
+        fewest = (4, 0) if num_outputs > 4 else (0, num_outputs)
+        assert passes(lin.jacobian.cost().rows) == fewest
+        in_chunks = linearise(lifted, w, (x, t), memory_budget=1).kernel()
+        matrices = lin.matrix(), lin.jacobian.as_matrix()
+        return lifted(w, (x, t)), stacked, matrices, (lin.kernel(), in_chunks)
+
+    outputs, looped, matrices, kernels = run(w, x, t)
+    np.testing.assert_allclose(flat(outputs), flat(looped))
     expected = dense_jacobian(lifted, w, (x, t))
-    lin = linearise(lifted, w, (x, t))
-    assert lin.shape == (5 * num_outputs, 4)
-    fewest = (4, 0) if num_outputs > 4 else (0, num_outputs)
-    assert passes(lin.jacobian.cost().rows) == fewest
-    np.testing.assert_allclose(lin.matrix(), expected, atol=1e-13)
-    np.testing.assert_allclose(lin.kernel(), expected @ expected.T, atol=1e-13)
-    in_chunks = linearise(lifted, w, (x, t), memory_budget=1).kernel()
-    np.testing.assert_allclose(in_chunks, expected @ expected.T, atol=1e-13)
-    np.testing.assert_allclose(lin.jacobian.as_matrix(), expected, atol=1e-13)
+    for matrix in matrices:
+        np.testing.assert_allclose(matrix, expected, atol=1e-13)
+    for kernel in kernels:
+        np.testing.assert_allclose(kernel, expected @ expected.T, atol=1e-13)
 
 
 def test_one_example():
@@ -337,34 +349,39 @@ SPECTRUM_CASES = {
 )
 def test_spectrum(case, method):
     fn, (y, args) = case
-    lin = linearise(fn, *as_jax((y, args)))
-    jacobian, r = np.asarray(lin.matrix()), np.asarray(lin.outputs)
+
+    @jax.jit
+    def run(y, args):
+        lin = linearise(fn, y, args)
+        spectrum = lin.spectrum(method)
+        other = jnp.cos(jnp.arange(1.0, lin.shape[0] + 1))
+        steps = [
+            (one.step(Tikhonov(0.1)), one.step(PseudoInverse()))
+            for one in (spectrum, spectrum.with_residual(other))
+        ]
+        told = spectrum.gradient(), spectrum.gradient_norm(), spectrum.finite()
+        return (lin.matrix(), lin.outputs, other, spectrum.eigenvalues), steps, told
+
+    arrays, steps, (found_gradient, norm, finite) = run(*as_jax((y, args)))
+    jacobian, r, other, w = map(np.asarray, arrays)
     m, p = jacobian.shape
     s = np.linalg.svd(jacobian, compute_uv=False)
     rank = int(np.sum(s > 1e-10 * max(s[0], 1e-300)))
-    spectrum = lin.spectrum(method)
-    w = np.asarray(spectrum.eigenvalues)
     assert w.shape == (min(m, p),)
     np.testing.assert_allclose(np.sort(w)[::-1], s**2, rtol=1e-10, atol=1e-12)
     assert np.sum(w == 0) == len(w) - rank, "numerical zeros are exact zeros"
 
     gradient = jacobian.T @ r
-    np.testing.assert_allclose(spectrum.gradient(), gradient, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(
-        spectrum.gradient_norm(), np.linalg.norm(gradient), rtol=1e-10
-    )
-    other = np.cos(np.arange(m) + 1.0)
-    moved = spectrum.with_residual(jnp.asarray(other))
-    for one, residual in ((spectrum, r), (moved, other)):
+    np.testing.assert_allclose(found_gradient, gradient, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(norm, np.linalg.norm(gradient), rtol=1e-10)
+    for (damped, exact), residual in zip(steps, (r, other), strict=True):
         expected = -np.linalg.solve(
             jacobian.T @ jacobian + 0.1 * np.eye(p), jacobian.T @ residual
         )
-        np.testing.assert_allclose(one.step(Tikhonov(0.1)), expected, atol=1e-10)
+        np.testing.assert_allclose(damped, expected, atol=1e-10)
         expected = -np.linalg.pinv(jacobian, rcond=1e-10) @ residual
-        np.testing.assert_allclose(
-            one.step(PseudoInverse()), expected, rtol=1e-8, atol=1e-10
-        )
-    assert bool(spectrum.finite())
+        np.testing.assert_allclose(exact, expected, rtol=1e-8, atol=1e-10)
+    assert bool(finite)
 
 
 def test_coefficients_hold_the_part_of_the_residual_in_range():

@@ -49,7 +49,8 @@ EVERY_SHAPE = ["QR", "LSMR", "CG"]
     [
         *each_once(list(SOLVERS), ["tall", "wide"]),
         *each_once(EVERY_SHAPE, ["wide", "one residual", "one parameter"]),
-        *each_once(EVERY_SHAPE, ["one parameter", "tall", "one residual"]),
+        ("QR", "one parameter"),
+        ("CG", "one residual"),
     ],
 )
 def test_a_damped_step(name, shape):
@@ -136,8 +137,8 @@ HUBER = gnlin.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # has a res
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("QR", SOFTMAX), ("LSMR", SOFTMAX), ("QR", HUBER), ("CG", HUBER)],
-    ids=["QR, softmax", "LSMR, softmax", "QR, Huber", "CG, Huber"],
+    [("LSMR", SOFTMAX), ("QR", HUBER), ("CG", HUBER)],
+    ids=["LSMR, softmax", "QR, Huber", "CG, Huber"],
 )
 def test_of_a_network_with_another_loss(name, problem):
     loss, targets = problem

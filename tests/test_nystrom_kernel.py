@@ -46,19 +46,23 @@ SHAPES = [(30, 8), (8, 30), (9, 9), (1, 6), (6, 1)]
     ("shape", "rank"), [*each_once(SHAPES, [1, 4, 100]), ((30, 8), 4), ((8, 30), 100)]
 )
 def test_a_step_is_the_formula(shape, rank):
-    y, matrix = data(shape)
-    problem = expanded(y, matrix)
-    method = gnlin.NystromKernel(rank, seed=3)
-    subproblem = gnlin.choose(problem, Tikhonov(0.1), method=method)
-    answer = subproblem.solve(Tikhonov(0.1))
-    jacobian, r = np.asarray(jax.jacobian(sines)(y, matrix)), np.asarray(sines(y, matrix))
+    @jax.jit
+    def run(y, matrix):
+        method = gnlin.NystromKernel(rank, seed=3)
+        way = gnlin.choose(expanded(y, matrix), Tikhonov(0.1), method=method)
+        answer = way.solve(Tikhonov(0.1))
+        found = answer.step, answer.decrease, way.gradient_norm
+        return found, jax.jacobian(sines)(y, matrix), sines(y, matrix)
+
+    (step, found_decrease, norm), *known = run(*data(shape))
+    jacobian, r = map(np.asarray, known)
     expected = by_hand(jacobian, r, rank, 0.1, seed=3)
     size = np.abs(expected).max()
-    np.testing.assert_allclose(answer.step, expected, atol=1e-8 * size)
+    np.testing.assert_allclose(step, expected, atol=1e-8 * size)
     decrease = 0.5 * r @ r - 0.5 * np.sum((r + jacobian @ expected) ** 2)
-    assert answer.decrease is not None
-    np.testing.assert_allclose(answer.decrease, decrease, rtol=1e-7)
-    np.testing.assert_allclose(subproblem.gradient_norm, np.linalg.norm(jacobian.T @ r))
+    assert found_decrease is not None
+    np.testing.assert_allclose(found_decrease, decrease, rtol=1e-7)
+    np.testing.assert_allclose(norm, np.linalg.norm(jacobian.T @ r))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
@@ -98,20 +102,25 @@ def test_one_approximation_serves_for_several_residuals():
 @pytest.mark.parametrize("damping", [0.1, 1e-5])
 def test_single_precision_at_little_damping(damping):
     """Of full rank, rounding is not divided by the damping."""
-    y, matrix = data((40, 200), np.float32)
-    problem = expanded(y, matrix)
-    way = gnlin.choose(problem, Tikhonov(damping), method=gnlin.NystromKernel(40))
-    jacobian = np.asarray(jax.jacobian(sines)(y, matrix), float)
+
+    @jax.jit
+    def run(y, matrix):
+        method = gnlin.NystromKernel(40)
+        way = gnlin.choose(expanded(y, matrix), Tikhonov(damping), method=method)
+        step = way.solve(Tikhonov(damping)).step
+        return step, jax.jacobian(sines)(y, matrix), sines(y, matrix)
+
+    found = run(*data((40, 200), np.float32))
+    step, jacobian, r = (np.asarray(x, float) for x in found)
     kernel = jacobian @ jacobian.T + damping * np.eye(40)
-    expected = -jacobian.T @ np.linalg.solve(kernel, np.asarray(sines(y, matrix), float))
-    step = np.asarray(way.solve(Tikhonov(damping)).step, float)
+    expected = -jacobian.T @ np.linalg.solve(kernel, r)
     error = np.linalg.norm(step - expected)
     assert error < 1e-3 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(
     ("rank", "settings"),
-    each_once([1, 5, 25], [{}, {"scaling": "identity", "acceleration": False}]),
+    each_once([1, 25], [{}, {"scaling": "identity", "acceleration": False}]),
 )
 def test_a_step_uphill_raises_the_damping(rank, settings):
     """Of 50 equal eigenvalues too few are seen: with little damping the step is far too
@@ -168,10 +177,9 @@ def test_of_a_general_loss(loss, targets):
     "solver",
     [
         gnlin.LevenbergMarquardt(method=gnlin.NystromKernel(20)),
-        gnlin.LevenbergMarquardt(method=gnlin.NystromKernel(20), scaling="identity"),
         gnlin.DampedGaussNewton(1.0, momentum=0.5, method=gnlin.NystromKernel(60)),
     ],
-    ids=["default", "identity", "momentum"],
+    ids=["default", "momentum"],
 )
 def test_a_network_is_trained(solver):
     targets = jax.nn.one_hot(LABELS, 3, dtype=float)

@@ -47,7 +47,6 @@ def test_all_products_are_those_of_the_whole(size, outputs):
 
 SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
-    "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
     "products": gnlin.IterativeLinearisation(20, 0.02, method="matrix-free"),
 }
 

@@ -199,12 +199,11 @@ def test_they_spare_iterations_where_they_should():
 @functools.cache
 def two_steps(preconditioner, method):
     """Of a network on a cross-entropy."""
-    model = eqx.nn.MLP(3, 4, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-    model = jax.tree.map(
-        lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, model
+    model = eqx.nn.MLP(
+        3, 4, 4, 1, activation=jnp.tanh, dtype=float, key=jax.random.key(0)
     )
-    x = jax.random.normal(jax.random.key(1), (12, 3))
-    labels = jnp.arange(12) % 4
+    x = np.random.default_rng(1).normal(size=(12, 3))
+    labels = np.arange(12) % 4
     solver = gnlin.TruncatedGaussNewton(
         1e-9, 0.1, preconditioner=preconditioner, method=method
     )
@@ -216,7 +215,7 @@ def two_steps(preconditioner, method):
 
 @pytest.mark.parametrize(
     ("preconditioner", "method"),
-    [*((case, "matrix-free") for case in CASES), (Nystrom(8), "dense")],
+    [(BlockDiagonal(), "matrix-free"), (Nystrom(8), "dense")],
 )
 def test_with_a_loss_and_a_network(preconditioner, method):
     """Whole runs, whitened, with methods chosen; and no number for what has none."""

@@ -1,5 +1,6 @@
 """Predictions of linearised models, against literal training and dense formulas."""
 
+import functools
 import math
 import warnings
 
@@ -11,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given, strategies as st
 from scipy import integrate, optimize, stats
+from scipy.special import softmax
 
 import gnlin
 
@@ -25,15 +27,25 @@ STEPS = [0, 1, 7, 500, 1e3]
 def case(name, dtype=float):
     width, n = CASES[name]
     rng = np.random.default_rng(n)
-    model = eqx.nn.MLP(3, 2, width, 2, activation=jnp.tanh, key=jax.random.key(0))
+    model = network(width)
     cast = lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
     inputs, targets = (jnp.asarray(rng.normal(size=(n, k)), dtype) for k in (3, 2))
     return jax.tree.map(cast, model), (inputs, targets)
 
 
-def dense(model, inputs):
+@functools.cache
+def network(width):
+    return eqx.nn.MLP(3, 2, width, 2, activation=jnp.tanh, key=jax.random.key(0))
+
+
+@eqx.filter_jit
+def outputs_and_rows(model, inputs):
     lin = gnlin.features.linearise_model(model, inputs)
-    return np.asarray(lin.outputs, float), np.asarray(lin.matrix(), float)
+    return lin.outputs, lin.matrix()
+
+
+def dense(model, inputs):
+    return [np.asarray(x, float) for x in outputs_and_rows(model, inputs)]
 
 
 def rate(model, inputs):
@@ -45,19 +57,20 @@ def literal(model, data, optimiser, steps, gradient, damping=0.0, start=1.0):
     """Steps of optax on the linearised model, and its outputs on the test inputs."""
     outputs, rows = dense(model, data[0])
     on_test, rows_of_test = dense(model, TEST)
-    delta = jnp.zeros(rows.shape[1])
-    state, found = optimiser.init(delta), {}
+    delta, found = np.zeros(rows.shape[1]), {}
 
-    @jax.jit
     def step(delta, state):
         at = start * outputs + (rows @ delta).reshape(outputs.shape)
         slope = rows.T @ gradient(at).ravel() + damping * delta
         updates, state = optimiser.update(slope, state, delta)
         return delta + updates, state
 
+    init, step = jax.jit(optimiser.init), jax.jit(step)
+    state = init(delta)
     for k in range(int(max(steps)) + 1):
         if k in steps:
-            found[k] = start * on_test + (rows_of_test @ delta).reshape(on_test.shape)
+            moved = rows_of_test @ np.asarray(delta)
+            found[k] = start * on_test + moved.reshape(on_test.shape)
         delta, state = step(delta, state)
     return np.stack([found[int(k)] for k in steps])
 
@@ -72,7 +85,6 @@ def least_squares(targets):
         ("wide", {}),
         ("wide", {"nesterov": 0.9}),
         ("tall", {"momentum": 0.9}),
-        ("tall", {}),
         ("one", {"nesterov": 0.9}),
     ],
 )
@@ -192,7 +204,8 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     outputs, rows = dense(model, inputs)
     # Where it ends the slope along each parameter is the damping's
     end = flow()
-    pulled = rows @ rows.T @ np.ravel(softmax_gradient(labels)(end))
+    slope = softmax(end, -1) - np.eye(2)[np.asarray(labels)]
+    pulled = rows @ rows.T @ np.ravel(slope)
     moved = np.ravel(end - outputs)
     np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
 
@@ -251,17 +264,9 @@ def test_the_posterior_is_a_gaussian_process(name, zero):
     again = gaussian_process(model, data, 0.7, 0.5, zero)
     np.testing.assert_allclose(np.ravel(other(TEST).mean), again[0], rtol=1e-8)
     assert other.log_evidence() == pytest.approx(again[2], rel=1e-9)
-    slope = jax.grad(lambda s: posterior.at(noise=s).log_evidence())(0.3)
+    slope = jax.jit(jax.grad(lambda s: posterior.at(noise=s).log_evidence()))(0.3)
     ends = [gaussian_process(model, data, 0.3 + h, 2.0, zero)[2] for h in (1e-6, -1e-6)]
     assert slope == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5)
-
-
-def test_predictive_variance_is_the_same():
-    model, data = case("wide")
-    test, train = (gnlin.features.linearise_model(model, x) for x in (TEST, data[0]))
-    found = gnlin.predictive_variance(test, train, damping=0.3**2 / 4, variance=0.3**2)
-    posterior = gnlin.predict.posterior(model, data, noise=0.3, prior=2.0)
-    np.testing.assert_allclose(found, posterior(TEST).variance, rtol=1e-9)
 
 
 def test_the_evidence_finds_the_noise():
@@ -296,7 +301,7 @@ def test_laplace_about_a_classifier(name):
 
 def _against_the_curvature(model, inputs, labels, posterior):
     (outputs, rows), (on_test, of_test) = dense(model, inputs), dense(model, TEST)
-    p = np.asarray(jax.nn.softmax(outputs))
+    p = softmax(outputs, -1)
     hessian = np.zeros((len(rows), len(rows)))
     for i, q in enumerate(p):
         hessian[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = np.diag(q) - np.outer(q, q)
@@ -316,7 +321,7 @@ def _against_the_curvature(model, inputs, labels, posterior):
     assert best.log_evidence() >= posterior.log_evidence()
     flatter = posterior.probabilities(TEST)
     np.testing.assert_allclose(flatter.sum(axis=1), 1.0)
-    assert np.all(np.max(flatter, axis=1) <= np.max(jax.nn.softmax(on_test), axis=1))
+    assert np.all(np.max(flatter, axis=1) <= np.max(softmax(on_test, -1), axis=1))
 
 
 def test_a_classifier_that_is_trained_with_its_prior():

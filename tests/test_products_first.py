@@ -23,14 +23,22 @@ def products_first(damping):
     return gnlin.DampedGaussNewton(jnp.asarray(damping), method="products-first")
 
 
+def of_tanh(w, x):
+    return w @ jnp.tanh(x)
+
+
 def model(dtype):
-    return (lambda w, x: w @ jnp.tanh(x)), jnp.asarray(START, dtype)
+    return of_tanh, jnp.asarray(START, dtype)
 
 
 @eqx.filter_jit
+def solve(solver, model, data):
+    return gnlin.solve(model, data, solver, max_steps=1, throw=False)
+
+
 def damped_step(solver, dtype):
     data = jnp.asarray(INPUTS, dtype), jnp.asarray(TARGETS, dtype)
-    return gnlin.solve(model(dtype), data, solver, max_steps=1, throw=False)
+    return solve(solver, (of_tanh, jnp.asarray(START, dtype)), data)
 
 
 def by_hand(damping):

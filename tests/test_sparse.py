@@ -101,10 +101,8 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
 
 SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(damping=1e-3),
-    "svd": gnlin.DampedGaussNewton(0.1, method="svd"),
     "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
     "matrix-free": gnlin.DampedGaussNewton(0.1, method="matrix-free"),
-    "descent": gnlin.IterativeLinearisation(30, 0.05),
 }
 
 
@@ -160,8 +158,7 @@ def test_in_a_program_whose_data_are_traced():
         return gnlin.solve(POSES, both, solver, max_steps=2).model
 
     known = solved(MEASURED)
-    np.testing.assert_allclose(jax.jit(solved)(MEASURED), known, atol=1e-12)
-    many = jax.vmap(solved)(jnp.stack([MEASURED, 0 * MEASURED]))
+    many = jax.jit(jax.vmap(solved))(jnp.stack([MEASURED, 0 * MEASURED]))
     np.testing.assert_allclose(many[0], known, atol=1e-12)
 
 

@@ -5,11 +5,10 @@ import subprocess
 import sys
 
 import jax
-import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_schur import dense, linearised, problem
+from test_schur import dense, flat, linearised, problem
 
 import gnlin
 from gnlin._jacobian import Cost, Reads
@@ -41,10 +40,6 @@ def chain(num_poses, closures=(), dtype=jnp.float64):
     return start.astype(dtype) % 1.0, groups
 
 
-def flat(tree):
-    return np.asarray(jax.flatten_util.ravel_pytree(tree)[0], float)
-
-
 @pytest.mark.parametrize(
     ("dtype", "with_rest"),
     [(jnp.float64, False), (jnp.float64, True), (jnp.float32, True)],
@@ -64,10 +59,11 @@ def test_steps_are_those_of_the_dense_system(dtype, with_rest):
         found = [ready.solve(Tikhonov(d)).step for d in (1e-3, 1.0, 1e3)]
         again = ready.with_residual(jax.tree.map(jnp.sin, lin.outputs))
         largest = ready.largest_curvature()
-        return lin, found, again.solve(Tikhonov(1.0)).step, largest
+        other = again.solve(Tikhonov(1.0)).step
+        return lin.matrix(), lin.outputs, found, other, largest
 
-    lin, found, other, largest = steps(model, data)
-    jacobian, gradient = dense(lin, rest)
+    matrix, outputs, found, other, largest = steps(model, data)
+    jacobian, gradient = dense(matrix, outputs, rest)
     curvature = jacobian.T @ jacobian
     tolerance = 1e-9 if dtype == jnp.float64 else 2e-4
     for damping, step in zip((1e-3, 1.0, 1e3), found, strict=True):
@@ -76,7 +72,7 @@ def test_steps_are_those_of_the_dense_system(dtype, with_rest):
         error = np.linalg.norm(flat(step) - expected) / np.linalg.norm(expected)
         assert error < tolerance
         assert {x.dtype for x in jax.tree.leaves(step)} == {np.dtype(dtype)}
-    right = jacobian.T @ flat(jax.tree.map(jnp.sin, lin.outputs))
+    right = jacobian.T @ np.sin(flat(outputs))
     expected = -np.linalg.solve(curvature + np.eye(len(gradient)), right)
     np.testing.assert_allclose(flat(other), expected, rtol=0, atol=10 * tolerance)
     assert float(largest) == pytest.approx(np.max(np.diag(curvature)), rel=1e-5)
@@ -87,45 +83,58 @@ def test_what_is_not_finite_comes_back_as_nan(what):
     model, data = problem()
     if what == "jacobian":
         model = model | {"camera": model["camera"].at[0].set(jnp.nan)}
-    lin = linearised(model, data)
-    residual = lin.outputs
-    if what == "residual":
-        residual = jax.tree.map(lambda x: x.at[0].set(jnp.inf), residual)
-    ready = choose(Quadratic(lin.jacobian, residual), Tikhonov(1.0), 1, "sparse")
-    step = ready.solve(Tikhonov(1.0)).step
-    assert np.all(np.isnan(flat(step)))
+
+    @jax.jit
+    def step(model, data):
+        lin = linearised(model, data)
+        residual = lin.outputs
+        if what == "residual":
+            residual = jax.tree.map(lambda x: x.at[0].set(jnp.inf), residual)
+        ready = choose(Quadratic(lin.jacobian, residual), Tikhonov(1.0), 1, "sparse")
+        return ready.solve(Tikhonov(1.0)).step
+
+    assert np.all(np.isnan(flat(step(model, data))))
 
 
 def test_a_singular_system_is_no_error():
     """Without damping: a chain that nothing holds, of which one row is read by none, and
     a Jacobian of zeros."""
+
+    def run(start, groups):
+        lin = gnlin.features.linearise_model(start, groups)
+        quadratic = Quadratic(lin.jacobian, lin.outputs)
+        ready = choose(quadratic, Tikhonov(0.0), 1, "sparse")
+        return ready.solve(Tikhonov(0.0)).step, lin.matrix(), lin.outputs
+
     start, groups = chain(6)
     loose = {"seen": groups["seen"]}
-    lin = gnlin.features.linearise_model(jnp.concatenate([start, start[:1]]), loose)
-    step = (
-        choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(0.0), 1, "sparse")
-        .solve(Tikhonov(0.0))
-        .step
-    )
-    matrix, residual = np.asarray(lin.matrix()), flat(lin.outputs)
+    unread = jnp.concatenate([start, start[:1]])
+    step, matrix, residual = jax.jit(lambda start: run(start, loose))(unread)
+    matrix, residual = np.asarray(matrix), flat(residual)
     left = matrix.T @ (matrix @ flat(step) + residual)
     assert np.linalg.norm(left) < 1e-6 * np.linalg.norm(matrix.T @ residual)
     nothing = gnlin.Residuals(
         lambda pose, _: 0 * pose + 1.0, jnp.arange(6), select=lambda k: k
     )
-    lin = gnlin.features.linearise_model(start, nothing)
-    ready = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(0.0), 1, "sparse")
-    np.testing.assert_array_equal(ready.solve(Tikhonov(0.0)).step, np.zeros((6, 3)))
+    step, *_ = jax.jit(lambda start: run(start, nothing))(start)
+    np.testing.assert_array_equal(step, np.zeros((6, 3)))
 
 
-@pytest.mark.parametrize("num_poses", [1, 2, 40])
-def test_levenberg_marquardt_ends_where_the_others_do(num_poses):
-    closures = [(k, k + 20) for k in range(0, 20, 5)] if num_poses == 40 else []
-    start, groups = chain(num_poses, closures)
-    ends = [
-        gnlin.solve(start, groups, gnlin.LevenbergMarquardt(method=method), max_steps=99)
-        for method in ("sparse", "curvature", "matrix-free")
-    ]
+def ends_by(methods, start, groups):
+    for method in methods:
+        solver = gnlin.LevenbergMarquardt(method=method)
+        yield gnlin.solve(start, groups, solver, max_steps=99)
+
+
+def test_levenberg_marquardt_of_one_pose():
+    ours, known = ends_by(("sparse", "curvature"), *chain(1))
+    assert "converged" in ours.reason
+    np.testing.assert_allclose(ours.loss, known.loss, rtol=1e-9, atol=1e-18)
+
+
+def test_levenberg_marquardt_ends_where_the_others_do():
+    start, groups = chain(40, [(k, k + 20) for k in range(0, 20, 5)])
+    ends = list(ends_by(("sparse", "curvature", "matrix-free"), start, groups))
     for end in ends:
         assert "converged" in end.reason
         np.testing.assert_allclose(end.loss, ends[1].loss, rtol=1e-9, atol=1e-18)
@@ -140,22 +149,28 @@ def test_by_itself_on_a_chain_and_products_first_on_what_is_coupled_more():
     """`auto`, by what the costs say: the whole of it is in `benchmarks speed graph`."""
     reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)
     start, groups = chain(1_000, [(k, k + 200) for k in range(0, 800, 20)])
-    lin = gnlin.features.linearise_model(start, groups)
-    way = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0))
-    assert isinstance(way, SparseLU)
-    cost: Cost = lin.jacobian.cost()
+    costs: list[Cost] = []
+
+    @jax.jit
+    def run(start):
+        lin = gnlin.features.linearise_model(start, groups)
+        costs.append(lin.jacobian.cost())
+        quadratic = Quadratic(lin.jacobian, lin.outputs)
+        way = choose(quadratic, Tikhonov(1.0))
+        assert isinstance(way, SparseLU)
+        first = choose(quadratic, Tikhonov(1.0), method="products-first")
+        assert isinstance(first, ProductsFirst)
+        assert first.directly.func == SparseLU.of
+        return first.solve(Tikhonov(1e-6)).step, way.solve(Tikhonov(1e-6)).step
+
+    found, direct = run(start)
+    np.testing.assert_allclose(found, direct, atol=1e-7)
+    (cost,) = costs
     prices = [
         SparseLU.cost(cost._replace(reads=reads(edges)), Tikhonov(1.0), 1)
         for edges in (1_000, 1_500, 4_000)
     ]
     assert prices[0] < prices[1] < prices[2]
-    first = choose(
-        Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0), method="products-first"
-    )
-    assert isinstance(first, ProductsFirst)
-    assert first.directly.func == SparseLU.of
-    direct = way.solve(Tikhonov(1e-6)).step
-    np.testing.assert_allclose(first.solve(Tikhonov(1e-6)).step, direct, atol=1e-7)
 
 
 def test_many_starts_at_once():

@@ -167,8 +167,13 @@ def test_a_known_pattern():
         found = gnlin.Sparsity(fn, y, pattern=pattern)
         assert found.num_colors == 2
     group = gnlin.Residuals(fn, sparsity=found)
-    matrix = gnlin.linearise(group.posed(y, None)[0], y, group.posed(y, None)[1]).matrix()
-    np.testing.assert_allclose(matrix, jax.jacfwd(fn)(y, None))
+
+    @jax.jit
+    def both(y):
+        function, inputs, _ = group.posed(y, None)
+        return gnlin.linearise(function, y, inputs).matrix(), jax.jacfwd(fn)(y, None)
+
+    np.testing.assert_allclose(*both(y))
     with pytest.raises(ValueError, match=r"the Jacobian's shape, \(5, 6\), but \(6, 5\)"):
         gnlin.Sparsity(fn, y, pattern=dense.T)
 
@@ -234,9 +239,15 @@ def test_auto_factorises_a_long_chain():
     fn = chain_of(np.arange(n))
     y = jnp.linspace(-1, 1, n)
     group = gnlin.Residuals(fn, sparsity=gnlin.Sparsity(fn, y))
-    lin = gnlin.features.linearise_model(y, group)
-    way = choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0))
-    assert isinstance(way, SparseLU)
+    ways = []
+
+    def run(y):
+        lin = gnlin.features.linearise_model(y, group)
+        ways.append(choose(Quadratic(lin.jacobian, lin.outputs), Tikhonov(1.0)))
+        return y
+
+    jax.eval_shape(run, y)
+    assert isinstance(ways[0], SparseLU)
     solver = gnlin.LevenbergMarquardt(acceleration=False)
     solution = optx.least_squares(group, solver, y)
     assert float(solution.stats["num_inner_steps"]) == 0

@@ -358,13 +358,14 @@ def _errors(
 ) -> _Errors:
     if sigma is None:
         return _Errors(jnp.ones(y.shape[:-1], y.dtype), values.many)
-    known = not any(isinstance(s, Tracer) for s in jax.tree.leaves(sigma))
     factor = _factor(sigma, y, values, missing)
     if factor is not None:
         return _Errors(factor, factor.ndim == 3)
     numbers, are_own = _deviations(sigma, y, values)
     if values.many and not are_own:
         missing = missing.all(axis=0)
+    # Within a compiled function the arrays are traced even where `sigma` is a number.
+    known = not isinstance(missing, Tracer) and not isinstance(numbers, Tracer)
     if known and not np.all(missing | (numbers > 0)):
         raise ValueError(
             "`sigma` must be positive at every point, and infinite for those that are to "
