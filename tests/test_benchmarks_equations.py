@@ -1,6 +1,8 @@
 """Differential equations: exact solutions leave no residuals, and are independent
 references' too."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ from scipy.integrate import solve_ivp
 from benchmarks import equations
 from benchmarks.equations import EQUATIONS, flow, InSlabs
 from benchmarks.equations.burgers import LOW_VISCOSITY, VISCOSITY
+from benchmarks.experiment import Place, Runs
+from benchmarks.experiments import equations as experiment
 
 
 IN_CLOSED_FORM = [name for name in EQUATIONS if name not in ("kdv", "ks", "cavity")]
@@ -151,3 +155,41 @@ def test_an_unknown_coefficient_is_a_part_of_the_model():
     model = equation.model((3,), jax.random.key(0))
     assert eqx.is_inexact_array(model["coefficient"])
     np.testing.assert_allclose(equation.coefficient_error(model), 3.0)
+
+
+#
+# The experiment
+#
+
+
+@pytest.fixture(scope="module")
+def in_slabs():
+    size = experiment.Size((4,), 32, 4)
+    settings = dataclasses.replace(
+        experiment.QUICK, seeds=2, sizes={"wave": size}, num_looks=2
+    )
+    point = {"equation": "wave"}
+    return settings, Runs(point, experiment.train(settings, point, Place()))
+
+
+def test_a_run_goes_on_from_slab_to_slab(in_slabs):
+    _, runs = in_slabs
+    assert runs["error"].shape == (2, 4)  # two looks at each of two slabs
+    np.testing.assert_array_equal(runs["steps"], [[2, 4, 6, 8]] * 2)
+    assert np.all(np.diff(runs["seconds"], axis=1) > 0)
+    assert np.all((runs["final_error"] > 0) & (runs["final_error"] < 10))
+    assert runs["u"].shape == (2, experiment.SIDE**2, 1)
+
+
+def test_its_verdicts_and_figures(in_slabs, tmp_path):
+    settings, runs = in_slabs
+    ends = {"confirmed": 1e-9, "refuted": 1e-2}
+    for outcome, end in ends.items():
+        errors = {"final_error": end * np.array([1.0, 1.1])}
+        made = Runs(runs.point, {**runs.columns, **errors})
+        (verdict,) = experiment.judge_all(settings, [made])
+        assert verdict.outcome == outcome
+    captions = experiment.draw(settings, [runs], tmp_path)
+    assert "2 slabs of 4 steps" in captions["equations"]
+    for name in captions:
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
