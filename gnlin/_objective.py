@@ -28,6 +28,12 @@ class AbstractObjective(eqx.Module):
     is_sample: AbstractVar[bool]
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether examples were measured, with noise that differs between samples. Points
+        that are drawn for a differential equation have none."""
+        return True
+
+    @property
     @abc.abstractmethod
     def is_quadratic(self) -> bool:
         """Whether the second-order expansion is the objective itself."""
@@ -234,10 +240,15 @@ def _expanded(
 
 
 class GroupLosses(eqx.Module):
-    """A loss for each group of residuals, and its weight."""
+    """A loss for each group of residuals, and its weight.
+
+    - `is_drawn`: whether examples are drawn anew for each step, and none is chosen from
+        data.
+    """
 
     losses: Mapping[str, AbstractLoss]
     weights: Mapping[str, ScalarLike]
+    is_drawn: bool = eqx.field(static=True, default=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -249,7 +260,7 @@ class GroupLosses(eqx.Module):
 
     def reduced(self, default: Reduction) -> "GroupLosses":
         losses = {name: loss.reduced(default) for name, loss in self.losses.items()}
-        return GroupLosses(losses, self.weights)
+        return GroupLosses(losses, self.weights, self.is_drawn)
 
     def check(self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree) -> None:
         for name, loss in self.losses.items():
@@ -264,6 +275,11 @@ class GroupLoss(AbstractObjective):
 
     parts: Mapping[str, BatchLoss]
     is_sample: bool = eqx.field(static=True)
+    is_drawn: bool = eqx.field(static=True, default=False)
+
+    @property
+    def is_noisy(self) -> bool:
+        return not self.is_drawn
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -336,7 +352,7 @@ def objective_of(
         )
         for name, of_group in loss.losses.items()
     }
-    return GroupLoss(parts=parts, is_sample=is_sample)
+    return GroupLoss(parts=parts, is_sample=is_sample, is_drawn=loss.is_drawn)
 
 
 def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:

@@ -408,6 +408,9 @@ def of_groups(
     losses = GroupLosses(
         {name: group.loss for name, group in groups.items()},
         {name: group.weight for name, group in groups.items()},
+        # Examples that are chosen from data, by a batch size, may be noisy.
+        is_drawn=any(sampled.values())
+        and all(size is None for size in network.batch_sizes.values()),
     )
     return parameters, network, (inputs, targets, None), losses
 

@@ -157,3 +157,30 @@ def test_scales_on_batches_between_bounds(scaling):
     arrays = jax.tree.leaves(eqx.filter(result.model, eqx.is_inexact_array))
     assert max(np.max(np.abs(array)) for array in arrays) <= 0.6
     assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]
+
+
+def test_points_that_are_drawn_have_no_noise():
+    """An ordinary differential equation: the default damps as little as 1e-8, and much
+    more where data are chosen by a batch size."""
+
+    def decay(u, t):
+        value, rate = jax.jvp(u, (t,), (jnp.ones(()),))
+        return rate + value
+
+    anywhere = lambda key: jax.random.uniform(key, (32,), float)
+    start = gnlin.Residuals(lambda u, t: u(t) - 1, jnp.zeros(4))
+    net = eqx.nn.MLP("scalar", "scalar", 8, 1, jnp.tanh, key=jax.random.key(0))
+    net = jax.tree.map(lambda x: x.astype(float) if eqx.is_array(x) else x, net)
+
+    def trained(batch_size=None, **damping):
+        groups = {"equation": gnlin.Residuals(decay, anywhere), "start": start}
+        solver = gnlin.LevenbergMarquardt(**damping)
+        sizes = None if batch_size is None else {"start": batch_size}
+        return gnlin.fit(net, groups, solver, steps=60, batch_size=sizes, progress=False)
+
+    found, same = trained(), trained(damping=1e-8)
+    np.testing.assert_allclose(found.history["loss"], same.history["loss"], rtol=1e-6)
+    t = jnp.linspace(0, 1, 50)
+    np.testing.assert_allclose(jax.vmap(found.model)(t), jnp.exp(-t), atol=1e-4)
+    ratio = trained(2).history["damping"][0] / found.history["damping"][0]
+    np.testing.assert_allclose(ratio, 1e5 * (1 + (48 / 32) ** 2), rtol=0.5)

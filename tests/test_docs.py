@@ -89,7 +89,7 @@ REACHED = {
         n["error"](n["square"].model, n["in_square"]) < 3e-9
         and n["error"](n["solution"].model, n["exact"]) < 1e-6
         and np.linalg.norm(n["values"] - n["true"]) < 1e-4 * np.linalg.norm(n["true"])
-        and n["error"](n["result"].model, n["exact"]) < 1e-3
+        and n["error"](n["result"].model, n["exact"]) < 1e-4
         and abs(n["found"].model["conductivity"] - 0.25) < 0.01
         and n["error"](n["found"].model["u"], n["exact"]) < 0.02
         and Path("heat.png").stat().st_size > 10_000
