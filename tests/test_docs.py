@@ -86,7 +86,7 @@ REACHED = {
         and np.allclose(n["found"], n["poses"], atol=1e-6)
     ),
     "docs/differential-equations.md": lambda n: (
-        n["error"](n["square"].model, n["in_square"]) < 3e-9
+        n["error"](n["square"].model, n["in_square"]) < 1e-9
         and n["error"](n["solution"].model, n["exact"]) < 1e-6
         and np.linalg.norm(n["values"] - n["true"]) < 1e-4 * np.linalg.norm(n["true"])
         and n["error"](n["result"].model, n["exact"]) < 1e-4
