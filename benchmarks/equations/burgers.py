@@ -31,7 +31,7 @@ def steepening(x: Point, viscosity: float = VISCOSITY) -> Float[Array, ""]:
     t, place = x
     from_there = place - jnp.sqrt(4 * viscosity * t) * _NODES
     exponent = -jnp.cos(jnp.pi * from_there) / (2 * jnp.pi * viscosity)
-    weights = _WEIGHTS * jnp.exp(exponent - jnp.max(exponent))
+    weights = _WEIGHTS * jnp.exp(exponent)
     return -jnp.sum(weights * jnp.sin(jnp.pi * from_there)) / jnp.sum(weights)
 
 
