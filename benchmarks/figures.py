@@ -70,6 +70,26 @@ def band(
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
+def field(
+    panel: Any,
+    values: Float[ndarray, " points"],
+    axes: Sequence[tuple[float, float]],
+    **look: Any,
+) -> Any:
+    """Draws values on a square grid in two coordinates, with these ends, as colours.
+    Returns the image, for a colour bar."""
+    side = round(len(values) ** 0.5)
+    (left, right), (bottom, top) = axes
+    panel.grid(visible=False)
+    return panel.imshow(
+        values.reshape(side, side).T,
+        origin="lower",
+        extent=(left, right, bottom, top),
+        aspect="auto",
+        **look,
+    )
+
+
 def shades(number: int) -> Any:
     """As many colours, from dark to light, for an ordered quantity such as K."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number))

@@ -66,6 +66,7 @@ class Equation:
     - `network`: `network(hidden, key)`, with hidden layers of these widths.
     - `coefficient`: the true value of an unknown coefficient. The model is then a
         dictionary of a `u` and a `coefficient`.
+    - `in_time`: whether the first coordinate is the time.
     - `slabs`: the times that separate the slabs, the first and the last time included.
         Each slab has a network of its own, whose time begins at 0.
     - `state`: `state(u, point)` returns what the next slab has to know where one ends, by
@@ -79,6 +80,7 @@ class Equation:
     axes: tuple[Interval, ...]
     network: Callable[[Sequence[int], Key[Array, ""]], PyTree] | None = None
     coefficient: float | None = None
+    in_time: bool = False
     slabs: tuple[float, ...] = ()
     state: Callable[[Function, Point], PyTree] = lambda u, x: u(x)
     compared: int | None = None
@@ -105,6 +107,17 @@ class Equation:
         low, high = np.array(self.axes).T
         drawn = np.random.default_rng(1).uniform(low, high, (_TEST_POINTS, low.size))
         return jnp.asarray(drawn)
+
+    @property
+    def coordinates(self) -> tuple[str, str]:
+        """Names of the first two, for the axes of a picture."""
+        return ("t", "x") if self.in_time else ("$x_1$", "$x_2$")
+
+    def plane(self, side: int) -> Float[Array, "n d"]:
+        """A grid in the first two coordinates; the others are in the middle."""
+        points = grid(*(np.linspace(*ends, side) for ends in self.axes[:2]))
+        middle = [np.full((side**2, 1), np.mean(ends)) for ends in self.axes[2:]]
+        return jnp.concatenate([points, *map(jnp.asarray, middle)], axis=1)
 
     def error(self, model: PyTree) -> Float[Array, ""]:
         """The relative error in L2, at points that are not trained on."""

@@ -1,13 +1,12 @@
 """Burgers' equation from -sin(pi x), between walls and with a period."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from ..networks.points import Periodic, PointMLP
 from ._base import along, Equation, Function, grid, group, Groups, Point, spread, UNIT
@@ -40,6 +39,7 @@ BETWEEN_WALLS = Equation(
     jax.vmap(steepening),
     in_time(burgers, steepening, _PERIOD),
     (UNIT, _PERIOD),
+    in_time=True,
 )
 
 
@@ -61,14 +61,11 @@ def _periodic(number: int) -> Groups:
     }
 
 
-def _network(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
-    return PointMLP(hidden, key, Periodic(2.0))
-
-
 PERIODIC = Equation(
     "Burgers of low viscosity",
     jax.vmap(functools.partial(steepening, viscosity=LOW_VISCOSITY)),
     _periodic,
     (UNIT, _PERIOD),
-    network=_network,
+    network=functools.partial(PointMLP, features=Periodic(2.0)),
+    in_time=True,
 )

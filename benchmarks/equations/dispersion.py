@@ -1,12 +1,12 @@
 """The equations of Korteweg and de Vries, and of Kuramoto and Sivashinsky, in slabs."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from ..networks.points import Periodic, PointMLP
 from . import _spectral
@@ -58,12 +58,6 @@ def _in_slabs(
     return groups
 
 
-def _network(
-    period: float, activation: Callable, hidden: Sequence[int], key: Key[Array, ""]
-) -> PointMLP:
-    return PointMLP(hidden, key, Periodic(period), activation=activation)
-
-
 KORTEWEG_DE_VRIES = Equation(
     "Korteweg and de Vries",
     functools.partial(
@@ -75,7 +69,8 @@ KORTEWEG_DE_VRIES = Equation(
     ),
     _in_slabs(korteweg_de_vries, lambda x: jnp.cos(jnp.pi * x), (-1.0, 1.0), 1e-3),
     ((0.0, 1.0), (-1.0, 1.0)),
-    network=functools.partial(_network, 2.0, jnp.sin),
+    network=functools.partial(PointMLP, features=Periodic(2.0), activation=jnp.sin),
+    in_time=True,
     slabs=(0.0, 0.25, 0.5, 0.75, 1.0),
 )
 
@@ -95,6 +90,7 @@ KURAMOTO_SIVASHINSKY = Equation(
         1e-4,
     ),
     ((0.0, 1.0), (0.0, 2 * np.pi)),
-    network=functools.partial(_network, 2 * np.pi, jnp.tanh),
+    network=functools.partial(PointMLP, features=Periodic(2 * np.pi)),
+    in_time=True,
     slabs=(0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 )

@@ -1,12 +1,11 @@
 """Steady flows of an incompressible fluid: Kovasznay's, and in a cavity with a lid."""
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 from numpy import ndarray
 
 from ..networks.points import Coordinates, PointMLP
@@ -32,10 +31,6 @@ def navier_stokes(flow: Function, x: Point, reynolds: float) -> Float[Array, "3"
     momenta = (u[0] * by_x + u[1] * by_y - laplacian / reynolds)[:2]
     momenta += jnp.stack([by_x[2], by_y[2]])
     return jnp.append(momenta, by_x[0] + by_y[1])
-
-
-def _network(hidden: Sequence[int], key: Key[Array, ""], spread: float = 1.0) -> PointMLP:
-    return PointMLP(hidden, key, Coordinates(2), outputs=3, spread=spread)
 
 
 #
@@ -83,7 +78,7 @@ KOVASZNAY = Equation(
     jax.vmap(kovasznay),
     _in_a_rectangle,
     _WIDE,
-    network=functools.partial(_network, spread=1.5),
+    network=functools.partial(PointMLP, features=Coordinates(2), outputs=3, spread=1.5),
     compared=2,
 )
 
@@ -184,6 +179,6 @@ CAVITY = Equation(
     driven,
     _cavity,
     (UNIT, UNIT),
-    network=_network,
+    network=functools.partial(PointMLP, features=Coordinates(2), outputs=3),
     compared=2,
 )

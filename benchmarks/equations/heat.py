@@ -52,7 +52,11 @@ def in_time(residual: Callable, exact: Callable, ends: Interval) -> Callable:
 
 
 COOLING = Equation(
-    "heat in 1+1", jax.vmap(cooling), in_time(heat, cooling, UNIT), (UNIT, UNIT)
+    "heat in 1+1",
+    jax.vmap(cooling),
+    in_time(heat, cooling, UNIT),
+    (UNIT, UNIT),
+    in_time=True,
 )
 
 
@@ -83,4 +87,5 @@ CONDUCTIVITY_UNKNOWN = Equation(
     _measurements,
     (UNIT, UNIT),
     coefficient=CONDUCTIVITY,
+    in_time=True,
 )

@@ -1,5 +1,6 @@
 """Poisson's and Laplace's equations, in two to ten dimensions."""
 
+import functools
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -112,16 +113,14 @@ def _of_scales(number: int) -> Groups:
     }
 
 
-def _fourier(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
-    return PointMLP(hidden, key, Fourier(2, (1, 2, 4, 8)), activation=jnp.sin)
-
-
 OF_FOUR_SCALES = Equation(
     "Poisson of four scales",
     jax.vmap(of_scales),
     _of_scales,
     (UNIT, UNIT),
-    network=_fourier,
+    network=functools.partial(
+        PointMLP, features=Fourier(2, (1, 2, 4, 8)), activation=jnp.sin
+    ),
 )
 
 

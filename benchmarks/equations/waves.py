@@ -1,11 +1,11 @@
 """The wave equation, in slabs, and Helmholtz's of a high frequency."""
 
-from collections.abc import Sequence
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float
 
 from ..networks.points import Coordinates, Fourier, PointMLP
 from ._base import (
@@ -71,16 +71,15 @@ def _in_slabs(number: int, length: float, before: Function | None = None) -> Gro
     }
 
 
-def _sine(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
-    return PointMLP(hidden, key, Coordinates(2), activation=jnp.sin, spread=4.0)
-
-
 WAVE = Equation(
     "wave",
     jax.vmap(standing),
     _in_slabs,
     (UNIT, UNIT),
-    network=_sine,
+    network=functools.partial(
+        PointMLP, features=Coordinates(2), activation=jnp.sin, spread=4.0
+    ),
+    in_time=True,
     slabs=(0.0, 0.5, 1.0),
     state=lambda u, x: (u(x), along(u, 0)(x)),
 )
@@ -110,10 +109,12 @@ def _helmholtz(number: int) -> Groups:
     }
 
 
-def _fourier(hidden: Sequence[int], key: Key[Array, ""]) -> PointMLP:
-    return PointMLP(hidden, key, Fourier(2, (1, 2, 4)), activation=jnp.sin)
-
-
 HELMHOLTZ = Equation(
-    "Helmholtz", jax.vmap(ripples), _helmholtz, (UNIT, UNIT), network=_fourier
+    "Helmholtz",
+    jax.vmap(ripples),
+    _helmholtz,
+    (UNIT, UNIT),
+    network=functools.partial(
+        PointMLP, features=Fourier(2, (1, 2, 4)), activation=jnp.sin
+    ),
 )

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
 import gnlin
 
 from .. import thresholds
-from ..equations import Equation, EQUATIONS, grid, InSlabs
+from ..equations import Equation, EQUATIONS, InSlabs
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, Settings
-from ..figures import BLUE, figure
+from ..figures import BLUE, field, figure
 from ..verdicts import judge, Verdict
 
 
@@ -112,7 +111,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
             column += [so_far + x for x in watch.looks[name]]
     solved = InSlabs(tuple(networks), ends[:-1]) if equation.slabs else model
     final = np.asarray(eqx.filter_jit(equation.error)(solved))
-    u = np.asarray(jax.vmap(equation.u(solved))(_drawn_at(equation)))
+    u = np.asarray(jax.vmap(equation.u(solved))(equation.plane(SIDE)))
     return looks | {"final_error": final, "u": u.reshape(len(u), -1)[:, :1]}
 
 
@@ -144,13 +143,6 @@ class _Watch(gnlin.callbacks.Callback):
 
 SIDE = 61
 """Number of points along each side of the pictures."""
-
-
-def _drawn_at(equation: Equation) -> Array:
-    """A grid in the first two coordinates; the others are in the middle."""
-    plane = grid(*(np.linspace(*ends, SIDE) for ends in equation.axes[:2]))
-    middle = [np.full((SIDE**2, 1), np.mean(ends)) for ends in equation.axes[2:]]
-    return jnp.concatenate([plane, *map(jnp.asarray, middle)], axis=1)
 
 
 #
@@ -239,22 +231,16 @@ def _draw_solutions(settings: Equations, all_runs: Sequence[Runs], path: Path) -
         for k, name in enumerate(settings.sizes):
             equation, runs = EQUATIONS[name], only(all_runs, equation=name)
             found = runs["u"][0, :, 0]
-            true = np.asarray(equation.solution(np.asarray(_drawn_at(equation))))
+            true = np.asarray(equation.solution(np.asarray(equation.plane(SIDE))))
             wrong = np.abs(found - true.reshape(len(found), -1)[:, 0])
             block = 2 * (k // columns)
             pair = panels[block : block + 2, k % columns]
             shown = found, np.log10(np.maximum(wrong, 1e-16))
             maps = "RdBu_r", "cividis"
             for panel, values, cmap in zip(pair, shown, maps, strict=True):
-                image = panel.imshow(
-                    values.reshape(SIDE, SIDE).T,
-                    origin="lower",
-                    extent=(*equation.axes[0], *equation.axes[1]),
-                    aspect="auto",
-                    cmap=cmap,
-                )
-                panel.grid(visible=False)
-                drawing.colorbar(image)
+                first, second = equation.coordinates
+                panel.set(xlabel=first, ylabel=second)
+                drawing.colorbar(field(panel, values, equation.axes[:2], cmap=cmap))
             pair[0].set_title(equation.name, fontsize=10)
             pair[1].set_title("log10 of the error", fontsize=10)
         for k in range(number, panels.size // 2):

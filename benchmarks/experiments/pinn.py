@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
@@ -21,9 +20,9 @@ from numpy import ndarray
 import gnlin
 
 from .. import thresholds, timed_training as by_the_clock
-from ..equations import Equation, EQUATIONS, grid
+from ..equations import Equation, EQUATIONS
 from ..experiment import Columns, Experiment, only, Place, Point, Runs, select, Settings
-from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..figures import BLACK, BLUE, field, figure, GREEN, ORANGE, PURPLE, VERMILION
 from ..networks.mlp import TanhMLP
 from ..thresholds import PINN_ACCURACY as ACCURACY, PINN_STAYS as STAYS
 from ..verdicts import judge, Verdict
@@ -137,7 +136,7 @@ def train(settings: Pinn, point: Point, place: Place) -> Columns:
                 "steps": [look.steps for look in looks],
                 "error": errors,
                 "coefficient_error": coefficient_errors,
-                "u": jax.vmap(equation.u(looks[-1].model))(_drawn_at(equation))[:, None],
+                "u": jax.vmap(equation.u(looks[-1].model))(equation.plane(SIDE))[:, None],
             }
         )
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
@@ -151,13 +150,6 @@ def _errors_of(equation: Equation):
 
 SIDE = 61
 """Of the pictures."""
-
-
-def _drawn_at(equation: Equation) -> Float[jax.Array, "n d"]:
-    """A grid in the first two coordinates; others are at the middle."""
-    plane = grid(*(np.linspace(*ends, SIDE) for ends in equation.axes[:2]))
-    middle = [np.full((SIDE**2, 1), np.mean(ends)) for ends in equation.axes[2:]]
-    return jnp.concatenate([plane, *map(jnp.asarray, middle)], axis=1)
 
 
 #
@@ -311,7 +303,7 @@ def _draw_solutions(settings: Pinn, all_runs: Sequence[Runs], path: Path) -> Non
                 )
                 for solvers in (OURS, FIRST_ORDER)
             )
-            at = _drawn_at(equation)
+            at = equation.plane(SIDE)
             exact = np.asarray(equation.solution(at))
             wrong = [np.abs(runs["u"][0, :, 0] - exact) for runs in (ours, other)]
             logs = [np.log10(np.maximum(each, 1e-14)) for each in wrong]
@@ -322,21 +314,14 @@ def _draw_solutions(settings: Pinn, all_runs: Sequence[Runs], path: Path) -> Non
             ]
             for panel, values, title in zip(column, [exact, *logs], said, strict=True):
                 scale = {} if panel is column[0] else common
-                image = panel.imshow(
-                    values.reshape(SIDE, SIDE).T,
-                    origin="lower",
-                    extent=(*equation.axes[0], *equation.axes[1]),
-                    aspect="auto",
-                    cmap="RdBu_r" if panel is column[0] else "cividis",
-                    **scale,
-                )
+                cmap = "RdBu_r" if panel is column[0] else "cividis"
+                image = field(panel, values, equation.axes[:2], cmap=cmap, **scale)
                 panel.set_title(title, fontsize=10)
-                panel.grid(visible=False)
                 drawing.colorbar(image, label="" if panel is column[0] else "log10")
-            in_time = name in ("heat", "burgers", "conductivity")
-            column[-1].set_xlabel("t" if in_time else "$x_1$")
+            first, second = equation.coordinates
+            column[-1].set_xlabel(first)
             for panel in column:
-                panel.set_ylabel("x" if in_time else "$x_2$")
+                panel.set_ylabel(second)
 
 
 EXPERIMENT = Experiment(
