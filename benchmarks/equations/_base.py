@@ -126,7 +126,7 @@ class Equation:
     def error_between(
         self, begin: float, end: float
     ) -> Callable[[PyTree], Float[Array, ""]]:
-        """The same within a slab, of its own network."""
+        """The error of one slab's network, within that slab."""
         points = np.asarray(self.test_points())
         within = (begin <= points[:, 0]) & (points[:, 0] <= end)
         here = jnp.asarray(points[within] - np.array([begin, 0.0]))

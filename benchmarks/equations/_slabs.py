@@ -21,5 +21,5 @@ class InSlabs(eqx.Module):
 
 
 def begins(u: PyTree, example: dict[str, Array]) -> Float[Array, ""]:
-    """The residual of a slab's start: where the last slab ended, at one point."""
+    """How far a slab starts from where the last one ended, at one point."""
     return u(example["x"]) - example["value"]

@@ -24,7 +24,7 @@ from ._base import (
 
 
 def navier_stokes(flow: Function, x: Point, reynolds: float) -> Float[Array, "3"]:
-    """Of (u, v, p): both momenta, and the divergence."""
+    """The residuals of both momenta and of the divergence, for a flow (u, v, p)."""
     u = flow(x)
     by_x, by_y = along(flow, 0)(x), along(flow, 1)(x)
     laplacian = along(flow, 0, 2)(x) + along(flow, 1, 2)(x)

@@ -49,7 +49,7 @@ def _wall(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def moves(u: Function, example: dict[str, Array]) -> Float[Array, ""]:
-    """The residual of the rate of change at a slab's start."""
+    """How far the rate of change at a slab's start is from the last one's, at one point."""
     return along(u, 0)(example["x"]) - example["value"]
 
 
