@@ -49,7 +49,7 @@ def _wall(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def moves(u: Function, example: dict[str, Array]) -> Float[Array, ""]:
-    """How far the rate of change at a slab's start is from the last one's, at one point."""
+    """How far the rate of change differs from the last slab's end, at one point."""
     return along(u, 0)(example["x"]) - example["value"]
 
 

@@ -39,8 +39,8 @@ from ._trials import try_dampings
 # The price that an exact step is worth beside one by conjugate gradients that stop early:
 # this many seconds, or this multiple of what the latter takes. On a sample of squared
 # error it is worth less, but still a few times as much: for Poisson's equation in five
-# dimensions, at points drawn for each step (320 residuals, 200 steps), the error is 1.6e-5
-# with exact steps and 3.6e-3 without. For other losses an exact step adds no accuracy.
+# dimensions, at points drawn for each step (320 residuals, 200 steps), the error is
+# 1.6e-5 with exact steps and 3.6e-3 without. For other losses they add no accuracy.
 _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 2.0)
 # Between bounds the curvature of a problem at most so much wider than tall is inverted:
 # of a wider one a factorisation on each face is less work (by operations, not timed).
