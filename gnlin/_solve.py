@@ -13,14 +13,46 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
-from ._bounds import check_start
-from ._checks import as_key, check_count, check_flag, forwards_only, is_traced
-from ._data import as_batch, not_finite
-from ._losses import AbstractLoss, check_loss, SquaredError
-from ._model import make_network, Network
-from ._objective import GroupLosses, objective_of
-from ._progress import Bar
-from ._residuals import (
+from ._common._checks import (
+    as_key,
+    check_count,
+    check_flag,
+    forwards_only,
+    is_traced,
+)
+from ._common._progress import Bar
+from ._common._sharding import (
+    automatic,
+    choosing,
+    everywhere,
+    keep,
+    mesh_of,
+    on_mesh,
+    places,
+)
+from ._linearisation._bounds import check_start
+from ._linearisation._objective import (
+    GroupLosses,
+    objective_of,
+)
+from ._solver import (
+    AbstractGaussNewton,
+    as_solver,
+    check_divergence,
+    LevenbergMarquardt,
+    result_name,
+    row_of,
+    statistics,
+)
+from ._training._data import (
+    as_batch,
+    not_finite,
+)
+from ._training._model import (
+    make_network,
+    Network,
+)
+from ._training._residuals import (
     as_groups,
     GroupNetwork,
     Groups,
@@ -31,18 +63,16 @@ from ._residuals import (
     Residuals,
     where_not_finite,
 )
-from ._sharding import automatic, choosing, everywhere, keep, mesh_of, on_mesh, places
-from ._solution import COLUMNS, History, in_words, known, Model, NO_GRADIENT, Solution
-from ._solver import (
-    AbstractGaussNewton,
-    as_solver,
-    check_divergence,
-    LevenbergMarquardt,
-    result_name,
-    row_of,
-    statistics,
+from ._training._solution import (
+    COLUMNS,
+    History,
+    in_words,
+    known,
+    Model,
+    NO_GRADIENT,
+    Solution,
 )
-from ._training import (
+from ._training._step import (
     advanced,
     begin,
     Carry,
@@ -51,6 +81,11 @@ from ._training import (
     key_of_steps,
     Setting,
     why_it_failed,
+)
+from .losses import (
+    AbstractLoss,
+    check_loss,
+    SquaredError,
 )
 
 

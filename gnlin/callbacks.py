@@ -15,12 +15,16 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from . import features
-from ._checks import check_flag, check_nonnegative, check_period
-from ._tangent_kernel import TangentKernel
+from ._common._checks import (
+    check_flag,
+    check_nonnegative,
+    check_period,
+)
+from ._tangent_kernel._tangent_kernel import TangentKernel
 
 
 if TYPE_CHECKING:
-    from ._solution import History
+    from ._training._solution import History
 
 
 __all__ = [

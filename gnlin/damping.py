@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
-from . import _tree
-from ._checks import (
+from ._common import _tree
+from ._common._checks import (
     as_scalar,
     check_count,
     check_finite_positive,

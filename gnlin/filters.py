@@ -29,8 +29,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
-from . import _tree
-from ._checks import (
+from ._common import _tree
+from ._common._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,

@@ -21,12 +21,23 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
-from . import _nystrom, _tree
-from ._checks import check_count, check_whole
-from ._conjugate_gradients import semidefinite
-from ._jacobian import AbstractBlock, AbstractJacobian, Rows
-from ._passes import Passes
-from ._tree import matmul, ravel_pytree
+from ._common import _tree
+from ._common._checks import (
+    check_count,
+    check_whole,
+)
+from ._common._passes import Passes
+from ._common._tree import (
+    matmul,
+    ravel_pytree,
+)
+from ._jacobian import (
+    AbstractBlock,
+    AbstractJacobian,
+    Rows,
+)
+from ._linear_algebra import _nystrom
+from ._linear_algebra._conjugate_gradients import semidefinite
 
 
 __all__ = [

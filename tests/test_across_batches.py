@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import gnlin
-from gnlin._solver._across_batches import Stride
+from gnlin._solver._stride import Stride
 
 
 class Told:

@@ -11,8 +11,8 @@ import scipy.optimize
 from problems import each_once
 
 import gnlin
-from gnlin._bounds import Box
-from gnlin._objective import SumOfSquares
+from gnlin._linearisation._bounds import Box
+from gnlin._linearisation._objective import SumOfSquares
 from gnlin._solver._between_bounds import between_bounds
 
 

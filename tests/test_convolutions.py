@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from problems import each_pair
 
 import gnlin
-from gnlin._convolutions import channels_last
+from gnlin._common._convolutions import channels_last
 from gnlin._jacobian import OfExamples
 
 

@@ -9,7 +9,7 @@ import optimistix as optx
 import pytest
 
 import gnlin
-from gnlin._passes import Passes
+from gnlin._common._passes import Passes
 
 
 @jax.custom_vjp

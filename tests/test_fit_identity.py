@@ -23,7 +23,7 @@ from jax.flatten_util import ravel_pytree
 
 import gnlin
 from gnlin import CheckpointError
-from gnlin._identity import described
+from gnlin._common._identity import described
 from gnlin.callbacks import Callback
 
 

@@ -23,7 +23,7 @@ from problems import each_once, updated
 from scipy.special import expit
 
 import gnlin
-from gnlin._objective import BatchLoss
+from gnlin._linearisation._objective import BatchLoss
 from gnlin._subproblem import choose, problem_of
 from gnlin.filters import (
     Damped,

@@ -12,7 +12,7 @@ import scipy.optimize
 from problems import each_once
 
 import gnlin
-from gnlin._known import known
+from gnlin._linearisation._recognised import known
 
 
 T = np.linspace(0, 3, 40)

@@ -10,7 +10,7 @@ from jax.flatten_util import ravel_pytree
 from problems import each_pair
 
 import gnlin
-from gnlin import _tree
+from gnlin._common import _tree
 from gnlin._jacobian import _layer, _program, _rows, Layer, Rows
 
 

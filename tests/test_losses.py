@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 from problems import each_once
 
 import gnlin
-from gnlin._objective import BatchLoss
+from gnlin._linearisation._objective import BatchLoss
 
 
 # As a user's programs are, whatever conftest.py asks of XLA: where it is about the last

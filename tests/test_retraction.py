@@ -11,7 +11,7 @@ import optimistix as optx
 import pytest
 
 import gnlin
-from gnlin._retraction import Retraction
+from gnlin._linearisation._retraction import Retraction
 
 
 @pytest.fixture(autouse=True)

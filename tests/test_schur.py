@@ -8,7 +8,7 @@ import pytest
 
 import gnlin
 from gnlin._jacobian import PerExample, PerGroup, Selected
-from gnlin._problem import Quadratic
+from gnlin._linearisation._quadratic import Quadratic
 from gnlin._subproblem import _schur, choose
 from gnlin._subproblem._schur import SchurComplement
 from gnlin.filters import GradientDescent, Tikhonov

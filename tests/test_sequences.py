@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from problems import each_once
 
 import gnlin
-from gnlin._objective import BatchLoss
+from gnlin._linearisation._objective import BatchLoss
 
 
 N, T, C = 4, 3, 5

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import gnlin
-from gnlin import _checks
+from gnlin._common import _checks
 
 
 NET = eqx.nn.MLP(2, 3, 8, 1, jnp.tanh, key=jax.random.key(0))

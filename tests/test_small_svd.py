@@ -11,8 +11,8 @@ import optimistix as optx
 import pytest
 
 import gnlin
-from gnlin import _lapack
-from gnlin._small_svd import by_rotations, svd
+from gnlin._linear_algebra import _lapack
+from gnlin._linear_algebra._small_svd import by_rotations, svd
 
 
 SHAPES = (

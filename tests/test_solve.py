@@ -776,7 +776,7 @@ def test_ctrl_c_hands_back_the_best_model(monkeypatch):
         if len(shown) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gnlin._progress.Bar, "show", show)
+    monkeypatch.setattr(gnlin._common._progress.Bar, "show", show)
     with pytest.warns(UserWarning, match="was interrupted after step"):
         data, solution = long_run()
     assert solution.reason == f"step {shown[1]}: interrupted"
@@ -796,10 +796,10 @@ def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):
 
 
 def test_a_bar_is_drawn_of_a_long_run_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(gnlin._progress, "_SECONDS", 0)
+    monkeypatch.setattr(gnlin._common._progress, "_SECONDS", 0)
     long_run()
     assert "loss=" not in capsys.readouterr().err
-    monkeypatch.setattr(gnlin._progress, "on_a_terminal", lambda: True)
+    monkeypatch.setattr(gnlin._common._progress, "on_a_terminal", lambda: True)
     long_run(progress=False)
     assert "loss=" not in capsys.readouterr().err
     _, solution = long_run()

@@ -12,9 +12,9 @@ from test_schur import dense, flat, linearised, problem
 
 import gnlin
 from gnlin._jacobian import Cost, Reads
-from gnlin._problem import Quadratic
+from gnlin._linearisation._quadratic import Quadratic
 from gnlin._subproblem import _sparse, choose
-from gnlin._subproblem._cheap_first import ProductsFirst
+from gnlin._subproblem._fallbacks import ProductsFirst
 from gnlin._subproblem._sparse import SparseLU
 from gnlin.filters import GradientDescent, Tikhonov
 

@@ -12,7 +12,7 @@ import scipy.sparse
 
 import gnlin
 from gnlin._jacobian import _coloured
-from gnlin._problem import Quadratic
+from gnlin._linearisation._quadratic import Quadratic
 from gnlin._subproblem import choose
 from gnlin._subproblem._sparse import SparseLU
 from gnlin.filters import Tikhonov

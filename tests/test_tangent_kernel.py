@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from problems import each_once
 
 import gnlin
-from gnlin._kernel_file import Tiles
+from gnlin._tangent_kernel._file import Tiles
 
 
 KEY = jax.random.key(0)
@@ -264,7 +264,7 @@ KILLED = """
     import os, sys
     import equinox as eqx, jax, numpy as np
     import gnlin
-    from gnlin._kernel_file import KernelFile
+    from gnlin._tangent_kernel._file import KernelFile
 
     put, left = KernelFile.put, int(sys.argv[2])
 

@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._tree import ravel_pytree
-from .._written_anew import Program, program_of
+from .._common._compiled_once import (
+    Program,
+    program_of,
+)
+from .._common._tree import ravel_pytree
 
 
 class Data(NamedTuple):

@@ -9,17 +9,60 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
-from .. import _tree
-from .._bounds import Box, check_start
-from .._checks import check_callable, check_count, check_flag
-from .._losses import AbstractLoss, AbstractRobust, SquaredError
-from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
-from ._curve import Curve, Data
-from ._given import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
-from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
-from ._posed import Setting, with_bounds
-from ._program import Fitted, fitted, spread
-from ._result import CurveFit, made
+from .._common import _tree
+from .._common._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+)
+from .._linearisation._bounds import (
+    Box,
+    check_start,
+)
+from .._solver import (
+    AbstractGaussNewton,
+    as_solver,
+    LevenbergMarquardt,
+)
+from ..losses import (
+    AbstractLoss,
+    AbstractRobust,
+    SquaredError,
+)
+from ._curve import (
+    Curve,
+    Data,
+)
+from ._inputs import (
+    as_start,
+    as_x,
+    data_of,
+    errors_of_x,
+    limits,
+    parted,
+    several,
+    with_x,
+)
+from ._likelihood import (
+    as_loss,
+    check_rates,
+    check_targets,
+    in_one_row,
+    Likelihood,
+)
+from ._problem import (
+    Setting,
+    with_bounds,
+)
+from ._program import (
+    Fitted,
+    fitted,
+    spread,
+)
+from ._result import (
+    CurveFit,
+    made,
+)
 
 
 # Rounds of a robust loss after one of squared error, each with the scale that the last

@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._losses import (
+from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
     AbstractRobust,

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._losses import TobitNLL
-from ._likelihood import in_units_of_y, Likelihood, shown
+from ..losses import TobitNLL
+from ._likelihood import (
+    in_units_of_y,
+    Likelihood,
+    shown,
+)
 
 
 if TYPE_CHECKING:

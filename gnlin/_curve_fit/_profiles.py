@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import _tree
-from .._bounds import Box
+from .._common import _tree
+from .._linearisation._bounds import Box
 from ._curve import whitened
-from ._posed import with_bounds
+from ._problem import with_bounds
 from ._program import fitted
 
 

@@ -10,18 +10,33 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
-from .. import _tree
-from .._checks import is_traced
-from .._linearisation import linearise
-from .._losses import AbstractRobust, SquaredError
-from .._tree import ravel_pytree
-from .._uncertainty import Covariance, covariance, robust_variance
+from .._common import _tree
+from .._common._checks import is_traced
+from .._common._tree import ravel_pytree
+from .._linearisation._linearisation import linearise
+from ..losses import (
+    AbstractRobust,
+    SquaredError,
+)
+from ..predict._variance import (
+    Covariance,
+    covariance,
+    robust_variance,
+)
 from ._curve import Data
 from ._likelihood import Likelihood
-from ._posed import at_bounds, Posed, Setting, with_bounds
+from ._problem import (
+    at_bounds,
+    Posed,
+    Setting,
+    with_bounds,
+)
 from ._run import run
-from ._seen import NonFinite, seen
 from ._structure import in_structure
+from ._undetermined import (
+    NonFinite,
+    seen,
+)
 
 
 class Fitted(NamedTuple):

@@ -10,20 +10,39 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .. import _tree
-from .._checks import check_fraction, is_traced
-from .._linearisation import linearise
-from .._losses import AbstractRobust, TobitNLL
-from .._solution import History
-from .._solver import result_name, why_it_ended
-from .._uncertainty import Covariance
-from ._curve import Curve, Data, unflattened
-from ._given import as_x
-from ._likelihood import Likelihood, runs_test
-from ._posed import Setting
+from .._common import _tree
+from .._common._checks import (
+    check_fraction,
+    is_traced,
+)
+from .._linearisation._linearisation import linearise
+from .._solver import (
+    result_name,
+    why_it_ended,
+)
+from .._training._solution import History
+from ..losses import (
+    AbstractRobust,
+    TobitNLL,
+)
+from ..predict._variance import Covariance
+from ._curve import (
+    Curve,
+    Data,
+    unflattened,
+)
+from ._inputs import as_x
+from ._likelihood import (
+    Likelihood,
+    runs_test,
+)
+from ._problem import Setting
 from ._profiles import profiles
 from ._program import Fitted
-from ._report import names_of, report
+from ._report import (
+    names_of,
+    report,
+)
 
 
 class Interval(NamedTuple):

@@ -9,12 +9,19 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar
 
-from .. import _lapack, _tree
-from .._bounds import Box
+from .._common import _tree
+from .._common._tree import ravel_pytree
+from .._linear_algebra import _lapack
+from .._linearisation._bounds import Box
 from .._solve import solve
-from .._tree import ravel_pytree
 from ._curve import Data
-from ._posed import at_bounds, no_shift, Posed, Setting, with_bounds
+from ._problem import (
+    at_bounds,
+    no_shift,
+    Posed,
+    Setting,
+    with_bounds,
+)
 
 
 class Run(NamedTuple):

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .. import _tree
+from .._common import _tree
 from ._likelihood import Likelihood
-from ._posed import Setting
+from ._problem import Setting
 
 
 if TYPE_CHECKING:

@@ -9,27 +9,64 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from .._bounds import check_start
-from .._checks import as_key, check_count, check_flag, is_traced
-from .._data import as_tuple
-from .._losses import AbstractLoss, check_loss, SquaredError
-from .._model import make_network, Network
-from .._objective import GroupLosses
-from .._progress import on_a_terminal
-from .._residuals import as_groups, GroupNetwork, of_groups, refuse_for_groups
-from .._sharding import automatic, mesh_of, on_mesh, places
-from .._solution import Model, Solution
+from .._common._checks import (
+    as_key,
+    check_count,
+    check_flag,
+    is_traced,
+)
+from .._common._progress import on_a_terminal
+from .._common._sharding import (
+    automatic,
+    mesh_of,
+    on_mesh,
+    places,
+)
+from .._linearisation._bounds import check_start
+from .._linearisation._objective import GroupLosses
 from .._solver import (
     AbstractGaussNewton,
     as_solver,
     check_divergence,
     LevenbergMarquardt,
 )
-from .._training import all_checked, begin, columns_of, Setting
-from ..callbacks import Callback, Progress
+from .._training._data import as_tuple
+from .._training._model import (
+    make_network,
+    Network,
+)
+from .._training._residuals import (
+    as_groups,
+    GroupNetwork,
+    of_groups,
+    refuse_for_groups,
+)
+from .._training._solution import (
+    Model,
+    Solution,
+)
+from .._training._step import (
+    all_checked,
+    begin,
+    columns_of,
+    Setting,
+)
+from ..callbacks import (
+    Callback,
+    Progress,
+)
+from ..losses import (
+    AbstractLoss,
+    check_loss,
+    SquaredError,
+)
 from ._checkpoint import Checkpoint
 from ._run import Run
-from ._stream import GroupStream, IterableStream, make_stream
+from ._stream import (
+    GroupStream,
+    IterableStream,
+    make_stream,
+)
 from ._validation import Validation
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .._solution import History
+from .._training._solution import History
 
 
 class Rows:

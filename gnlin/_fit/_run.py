@@ -10,18 +10,37 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
-from .._checks import is_key
-from .._identity import (
+from .._common._checks import is_key
+from .._common._identity import (
     as_numpy,
     checksum,
     described,
     described_by_field,
     described_by_leaf,
 )
-from .._solution import COLUMNS, History, in_words, known, NO_GRADIENT, Solution
-from .._solver import result_name, RESULT_NAMES, statistics
-from .._training import Carry, checked_outputs, Setting, why_it_failed
-from ..callbacks import Callback, Run as AbstractRun
+from .._solver import (
+    result_name,
+    RESULT_NAMES,
+    statistics,
+)
+from .._training._solution import (
+    COLUMNS,
+    History,
+    in_words,
+    known,
+    NO_GRADIENT,
+    Solution,
+)
+from .._training._step import (
+    Carry,
+    checked_outputs,
+    Setting,
+    why_it_failed,
+)
+from ..callbacks import (
+    Callback,
+    Run as AbstractRun,
+)
 from ._checkpoint import Checkpoint
 from ._history import Rows
 from ._saver import Saver
@@ -33,8 +52,19 @@ from ._snapshot import (
     state_of,
     Unsound,
 )
-from ._step import AnyArray, Compiled, join, split, step
-from ._stream import ArrayStream, Batch, DataEnded, IterableStream
+from ._step import (
+    AnyArray,
+    Compiled,
+    join,
+    split,
+    step,
+)
+from ._stream import (
+    ArrayStream,
+    Batch,
+    DataEnded,
+    IterableStream,
+)
 from ._validation import Validation
 
 

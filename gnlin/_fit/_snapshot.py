@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._checks import is_key
-from .._identity import as_numpy
-from .._solution import COUNTS
+from .._common._checks import is_key
+from .._common._identity import as_numpy
+from .._training._solution import COUNTS
 from ..callbacks import Callback
-from ._checkpoint import CheckpointError, storable
+from ._checkpoint import (
+    CheckpointError,
+    storable,
+)
 
 
 class Unsound(Exception):

@@ -10,11 +10,22 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
-from .. import _tree
-from .._losses import AbstractLoss
-from .._objective import BatchLoss, objective_of
-from .._sharding import everywhere, keep
-from .._training import advanced, Carry, checked_outputs, Setting
+from .._common import _tree
+from .._common._sharding import (
+    everywhere,
+    keep,
+)
+from .._linearisation._objective import (
+    BatchLoss,
+    objective_of,
+)
+from .._training._step import (
+    advanced,
+    Carry,
+    checked_outputs,
+    Setting,
+)
+from ..losses import AbstractLoss
 from ._stream import gather
 
 

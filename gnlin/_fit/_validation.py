@@ -7,10 +7,22 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._identity import described
-from .._training import all_checked, Carry, Setting, Shapes
-from ._step import Compiled, evaluate, split
-from ._stream import ArrayStream, make_stream
+from .._common._identity import described
+from .._training._step import (
+    all_checked,
+    Carry,
+    Setting,
+    Shapes,
+)
+from ._step import (
+    Compiled,
+    evaluate,
+    split,
+)
+from ._stream import (
+    ArrayStream,
+    make_stream,
+)
 
 
 # Examples that are looked at together, where there is no batch size to go by.

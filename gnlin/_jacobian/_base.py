@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree
 
-from .. import _tree
-from .._cost import rates
-from .._passes import Passes
-from .._tree import gram_of_columns, ravel_pytree, Structure
+from .._common import _tree
+from .._common._cost import rates
+from .._common._passes import Passes
+from .._common._tree import (
+    gram_of_columns,
+    ravel_pytree,
+    Structure,
+)
 from ._block import AbstractBlock
 
 

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, PyTree
 
-from .._convolutions import channels_last
-from .._cost import num_flops
-from .._passes import Passes
-from .._tree import Structure
+from .._common._convolutions import channels_last
+from .._common._cost import num_flops
+from .._common._passes import Passes
+from .._common._tree import Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, multiplied
+from ._base import (
+    AbstractJacobian,
+    Cost,
+    multiplied,
+)
 from ._block import AbstractBlock
 from ._directions import Direction
 from ._rows import Rows

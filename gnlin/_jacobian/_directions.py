@@ -7,8 +7,8 @@ import jax
 from jax.extend.core import Primitive, primitives
 from jaxtyping import Array, PyTree
 
-from .._cost import primitives_of
-from .._tree import Structure
+from .._common._cost import primitives_of
+from .._common._tree import Structure
 
 
 Direction = Literal["fwd", "bwd"]

@@ -22,11 +22,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .. import _tree
-from .._tree import gram, matmul, promoted
+from .._common import _tree
+from .._common._tree import (
+    gram,
+    matmul,
+    promoted,
+)
 from ._block import AbstractBlock
 from ._rows import Rows
-from ._stack import Stack
+from ._stacked_block import Stack
 
 
 # One multiplication by itself, in memory, takes as long as so many in a matrix product:

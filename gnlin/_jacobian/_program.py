@@ -15,11 +15,14 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal, Var
 from jaxtyping import Array, Float, PyTree
 
-from .. import _tree
-from .._convolutions import channels_last
-from .._cost import bytes_made
-from .._tree import ravel_pytree
-from ._layer import gram_multiplications, Layer
+from .._common import _tree
+from .._common._convolutions import channels_last
+from .._common._cost import bytes_made
+from .._common._tree import ravel_pytree
+from ._layer import (
+    gram_multiplications,
+    Layer,
+)
 
 
 class _Use(NamedTuple):

@@ -7,9 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._tree import gram, matmul, on_one_cpu, promoted
+from .._common._tree import (
+    gram,
+    matmul,
+    on_one_cpu,
+    promoted,
+)
 from ._block import AbstractBlock
-from ._stack import Stack
+from ._stacked_block import Stack
 
 
 # XLA's product of rows so long leaves the caches on a CPU. It is summed over slices of so

@@ -9,13 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._passes import Passes
-from .._tree import Structure
-from ._base import AbstractJacobian, Cost, Of, Reads
+from .._common._passes import Passes
+from .._common._tree import Structure
+from ._base import (
+    AbstractJacobian,
+    Cost,
+    Of,
+    Reads,
+)
 from ._block import AbstractBlock
 from ._coloured import Sparsity
 from ._of_examples import PerExample
-from ._stack import Stack
+from ._stacked_block import Stack
 
 
 class AtOnce(eqx.Module):

@@ -1,6 +1,7 @@
 """The solvers: one loop, and how far each solves the linearised problem in it."""
 
 from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
+from ._as_solver import as_solver as as_solver
 from ._base import (
     AbstractGaussNewton as AbstractGaussNewton,
     linearised as linearised,
@@ -14,7 +15,6 @@ from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,
     GaussNewton as GaussNewton,
 )
-from ._given import as_solver as as_solver
 from ._grid_search import GridSearch as GridSearch
 from ._iterative_linearisation import IterativeLinearisation as IterativeLinearisation
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
@@ -22,9 +22,7 @@ from ._stepping import (
     AbstractFilteredGaussNewton as AbstractFilteredGaussNewton,
     take_step as take_step,
 )
-from ._trajectory import Trajectory as Trajectory
-from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton
-from ._verdict import (
+from ._termination import (
     check_divergence as check_divergence,
     LAST_FINITE as LAST_FINITE,
     result_name as result_name,
@@ -32,3 +30,5 @@ from ._verdict import (
     Watch as Watch,
     why_it_ended as why_it_ended,
 )
+from ._trajectory import Trajectory as Trajectory
+from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

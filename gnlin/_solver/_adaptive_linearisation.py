@@ -9,13 +9,26 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import as_scalar, check_nonnegative, check_period, check_positive
-from .._linearisation import Linearisation, linearise
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._tree import ravel_pytree
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from .._common import _tree
+from .._common._checks import (
+    as_scalar,
+    check_nonnegative,
+    check_period,
+    check_positive,
+)
+from .._common._passes import Passes
+from .._common._tree import ravel_pytree
+from .._linearisation._linearisation import (
+    Linearisation,
+    linearise,
+)
+from .._linearisation._objective import AbstractObjective
+from ._base import (
+    AbstractGaussNewton,
+    Evaluate,
+    State,
+    Update,
+)
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
 

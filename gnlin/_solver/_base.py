@@ -12,18 +12,41 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._bounds import Box, check_pair
-from .._checks import check_callable, check_count, check_flag, check_nonnegative
+from .._common import _tree
+from .._common._checks import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_nonnegative,
+)
+from .._common._passes import Passes
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._known import aux_of, known
-from .._linearisation import check_outputs, check_parameters, Linearisation, linearise
-from .._objective import AbstractObjective, SumOfSquares
-from .._passes import Passes
-from .._problem import Quadratic
-from .._retraction import Retraction
-from ._across_batches import Stride
-from ._verdict import has_arrived, rounding_of_loss, STANDS_STILL
+from .._linearisation._bounds import (
+    Box,
+    check_pair,
+)
+from .._linearisation._linearisation import (
+    check_outputs,
+    check_parameters,
+    Linearisation,
+    linearise,
+)
+from .._linearisation._objective import (
+    AbstractObjective,
+    SumOfSquares,
+)
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._recognised import (
+    aux_of,
+    known,
+)
+from .._linearisation._retraction import Retraction
+from ._stride import Stride
+from ._termination import (
+    has_arrived,
+    rounding_of_loss,
+    STANDS_STILL,
+)
 
 
 # After this many quiet steps in a row the run ends: it has converged or stands still.

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
-from .. import _tree
-from .._bounds import Box
-from .._checks import forwards_only
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
+from .._common import _tree
+from .._common._checks import forwards_only
+from .._linearisation._bounds import Box
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
 
 
 # On so many faces in one step, and then it ends where it is.

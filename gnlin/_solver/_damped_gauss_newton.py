@@ -5,23 +5,39 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
-from .. import _tree
-from .._checks import (
+from .._common import _tree
+from .._common._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_less_than_one,
     nan_unless,
     nonnegative,
 )
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._problem import Quadratic
-from .._schedules import Schedule, value_at
-from .._spectrum import Filter
-from .._subproblem import AbstractSubproblem, check_method, ProxLinear, Pulled
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
+from .._subproblem import (
+    AbstractSubproblem,
+    check_method,
+    ProxLinear,
+    Pulled,
+)
 from ..filters import Tikhonov
-from ._base import Evaluate, Update
-from ._scaling import check_scaling, first_scale, Measured, Scaling
+from ._base import (
+    Evaluate,
+    Update,
+)
+from ._scaling import (
+    check_scaling,
+    first_scale,
+    Measured,
+    Scaling,
+)
+from ._schedules import (
+    Schedule,
+    value_at,
+)
 from ._stepping import AbstractFilteredGaussNewton
 
 

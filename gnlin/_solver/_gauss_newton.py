@@ -6,14 +6,17 @@ import equinox as eqx
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._checks import (
+from .._common._checks import (
     as_scalar,
     check_callable,
     check_nonnegative,
 )
-from .._spectrum import Filter
+from .._linearisation._spectrum import Filter
 from .._subproblem import check_method
-from ..filters import PseudoInverse, Tikhonov
+from ..filters import (
+    PseudoInverse,
+    Tikhonov,
+)
 from ._stepping import AbstractFilteredGaussNewton
 
 

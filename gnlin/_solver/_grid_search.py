@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar
 
-from .. import _tree
-from .._checks import check_count
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
+from .._common import _tree
+from .._common._checks import check_count
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
 from ._base import Evaluate
 
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import (
+from .._common import _tree
+from .._common._checks import (
     as_float,
     as_scalar,
     check_finite_nonnegative,
@@ -23,10 +23,10 @@ from .._checks import (
     nonnegative,
     positive,
 )
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._spectrum import Filter
+from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._spectrum import Filter
 from .._subproblem import (
     AbstractWay,
     Answer,
@@ -39,7 +39,13 @@ from .._subproblem import (
     ProxLinear,
     updated,
 )
-from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
+from ..filters import (
+    Damped,
+    GradientDescent,
+    GradientFlow,
+    HeavyBall,
+    Nesterov,
+)
 from ._base import (
     AbstractGaussNewton,
     Counts,
@@ -51,8 +57,8 @@ from ._base import (
     Update,
 )
 from ._stepping import take_step
+from ._termination import STANDS_STILL
 from ._trajectory import Trajectory
-from ._verdict import STANDS_STILL
 
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]

@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import as_scalar, check_finite_positive, check_flag, check_fraction
+from .._common import _tree
+from .._common._checks import (
+    as_scalar,
+    check_finite_positive,
+    check_flag,
+    check_fraction,
+)
+from .._common._passes import Passes
 from .._jacobian import Cost
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._problem import Quadratic
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
 from .._subproblem import (
     AbstractSubproblem,
     AbstractWay,
@@ -28,11 +33,28 @@ from .._subproblem import (
     Pulled,
     way_of,
 )
-from ..damping import AbstractDamping, LongestStep, Nielsen
+from ..damping import (
+    AbstractDamping,
+    LongestStep,
+    Nielsen,
+)
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._scaling import check_scaling, first_scale, Measured, Scaling
-from ._stepping import check_quadratic, take_step
+from ._base import (
+    AbstractGaussNewton,
+    Evaluate,
+    State,
+    Update,
+)
+from ._scaling import (
+    check_scaling,
+    first_scale,
+    Measured,
+    Scaling,
+)
+from ._stepping import (
+    check_quadratic,
+    take_step,
+)
 from ._trials import try_dampings
 
 

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _tree
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter
-from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
+from .._common import _tree
+from .._common._passes import Passes
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
+from .._subproblem import (
+    AbstractSubproblem,
+    choose,
+    ProxLinear,
+    Rescaled,
+)
 from ..preconditioners import AbstractPreconditioner
 
 

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
-from .. import _tree
-from .._checks import check_search, nan_unless, nonnegative
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._problem import Quadratic
-from .._spectrum import Filter
+from .._common import _tree
+from .._common._checks import (
+    check_search,
+    nan_unless,
+    nonnegative,
+)
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from .._subproblem import (
     AbstractSubproblem,
     Answer,
@@ -26,11 +30,25 @@ from .._subproblem import (
     problem_of,
     ProxLinear,
 )
-from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._between_bounds import Again, between_bounds
-from ._grid_search import Found, GridSearch
-from ._verdict import rounding_of_loss
+from ..filters import (
+    PseudoInverse,
+    Tikhonov,
+)
+from ._base import (
+    AbstractGaussNewton,
+    Evaluate,
+    State,
+    Update,
+)
+from ._between_bounds import (
+    Again,
+    between_bounds,
+)
+from ._grid_search import (
+    Found,
+    GridSearch,
+)
+from ._termination import rounding_of_loss
 
 
 Search = optx.AbstractSearch | GridSearch | Literal["auto"] | None

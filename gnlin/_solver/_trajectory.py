@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
-from .._checks import check_period
-from .._linearisation import Linearisation
-from .._spectrum import Filter, Spectrum
+from .._common._checks import check_period
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._spectrum import (
+    Filter,
+    Spectrum,
+)
 
 
 class Trajectory(eqx.Module):

@@ -8,17 +8,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
-from .. import _tree
-from .._checks import forwards_only
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._problem import Quadratic
-from .._subproblem import AbstractSubproblem, Early
-from ..damping import AbstractDamping, Trial
-from ._base import Evaluate, increased
+from .._common import _tree
+from .._common._checks import forwards_only
+from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from .._subproblem import (
+    AbstractSubproblem,
+    Early,
+)
+from ..damping import (
+    AbstractDamping,
+    Trial,
+)
+from ._base import (
+    Evaluate,
+    increased,
+)
 from ._between_bounds import between_bounds
-from ._verdict import rounding_of_loss, rounding_of_outputs
+from ._termination import (
+    rounding_of_loss,
+    rounding_of_outputs,
+)
 
 
 # A correction longer than this part of the step says that the step is too long for the

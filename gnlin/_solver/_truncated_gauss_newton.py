@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import (
+from .._common import _tree
+from .._common._checks import (
     as_scalar,
     check_between,
     check_finite_nonnegative,
@@ -18,11 +18,10 @@ from .._checks import (
     nan_unless,
     nonnegative,
 )
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._problem import Quadratic
-from .._schedules import EisenstatWalker, Schedule, value_at
+from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
 from .._subproblem import (
     MatrixFree,
     problem_of,
@@ -30,8 +29,19 @@ from .._subproblem import (
     ProxLinearOnParameters,
 )
 from ..preconditioners import AbstractPreconditioner
-from ._base import Evaluate, Update
-from ._stepping import AbstractSearchedGaussNewton, take_step
+from ._base import (
+    Evaluate,
+    Update,
+)
+from ._schedules import (
+    EisenstatWalker,
+    Schedule,
+    value_at,
+)
+from ._stepping import (
+    AbstractSearchedGaussNewton,
+    take_step,
+)
 
 
 class _Memory(eqx.Module):

@@ -13,10 +13,13 @@ import optimistix as optx
 from equinox import AbstractVar
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
-from .. import _tree
+from .._common import _tree
+from .._common._passes import Passes
 from .._jacobian import Cost
-from .._passes import Passes
-from .._spectrum import Filter, svd_is_cheap
+from .._linearisation._spectrum import (
+    Filter,
+    svd_is_cheap,
+)
 from ..filters import (
     Damped,
     GradientDescent,

@@ -9,10 +9,13 @@ import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, PyTree, ScalarLike
 
-from .. import _tree
-from .._spectrum import Filter
+from .._common import _tree
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWay, does_not_serve
+from ._base import (
+    AbstractWay,
+    does_not_serve,
+)
 
 
 def damping_of(filter: Filter) -> ScalarLike:

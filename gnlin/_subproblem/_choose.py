@@ -5,23 +5,45 @@ from typing import Any, get_args, Literal
 
 import lineax as lx
 
-from .._linearisation import Linearisation
-from .._objective import AbstractObjective
-from .._problem import Quadratic
-from .._spectrum import Filter
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
-from ._base import AbstractWay, does_not_serve
-from ._cheap_first import EigenvaluesFirst, ProductsFirst
+from ._base import (
+    AbstractWay,
+    does_not_serve,
+)
+from ._fallbacks import (
+    EigenvaluesFirst,
+    ProductsFirst,
+)
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
-from ._mixed_precision import MixedPrecision, Refined
-from ._nystrom_kernel import NystromKernel, OfLowRank
+from ._mixed_precision import (
+    MixedPrecision,
+    Refined,
+)
+from ._nystrom_kernel import (
+    NystromKernel,
+    OfLowRank,
+)
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
-from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
+from ._prox_linear import (
+    ProxLinear,
+    ProxLinearOnOutputs,
+    ProxLinearOnParameters,
+)
 from ._schur import SchurComplement
-from ._sparse import has_factorisation, SparseLU
-from ._spectral import Eigenvalues, SingularValues
+from ._sparse import (
+    has_factorisation,
+    SparseLU,
+)
+from ._spectral import (
+    Eigenvalues,
+    SingularValues,
+)
 
 
 MethodName = Literal[

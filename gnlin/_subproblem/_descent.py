@@ -6,10 +6,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import as_float, forwards_only
-from .._objective import AbstractObjective
-from ._spaces import AbstractSpace, Parameters
+from .._common import _tree
+from .._common._checks import (
+    as_float,
+    forwards_only,
+)
+from .._linearisation._objective import AbstractObjective
+from ._spaces import (
+    AbstractSpace,
+    Parameters,
+)
 
 
 class Descended(NamedTuple):

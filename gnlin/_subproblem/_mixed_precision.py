@@ -11,17 +11,26 @@ import lineax as lx
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _tree
-from .._checks import check_finite_positive
-from .._conjugate_gradients import ConjugateGradients
-from .._jacobian import AtHand, Cost
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter
+from .._common import _tree
+from .._common._checks import check_finite_positive
+from .._common._passes import Passes
+from .._jacobian import (
+    AtHand,
+    Cost,
+)
+from .._linear_algebra._conjugate_gradients import ConjugateGradients
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWithGradient, Answer
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+)
 from ._cholesky import damping_of
-from ._on_outputs import Solved, through_outputs
+from ._on_outputs import (
+    Solved,
+    through_outputs,
+)
 
 
 _DTYPES = ("float32", "bfloat16", "float16")

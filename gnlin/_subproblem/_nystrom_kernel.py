@@ -8,17 +8,31 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _nystrom, _tree
-from .._checks import check_count, check_whole
-from .._jacobian import AtHand, Cost, Rows
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter
-from .._tree import matmul
+from .._common import _tree
+from .._common._checks import (
+    check_count,
+    check_whole,
+)
+from .._common._passes import Passes
+from .._common._tree import matmul
+from .._jacobian import (
+    AtHand,
+    Cost,
+    Rows,
+)
+from .._linear_algebra import _nystrom
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWithGradient, Answer
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+)
 from ._cholesky import damping_of
-from ._on_outputs import Solved, through_outputs
+from ._on_outputs import (
+    Solved,
+    through_outputs,
+)
 
 
 SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]

@@ -8,16 +8,23 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._cost import rates
+from .._common import _tree
+from .._common._cost import rates
+from .._common._passes import Passes
+from .._common._tree import matmul
 from .._jacobian import Cost
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter
-from .._tree import matmul
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import Answer, price_of_squaring
-from ._cholesky import AbstractByCholesky, damping_of, Factorised
+from ._base import (
+    Answer,
+    price_of_squaring,
+)
+from ._cholesky import (
+    AbstractByCholesky,
+    damping_of,
+    Factorised,
+)
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]

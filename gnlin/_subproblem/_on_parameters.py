@@ -6,16 +6,25 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _tree
-from .._cost import rates
+from .._common import _tree
+from .._common._cost import rates
+from .._common._passes import Passes
+from .._common._tree import (
+    matmul,
+    ravel_pytree,
+)
 from .._jacobian import Cost
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter
-from .._tree import matmul, ravel_pytree
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import Answer, price_of_squaring
-from ._cholesky import AbstractByCholesky, Factorised
+from ._base import (
+    Answer,
+    price_of_squaring,
+)
+from ._cholesky import (
+    AbstractByCholesky,
+    Factorised,
+)
 
 
 # A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one

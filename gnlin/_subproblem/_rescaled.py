@@ -5,10 +5,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._passes import Passes
-from .._spectrum import Filter
-from ._base import AbstractSubproblem, Answer
+from .._common import _tree
+from .._common._passes import Passes
+from .._linearisation._spectrum import Filter
+from ._base import (
+    AbstractSubproblem,
+    Answer,
+)
 
 
 class Rescaled(AbstractSubproblem):

@@ -10,16 +10,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Scalar
 
-from .._cost import rates
-from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, Stack
-from .._passes import Passes
-from .._problem import Quadratic
-from .._sharding import is_spread
-from .._spectrum import Filter
+from .._common._cost import rates
+from .._common._passes import Passes
+from .._common._sharding import is_spread
+from .._jacobian import (
+    AbstractBlock,
+    AbstractJacobian,
+    Cost,
+    Reads,
+    Stack,
+)
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
-from ._base import AbstractWithGradient, Answer, price_of_squaring
-from ._cholesky import damping_of, solve_damped
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+    price_of_squaring,
+)
+from ._cholesky import (
+    damping_of,
+    solve_damped,
+)
 
 
 # Pairs of examples that have their products in memory at once.

@@ -14,12 +14,18 @@ import jax.numpy as jnp
 import lineax as lx
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._conjugate_gradients import ConjugateGradients, semidefinite
+from .._common import _tree
+from .._common._passes import Passes
+from .._common._tree import (
+    matmul,
+    ravel_pytree,
+)
 from .._jacobian import AbstractJacobian
-from .._objective import AbstractObjective
-from .._passes import Passes
-from .._tree import matmul, ravel_pytree
+from .._linear_algebra._conjugate_gradients import (
+    ConjugateGradients,
+    semidefinite,
+)
+from .._linearisation._objective import AbstractObjective
 
 
 class AbstractSpace(eqx.Module):

@@ -12,16 +12,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._cost import rates
-from .._jacobian import AbstractJacobian, Cost, Reads, Stack
-from .._passes import Passes
-from .._problem import Quadratic
-from .._sharding import is_spread
-from .._spectrum import Filter
-from .._tree import ravel_pytree
+from .._common import _tree
+from .._common._cost import rates
+from .._common._passes import Passes
+from .._common._sharding import is_spread
+from .._common._tree import ravel_pytree
+from .._jacobian import (
+    AbstractJacobian,
+    Cost,
+    Reads,
+    Stack,
+)
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import AbstractWithGradient, Answer, price_of_squaring
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+    price_of_squaring,
+)
 from ._cholesky import damping_of
 
 

@@ -8,14 +8,23 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _tree
-from .._cost import rates
+from .._common import _tree
+from .._common._cost import rates
+from .._common._passes import Passes
 from .._jacobian import Cost
-from .._passes import Passes
-from .._problem import Quadratic
-from .._spectrum import Filter, Spectrum, spectrum_of, with_derivative_of
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import (
+    Filter,
+    Spectrum,
+    spectrum_of,
+    with_derivative_of,
+)
 from ..filters import PseudoInverse
-from ._base import AbstractWay, Answer, price_of_squaring
+from ._base import (
+    AbstractWay,
+    Answer,
+    price_of_squaring,
+)
 
 
 # So many roundings of the rest are not told from zero.

@@ -4,12 +4,21 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .. import _lapack, _small_svd
-from .._cost import rates
-from .._jacobian import AbstractJacobian, Cost
-from .._problem import Quadratic
-from .._spectrum import Filter
-from .._tree import matmul, ravel_pytree
+from .._common._cost import rates
+from .._common._tree import (
+    matmul,
+    ravel_pytree,
+)
+from .._jacobian import (
+    AbstractJacobian,
+    Cost,
+)
+from .._linear_algebra import (
+    _lapack,
+    _small_svd,
+)
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
 
 
 # Singular values take up to some tens of times as long as eigenvalues, and resolve

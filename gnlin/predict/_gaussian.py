@@ -6,7 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
-from .._checks import check_finite_nonnegative, check_fraction, check_scalar
+from .._common._checks import (
+    check_finite_nonnegative,
+    check_fraction,
+    check_scalar,
+)
 
 
 class Gaussian(NamedTuple):

@@ -13,14 +13,23 @@ import optimistix as optx
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Float, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import check_finite_nonnegative, check_flag, check_scalar, is_traced
+from .._common import _tree
+from .._common._checks import (
+    check_finite_nonnegative,
+    check_flag,
+    check_scalar,
+    is_traced,
+)
+from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._linearisation import Linearisation
-from .._losses import AbstractLoss, SquaredError
-from .._objective import AbstractObjective
-from .._subproblem import choose, OnSpace, Outputs, ProxLinear
-from .._tree import matmul
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._subproblem import (
+    choose,
+    OnSpace,
+    Outputs,
+    ProxLinear,
+)
 from ..filters import (
     AbstractFilter,
     Damped,
@@ -29,8 +38,15 @@ from ..filters import (
     HeavyBall,
     Nesterov,
 )
+from ..losses import (
+    AbstractLoss,
+    SquaredError,
+)
 from ._eigenbasis import Eigenbasis
-from ._linearised import check_finite, LinearisedModel
+from ._linearised import (
+    check_finite,
+    LinearisedModel,
+)
 
 
 _NO_LIMIT = (

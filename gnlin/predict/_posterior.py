@@ -11,25 +11,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 
-from .. import _tree
-from .._checks import (
+from .._common import _tree
+from .._common._checks import (
     check_finite_positive,
     check_scalar,
     is_traced,
 )
+from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._losses import (
+from ..filters import Tikhonov
+from ..losses import (
     AbstractLoss,
     check_loss,
     SigmoidCrossEntropy,
     SoftmaxCrossEntropy,
     SquaredError,
 )
-from .._tree import matmul
-from ..filters import Tikhonov
 from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
-from ._linearised import check_finite, LinearisedModel
+from ._linearised import (
+    check_finite,
+    LinearisedModel,
+)
 
 
 # The damping of most evidence is looked for among so many at a time, in so many rounds,

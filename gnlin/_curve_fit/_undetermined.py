@@ -1,0 +1,101 @@
+"""Whether each parameter makes a difference, and where the curve is not finite."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from .._common._tree import ravel_pytree
+from .._linearisation._bounds import Box
+
+
+# A parameter is not seen that, moved so far that the residuals should change by their
+# noise, changes them by less than this part of it.
+_UNMOVED = 1e-6
+_ASKED = 0.1
+
+
+def seen(
+    outputs_at: Callable[[PyTree[Array]], Array],
+    parameters: PyTree[Array],
+    start: PyTree[Array],
+    outputs: Float[Array, " m"],
+    target: Float[Array, " m"],
+    jacobian: Float[Array, "m k"],
+    bounds: Any,
+) -> Bool[Array, " k"]:
+    """Whether each parameter makes a difference to the curve, in any units.
+
+    One does not if all of its value, or of its start, changes the residuals by less than
+    their rounding. Nor does one that is moved by its standard error (with the others
+    held) while the curve stays as it is: the linearisation promises a change of the size
+    of the noise, and on a plateau there is none. This is asked of parameters whose
+    standard error is more than a tenth of them; of these only, since it evaluates the
+    curve.
+    """
+    everything = parameters, start, outputs, target, jacobian, bounds
+    everything = jax.lax.stop_gradient(everything)
+    parameters, start, outputs, target, jacobian, bounds = everything
+    y, unravel = ravel_pytree(parameters)
+    first, _ = ravel_pytree(start)
+    eps = jnp.finfo(outputs.dtype).eps
+    norms = jnp.linalg.norm(jacobian, axis=0)
+    units = jnp.where(norms > 0, norms, 1)
+    size = jnp.hypot(jnp.linalg.norm(outputs), jnp.linalg.norm(target))
+    own = jnp.maximum(jnp.abs(y), jnp.abs(first))
+    is_rounding = (first != 0) & (norms * own <= eps * size)
+    num_others = max(outputs.size - y.size, 1)
+    noise = jnp.linalg.norm(target - outputs) / num_others**0.5
+    errors = jnp.maximum(noise, eps**0.5 * size) / units
+    # Moved by less, the curve may change by nothing but rounding.
+    steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
+    asked = (steps > _ASKED * own) & (norms > 0) & ~is_rounding
+
+    def stays(step):
+        moved = unravel(y + step)
+        change = jnp.linalg.norm(outputs_at(moved) - outputs)
+        promised = jnp.sum(jnp.abs(step) * norms)
+        return (change <= _UNMOVED * promised) & _is_inside(bounds, moved)
+
+    def of_all():
+        one_by_one = jnp.diag(steps)
+        down, up = jax.lax.map(stays, jnp.concatenate([-one_by_one, one_by_one])).reshape(
+            2, -1
+        )
+        return down | up
+
+    stay = jax.lax.cond(jnp.any(asked), of_all, lambda: jnp.zeros(y.size, bool))
+    return ~is_rounding & ~(asked & stay)
+
+
+def _is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
+    if bounds is None:
+        return jnp.array(True)
+    box = Box.of(bounds, y)
+    inside = jax.tree.map(
+        lambda x, low, high: jnp.all((low <= x) & (x <= high)), y, box.lower, box.upper
+    )
+    return jnp.all(jnp.stack(jax.tree.leaves(inside)))
+
+
+class NonFinite(NamedTuple):
+    """Where the curve, or its derivative, is no finite number.
+
+    - `point`: the first such entry of the outputs; -1 if there is none.
+    - `number`: how many such entries there are.
+    - `of_curve`: whether it is the curve itself; else a derivative.
+    """
+
+    point: Int[Array, ""]
+    number: Int[Array, ""]
+    of_curve: Bool[Array, ""]
+
+    @staticmethod
+    def of(outputs: Float[Array, " m"], jacobian: Float[Array, "m k"]) -> "NonFinite":
+        of_curve = ~jnp.isfinite(outputs)
+        of_any = ~jnp.all(jnp.isfinite(jacobian), axis=1)
+        either = jnp.where(jnp.any(of_curve), of_curve, of_any)
+        point = jnp.where(jnp.any(either), jnp.argmax(either), -1)
+        return NonFinite(point, jnp.sum(either), jnp.any(of_curve))

@@ -1,0 +1,103 @@
+"""A Jacobian by other variables."""
+
+import abc
+from collections.abc import Callable, Sequence
+
+from jaxtyping import Array, Float, PyTree
+
+from .._common._passes import Passes
+from .._common._tree import Structure
+from ._at_hand import AtHand
+from ._base import (
+    AbstractJacobian,
+    Cost,
+    Of,
+    Reads,
+)
+from ._block import AbstractBlock
+
+
+class Composed(AbstractJacobian):
+    r"""$\phi T$, with a $T$ that has a block for each array of parameters."""
+
+    inner: AbstractJacobian
+
+    def __init__(self, inner: AbstractJacobian):
+        self.inner = inner
+        self.domain = inner.domain
+        self.codomain = inner.codomain
+        self.memory_budget = inner.memory_budget
+
+    @abc.abstractmethod
+    def of(self, inner: AbstractJacobian) -> "Composed":
+        """Another Jacobian by the same variables."""
+
+    @abc.abstractmethod
+    def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
+        r"""$T v$."""
+
+    @abc.abstractmethod
+    def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
+        r"""$T^\top v$."""
+
+    @abc.abstractmethod
+    def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
+        """That of the k-th array, of the inner Jacobian's."""
+
+    def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.inner.mv(self.mapped(vector))
+
+    def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.mapped_back(self.inner.rmv(vector))
+
+    def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.mapped_back(self.inner.curvature_mv(self.mapped(vector)))
+
+    def reads(self) -> tuple[Reads, ...]:
+        return self.inner.reads()
+
+    def a_product(self) -> Passes:
+        return self.inner.a_product()
+
+    def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
+        chosen = range(len(self.domain.leaves)) if wanted is None else wanted
+        return list(map(self.block, self.inner.blocks(wanted), chosen))
+
+    def summed(
+        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
+    ) -> Of:
+        def of_inner(blocks: Sequence[AbstractBlock]) -> Of:
+            return of_blocks(list(map(self.block, blocks, range(len(blocks)))))
+
+        return self.inner.summed(of_inner, part_bytes)
+
+    def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
+        here = AtHand.of(self, self.blocks())
+        return here.gram_with(here if other is self else other)
+
+    def at_hand(self) -> "Composed":
+        return self.of(self.inner.at_hand())
+
+    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Composed":
+        return self.of(self.inner.transformed(matrices, codomain))
+
+    def block_bytes(self) -> list[int]:
+        if self.is_sparse:
+            return self.inner.block_bytes()
+        m, _ = self.shape
+        return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
+
+    def within(self, memory_budget: int) -> "Composed":
+        return self.of(self.inner.within(memory_budget))
+
+    def cost(self) -> Cost:
+        cost = self.inner.cost()
+        if self.is_sparse:
+            return cost
+        m, p = cost.shape
+        return cost._replace(
+            gram=cost.rows,
+            gram_operations=2.0 * float(m) ** 2 * p,
+            num_bytes=m * self.domain.nbytes,  # of rows, whatever the inner blocks are
+            memory_budget=self.memory_budget,
+        )

@@ -1,0 +1,65 @@
+"""A Jacobian by the steps of a retraction."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._common._tree import promoted
+from ._base import AbstractJacobian
+from ._block import AbstractBlock
+from ._change_of_variables import Composed
+from ._gathered import Gathered
+from ._rows import Rows
+from ._stacked_block import Stack
+
+
+class Turned(Composed):
+    r"""$\phi T$, with a $T$ of a block for each row of some arrays of parameters."""
+
+    matrices: list[Float[Array, "k d d"] | None]
+
+    def __init__(
+        self, inner: AbstractJacobian, matrices: list[Float[Array, "k d d"] | None]
+    ):
+        super().__init__(inner)
+        self.matrices = matrices
+
+    def of(self, inner: AbstractJacobian) -> "Turned":
+        return Turned(inner, self.matrices)
+
+    def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._by(vector, "kij,kj->ki")
+
+    def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._by(vector, "kji,kj->ki")
+
+    def _by(self, vector: PyTree[Array], subscripts: str) -> PyTree[Array]:
+        def each(matrix, x):
+            if matrix is None:
+                return x
+            rows = x.reshape(matrix.shape[:2])
+            return _einsum(subscripts, matrix, rows).reshape(x.shape).astype(x.dtype)
+
+        leaves, structure = jax.tree.flatten(vector)
+        return structure.unflatten(list(map(each, self.matrices, leaves)))
+
+    def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
+        return _turned(inner, self.matrices[k])
+
+
+def _turned(block: AbstractBlock, matrix: Float[Array, "k d d"] | None) -> AbstractBlock:
+    if matrix is None:
+        return block
+    if isinstance(block, Stack):
+        return Stack([_turned(part, matrix) for part in block.parts])
+    if isinstance(block, Gathered) and block.values.shape[-1] == matrix.shape[-1]:
+        values = _einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
+        return Gathered(values.astype(block.values.dtype), block.index, block.shape)
+    rows = block.rows()
+    turned = _einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
+    return Rows(turned.reshape(rows.shape).astype(rows.dtype))
+
+
+def _einsum(subscripts: str, *operands: Array) -> Array:
+    precise = jax.lax.Precision.HIGHEST
+    return jnp.einsum(subscripts, *promoted(operands), precision=precise)

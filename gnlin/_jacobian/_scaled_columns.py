@@ -1,0 +1,30 @@
+"""A Jacobian by variables in other units."""
+
+import jax
+from jaxtyping import Array, PyTree
+
+from ._base import AbstractJacobian
+from ._block import AbstractBlock
+from ._change_of_variables import Composed
+
+
+class Scaled(Composed):
+    r"""$\phi D^{-1}$, with a diagonal $D$ of the parameters' structure."""
+
+    scale: PyTree[Array]
+
+    def __init__(self, inner: AbstractJacobian, scale: PyTree[Array]):
+        super().__init__(inner)
+        self.scale = scale
+
+    def of(self, inner: AbstractJacobian) -> "Scaled":
+        return Scaled(inner, self.scale)
+
+    def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda x, d: (x / d).astype(x.dtype), vector, self.scale)
+
+    def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.mapped(vector)
+
+    def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
+        return inner.scaled(jax.tree.leaves(self.scale)[k])

@@ -1,0 +1,73 @@
+"""A block that several groups of rows make."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from .._common._tree import promoted
+from ._block import AbstractBlock
+
+
+class Stack(AbstractBlock):
+    """Blocks by the same array of parameters, one above the other, each of its kind."""
+
+    parts: Sequence[AbstractBlock]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(part.num_rows for part in self.parts)
+
+    def rows(self) -> Float[Array, "m ..."]:
+        return jnp.concatenate(promoted([part.rows() for part in self.parts]))
+
+    def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
+        others = other.parts if isinstance(other, Stack) else [other]
+        products: dict[tuple[int, int], Array] = {}
+        for i, part in enumerate(self.parts):
+            for j, another in enumerate(others):
+                mirrored = other is self and j < i
+                products[i, j] = products[j, i].T if mirrored else part.gram_with(another)
+
+        def line(i: int) -> Array:
+            blocks = promoted([products[i, j] for j in range(len(others))])
+            return jnp.concatenate(blocks, axis=1)
+
+        return jnp.concatenate(promoted([line(i) for i in range(len(self.parts))]))
+
+    def merged(self, num_outputs: int) -> "Stack":
+        return Stack([part.merged(num_outputs) for part in self.parts])
+
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Stack":
+        return Stack([part.of_output(k, num_outputs) for part in self.parts])
+
+    def squared_rows(self) -> Float[Array, " m"]:
+        return jnp.concatenate(promoted([part.squared_rows() for part in self.parts]))
+
+    def squared_columns(self) -> Float[Array, "..."]:
+        squares = promoted([part.squared_columns() for part in self.parts])
+        return functools.reduce(jnp.add, squares)
+
+    def row_grams(self) -> Float[Array, "k d d"]:
+        grams = promoted([part.row_grams() for part in self.parts])
+        return functools.reduce(jnp.add, grams)
+
+    def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
+        pushed = [part.push_forward(tangent) for part in self.parts]
+        return jnp.concatenate(promoted(pushed))
+
+    def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
+        ends = np.cumsum([part.num_rows for part in self.parts])[:-1]
+        pairs = zip(self.parts, jnp.split(a, ends), strict=True)
+        return functools.reduce(jnp.add, promoted([b.pull_back(x) for b, x in pairs]))
+
+    def transformed(self, transform: Callable[[Array], Array]) -> AbstractBlock:
+        raise NotImplementedError("Each group of rows is transformed by itself.")
+
+    def scaled(self, scale: Float[Array, "..."]) -> "Stack":
+        return Stack([part.scaled(scale) for part in self.parts])
+
+    def astype(self, dtype: jnp.dtype) -> "Stack":
+        return Stack([part.astype(dtype) for part in self.parts])

@@ -1,0 +1,1 @@
+"""Linear algebra: factorisations, conjugate gradients, and random methods."""

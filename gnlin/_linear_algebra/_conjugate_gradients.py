@@ -1,0 +1,185 @@
+"""Conjugate gradients that stop where truncated Gauss-Newton is defined to stop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import lineax as lx
+from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._checks import (
+    check_nonnegative,
+    nan_unless,
+    nonnegative,
+)
+from .._common._tree import Structure
+
+
+# A curvature p^T A p below this many roundings of its factors may as well be zero.
+_ROUNDINGS = 100
+
+
+class _Iterate(eqx.Module):
+    x: PyTree[Array]
+    residual: PyTree[Array]
+    direction: PyTree[Array]
+    size: Scalar  # the residual's norm
+    gamma: Scalar  # residual^T M residual, M the preconditioner
+    looks: Bool[Array, ""]  # the next product is A x, for the true residual
+    seen: Scalar  # the norm of the true residual at the last look
+    num_steps: Int[Array, ""]
+    num_products: Int[Array, ""]
+    stalled: Bool[Array, ""]
+
+
+def semidefinite(
+    mv: Callable[[PyTree[Array]], PyTree[Array]],
+    like: PyTree[Array | jax.ShapeDtypeStruct],
+) -> lx.FunctionLinearOperator:
+    """A positive semidefinite operator on trees of one structure."""
+    structure = Structure.of(like).tree
+    with jax.numpy_dtype_promotion("standard"):  # lineax asks for one dtype of all leaves
+        return lx.FunctionLinearOperator(mv, structure, lx.positive_semidefinite_tag)
+
+
+class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
+    r"""Conjugate gradients for a positive semidefinite `A x = b` (Hestenes and Stiefel,
+    1952), as a [lineax](https://docs.kidger.site/lineax) solver.
+
+    It stops at $\lVert b - A x\rVert_2 \le \beta\,\lVert b\rVert_2$, and checks that
+    inequality on the true residual before it says so; where the recurrence has drifted
+    from it, it restarts from the true residual. (`lx.CG` stops on an elementwise
+    criterion and on the step size, so that its `rtol` is not $\beta$.) The test for
+    breakdown is free of scale.
+
+    **Arguments:**
+
+    - `tolerance`: $\beta \ge 0$; may be traced.
+    - `max_steps`: the most iterations; `None` for ten times the number of unknowns.
+
+    Supports the `options` of `lx.linear_solve`: `y0`, a warm start, and
+    `preconditioner`, a positive definite operator near the inverse of `A`. The
+    statistics are `num_steps` (iterations) and `num_products` (with `A`).
+
+    !!! example
+
+        ```python
+        solution = lx.linear_solve(operator, b, gnlin.ConjugateGradients(1e-3))
+        solution.stats["num_steps"]
+        ```
+    """
+
+    tolerance: ScalarLike
+    max_steps: int | None = None
+
+    def __check_init__(self):
+        check_nonnegative("tolerance", self.tolerance)
+
+    def init(
+        self, operator: lx.AbstractLinearOperator, options: dict[str, Any]
+    ) -> lx.AbstractLinearOperator:
+        del options
+        # Not by `!=`: what a pytree's structure carries besides may not be comparable.
+        if not eqx.tree_equal(operator.in_structure(), operator.out_structure()):
+            raise ValueError("`ConjugateGradients` needs a square operator.")
+        if not lx.is_positive_semidefinite(operator):
+            raise ValueError(
+                "`ConjugateGradients` needs an operator tagged as "
+                "`lx.positive_semidefinite_tag`."
+            )
+        return operator
+
+    def compute(
+        self,
+        state: lx.AbstractLinearOperator,
+        vector: PyTree[Array],
+        options: dict[str, Any],
+    ) -> tuple[PyTree[Array], lx.RESULTS, dict[str, Any]]:
+        operator = state
+        precondition = options.get(
+            "preconditioner", lx.IdentityLinearOperator(operator.in_structure())
+        ).mv
+        dtype = _tree.dtype(vector)
+        eps = jnp.finfo(dtype).eps
+        max_steps = 10 * _tree.size(vector) if self.max_steps is None else self.max_steps
+        # Squares of very large or small numbers leave the floating-point range. By a
+        # power of two no digit is lost.
+        size = _tree.max_norm(vector)
+        proper = (size > 0) & jnp.isfinite(size)
+        _, exponent = jnp.frexp(jnp.where(proper, size, 1))
+        unit = jnp.ldexp(jnp.ones((), dtype), exponent)
+        b = _tree.scale(1 / unit, vector)
+        target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
+
+        # Each iteration takes one product: of the direction, for a step; or of x, for
+        # the residual itself, where the recurrence has come to an end. It begins again
+        # from there, unless it has stalled: then it has met the limits of the precision.
+        def iterate(it):
+            product = operator.mv(_tree.where(it.looks, it.x, it.direction))
+            curvature = _tree.dot(it.direction, product)  # p^T A p
+            rounding = _ROUNDINGS * eps * _tree.norm(it.direction) * _tree.norm(product)
+            sound = curvature > rounding
+            alpha = jnp.where(sound, it.gamma / jnp.where(sound, curvature, 1), 0)
+            x = _tree.where(it.looks, it.x, _tree.axpy(alpha, it.direction, it.x))
+            before = _tree.where(it.looks, b, it.residual)
+            residual = _tree.axpy(-jnp.where(it.looks, 1, alpha), product, before)
+            z = precondition(residual)
+            gamma = _tree.dot(residual, z)
+            conjugate = _tree.axpy(gamma / it.gamma, it.direction, z)
+            direction = _tree.where(it.looks, z, conjugate)
+            size = _tree.norm(residual)
+            num_steps = it.num_steps + jnp.where(sound & ~it.looks, 1, 0)
+            ends = ~sound | ~(size > target) | (num_steps >= max_steps)
+            halved = size <= it.seen / 2
+            return _Iterate(
+                x,
+                residual,
+                direction,
+                size,
+                gamma,
+                ~it.looks & ends,
+                jnp.where(it.looks, size, it.seen),
+                num_steps,
+                it.num_products + 1,
+                jnp.where(it.looks, it.stalled | ~halved, ~sound),
+            )
+
+        def goes_on(it):
+            far = (it.size > target) & (it.num_steps < max_steps)
+            return it.looks | far & ~it.stalled
+
+        zero, no = jnp.zeros((), int), jnp.array(False)
+        x, z, norm = _tree.zeros_like(b), precondition(b), _tree.norm(b)
+        gamma = _tree.dot(b, z)
+        start = _Iterate(x, b, z, norm, gamma, no, norm, zero, zero, no)
+        if "y0" in options:
+            x = _tree.scale(1 / unit, options["y0"])
+            far = jnp.full_like(norm, jnp.inf)
+            start = _Iterate(x, b, z, norm, gamma, ~no, far, zero, zero, no)
+        it = jax.lax.while_loop(goes_on, iterate, start)
+        met = (it.size <= target) & jnp.isfinite(size)
+        result = lx.RESULTS.where(
+            met,
+            lx.RESULTS.successful,
+            lx.RESULTS.where(
+                it.num_steps < max_steps,
+                lx.RESULTS.breakdown,
+                lx.RESULTS.max_steps_reached,
+            ),
+        )
+        stats = {"num_steps": it.num_steps, "num_products": it.num_products}
+        # A tolerance that is none has no solution.
+        unit = nan_unless(nonnegative(self.tolerance), unit)
+        return _tree.scale(unit, it.x), result, stats
+
+    def transpose(self, state, options):
+        return state, options  # symmetric
+
+    def conj(self, state, options):
+        return state, options  # real
+
+    def assume_full_rank(self):
+        return False

@@ -1,0 +1,290 @@
+"""Lanczos' process on a positive semidefinite matrix that is known by its products: the
+largest eigenvalues, and quadrature.
+
+Every vector is orthogonalised against all before it, and the projected matrix is what
+that leaves. So a restart needs no formula of its own, and a vector that is random in the
+place of the next serves as well.
+"""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._tree import matmul
+from . import _lapack
+
+
+Product = Callable[[Float[Array, " n"]], Float[Array, " n"]]
+
+# A vector of which so many roundings are left, once it is orthogonal, was in the span of
+# those before it.
+_ROUNDINGS = 100
+# Eigenvalues of so many roundings of the largest are zero.
+ZERO_ROUNDINGS = 10
+# Products between two looks at the eigenvalues.
+_STRIDE = 8
+# From a random vector, so many products find an eigenvalue that is a twentieth above all
+# others of the matrix: its part grows as exp(2 * 24 * sqrt(0.05)), from n^-1/2.
+_LOOK = 24
+
+
+class Basis(eqx.Module):
+    r"""Orthonormal $V$, a vector a row, with $A V^\top = V^\top H + \beta\,q\,e^\top +
+    D$."""
+
+    vectors: Float[Array, "c n"]  # V; zero from `size` on
+    projected: Float[Array, "c c"]  # H = V A V^T
+    size: Int[Array, ""]
+    following: Float[Array, " n"]  # q
+    coupling: Scalar  # beta, 0 where q is random
+    dropped: Float[Array, " c"]  # the norms of D's columns
+    key: Key[Array, ""]
+
+    @staticmethod
+    def of(start: Float[Array, " n"], capacity: int, key: Key[Array, ""]) -> "Basis":
+        dtype = start.dtype
+        return Basis(
+            jnp.zeros((capacity, start.size), dtype),
+            jnp.zeros((capacity, capacity), dtype),
+            jnp.array(0),
+            start / jnp.linalg.norm(start),
+            jnp.zeros((), dtype),
+            jnp.zeros(capacity, dtype),
+            key,
+        )
+
+    def extended(self, product: Product) -> "Basis":
+        """By the next vector: one product."""
+        image = product(self.following)
+        vectors = self.vectors.at[self.size].set(self.following)
+        rest, along = _orthogonalised(vectors, image)
+        projected = self.projected.at[self.size].set(along)
+        projected = projected.at[:, self.size].set(along)
+        size = _tree.norm(rest)
+        eps = jnp.finfo(rest.dtype).eps
+        spanned = size <= _ROUNDINGS * eps * _tree.norm(image)
+        key, subkey = jax.random.split(self.key)
+        following = jax.lax.cond(
+            spanned,
+            lambda: _random_beside(vectors, subkey),
+            lambda: rest / jnp.where(spanned, 1, size),
+        )
+        coupling = jnp.where(spanned, 0, size)
+        return Basis(
+            vectors, projected, self.size + 1, following, coupling, self.dropped, key
+        )
+
+    def pairs(self) -> tuple[Float[Array, " c"], Float[Array, "c c"]]:
+        """Eigenvalues of H, the largest first, and eigenvectors, a column each. Those
+        beyond `size` are negative."""
+        places = jnp.arange(self.dropped.size)
+        beyond = jnp.where(places < self.size, 0, -_tree.unit(self.projected))
+        values, rotation = _lapack.eigh(self.projected + jnp.diag(beyond))
+        return values[::-1], rotation[:, ::-1]
+
+    def residuals(self, rotation: Float[Array, "c c"]) -> Float[Array, " c"]:
+        r"""$\lVert A x - \theta x\rVert$ of each pair."""
+        by_last = jnp.abs(self.coupling * rotation[self.size - 1])
+        return jnp.hypot(by_last, _norms_in(rotation, self.dropped))
+
+    def restarted(
+        self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
+    ) -> "Basis":
+        """With the first pairs in the place of the vectors (Wu and Simon, 2000)."""
+        first = rotation[:, :kept]
+        zeros = jnp.zeros_like
+        return Basis(
+            zeros(self.vectors).at[:kept].set(matmul(first.T, self.vectors)),
+            zeros(self.projected).at[:kept, :kept].set(jnp.diag(values[:kept])),
+            jnp.array(kept),
+            self.following,
+            self.coupling,
+            zeros(self.dropped).at[:kept].set(_norms_in(first, self.dropped)),
+            self.key,
+        )
+
+    def reseeded(
+        self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
+    ) -> "Basis":
+        """The same with a random vector as the next, in the place of one that is next to
+        nothing to the first pairs."""
+        first = self.restarted(values, rotation, kept)
+        key, subkey = jax.random.split(self.key)
+        left = jnp.where(
+            jnp.arange(self.dropped.size) < kept, self.residuals(rotation), 0
+        )
+        return Basis(
+            first.vectors,
+            first.projected,
+            first.size,
+            _random_beside(first.vectors, subkey),
+            jnp.zeros_like(self.coupling),
+            left,
+            key,
+        )
+
+
+def _norms_in(
+    rotation: Float[Array, "c k"], norms: Float[Array, " c"]
+) -> Float[Array, " k"]:
+    # What is dropped at one time is nearly orthogonal to what is at another.
+    unit = _tree.unit(norms)
+    return unit * jnp.linalg.norm((norms / unit)[:, None] * rotation, axis=0)
+
+
+def _orthogonalised(
+    vectors: Float[Array, "c n"], image: Float[Array, " n"]
+) -> tuple[Float[Array, " n"], Float[Array, " c"]]:
+    """What is left of it, and the coefficients of what is not. Twice is enough."""
+    along = matmul(vectors, image)
+    rest = image - matmul(along, vectors)
+    more = matmul(vectors, rest)
+    return rest - matmul(more, vectors), along + more
+
+
+def _random_beside(
+    vectors: Float[Array, "c n"], key: Key[Array, ""]
+) -> Float[Array, " n"]:
+    random = jax.random.normal(key, vectors.shape[1:], vectors.dtype)
+    rest, _ = _orthogonalised(vectors, random)
+    return rest / jnp.linalg.norm(rest)
+
+
+class Leading(eqx.Module):
+    """The largest eigenvalues, their eigenvectors in rows, and the residuals' norms."""
+
+    eigenvalues: Float[Array, " k"]
+    vectors: Float[Array, "k n"]
+    residuals: Float[Array, " k"]
+    num_products: Int[Array, ""]
+    converged: Bool[Array, ""]
+
+
+class _State(eqx.Module):
+    basis: Basis
+    values: Float[Array, " c"]
+    rotation: Float[Array, "c c"]
+    residuals: Float[Array, " c"]
+    num_products: Int[Array, ""]
+    since: Int[Array, ""]  # products of the last random vector
+    novel: Bool[Array, ""]  # whether it has found anything
+    done: Bool[Array, ""]
+    converged: Bool[Array, ""]
+
+
+def leading(
+    product: Product,
+    start: Float[Array, " n"],
+    num_pairs: int,
+    capacity: int,
+    tolerance: ScalarLike,
+    max_products: int,
+    key: Key[Array, ""],
+) -> Leading:
+    r"""Thick-restart Lanczos, until $\lVert A x - \theta x\rVert \le \tau\,\theta$ for
+    all pairs wanted.
+
+    From one vector it sees one eigenvector of each eigenvalue. So once they are found it
+    goes on from a random vector beside them, for a while, and again if that adds any.
+    """
+    k, n = num_pairs, start.size
+    kept = k + (capacity - k) // 2
+    eps = jnp.finfo(start.dtype).eps
+    tolerance = jnp.asarray(tolerance, start.dtype)
+
+    def sweep(state: _State) -> _State:
+        # One that is full begins anew from its best pairs.
+        full = state.basis.size == capacity
+        basis = jax.lax.cond(
+            full,
+            lambda: state.basis.restarted(state.values, state.rotation, kept),
+            lambda: state.basis,
+        )
+        least = jnp.where(basis.size < k, k, basis.size + _STRIDE)
+        target = jnp.minimum(least, capacity)
+        num_new = target - basis.size
+        basis = jax.lax.while_loop(
+            lambda basis: basis.size < target,
+            lambda basis: basis.extended(product),
+            basis,
+        )
+        values, rotation = basis.pairs()
+        residuals = basis.residuals(rotation)
+        since, num_products = state.since + num_new, state.num_products + num_new
+
+        # What stays when a random vector is taken is to leave room for what it adds.
+        rounding = ZERO_ROUNDINGS * eps * values[0]
+        bound = jnp.where(state.novel, tolerance / 2, tolerance) * values[:k]
+        met = jnp.all(residuals[:k] <= jnp.maximum(bound, rounding))
+        risen = values[:k] - state.values[:k] > tolerance * values[:k] + rounding
+        novel = state.novel | ~met | jnp.any(risen)
+        whole = basis.size == n
+        converged = met & ((~novel & (since >= _LOOK)) | whole)
+        ended = whole | (num_products >= max_products) | ~jnp.isfinite(values[0])
+        # Where few vectors are left, they are taken.
+        rest = n - basis.size if capacity == n else jnp.array(n)
+        reseeding = met & novel & ~ended & (rest > _LOOK)
+        basis = jax.lax.cond(
+            reseeding, lambda: basis.reseeded(values, rotation, k), lambda: basis
+        )
+        return _State(
+            basis,
+            values,
+            rotation,
+            residuals,
+            num_products,
+            jnp.where(reseeding, 0, since),
+            novel & ~reseeding,
+            converged | ended,
+            converged,
+        )
+
+    zero = jnp.array(0)
+    state = jax.lax.while_loop(
+        lambda state: ~state.done,
+        sweep,
+        _State(
+            Basis.of(start, capacity, key),
+            jnp.zeros(capacity, start.dtype),
+            jnp.zeros((capacity, capacity), start.dtype),
+            jnp.zeros(capacity, start.dtype),
+            zero,
+            zero,
+            novel=jnp.array(True),
+            done=jnp.array(False),
+            converged=jnp.array(False),
+        ),
+    )
+    values = state.values[:k]
+    known = values > ZERO_ROUNDINGS * eps * values[0]
+    return Leading(
+        jnp.where(known | jnp.isnan(values), values, 0),
+        matmul(state.rotation[:, :k].T, state.basis.vectors),
+        state.residuals[:k],
+        state.num_products,
+        state.converged,
+    )
+
+
+def quadrature(
+    product: Product,
+    start: Float[Array, " n"],
+    num_steps: int,
+    key: Key[Array, ""],
+) -> tuple[Float[Array, " s"], Float[Array, " s"]]:
+    r"""Nodes and weights with $z^\top f(A)\,z \approx \sum_i c_i f(\theta_i)$."""
+    basis = jax.lax.fori_loop(
+        0,
+        num_steps,
+        lambda _, basis: basis.extended(product),
+        Basis.of(start, num_steps, key),
+    )
+    nodes, rotation = basis.pairs()
+    eps = jnp.finfo(start.dtype).eps
+    known = nodes > ZERO_ROUNDINGS * eps * nodes[0]
+    nodes = jnp.where(known | jnp.isnan(nodes), nodes, 0)
+    return nodes, jnp.sum(start**2) * rotation[0] ** 2

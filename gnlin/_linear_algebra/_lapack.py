@@ -1,0 +1,49 @@
+"""LAPACK factorisations that are never handed a NaN or an infinity.
+
+`eigh` of a matrix that holds one can run for minutes, and a crash in LAPACK takes the
+process with it. Here a non-finite matrix is replaced before the call, and every number
+that comes back is a NaN: the caller sees the failure, LAPACK does not.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._common._tree import matmul
+
+
+def guarded(factorise, matrix: Float[Array, "m n"]):
+    finite = jnp.all(jnp.isfinite(matrix))
+    factors = factorise(jnp.where(finite, matrix, jnp.zeros_like(matrix)))
+    return tuple(jnp.where(finite, factor, jnp.nan) for factor in factors)
+
+
+def eigh(
+    matrix: Float[Array, "n n"],
+) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix."""
+    eigenvalues, eigenvectors = guarded(jnp.linalg.eigh, matrix)
+    return eigenvalues, eigenvectors
+
+
+def svd(
+    matrix: Float[Array, "m n"],
+) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
+    """The thin singular value decomposition, singular values descending."""
+    u, s, vt = guarded(_thin_svd, matrix)
+    return u, s, vt
+
+
+# Of a matrix so many times as long as wide, and of so many entries, an orthogonal
+# factorisation first takes 0.4 to 0.5 of the time (jax 0.10, on a CPU).
+_OBLONG, _LARGE = 8, 2**14
+
+
+def _thin_svd(matrix: Float[Array, "m n"]):
+    m, n = matrix.shape
+    if max(m, n) < _OBLONG * min(m, n) or m * n < _LARGE:
+        return jnp.linalg.svd(matrix, full_matrices=False)
+    q, r = jnp.linalg.qr(matrix if m > n else matrix.T)
+    u, s, vt = jnp.linalg.svd(r if m > n else r.T, full_matrices=False)
+    if m > n:
+        return matmul(q, u), s, vt
+    return u, s, matmul(vt, q.T)

@@ -1,0 +1,209 @@
+"""Bounds on the parameters: where a point may be, and what of it is free to move."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, ArrayLike, Bool, PyTree
+
+from .._common import _tree
+from .._common._checks import check_names
+from .._common._sharding import is_here
+
+
+class Box(eqx.Module):
+    """All points between two, which have the parameters' structure."""
+
+    lower: PyTree[Array]
+    upper: PyTree[Array]
+
+    @staticmethod
+    def of(bounds: Any, y: PyTree[Array]) -> "Box":
+        """From `(lower, upper)` as a user gives them, each a number, a tree whose leaves
+        are for whole parts of the parameters, or `None`, as is any part of it."""
+        check_pair(bounds)
+        lower = _spread(bounds[0], y, -jnp.inf, "lower")
+        upper = _spread(bounds[1], y, jnp.inf, "upper")
+        return Box(lower, upper)
+
+    def clip(self, y: PyTree[Array]) -> PyTree[Array]:
+        """The nearest point; NaN where a lower bound is above the upper one, as is not
+        known of traced ones before the program runs."""
+
+        def each(x, low, high):
+            return jnp.where(low <= high, jnp.clip(x, low, high), jnp.nan)
+
+        return jax.tree.map(each, y, self.lower, self.upper)
+
+    def moved(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
+        """A step further, as far as there is room: at a bound it is exactly there."""
+
+        def each(x, low, high, d):
+            inside = jnp.where(d <= low - x, low, x + d.astype(x.dtype))
+            return jnp.where(d >= high - x, high, inside)
+
+        return jax.tree.map(each, y, self.lower, self.upper, step)
+
+    def blocked(self, y: PyTree[Array], slope: PyTree[Array]) -> PyTree[Array]:
+        """Which parameters are at a bound that the way down leads beyond, or have no
+        room at all."""
+
+        def each(x, low, high, g):
+            return (x <= low) & ((g > 0) | (low == high)) | (x >= high) & (g < 0)
+
+        return jax.tree.map(each, y, self.lower, self.upper, slope)
+
+    def without(self, blocked: PyTree[Array], y: PyTree[Array]) -> "Box":
+        """The part of it in which some parameters are as at a point."""
+
+        def narrowed(limits):
+            return jax.tree.map(jnp.where, blocked, y, limits)
+
+        return Box(narrowed(self.lower), narrowed(self.upper))
+
+    def within(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
+        """A step's part along the faces that a point is on: what is at a bound stays."""
+
+        def each(x, low, high, d):
+            return jnp.where((low < x) & (x < high), d, 0)
+
+        return jax.tree.map(each, y, self.lower, self.upper, step)
+
+    def is_left(self, y: PyTree[Array], step: PyTree[Array]) -> Bool[Array, ""]:
+        """Whether a step leads beyond."""
+
+        def each(x, low, high, d):
+            return jnp.any((d < low - x) | (d > high - x))
+
+        beyond = jax.tree.map(each, y, self.lower, self.upper, step)
+        return jnp.any(jnp.stack(jax.tree.leaves(beyond)))
+
+    def followed(
+        self, y: PyTree[Array], step: PyTree[Array]
+    ) -> tuple[PyTree[Array], PyTree[Array]]:
+        """Where a step comes to the first bound, and which parameters are at theirs
+        there."""
+
+        def part(x, low, high, d):
+            room = jnp.where(d < 0, x - low, high - x)
+            beyond = jnp.abs(d) > room
+            return jnp.where(beyond, room / jnp.where(beyond, jnp.abs(d), 1), 1)
+
+        parts = jax.tree.map(part, y, self.lower, self.upper, step)
+        least = [jnp.min(x, initial=1) for x in _tree.joined(parts)]
+        length = jnp.min(jnp.stack(_tree.promoted(least)))
+        reached = jax.tree.map(lambda x: (x <= length) & (x < 1), parts)
+
+        def end(x, low, high, d, ends):
+            moved = jnp.clip(x + length.astype(x.dtype) * d, low, high)
+            return jnp.where(ends, jnp.where(d < 0, low, high), moved)
+
+        ys = jax.tree.map(end, y, self.lower, self.upper, step, reached)
+        return ys, reached
+
+
+def check_pair(bounds: Any) -> None:
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ValueError(
+            "`bounds` must be a pair `(lower, upper)` of numbers, or of trees of the "
+            f"parameters' structure, but {bounds!r} was given."
+        )
+    _check_order(*bounds)
+
+
+def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
+    """Raises `ValueError` if a known lower bound is above a known upper one."""
+
+    def known(bound):
+        leaves = jax.tree_util.tree_leaves_with_path(bound)
+        return {path: np.asarray(value) for path, value in leaves if _is_known(value)}
+
+    lows, highs = known(lower), known(upper)
+    for path in lows.keys() | highs.keys():
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # Either may be one number for a whole part of the parameters.
+        parts = [path[:k] for k in range(len(path) + 1)]
+        low, high = ([v[k] for k in parts if k in v] for v in (lows, highs))
+        if not low or not high:
+            continue
+        are_alike = low[-1].shape == high[-1].shape
+        if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
+            _refuse_empty(
+                low[-1], high[-1], f" of the parameter `{name}`" if name else ""
+            )
+
+
+def _is_known(value: Any) -> bool:
+    is_number = isinstance(value, float | int | np.ndarray | np.generic | Array)
+    return is_number and not isinstance(value, Tracer) and is_here(value)
+
+
+def _refuse_empty(low: np.ndarray, high: np.ndarray, of: str) -> None:
+    low, high = np.broadcast_arrays(low, high)
+    if np.all(low <= high):
+        return
+    k = np.argmin(low <= high)
+    raise ValueError(
+        f"The lower bound{of} must not be above the upper one, but "
+        f"{low.flat[k]:g} and {high.flat[k]:g} were given."
+    )
+
+
+def check_start(bounds: Any, y: PyTree[Array]) -> None:
+    """Raises `ValueError` if these are no bounds, or the start is not between them.
+    Traced ones pass."""
+    if bounds is None:
+        return
+    given = jax.tree.leaves((bounds, y))
+    if any(isinstance(x, Tracer) or not is_here(x) for x in given):
+        return
+    box = Box.of(bounds, y)
+    leaves = jax.tree_util.tree_leaves_with_path(y)
+    lowers, uppers = jax.tree.leaves(box.lower), jax.tree.leaves(box.upper)
+    for (path, x), low, high in zip(leaves, lowers, uppers, strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        of = f" of the parameter `{name}`" if name else ""
+        x, low, high = map(np.asarray, (x, low, high))
+        _refuse_empty(low, high, of)
+        inside = (low <= x) & (x <= high)
+        if not np.all(inside):
+            k = np.argmin(inside)
+            raise ValueError(
+                f"The start{of} must lie within its bounds, but is {x.flat[k]:g}, not "
+                f"between {low.flat[k]:g} and {high.flat[k]:g}."
+            )
+
+
+def _spread(
+    bound: PyTree[ArrayLike | None], y: PyTree[Array], none: float, which: str
+) -> PyTree[Array]:
+    """A bound for each of the parameters; `none` for those without."""
+    if isinstance(bound, Mapping) and isinstance(y, Mapping):
+        check_names(bound, y, f"to have a {which} bound")
+        return {k: _spread(bound.get(k), part, none, which) for k, part in y.items()}
+
+    def each(limit, part):
+        return jax.tree.map(lambda x: spread(none if limit is None else limit, x), part)
+
+    def spread(limit, x):
+        if jnp.shape(limit) not in ((), x.shape):
+            raise ValueError
+        return jnp.broadcast_to(jnp.asarray(limit, x.dtype), x.shape)
+
+    try:
+        return jax.tree.map(each, bound, y, is_leaf=lambda x: x is None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The {which} bounds must be a number, or have the parameters' structure and "
+            f"shapes, {jax.tree.map(jnp.shape, y)}, but have the shapes "
+            f"{jax.tree.map(np.shape, bound)}."
+        ) from error
+
+
+def free_scale(blocked: PyTree[Bool[Array, "..."]], y: PyTree[Array]) -> PyTree[Array]:
+    """By which a Jacobian's columns are divided, so that what is blocked has none."""
+    return jax.tree.map(lambda b, x: jnp.where(b, jnp.inf, 1).astype(x.dtype), blocked, y)

@@ -1,0 +1,407 @@
+"""What is minimised, as a function of the outputs, and its second-order expansion."""
+
+import abc
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._checks import (
+    nan_unless,
+    nonnegative,
+)
+from .._common._tree import Structure
+from ..losses import (
+    AbstractFactor,
+    AbstractLoss,
+    IdentityFactor,
+    Reduction,
+)
+from ._linearisation import Linearisation
+from ._quadratic import Quadratic
+
+
+class AbstractObjective(eqx.Module):
+    """A function of the outputs of all examples together, as solvers see it.
+
+    `is_sample`: whether they are some of the examples, and other steps see others.
+    """
+
+    is_sample: AbstractVar[bool]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether examples were measured, with noise that differs between samples. Points
+        that are drawn for a differential equation have none."""
+        return True
+
+    @property
+    @abc.abstractmethod
+    def is_quadratic(self) -> bool:
+        """Whether the second-order expansion is the objective itself."""
+
+    @abc.abstractmethod
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        """The objective."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its parts, if it has several."""
+        return ()
+
+    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        """Of the parts, by their names."""
+        return {}
+
+    @abc.abstractmethod
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        """By how much it falls from one point to another."""
+
+    @abc.abstractmethod
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Its derivative by the outputs."""
+
+    @abc.abstractmethod
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        """Products with a factor of its second derivative by the outputs."""
+
+    @abc.abstractmethod
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        """Products with its second derivative by the outputs."""
+
+    @abc.abstractmethod
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """What has to settle for a run to have converged."""
+
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Residuals of which half the sum of squares is the objective."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def expand(self, lin: Linearisation) -> Quadratic:
+        """The second-order expansion in the outputs of a linearisation."""
+
+
+class SumOfSquares(AbstractObjective):
+    """Half the sum of squares of residuals, which have no targets."""
+
+    is_sample: bool = eqx.field(static=True, default=False)
+
+    @property
+    def is_quadratic(self) -> bool:
+        return True
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return 0.5 * _tree.dot(outputs, outputs)
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        change = jax.tree.map(jnp.subtract, outputs, new_outputs)
+        both = jax.tree.map(jnp.add, outputs, new_outputs)
+        return 0.5 * _tree.dot(change, both)  # to rounding of the change
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return outputs
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return lambda v: v
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return lambda v: v
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return outputs
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        return Quadratic(lin.jacobian, lin.outputs)
+
+
+class BatchLoss(AbstractObjective):
+    """A loss on the targets of a batch, reduced over its examples.
+
+    With `num_leading` it is the loss of so many examples at the front, with a curvature
+    that all of them estimate together.
+    """
+
+    loss: AbstractLoss
+    targets: PyTree[Array]
+    # With the reduction; None for ones.
+    weights: Float[Array, " n"] | None
+    curvature_weights: Float[Array, " n"] | None
+    is_sample: bool = eqx.field(static=True)
+
+    def __init__(
+        self,
+        loss: AbstractLoss,
+        outputs: PyTree[jax.ShapeDtypeStruct],
+        targets: PyTree[Array],
+        weights: Array | None = None,
+        num_leading: int | None = None,
+        is_sample: bool = False,
+        factor: ScalarLike | None = None,
+    ):
+        """`outputs`: their shapes, and the dtypes in which the loss is computed.
+        `factor`: of the loss, as reduced."""
+        self.is_sample = is_sample
+        dtype = _tree.dtype(outputs)
+        self.loss = loss.reduced("sum")
+        self.targets = jax.tree.map(
+            lambda t: t.astype(dtype) if jnp.issubdtype(t.dtype, jnp.floating) else t,
+            targets,
+        )
+        self.weights = self.curvature_weights = None
+        plain = all(x is None for x in (weights, num_leading, factor))
+        if plain and self.loss.reduction == "sum":
+            return
+        num_examples = jax.tree.leaves(outputs)[0].shape[0]
+        given = jnp.ones(num_examples) if weights is None else weights
+        every = leading = given.astype(dtype)
+        if num_leading is not None:
+            leading = jnp.where(jnp.arange(num_examples) < num_leading, every, 0)
+        counts = counted(loss, self.targets).astype(dtype)
+        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, every))
+        unit = jnp.where(total > 0, total, 1) if self.loss.reduction == "mean" else 1
+        if factor is not None:
+            unit = unit / nan_unless(nonnegative(factor), factor).astype(dtype)
+        self.weights = leading / unit
+        share = total / jnp.where(total_of_all > 0, total_of_all, 1)
+        self.curvature_weights = every * share / unit
+
+    @property
+    def is_quadratic(self) -> bool:
+        return self.loss.is_quadratic
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return self._reduce(jax.vmap(self.loss.value)(outputs, self.targets))
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        each = jax.vmap(self.loss.decrease)(outputs, new_outputs, self.targets)
+        return self._reduce(each)
+
+    def _reduce(self, each: Float[Array, " n"]) -> Scalar:
+        return jnp.sum(each) if self.weights is None else _tree.matmul(self.weights, each)
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        each = jax.vmap(self.loss.gradient)(outputs, self.targets)
+        return each if self.weights is None else _by_example(self.weights, each)
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        factors = jax.vmap(self.loss.factor)(outputs, self.targets)
+        if self.curvature_weights is not None:
+            factors = _Weighted(factors, jnp.sqrt(self.curvature_weights))
+        return lambda v: jax.vmap(lambda r, x: r.mv(x))(factors, v)
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        factors = jax.vmap(self.loss.factor)(outputs, self.targets)
+
+        def product(v):
+            each = jax.vmap(lambda r, x: r.transpose_mv(r.mv(x)))(factors, v)
+            weights = self.curvature_weights
+            return each if weights is None else _by_example(weights, each)
+
+        return product
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return self.gradient(outputs) if self.is_quadratic else outputs
+
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        """Residuals of which half the sum of squares is the loss, if there are any."""
+        each = jax.vmap(self.loss.plain)(outputs, self.targets)
+        return each if self.weights is None else _by_example(jnp.sqrt(self.weights), each)
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        return _expanded(lin, *self.whitened(lin.outputs))
+
+    def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
+        """A factor of the second derivative, `None` for the identity; the residual that
+        it makes of the gradient; and what of that it does not reach."""
+
+        def whiten(outputs, target):
+            factor = self.loss.factor(outputs, target)
+            return factor, *factor.whiten(self.loss.gradient(outputs, target))
+
+        factors, residual, rest = jax.vmap(whiten)(outputs, self.targets)
+        if self.weights is not None and self.curvature_weights is not None:
+            roots = jnp.sqrt(self.curvature_weights)
+            factors = _Weighted(factors, roots)
+            safe = jnp.where(roots > 0, roots, 1)
+            residual = _by_example(self.weights / safe, residual)
+            rest = None if rest is None else _by_example(self.weights, rest)
+        if isinstance(factors, IdentityFactor):
+            factors = None
+        return factors, residual, rest
+
+
+def _expanded(
+    lin: Linearisation, factors: Any, residual: PyTree[Array], rest: PyTree | None
+) -> Quadratic:
+    jacobian = lin.jacobian
+    if factors is not None:
+        jacobian = jacobian.transformed(factors, Structure.of(residual))
+    rest = None if rest is None else _pulled_back_if_any(lin, rest)
+    return Quadratic(jacobian, residual, rest)
+
+
+class GroupLosses(eqx.Module):
+    """A loss for each group of residuals, and its weight.
+
+    - `is_drawn`: whether examples are drawn anew for each step, and none is chosen from
+        data.
+    """
+
+    losses: Mapping[str, AbstractLoss]
+    weights: Mapping[str, ScalarLike]
+    is_drawn: bool = eqx.field(static=True, default=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.losses)
+
+    @property
+    def is_quadratic(self) -> bool:
+        return all(loss.is_quadratic for loss in self.losses.values())
+
+    def reduced(self, default: Reduction) -> "GroupLosses":
+        losses = {name: loss.reduced(default) for name, loss in self.losses.items()}
+        return GroupLosses(losses, self.weights, self.is_drawn)
+
+    def check(self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree) -> None:
+        for name, loss in self.losses.items():
+            try:
+                loss.check(outputs[name], _or_zeros(targets[name], outputs[name]))
+            except ValueError as error:
+                raise ValueError(f"In the group {name!r}: {error}") from error
+
+
+class GroupLoss(AbstractObjective):
+    """The sum of the groups' losses, each on the outputs of its name."""
+
+    parts: Mapping[str, BatchLoss]
+    is_sample: bool = eqx.field(static=True)
+    is_drawn: bool = eqx.field(static=True, default=False)
+
+    @property
+    def is_noisy(self) -> bool:
+        return not self.is_drawn
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.parts)
+
+    def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
+        """Of each group, weighted."""
+        return {name: part.value(outputs[name]) for name, part in self.parts.items()}
+
+    @property
+    def is_quadratic(self) -> bool:
+        return all(part.is_quadratic for part in self.parts.values())
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        return _sum(self.values(outputs).values())
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        parts = self.parts.items()
+        return _sum(part.decrease(outputs[k], new_outputs[k]) for k, part in parts)
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        roots = {name: part.root(outputs[name]) for name, part in self.parts.items()}
+        return lambda v: {name: root(v[name]) for name, root in roots.items()}
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        parts = self.parts.items()
+        products = {name: part.curvature(outputs[name]) for name, part in parts}
+        return lambda v: {name: product(v[name]) for name, product in products.items()}
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.residual(outputs[name]) for name, part in self.parts.items()}
+
+    def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return {name: part.plain(outputs[name]) for name, part in self.parts.items()}
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        factors, residual, rest = {}, {}, {}
+        for name, part in self.parts.items():
+            factors[name], residual[name], rest[name] = part.whitened(lin.outputs[name])
+        none_left = all(x is None for x in rest.values())
+        rest = {k: _or_zeros(x, lin.outputs[k]) for k, x in rest.items()}
+        identity = all(x is None for x in factors.values())
+        return _expanded(
+            lin, None if identity else factors, residual, None if none_left else rest
+        )
+
+
+def objective_of(
+    loss: AbstractLoss | GroupLosses,
+    outputs: PyTree[jax.ShapeDtypeStruct],
+    data: tuple,
+    *,
+    num_leading: int | None = None,
+    is_sample: bool = False,
+) -> BatchLoss | GroupLoss:
+    """The loss on a batch, whose outputs have these shapes."""
+    _, targets, weights = data
+    if isinstance(loss, AbstractLoss):
+        return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
+    parts = {
+        name: BatchLoss(
+            of_group,
+            outputs[name],
+            _or_zeros(targets[name], outputs[name]),
+            is_sample=is_sample,
+            factor=loss.weights[name],
+        )
+        for name, of_group in loss.losses.items()
+    }
+    return GroupLoss(parts=parts, is_sample=is_sample, is_drawn=loss.is_drawn)
+
+
+def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:
+    """A single group is the whole."""
+    return tuple(sorted(groups)) if len(groups) > 1 else ()
+
+
+def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:
+    if tree is not None:
+        return tree
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+
+
+def _sum(values: Iterable[Scalar]) -> Scalar:
+    return functools.reduce(jnp.add, _tree.promoted(list(values)))
+
+
+def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:
+    """What each example counts in a mean."""
+    return jax.vmap(lambda target: jnp.sum(loss.target_weights(target)))(targets)
+
+
+class _Weighted(eqx.Module):
+    """The factor of a weighted example."""
+
+    factor: AbstractFactor
+    root: Array  # of the weight
+
+    def mv(self, v: PyTree[Array]) -> PyTree[Array]:
+        return _tree.scale(self.root, self.factor.mv(v))
+
+
+def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Array]:
+    return jax.vmap(_tree.scale)(weights, tree)
+
+
+def _pulled_back_if_any(lin: Linearisation, rest: PyTree[Array]) -> PyTree[Array]:
+    """phi^T e. Mostly there is nothing left, and a pass to be saved."""
+    return jax.lax.cond(
+        _tree.any_nonzero(rest),
+        lambda e: lin.vjp(e),
+        lambda _: _tree.zeros_like(lin.point),
+        rest,
+    )

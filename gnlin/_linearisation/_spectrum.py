@@ -1,0 +1,407 @@
+"""The spectrum of a linearisation: one factorisation, then any filter for a matvec."""
+
+import types
+from collections.abc import Callable
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._sharding import is_here
+from .._common._tree import (
+    gram_of_columns,
+    matmul,
+    ravel_pytree,
+)
+from .._jacobian import AbstractJacobian
+from .._linear_algebra import (
+    _lapack,
+    _small_svd,
+)
+from ..filters import (
+    GradientDescent,
+    Tikhonov,
+)
+
+
+Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
+
+
+class Spectrum(eqx.Module):
+    r"""Eigenpairs of the kernel $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$.
+
+    Made by [`gnlin.Linearisation.spectrum`][]. All filters at one linearisation point
+    share it:
+
+    !!! example
+
+        ```python
+        spectrum = gnlin.linearise(fn, y, args).spectrum()
+        step = spectrum.step(gnlin.filters.Tikhonov(0.1))
+        steps = jax.vmap(lambda damping: spectrum.step(gnlin.filters.Tikhonov(damping)))(
+            jnp.logspace(-3, 3, 64)
+        )
+        ```
+
+    **Attributes:**
+
+    - `eigenvalues`: `w`, k = min(m, p) of them (m, where only the kernel fits into the
+        memory budget), none negative. Those that rounding
+        cannot tell from zero are exactly zero. All are NaN if the Jacobian was not
+        finite.
+    - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
+    """
+
+    eigenvalues: Float[Array, " k"]
+    coefficients: Float[Array, " k"]
+    _project: Callable[[Float[Array, " m"]], Float[Array, " k"]]  # r -> U^T r
+    _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
+    # Of eigenvectors of phi phi^T or phi^T phi: their products with phi themselves
+    _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
+    # What the step is a function of, for its derivative; `None` for some of the pairs
+    _origin: "_Origin | None"
+
+    def __init__(
+        self,
+        eigenvalues: Float[Array, " k"],
+        residual: Float[Array, " m"],
+        project: Callable[[Float[Array, " m"]], Float[Array, " k"]],
+        lift: Callable[[Float[Array, " k"]], PyTree[Array]],
+        pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None = None,
+        origin: "_Origin | None" = None,
+    ):
+        self.eigenvalues = eigenvalues
+        # As precise as the Jacobian: residuals in double precision may be those of
+        # parameters in single.
+        self.coefficients = project(residual).astype(eigenvalues.dtype)
+        self._project = project
+        self._lift = lift
+        self._pushed = pushed
+        self._origin = origin
+
+    def __repr__(self) -> str:
+        w = self.eigenvalues
+        known = isinstance(w, jax.Array) and not isinstance(w, Tracer)
+        if not known or w.ndim != 1 or w.size == 0 or not is_here(w):
+            return f"Spectrum(eigenvalues={eqx.tree_pformat(w)})"
+        num_zero = int(jnp.sum(w == 0))
+        zeros = f", {num_zero} of them zero" if num_zero else ""
+        least, most = float(jnp.min(w)), float(jnp.max(w))
+        return f"Spectrum({w.size} eigenvalues from {least:.3g} to {most:.3g}{zeros})"
+
+    def step(self, filter: Filter) -> PyTree[Array]:
+        r"""The step $\delta = -\phi^\top U g(w) U^\top r$, in the parameters' structure.
+
+        Its derivative is that of a function of $\phi$ and r, and exists where g has one,
+        also where eigenvalues are equal, and their eigenvectors have none.
+
+        **Arguments:**
+
+        - `filter`: any function of the eigenvalues; see `gnlin.filters`.
+        """
+        step = self._lift(-filter(self.eigenvalues) * self.coefficients)
+        if self._origin is None:
+            return step
+        if isinstance(filter, types.FunctionType):  # it may close over what is moved
+            filter = eqx.filter_closure_convert(filter, self.eigenvalues)
+        return with_derivative_of(_step, step, filter, self.eigenvalues, self._origin)
+
+    def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
+        """The same eigenpairs, for other residuals of the same structure."""
+        flat, _ = ravel_pytree(residual)
+        origin = self._origin
+        if origin is not None:
+            origin = _Origin(origin.jacobian, flat, origin.vectors)
+        parts = self._project, self._lift, self._pushed, origin
+        return Spectrum(self.eigenvalues, flat, *parts)
+
+    def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
+        r"""The same without the eigenvalues that squaring the Jacobian has made of
+        rounding, and whether these are zero: whether there is nothing that singular
+        values would tell.
+
+        What is left is known to $\varepsilon^{1/2}$ relatively. With the eigenvectors of
+        the rest, in random sums, the Jacobian itself is multiplied: it says to
+        $\varepsilon^{3/4}$ of the largest singular value whether theirs are zero.
+        """
+        w, push = self.eigenvalues, self._pushed
+        if push is None:
+            return self, jnp.array(True)
+        eps, largest = jnp.finfo(w.dtype).eps, jnp.max(w)
+        small = w <= eps ** (1 / 2) * largest
+
+        def are_zero():
+            probes = jax.random.normal(jax.random.key(0), (_NUM_PROBES, w.size), w.dtype)
+            pushed = jax.vmap(push)(jnp.where(small[None], probes, 0))
+            size = jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * largest))
+            return size <= _ZERO * w.size**0.5 * eps ** (3 / 4)
+
+        # Of no small ones the products are zero, and take as long.
+        zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
+        kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
+        return kept, zero | ~self.finite()
+
+    def project(self, residual: Float[Array, " m"]) -> Float[Array, " k"]:
+        r"""$U^\top r$, of other residuals."""
+        return self._project(residual).astype(self.eigenvalues.dtype)
+
+    def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
+        r"""$\phi^\top U z$, in the parameters' structure."""
+        return self._lift(coefficients)
+
+    def gradient(self) -> PyTree[Array]:
+        r"""The gradient of the loss at the linearisation point, $\phi^\top r$."""
+        return self._lift(self.coefficients)
+
+    def gradient_norm(self) -> Scalar:
+        r"""$\lVert\phi^\top r\rVert$, from the eigenvalues alone."""
+        return _tree.norm(jnp.sqrt(self.eigenvalues) * self.coefficients)
+
+    def effective_dimension(self, damping: ScalarLike) -> Scalar:
+        r"""$d(\lambda) = \sum_i w_i/(w_i + \lambda)$: how many directions a damping
+        leaves free. Without damping it is the rank.
+
+        **Arguments:**
+
+        - `damping`: $\lambda \ge 0$.
+
+        ??? cite "Reference"
+
+            T. Hastie, R. Tibshirani and J. Friedman, *The elements of statistical
+            learning* (2009), equation 3.50.
+        """
+        return jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
+
+    def condition_number(self, damping: ScalarLike = 0.0) -> Scalar:
+        r"""$(w_1 + \lambda)/(w_k + \lambda)$, of the largest eigenvalue and the least:
+        how much longer the slowest of them takes to learn than the fastest. Without
+        damping, of those that are not zero.
+
+        **Arguments:**
+
+        - `damping`: $\lambda \ge 0$.
+        """
+        inverse = Tikhonov(damping)(self.eigenvalues)
+        damped = self.eigenvalues + jnp.asarray(damping, self.eigenvalues.dtype)
+        return jnp.max(damped) * jnp.max(inverse)
+
+    def steps_to_half(self, learning_rate: ScalarLike) -> Float[Array, " k"]:
+        r"""After how many steps of gradient descent each part of the residual is half of
+        what it was: $\log\frac12/\log|1 - \eta w|$, a real number; infinite where w is
+        zero, and where it is too large for that learning rate.
+
+        **Arguments:**
+
+        - `learning_rate`: $\eta > 0$.
+        """
+        growth = GradientDescent(1, learning_rate).log_growth(self.eigenvalues)
+        falls = ~(growth >= 0)
+        half = jnp.log(jnp.asarray(0.5, growth.dtype))
+        return jnp.where(falls, half / jnp.where(falls, growth, 1), jnp.inf)
+
+    def shares(self, of: PyTree[Array]) -> Float[Array, " k"]:
+        r"""$(u_i^\top r)^2/\lVert r\rVert^2$: what share of some outputs, such as the
+        targets or the residual, is along each eigenvector. What is missing from 1 in all
+        is along none of them; of zeros all shares are zero.
+
+        **Arguments:**
+
+        - `of`: of the outputs' structure.
+
+        ??? cite "Reference"
+
+            S. Arora et al., *Fine-grained analysis of optimization and generalization for
+            overparameterized two-layer neural networks*, ICML (2019), section 4.
+        """
+        flat, _ = ravel_pytree(of)
+        norm = _tree.norm(flat)
+        unit = flat / jnp.where(norm == 0, 1, norm)
+        return self.project(unit) ** 2
+
+    def finite(self) -> Array:
+        """Whether the Jacobian and the residual that went in were finite."""
+        return _tree.all_finite((self.eigenvalues, self.coefficients))
+
+
+# Random sums of eigenvectors: eight miss one that is a part of them once in a million
+# times, to a tenth of its size.
+_NUM_PROBES = 8
+# What rounding makes of eigenvectors that the Jacobian takes to zero.
+_ZERO = 3.0
+
+# An SVD is dearer than `eigh` of the smaller Gram matrix, and far more accurate. Below
+# this many multiplications (about a tenth of a millisecond) accuracy is taken for free.
+_CHEAP_SVD = 50_000
+
+
+def svd_is_cheap(m: int, p: int) -> bool:
+    return m * p * min(m, p) <= _CHEAP_SVD
+
+
+def spectrum_of(
+    jacobian: AbstractJacobian, residual: PyTree[Array], method: Literal["svd", "eigh"]
+) -> Spectrum:
+    """The spectrum of a Jacobian; `eigh` of the smaller Gram matrix, or of the kernel
+    where the Jacobian does not fit into the memory budget."""
+    flat, _ = ravel_pytree(residual)
+    if method == "svd":
+        return from_svd(jacobian.at_hand(), flat)
+    m, p = jacobian.shape
+    if m > p and m * jacobian.domain.nbytes <= jacobian.memory_budget:
+        return from_curvature(jacobian.at_hand(), flat)
+    return from_kernel(jacobian.at_hand_if_it_fits(), flat)
+
+
+def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
+    """By singular values: the condition number is the Jacobian's own.
+
+    With its columns in descending order LAPACK resolves singular values that are small
+    because some columns are, to rounding relative to these columns (as in J. Demmel et
+    al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
+    """
+    phi = jacobian.as_matrix()
+    norms = jnp.linalg.norm(phi, axis=0)
+    order = jnp.argsort(-norms)
+    u, s, sorted_vt = _small_svd.svd(phi[:, order])
+    vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
+    # The rounding of phi v, by columns.
+    sizes = jnp.linalg.norm(vt * norms[None], axis=1)
+    s = jnp.where(s <= _rounding(phi) * sizes, 0, s)
+    m, p = phi.shape
+    return Spectrum(
+        s**2,
+        residual,
+        Partial(matmul, u.T),
+        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, vt),
+        origin=_Origin(jacobian, residual, u if m <= p else vt.T),
+    )
+
+
+def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
+    """By eigenvalues on the output side."""
+    kernel = jacobian.gram()
+    w, u = _lapack.eigh(kernel)
+    w = jnp.where(w <= _rounding(kernel) * w[-1], 0, w)
+    lift = Partial(_lift_kernel, jacobian.pull_back, u)
+    origin = _Origin(jacobian, residual, u)
+    return Spectrum(w, residual, Partial(matmul, u.T), lift, lift, origin)
+
+
+def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
+    """By eigenvalues on the parameter side, where u_i = phi v_i / sqrt(w_i)."""
+    phi = jacobian.as_matrix()
+    w, v = _lapack.eigh(gram_of_columns(phi))
+    w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
+    s = jnp.sqrt(w)
+    return Spectrum(
+        w,
+        residual,
+        Partial(_project_curvature, phi, v, s),
+        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, v.T),
+        Partial(_pushed_forward, phi, v),
+        _Origin(jacobian, residual, v),
+    )
+
+
+class _Origin(eqx.Module):
+    """What a step is a function of, and the eigenvectors of the smaller of
+    phi phi^T and phi^T phi."""
+
+    jacobian: AbstractJacobian
+    residual: Float[Array, " m"]
+    vectors: Float[Array, "k k"]
+
+    @property
+    def on_outputs(self) -> bool:
+        return len(self.vectors) == len(self.residual)
+
+
+@eqx.filter_custom_jvp
+def with_derivative_of(formula, value, *args):
+    """A value, and the derivative of a formula of the same that is smooth where the way
+    to this value is not. Only its derivative is ever computed."""
+    return value
+
+
+@with_derivative_of.def_jvp
+def _(primals, tangents):
+    formula, value, *args = primals
+    _, _, *moved = tangents
+    _, tangent = eqx.filter_jvp(formula, args, moved)
+    return value, _tree.cast_like(tangent, value)
+
+
+def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
+    """The step of a filter, of eigenvectors whose derivative is not needed."""
+    jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
+    if origin.on_outputs:
+        return jacobian.pull_back(-_of_matrix(filter, jacobian.gram(), r, *pairs))
+    gradient, unravel = ravel_pytree(jacobian.pull_back(r))
+    return unravel(-_of_matrix(filter, jacobian.curvature(), gradient, *pairs))
+
+
+@eqx.filter_custom_jvp
+def _of_matrix(filter, matrix, vector, w, vectors):
+    r"""$g(A) b$ for a symmetric A with known eigenpairs."""
+    return matmul(vectors, filter(w) * matmul(vectors.T, vector))
+
+
+@_of_matrix.def_jvp
+def _(primals, tangents):
+    r"""$dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
+    $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ where $w_i = w_j$.
+
+    ??? cite "Reference"
+
+        Y. Daleckii and S. Krein (1965); N. Higham, *Functions of matrices* (2008),
+        theorem 3.11.
+    """
+    filter, _, vector, w, q = primals
+    moved_filter, moved_matrix, moved_vector, *_ = tangents
+    c, g = matmul(q.T, vector), filter(w)
+    moved = jnp.zeros_like(c)
+    if moved_matrix is not None:
+        rotated = matmul(q.T, matmul(moved_matrix, q))
+        moved += matmul(_divided_differences(filter, w) * rotated, c)
+    if moved_vector is not None:
+        moved += g * matmul(q.T, moved_vector)
+    if jax.tree.leaves(moved_filter):
+        _, change = eqx.filter_jvp(lambda f: f(w), (filter,), (moved_filter,))
+        moved += change * c
+    return matmul(q, g * c), matmul(q, moved)
+
+
+def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, "k k"]:
+    """Of nearly equal eigenvalues the mean of their derivatives, whose error is the
+    square of their relative distance; that of the difference is eps over it."""
+    g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
+    gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
+    near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size
+    mean = 0.5 * (slope[:, None] + slope[None])
+    return jnp.where(near, mean, (g[:, None] - g[None]) / jnp.where(near, 1, gap))
+
+
+def _lift_singular(unravel, s, vt, z):
+    return unravel(matmul(vt.T, s * z))
+
+
+def _lift_kernel(pull_back, u, z):
+    return pull_back(matmul(z, u.T))  # batches of z stay in front under `vmap`
+
+
+def _pushed_forward(jacobian, v, z):
+    return matmul(jacobian, matmul(v, z))
+
+
+def _project_curvature(jacobian, v, s, residual):
+    along = matmul(v.T, matmul(jacobian.T, residual))
+    return jnp.where(s == 0, 0, along / jnp.where(s == 0, 1, s))
+
+
+def _rounding(matrix: Float[Array, "m n"]) -> float:
+    return max(matrix.shape) * float(jnp.finfo(matrix.dtype).eps)

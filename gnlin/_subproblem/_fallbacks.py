@@ -1,0 +1,211 @@
+"""What is cheap is tried first: products before a factorisation, eigenvalues before
+singular values."""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+from equinox import AbstractVar
+from jax.tree_util import Partial
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+
+from .._common._passes import Passes
+from .._common._sharding import is_spread
+from .._jacobian import Cost
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import (
+    Filter,
+    Spectrum,
+    svd_is_cheap,
+)
+from ..filters import Tikhonov
+from ._base import (
+    AbstractSubproblem,
+    AbstractWay,
+    Answer,
+    Early,
+    price_of_squaring,
+    vanishes,
+)
+from ._cholesky import damping_of
+from ._matrix_free import MatrixFree
+from ._on_outputs import OnOutputs
+from ._on_parameters import OnParameters
+from ._sparse import (
+    has_factorisation,
+    SparseLU,
+)
+from ._spectral import (
+    Eigenvalues,
+    SingularValues,
+)
+
+
+# Of the price of the factorisation, so much is spent on trying to do without; where fewer
+# products than these come of it, nothing is.
+_SHARE_TRIED = 0.4
+_FEWEST_TRIED = 10
+# Seconds that an iteration of conjugate gradients takes besides its product: vectors of a
+# network are in several arrays. Of 3,010 parameters one takes 96 microseconds where the
+# product is put at 45.
+_ITERATION = 5e-5
+# How often, about, eigenvalues leave something to singular values.
+_SHARE_UNRESOLVED = 1 / 3
+# What compiling both ways is worth, of every step; and trying products, which take their
+# part of the time anyhow.
+_BOTH_COMPILED, _TRYING = 1e-3, 5e-3
+
+
+class AbstractFirst(AbstractWay):
+    """A way that is tried, and another that is taken where that does not arrive: decided
+    inside the compiled program, both counted."""
+
+    problem: Quadratic
+    first: AbstractVar[Any]
+    # The same problem, ready to be solved directly; called where it is needed.
+    directly: Callable[[], AbstractSubproblem]
+    gradient_norm: Scalar
+    passes: Passes
+
+    def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
+        self.problem = first.problem
+        self.first = first
+        self.directly = directly
+        self.gradient_norm = first.gradient_norm
+        self.passes = first.passes
+
+    @abc.abstractmethod
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        """What the first way finds, and whether it has arrived."""
+
+    def gradient(self) -> PyTree[Array]:
+        return self.first.gradient()
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.first.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.first.largest_curvature()
+
+    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
+        return self.first.with_residual(residual)
+
+    def solve(self, filter: Filter) -> Answer:
+        tried, arrived = self.attempt(filter)
+
+        def otherwise():
+            direct = self.directly()
+            answer = direct.solve(filter)
+            taken = tried.passes + direct.passes + answer.passes
+            return answer.step, taken.traced(), answer.result
+
+        def there():
+            return tried.step, tried.passes.traced(), tried.result
+
+        step, passes, result = jax.lax.cond(arrived, there, otherwise)
+        return Answer(step, tried.num_inner_steps, passes, result=result)
+
+
+class ProductsFirst(AbstractFirst):
+    """Conjugate gradients take about as many steps as there are distinct eigenvalues
+    above the damping. How many these are is known only when they have been taken: so
+    they are, up to a number whose price is a part of the factorisation's, and the
+    factorisation is made where that has not been enough."""
+
+    method: ClassVar[str] = "products-first"
+    stops_early: ClassVar[bool] = True
+    solves_anew: ClassVar[bool] = True
+    first: MatrixFree
+    most: int = eqx.field(static=True)
+
+    def __init__(
+        self, first: MatrixFree, directly: Callable[[], AbstractSubproblem], most: int
+    ):
+        super().__init__(first, directly)
+        self.most = most
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
+        return quadratic and not is_spread()
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if isinstance(filter, Early):
+            is_sparse = _direct(cost) is SparseLU
+            return filter.price(cost) if is_sparse else math.inf
+        if num_trials > 1 or _most_tried(cost) < _FEWEST_TRIED:
+            return math.inf
+        return _TRYING + _SHARE_TRIED * _direct(cost).cost(cost, filter, 1)
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "ProductsFirst":
+        directly = Partial(_direct(cost).of, problem, cost)
+        return cls(MatrixFree(problem), directly, _most_tried(cost))
+
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "ProductsFirst":
+        return eqx.tree_at(
+            lambda s: s.first, self, self.first.truncated(tolerance, max_steps)
+        )
+
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        damping, tolerance = damping_of(filter), self.first.tolerance
+        tolerance = self.first.exactly() if tolerance is None else tolerance
+        is_damped = isinstance(filter, Early)
+        return self.first.attempt(tolerance, damping, self.most, is_damped=is_damped)
+
+
+class EigenvaluesFirst(AbstractFirst):
+    """Eigenvalues of the kernel or of the curvature are many times cheaper than singular
+    values, and know the small ones badly. Whether there are any between zero and what
+    they know is known only when they have been made: only then singular values are."""
+
+    method: ClassVar[str] = "eigh-first"
+    first: Eigenvalues
+    spectrum: Spectrum  # without what is only rounding
+    resolved: Bool[Array, ""]
+
+    def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
+        super().__init__(first, directly)
+        self.spectrum, self.resolved = first.spectrum.resolved()
+
+    @classmethod
+    def fits(cls, problem, filter: Filter) -> bool:
+        return isinstance(problem, Quadratic) and not is_spread()
+
+    @classmethod
+    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
+        if num_trials > 1 or not vanishes(filter) or svd_is_cheap(*cost.shape):
+            return math.inf
+        eigenvalues = Eigenvalues.cost(cost, filter, 1) - price_of_squaring(cost, filter)
+        singular_values = SingularValues.cost(cost, filter, 1)
+        return _BOTH_COMPILED + eigenvalues + _SHARE_UNRESOLVED * singular_values
+
+    @classmethod
+    def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
+        first = Eigenvalues.of(problem, cost)
+        # From the rows that are there, if they are.
+        problem = first.problem
+        return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
+
+    def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
+        kept = eqx.tree_at(lambda s: s.spectrum, self.first, self.spectrum)
+        return kept.solve(filter), self.resolved
+
+
+def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:
+    m, p = cost.shape
+    dense = OnOutputs if m <= p else OnParameters
+    return SparseLU if cost.reads and has_factorisation() else dense
+
+
+def _most_tried(cost: Cost) -> int:
+    direct = _direct(cost).cost(cost, Tikhonov(1.0), 1)
+    if math.isinf(direct):
+        return 0
+    return int(_SHARE_TRIED * direct / (cost.one_product + _ITERATION))

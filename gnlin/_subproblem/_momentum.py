@@ -1,0 +1,68 @@
+"""A damped problem that is pulled to another point than no step at all."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Scalar
+
+from .._common import _tree
+from .._common._passes import Passes
+from .._linearisation._quadratic import Quadratic
+from .._linearisation._spectrum import Filter
+from ._base import (
+    AbstractSubproblem,
+    Answer,
+)
+
+
+class Pulled(AbstractSubproblem):
+    r"""With $\frac\lambda2\lVert\delta - \delta_0\rVert^2$ in place of
+    $\frac\lambda2\lVert\delta\rVert^2$: the problem of $\delta - \delta_0$ has the
+    residual $r + \phi\delta_0$.
+
+    Its gradient is that of the loss at the linearisation point.
+    """
+
+    inner: AbstractSubproblem
+    problem: Quadratic
+    towards: PyTree[Array]
+    _gradient: PyTree[Array]
+    gradient_norm: Scalar
+    passes: Passes
+
+    def __init__(
+        self,
+        problem: Quadratic,
+        towards: PyTree[Array],
+        ready: Callable[[Quadratic], AbstractSubproblem],
+    ):
+        """`ready`: makes a problem ready for filters."""
+        jacobian = problem.jacobian
+        pushed = jacobian.mv(towards)
+        residual = jax.tree.map(jnp.add, problem.residual, pushed)
+        self.inner = ready(Quadratic(jacobian, residual, problem.rest))
+        self.problem = problem
+        self.towards = towards
+        self._gradient = problem.gradient()
+        self.gradient_norm = _tree.norm(self._gradient)
+        each = jacobian.a_product()
+        self.passes = self.inner.passes + each
+
+    def gradient(self) -> PyTree[Array]:
+        return self._gradient
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.inner.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.inner.largest_curvature()
+
+    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
+        return self.inner.with_residual(residual)
+
+    def solve(self, filter: Filter) -> Answer:
+        answer = self.inner.solve(filter)
+        step = _tree.axpy(1, answer.step, self.towards)
+        taken = answer.num_inner_steps, answer.passes
+        return Answer(step, *taken, result=answer.result)

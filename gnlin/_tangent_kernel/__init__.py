@@ -1,0 +1,1 @@
+"""The tangent kernel between two sets of inputs."""

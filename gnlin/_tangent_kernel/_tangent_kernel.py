@@ -1,0 +1,514 @@
+"""The tangent kernel of a model, as a function of two sets of inputs."""
+
+import collections
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, Literal, NamedTuple, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._common import _tree
+from .._common._checks import (
+    check_count,
+    check_flag,
+    is_traced,
+    is_whole,
+)
+from .._common._identity import (
+    checksum,
+    described,
+)
+from .._common._sharding import mesh_of
+from .._common._tree import promoted
+from .._jacobian import (
+    AbstractBlock,
+    DEFAULT_MEMORY_BUDGET,
+    OfExamples,
+    PerExample,
+)
+from .._linearisation._linearisation import (
+    Linearisation,
+    linearise,
+)
+from .._training._data import as_inputs
+from .._training._model import (
+    is_of_model,
+    make_network,
+)
+from ._file import (
+    KernelFile,
+    Place,
+    Tiles,
+)
+
+
+Outputs = Literal["all", "trace", "diagonal"] | int
+
+
+class TangentKernel(eqx.Module):
+    r"""The empirical neural tangent kernel of a model, as a function of two sets of
+    inputs,
+
+    $$\Theta_{ic,jd} = \sum_k \frac{\partial f_c(x_i)}{\partial\theta_k}
+    \frac{\partial f_d(x'_j)}{\partial\theta_k}.$$
+
+    It takes as many reverse passes through one example as that has outputs, and of dense
+    and convolutional layers no rows of the Jacobian. The trace and the diagonal over
+    outputs are made by themselves, not taken from all of it.
+
+    **Arguments:**
+
+    - `model`: of one example's input, as for [`gnlin.solve`][]: an Equinox model or a
+        pair `(fn, parameters)`; or the [`gnlin.Linearisation`][] of a
+        [`gnlin.PerExample`][], whose inputs then are those examples.
+    - `outputs`: `"all"`; `"trace"`, the sum over outputs $\sum_c\Theta_{ic,jc}$;
+        `"diagonal"`, each output with itself; or the index of one output.
+    - `filter_spec`: which parameters, as for `equinox.partition`: a function of a leaf,
+        or a pytree of booleans. The default has all floating-point arrays.
+    - `state`: of a model with batch normalisation, whose statistics stay as they are.
+    - `memory_budget`: bytes that a kernel, and all that it is made of, may take. One
+        that takes more is made in tiles, on all devices that there are.
+
+    **Raises:** `ValueError` if the model has no such parameters, or if `outputs` is none
+    of these.
+
+    !!! example
+
+        ```python
+        model = eqx.nn.MLP(3, 2, 16, 2, key=jax.random.key(0))
+        test, train = inputs[:3], inputs[3:]
+        gnlin.TangentKernel(model)(test, train)  # (3, 2, 5, 2)
+        gnlin.TangentKernel(model, outputs="trace")(test, train)  # (3, 5)
+        ```
+
+    ??? cite "Reference"
+
+        A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
+        Generalization in Neural Networks*, NeurIPS (2018), equation 4; of its layers as
+        products: R. Novak, J. Sohl-Dickstein and S. Schoenholz, *Fast Finite Width Neural
+        Tangent Kernel*, ICML (2022), section 3.3.
+    """
+
+    outputs: Outputs = eqx.field(static=True)
+    memory_budget: int = eqx.field(static=True)
+    _fn: PerExample = eqx.field(repr=False)
+    _point: PyTree[Array] = eqx.field(repr=False)
+    _has_keys: bool = eqx.field(static=True, repr=False)
+
+    def __init__(
+        self,
+        model: PyTree,
+        *,
+        outputs: Outputs = "all",
+        filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
+        state: PyTree = None,
+        memory_budget: int = DEFAULT_MEMORY_BUDGET,
+    ):
+        check_count("memory_budget", memory_budget)
+        named = isinstance(outputs, str) and outputs in get_args(get_args(Outputs)[0])
+        if not (named or is_whole(outputs)):
+            raise ValueError(
+                '`outputs` must be "all", "trace", "diagonal", or the index of one, but '
+                f"{outputs!r} was given."
+            )
+        self.outputs = outputs if isinstance(outputs, str) else int(outputs)
+        self.memory_budget = memory_budget
+        self._has_keys = True
+        if isinstance(model, Linearisation):
+            if state is not None or filter_spec is not eqx.is_inexact_array:
+                raise ValueError(
+                    "A linearisation has its parameters and its state: leave "
+                    "`filter_spec` and `state` out, or pass the model."
+                )
+            if not isinstance(model.jacobian, OfExamples):
+                raise ValueError(
+                    "The tangent kernel is a function of one example's input, and the "
+                    "linearisation is of a function of all of them: linearise a "
+                    "`gnlin.PerExample`, or pass the model."
+                )
+            self._fn, self._point = model.jacobian.function, model.point
+            self._has_keys = is_of_model(self._fn)
+            return
+        if state is not None:
+            model = (eqx.Partial(_in_inference, state), model)
+        parameters, network = make_network(model, filter_spec)
+        fn = network.function()
+        assert isinstance(fn, PerExample)
+        self._fn, self._point = fn, parameters
+
+    def __repr__(self) -> str:
+        num_parameters = f"{_tree.size(self._point):,} parameters"
+        return f"TangentKernel({num_parameters}, outputs={self.outputs!r})"
+
+    @overload
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree | None = None,
+        *,
+        file: None = None,
+        progress: bool = False,
+    ) -> Float[Array, "..."]: ...
+
+    @overload
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree | None = None,
+        *,
+        file: str | os.PathLike,
+        progress: bool = False,
+    ) -> np.ndarray: ...
+
+    def __call__(
+        self,
+        x1: PyTree,
+        x2: PyTree | None = None,
+        *,
+        file: str | os.PathLike | None = None,
+        progress: bool = False,
+    ) -> Float[Array, "..."] | np.ndarray:
+        """The kernel between two sets of n1 and n2 inputs of c outputs.
+
+        **Arguments:**
+
+        - `x1`, `x2`: inputs, with a leading axis over examples; without `x2` it is the
+            kernel of `x1`, of which each pair is made once.
+        - `file`: where to write it, as a NumPy file of any size, a tile at a time. A run
+            that is killed goes on where it was when it is called again, in tiles of the
+            same size, to the same bytes; a file that is done is read.
+        - `progress`: whether to show a bar, a tile at a time.
+
+        **Returns:** an array of the shape `(n1, c, n2, c)`; `(n1, n2)` for the trace or
+        one output, `(n1, n2, c)` for the diagonal. With `file` it is a NumPy array that
+        stays on disk.
+
+        **Raises:** `ValueError` if the model cannot be called on such inputs, needs a
+        key, or has several arrays of outputs; if the kernel is larger than the memory
+        budget and no file is given; if the file cannot be written, has another kernel, or
+        is being written.
+        """
+        check_flag("progress", progress)
+        sets = self._checked(x1, x2)
+        if file is not None:
+            return self._in_file(_npy(file), sets, progress)
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        self._check_budget(
+            shape, sets.dtype, "pass `file`, in which it is made a tile at a time, or"
+        )
+        whole = sets.n1, sets.n2
+        inside = is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
+        tile = whole if inside else self._tile(sets)
+        if tile == whole:
+            return _tile(self, sets.x1, sets.x2)
+        kernel = np.empty(shape, sets.dtype)
+        for parts in self._tiles(sets, tile, 0, progress):
+            for place, part in parts:
+                kernel[place] = part
+        return jnp.asarray(kernel)
+
+    def _in_file(self, path: Path, sets: "_Sets", progress: bool) -> np.ndarray:
+        if is_traced((self, sets)):
+            raise ValueError(
+                "A kernel is not written to a `file` from inside a compiled function: "
+                "call it outside, or leave `file` out."
+            )
+        identity = {
+            "parameters": checksum(self._point),
+            "functions": described(self._fn),
+            "inputs": checksum((sets.x1, sets.x2)),
+            "outputs": str(self.outputs),
+        }
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        kept = KernelFile(path, shape, sets.dtype, identity)
+        with kept.alone():
+            tile, num_done = kept.begin(self._tile(sets))
+            rest = self._tiles(sets, tile, num_done, progress)
+            for number, parts in enumerate(rest, num_done + 1):
+                kept.put(parts, tile, number)
+        return kept.read()
+
+    def by_parameter(self, x1: PyTree, x2: PyTree | None = None) -> PyTree[Array]:
+        """The part of each array of parameters, in the structure of the model; their sum
+        is the kernel."""
+        sets = self._checked(x1, x2)
+        shape = self._shape(sets.n1, sets.n2, sets.c)
+        shape = len(jax.tree.leaves(self._point)), *shape
+        self._check_budget(shape, sets.dtype, "pass fewer inputs, or")
+        return _by_parameter(self, sets.x1, sets.x2)
+
+    def _check_budget(self, shape: tuple[int, ...], dtype: np.dtype, do: str) -> None:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes > self.memory_budget:
+            raise ValueError(
+                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
+                f"memory budget is {self.memory_budget:,}: {do} raise `memory_budget`."
+            )
+
+    def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
+        r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
+        return _diagonal(self, self._checked(x, None).x1)
+
+    #
+    # What it is made of
+    #
+
+    def _linearise(self, x: PyTree) -> Linearisation:
+        args = (x, None) if self._has_keys else x
+        fn = self._fn
+        if not isinstance(self.outputs, str):
+            fn = PerExample(eqx.Partial(_one_output, fn.fn, self.outputs), fn.part_size)
+        return linearise(fn, self._point, args, memory_budget=self.memory_budget)
+
+    def _rows(self, x: PyTree) -> "_Blocks":
+        lin = self._linearise(x)
+        n = _number(lin.outputs)
+        return _Blocks(tuple(lin.jacobian.blocks()), n, lin.shape[0] // n)
+
+    def _parts(self, these: "_Blocks", those: "_Blocks | None") -> list[Array]:
+        """By array of parameters."""
+        others = these if those is None else those
+        shape = self._shape(these.n, others.n, these.c)
+        pairs = zip(these.blocks, others.blocks, strict=True)
+        return [self._gram(a, b, these.c).reshape(shape) for a, b in pairs]
+
+    def _gram(self, a: AbstractBlock, b: AbstractBlock, c: int) -> Float[Array, "..."]:
+        def of(view: Callable[[AbstractBlock], AbstractBlock]) -> Array:
+            viewed = view(a)
+            return viewed.gram_with(viewed if a is b else view(b))
+
+        match self.outputs:
+            case "trace":
+                return of(lambda block: block.merged(c))
+            case "diagonal":
+                each = jax.lax.map(
+                    lambda k: of(lambda block: block.of_output(k, c)), jnp.arange(c)
+                )
+                return jnp.moveaxis(each, 0, -1)
+        return of(lambda block: block)
+
+    def _checked(self, x1: PyTree, x2: PyTree | None) -> "_Sets":
+        x1 = as_inputs(x1)
+        n1 = n2 = _number(x1)
+        if x2 is not None:
+            x2 = as_inputs(x2)
+            n2 = _number(x2)
+        shapes, dtype, num_bytes = _look(self, _first(x1), _first(x2))
+        if shapes[0] != shapes[-1]:
+            raise ValueError(
+                "The model must have outputs of the same shape on both sets of inputs, "
+                f"but has {shapes[0]} and {shapes[-1]}."
+            )
+        c = math.prod(shapes[0])
+        if not isinstance(self.outputs, str) and not 0 <= self.outputs < c:
+            raise ValueError(
+                f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
+            )
+        return _Sets(x1, x2, n1, n2, c, dtype, num_bytes)
+
+    def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
+        match self.outputs:
+            case "all":
+                return n1, c, n2, c
+            case "diagonal":
+                return n1, n2, c
+        return n1, n2
+
+    #
+    # Tiles
+    #
+
+    def _tile(self, sets: "_Sets") -> tuple[int, int]:
+        """Its rows and columns: as few tiles as take a quarter of the memory budget each,
+        since what the passes leave takes as much again, and one for each device."""
+
+        def sides(number: int) -> tuple[int, int]:
+            size = math.ceil(max(sets.n1, sets.n2) / number)
+            return min(size, sets.n1), min(size, sets.n2)
+
+        def num_bytes(rows: int, columns: int) -> int:
+            # The kernel, and the part of it that is added to it
+            entries = 2 * math.prod(self._shape(rows, columns, sets.c))
+            return (rows + columns) * sets.bytes_of_one + entries * sets.dtype.itemsize
+
+        number, most = jax.local_device_count(), max(sets.n1, sets.n2)
+        while number < most and num_bytes(*sides(number)) > self.memory_budget / 4:
+            number += 1
+        return sides(number)
+
+    def _tiles(
+        self, sets: "_Sets", tile: tuple[int, int], num_done: int, progress: bool
+    ) -> Iterator[list[tuple[Place, np.ndarray]]]:
+        """Those that are not done, a device ahead of what is asked for."""
+        from tqdm.auto import tqdm
+
+        symmetric = sets.x2 is None
+        tiles = Tiles((sets.n1, sets.n2), tile, symmetric)
+        devices = jax.local_devices()
+        several = len(devices) > 1
+        here = [_put(self, device) for device in devices] if several else [self]
+        waiting: collections.deque = collections.deque()
+        # On each device the blocks of the rows that it is at.
+        made: dict[int, tuple[slice, _Blocks]] = {}
+
+        def blocks_of(x, at, k):
+            part = jax.tree.map(lambda a: a[at], x)
+            return _blocks(here[k], _put(part, devices[k]) if several else part)
+
+        def finished():
+            (rows, columns), tile = waiting.popleft()
+            tile = np.asarray(tile)
+            yield self._place(rows, columns), tile
+            if symmetric and rows != columns:
+                yield self._place(columns, rows), tile.transpose(self._mirrored())
+
+        with tqdm(total=len(tiles), initial=num_done, disable=not progress) as bar:
+            for number in range(num_done, len(tiles)):
+                rows, columns = tiles[number]
+                k = number % len(devices)
+                if k not in made or made[k][0] != rows:
+                    made.pop(k, None)
+                    made[k] = rows, blocks_of(sets.x1, rows, k)
+                these, those = made[k][1], None
+                if not (symmetric and rows == columns):
+                    those = blocks_of(sets.x1 if symmetric else sets.x2, columns, k)
+                waiting.append(((rows, columns), _product(here[k], these, those)))
+                del these, those
+                if len(waiting) == len(devices):
+                    yield list(finished())
+                    bar.update()
+            while waiting:
+                yield list(finished())
+                bar.update()
+
+    def _place(self, rows: slice, columns: slice) -> Place:
+        every = slice(None)
+        return (rows, every, columns, every) if self.outputs == "all" else (rows, columns)
+
+    def _mirrored(self) -> tuple[int, ...]:
+        match self.outputs:
+            case "all":
+                return 2, 3, 0, 1
+            case "diagonal":
+                return 1, 0, 2
+        return 1, 0
+
+
+class _Blocks(eqx.Module):
+    """The rows of n examples of c outputs, by array of parameters."""
+
+    blocks: tuple[AbstractBlock, ...]
+    n: int = eqx.field(static=True)
+    c: int = eqx.field(static=True)
+
+
+class _Sets(NamedTuple):
+    """Two sets of inputs, or one; what the model makes of them.
+
+    - `bytes_of_one`: what the blocks of one example take.
+    """
+
+    x1: PyTree
+    x2: PyTree | None
+    n1: int
+    n2: int
+    c: int
+    dtype: np.dtype
+    bytes_of_one: int
+
+
+@eqx.filter_jit
+def _look(
+    kernel: TangentKernel, one: PyTree, other: PyTree | None
+) -> tuple[list[tuple[int, ...]], np.dtype, int]:
+    """What is to be known before any work, of the first example of each set: the shapes
+    of its outputs, the kernel's dtype, and what its blocks take. Compiled, so that it is
+    found once."""
+    shapes = []
+    for x in (one, other):
+        if x is None:
+            continue
+        args = (x, None) if kernel._has_keys else x
+        leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
+        if len(leaves) != 1:
+            raise ValueError(
+                f"A tangent kernel is of one array of outputs, and the model has "
+                f"{len(leaves)}: pass a function that returns one of them, such as "
+                "`(lambda model, x: model(x)[0], model)`."
+            )
+        shapes.append(leaves[0].shape[1:])
+    if shapes[0] != shapes[-1]:
+        other = None  # of which there is no kernel
+    dtype = eqx.filter_eval_shape(_tile, kernel, one, other).dtype
+    num_bytes = sum(kernel._linearise(one).jacobian.block_bytes())
+    return shapes, np.dtype(dtype), num_bytes
+
+
+@eqx.filter_jit
+def _blocks(kernel: TangentKernel, x: PyTree) -> _Blocks:
+    return kernel._rows(x)
+
+
+@eqx.filter_jit
+def _product(
+    kernel: TangentKernel, these: _Blocks, those: _Blocks | None
+) -> Float[Array, "..."]:
+    return functools.reduce(jnp.add, promoted(kernel._parts(these, those)))
+
+
+@eqx.filter_jit
+def _tile(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> Float[Array, "..."]:
+    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
+    return _product(kernel, these, those)
+
+
+@eqx.filter_jit
+def _by_parameter(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> PyTree[Array]:
+    structure = jax.tree.structure(kernel._point)
+    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
+    return structure.unflatten(kernel._parts(these, those))
+
+
+@eqx.filter_jit
+def _diagonal(kernel: TangentKernel, x: PyTree) -> Float[Array, "n c"]:
+    squares = kernel._linearise(x).jacobian.squared_rows()
+    return squares.reshape(_number(x), -1)
+
+
+def _one_output(
+    fn: Callable[[Any, Any], PyTree[Array]], k: int, y: PyTree[Array], example: Any
+) -> Float[Array, ""]:
+    (outputs,) = jax.tree.leaves(fn(y, example))
+    return outputs.reshape(-1)[k]
+
+
+def _in_inference(state: PyTree, model: Any, x: PyTree) -> PyTree[Array]:
+    outputs, _ = eqx.nn.inference_mode(model)(x, state)
+    return outputs
+
+
+def _number(x: PyTree) -> int:
+    return jax.tree.leaves(x)[0].shape[0]
+
+
+def _first(x: PyTree | None) -> PyTree | None:
+    return jax.tree.map(lambda a: a[:1], x)
+
+
+def _put(tree: PyTree, device: Any) -> PyTree:
+    arrays, rest = eqx.partition(tree, eqx.is_array)
+    return eqx.combine(jax.device_put(arrays, device), rest)
+
+
+def _npy(file: str | os.PathLike) -> Path:
+    if not isinstance(file, str | os.PathLike) or not os.fspath(file):
+        raise ValueError(f"`file` must be the path of a file, but {file!r} was given.")
+    path = Path(file).expanduser()
+    return path if path.suffix == ".npy" else path.with_name(path.name + ".npy")

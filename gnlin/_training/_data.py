@@ -1,0 +1,171 @@
+"""Batches of examples: what a user may pass, as arrays, or a sentence why not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Float, PyTree
+
+from .._common._sharding import (
+    automatic,
+    is_here,
+)
+
+
+def as_batch(
+    data: object, name: str = "data"
+) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
+    """(inputs, targets, weights or None) of one batch, checked."""
+    if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
+        raise ValueError(
+            f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
+            f"examples `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
+        )
+    inputs, targets = map(as_arrays, ("inputs", "targets"), data)
+    lengths = {
+        "inputs": _lengths("inputs", inputs),
+        "targets": _lengths("targets", targets),
+    }
+    if len(lengths["inputs"] | lengths["targets"]) > 1:
+        raise ValueError(
+            "Inputs and targets must have the same number of examples, but there are "
+            f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
+            "targets."
+        )
+    (num_examples,) = lengths["inputs"]
+    if num_examples == 0:
+        raise ValueError("There is no data: inputs and targets hold 0 examples.")
+    if len(data) == 2 or data[2] is None:
+        return inputs, targets, None
+    weights = _as_weights(automatic(data[2]), num_examples)
+    return (*_unmasked((inputs, targets), weights), weights)
+
+
+def as_tuple(data: Any) -> Any:
+    """`[inputs, targets]`, which is no list of batches, since no batch is an array."""
+    is_list = isinstance(data, list) and len(data) in (2, 3)
+    return tuple(data) if is_list and any(hasattr(x, "shape") for x in data) else data
+
+
+def a_kind_of(data: object) -> str:
+    """Of what cannot be meant, in words."""
+    if isinstance(data, Mapping):
+        names = ", ".join(map(repr, data))
+        return f"a dictionary of {names}" if names else "an empty dictionary"
+    if isinstance(data, tuple | list):
+        return f"a {type(data).__name__} of {len(data)}"
+    return f"a {type(data).__name__}"
+
+
+def not_finite(
+    inputs: PyTree[Array], targets: PyTree[Array], weights: Array | None = None
+) -> str:
+    """Which example has an input or a target that is not finite, in a sentence; or "".
+    For a run that has failed: it looks at all data."""
+    for name, tree in (("input", inputs), ("target", targets)):
+        for bad in rows_not_finite(tree):
+            others = f", and {bad.size - 1} more" if bad.size > 1 else ""
+            verb = "are" if others else "is"
+            return f"The {name} of example {bad[0]}{others} {verb} not finite."
+    return ""
+
+
+def rows_not_finite(tree: PyTree[Array]) -> Iterator[np.ndarray]:
+    """Of each leaf that has any, those examples that are not finite, as far as they are
+    known here."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer) or not is_here(leaf):
+            continue
+        rows = np.asarray(jnp.isfinite(leaf)).reshape(leaf.shape[0], -1)
+        bad = np.flatnonzero(~rows.all(axis=1))
+        if bad.size > 0:
+            yield bad
+
+
+def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
+    return jax.tree.map(lambda x: _as_array(name, x), automatic(tree))
+
+
+def as_inputs(inputs: PyTree) -> PyTree:
+    """Of examples, checked; NumPy arrays, which memory may not hold, as they are."""
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
+    for x in jax.tree.leaves(inputs):
+        if isinstance(x, np.ndarray) and x.dtype.kind not in "biufV":
+            raise ValueError(f"The inputs must be arrays of numbers, but hold {x.dtype}.")
+    lengths = _lengths("inputs", inputs)
+    if len(lengths) > 1:
+        raise ValueError(
+            "All inputs must have the same number of examples, but there are "
+            f"{_listed(lengths)}."
+        )
+    if lengths == {0}:
+        raise ValueError("There is no data: the inputs hold 0 examples.")
+    return inputs
+
+
+def _as_array(name: str, x: Any) -> Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        what = f"dtype {x.dtype}" if hasattr(x, "dtype") else repr(x)
+        raise ValueError(
+            f"The {name} must be arrays of numbers, but hold {what}."
+        ) from error
+
+
+def _lengths(name: str, tree: PyTree) -> set[int]:
+    leaves = jax.tree.leaves(tree)
+    if not leaves:
+        raise ValueError(f"There is no data: the {name} hold no array.")
+    if any(leaf.ndim == 0 for leaf in leaves):
+        raise ValueError(
+            f"The {name} must have a leading axis over examples, but hold a scalar."
+        )
+    if any(jnp.iscomplexobj(leaf) for leaf in leaves):
+        raise ValueError(f"The {name} must be real, but are complex.")
+    return {leaf.shape[0] for leaf in leaves}
+
+
+def _listed(lengths: set[int]) -> str:
+    return " and ".join(map(str, sorted(lengths)))
+
+
+def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
+    weights = _as_array("weights", weights)
+    if jnp.iscomplexobj(weights):
+        raise ValueError("The weights must be real, but are complex.")
+    weights = weights.astype(float)
+    if weights.shape != (num_examples,):
+        raise ValueError(
+            f"The weights must be one for each of the {num_examples} examples, but have "
+            f"the shape {weights.shape}."
+        )
+    if not isinstance(weights, Tracer) and is_here(weights):
+        known = np.asarray(weights)
+        if not (np.all(np.isfinite(known)) and np.all(known >= 0) and known.sum() > 0):
+            raise ValueError(
+                "The weights must be finite and not negative, and not all of them zero."
+            )
+    return weights
+
+
+def _unmasked(tree: PyTree[Array], weights: Float[Array, " n"]) -> PyTree[Array]:
+    """An example that counts in place of each that does not and is not finite: zero times
+    what is no number is none either."""
+    if not isinstance(weights, Tracer) and is_here(weights) and np.all(weights > 0):
+        return tree
+    first = jnp.argmax(weights > 0)
+    masked = weights <= 0
+    finite = jnp.ones_like(masked)
+    for x in jax.tree.leaves(tree):
+        finite &= jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim)))
+
+    def replaced(x):
+        out = jnp.expand_dims(masked & ~finite, tuple(range(1, x.ndim)))
+        return jnp.where(out, x[first], x)
+
+    return jax.tree.map(replaced, tree)

@@ -1,0 +1,340 @@
+"""A model as trainable parameters and the rest."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jaxtyping import Array, PyTree
+
+from .._common._checks import is_own
+from .._common._compiled_once import (
+    known,
+    of_one_example,
+)
+from .._common._convolutions import channels_last
+from .._jacobian import PerExample
+from .._linearisation._linearisation import check_parameters
+
+
+_HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
+
+
+class Frozen(eqx.Module):
+    """What of a model is not trained: with the parameters it is the model again."""
+
+    rest: PyTree
+    # Of the parameters as they came: those in half precision are trained in single, since
+    # rounding would hide what a step gains.
+    dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
+    # Of a model that is a pair, `(fn, parameters)`
+    fn: Callable | None
+
+    def with_parameters(self, parameters: PyTree) -> PyTree:
+        """The model, as it was given."""
+        leaves, structure = jax.tree.flatten(parameters)
+        pairs = zip(leaves, self.dtypes, strict=True)
+        leaves = [x.astype(d) if d in _HALF else x for x, d in pairs]
+        return self.in_training(structure.unflatten(leaves))
+
+    def in_training(self, parameters: PyTree) -> PyTree:
+        """The same with the parameters as they are trained."""
+        model = eqx.combine(parameters, self.rest)
+        return model if self.fn is None else (self.fn, model)
+
+
+class _ByProgram(eqx.Module):
+    """In place of what of a model is not trained."""
+
+    fn: Callable[..., PyTree[Array]]
+
+    def in_training(self, parameters: PyTree) -> Callable[..., PyTree[Array]]:
+        def model(x, *, key=None):
+            return self.fn(parameters, x, *([] if key is None else [key]))
+
+        return model
+
+
+def _of_one(frozen: Frozen, parameters: PyTree, x: PyTree, *keys: Array) -> PyTree[Array]:
+    model = frozen.in_training(parameters)
+    return _checked(_called(model, x, **({"key": keys[0]} if keys else {})))
+
+
+def partition(
+    model: PyTree, filter_spec: PyTree | Callable[[Any], bool], *, called: bool = True
+) -> tuple[PyTree, Frozen]:
+    """(parameters, frozen), as `equinox.partition`; checked. `called`: whether on the
+    input of one example, and not by functions of their own."""
+    fn, trained = model if called and _is_pair(model) else (None, model)
+    if fn is not None or not called:
+        trained = _with_arrays(trained)
+    if called and fn is None and not callable(model):
+        raise ValueError(
+            "The model must be callable, on one example's input, or a pair "
+            f"`(fn, parameters)` with `fn(parameters, x)`, but a {type(model).__name__} "
+            "was given."
+        )
+    try:
+        parameters, rest = eqx.partition(trained, filter_spec)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`filter_spec` must be a function of a leaf, or booleans in the structure of "
+            f"the model, but {filter_spec!r} was given."
+        ) from error
+    leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
+    if sum(leaf.size for leaf in leaves) == 0:
+        if inspect.isroutine(model):
+            raise ValueError(
+                "A plain function has no trainable array: pass it with its parameters, "
+                "as `(fn, parameters)` with `fn(parameters, x)` of one example."
+            )
+        given = jax.tree.leaves(trained)
+        if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
+            raise ValueError(
+                "The model has no trainable array, but Python's numbers: make arrays of "
+                "those that are to be trained, as by `jnp.asarray`."
+            )
+        raise ValueError(
+            "The model has no trainable array: `filter_spec` selects none of its leaves."
+        )
+    if len(leaves) < len(jax.tree.leaves(parameters)):
+        raise ValueError(
+            "`filter_spec` selects leaves of the model that are not arrays; only "
+            "floating-point arrays can be trained."
+        )
+    dtypes = tuple(leaf.dtype for leaf in leaves)
+    parameters = jax.tree.map(_in_single, parameters)
+    check_parameters(parameters)
+    return parameters, Frozen(rest, dtypes, fn)
+
+
+def _with_arrays(parameters: PyTree) -> PyTree:
+    """Python's floats in dictionaries, lists and tuples are trained, too; so are whole
+    numbers if there is nothing else. Those in a model, such as of dropout, are not."""
+    of_path = jax.tree_util.tree_flatten_with_path(parameters)[0]
+    plain = jax.tree_util.DictKey, jax.tree_util.SequenceKey
+    numbers = all(_is_number(leaf) for _, leaf in of_path)
+
+    def each(path, leaf):
+        is_number = numbers or isinstance(leaf, float | np.floating)
+        is_plain = all(isinstance(key, plain) for key in path)
+        return jnp.asarray(leaf, float) if is_number and is_plain else leaf
+
+    return jax.tree_util.tree_map_with_path(each, parameters)
+
+
+def _is_number(leaf: Any) -> bool:
+    kinds = float | int | np.floating | np.integer
+    return isinstance(leaf, kinds) and not isinstance(leaf, bool)
+
+
+def _is_pair(model: Any) -> bool:
+    pair = isinstance(model, tuple) and len(model) == 2 and not callable(model)
+    return pair and callable(model[0]) and not inspect.isroutine(model[1])
+
+
+def _function_of(model: Any) -> Callable:
+    return functools.partial(*model) if _is_pair(model) else model
+
+
+def _in_single(x: Array) -> Array:
+    return x.astype(jnp.float32) if x.dtype in _HALF else x
+
+
+def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
+    """What a model returns for one example's input, or a sentence why it cannot."""
+    try:
+        return _function_of(model)(x, *args, **kwargs)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        said = str(error).strip().partition("\n")[0]
+        if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
+            raise ValueError(
+                "The model needs a `key`, as for dropout, and is given none here: pass "
+                "`equinox.nn.inference_mode(model)`."
+            ) from error
+        if is_own(error) or not isinstance(error, TypeError | ValueError):
+            raise
+        raise ValueError(
+            "The model is called on the input of one example, without the data's leading "
+            f"axis; on this one, {_shapes(x)}, it failed: {said.rstrip('.')}."
+        ) from error
+
+
+def _checked(outputs: Any) -> PyTree[Array]:
+    leaves = jax.tree.leaves(outputs)
+    if not leaves or not all(map(eqx.is_array_like, leaves)):
+        raise ValueError(
+            "The model must return an array, or a pytree of arrays, but returned "
+            f"{outputs!r}."
+        )
+    return outputs
+
+
+def _shapes(x: PyTree) -> str:
+    shapes = [leaf.shape for leaf in jax.tree.leaves(x)]
+    described = " and ".join(f"of shape {shape}" for shape in shapes)
+    axis = " (for an axis over features pass `inputs[:, None]`)" if () in shapes else ""
+    return described + axis
+
+
+class Network(eqx.Module):
+    """A model as a function of its parameters, a batch of inputs, keys and its state.
+
+    Without a state the examples are independent, and the function is a
+    [`gnlin.PerExample`][]; with one, such as the statistics of batch normalisation, it is
+    of the whole batch, and returns the new state beside the outputs.
+    """
+
+    frozen: Any  # `Frozen`, or `_ByProgram` in its place
+    takes_key: bool = eqx.field(static=True)
+    has_state: bool = eqx.field(static=True)
+    axis_name: str = eqx.field(static=True)
+    part_size: int | None = eqx.field(static=True, default=None)
+
+    def function(self) -> Callable[[PyTree, Any], Any]:
+        """`fn(parameters, args)`, with `args` from `args`."""
+        if self.has_state:
+            return eqx.Partial(_apply_with_state, self)
+        return PerExample(eqx.Partial(_apply, self), self.part_size)
+
+    def known(self, parameters: PyTree, inputs: PyTree) -> "Network":
+        """The same, known by what it computes of examples such as these: a model is not
+        compiled again where its functions are written anew."""
+        if self.has_state:
+            return self
+        given = [parameters, of_one_example(inputs)]
+        given += [jax.random.key(0)] if self.takes_key else []
+        fn = known(eqx.Partial(_of_one, self.frozen), *given)
+        return dataclasses.replace(self, frozen=_ByProgram(fn))
+
+    def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
+        """Without the new state."""
+        found = self.function()(parameters, args)
+        return found[0] if self.has_state else found
+
+    def is_random(self, parameters: PyTree, args: tuple) -> bool:
+        """Whether the outputs depend on the keys, by the function's program."""
+        if not self.takes_key:
+            return False
+        inputs, keys, *state = args
+
+        def of_keys(keys):
+            return self.outputs(parameters, (inputs, keys, *state))
+
+        program = jax.make_jaxpr(of_keys)(keys).jaxpr
+        needed = set(filter(_is_variable, program.outvars))
+        for equation in reversed(program.eqns):
+            if not needed.isdisjoint(equation.outvars):
+                needed.update(filter(_is_variable, equation.invars))
+        return not needed.isdisjoint(program.invars)
+
+    def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
+        return (inputs, keys, state) if self.has_state else (inputs, keys)
+
+    def drawn(self, data: tuple, key: Array) -> tuple:
+        """A step's own examples: those that it is given."""
+        return data
+
+    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
+        """Targets of as many examples as a step has."""
+        return targets
+
+    def keywords(self, key: Array | None) -> dict[str, Array | None]:
+        return {"key": key} if self.takes_key else {}
+
+    def in_inference(self) -> "Network":
+        """Without dropout, and with the statistics that training has gathered."""
+        frozen = eqx.nn.inference_mode(self.frozen)
+        return eqx.tree_at(lambda network: network.frozen, self, frozen)
+
+
+def is_of_model(fn: Callable) -> bool:
+    """Whether a function is that of a model, as `Network.function` makes it."""
+    of_one = fn.fn if isinstance(fn, PerExample) else None
+    return isinstance(of_one, eqx.Partial) and of_one.func is _apply
+
+
+def make_network(
+    model: PyTree,
+    filter_spec: PyTree | Callable[[Any], bool],
+    state: PyTree = None,
+    axis_name: str = "batch",
+    part_size: int | None = None,
+) -> tuple[PyTree, Network]:
+    """(parameters, the function of them)."""
+    if not isinstance(axis_name, str):
+        raise ValueError(
+            '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
+            f"{axis_name!r} was given."
+        )
+    if part_size is not None and state is not None:
+        raise ValueError(
+            "`part_size` is for independent examples, and the statistics of the model's "
+            "batch normalisation are of all: leave it out."
+        )
+    parameters, frozen = partition(model, filter_spec)
+    if state is None and _has_state(model):
+        raise ValueError(
+            "The model has state, such as batch normalisation's: make it by "
+            "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`; "
+            "or leave its statistics as they are, "
+            "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
+        )
+    if state is not None and not _has_state(model):
+        raise ValueError("The model has no state: leave `state` out.")
+    takes_key, has_state = _takes_key(model), state is not None
+    return parameters, Network(frozen, takes_key, has_state, axis_name, part_size)
+
+
+def _apply(network: Network, parameters: PyTree, example: tuple) -> PyTree[Array]:
+    x, key = example
+    model = network.frozen.in_training(parameters)
+    return _checked(_called(model, x, **network.keywords(key)))
+
+
+def _apply_with_state(
+    network: Network, parameters: PyTree, args: tuple
+) -> tuple[PyTree[Array], PyTree]:
+    inputs, keys, state = args
+    model = network.frozen.in_training(parameters)
+
+    def one(x, key, state):
+        outputs, state = _called(model, x, state, **network.keywords(key))
+        return _checked(outputs), state
+
+    batched = jax.vmap(
+        one, axis_name=network.axis_name, in_axes=(0, 0, None), out_axes=(0, None)
+    )
+    try:
+        return channels_last(batched)(inputs, keys, state)
+    except NameError as error:  # JAX's, of an axis that is not there
+        if "axis name" not in str(error):
+            raise
+        raise ValueError(
+            "The model normalises over another axis than "
+            f"{network.axis_name!r}: pass its `axis_name`."
+        ) from error
+
+
+def _is_variable(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _has_state(model: PyTree) -> bool:
+    if _is_pair(model):  # whose function has to know about it
+        return False
+    index = lambda x: isinstance(x, eqx.nn.StateIndex)
+    return any(map(index, jax.tree.leaves(model, is_leaf=index)))
+
+
+def _takes_key(model: Any) -> bool:
+    try:
+        return "key" in inspect.signature(_function_of(model)).parameters
+    except (TypeError, ValueError):
+        return False

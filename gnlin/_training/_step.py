@@ -1,0 +1,227 @@
+"""One step of a run, whichever driver makes it: of a network, on a batch."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._sharding import (
+    Places,
+    spread,
+)
+from .._linearisation._objective import (
+    AbstractObjective,
+    GroupLosses,
+)
+from .._solver import (
+    AbstractGaussNewton,
+    LAST_FINITE,
+    linearised,
+    result_name,
+    row_of,
+    State,
+    Watch,
+    why_it_ended,
+)
+from ..losses import AbstractLoss
+from ._model import Network
+from ._residuals import GroupNetwork
+
+
+Shapes = PyTree[jax.ShapeDtypeStruct]
+
+
+class Carry(NamedTuple):
+    """What a step hands to the next."""
+
+    parameters: PyTree[Array]
+    solver_state: State
+    model_state: PyTree
+    watch: Watch | None
+
+    @property
+    def loss(self) -> Scalar:
+        """At the parameters, after an outer step on all examples."""
+        loss, watch = self.solver_state.report.loss, self.watch
+        return loss if watch is None else jnp.where(watch.diverges, watch.best, loss)
+
+
+class Setting(NamedTuple):
+    """What stays the same for the whole run."""
+
+    solver: AbstractGaussNewton
+    loss: AbstractLoss | GroupLosses
+    network: Network | GroupNetwork
+    key: Key[Array, ""] | None  # as from `key_of_steps`; None for that of no key
+    # Of how many times the first loss, for some steps, a run diverges
+    divergence: float | None = None
+    augment: Callable[..., PyTree[Array]] | None = None
+    batch_size: int | None = None
+    curvature_batch_size: int | None = None
+    # Whether it sees one batch after another, not the same examples every time
+    streaming: bool = False
+    places: Places = Places()
+
+    def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
+        """What the network's function is given in a step: what is random is drawn anew,
+        and is the same for all that the step asks."""
+        key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
+        key, augment_key = jax.random.split(jax.random.fold_in(key, number))
+
+        def of_each(key: Key[Array, ""]) -> Key[Array, " n"]:
+            return jax.random.split(key, jax.tree.leaves(inputs)[0].shape[0])
+
+        if self.augment is not None:
+            inputs = jax.vmap(self.augment)(inputs, of_each(augment_key))
+        keys = of_each(key) if self.network.takes_key else None
+        return self.network.args(inputs, keys, state)
+
+    def drawn(self, data: tuple, number: ScalarLike) -> tuple:
+        """A step's own examples, of groups that have new ones in each."""
+        key = jax.random.key(0) if self.key is None else self.key
+        return self.network.drawn(data, jax.random.fold_in(key, number))
+
+    def is_random(self, parameters: PyTree[Array], args: Any) -> bool:
+        """Whether the same examples have other outputs in each step."""
+        return self.augment is not None or self.network.is_random(parameters, args)
+
+
+def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
+    """Its other half is the shuffling's."""
+    return jax.random.split(key)[1]
+
+
+def checked_outputs(
+    setting: Setting, parameters: PyTree, model_state: PyTree, example: tuple
+) -> Shapes:
+    """The outputs' shapes, which the targets fit."""
+    inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
+    # Whose values can be checked
+    targets = setting.network.as_many(example[1])
+
+    def forward(parameters, inputs, state):
+        return setting.network.outputs(parameters, setting.args(inputs, 0, state))
+
+    outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
+    setting.loss.check(outputs, targets)
+    return outputs
+
+
+def all_checked(
+    setting: Setting,
+    parameters: PyTree,
+    model_state: PyTree,
+    batches: Iterable[tuple],
+) -> Shapes:
+    """The outputs' shapes of the first of some batches, all of whose targets fit."""
+    outputs: dict[tuple, Shapes] = {}
+    for batch in batches:
+        kind = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch[0]))
+        if kind in outputs:
+            setting.loss.check(outputs[kind], setting.network.as_many(batch[1]))
+        else:
+            outputs[kind] = checked_outputs(setting, parameters, model_state, batch)
+    return next(iter(outputs.values()))
+
+
+def begin(
+    setting: Setting, parameters: PyTree[Array], model_state: PyTree, outputs: Shapes
+) -> Carry:
+    """Before the first step; nothing is evaluated."""
+    solver = setting.solver
+    start = solver.start_stream if setting.streaming else solver.start
+    state, watch = start(parameters, outputs), None
+    if setting.divergence is not None:
+        zero = jnp.zeros((), state.report.loss.dtype)
+        watch = Watch(zero, zero, parameters, jnp.zeros((), int))
+    return Carry(parameters, state, model_state, watch)
+
+
+def advanced(
+    setting: Setting,
+    objective: AbstractObjective,
+    outputs: Shapes,
+    args: Any,
+    carry: Carry,
+    number: Array,
+    *,
+    is_random: bool,
+) -> tuple[Carry, dict[str, Array], Bool[Array, ""]]:
+    """One step, its row of the history, and whether there was one: a run that has
+    arrived makes none.
+
+    - `is_random`: whether the same examples have other outputs in each step.
+    """
+    solver, network = setting.solver, setting.network
+    fn, has_aux = network.function(), network.has_state
+    if setting.streaming:
+        with spread(setting.places):
+            y, state, loss, aux = solver.advance_stream(
+                objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
+            )
+        now = network.outputs(carry.parameters, args) if objective.names else None
+    else:
+        evaluate = lambda y: network.outputs(y, args)
+        budget = solver.memory_budget
+        lin, aux = linearised(fn, carry.parameters, args, has_aux, budget)
+        with spread(setting.places):
+            y, state = solver.advance(
+                objective,
+                lin,
+                evaluate,
+                carry.solver_state,
+                same_examples=not is_random,
+            )
+        loss, now = objective.value(lin.outputs), lin.outputs
+    loss = loss.astype(state.report.loss.dtype)
+    watch = carry.watch
+    if watch is not None:
+        assert setting.divergence is not None
+        # Where the loss is known: a step may have been taken back before this one.
+        point = carry.parameters if state.stride is None else state.stride.point
+        first = Watch.start(objective, watch.y, outputs, loss)
+        watch = _tree.where(number == 0, first, watch)
+        watch = watch.look(point, loss, setting.divergence)
+        y = _tree.where(watch.diverges, watch.y, y)
+        result = optx.RESULTS.where(
+            watch.diverges, optx.RESULTS.nonlinear_divergence, state.result
+        )
+        state = eqx.tree_at(lambda s: s.result, state, result)
+    model_state = carry.model_state
+    if has_aux:
+        failed = state.result != optx.RESULTS.successful
+        model_state = _tree.where(failed, model_state, aux)
+    row = row_of(state) | {"loss": loss}
+    each = objective.values(now) if objective.names else {}
+    before = carry.solver_state.counts.num_feature_updates
+    moved = jnp.array(True)
+    if not setting.streaming:
+        moved = state.counts.num_feature_updates > before
+    solver.tell(row, number + 1, moved)
+    columns = columns_of(objective.names)
+    row |= {c: each[n].astype(loss.dtype) for n, c in columns.items()}
+    return Carry(y, state, model_state, watch), row, moved
+
+
+def columns_of(names: tuple[str, ...]) -> dict[str, str]:
+    """Of the history, for the parts of an objective."""
+    return {name: f"loss/{name}" for name in names}
+
+
+def why_it_failed(setting: Setting, carry: Carry) -> str:
+    """In words."""
+    state = carry.solver_state
+    if result_name(state.result) == "nonfinite":
+        report = state.report
+        what = "the step" if jnp.isfinite(report.loss) else "the loss"
+        what += " is not finite"
+        if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
+            what = "its damping, or another of the solver's numbers, is out of its range"
+        return f"{what}; {LAST_FINITE}."
+    far = carry.watch is not None and bool(carry.watch.diverges)
+    return why_it_ended(state.result, setting.divergence if far else None)

@@ -1,0 +1,64 @@
+"""How much a classifier gets right."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import ArrayLike, Scalar
+
+from . import (
+    check_between,
+    is_label,
+)
+
+
+def accuracy(
+    outputs: ArrayLike, targets: ArrayLike, *, ignore_index: int | None = None
+) -> Scalar:
+    """The part of the targets whose class is the likeliest one.
+
+    **Arguments:**
+
+    - `outputs`: of many examples, with the classes along the last axis; or of shape
+        `(n, 1)` or `(n,)`, of two classes, positive for the second.
+    - `targets`: integer labels, of the outputs' shape without the last axis, so that a
+        sequence has one at each position; or probabilities, of the outputs' shape.
+    - `ignore_index`: a label that does not count. Negative labels never do.
+
+    **Returns:** a number between 0 and 1; NaN where nothing counts, or where an output
+    that counts is NaN.
+
+    !!! example
+
+        ```python
+        gnlin.accuracy(jnp.array([[0.1, 2.0], [3.0, 1.0]]), jnp.array([1, 1]))  # 0.5
+        ```
+    """
+    if any(len(jax.tree.leaves(x)) != 1 for x in (outputs, targets)):
+        raise ValueError("`accuracy` needs one array of outputs, and one of targets.")
+    outputs, targets = jnp.asarray(outputs), jnp.asarray(targets)
+    probabilities = outputs.ndim > 0 and targets.shape == outputs.shape
+    labels = is_label(targets) and targets.shape == outputs.shape[:-1] != outputs.shape
+    if not (probabilities or labels):
+        raise ValueError(
+            f"Targets of outputs of the shape {outputs.shape} must be integer labels of "
+            f"the shape {outputs.shape[:-1]}, or probabilities of that of the outputs, "
+            f"but are {targets.dtype.name} of the shape {targets.shape}."
+        )
+    if probabilities and (outputs.ndim == 1 or outputs.shape[-1] == 1):
+        right = (outputs > 0) == (targets.astype(outputs.dtype) > 0.5)
+        known, counts = ~jnp.isnan(outputs), jnp.ones(outputs.shape, bool)
+    else:
+        likeliest = jnp.argmax(outputs, axis=-1)
+        known = ~jnp.any(jnp.isnan(outputs), axis=-1)
+        counts = jnp.ones(likeliest.shape, bool)
+        if labels:
+            counts = targets >= 0
+            if ignore_index is not None:
+                counts &= targets != ignore_index
+            num_classes = outputs.shape[-1]
+            check_between("labels", jnp.where(counts, targets, 0), 0, num_classes - 1)
+            right = likeliest == targets.astype(likeliest.dtype)
+        else:
+            own = jnp.take_along_axis(targets, likeliest[..., None], axis=-1)
+            right = own[..., 0] == jnp.max(targets, axis=-1)
+    right = jnp.where(known, right.astype(float), jnp.nan)
+    return jnp.mean(right, where=counts)

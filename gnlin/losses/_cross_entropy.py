@@ -1,0 +1,255 @@
+"""Classes: cross-entropy with the softmax or the logistic function."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int, Num, Scalar
+
+from .._common import _tree
+from .._common._checks import (
+    check_less_than_one,
+    is_whole,
+)
+from .._common._sharding import is_here
+from ._base import (
+    AbstractElementwiseLoss,
+    AbstractLoss,
+    check_between,
+    Reduction,
+)
+from ._factors import (
+    AbstractFactor,
+    SoftmaxFactor,
+)
+
+
+def is_label(target: Array) -> bool:
+    return jnp.issubdtype(target.dtype, jnp.integer)
+
+
+def _as_class_weights(given: Any) -> Array | None:
+    """Traced values pass: they are not known yet."""
+    if given is None or isinstance(given, Tracer):
+        return given
+    known = np.asarray(given)
+    good = known.dtype.kind in "iuf" and known.ndim == 1 and known.size > 0
+    if not (good and np.all(np.isfinite(known)) and known.min() >= 0 < known.max()):
+        raise ValueError(
+            "`class_weights` must be one number for each class, finite and not negative, "
+            f"and not all of them zero, but {given!r} was given."
+        )
+    return jnp.asarray(known, float)
+
+
+class SoftmaxCrossEntropy(AbstractLoss):
+    r"""$-\sum_j w_j y_j \log p_j$ with $p = \mathrm{softmax}(f)$, over the outputs' last
+    axis of c classes.
+
+    Targets are integer labels, of the outputs' shape without the last axis, or
+    probabilities, of the outputs' shape. An example may be a sequence, of outputs of
+    shape `(length, c)`, or an image of them: then it has many targets, and the mean is
+    over all those of all examples that count, not over examples.
+
+    **Arguments:**
+
+    - `label_smoothing`: the part of the probability that is spread evenly over all
+        classes.
+    - `reduction`: over the targets, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `ignore_index`: a label, such as -1 or that of the padding, of targets that do not
+        count: they have no loss, whatever the outputs there, and no share in the mean.
+    - `class_weights`: $w$, c numbers, all one by default. In a mean each target counts as
+        the weight of its class.
+
+    !!! example
+
+        ```python
+        tokens, lengths = jnp.array([[1, 0, 2], [2, 2, 0]]), jnp.array([3, 1])
+        labels = jnp.where(jnp.arange(3) < lengths[:, None], tokens, -1)
+        loss = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
+        ```
+
+    ??? cite "Reference"
+
+        The factor of the Hessian: N. N. Schraudolph, *Fast curvature matrix-vector
+        products for second-order gradient descent*, Neural Computation 14 (2002);
+        F. Dangel, L. Tatzel and P. Hennig, *ViViT*, arXiv:2106.02624, appendix.
+    """
+
+    label_smoothing: float = 0.0
+    reduction: Reduction | None = None
+    ignore_index: int | None = None
+    class_weights: Float[Array, " c"] | None = eqx.field(
+        default=None, converter=_as_class_weights
+    )
+
+    def __check_init__(self):
+        check_less_than_one("label_smoothing", self.label_smoothing)
+        if self.ignore_index is not None and not is_whole(self.ignore_index):
+            raise ValueError(
+                "`ignore_index` must be a label, a whole number, but "
+                f"{self.ignore_index!r} was given."
+            )
+
+    def _of_target(
+        self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]
+    ) -> tuple[Float[Array, "*k c"], Float[Array, "*k c"], Float[Array, "*k 1"]]:
+        """The outputs, the weighted probabilities of the target, and their sum.
+
+        A label that is no class is NaN, and so is the loss. One that is ignored has
+        probabilities of zero, and outputs of zero in place of what may be no number.
+        """
+        num_classes = outputs.shape[-1]
+        if is_label(target):
+            known = (target >= 0) & (target < num_classes)
+            y = jax.nn.one_hot(target, num_classes, dtype=outputs.dtype)
+            y = jnp.where(known[..., None], y, jnp.nan)
+            y = jnp.where(self._counts(target)[..., None], y, 0)
+        else:
+            y = target
+        if self.label_smoothing != 0:
+            even = jnp.sum(y, axis=-1, keepdims=True) / num_classes
+            y = (1 - self.label_smoothing) * y + self.label_smoothing * even
+        if self.class_weights is not None:
+            y = jnp.broadcast_to(self.class_weights.astype(y.dtype), y.shape) * y
+        total = jnp.sum(y, axis=-1, keepdims=True)
+        return jnp.where(total == 0, 0, outputs), y, total
+
+    def _counts(self, labels: Int[Array, "*k"]) -> Bool[Array, "*k"]:
+        if self.ignore_index is None:
+            return jnp.ones(labels.shape, bool)
+        return labels != self.ignore_index
+
+    def value(self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]) -> Scalar:
+        outputs, y, _ = self._of_target(outputs, target)
+        log_p, _ = _log_softmax(outputs)
+        return -jnp.sum(jnp.where(y == 0, 0, y * log_p))
+
+    def gradient(
+        self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]
+    ) -> Float[Array, "*k c"]:
+        outputs, y, total = self._of_target(outputs, target)
+        log_p, top = _log_softmax(outputs)
+        p = jnp.exp(log_p)
+        # t p_k - y_k of the likeliest class without a difference of nearly equal numbers:
+        # of both, what the other classes have.
+        others = jnp.sum(jnp.where(top, 0, y - total * p), axis=-1, keepdims=True)
+        return jnp.where(top, others, total * p - y)
+
+    def factor(
+        self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]
+    ) -> AbstractFactor:
+        outputs, _, total = self._of_target(outputs, target)
+        log_p, _ = _log_softmax(outputs)
+        return SoftmaxFactor(jnp.exp(0.5 * log_p), total)
+
+    def target_weights(self, target: Num[Array, "..."]) -> Float[Array, "*k"]:
+        weights = self.class_weights
+        if not is_label(target):
+            if weights is None:
+                return jnp.ones(target.shape[:-1])
+            weights = weights.astype(target.dtype)
+            total = jnp.sum(target, axis=-1)
+            weighted = _tree.matmul(target, weights)
+            return jnp.where(total > 0, weighted / jnp.where(total > 0, total, 1), 0)
+        each = jnp.ones(()) if weights is None else weights.at[target].get(mode="clip")
+        return jnp.where(self._counts(target), each, 0)
+
+    def check(self, outputs, targets) -> None:
+        leaves = jax.tree.leaves(outputs)
+        if len(leaves) != 1 or leaves[0].ndim < 2:
+            raise ValueError(
+                "`gnlin.SoftmaxCrossEntropy` needs a model with one output array, whose "
+                "last axis is over the classes."
+            )
+        (shape,) = (leaf.shape for leaf in leaves)
+        if not eqx.is_array_like(targets) or isinstance(targets, float | int):
+            raise ValueError("The targets must be one array, of labels or probabilities.")
+        given = targets.shape
+        weights = self.class_weights
+        if weights is not None and weights.shape != shape[-1:]:
+            raise ValueError(
+                f"`class_weights` must be one for each of the {shape[-1]} classes, but "
+                f"there are {weights.size}."
+            )
+        if is_label(targets):
+            if given != shape[:-1]:
+                hint = "; for one-hot labels pass `jnp.argmax(targets, axis=-1)`"
+                raise ValueError(
+                    f"Labels must have the shape {shape[:-1]}, of the model's outputs "
+                    f"without their last axis, but have {given}"
+                    f"{hint if given == shape else ''}."
+                )
+            self._check_labels(targets, shape[-1])
+        elif jnp.issubdtype(targets.dtype, jnp.floating):
+            if given != shape:
+                raise ValueError(
+                    f"Probabilities must have the shape of the model's outputs, {shape}, "
+                    f"but have {given}; labels must be integers."
+                )
+            check_between("probabilities", targets, 0, np.inf)
+        else:
+            raise ValueError(
+                "The targets must be integer labels or probabilities, but have the dtype "
+                f"{targets.dtype}."
+            )
+
+    def _check_labels(self, labels: Array, num_classes: int) -> None:
+        if isinstance(labels, Tracer) or not is_here(labels):
+            return
+        known = np.asarray(labels)
+        wrong = known[(known < 0) | (known >= num_classes)]
+        wrong = wrong[wrong != self.ignore_index]
+        if wrong.size > 0:
+            raise ValueError(
+                f"The labels must lie between 0 and {num_classes - 1}, but one is "
+                f"{wrong[0]}; if it stands for targets that do not count, pass "
+                f"`ignore_index={wrong[0]}`."
+            )
+
+
+class SigmoidCrossEntropy(AbstractElementwiseLoss):
+    r"""$-y\log\sigma(f) - (1 - y)\log\sigma(-f)$ of each output by itself: for several
+    labels that do not exclude each other. Targets are probabilities, of the outputs'
+    shape.
+
+    **Arguments:**
+
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    """
+
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        # Each in a form that stays exact where the other vanishes.
+        wrong = (1 - target) * jnp.maximum(output, 0) - target * jnp.minimum(output, 0)
+        return wrong + jnp.log1p(jnp.exp(-jnp.abs(output)))
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        sigmoid = jax.nn.sigmoid
+        return (1 - target) * sigmoid(output) - target * sigmoid(-output)
+
+    def root(self, output: Array, target: Array) -> Array:
+        # sqrt(sigma(f) sigma(-f)) = 1 / (2 cosh(f / 2))
+        x = jnp.abs(output)
+        return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
+
+    def check(self, outputs, targets) -> None:
+        super().check(outputs, targets)
+        check_between("probabilities", targets, 0, 1)
+
+
+def _log_softmax(
+    outputs: Float[Array, "*k c"],
+) -> tuple[Float[Array, "*k c"], Array]:
+    """log p, of the likeliest class too to full relative precision; and which that is."""
+    likeliest = jnp.argmax(outputs, axis=-1, keepdims=True)
+    top = jax.nn.one_hot(likeliest[..., 0], outputs.shape[-1], dtype=bool)
+    z = outputs - jnp.take_along_axis(outputs, likeliest, axis=-1)
+    others = jnp.sum(jnp.where(top, 0, jnp.exp(z)), axis=-1, keepdims=True)
+    return z - jnp.log1p(others), top

@@ -1,0 +1,86 @@
+"""Counts."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.scipy.special import xlogy
+from jaxtyping import Array, PyTree, Scalar
+
+from .._common import _tree
+from .._common._checks import check_flag
+from ._base import (
+    AbstractElementwiseLoss,
+    as_outputs,
+    check_between,
+    Reduction,
+)
+
+
+class PoissonNLL(AbstractElementwiseLoss):
+    r"""Poisson's negative log-likelihood of counts $y$ at the rate $\mu = e^f$,
+    $\mu - y\log\mu$, less its least value for that count, $y - y\log y$: so a perfect fit
+    has the loss zero (half the deviance).
+
+    Its curvature is the expected one, $\mu$ by the outputs $f$, or $1/\mu$ by the rate.
+
+    **Arguments:**
+
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `log_input`: whether the outputs are logarithms of the rate. If not, they are the
+        rate itself, which must be positive: where it is not, the loss is NaN.
+
+    !!! example
+
+        ```python
+        counts = jnp.array([12, 7, 5, 1, 2])
+        rate = lambda p, x: p["height"] * jnp.exp(-p["rate"] * x) + 0.1
+        loss = gnlin.PoissonNLL(log_input=False)
+        fit = gnlin.curve_fit(rate, x, counts, {"height": 10.0, "rate": 1.0}, loss=loss)
+        ```
+
+    ??? cite "Reference"
+
+        P. McCullagh and J. A. Nelder, *Generalized linear models* (1989), chapter 6.
+    """
+
+    reduction: Reduction | None = None
+    log_input: bool = eqx.field(default=True, static=True)
+
+    def __check_init__(self):
+        check_flag("log_input", self.log_input)
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        least = target - xlogy(target, target)
+        if self.log_input:
+            return jnp.exp(output) - target * output - least
+        rate = jnp.where(output > 0, output, jnp.nan)
+        return rate - xlogy(target, rate) - least
+
+    def decrease(
+        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
+    ) -> Scalar:
+        def each(f, g, y):
+            if self.log_input:
+                return jnp.sum(y * (g - f) - jnp.exp(f) * jnp.expm1(g - f))
+            valid = (f > 0) & (g > 0)
+            change = xlogy(y, g) - xlogy(y, f)
+            near = jnp.abs(g - f) < f
+            closer = y * jnp.log1p(jnp.where(near & valid, (g - f) / f, 0))
+            change = jnp.where(near, closer, change)
+            return jnp.sum(jnp.where(valid, change - (g - f), jnp.nan))
+
+        target = as_outputs(target, outputs)
+        parts = jax.tree.map(each, outputs, new_outputs, target)
+        return _tree.total(parts, _tree.dtype(outputs))
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return jnp.exp(output) - target if self.log_input else 1 - target / output
+
+    def root(self, output: Array, target: Array) -> Array:
+        return jnp.exp(0.5 * output) if self.log_input else output**-0.5
+
+    def check(self, outputs, targets: PyTree[Array]) -> None:
+        super().check(outputs, targets)
+        check_between("counts", targets, 0.0, np.inf)

@@ -1,0 +1,245 @@
+"""Losses that grow linearly, or less, so that no outlier has the last word."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from equinox import AbstractVar
+from jaxtyping import Array, PyTree
+
+from .._common._checks import check_finite_positive
+from ._base import (
+    AbstractElementwiseLoss,
+    as_outputs,
+    Reduction,
+)
+
+
+class AbstractRobust(AbstractElementwiseLoss):
+    """Half the square of a residual that is small beside `delta`, and less of others."""
+
+    delta: AbstractVar[float]
+
+    def __check_init__(self):
+        if not isinstance(self.delta, float | int):
+            raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
+        check_finite_positive("delta", self.delta)
+
+    @property
+    def unit(self) -> float:
+        return float(self.delta) ** 2
+
+    def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
+        each = functools.partial(_signed_root, self)
+        return jax.tree.map(each, outputs, as_outputs(target, outputs))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _signed_root(loss: AbstractRobust, output: Array, target: Array) -> Array:
+    r"""$z = \pm\sqrt{2\rho(r)}$, with the sign of the residual r: smooth where the loss
+    is, and like r where that is small."""
+    root = jnp.sqrt(2 * loss.elementwise(output, target))
+    return jnp.where(output < target, -root, root)
+
+
+@_signed_root.defjvp
+def _(loss: AbstractRobust, primals, tangents):
+    output, target = primals
+    z = _signed_root(loss, output, target)
+    # z dz = rho'(r) dr; of an r whose square is no number any more they are the same.
+    seen = z != 0
+    slope = loss.derivative(output, target) / jnp.where(seen, z, 1)
+    return z, jnp.where(seen, slope, 1) * (tangents[0] - tangents[1])
+
+
+class Huber(AbstractRobust):
+    r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
+    $r = f - y$.
+
+    An outlier has no curvature: it pulls with the force $\delta$, and only a damped step
+    can follow it, best that of [`gnlin.LevenbergMarquardt`][].
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        P. J. Huber, *Robust estimation of a location parameter*, Ann. Math. Statist. 35
+        (1964).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        size = jnp.abs(output - target)
+        near = jnp.minimum(size, self.delta)
+        return near * (size - 0.5 * near)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return jnp.clip(output - target, -self.delta, self.delta)
+
+    def root(self, output: Array, target: Array) -> Array:
+        return (jnp.abs(output - target) <= self.delta).astype(output.dtype)
+
+
+class PseudoHuber(AbstractRobust):
+    r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: like Huber's loss, and
+    smooth. An outlier has next to no curvature, so that an undamped step overshoots: take
+    [`gnlin.LevenbergMarquardt`][].
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        P. Charbonnier et al., *Deterministic edge-preserving regularization in computed
+        imaging*, IEEE Trans. Image Processing 6 (1997).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        slope = jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
+        return residual**2 / (1 + slope)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
+
+    def root(self, output: Array, target: Array) -> Array:
+        slope = jnp.hypot(1.0, (output - target) / self.delta).astype(output.dtype)
+        return slope**-1.5
+
+
+class LogCosh(AbstractRobust):
+    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has next to no
+    curvature, so that an undamped step overshoots: take [`gnlin.LevenbergMarquardt`][].
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        x = jnp.abs(output - target) / self.delta
+        near = 0.5 * jnp.log1p(jnp.sinh(jnp.minimum(x, 1)) ** 2)
+        far = x + jnp.log1p(jnp.exp(-2 * x)) - jnp.log(2).astype(x.dtype)
+        return self.delta**2 * jnp.where(x < 1, near, far)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return self.delta * jnp.tanh((output - target) / self.delta)
+
+    def root(self, output: Array, target: Array) -> Array:
+        x = jnp.abs(output - target) / self.delta
+        return 2 * jnp.exp(-x) / (1 + jnp.exp(-2 * x))  # 1 / cosh
+
+
+class Cauchy(AbstractRobust):
+    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. The farther an outlier
+    is the less it pulls: not convex, so that where a run ends depends on its start.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        P. W. Holland and R. E. Welsch, *Robust regression using iteratively reweighted
+        least-squares*, Comm. Statist. 6 (1977).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u = (output - target) / self.delta
+        return 0.5 * self.delta**2 * jnp.log1p(u**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / (1 + (residual / self.delta) ** 2)
+
+    def root(self, output: Array, target: Array) -> Array:
+        u2 = ((output - target) / self.delta) ** 2
+        return jnp.sqrt(jnp.maximum(1 - u2, 0)) / (1 + u2)
+
+
+class Tukey(AbstractRobust):
+    r"""$\frac16\delta^2(1 - (1 - (r/\delta)^2)^3)$ up to $|r| = \delta$, and
+    $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier does not pull
+    at all: start near the solution, such as that of [`gnlin.Huber`][].
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        A. E. Beaton and J. W. Tukey, *The fitting of power series, meaning polynomials,
+        illustrated on band-spectroscopic data*, Technometrics 16 (1974).
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+        return self.delta**2 / 6 * u2 * (3 - 3 * u2 + u2**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        u2 = jnp.minimum((residual / self.delta) ** 2, 1)
+        return residual * (1 - u2) ** 2
+
+    def root(self, output: Array, target: Array) -> Array:
+        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+        return jnp.sqrt(jnp.maximum((1 - u2) * (1 - 5 * u2), 0))
+
+
+class Arctan(AbstractRobust):
+    r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`: of
+    no more than $\frac\pi4\delta^2$ however far an outlier is. Not convex.
+
+    **Arguments:**
+
+    - `delta`: $\delta > 0$, in the outputs' units.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    ??? cite "Reference"
+
+        B. Triggs et al., *Bundle adjustment: a modern synthesis* (2000), section 3.3.
+    """
+
+    delta: float = 1.0
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        u = (output - target) / self.delta
+        return 0.5 * self.delta**2 * jnp.arctan(u**2)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        residual = output - target
+        return residual / (1 + (residual / self.delta) ** 4)
+
+    def root(self, output: Array, target: Array) -> Array:
+        u4 = ((output - target) / self.delta) ** 4
+        return jnp.sqrt(jnp.maximum(1 - 3 * u4, 0)) / (1 + u4)

@@ -1,0 +1,56 @@
+"""Squared error."""
+
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree, Scalar
+
+from .._common import _tree
+from ._base import (
+    AbstractElementwiseLoss,
+    as_outputs,
+    Reduction,
+)
+from ._factors import (
+    AbstractFactor,
+    IdentityFactor,
+)
+
+
+class SquaredError(AbstractElementwiseLoss):
+    r"""$\frac12\sum_j (f_j - y_j)^2$: the curvature of its damped problem is
+    $\phi^\top\phi + \lambda I$, with no stray factor.
+
+    **Arguments:**
+
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    """
+
+    reduction: Reduction | None = None
+    is_quadratic: ClassVar[bool] = True
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return 0.5 * (output - target) ** 2
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return output - target
+
+    def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
+        return IdentityFactor()
+
+    def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
+        return self.gradient(outputs, target)
+
+    def decrease(
+        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
+    ) -> Scalar:
+        # (|r|^2 - |r'|^2) / 2, to rounding of the change
+        each = jax.tree.map(
+            lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
+            outputs,
+            new_outputs,
+            as_outputs(target, outputs),
+        )
+        return _tree.total(each, _tree.dtype(outputs))

@@ -1,0 +1,113 @@
+"""Values of which some are only known to lie beyond a limit."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.scipy.special import log_ndtr
+from jaxtyping import Array, Int, PyTree
+
+from ._base import (
+    AbstractElementwiseLoss,
+    Reduction,
+)
+
+
+def _as_sides(given: Any) -> Array:
+    """Traced values pass: they are not known yet."""
+    if isinstance(given, Tracer):
+        return given
+    known = np.asarray(given)
+    if known.dtype.kind not in "iuf" or not np.all(np.isin(known, (-1, 0, 1))):
+        raise ValueError(
+            "`censored` must hold 0 for a value that was measured, 1 for one that is "
+            f"above its limit and -1 for one that is below, but {given!r} was given."
+        )
+    return jnp.asarray(known, int)
+
+
+class TobitNLL(AbstractElementwiseLoss):
+    r"""The negative log-likelihood of normal values of which some are censored: there y
+    is a limit, and the true value is only known to lie above or below it.
+
+    With $z = f - y$ in units of the standard deviation it is $\frac12 z^2$ for a value
+    that was measured, $-\log\Phi(z)$ for one above its limit, and $-\log\Phi(-z)$ for one
+    below. It is convex; the curvature is the observed one.
+
+    **Arguments:**
+
+    - `censored`: for each value 0 if it was measured, 1 if the true value is above y, -1
+        if it is below: an array of y's shape in [`gnlin.curve_fit`][], elsewhere of the
+        shape of one example's outputs.
+    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
+        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+
+    In [`gnlin.curve_fit`][] the standard deviation is `sigma`, which must be given and is
+    not estimated; elsewhere it is 1.
+
+    !!! example
+
+        ```python
+        measured = jnp.array([1.9, 1.5, 1.4, 1.0, 1.0])  # the last two are below 1
+        line = lambda p, x: p["a"] + p["b"] * x
+        loss = gnlin.TobitNLL(jnp.array([0, 0, 0, -1, -1]))
+        fit = gnlin.curve_fit(
+            line, x, measured, {"a": 0.0, "b": 0.0}, sigma=0.1, loss=loss
+        )
+        ```
+
+    ??? cite "Reference"
+
+        J. Tobin, *Estimation of relationships for limited dependent variables*,
+        Econometrica 26 (1958).
+    """
+
+    censored: Int[Array, "..."] = eqx.field(converter=_as_sides)
+    reduction: Reduction | None = None
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        side, z = self._sides(output), output - target
+        return jnp.where(side == 0, 0.5 * z**2, -log_ndtr(side * z))
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        side, z = self._sides(output), output - target
+        return jnp.where(side == 0, z, -side * _hazard(side * z)[0])
+
+    def root(self, output: Array, target: Array) -> Array:
+        side = self._sides(output)
+        hazard, excess = _hazard(side * (output - target))
+        curvature = jnp.maximum(hazard * excess, 0)
+        return jnp.where(side == 0, 1, jnp.sqrt(curvature))
+
+    def _sides(self, output: Array) -> Array:
+        sides = jnp.asarray(self.censored).astype(output.dtype)
+        return jnp.broadcast_to(sides, output.shape)
+
+    def check(self, outputs, targets: PyTree[Array]) -> None:
+        super().check(outputs, targets)
+        shape = jnp.shape(self.censored)
+        if shape and not isinstance(targets, dict | list | tuple):
+            of_each = targets.shape[targets.ndim - len(shape) :]
+            if of_each != shape:
+                raise ValueError(
+                    f"`censored` must have the shape of the values, {targets.shape}, but "
+                    f"has {shape}."
+                )
+
+
+# Beyond this many standard deviations the series in 1/z is more accurate.
+_FAR = {32: 10.0, 64: 30.0}
+
+
+def _hazard(z: Array) -> tuple[Array, Array]:
+    r"""$h = \varphi(z)/\Phi(z)$ and $h + z$, which vanishes far below zero."""
+    far = _FAR.get(jnp.finfo(z.dtype).bits, 10.0)
+    near = jnp.maximum(z, -far)
+    log_density = -0.5 * near**2 - 0.5 * jnp.log(2 * jnp.pi).astype(z.dtype)
+    hazard = jnp.exp(log_density - log_ndtr(near))
+    inverse = -1 / jnp.minimum(z, -far)
+    series = inverse * (1 - 2 * inverse**2 + 10 * inverse**4 - 74 * inverse**6)
+    excess = jnp.where(z < -far, series, hazard + near)
+    return jnp.where(z < -far, excess - z, hazard), excess
