@@ -40,4 +40,4 @@ def linear_probe(
         max_steps=max_steps,
     )
     scaled = (test_features.astype(mean.dtype) - mean) / scale
-    return gnlin.accuracy(jax.vmap(solution.model)(scaled), test_labels)
+    return gnlin.losses.accuracy(jax.vmap(solution.model)(scaled), test_labels)

@@ -224,7 +224,7 @@ def _loss_and_gradient(moved, model: PyTree, data: Labelled) -> tuple[Array, Arr
 @eqx.filter_jit
 def _accuracy_linearised(moved, model: PyTree, data: Labelled) -> Array:
     images, labels = in_precision_of(model, data)
-    return gnlin.accuracy(_linearised(jnp.asarray(moved), model, images), labels)
+    return gnlin.losses.accuracy(_linearised(jnp.asarray(moved), model, images), labels)
 
 
 @eqx.filter_jit

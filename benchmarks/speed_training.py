@@ -261,8 +261,8 @@ class _Network:
         self.fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
         self.outputs = jax.eval_shape(self.fn, self.parameters, inputs)
 
-    def objective(self, targets) -> gnlin.BatchLoss:
-        return gnlin.BatchLoss(LOSS, self.outputs, targets)
+    def objective(self, targets) -> gnlin.authoring.BatchLoss:
+        return gnlin.authoring.BatchLoss(LOSS, self.outputs, targets)
 
     def sgd_step(self) -> _Step:
         optimiser = optax.sgd(1e-3)

@@ -199,7 +199,7 @@ def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
 def full_batch(
     settings: Images,
     place: Place,
-    solver: gnlin.AbstractGaussNewton,
+    solver: gnlin.authoring.AbstractGaussNewton,
     num_updates: int,
     *,
     until_trained: bool = False,
@@ -246,7 +246,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
     fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
     outputs = jax.eval_shape(fn, parameters, inputs)
-    objective = gnlin.BatchLoss(LOSS, outputs, labels)
+    objective = gnlin.authoring.BatchLoss(LOSS, outputs, labels)
     evaluate = lambda y: fn(y, inputs)
 
     def is_trained(y):
@@ -286,11 +286,15 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
             "inner_steps": state.counts.num_inner_steps,
             "stable": run.stable,
             "train_loss": objective.value(fitted),
-            "train_accuracy": gnlin.accuracy(fitted, labels),
-            "validation_accuracy": gnlin.accuracy(fn(y, held_out), held_out_labels),
-            "test_accuracy": gnlin.accuracy(tested, test_labels),
-            "train_accuracy_linearised": gnlin.accuracy(of_linearised(inputs), labels),
-            "test_accuracy_linearised": gnlin.accuracy(
+            "train_accuracy": gnlin.losses.accuracy(fitted, labels),
+            "validation_accuracy": gnlin.losses.accuracy(
+                fn(y, held_out), held_out_labels
+            ),
+            "test_accuracy": gnlin.losses.accuracy(tested, test_labels),
+            "train_accuracy_linearised": gnlin.losses.accuracy(
+                of_linearised(inputs), labels
+            ),
+            "test_accuracy_linearised": gnlin.losses.accuracy(
                 of_linearised(test_inputs), test_labels
             ),
         }
@@ -341,7 +345,7 @@ def descend(
 def flow_error(
     model: PyTree,
     data: Labelled,
-    loss: gnlin.AbstractLoss,
+    loss: gnlin.authoring.AbstractLoss,
     learning_rate: float,
     num_steps: int,
 ) -> float:
@@ -377,7 +381,7 @@ def looks(settings: Images) -> tuple[int, int]:
 def mini_batches(
     settings: Images,
     place: Place,
-    solver: gnlin.AbstractGaussNewton,
+    solver: gnlin.authoring.AbstractGaussNewton,
     callbacks: Callbacks = lambda draw, model: (),
 ) -> Columns:
     """Of all seeds, at evenly spaced looks; in single precision. What the callbacks
@@ -389,7 +393,7 @@ def mini_batches(
 
 
 def to_a_loss(
-    settings: Images, place: Place, solver: gnlin.AbstractGaussNewton
+    settings: Images, place: Place, solver: gnlin.authoring.AbstractGaussNewton
 ) -> Columns:
     """The same, with loss and accuracy on all training images: `trained` says whether
     their mean loss is no larger than `TRAINED_LOSS`."""
@@ -402,7 +406,9 @@ def to_a_loss(
     return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
 
 
-def _loss(settings: Images, num_train: int, batch_size: int) -> gnlin.AbstractLoss:
+def _loss(
+    settings: Images, num_train: int, batch_size: int
+) -> gnlin.authoring.AbstractLoss:
     """Of a batch, whose sum over the training images is estimated by that over the
     batch."""
     if settings.reduction == "mean":
@@ -442,7 +448,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
             state=single(state),
             validation=draw.test,
             validate_every=every,
-            metrics={"accuracy": gnlin.accuracy},
+            metrics={"accuracy": gnlin.losses.accuracy},
             augment=AUGMENTATIONS[settings.augmentation],
             callbacks=told,
             progress=place.checkpoints is not None,
@@ -504,9 +510,9 @@ def accuracy_of(model, state, data: Labelled) -> Array:
     images, labels = in_precision_of(model, data)
     model = eqx.nn.inference_mode(model)
     if state is None:
-        return gnlin.accuracy(jax.vmap(model)(images), labels)
+        return gnlin.losses.accuracy(jax.vmap(model)(images), labels)
     outputs, _ = jax.vmap(model, (0, None), (0, None), axis_name="batch")(images, state)
-    return gnlin.accuracy(outputs, labels)
+    return gnlin.losses.accuracy(outputs, labels)
 
 
 @eqx.filter_jit
@@ -551,7 +557,7 @@ def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
     start = eqx.filter(point, eqx.is_inexact_array)
     fn = lambda y: jax.vmap(eqx.combine(y, static))(images)
     moved = jax.tree.map(jnp.subtract, parameters, start)
-    accuracy = lambda outputs: gnlin.accuracy(outputs, labels)
+    accuracy = lambda outputs: gnlin.losses.accuracy(outputs, labels)
     return accuracy(fn(parameters)), accuracy(linearised(fn, start, moved))
 
 

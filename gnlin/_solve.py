@@ -13,13 +13,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, Bool, Int, Key, PyTree
 
-from ._common._checks import (
-    as_key,
-    check_count,
-    check_flag,
-    forwards_only,
-    is_traced,
-)
+from ._common._checks import as_key, check_count, check_flag, forwards_only, is_traced
 from ._common._progress import Bar
 from ._common._sharding import (
     automatic,
@@ -31,10 +25,7 @@ from ._common._sharding import (
     places,
 )
 from ._linearisation._bounds import check_start
-from ._linearisation._objective import (
-    GroupLosses,
-    objective_of,
-)
+from ._linearisation._objective import GroupLosses, objective_of
 from ._solver import (
     AbstractGaussNewton,
     as_solver,
@@ -44,14 +35,8 @@ from ._solver import (
     row_of,
     statistics,
 )
-from ._training._data import (
-    as_batch,
-    not_finite,
-)
-from ._training._model import (
-    make_network,
-    Network,
-)
+from ._training._data import as_batch, not_finite
+from ._training._model import make_network, Network
 from ._training._residuals import (
     as_groups,
     GroupNetwork,
@@ -67,9 +52,9 @@ from ._training._solution import (
     COLUMNS,
     History,
     in_words,
-    known,
     Model,
     NO_GRADIENT,
+    on_host,
     Solution,
 )
 from ._training._step import (
@@ -79,14 +64,11 @@ from ._training._step import (
     checked_outputs,
     columns_of,
     key_of_steps,
-    Setting,
+    StepSettings,
     why_it_failed,
 )
-from .losses import (
-    AbstractLoss,
-    check_loss,
-    SquaredError,
-)
+from .losses import AbstractLoss, SquaredError
+from .losses._base import check_loss
 
 
 # The history of so many steps is made ready at once.
@@ -141,7 +123,7 @@ def solve(
         number; or an optimiser of optax.
     - `loss`: of the outputs, on the targets: [`gnlin.SquaredError`][], by default summed
         over the examples, [`gnlin.SoftmaxCrossEntropy`][], or another
-        [`gnlin.AbstractLoss`][].
+        [`gnlin.authoring.AbstractLoss`][].
     - `max_steps`: the most outer steps, each of them one feature update.
     - `key`: of dropout; `jax.random.key(0)` by default. What is drawn is the same for
         all that one step does, and another for the next: such a run never converges.
@@ -210,8 +192,8 @@ def solve(
     where = places((parameters, state), batch)
     ours = network
     if mesh is None and not is_traced((network, parameters, batch)):
-        ours = network.known(parameters, batch[0])
-    setting = Setting(solver, losses, ours, key, divergence, places=where)
+        ours = network.canonical(parameters, batch[0])
+    setting = StepSettings(solver, losses, ours, key, divergence, places=where)
     with choosing():
         if not losses.is_quadratic:  # which has no values of targets to check
             checked_outputs(setting, parameters, state, batch)
@@ -226,7 +208,7 @@ def solve(
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
     reason = complaint = doubt = ""
     if not is_traced((num_steps, loss_now, rows)):
-        stats, loss_now = known((stats, loss_now))
+        stats, loss_now = on_host((stats, loss_now))
         num_steps = stats["num_steps"]
         rows = {name: np.asarray(x)[:num_steps] for name, x in rows.items()}
         ended, why = result_name(result), ""
@@ -302,7 +284,7 @@ class _Run(NamedTuple):
 
 
 def _run(
-    setting: Setting,
+    setting: StepSettings,
     data: tuple,
     start: tuple,
     max_steps: int,
@@ -368,7 +350,7 @@ def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
 
 
 @eqx.filter_jit
-def _begun(setting: Setting, data: tuple, start: tuple, types: tuple) -> _Now:
+def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _Now:
     """Before the first step."""
     parameters, state = start
     outputs = checked_outputs(setting, parameters, state, data)
@@ -376,7 +358,7 @@ def _begun(setting: Setting, data: tuple, start: tuple, types: tuple) -> _Now:
 
 
 @eqx.filter_jit
-def _steps(setting: Setting, data: tuple, now: tuple, sizes: tuple, most: Array):
+def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
     """From some parameters and a model's state, or from where another such run ended: so
     many steps at most."""
     max_steps, num_rows, history, _ = sizes

@@ -15,11 +15,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from . import features
-from ._common._checks import (
-    check_flag,
-    check_nonnegative,
-    check_period,
-)
+from ._common._checks import check_flag, check_nonnegative, check_period
 from ._tangent_kernel._tangent_kernel import TangentKernel
 
 
@@ -355,6 +351,7 @@ class Measure(_Looks):
         self.columns = tuple(measures)
 
     def look(self, run: Run) -> None:
+        """Measure the model, and write the figures to the history's row."""
         model = run.model
         run.record({name: float(f(model)) for name, f in self.measures.items()})
 
@@ -399,6 +396,7 @@ class KernelVelocity(_Looks):
         self._keep(self._kernel(run), run)
 
     def look(self, run: Run) -> None:
+        """Compare the kernel with the one of the last look, and write its velocity."""
         now, num_steps = self._kernel(run), run.step - int(self.last_step)
         if num_steps > 0:
             distance = float(features.kernel_distance(now, jnp.asarray(self.last)))

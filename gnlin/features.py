@@ -28,27 +28,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Num, PyTree, Scalar
 
 from ._common import _tree
-from ._common._checks import (
-    as_key,
-    check_count,
-)
+from ._common._checks import as_key, check_count
 from ._common._tree import ravel_pytree
 from ._jacobian import DEFAULT_MEMORY_BUDGET
-from ._linearisation._linearisation import (
-    Linearisation,
-    linearise,
-)
+from ._linearisation._linearisation import Linearisation, linearise
 from ._training._data import as_inputs
 from ._training._model import make_network
-from ._training._residuals import (
-    as_groups,
-    of_groups,
-    refuse_samplers,
-)
-from .losses import (
-    check_between,
-    is_label,
-)
+from ._training._residuals import as_groups, of_groups, refuse_samplers
+from .losses._base import check_between
+from .losses._cross_entropy import is_label
 
 
 __all__ = [

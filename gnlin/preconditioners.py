@@ -22,20 +22,10 @@ import lineax as lx
 from jaxtyping import Array, Float, PyTree, ScalarLike
 
 from ._common import _tree
-from ._common._checks import (
-    check_count,
-    check_whole,
-)
+from ._common._checks import check_count, check_whole
 from ._common._passes import Passes
-from ._common._tree import (
-    matmul,
-    ravel_pytree,
-)
-from ._jacobian import (
-    AbstractBlock,
-    AbstractJacobian,
-    Rows,
-)
+from ._common._tree import matmul, ravel_pytree
+from ._jacobian import AbstractBlock, AbstractJacobian, Rows
 from ._linear_algebra import _nystrom
 from ._linear_algebra._conjugate_gradients import semidefinite
 

@@ -16,20 +16,10 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int, Key, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
-from ._common._checks import (
-    as_key,
-    check_count,
-    check_finite_positive,
-)
-from ._common._tree import (
-    matmul,
-    ravel_pytree,
-)
+from ._common._checks import as_key, check_count, check_finite_positive
+from ._common._tree import matmul, ravel_pytree
 from ._jacobian import AbstractJacobian
-from ._linear_algebra import (
-    _lanczos,
-    _nystrom,
-)
+from ._linear_algebra import _lanczos, _nystrom
 from ._linearisation._linearisation import Linearisation
 from ._linearisation._spectrum import Spectrum
 

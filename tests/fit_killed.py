@@ -72,7 +72,7 @@ def momentum():
         "augment": noisy,
         "validation": VALIDATION,
         "validate_every": 15,
-        "metrics": {"accuracy": gnlin.accuracy},
+        "metrics": {"accuracy": gnlin.losses.accuracy},
     }
 
 
@@ -133,7 +133,7 @@ def iterable():
         "model": network(),
         "data": batches,
         "solver": gnlin.TruncatedGaussNewton(
-            gnlin.EisenstatWalker(), damping=1.0, warm_start=0.5
+            gnlin.methods.EisenstatWalker(), damping=1.0, warm_start=0.5
         ),
         "epochs": 40,
     }

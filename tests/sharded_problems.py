@@ -142,7 +142,7 @@ SOLVERS = {
     "iterative, kernel": Iterative(50, 0.01, method="kernel"),
     "iterative, matrix-free": Iterative(50, 0.01, method="matrix-free"),
     "iterative, flow": Iterative(50, 0.01, method="flow"),
-    "adaptive": gnlin.AdaptiveLinearisation(Iterative(50, 0.01)),
+    "adaptive": gnlin.methods.AdaptiveLinearisation(Iterative(50, 0.01)),
 }
 # On a spectrum the steps are those of the quadratic problem.
 FOR_CROSS_ENTROPY = {

@@ -15,12 +15,13 @@ LEFT_OUT = CLASSES.at[:6].set(-1)
 
 def test_labels_and_probabilities():
     outputs = jnp.roll(ONE_HOT, 1, axis=1).at[:3].set(ONE_HOT[:3])
-    assert gnlin.accuracy(outputs, CLASSES) == 0.25
-    assert gnlin.accuracy(outputs, ONE_HOT) == 0.25
-    assert gnlin.accuracy(np.asarray(outputs), np.asarray(CLASSES)) == 0.25
+    assert gnlin.losses.accuracy(outputs, CLASSES) == 0.25
+    assert gnlin.losses.accuracy(outputs, ONE_HOT) == 0.25
+    assert gnlin.losses.accuracy(np.asarray(outputs), np.asarray(CLASSES)) == 0.25
     # Of two classes that are as probable either is right.
     assert (
-        gnlin.accuracy(jnp.eye(3), jnp.array([[0, 1, 1], [0, 1, 1], [0, 1, 1]])) == 2 / 3
+        gnlin.losses.accuracy(jnp.eye(3), jnp.array([[0, 1, 1], [0, 1, 1], [0, 1, 1]]))
+        == 2 / 3
     )
 
 
@@ -28,26 +29,28 @@ def test_labels_and_probabilities():
 def test_two_classes_by_one_output(dtype):
     outputs = jnp.array([-2.0, 0.1, 3.0, -0.1])
     targets = jnp.array([0, 0, 1, 0]).astype(dtype)
-    assert gnlin.accuracy(outputs, targets) == 0.75
-    assert gnlin.accuracy(outputs[:, None], targets[:, None]) == 0.75
-    assert gnlin.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
+    assert gnlin.losses.accuracy(outputs, targets) == 0.75
+    assert gnlin.losses.accuracy(outputs[:, None], targets[:, None]) == 0.75
+    assert gnlin.losses.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
 
 
 def test_sequences_and_labels_that_do_not_count():
     outputs, labels = ONE_HOT.reshape(4, 3, 3), CLASSES.reshape(4, 3)
-    assert gnlin.accuracy(outputs, labels) == 1
+    assert gnlin.losses.accuracy(outputs, labels) == 1
     wrong = outputs.at[:2].set(jnp.nan).at[3, 0].set(jnp.array([0.0, 0.0, 1.0]))
-    assert jnp.isnan(gnlin.accuracy(wrong, labels))
-    assert gnlin.accuracy(wrong, LEFT_OUT.reshape(4, 3)) == pytest.approx(5 / 6)
+    assert jnp.isnan(gnlin.losses.accuracy(wrong, labels))
+    assert gnlin.losses.accuracy(wrong, LEFT_OUT.reshape(4, 3)) == pytest.approx(5 / 6)
     # Of the other eight two thirds are left, one of them wrong.
     right = jnp.zeros((4, 3, 3)).at[..., 1].set(1)
-    assert gnlin.accuracy(right, labels, ignore_index=2) == 0.5
-    assert jnp.isnan(gnlin.accuracy(outputs, jnp.full((4, 3), -1)))
+    assert gnlin.losses.accuracy(right, labels, ignore_index=2) == 0.5
+    assert jnp.isnan(gnlin.losses.accuracy(outputs, jnp.full((4, 3), -1)))
 
 
 @pytest.mark.parametrize("targets", [CLASSES, ONE_HOT])
 def test_no_number_is_no_class(targets):
-    assert jnp.isnan(jax.jit(gnlin.accuracy)(ONE_HOT.at[3, 1].set(jnp.nan), targets))
+    assert jnp.isnan(
+        jax.jit(gnlin.losses.accuracy)(ONE_HOT.at[3, 1].set(jnp.nan), targets)
+    )
 
 
 MISTAKES = {
@@ -69,7 +72,7 @@ MISTAKES = {
 @pytest.mark.parametrize(("outputs", "targets", "words"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_named_in_one_sentence(outputs, targets, words):
     with pytest.raises(ValueError, match=words) as caught:
-        gnlin.accuracy(outputs, targets)
+        gnlin.losses.accuracy(outputs, targets)
     message = str(caught.value)
     assert message.endswith(".")
     assert "\n" not in message

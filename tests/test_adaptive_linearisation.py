@@ -92,7 +92,7 @@ RULES = {
 def test_the_longest_period_that_is_trusted(name):
     drift, ratio = RULES[name]
     longest = 300
-    solver = gnlin.AdaptiveLinearisation(
+    solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(longest, ETA), drift, ratio
     )
     solution = gnlin.solve(network(), (X, T), solver, max_steps=4)
@@ -112,7 +112,7 @@ def test_the_longest_period_that_is_trusted(name):
 def test_a_loss_that_is_not_squared_error():
     labels = jnp.argmax(X, axis=1) % 2
     loss = gnlin.SoftmaxCrossEntropy()
-    solver = gnlin.AdaptiveLinearisation(
+    solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.05), min_ratio=0.5, max_drift=None
     )
     solution = gnlin.solve(network(), (X, labels), solver, loss=loss, max_steps=5)
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_squared_error():
 
 
 def test_it_converges():
-    solver = gnlin.AdaptiveLinearisation(
+    solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.005, rtol=1e-6, atol=1e-9)
     )
     solution = gnlin.solve(network(width=20), (X, T), solver, max_steps=300)
@@ -136,7 +136,7 @@ def test_it_converges():
 def test_hyperparameters_may_be_traced():
     def run(drift, eta):
         descent = gnlin.IterativeLinearisation(100, eta)
-        solver = gnlin.AdaptiveLinearisation(descent, drift)
+        solver = gnlin.methods.AdaptiveLinearisation(descent, drift)
         return gnlin.solve(network(), (X, T), solver, max_steps=3).history.num_inner_steps
 
     drifts = jnp.array([0.05, 0.2, 0.8])
@@ -149,7 +149,7 @@ def test_hyperparameters_may_be_traced():
 def test_across_batches(name):
     drift, ratio = RULES[name]
     every, steps = 2, 24
-    solver = gnlin.AdaptiveLinearisation(
+    solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.1), drift, ratio, check_every=every
     )
     result = fit(data=BATCHES, solver=solver, steps=steps)
@@ -179,7 +179,7 @@ def test_across_batches(name):
 
 def test_an_optimiser_across_batches():
     descent = gnlin.IterativeLinearisation(math.inf, optimiser=optax.adam(0.02))
-    solver = gnlin.AdaptiveLinearisation(descent, check_every=3)
+    solver = gnlin.methods.AdaptiveLinearisation(descent, check_every=3)
     result = fit(data=BATCHES, solver=solver, steps=30)
     assert 1 <= result.stats["num_feature_updates"] <= 10
     with pytest.raises(ValueError, match="give `descent` a `learning_rate`"):
@@ -202,4 +202,4 @@ def test_a_bad_hyperparameter_is_named(arguments, words):
     descent = gnlin.IterativeLinearisation(10, 0.1)
     given = arguments if "descent" in words else (descent, *arguments)
     with pytest.raises(ValueError, match=words):
-        gnlin.AdaptiveLinearisation(*given)
+        gnlin.methods.AdaptiveLinearisation(*given)

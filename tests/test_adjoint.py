@@ -14,7 +14,7 @@ SIGNAL = 2.5 * jnp.exp(-1.3 * TIMES) + 0.01 * jnp.sin(20 * TIMES)
 
 
 def minimum(fn, solver, start, args):
-    adjoint = gnlin.ImplicitAdjoint()
+    adjoint = gnlin.methods.ImplicitAdjoint()
     return optx.least_squares(fn, solver, start, args, adjoint=adjoint).value
 
 
@@ -95,7 +95,7 @@ def test_without_either_it_is_optimistixs():
 
     ours, theirs = (
         jax.jit(jax.grad(lambda y, adjoint=adjoint: rate(y, adjoint)))(SIGNAL)
-        for adjoint in (gnlin.ImplicitAdjoint(), optx.ImplicitAdjoint())
+        for adjoint in (gnlin.methods.ImplicitAdjoint(), optx.ImplicitAdjoint())
     )
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
@@ -103,7 +103,7 @@ def test_without_either_it_is_optimistixs():
 def test_of_what_is_no_least_squares_it_is_optimistixs_too():
     def value(a):
         solver, start = optx.BFGS(1e-8, 1e-8), jnp.ones(2)
-        adjoint = gnlin.ImplicitAdjoint()
+        adjoint = gnlin.methods.ImplicitAdjoint()
         fn = lambda y, a: jnp.sum((y - a) ** 2)
         return optx.minimise(fn, solver, start, a, adjoint=adjoint).value
 

@@ -177,7 +177,7 @@ def test_the_looks_of_the_sweep_over_k_are_those_of_one_run():
         columns["train_loss"][1], [*solution.history.loss[1:], solution.loss], rtol=1e-8
     )
     outputs = jax.vmap(solution.model)(test_inputs)
-    assert columns["test_accuracy"][1, -1] == gnlin.accuracy(outputs, test_labels)
+    assert columns["test_accuracy"][1, -1] == gnlin.losses.accuracy(outputs, test_labels)
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_a_triggered_run_is_one_run():
     solution = gnlin.solve(
         digits_mlp(jax.random.key(1)),
         train,
-        gnlin.AdaptiveLinearisation(descent, min_ratio=0.25),
+        gnlin.methods.AdaptiveLinearisation(descent, min_ratio=0.25),
         loss=gnlin.SoftmaxCrossEntropy(),
         max_steps=3,
     )

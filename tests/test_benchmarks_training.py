@@ -53,7 +53,7 @@ def test_mini_batches_are_a_fit_by_hand():
     np.testing.assert_array_equal(columns["stable"], np.ones((2, 3)))
     for name, data in (("test", test), ("train", train), ("validation", validation)):
         images, labels = single(data)
-        accuracy = gnlin.accuracy(jax.vmap(result.model)(images), labels)
+        accuracy = gnlin.losses.accuracy(jax.vmap(result.model)(images), labels)
         assert columns[f"{name}_accuracy"][1, -1] == pytest.approx(float(accuracy))
         if name == "validation":
             continue
@@ -173,7 +173,7 @@ def test_infinity_is_where_the_linearised_loss_is_least():
     parameters, frozen = eqx.partition(model, eqx.is_array)
     fn = lambda y: jax.vmap(eqx.combine(y, frozen))(test_images)
     outputs, change = jax.jvp(fn, (parameters,), (moved,))
-    by_flow = gnlin.accuracy(outputs + change, test_labels)
+    by_flow = gnlin.losses.accuracy(outputs + change, test_labels)
     found = columns["test_accuracy_linearised"][0, 0]
     assert found == pytest.approx(float(by_flow), abs=0.03)
 

@@ -22,9 +22,9 @@ def numbers(shape):
 def problem(shape, dtype=float, rest=False):
     a, b = (jnp.asarray(x, dtype) for x in numbers(shape))
     lin = gnlin.linearise(lambda y, _: a @ y + b, jnp.zeros(shape[1], dtype))
-    quadratic = gnlin.SumOfSquares().expand(lin)
+    quadratic = gnlin.authoring.SumOfSquares().expand(lin)
     if rest:
-        quadratic = gnlin.Quadratic(
+        quadratic = gnlin.authoring.Quadratic(
             quadratic.jacobian, quadratic.residual, jnp.ones(shape[1], dtype)
         )
     return quadratic
@@ -45,7 +45,9 @@ def test_other_residuals_by_the_same_factorisation(shape, dtype, method):
     @jax.jit
     def steps(other):
         quadratic = problem(shape, dtype)
-        ready = gnlin.choose(quadratic, FILTER, method=method).factorised(FILTER)
+        ready = gnlin.authoring.choose(quadratic, FILTER, method=method).factorised(
+            FILTER
+        )
         both = ready, ready.with_residual(other)
         return [held.solve(FILTER).step for held in both]
 
@@ -63,7 +65,9 @@ def test_with_a_rest(method):
     @jax.jit
     def step():
         quadratic = problem((4, 6), rest=True)
-        ready = gnlin.choose(quadratic, FILTER, method=method).factorised(FILTER)
+        ready = gnlin.authoring.choose(quadratic, FILTER, method=method).factorised(
+            FILTER
+        )
         return ready.solve(FILTER).step
 
     a, b = numbers((4, 6))
@@ -74,7 +78,9 @@ def test_with_a_rest(method):
 @functools.partial(jax.jit, static_argnums=0)
 def steps_of(method, a, b):
     lin = gnlin.linearise(lambda y, _: a @ y + b, jnp.zeros(3))
-    ready = gnlin.choose(gnlin.SumOfSquares().expand(lin), FILTER, method=method)
+    ready = gnlin.authoring.choose(
+        gnlin.authoring.SumOfSquares().expand(lin), FILTER, method=method
+    )
     return [each.solve(FILTER).step for each in (ready, ready.factorised(FILTER))]
 
 
@@ -93,7 +99,7 @@ def test_what_is_not_finite_comes_out_as_nan(where, bad, method):
 
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
 def test_what_is_factorised_is_not_factorised_again(method):
-    way = gnlin.choose(problem((4, 4)), FILTER, method=method)
+    way = gnlin.authoring.choose(problem((4, 4)), FILTER, method=method)
     program = lambda way: str(jax.make_jaxpr(lambda: way.solve(FILTER).step)())
     assert "cholesky" in program(way)
     assert "cholesky" not in program(way.factorised(FILTER))

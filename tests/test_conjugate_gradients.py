@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gnlin
-from gnlin import ConjugateGradients
+from gnlin.methods import ConjugateGradients
 
 
 TOLERANCES = [0.9, 0.5, 0.1, 1e-2, 1e-4, 1e-6, 1e-8, 1e-10]
@@ -301,7 +301,7 @@ def test_models_that_are_pytrees_of_any_kind(model):
     damped = gnlin.TruncatedGaussNewton(0.1, 0.1, preconditioner=preconditioner)
     for solver, loss in [
         (damped, gnlin.SquaredError()),
-        (gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"), gnlin.Huber()),
+        (gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"), gnlin.losses.Huber()),
     ]:
         solution = gnlin.solve(model, (inputs, targets), solver, loss=loss, max_steps=3)
         assert type(solution.model) is type(model)

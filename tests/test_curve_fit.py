@@ -177,7 +177,7 @@ def test_an_interval_without_an_end():
 def test_outliers_have_no_say():
     y = Y.copy()
     y[[3, 20, 40]] += [3.0, -4.0, 5.0]
-    robust = gnlin.curve_fit(decay, X, y, START, loss=gnlin.Huber(1.345))
+    robust = gnlin.curve_fit(decay, X, y, START, loss=gnlin.losses.Huber(1.345))
     clean = gnlin.curve_fit(decay, X, Y, START)
     error = values(clean.standard_errors)
     distance = np.abs(values(robust.parameters) - values(clean.parameters))
@@ -195,8 +195,8 @@ def test_outliers_have_no_say():
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
-        (gnlin.PseudoHuber(0.1), "soft_l1"),
-        (gnlin.Arctan(0.1), "arctan"),
+        (gnlin.losses.PseudoHuber(0.1), "soft_l1"),
+        (gnlin.losses.Arctan(0.1), "arctan"),
     ],
 )
 def test_robust_losses_are_scipys(loss, name):
@@ -236,7 +236,7 @@ def noisy_lines(number, size=100, seed=3):
 def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
     """Of 400 data sets, whose spread is known to 4 %."""
     x, ys = noisy_lines(400)
-    fits = gnlin.curve_fit(line, x, ys, LINE, loss=gnlin.Huber(1.345), **options)
+    fits = gnlin.curve_fit(line, x, ys, LINE, loss=gnlin.losses.Huber(1.345), **options)
     for name in LINE:
         spread, told = fits.parameters[name].std(), fits.standard_errors[name].mean()
         np.testing.assert_allclose(told, spread, rtol=0.12)
@@ -245,7 +245,7 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
 @pytest.mark.slow
 def test_profiles_of_a_line_are_its_standard_errors():
     x, (y,) = noisy_lines(1, 2000)
-    fit = gnlin.curve_fit(line, x, y, LINE, loss=gnlin.Cauchy(2.0))
+    fit = gnlin.curve_fit(line, x, y, LINE, loss=gnlin.losses.Cauchy(2.0))
     low, high = fit.confidence_intervals(0.95)
     width = (values(high) - values(low)) / 2 / 1.96
     np.testing.assert_allclose(width, values(fit.standard_errors), rtol=0.02)
@@ -256,7 +256,7 @@ def test_robust_losses_have_the_units_of_squared_error():
     y = 1 + 2 * x + 0.3 * np.random.default_rng(5).normal(size=200)
     plain, robust = (
         gnlin.curve_fit(line, x, y, LINE, loss=loss)
-        for loss in (gnlin.SquaredError(), gnlin.Huber(1.345))
+        for loss in (gnlin.SquaredError(), gnlin.losses.Huber(1.345))
     )
     np.testing.assert_allclose(robust.scale, plain.scale, rtol=0.1)
     np.testing.assert_allclose(robust.chi_squared, plain.chi_squared, rtol=0.02)
@@ -779,7 +779,7 @@ def test_derivatives_where_singular_values_are_equal(derivative):
 
 @pytest.mark.parametrize(
     ("derivative", "loss"),
-    [(jax.jacfwd, gnlin.SquaredError()), (jax.jacrev, gnlin.PseudoHuber(0.1))],
+    [(jax.jacfwd, gnlin.SquaredError()), (jax.jacrev, gnlin.losses.PseudoHuber(0.1))],
     ids=["forwards", "backwards"],
 )
 def test_derivatives_at_a_bound(derivative, loss):
@@ -959,7 +959,10 @@ def test_the_picture():
         ({"sigma_x": -0.1}, "`sigma_x` must be finite, and positive, or 0"),
         ({"sigma_x": np.ones(7)}, "`sigma_x` must be one number, or have the shape"),
         ({"sigma_x": {"t": 1.0}}, "`sigma_x` must be one number, or have the structure"),
-        ({"sigma_x": 0.1, "loss": gnlin.Huber(1.0)}, "`sigma_x` is for squared error"),
+        (
+            {"sigma_x": 0.1, "loss": gnlin.losses.Huber(1.0)},
+            "`sigma_x` is for squared error",
+        ),
         ({"bounds": {"rate": (1.0, 2.0)}}, "start of the parameter .*rate.* is 0.5"),
         ({"bounds": {"rate": (2.0, 1.0)}}, "lower bound of the parameter .*rate"),
         ({"bounds": {"speed": (0, 1)}}, "no parameter 'speed' to have bounds"),
@@ -1052,7 +1055,7 @@ def test_a_data_frame_is_its_columns():
         of_both.plot()
 
 
-@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.Huber(1.345)])
+@pytest.mark.parametrize("loss", [gnlin.SquaredError(), gnlin.losses.Huber(1.345)])
 def test_a_point_of_infinite_sigma_is_left_out(loss):
     sigma, wrong = SIGMA.copy(), Y.copy()
     sigma[[4, 20]], wrong[[4, 20]] = np.inf, 50.0
@@ -1117,7 +1120,7 @@ def test_the_variance_of_predictions(num_train):
     @eqx.filter_jit
     def run(model, x, new):
         train, test = (gnlin.features.linearise_model(model, part) for part in (x, new))
-        variance = gnlin.predictive_variance(test, train, 0.3, 2.0)
+        variance = gnlin.predict.predictive_variance(test, train, 0.3, 2.0)
         return variance, train.matrix(), test.matrix()
 
     found, phi, phi_new = map(np.asarray, run(model, x, new))
@@ -1136,10 +1139,10 @@ def test_data_of_which_nothing_is_left():
 def test_predictions_of_another_model():
     two = (gnlin.linearise(lambda y, _: y**2, jnp.ones(n)) for n in (3, 4))
     with pytest.raises(ValueError, match="of the same parameters"):
-        gnlin.predictive_variance(*two, 0.1)
+        gnlin.predict.predictive_variance(*two, 0.1)
 
 
 def test_without_damping_there_is_no_prior():
     lin = gnlin.linearise(lambda y, _: y**2, jnp.ones(3))
     with pytest.raises(ValueError, match="`damping` must be greater than 0"):
-        gnlin.predictive_variance(lin, lin, 0.0)
+        gnlin.predict.predictive_variance(lin, lin, 0.0)

@@ -93,8 +93,10 @@ def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
         lin = gnlin.linearise(
             lambda y, _: jnp.asarray(a, dtype) @ y + jnp.asarray(b, dtype), y
         )
-        problem = gnlin.SumOfSquares().expand(lin)
-        subproblem = gnlin.choose(problem, gnlin.filters.Tikhonov(1.0), method=method)
+        problem = gnlin.authoring.SumOfSquares().expand(lin)
+        subproblem = gnlin.authoring.choose(
+            problem, gnlin.filters.Tikhonov(1.0), method=method
+        )
         rule = TrustRegion(factor=radius)
         # |y| = 0: the radius itself
         damping = rule.damping(rule.init(jnp.dtype(dtype)), subproblem, y)
@@ -110,8 +112,8 @@ def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
 def test_a_step_within_the_radius_is_undamped():
     a, b = matrix(MATRICES["tall"])
     lin = gnlin.linearise(lambda y, _: jnp.asarray(a) @ y + jnp.asarray(b), jnp.ones(4))
-    subproblem = gnlin.choose(
-        gnlin.SumOfSquares().expand(lin), gnlin.filters.PseudoInverse()
+    subproblem = gnlin.authoring.choose(
+        gnlin.authoring.SumOfSquares().expand(lin), gnlin.filters.PseudoInverse()
     )
     rule = TrustRegion(factor=1e6)
     damping = rule.damping(rule.init(jnp.dtype(float)), subproblem, lin.point)

@@ -202,7 +202,7 @@ def test_through_the_trials_of_levenberg_marquardt(name):
 @pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()])
 def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function(solver):
     def implicit(a):
-        start, adjoint = jnp.zeros(3), gnlin.ImplicitAdjoint()
+        start, adjoint = jnp.zeros(3), gnlin.methods.ImplicitAdjoint()
         return optx.least_squares(residuals, solver, start, a, adjoint=adjoint).value
 
     zero = jnp.zeros(5)
@@ -220,7 +220,7 @@ def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function
             gnlin.LevenbergMarquardt(damping=0.1),
         ),
         (
-            gnlin.Huber(1.0),
+            gnlin.losses.Huber(1.0),
             np.array([[0.3, 1.4, 2.2, -0.7, 3.3]]),
             gnlin.DampedGaussNewton(1.0),
         ),
@@ -244,12 +244,16 @@ def test_through_the_steps_on_another_loss(loss, target, solver):
     ],
 )
 def test_backwards_through_a_loop_of_unknown_length_is_an_error_that_says_so(solver):
-    with pytest.raises(RuntimeError, match=r"use `jax.jvp` .*gnlin.ImplicitAdjoint"):
+    with pytest.raises(
+        RuntimeError, match=r"use `jax.jvp` .*gnlin.methods.ImplicitAdjoint"
+    ):
         jax.jacrev(by_optimistix(solver))(jnp.zeros(5))
 
 
 def test_backwards_through_solve_is_an_error_that_says_so():
-    with pytest.raises(RuntimeError, match=r"use `jax.jvp` .*gnlin.ImplicitAdjoint"):
+    with pytest.raises(
+        RuntimeError, match=r"use `jax.jvp` .*gnlin.methods.ImplicitAdjoint"
+    ):
         jax.jacrev(by_solve(gnlin.GaussNewton()))(jnp.zeros(5))
 
 

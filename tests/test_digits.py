@@ -83,7 +83,7 @@ def train(run, seed):
     )
     outputs = jax.vmap(result.model)(images)
     assert outputs.dtype == jnp.float32
-    return float(gnlin.accuracy(outputs, labels)), result
+    return float(gnlin.losses.accuracy(outputs, labels)), result
 
 
 @pytest.mark.slow

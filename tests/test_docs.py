@@ -43,7 +43,7 @@ REACHED = {
         and n["trained"].loss < 1e-10
         and n["linearised"].loss < 1e-3 * n["linearised"].history.loss[0]
         and np.all(n["losses"] < n["trained"].history.loss[0])
-        and gnlin.accuracy(jax.vmap(n["result"].model)(n["x"]), n["labels"]) == 1
+        and gnlin.losses.accuracy(jax.vmap(n["result"].model)(n["x"]), n["labels"]) == 1
         and n["last_layer"].loss < 1e-20
     ),
     "docs/idea.md": lambda n: (
@@ -146,15 +146,11 @@ def as_a_reader():
 
 
 def _public() -> list[tuple[str, object]]:
-    names = [(f"gnlin.{n}", getattr(gnlin, n)) for n in vars(gnlin) if n[0] != "_"]
-    names += [
-        (f"gnlin.predict.{n}", getattr(gnlin.predict, n)) for n in gnlin.predict.__all__
-    ]
-    return [(n, o) for n, o in names if not inspect.ismodule(o)] + [
-        (f"{module.__name__}.{n}", getattr(module, n))
-        for module in (gnlin.filters, gnlin.damping, gnlin.features, gnlin.spectra)
-        for n in module.__all__
-    ]
+    top = [(f"gnlin.{n}", getattr(gnlin, n)) for n in vars(gnlin) if n[0] != "_"]
+    rooms = [thing for _, thing in top if inspect.ismodule(thing)]
+    named = [(f"{r.__name__}.{n}", getattr(r, n)) for r in rooms for n in r.__all__]
+    things = {id(thing): (name, thing) for name, thing in [*named, *top]}
+    return [(n, thing) for n, thing in things.values() if not inspect.ismodule(thing)]
 
 
 def _docstrings() -> list[tuple[str, str]]:
@@ -225,7 +221,7 @@ REACHED_BY_DOCSTRING = {
     "gnlin.IterativeLinearisation": lambda n: _has_fallen(n["solution"]),
     "gnlin.GaussNewton": lambda n: _is_found(n["solution"]),
     "gnlin.LevenbergMarquardt": lambda n: _is_found(n["solution"]),
-    "gnlin.ConjugateGradients": lambda n: np.allclose(
+    "gnlin.methods.ConjugateGradients": lambda n: np.allclose(
         n["operator"].mv(n["solution"].value), n["b"], atol=2e-3
     ),
 }

@@ -24,7 +24,7 @@ LIN = gnlin.linearise(lambda y, _: y, jnp.ones(2))
 
 SOLVERS = {
     "gauss-newton": gnlin.GaussNewton,
-    "filtered": lambda **kwargs: gnlin.FilteredGaussNewton(
+    "filtered": lambda **kwargs: gnlin.methods.FilteredGaussNewton(
         gnlin.filters.Tikhonov(1.0), **kwargs
     ),
     "damped": lambda **kwargs: gnlin.DampedGaussNewton(1.0, **kwargs),
@@ -83,7 +83,7 @@ def test_a_search_that_is_none(search):
         lambda: gnlin.DampedGaussNewton(True),
         lambda: gnlin.DampedGaussNewton([1.0, 0.1]),
         lambda: gnlin.TruncatedGaussNewton(0.1, damping="0.1"),
-        lambda: gnlin.EisenstatWalker(gamma=True),
+        lambda: gnlin.methods.EisenstatWalker(gamma=True),
         lambda: gnlin.filters.Tikhonov(True),
         lambda: gnlin.preconditioners.Nystrom(10, seed=0.5),
         lambda: gnlin.preconditioners.Nystrom(10, seed="0"),
@@ -136,7 +136,9 @@ OUT_OF_RANGE = {
         [(math.nan,)],
     ),
     "adaptive": (
-        lambda v: gnlin.AdaptiveLinearisation(gnlin.IterativeLinearisation(10, v)),
+        lambda v: gnlin.methods.AdaptiveLinearisation(
+            gnlin.IterativeLinearisation(10, v)
+        ),
         [(0.0,)],
     ),
 }
@@ -166,7 +168,7 @@ def test_a_tolerance_out_of_range_has_no_solution():
 
     @jax.jit
     def solve(tolerance):
-        solver = gnlin.ConjugateGradients(tolerance)
+        solver = gnlin.methods.ConjugateGradients(tolerance)
         return lx.linear_solve(operator, jnp.ones(3), solver, throw=False).value
 
     np.testing.assert_allclose(solve(1e-6), 0.5 * np.ones(3))

@@ -25,8 +25,8 @@ def problem(shape, smallest, rank, dtype, seed=0):
 def prepared(a, b, method="eigh-first"):
     y = jnp.zeros(a.shape[1], a.dtype)
     lin = gnlin.linearise(lambda y, ab: ab[0] @ y + ab[1], y, (a, b))
-    quadratic = gnlin.SumOfSquares().expand(lin)
-    return gnlin.choose(quadratic, gnlin.filters.PseudoInverse(), method=method)
+    quadratic = gnlin.authoring.SumOfSquares().expand(lin)
+    return gnlin.authoring.choose(quadratic, gnlin.filters.PseudoInverse(), method=method)
 
 
 @jax.jit

@@ -51,7 +51,7 @@ def assert_close(left, right, rtol=1e-9):
 SOLVERS = {
     "damped": gnlin.DampedGaussNewton(lambda step: 1.0 / (1 + step)),
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
-    "truncated": gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(), damping=0.1),
+    "truncated": gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker(), damping=0.1),
     "iterative linearisation": gnlin.IterativeLinearisation(200, 0.02, 0.5),
 }
 

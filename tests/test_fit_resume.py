@@ -408,7 +408,7 @@ OTHERS = {
     ),
     "key": ({"key": jax.random.key(1)}, "its key is"),
     "loss": (
-        {"loss": gnlin.Huber(1.0)},
+        {"loss": gnlin.losses.Huber(1.0)},
         "its loss is SquaredError, and here it is Huber",
     ),
     "width": (

@@ -172,13 +172,13 @@ def test_when_the_validation_data_are_looked_at():
 def test_accuracy():
     outputs = jnp.asarray([[0.1, 2.0], [3.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     labels = jnp.asarray([1, 1, 1, 0])
-    assert gnlin.accuracy(outputs, labels) == 0.75
-    assert gnlin.accuracy(outputs, jax.nn.one_hot(labels, 2)) == 0.75
+    assert gnlin.losses.accuracy(outputs, labels) == 0.75
+    assert gnlin.losses.accuracy(outputs, jax.nn.one_hot(labels, 2)) == 0.75
     result = fit(
         data=(X, LABELS),
         loss=gnlin.SoftmaxCrossEntropy(),
         validation=(X, LABELS),
-        metrics={"accuracy": gnlin.accuracy},
+        metrics={"accuracy": gnlin.losses.accuracy},
         epochs=1,
     )
     likeliest = jnp.argmax(jax.vmap(result.model)(X), axis=1)
@@ -773,10 +773,10 @@ MISTAKES = {
         "`validate_every` must be a whole number",
     ),
     "validate every": ({"validate_every": 5}, "pass `validation`"),
-    "metrics": ({"metrics": {"accuracy": gnlin.accuracy}}, "pass `validation`"),
+    "metrics": ({"metrics": {"accuracy": gnlin.losses.accuracy}}, "pass `validation`"),
     "metric": ({**WITH_VALIDATION, "metrics": {"f1": "f1"}}, "must be functions"),
     "metric loss": (
-        {**WITH_VALIDATION, "metrics": {"loss": gnlin.accuracy}},
+        {**WITH_VALIDATION, "metrics": {"loss": gnlin.losses.accuracy}},
         'other than "loss"',
     ),
     "augment": ({"augment": 3}, "`augment` must be a function"),

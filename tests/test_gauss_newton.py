@@ -42,9 +42,9 @@ def one_step(fn, solver, y, args):
 def steps_by_each_method(fn, filter, methods, y, args):
     """{method: step}, as one program, which serves all filters of one kind."""
     lin = gnlin.linearise(fn, y, args)
-    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
+    problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     return {
-        method: gnlin.choose(problem, filter, method=method).solve(filter).step
+        method: gnlin.authoring.choose(problem, filter, method=method).solve(filter).step
         for method in methods
     }
 
@@ -115,7 +115,7 @@ def test_counts():
 def test_filtered(filter):
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
-    step = one_step(sines, gnlin.FilteredGaussNewton(filter), y, args)
+    step = one_step(sines, gnlin.methods.FilteredGaussNewton(filter), y, args)
     if isinstance(filter, Tikhonov):
         expected = damped_step(r, jacobian, 0.3)
     else:
@@ -127,14 +127,14 @@ def test_filtered_by_a_function_of_ones_own():
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
     # g = eta, whatever the eigenvalue: one step of gradient descent.
-    solver = gnlin.FilteredGaussNewton(lambda w: jnp.full_like(w, 0.1))
+    solver = gnlin.methods.FilteredGaussNewton(lambda w: jnp.full_like(w, 0.1))
     step = one_step(sines, solver, y, args)
     np.testing.assert_allclose(step, descent_step(r, jacobian, 1, 0.1), rtol=1e-10)
 
 
 def test_a_filter_that_explodes_ends_in_divergence():
     y, args = as_jax(sines_data((7, 3)))
-    solver = gnlin.FilteredGaussNewton(GradientDescent(10**6, 10.0))
+    solver = gnlin.methods.FilteredGaussNewton(GradientDescent(10**6, 10.0))
     solution = least_squares(sines, solver, y, args)
     assert solution.result == optx.RESULTS.nonlinear_divergence
     np.testing.assert_array_equal(solution.value, y)
@@ -143,7 +143,7 @@ def test_a_filter_that_explodes_ends_in_divergence():
 def test_gradient_flow_of_any_time_is_stable():
     y, args = as_jax(sines_data((7, 3)))
     for time in (1e-300, 1e300):
-        solver = gnlin.FilteredGaussNewton(GradientFlow(jnp.asarray(time)))
+        solver = gnlin.methods.FilteredGaussNewton(GradientFlow(jnp.asarray(time)))
         solution = least_squares(sines, solver, y, args, max_steps=1)
         assert np.all(np.isfinite(solution.value))
         assert solution.result == optx.RESULTS.nonlinear_max_steps_reached or (
@@ -321,7 +321,7 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
 
     def step(method):
         filter = gnlin.filters.GradientFlow(jnp.asarray(time))
-        solver = gnlin.FilteredGaussNewton(filter, method=method)
+        solver = gnlin.methods.FilteredGaussNewton(filter, method=method)
         solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
         return solution.value - y
 
@@ -345,10 +345,10 @@ def test_next_to_no_damping_on_a_singular_problem(damping):
 def test_what_was_made_ready_for_other_filters_says_so():
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
-    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
+    problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     damped, pseudo = gnlin.filters.Tikhonov(1.0), gnlin.filters.PseudoInverse()
     for method in ("kernel", "curvature", "products-first"):
         with pytest.raises(ValueError, match="choose a way for this filter"):
-            gnlin.choose(problem, damped, method=method).solve(pseudo)
+            gnlin.authoring.choose(problem, damped, method=method).solve(pseudo)
     with pytest.raises(ValueError, match="choose a way for this filter"):
-        gnlin.choose(problem, pseudo, method=gnlin.MixedPrecision())
+        gnlin.authoring.choose(problem, pseudo, method=gnlin.methods.MixedPrecision())

@@ -41,7 +41,7 @@ from gnlin.filters import (
 #
 
 
-class Quartic(gnlin.AbstractElementwiseLoss):
+class Quartic(gnlin.authoring.AbstractElementwiseLoss):
     """A user's loss, known by its value in each output alone."""
 
     reduction: str = "sum"
@@ -51,7 +51,7 @@ class Quartic(gnlin.AbstractElementwiseLoss):
 
 
 class Problem(NamedTuple):
-    loss: gnlin.AbstractLoss
+    loss: gnlin.authoring.AbstractLoss
     targets: np.ndarray
     scale: float = 1.0  # of the model's last layer
 
@@ -65,9 +65,9 @@ OUTLIERS[0], OUTLIERS[3, 1] = 100, -50
 
 SOFTMAX = Problem(gnlin.SoftmaxCrossEntropy(), LABELS)
 SATURATED = Problem(gnlin.SoftmaxCrossEntropy(), LABELS, 80.0)
-HUBER = Problem(gnlin.Huber(), OUTLIERS)
-POISSON = Problem(gnlin.PoissonNLL(), _generator.poisson(2, (7, 4)).astype(float))
-LOG_COSH = Problem(gnlin.LogCosh(0.5), REAL)
+HUBER = Problem(gnlin.losses.Huber(), OUTLIERS)
+POISSON = Problem(gnlin.losses.PoissonNLL(), _generator.poisson(2, (7, 4)).astype(float))
+LOG_COSH = Problem(gnlin.losses.LogCosh(0.5), REAL)
 PROBLEMS = {
     "softmax": SOFTMAX,
     "softmax, probabilities": Problem(
@@ -76,7 +76,7 @@ PROBLEMS = {
     "softmax, saturated": SATURATED,
     "sigmoid": Problem(gnlin.SigmoidCrossEntropy(), _generator.uniform(size=(7, 4))),
     "huber, outliers": HUBER,
-    "pseudo-huber": Problem(gnlin.PseudoHuber(0.5), REAL),
+    "pseudo-huber": Problem(gnlin.losses.PseudoHuber(0.5), REAL),
     "poisson": POISSON,
     "a user's function of each output": Problem(Quartic(), REAL),
 }
@@ -328,7 +328,7 @@ SOLVERS = {
         pseudo_inverse_step,
     ),
     "filtered": (
-        gnlin.FilteredGaussNewton(Damped(GradientFlow(3.0), 0.5), search=None),
+        gnlin.methods.FilteredGaussNewton(Damped(GradientFlow(3.0), 0.5), search=None),
         lambda o: quadratic_flow(o, 3.0, 0.5),
     ),
     "descent": (
@@ -349,7 +349,7 @@ SOLVERS = {
         lambda o: o.damped_step(0.3),
     ),
     "spectrum in chunks": (
-        gnlin.FilteredGaussNewton(
+        gnlin.methods.FilteredGaussNewton(
             GradientFlow(3.0), method="eigh", memory_budget=8000, search=None
         ),
         lambda o: quadratic_flow(o, 3.0),
@@ -475,7 +475,7 @@ def test_levenberg_marquardt_descends_to_a_stationary_point(problem, options):
     assert np.any(step)
 
 
-class FourSquares(gnlin.AbstractElementwiseLoss):
+class FourSquares(gnlin.authoring.AbstractElementwiseLoss):
     """Squared error in other units: four times as much."""
 
     reduction: str = "sum"
@@ -847,7 +847,7 @@ def test_gauss_newton_on_the_loss_itself():
 #
 
 
-class Disguised(gnlin.AbstractElementwiseLoss):
+class Disguised(gnlin.authoring.AbstractElementwiseLoss):
     """Squared error, as a user might write it."""
 
     reduction: str = "sum"
@@ -1136,7 +1136,7 @@ def test_outliers_beside_a_perfect_fit():
     assert_close(step, expected, 1e-9)
 
 
-class SoftmaxByValue(gnlin.AbstractLoss):
+class SoftmaxByValue(gnlin.authoring.AbstractLoss):
     reduction: str = "sum"
 
     def value(self, outputs, target):
@@ -1322,7 +1322,7 @@ MISTAKES = {
         lambda: gnlin.DampedGaussNewton(1.0, form="proxlinear"),
         lambda: gnlin.TruncatedGaussNewton(0.1, form=""),
         lambda: gnlin.LevenbergMarquardt(form=None),
-        lambda: gnlin.FilteredGaussNewton(Tikhonov(1.0), form="full"),
+        lambda: gnlin.methods.FilteredGaussNewton(Tikhonov(1.0), form="full"),
         lambda: IL(1, 0.1, form="newton"),
     ],
     "method": [
@@ -1340,7 +1340,7 @@ MISTAKES = {
         ),
         lambda: gnlin.GaussNewton(form="prox-linear", method="svd"),
         lambda: gnlin.LevenbergMarquardt(form="prox-linear", method="eigh"),
-        lambda: gnlin.FilteredGaussNewton(
+        lambda: gnlin.methods.FilteredGaussNewton(
             GradientFlow(1.0), form="prox-linear", method="svd"
         ),
         lambda: gnlin.DampedGaussNewton(1.0, scaling="more", form="prox-linear"),
@@ -1411,11 +1411,13 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
             'use `form="quadratic"`',
         ),
         (
-            lambda: gnlin.FilteredGaussNewton(jnp.ones_like, form="prox-linear"),
+            lambda: gnlin.methods.FilteredGaussNewton(jnp.ones_like, form="prox-linear"),
             'use `form="quadratic"`',
         ),
         (
-            lambda: gnlin.FilteredGaussNewton(Damped(GradientFlow(1.0), 1.0), method="x"),
+            lambda: gnlin.methods.FilteredGaussNewton(
+                Damped(GradientFlow(1.0), 1.0), method="x"
+            ),
             "must be one of",
         ),
     ],
@@ -1450,7 +1452,9 @@ def test_a_large_count_is_no_outlier(dtype, method, start):
     data = dtype(np.ones((4, 1))), dtype(np.ones((4, 1)))
     model = Slope(jnp.asarray([start], dtype))
     solver = gnlin.DampedGaussNewton(1.0, method=method, search=None)
-    solution = gnlin.solve(model, data, solver, loss=gnlin.PoissonNLL(), max_steps=3)
+    solution = gnlin.solve(
+        model, data, solver, loss=gnlin.losses.PoissonNLL(), max_steps=3
+    )
     assert float(solution.model.w[0]) == pytest.approx(start - 3, rel=1e-6)
 
 
@@ -1460,11 +1464,14 @@ REGRESSIONS = {
         lambda f, rng: rng.random(f.shape) < expit(f),
     ),
     "pseudo-huber": (
-        gnlin.PseudoHuber(),
+        gnlin.losses.PseudoHuber(),
         lambda f, rng: f + rng.standard_t(1.5, f.shape),
     ),
-    "huber": (gnlin.Huber(), lambda f, rng: f + rng.standard_t(1.5, f.shape)),
-    "poisson": (gnlin.PoissonNLL(), lambda f, rng: rng.poisson(np.exp(3 + 0.3 * f))),
+    "huber": (gnlin.losses.Huber(), lambda f, rng: f + rng.standard_t(1.5, f.shape)),
+    "poisson": (
+        gnlin.losses.PoissonNLL(),
+        lambda f, rng: rng.poisson(np.exp(3 + 0.3 * f)),
+    ),
 }
 
 

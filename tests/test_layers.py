@@ -534,7 +534,7 @@ def test_layers_of_nothing(shape, budget):
 def test_outputs_of_lower_precision_than_the_parameters(method):
     settings = {"method": method}
     if method == "mixed":
-        precision = gnlin.MixedPrecision("float32", 1e-5)
+        precision = gnlin.methods.MixedPrecision("float32", 1e-5)
         settings = {"method": precision}
     mlp = in_double(eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=key))
     model = eqx.nn.Sequential([mlp, eqx.nn.Lambda(lambda x: x.astype(jnp.float32))])

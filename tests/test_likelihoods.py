@@ -47,7 +47,7 @@ def negative_binomial(mean, dispersion=0.5):
     return scipy.stats.nbinom(1 / dispersion, 1 / (1 + dispersion * mean))
 
 
-class Own(gnlin.AbstractLoss):
+class Own(gnlin.authoring.AbstractLoss):
     """Poisson's, of one example."""
 
     reduction: str | None = None
@@ -60,13 +60,13 @@ class Own(gnlin.AbstractLoss):
 # of the probability.
 GLMS = {
     "poisson": (
-        gnlin.PoissonNLL(),
+        gnlin.losses.PoissonNLL(),
         COUNTS,
         lambda f: (np.exp(f), np.exp(f), np.exp(f)),
         lambda mean: POISSON.logpmf(COUNTS, mean),
     ),
     "binomial": (
-        gnlin.BinomialNLL(TRIALS),
+        gnlin.losses.BinomialNLL(TRIALS),
         SUCCESSES,
         lambda f: (
             TRIALS * scipy.special.expit(f),
@@ -75,7 +75,7 @@ GLMS = {
         lambda mean: BINOMIAL.logpmf(SUCCESSES, TRIALS, mean / np.maximum(TRIALS, 1)),
     ),
     "negative binomial": (
-        gnlin.NegativeBinomialNLL(0.5),
+        gnlin.losses.NegativeBinomialNLL(0.5),
         COUNTS,
         lambda f: (np.exp(f), np.exp(f), np.exp(f) + 0.5 * np.exp(2 * f)),
         lambda mean: negative_binomial(mean).logpmf(COUNTS),
@@ -148,7 +148,11 @@ def test_profiles_are_those_of_the_likelihood():
 def test_a_curve_that_is_the_rate_itself():
     """And between bounds."""
     fit = gnlin.curve_fit(
-        rate, X, COUNTS, {"a": 1.0, "b": 0.5}, loss=gnlin.PoissonNLL(log_input=False)
+        rate,
+        X,
+        COUNTS,
+        {"a": 1.0, "b": 0.5},
+        loss=gnlin.losses.PoissonNLL(log_input=False),
     )
     mean = lambda p: p[0] * np.exp(p[1] * X) + 1
     best = scipy.optimize.minimize(
@@ -166,7 +170,7 @@ def test_a_curve_that_is_the_rate_itself():
         X,
         COUNTS,
         {"a": 1.0, "b": 0.5},
-        loss=gnlin.PoissonNLL(log_input=False),
+        loss=gnlin.losses.PoissonNLL(log_input=False),
         bounds={"b": (0.0, 0.6)},
     )
     assert held.parameters["b"] == 0.6
@@ -182,7 +186,9 @@ def test_a_curve_that_is_the_rate_itself():
 
 def test_censored_values():
     """Tobin's likelihood, with its second derivative by differences."""
-    fit = gnlin.curve_fit(line, X, CENSORED, START, sigma=0.3, loss=gnlin.TobitNLL(SIDES))
+    fit = gnlin.curve_fit(
+        line, X, CENSORED, START, sigma=0.3, loss=gnlin.losses.TobitNLL(SIDES)
+    )
 
     def loss(p):
         z = (CENSORED - DESIGN @ p) / 0.3
@@ -206,7 +212,7 @@ def test_censored_values():
 
 
 def test_missing_counts_many_of_them_and_starts():
-    loss = gnlin.PoissonNLL()
+    loss = gnlin.losses.PoissonNLL()
     counts = COUNTS.astype(float)
     counts[[3, 17]] = np.nan
     fit = gnlin.curve_fit(line, X, counts, START, loss=loss, nan_policy="omit")
@@ -230,7 +236,7 @@ def test_missing_counts_many_of_them_and_starts():
 
 
 def test_derivatives_by_the_data():
-    loss = gnlin.PoissonNLL()
+    loss = gnlin.losses.PoissonNLL()
     y = jnp.asarray(COUNTS, float)
 
     @jax.jit
@@ -248,7 +254,7 @@ def test_in_single_precision():
         X.astype(np.float32),
         COUNTS.astype(np.float32),
         {name: np.float32(0) for name in START},
-        loss=gnlin.PoissonNLL(),
+        loss=gnlin.losses.PoissonNLL(),
     )
     assert fit.covariance_matrix.dtype == jnp.float32
     expected = fit_of("poisson")
@@ -263,7 +269,9 @@ def test_in_single_precision():
 def test_runs_of_one_sign():
     """By the formula, in the order of x; and what is too smooth is seen."""
     order = np.random.default_rng(1).permutation(40)
-    mixed = gnlin.curve_fit(line, X[order], COUNTS[order], START, loss=gnlin.PoissonNLL())
+    mixed = gnlin.curve_fit(
+        line, X[order], COUNTS[order], START, loss=gnlin.losses.PoissonNLL()
+    )
     fit = fit_of("poisson")
     assert mixed.runs_test() == pytest.approx(fit.runs_test())
     signs = np.sign(COUNTS - np.exp(line(fit.parameters, X)))
@@ -288,7 +296,7 @@ def test_the_report_and_the_picture():
     expected = scipy.special.expit(line(fit_of("binomial").parameters, 2.0))
     assert curve.get_ydata()[-1] == pytest.approx(float(expected))
     matplotlib.pyplot.close("all")
-    robust = gnlin.curve_fit(line, X, NORMAL, START, loss=gnlin.Huber(1.345))
+    robust = gnlin.curve_fit(line, X, NORMAL, START, loss=gnlin.losses.Huber(1.345))
     assert "Huber's sandwich" in str(robust)
 
 
@@ -296,24 +304,28 @@ def test_the_report_and_the_picture():
     ("y", "options", "message"),
     [
         (-COUNTS, {}, "counts must lie between 0 and inf, but one is -"),
-        (SUCCESSES, {"loss": gnlin.BinomialNLL(3)}, "no more successes than trials, but"),
-        (SUCCESSES, {"loss": gnlin.BinomialNLL([3, 4])}, "shape of the successes"),
+        (
+            SUCCESSES,
+            {"loss": gnlin.losses.BinomialNLL(3)},
+            "no more successes than trials, but",
+        ),
+        (SUCCESSES, {"loss": gnlin.losses.BinomialNLL([3, 4])}, "shape of the successes"),
         (COUNTS, {"sigma": 1.0}, "says by itself how y spreads: leave `sigma` out"),
         (COUNTS, {"sigma_x": 1.0}, "`sigma_x` is for squared error"),
-        (COUNTS, {"loss": gnlin.TobitNLL(0)}, "Censored values need `sigma`"),
+        (COUNTS, {"loss": gnlin.losses.TobitNLL(0)}, "Censored values need `sigma`"),
         (
             COUNTS,
-            {"loss": gnlin.TobitNLL([0, 1]), "sigma": 1.0},
+            {"loss": gnlin.losses.TobitNLL([0, 1]), "sigma": 1.0},
             "`censored` must have the shape",
         ),
         (
             COUNTS,
-            {"loss": gnlin.TobitNLL(0), "sigma": np.eye(40)},
+            {"loss": gnlin.losses.TobitNLL(0), "sigma": np.eye(40)},
             "pass standard deviations as `sigma`",
         ),
         (
             COUNTS,
-            {"loss": gnlin.PoissonNLL(log_input=False)},
+            {"loss": gnlin.losses.PoissonNLL(log_input=False)},
             r"is the rate of the counts, which must be positive, .* is 0 at point 0",
         ),
         (COUNTS, {"loss": gnlin.SoftmaxCrossEntropy()}, "one output array, whose last"),
@@ -321,7 +333,7 @@ def test_the_report_and_the_picture():
     ],
 )
 def test_what_cannot_be_meant(y, options, message, unchecked):
-    options = {"loss": gnlin.PoissonNLL(), **options}
+    options = {"loss": gnlin.losses.PoissonNLL(), **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(line, X, y, START, **options)
 
@@ -329,12 +341,15 @@ def test_what_cannot_be_meant(y, options, message, unchecked):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gnlin.PoissonNLL(log_input="no"), "`log_input` must be `True`"),
-        (lambda: gnlin.BinomialNLL(-1), "`trials` must be a number"),
-        (lambda: gnlin.BinomialNLL("many"), "`trials` must be a number"),
-        (lambda: gnlin.NegativeBinomialNLL(0.0), "`dispersion` must be greater"),
-        (lambda: gnlin.NegativeBinomialNLL([1.0, 2.0]), "`dispersion` must be one"),
-        (lambda: gnlin.TobitNLL([0, 2]), "`censored` must hold 0 for a value"),
+        (lambda: gnlin.losses.PoissonNLL(log_input="no"), "`log_input` must be `True`"),
+        (lambda: gnlin.losses.BinomialNLL(-1), "`trials` must be a number"),
+        (lambda: gnlin.losses.BinomialNLL("many"), "`trials` must be a number"),
+        (lambda: gnlin.losses.NegativeBinomialNLL(0.0), "`dispersion` must be greater"),
+        (
+            lambda: gnlin.losses.NegativeBinomialNLL([1.0, 2.0]),
+            "`dispersion` must be one",
+        ),
+        (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold 0 for a value"),
         (
             lambda: fit_of("poisson").band(X, sigma=1.0),
             "`sigma` of a band is of normal noise",
@@ -348,25 +363,25 @@ def test_what_no_loss_can_be(make, message, unchecked):
 
 LOSSES = {
     "rate": (
-        gnlin.PoissonNLL(log_input=False),
+        gnlin.losses.PoissonNLL(log_input=False),
         np.array([0.3, 2.0, 30.0]),
         lambda f: POISSON(f),
         lambda y: POISSON(np.maximum(y, 1e-300)),
     ),
     "poisson": (
-        gnlin.PoissonNLL(),
+        gnlin.losses.PoissonNLL(),
         np.array([-2.0, 0.5, 3.0]),
         lambda f: POISSON(np.exp(f)),
         lambda y: POISSON(np.maximum(y, 1e-300)),
     ),
     "binomial": (
-        gnlin.BinomialNLL(7),
+        gnlin.losses.BinomialNLL(7),
         np.array([-8.0, 0.5, 3.0]),
         lambda f: BINOMIAL(7, scipy.special.expit(f)),
         lambda y: BINOMIAL(7, y / 7),
     ),
     "negative binomial": (
-        gnlin.NegativeBinomialNLL(0.25),
+        gnlin.losses.NegativeBinomialNLL(0.25),
         np.array([-2.0, 0.5, 3.0]),
         lambda f: negative_binomial(np.exp(f), 0.25),
         lambda y: negative_binomial(np.maximum(y, 1e-300), 0.25),
@@ -413,7 +428,7 @@ def test_the_losses_are_scipys_distributions(name):
 def test_the_loss_of_a_limit(dtype):
     """Its slope and its curvature by the scaled complementary error function."""
     z = np.array([-2000.0, -60.0, -31.0, -29.0, -10.5, -9.0, -3.0, 0.0, 2.0, 6.0], dtype)
-    loss, zero = gnlin.TobitNLL(1), jnp.zeros(z.size, dtype)
+    loss, zero = gnlin.losses.TobitNLL(1), jnp.zeros(z.size, dtype)
     wide = z.astype(float)
     hazard = np.sqrt(2 / np.pi) / scipy.special.erfcx(-wide / np.sqrt(2))
     rtol = 1e-9 if dtype == np.float64 else 1e-4
@@ -425,5 +440,5 @@ def test_the_loss_of_a_limit(dtype):
     curvature = np.where(wide < -29, far, hazard * (hazard + wide))
     found = loss.root(jnp.asarray(z), zero) ** 2
     np.testing.assert_allclose(found, curvature, rtol=max(rtol, 1e-6))
-    below = gnlin.TobitNLL(-1).elementwise(jnp.asarray(-z), zero)
+    below = gnlin.losses.TobitNLL(-1).elementwise(jnp.asarray(-z), zero)
     np.testing.assert_array_equal(below, value)

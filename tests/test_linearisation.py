@@ -19,9 +19,10 @@ from problems import (
 )
 
 import gnlin
-from gnlin import linearise, PerExample, Quadratic
+from gnlin import linearise, PerExample
 from gnlin._jacobian import _of_examples, _program, ByPasses
 from gnlin._subproblem import choose
+from gnlin.authoring import Quadratic
 from gnlin.filters import GradientDescent, PseudoInverse, Tikhonov
 
 

@@ -132,7 +132,7 @@ NETWORK = jax.tree.map(
 
 
 SOFTMAX = gnlin.SoftmaxCrossEntropy(), jnp.arange(15) % 4
-HUBER = gnlin.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # has a rest
+HUBER = gnlin.losses.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # has a rest
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,4 @@ def test_mistakes():
         gnlin.DampedGaussNewton(1.0, method=lx.QR(), form="prox-linear")
     data, solver = (X, jnp.zeros((15, 4))), gnlin.GaussNewton(method=lx.QR())
     with pytest.raises(ValueError, match="does not serve"):
-        gnlin.solve(NETWORK, data, solver, loss=gnlin.Huber(0.1))
+        gnlin.solve(NETWORK, data, solver, loss=gnlin.losses.Huber(0.1))

@@ -39,7 +39,7 @@ if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
 as_for_users = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-class Hinge(gnlin.AbstractLoss):
+class Hinge(gnlin.authoring.AbstractLoss):
     """A user's loss, known by its value alone."""
 
     reduction: str = "sum"
@@ -49,7 +49,7 @@ class Hinge(gnlin.AbstractLoss):
         return jax.nn.logsumexp(outputs + margin) - outputs[target]
 
 
-class Quartic(gnlin.AbstractElementwiseLoss):
+class Quartic(gnlin.authoring.AbstractElementwiseLoss):
     """A user's loss, known by its value in each output alone."""
 
     reduction: str = "sum"
@@ -62,7 +62,7 @@ class Case(NamedTuple):
     """A loss of one example, its value once more in SciPy and naively in JAX, and
     targets for it."""
 
-    loss: gnlin.AbstractLoss
+    loss: gnlin.authoring.AbstractLoss
     scipy: Callable
     naive: Callable
     target: Callable
@@ -137,7 +137,7 @@ CASES = {
         optax=optax.sigmoid_binary_cross_entropy,
     ),
     "huber": Case(
-        gnlin.Huber(DELTA),
+        gnlin.losses.Huber(DELTA),
         lambda f, t: np.sum(scipy.special.huber(DELTA, f - t)),
         lambda f, t: jnp.sum(
             jnp.where(
@@ -150,20 +150,20 @@ CASES = {
         optax=lambda f, t: optax.huber_loss(f, t, delta=DELTA),
     ),
     "pseudo-huber": Case(
-        gnlin.PseudoHuber(DELTA),
+        gnlin.losses.PseudoHuber(DELTA),
         lambda f, t: np.sum(scipy.special.pseudo_huber(DELTA, f - t)),
         lambda f, t: DELTA**2 * jnp.sum(jnp.sqrt(1 + ((f - t) / DELTA) ** 2) - 1),
         normal,
     ),
     "log-cosh": Case(
-        gnlin.LogCosh(DELTA),
+        gnlin.losses.LogCosh(DELTA),
         lambda f, t: DELTA**2 * np.sum(np.log(np.cosh((f - t) / DELTA))),
         lambda f, t: DELTA**2 * jnp.sum(jnp.log(jnp.cosh((f - t) / DELTA))),
         normal,
         optax=lambda f, t: DELTA**2 * optax.log_cosh(f / DELTA, t / DELTA),
     ),
     "poisson": Case(
-        gnlin.PoissonNLL(),
+        gnlin.losses.PoissonNLL(),
         lambda f, t: np.sum(np.exp(f) - t * f - t + scipy.special.xlogy(t, t)),
         lambda f, t: jnp.sum(jnp.exp(f) - t * f - t + jax.scipy.special.xlogy(t, t)),
         lambda generator, shape: generator.poisson(1.5, shape).astype(float),
@@ -206,7 +206,7 @@ def everything(loss, naive, outputs, target):
     value = lambda flat: naive(unravel(flat), target)
     factor, gradient = loss.factor(outputs, target), loss.gradient(outputs, target)
     residual, remainder = factor.whiten(gradient)
-    assert isinstance(factor, gnlin.AbstractFactor)
+    assert isinstance(factor, gnlin.authoring.AbstractFactor)
     assert jax.tree.structure(gradient) == jax.tree.structure(outputs)
     assert jax.tree.structure(residual) == jax.tree.structure(outputs)
     if isinstance(loss, gnlin.SquaredError):
@@ -281,7 +281,7 @@ def test_factor_against_dense_matrices(case, everything_of):
             atol=1e-12,
         )
         gradient, remainder = of["gradient"], of["remainder"]
-        if isinstance(case.loss, gnlin.Huber):  # all of an outlier's pull
+        if isinstance(case.loss, gnlin.losses.Huber):  # all of an outlier's pull
             outlier = np.abs(outputs - target) > DELTA
             assert outlier.any()
             np.testing.assert_array_equal(remainder, np.where(outlier, gradient, 0))
@@ -293,7 +293,7 @@ def test_factor_against_dense_matrices(case, everything_of):
         np.testing.assert_allclose(of["residual"], shortest, rtol=1e-8, atol=1e-12)
 
 
-class TreeOfSquares(gnlin.AbstractLoss):
+class TreeOfSquares(gnlin.authoring.AbstractLoss):
     reduction: str = "sum"
 
     def value(self, outputs, target):
@@ -302,7 +302,9 @@ class TreeOfSquares(gnlin.AbstractLoss):
 
 
 @pytest.mark.parametrize(
-    "loss", [gnlin.PseudoHuber(), gnlin.SigmoidCrossEntropy(), TreeOfSquares()], ids=repr
+    "loss",
+    [gnlin.losses.PseudoHuber(), gnlin.SigmoidCrossEntropy(), TreeOfSquares()],
+    ids=repr,
 )
 def test_outputs_may_be_a_tree(loss):
     generator = np.random.default_rng(1)
@@ -320,13 +322,13 @@ def test_outputs_may_be_a_tree(loss):
 
 
 def test_negative_curvature_counts_as_none():
-    class Wave(gnlin.AbstractElementwiseLoss):
+    class Wave(gnlin.authoring.AbstractElementwiseLoss):
         reduction: str = "sum"
 
         def elementwise(self, output, target):
             return jnp.cos(output - target)
 
-    class WaveByValue(gnlin.AbstractLoss):
+    class WaveByValue(gnlin.authoring.AbstractLoss):
         reduction: str = "sum"
 
         def value(self, outputs, target):
@@ -349,10 +351,10 @@ def test_negative_curvature_counts_as_none():
         [
             gnlin.SquaredError(),
             gnlin.SigmoidCrossEntropy(),
-            gnlin.Huber(),
-            gnlin.PseudoHuber(),
-            gnlin.LogCosh(),
-            gnlin.PoissonNLL(),
+            gnlin.losses.Huber(),
+            gnlin.losses.PseudoHuber(),
+            gnlin.losses.LogCosh(),
+            gnlin.losses.PoissonNLL(),
             Quartic(),
         ],
         [np.int32, np.int64, bool],
@@ -544,21 +546,21 @@ def test_the_likeliest_class_loses_no_digit_to_one():
 ELEMENTWISE = {
     "sigmoid": (gnlin.SigmoidCrossEntropy(), exact_sigmoid, (0.0, 1.0, 0.25)),
     "huber": (
-        gnlin.Huber(0.75),
+        gnlin.losses.Huber(0.75),
         lambda f, t: exact_huber(f, t, D("0.75")),
         (0.0, 30.0, -79.5),
     ),
     "pseudo-huber": (
-        gnlin.PseudoHuber(0.75),
+        gnlin.losses.PseudoHuber(0.75),
         lambda f, t: exact_pseudo_huber(f, t, D("0.75")),
         (0.0, 30.0, -79.5),
     ),
     "log-cosh": (
-        gnlin.LogCosh(0.5),  # by which one can divide without rounding
+        gnlin.losses.LogCosh(0.5),  # by which one can divide without rounding
         lambda f, t: exact_log_cosh(f, t, D("0.5")),
         (0.0, 30.0, -79.5),
     ),
-    "poisson": (gnlin.PoissonNLL(), exact_poisson, (0.0, 1.0, 5.0)),
+    "poisson": (gnlin.losses.PoissonNLL(), exact_poisson, (0.0, 1.0, 5.0)),
 }
 
 
@@ -570,7 +572,7 @@ def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
     sizes = [0.0, 0.125, 2**-10, 1.0, 30.0, 80.0, 150.0]
     sizes += [300.0, 700.0] if dtype == np.float64 else []
     outputs = np.array(sizes + [-x for x in sizes], dtype)
-    if isinstance(loss, gnlin.PoissonNLL) and dtype == np.float32:
+    if isinstance(loss, gnlin.losses.PoissonNLL) and dtype == np.float32:
         outputs = outputs[outputs <= 80]  # beyond is infinity
     rtol = tolerance(dtype, 8)
     run = as_for_users(
@@ -583,7 +585,7 @@ def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
         for i, f in enumerate(exact(outputs)):
             value, slope, curvature = formula(f, D(target))
             size = abs(value), abs(slope)
-            if target == 0.25 or isinstance(loss, gnlin.PoissonNLL):
+            if target == 0.25 or isinstance(loss, gnlin.losses.PoissonNLL):
                 # Differences, of terms of the target's size
                 size = (
                     max(value, abs(D(target) * f), D(target)),
@@ -602,10 +604,10 @@ SATURATED = {
     ),
     "smoothed softmax": (gnlin.SoftmaxCrossEntropy(0.125), np.array(0)),
     "sigmoid": (gnlin.SigmoidCrossEntropy(), np.array([0.0, 1.0, 0.0, 1.0])),
-    "huber": (gnlin.Huber(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
-    "pseudo-huber": (gnlin.PseudoHuber(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
-    "log-cosh": (gnlin.LogCosh(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
-    "poisson": (gnlin.PoissonNLL(), np.array([0.0, 1.0, 5.0, 100.0])),
+    "huber": (gnlin.losses.Huber(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
+    "pseudo-huber": (gnlin.losses.PseudoHuber(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
+    "log-cosh": (gnlin.losses.LogCosh(0.75), np.array([0.0, 30.0, -79.5, 0.5])),
+    "poisson": (gnlin.losses.PoissonNLL(), np.array([0.0, 1.0, 5.0, 100.0])),
 }
 
 
@@ -634,7 +636,7 @@ def test_the_gradient_is_whitened_whole(name, dtype):
     for scale in scales:
         for direction in ([1, 0, -1, 0.5], [-1, 1, 0, 0.25], [0, -1, -1, 1]):
             outputs = np.array(direction, dtype) * dtype(scale)
-            if isinstance(loss, gnlin.PoissonNLL) and dtype == np.float32:
+            if isinstance(loss, gnlin.losses.PoissonNLL) and dtype == np.float32:
                 outputs = np.minimum(outputs, dtype(80))
             gradient, whole, residual = run(outputs)
             assert np.all(np.isfinite(gradient))
@@ -642,7 +644,7 @@ def test_the_gradient_is_whitened_whole(name, dtype):
             largest = float(np.max(np.abs(gradient)))
             error = np.abs(np.asarray(whole, float) - np.asarray(gradient, float))
             assert np.all(error <= 16 * eps * largest)
-            if isinstance(loss, gnlin.PoissonNLL):
+            if isinstance(loss, gnlin.losses.PoissonNLL):
                 continue  # whose gradient grows beyond all bounds
             assert np.all(np.abs(residual) <= 100 / eps**0.5)
 
@@ -782,13 +784,13 @@ def all_sizes(jaxpr):
         (gnlin.SoftmaxCrossEntropy(), np.zeros(3, int)),
         (gnlin.SoftmaxCrossEntropy(0.1), np.ones((3, 1000))),
         (gnlin.SigmoidCrossEntropy(), np.zeros((3, 1000))),
-        (gnlin.Huber(), np.zeros((3, 1000))),
-        (gnlin.PseudoHuber(), np.zeros((3, 1000))),
-        (gnlin.LogCosh(), np.zeros((3, 1000))),
-        (gnlin.PoissonNLL(), np.zeros((3, 1000))),
+        (gnlin.losses.Huber(), np.zeros((3, 1000))),
+        (gnlin.losses.PseudoHuber(), np.zeros((3, 1000))),
+        (gnlin.losses.LogCosh(), np.zeros((3, 1000))),
+        (gnlin.losses.PoissonNLL(), np.zeros((3, 1000))),
         (Quartic(), np.zeros((3, 1000))),
     ],
-    ids=lambda x: repr(x) if isinstance(x, gnlin.AbstractLoss) else "",
+    ids=lambda x: repr(x) if isinstance(x, gnlin.authoring.AbstractLoss) else "",
 )
 def test_no_block_of_classes_times_classes(loss, target):
     def everything(outputs, target):
@@ -889,7 +891,7 @@ SOLVED = {
         lambda unit: gnlin.DampedGaussNewton(0.3 * unit),
     ),
     "poisson, prox-linear": (
-        gnlin.PoissonNLL,
+        gnlin.losses.PoissonNLL,
         np.random.default_rng(3).poisson(2, (6, 3)).astype(float),
         lambda unit: gnlin.IterativeLinearisation(20, 0.01 / unit, damping=0.3 * unit),
     ),
@@ -923,7 +925,7 @@ def test_weights_and_reduction_in_a_solution(loss, targets, build):
 
 X = np.linspace(-1.0, 1.0, 10).reshape(5, 2)
 SOFTMAX_LOSS = gnlin.SoftmaxCrossEntropy()
-SIGMOID, POISSON = gnlin.SigmoidCrossEntropy(), gnlin.PoissonNLL()
+SIGMOID, POISSON = gnlin.SigmoidCrossEntropy(), gnlin.losses.PoissonNLL()
 WRONG_TARGETS = {
     "one-hot integers": (
         SOFTMAX_LOSS,
@@ -950,10 +952,10 @@ WRONG_TARGETS = {
     "negative whole count": (POISSON, np.full((5, 3), -2), "counts.*-2"),
     "missing count": (POISSON, np.full((5, 3), np.nan), "counts.*nan"),
     "counts of another shape": (POISSON, np.ones((5, 1)), r"\(5, 3\).*\(5, 1\)"),
-    "huber": (gnlin.Huber(), np.ones(5), r"\(5, 3\).*\(5,\)"),
-    "pseudo-huber": (gnlin.PseudoHuber(), np.ones((5, 4)), r"\(5, 3\).*\(5, 4\)"),
-    "log-cosh": (gnlin.LogCosh(), np.ones((5, 3, 1)), r"\(5, 3\).*\(5, 3, 1\)"),
-    "log-cosh, a tree": (gnlin.LogCosh(), {"a": np.ones((5, 3))}, "shape"),
+    "huber": (gnlin.losses.Huber(), np.ones(5), r"\(5, 3\).*\(5,\)"),
+    "pseudo-huber": (gnlin.losses.PseudoHuber(), np.ones((5, 4)), r"\(5, 3\).*\(5, 4\)"),
+    "log-cosh": (gnlin.losses.LogCosh(), np.ones((5, 3, 1)), r"\(5, 3\).*\(5, 3, 1\)"),
+    "log-cosh, a tree": (gnlin.losses.LogCosh(), {"a": np.ones((5, 3))}, "shape"),
     "squared error": (gnlin.SquaredError(), np.ones(5), r"\(5, 3\).*\(5,\)"),
     "a user's own": (Quartic(), np.ones(5), r"\(5, 3\).*\(5,\)"),
 }
@@ -996,14 +998,14 @@ WRONG_LOSSES = {
         lambda: gnlin.SquaredError(reduction="average"),
         lambda: gnlin.SoftmaxCrossEntropy(reduction="tokens"),
         lambda: gnlin.SigmoidCrossEntropy("none"),
-        lambda: gnlin.Huber(reduction="max"),
-        lambda: gnlin.PoissonNLL(""),
+        lambda: gnlin.losses.Huber(reduction="max"),
+        lambda: gnlin.losses.PoissonNLL(""),
         lambda: Hinge("mena"),
         lambda: Quartic("SUM"),
     ],
     "delta": [
         lambda build=build, v=v: build(v)
-        for build in (gnlin.Huber, gnlin.PseudoHuber, gnlin.LogCosh)
+        for build in (gnlin.losses.Huber, gnlin.losses.PseudoHuber, gnlin.losses.LogCosh)
         for v in (0, 0.0, -1.0, math.nan, math.inf, "1", None)
     ],
     "label_smoothing": [
@@ -1064,9 +1066,9 @@ def test_a_label_that_is_out_of_range_inside_jit_is_never_a_success(solver):
 
 
 FORGETTING = {
-    "cauchy": (gnlin.Cauchy, lambda u: 0.5 * np.log1p(u**2)),
-    "arctan": (gnlin.Arctan, lambda u: 0.5 * np.arctan(u**2)),
-    "tukey": (gnlin.Tukey, lambda u: (1 - np.maximum(1 - u**2, 0) ** 3) / 6),
+    "cauchy": (gnlin.losses.Cauchy, lambda u: 0.5 * np.log1p(u**2)),
+    "arctan": (gnlin.losses.Arctan, lambda u: 0.5 * np.arctan(u**2)),
+    "tukey": (gnlin.losses.Tukey, lambda u: (1 - np.maximum(1 - u**2, 0) ** 3) / 6),
 }
 
 

@@ -46,7 +46,7 @@ def test_the_step_is_that_of_double_precision(dtype, damping, memory_budget):
     exact, _ = first_step(model, (X, Y), gnlin.DampedGaussNewton(damping, method="svd"))
     solver = gnlin.DampedGaussNewton(
         damping,
-        method=gnlin.MixedPrecision(dtype, 1e-11),
+        method=gnlin.methods.MixedPrecision(dtype, 1e-11),
         memory_budget=memory_budget,
     )
     step, solution = first_step(model, (X, Y), solver)
@@ -59,7 +59,7 @@ def test_a_coarse_tolerance_takes_fewer_refinements():
     steps = []
     for tolerance in (1e-2, 1e-11):
         solver = gnlin.DampedGaussNewton(
-            0.1, method=gnlin.MixedPrecision("bfloat16", tolerance)
+            0.1, method=gnlin.methods.MixedPrecision("bfloat16", tolerance)
         )
         _, solution = first_step(network(), (X, Y), solver)
         steps.append(float(solution.history.num_inner_steps[0]))
@@ -70,7 +70,7 @@ def test_of_a_general_loss():
     model, labels = network(4), jnp.arange(15) % 4
     loss = gnlin.SoftmaxCrossEntropy()
     exact, _ = first_step(model, (X, labels), gnlin.DampedGaussNewton(0.1), loss)
-    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision())
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision())
     step, _ = first_step(model, (X, labels), solver, loss)
     np.testing.assert_allclose(step, exact, atol=1e-7 * np.linalg.norm(exact))
 
@@ -79,7 +79,9 @@ def test_single_parameters_with_a_bfloat16_kernel():
     cast = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
     model, data = jax.tree.map(cast, (network(), (X, Y)))
     exact, _ = first_step(network(), (X, Y), gnlin.DampedGaussNewton(0.5))
-    solver = gnlin.DampedGaussNewton(0.5, method=gnlin.MixedPrecision("bfloat16", 1e-5))
+    solver = gnlin.DampedGaussNewton(
+        0.5, method=gnlin.methods.MixedPrecision("bfloat16", 1e-5)
+    )
     step, _ = first_step(model, data, solver)
     np.testing.assert_allclose(step, exact, atol=1e-3 * np.linalg.norm(exact))
 
@@ -92,7 +94,7 @@ def residuals(y, args):
 def test_shapes_and_ranks(shape):
     matrix = np.random.default_rng(0).normal(size=shape)
     matrix[:, -1] = matrix[:, 0]
-    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision())
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision())
     y = jnp.zeros(shape[1])
     solution = optx.least_squares(
         residuals, solver, y, jnp.asarray(matrix), max_steps=1, throw=False
@@ -103,7 +105,7 @@ def test_shapes_and_ranks(shape):
 
 
 def test_zero_residual_and_what_is_not_finite():
-    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision())
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision())
     y = jnp.ones(2)
     solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
     np.testing.assert_array_equal(solution.value, y)
@@ -117,7 +119,7 @@ def test_a_tolerance_that_is_not_met_is_no_success():
     generator = np.random.default_rng(0)
     u, _ = np.linalg.qr(generator.normal(size=(8, 8)))
     matrix = jnp.asarray(u @ np.diag(np.geomspace(1, 1e-9, 8)) @ u.T)
-    precision = gnlin.MixedPrecision("float32", 1e-300)
+    precision = gnlin.methods.MixedPrecision("float32", 1e-300)
     solver = gnlin.DampedGaussNewton(1e-14, method=precision)
     solution = optx.least_squares(
         residuals, solver, jnp.zeros(8), matrix, max_steps=1, throw=False
@@ -128,25 +130,31 @@ def test_a_tolerance_that_is_not_met_is_no_success():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gnlin.MixedPrecision("float64"), "`kernel_dtype` must be one of"),
-        (lambda: gnlin.MixedPrecision("int8"), "`kernel_dtype` must be one of"),
-        (lambda: gnlin.MixedPrecision(3), "`kernel_dtype` must be one of"),
-        (lambda: gnlin.MixedPrecision(tolerance=0.0), "`tolerance` must be greater"),
+        (
+            lambda: gnlin.methods.MixedPrecision("float64"),
+            "`kernel_dtype` must be one of",
+        ),
+        (lambda: gnlin.methods.MixedPrecision("int8"), "`kernel_dtype` must be one of"),
+        (lambda: gnlin.methods.MixedPrecision(3), "`kernel_dtype` must be one of"),
+        (
+            lambda: gnlin.methods.MixedPrecision(tolerance=0.0),
+            "`tolerance` must be greater",
+        ),
         *(
             (
                 lambda given=given: gnlin.DampedGaussNewton(1.0, method=given),
-                "must be one of .* a `gnlin.MixedPrecision`, .* or a solver of lineax",
+                "must be one of .* `gnlin.methods.MixedPrecision`, .* or a .* of lineax",
             )
-            for given in (True, "float32", gnlin.MixedPrecision)
+            for given in (True, "float32", gnlin.methods.MixedPrecision)
         ),
         (
             lambda: gnlin.DampedGaussNewton(
-                1.0, method=gnlin.MixedPrecision(), form="prox-linear"
+                1.0, method=gnlin.methods.MixedPrecision(), form="prox-linear"
             ),
             "is for quadratic problems",
         ),
         (
-            lambda: gnlin.GaussNewton(method=gnlin.MixedPrecision()),
+            lambda: gnlin.GaussNewton(method=gnlin.methods.MixedPrecision()),
             "`method` must be one of",
         ),
     ],
@@ -162,19 +170,19 @@ def huber_step(**settings):
     y = (3 * x + 1).at[::5].add(50.0)
     model = eqx.nn.Linear(1, 1, key=jax.random.key(0), dtype=jnp.float64)
     solver = gnlin.DampedGaussNewton(**settings)
-    return first_step(model, (x, y), solver, gnlin.Huber(5.0))[0]
+    return first_step(model, (x, y), solver, gnlin.losses.Huber(5.0))[0]
 
 
 @pytest.mark.parametrize("damping", [1e-2, 1e-4])
 def test_a_gradient_that_the_curvature_does_not_reach(damping):
-    step = huber_step(damping=damping, method=gnlin.MixedPrecision())
+    step = huber_step(damping=damping, method=gnlin.methods.MixedPrecision())
     exact = huber_step(damping=damping, method="svd")
     np.testing.assert_allclose(step, exact, rtol=1e-3)
 
 
 def test_such_a_gradient_with_next_to_no_damping_is_a_failure_that_is_told():
     with pytest.warns(UserWarning, match="linear solve"):
-        step = huber_step(damping=1e-12, method=gnlin.MixedPrecision())
+        step = huber_step(damping=1e-12, method=gnlin.methods.MixedPrecision())
     np.testing.assert_array_equal(step, 0)
 
 
@@ -186,7 +194,7 @@ def test_the_default_serves_in_single_precision(kernel_dtype):
     model = (lambda w, x: w @ x), jnp.zeros((1, 60), jnp.float32)
     for damping in (10.0, 0.1):
         refined = gnlin.DampedGaussNewton(
-            damping, method=gnlin.MixedPrecision(kernel_dtype)
+            damping, method=gnlin.methods.MixedPrecision(kernel_dtype)
         )
         found = gnlin.solve(model, data, refined, max_steps=1)
         assert found.result == optx.RESULTS.nonlinear_max_steps_reached

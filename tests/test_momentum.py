@@ -85,13 +85,13 @@ def test_the_best_of_a_grid():
     parts = 0.5 ** np.arange(11.0)
     losses = [np.sum(sines_numpy(y + part * direction, args)[0] ** 2) for part in parts]
     expected = y + parts[np.argmin(losses)] * direction
-    solver = gnlin.DampedGaussNewton(1e-3, search=gnlin.GridSearch(10))
+    solver = gnlin.DampedGaussNewton(1e-3, search=gnlin.methods.GridSearch(10))
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
     np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
 
 
 def test_a_grid_on_which_nothing_is_won():
-    solver = gnlin.GaussNewton(search=gnlin.GridSearch(3))
+    solver = gnlin.GaussNewton(search=gnlin.methods.GridSearch(3))
     solution = least_squares(
         lambda y, _: jnp.stack([y, y**0 * 1.0]), solver, jnp.zeros(())
     )
@@ -109,8 +109,8 @@ def test_a_grid_on_which_nothing_is_won():
             lambda: gnlin.DampedGaussNewton(1.0, momentum=0.5, form="prox-linear"),
             "no `momentum`",
         ),
-        (lambda: gnlin.GridSearch(0), "`num_halvings` must"),
-        (lambda: gnlin.GaussNewton(search="grid"), "a `gnlin.GridSearch`"),
+        (lambda: gnlin.methods.GridSearch(0), "`num_halvings` must"),
+        (lambda: gnlin.GaussNewton(search="grid"), "a `gnlin.methods.GridSearch`"),
     ],
 )
 def test_mistakes(make, words):

@@ -25,7 +25,7 @@ def data(shape, dtype: Any = np.float64):
 
 def expanded(y, matrix, **settings):
     lin = gnlin.linearise(sines, y, matrix, **settings)
-    return gnlin.Quadratic(lin.jacobian, lin.outputs)
+    return gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
 
 
 def by_hand(jacobian, residual, rank, damping, seed=0):
@@ -48,8 +48,8 @@ SHAPES = [(30, 8), (8, 30), (9, 9), (1, 6), (6, 1)]
 def test_a_step_is_the_formula(shape, rank):
     @jax.jit
     def run(y, matrix):
-        method = gnlin.NystromKernel(rank, seed=3)
-        way = gnlin.choose(expanded(y, matrix), Tikhonov(0.1), method=method)
+        method = gnlin.methods.NystromKernel(rank, seed=3)
+        way = gnlin.authoring.choose(expanded(y, matrix), Tikhonov(0.1), method=method)
         answer = way.solve(Tikhonov(0.1))
         found = answer.step, answer.decrease, way.gradient_norm
         return found, jax.jacobian(sines)(y, matrix), sines(y, matrix)
@@ -68,7 +68,7 @@ def test_a_step_is_the_formula(shape, rank):
 @pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
 def test_of_full_rank_it_is_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
-    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(shape[0]))
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(shape[0]))
     found = optx.least_squares(sines, solver, y, matrix, max_steps=1, throw=False)
     exact = gnlin.DampedGaussNewton(0.1, method="svd")
     expected = optx.least_squares(sines, exact, y, matrix, max_steps=1, throw=False)
@@ -82,7 +82,9 @@ def test_an_array_too_large_for_the_budget_is_passed_through_instead():
     steps, counts = [], []
     for memory_budget in (2**31, 300):
         problem = expanded(y, matrix, memory_budget=memory_budget)
-        way = gnlin.choose(problem, Tikhonov(0.1), method=gnlin.NystromKernel(5))
+        way = gnlin.authoring.choose(
+            problem, Tikhonov(0.1), method=gnlin.methods.NystromKernel(5)
+        )
         steps.append(way.solve(Tikhonov(0.1)).step)
         counts.append(way.passes.number())
     np.testing.assert_allclose(*steps, rtol=1e-9)
@@ -91,10 +93,12 @@ def test_an_array_too_large_for_the_budget_is_passed_through_instead():
 
 def test_one_approximation_serves_for_several_residuals():
     y, matrix = data((30, 8))
-    problem, method = expanded(y, matrix), gnlin.NystromKernel(5)
-    way = gnlin.choose(problem, Tikhonov(0.1), method=method)
+    problem, method = expanded(y, matrix), gnlin.methods.NystromKernel(5)
+    way = gnlin.authoring.choose(problem, Tikhonov(0.1), method=method)
     other = jnp.cos(jnp.arange(30.0))
-    anew = gnlin.choose(problem.with_residual(other), Tikhonov(0.1), method=method)
+    anew = gnlin.authoring.choose(
+        problem.with_residual(other), Tikhonov(0.1), method=method
+    )
     found = way.with_residual(other).solve(Tikhonov(0.1)).step
     np.testing.assert_allclose(found, anew.solve(Tikhonov(0.1)).step, rtol=1e-12)
 
@@ -105,8 +109,10 @@ def test_single_precision_at_little_damping(damping):
 
     @jax.jit
     def run(y, matrix):
-        method = gnlin.NystromKernel(40)
-        way = gnlin.choose(expanded(y, matrix), Tikhonov(damping), method=method)
+        method = gnlin.methods.NystromKernel(40)
+        way = gnlin.authoring.choose(
+            expanded(y, matrix), Tikhonov(damping), method=method
+        )
         step = way.solve(Tikhonov(damping)).step
         return step, jax.jacobian(sines)(y, matrix), sines(y, matrix)
 
@@ -130,10 +136,12 @@ def test_a_step_uphill_raises_the_damping(rank, settings):
     def residuals(y, matrix):
         return matrix @ y + 0.1 * jnp.sin(3 * y) - 1
 
-    y, method = jnp.zeros(50), gnlin.NystromKernel(rank)
+    y, method = jnp.zeros(50), gnlin.methods.NystromKernel(rank)
     lin = gnlin.linearise(residuals, y, jnp.asarray(matrix))
-    problem = gnlin.Quadratic(lin.jacobian, lin.outputs)
-    answer = gnlin.choose(problem, Tikhonov(1e-3), method=method).solve(Tikhonov(1e-3))
+    problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
+    answer = gnlin.authoring.choose(problem, Tikhonov(1e-3), method=method).solve(
+        Tikhonov(1e-3)
+    )
     assert answer.decrease is not None
     assert answer.decrease < 0
     solver = gnlin.LevenbergMarquardt(method=method, **settings)
@@ -157,14 +165,14 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
     ("loss", "targets"),
     [
         (gnlin.SoftmaxCrossEntropy(), LABELS),
-        (gnlin.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
+        (gnlin.losses.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
     ],
 )
 def test_of_a_general_loss(loss, targets):
     """Of full rank, and by layers; Huber's gradient is not in the curvature's range."""
     solvers = (
         gnlin.DampedGaussNewton(0.1, method=method, search=None)
-        for method in ("kernel", gnlin.NystromKernel(120))
+        for method in ("kernel", gnlin.methods.NystromKernel(120))
     )
     one, two = (
         gnlin.solve(network(), (X, targets), solver, loss=loss, max_steps=1).loss
@@ -176,8 +184,10 @@ def test_of_a_general_loss(loss, targets):
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.LevenbergMarquardt(method=gnlin.NystromKernel(20)),
-        gnlin.DampedGaussNewton(1.0, momentum=0.5, method=gnlin.NystromKernel(60)),
+        gnlin.LevenbergMarquardt(method=gnlin.methods.NystromKernel(20)),
+        gnlin.DampedGaussNewton(
+            1.0, momentum=0.5, method=gnlin.methods.NystromKernel(60)
+        ),
     ],
     ids=["default", "momentum"],
 )
@@ -188,14 +198,14 @@ def test_a_network_is_trained(solver):
 
 
 def test_without_damping_it_has_no_step():
-    solver = gnlin.DampedGaussNewton(0.0, method=gnlin.NystromKernel(20))
+    solver = gnlin.DampedGaussNewton(0.0, method=gnlin.methods.NystromKernel(20))
     with pytest.warns(UserWarning, match="linear solve"):
         solution = gnlin.solve(network(), (X, jnp.ones((40, 3))), solver, max_steps=3)
     assert solution.result == optx.RESULTS.singular
 
 
 def test_zero_residual_and_what_is_not_finite():
-    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(2))
+    solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(2))
     residuals = lambda y, matrix: matrix @ y - 1
     y = jnp.ones(2)
     solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
@@ -206,27 +216,30 @@ def test_zero_residual_and_what_is_not_finite():
     np.testing.assert_array_equal(solution.value, y)
 
 
-MAKE: Any = gnlin.NystromKernel
+MAKE: Any = gnlin.methods.NystromKernel
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gnlin.NystromKernel(0), "`rank` must be a whole number of at least 1"),
+        (
+            lambda: gnlin.methods.NystromKernel(0),
+            "`rank` must be a whole number of at least 1",
+        ),
         (lambda: MAKE(2.5), "`rank` must be a whole number"),
         (lambda: MAKE(2, seed="a"), "`seed` must be a whole number"),
         (
             lambda: gnlin.DampedGaussNewton(1.0, method=MAKE),
-            "a `gnlin.NystromKernel` or a solver of lineax here",
+            "a `gnlin.methods.NystromKernel` or a solver of lineax here",
         ),
         (
             lambda: gnlin.DampedGaussNewton(
-                1.0, method=gnlin.NystromKernel(3), form="prox-linear"
+                1.0, method=gnlin.methods.NystromKernel(3), form="prox-linear"
             ),
             "is for quadratic problems",
         ),
         (
-            lambda: gnlin.GaussNewton(method=gnlin.NystromKernel(3)),
+            lambda: gnlin.GaussNewton(method=gnlin.methods.NystromKernel(3)),
             "`method` must be one of",
         ),
     ],

@@ -49,7 +49,7 @@ def test_digits_are_learnt(digits, solver, batch_size):
         key=key,
         progress=False,
     )
-    accuracy = float(gnlin.accuracy(jax.vmap(result.model)(images), labels))
+    accuracy = float(gnlin.losses.accuracy(jax.vmap(result.model)(images), labels))
     assert accuracy > BAR
 
 
@@ -101,5 +101,5 @@ def test_digits_are_learnt_without_a_solver(digits, network, batch_size, steps):
         key=key,
         progress=False,
     )
-    accuracy = float(gnlin.accuracy(jax.vmap(result.model)(images), labels))
+    accuracy = float(gnlin.losses.accuracy(jax.vmap(result.model)(images), labels))
     assert accuracy > BAR

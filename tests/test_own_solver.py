@@ -25,7 +25,7 @@ def own():
     return module.ProportionalDamping
 
 
-class Cooled(gnlin.AbstractFilteredGaussNewton):
+class Cooled(gnlin.authoring.AbstractFilteredGaussNewton):
     damping: float
 
     def filter_at(self, num_steps):

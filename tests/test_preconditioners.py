@@ -55,7 +55,7 @@ def test_nystrom_is_its_formula(rank):
     expected = nystrom_numpy(phi.T @ phi, omega, 1e-3)
     found = dense_inverse(Nystrom(rank, seed=3), lin, 1e-3)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-    assert Nystrom(rank).passes(lin.jacobian) == gnlin.Passes(rank, rank)
+    assert Nystrom(rank).passes(lin.jacobian) == gnlin.authoring.Passes(rank, rank)
 
 
 def test_nystrom_of_full_rank_is_the_inverse():
@@ -113,7 +113,9 @@ def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_bu
 @eqx.filter_jit
 def advance(solver, fn, y, args, state):
     lin = gnlin.linearise(fn, y, args)
-    return solver.advance(gnlin.SumOfSquares(), lin, lambda y: fn(y, args), state)
+    return solver.advance(
+        gnlin.authoring.SumOfSquares(), lin, lambda y: fn(y, args), state
+    )
 
 
 CASES = [Nystrom(8), BlockDiagonal(), BlockDiagonal(1)]

@@ -4,27 +4,33 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import gnlin
 
 
-def public_names(module, prefix):
-    for name, value in vars(module).items():
-        if not name.startswith("_") and not inspect.ismodule(value):
-            yield f"{prefix}{name}", value
+ROOMS = (
+    gnlin.authoring,
+    gnlin.callbacks,
+    gnlin.damping,
+    gnlin.features,
+    gnlin.filters,
+    gnlin.losses,
+    gnlin.methods,
+    gnlin.preconditioners,
+    gnlin.predict,
+    gnlin.spectra,
+)
 
-
-PUBLIC = dict(public_names(gnlin, "gnlin."))
-PUBLIC |= {
+TOP = {
     name: value
-    for module in (gnlin.filters, gnlin.damping)
-    for name, value in public_names(module, f"{module.__name__}.")
-    if getattr(value, "__module__", "") == module.__name__
+    for name, value in vars(gnlin).items()
+    if not name.startswith("_") and not inspect.ismodule(value)
 }
-PUBLIC |= {
-    name: value
-    for module in (gnlin.features, gnlin.spectra)
-    for name, value in public_names(module, f"{module.__name__}.")
-    if getattr(value, "__module__", "") == module.__name__
+PUBLIC = {f"gnlin.{name}": value for name, value in TOP.items()} | {
+    f"{room.__name__}.{name}": getattr(room, name)
+    for room in ROOMS
+    for name in room.__all__
 }
 
 METHODS = {
@@ -53,28 +59,58 @@ INHERITED = {
 
 
 def test_the_public_names():
-    expected = {
-        "AbstractGaussNewton",
-        "ConjugateGradients",
+    assert sorted(TOP) == [
+        "Checkpoint",
+        "CheckpointError",
+        "CurveFit",
         "DampedGaussNewton",
-        "EisenstatWalker",
-        "FilteredGaussNewton",
         "GaussNewton",
+        "Groups",
         "History",
         "IterativeLinearisation",
         "LevenbergMarquardt",
         "Linearisation",
         "PerExample",
+        "Residuals",
+        "SigmoidCrossEntropy",
+        "SoftmaxCrossEntropy",
         "Solution",
+        "Sparsity",
         "Spectrum",
-        "Trajectory",
+        "SquaredError",
+        "TangentKernel",
         "TruncatedGaussNewton",
-        "filters",
+        "curve_fit",
+        "fit",
         "linearise",
         "solve",
+    ]
+    rooms = {name for name in vars(gnlin) if inspect.ismodule(getattr(gnlin, name))}
+    assert {name for name in rooms if name[0] != "_"} == {
+        room.__name__.removeprefix("gnlin.") for room in ROOMS
     }
-    assert expected <= set(dir(gnlin))
     assert gnlin.__version__
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        ("Huber", "losses"),
+        ("AbstractLoss", "authoring"),
+        ("GridSearch", "methods"),
+        ("accuracy", "losses"),
+        ("predictive_variance", "predict"),
+    ],
+)
+def test_a_moved_name_still_works(name, room):
+    with pytest.warns(DeprecationWarning, match=f"use `gnlin.{room}.{name}`"):
+        found = getattr(gnlin, name)
+    assert found is getattr(getattr(gnlin, room), name)
+
+
+def test_a_name_that_never_was():
+    with pytest.raises(AttributeError, match="has no attribute 'Adam'"):
+        gnlin.Adam  # noqa: B018
 
 
 def test_every_public_name_is_documented():

@@ -216,7 +216,7 @@ def test_other_losses_and_parameters_that_are_no_model():
     parameters = {"a": jnp.array(0.3), "w": jnp.array([[0.1], [0.2]])}
     groups = {
         "curve": gnlin.Residuals(
-            lambda p, xy: p["a"] * xy[0] - xy[1], (x, 2 * x), loss=gnlin.Huber(0.1)
+            lambda p, xy: p["a"] * xy[0] - xy[1], (x, 2 * x), loss=gnlin.losses.Huber(0.1)
         ),
         "classes": gnlin.Residuals(
             lambda p, x: p["w"] @ x[None],
@@ -382,7 +382,7 @@ def test_mistakes(make, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"loss": gnlin.Huber()}, "`loss` is not for groups"),
+        ({"loss": gnlin.losses.Huber()}, "`loss` is not for groups"),
         ({"batch_size": {"inside": 3}}, "`batch_size` names 'inside'"),
         ({"batch_size": {"interior": 13}}, "'interior' has 12 examples"),
         ({"batch_size": 6}, "'boundary' has 5 examples"),

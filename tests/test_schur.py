@@ -202,7 +202,7 @@ def test_fixed_parameters_stay():
 
 def test_of_a_robust_loss():
     model, data = problem()
-    robust = groups(data, loss=gnlin.PseudoHuber(0.3))
+    robust = groups(data, loss=gnlin.losses.PseudoHuber(0.3))
     ours, known = (
         gnlin.solve(model, robust, gnlin.DampedGaussNewton(0.1, method=m), max_steps=3)
         for m in ("schur", "curvature")

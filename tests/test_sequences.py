@@ -176,7 +176,7 @@ def test_validation_figures_are_means_over_the_targets_that_count():
         batch_size=1,
         steps=2,
         validation=[(X[i : i + 1], MASKED[i : i + 1]) for i in range(N)],
-        metrics={"accuracy": gnlin.accuracy},
+        metrics={"accuracy": gnlin.losses.accuracy},
         progress=False,
     )
     outputs = np.asarray(jax.vmap(result.model)(X))
@@ -184,7 +184,9 @@ def test_validation_figures_are_means_over_the_targets_that_count():
     assert result.history["validation_loss"][-1] == pytest.approx(expected)
     right = np.mean(np.argmax(outputs, axis=-1)[COUNTS] == LABELS[COUNTS])
     assert result.history["validation_accuracy"][-1] == pytest.approx(right)
-    assert float(gnlin.accuracy(outputs, jnp.asarray(MASKED))) == pytest.approx(right)
+    assert float(gnlin.losses.accuracy(outputs, jnp.asarray(MASKED))) == pytest.approx(
+        right
+    )
 
 
 #

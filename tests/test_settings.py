@@ -54,7 +54,7 @@ def test_where_a_schedule_may_be():
             "damping=0.2)",
         ),
         (
-            gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker(0.3)),
+            gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker(0.3)),
             "TruncatedGaussNewton(tolerance=EisenstatWalker(initial=0.3))",
         ),
     ],
@@ -136,7 +136,7 @@ def test_outputs_that_do_not_depend_on_the_parameters():
         gnlin.fit(model, data, batch_size=4, epochs=2, progress=False)
 
 
-class OfATuple(gnlin.AbstractGaussNewton):
+class OfATuple(gnlin.authoring.AbstractGaussNewton):
     def update(self, objective, lin, evaluate, memory, num_steps):
         return lin.point, lin.outputs
 
@@ -144,6 +144,6 @@ class OfATuple(gnlin.AbstractGaussNewton):
 @pytest.mark.usefixtures("unchecked")
 def test_an_update_that_is_none():
     with pytest.raises(
-        TypeError, match=r"OfATuple must return a `gnlin.Update`, as .* a"
+        TypeError, match=r"OfATuple must return a `gnlin.authoring.Update`, as .* a"
     ):
         gnlin.solve(NET, DATA, OfATuple())

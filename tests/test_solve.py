@@ -25,7 +25,7 @@ SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "truncated": gnlin.TruncatedGaussNewton(0.1, damping=0.1),
     "iterative linearisation": gnlin.IterativeLinearisation(200, 0.02),
-    "filtered": gnlin.FilteredGaussNewton(GradientFlow(5.0)),
+    "filtered": gnlin.methods.FilteredGaussNewton(GradientFlow(5.0)),
 }
 every_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 

@@ -63,7 +63,7 @@ SOLVERS = {
         lambda r, j, k: descent_step(r, j, 50, 0.03, 0.5),
     ),
     "filtered": (
-        gnlin.FilteredGaussNewton(GradientFlow(5.0)),
+        gnlin.methods.FilteredGaussNewton(GradientFlow(5.0)),
         lambda r, j, k: flow_step(r, j, 5.0),
     ),
 }
@@ -317,7 +317,7 @@ FAR = {
     "iterative linearisation": gnlin.IterativeLinearisation(1000, 0.5),
     "matrix-free": gnlin.IterativeLinearisation(1000, 0.5, method="matrix-free"),
     "infinite period": gnlin.IterativeLinearisation(math.inf, 0.5),
-    "filtered": gnlin.FilteredGaussNewton(GradientFlow(1e4)),
+    "filtered": gnlin.methods.FilteredGaussNewton(GradientFlow(1e4)),
     "eigh": gnlin.GaussNewton(method="eigh"),
 }
 FAR_LM = {
@@ -400,7 +400,7 @@ GRIDS = {
         [1e-6, 1e-3, 10.0],
     ),
     "time": (
-        lambda time: gnlin.FilteredGaussNewton(GradientFlow(time)),
+        lambda time: gnlin.methods.FilteredGaussNewton(GradientFlow(time)),
         [0.1, 10.0, math.inf],
     ),
 }
@@ -565,7 +565,7 @@ def test_with_double_precision_disabled():
         solvers = [
             gnlin.DampedGaussNewton(1e-3),
             gnlin.LevenbergMarquardt(),
-            gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker()),
+            gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker()),
         ]
         for solver in solvers:
             start = jnp.array([-1.2, 1.0])
@@ -702,11 +702,11 @@ MISTAKES = {
         ),
     ],
     "rcond": [lambda: gnlin.GaussNewton(rcond=-1.0)],
-    "initial": [lambda: gnlin.EisenstatWalker(initial=1.0)],
-    "gamma": [lambda: gnlin.EisenstatWalker(gamma=0.0)],
-    "exponent": [lambda: gnlin.EisenstatWalker(exponent=-1.0)],
-    "maximum": [lambda: gnlin.EisenstatWalker(maximum=1.0)],
-    "minimum": [lambda: gnlin.EisenstatWalker(minimum=0.0)],
+    "initial": [lambda: gnlin.methods.EisenstatWalker(initial=1.0)],
+    "gamma": [lambda: gnlin.methods.EisenstatWalker(gamma=0.0)],
+    "exponent": [lambda: gnlin.methods.EisenstatWalker(exponent=-1.0)],
+    "maximum": [lambda: gnlin.methods.EisenstatWalker(maximum=1.0)],
+    "minimum": [lambda: gnlin.methods.EisenstatWalker(minimum=0.0)],
     "method": [
         lambda: gnlin.GaussNewton(method="qr"),
         lambda: gnlin.DampedGaussNewton(1.0, method="cg"),
@@ -714,13 +714,13 @@ MISTAKES = {
         lambda: gnlin.TruncatedGaussNewton(0.1, method="svd"),
         lambda: gnlin.IterativeLinearisation(1, 0.1, method="cg"),
         lambda: gnlin.IterativeLinearisation(1, 0.1, method="curvature"),
-        lambda: gnlin.FilteredGaussNewton(Tikhonov(1.0), method="cg"),
+        lambda: gnlin.methods.FilteredGaussNewton(Tikhonov(1.0), method="cg"),
     ],
     "scaling": [
         lambda: gnlin.DampedGaussNewton(1.0, scaling="none"),
         lambda: gnlin.LevenbergMarquardt(scaling=""),
     ],
-    "filter": [lambda: gnlin.FilteredGaussNewton(0.1)],
+    "filter": [lambda: gnlin.methods.FilteredGaussNewton(0.1)],
 }
 
 
@@ -755,7 +755,9 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
             "does not serve for",
         ),
         (
-            lambda: gnlin.FilteredGaussNewton(jnp.ones_like, method="matrix-free"),
+            lambda: gnlin.methods.FilteredGaussNewton(
+                jnp.ones_like, method="matrix-free"
+            ),
             "does not serve for",
         ),
     ],

@@ -121,7 +121,9 @@ def test_of_a_robust_loss():
     ours, known = (
         gnlin.solve(
             POSES,
-            gnlin.Residuals(fn, EDGES, loss=gnlin.PseudoHuber(delta=0.3), **options),
+            gnlin.Residuals(
+                fn, EDGES, loss=gnlin.losses.PseudoHuber(delta=0.3), **options
+            ),
             gnlin.DampedGaussNewton(0.1, method="curvature"),
             max_steps=3,
         )

@@ -131,7 +131,10 @@ def test_runs_are_those_of_the_dense_jacobian():
     ours, known = (
         gnlin.solve(
             start,
-            [gnlin.Residuals(closed, loss=gnlin.PseudoHuber(0.2), **more), penalty],
+            [
+                gnlin.Residuals(closed, loss=gnlin.losses.PseudoHuber(0.2), **more),
+                penalty,
+            ],
             gnlin.DampedGaussNewton(0.1, method="curvature"),
             max_steps=3,
         )

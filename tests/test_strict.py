@@ -22,12 +22,14 @@ def strict():
 descent = gnlin.IterativeLinearisation(10**6, 1e-2)
 solvers = {
     "Gauss-Newton": gnlin.GaussNewton(),
-    "filtered": gnlin.FilteredGaussNewton(gnlin.filters.HeavyBall(100, 1e-2, 0.9)),
+    "filtered": gnlin.methods.FilteredGaussNewton(
+        gnlin.filters.HeavyBall(100, 1e-2, 0.9)
+    ),
     "damped": gnlin.DampedGaussNewton(0.1),
     "truncated": gnlin.TruncatedGaussNewton(0.1, 0.1),
     "Levenberg-Marquardt": gnlin.LevenbergMarquardt(),
     "iterative": descent,
-    "adaptive": gnlin.AdaptiveLinearisation(descent, max_drift=0.5),
+    "adaptive": gnlin.methods.AdaptiveLinearisation(descent, max_drift=0.5),
 }
 
 
@@ -46,14 +48,14 @@ def test_least_squares(name, dtype):
     assert jax.tree.map(lambda v: v.dtype, value) == {"a": dtype, "rates": dtype}
 
 
-class OwnLoss(gnlin.AbstractLoss):
+class OwnLoss(gnlin.authoring.AbstractLoss):
     reduction: str = "sum"
 
     def value(self, outputs, target):
         return jax.nn.logsumexp(outputs) - outputs[target]
 
 
-class OwnElementwiseLoss(gnlin.AbstractElementwiseLoss):
+class OwnElementwiseLoss(gnlin.authoring.AbstractElementwiseLoss):
     reduction: str = "mean"
 
     def elementwise(self, output, target):
@@ -76,7 +78,7 @@ problems = {
         gnlin.SoftmaxCrossEntropy(class_weights=np.array([1.0, 2.0, 3.0])),
         LABELS.astype(jnp.int64),
         gnlin.TruncatedGaussNewton(
-            gnlin.EisenstatWalker(),
+            gnlin.methods.EisenstatWalker(),
             optax.cosine_decay_schedule(1.0, 10),
             search=optx.BacktrackingArmijo(),
             preconditioner=gnlin.preconditioners.BlockDiagonal(),
@@ -95,25 +97,25 @@ problems = {
         gnlin.IterativeLinearisation(10, optimiser=optax.adam(1e-3)),
     ),
     "Poisson": (
-        gnlin.PoissonNLL(),
+        gnlin.losses.PoissonNLL(),
         jnp.arange(18).reshape(6, 3),
         gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear", warm_start=0.5),
     ),
-    "Huber": (gnlin.Huber(), NUMBERS, gnlin.DampedGaussNewton(0.1, method="svd")),
+    "Huber": (gnlin.losses.Huber(), NUMBERS, gnlin.DampedGaussNewton(0.1, method="svd")),
     "pseudo-Huber": (
-        gnlin.PseudoHuber(0.5),
+        gnlin.losses.PseudoHuber(0.5),
         NUMBERS,
         gnlin.DampedGaussNewton(0.1, scaling="more"),
     ),
     "log-cosh": (
-        gnlin.LogCosh(),
+        gnlin.losses.LogCosh(),
         NUMBERS,
-        gnlin.DampedGaussNewton(0.1, method=gnlin.MixedPrecision()),
+        gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision()),
     ),
     "Cauchy": (
-        gnlin.Cauchy(),
+        gnlin.losses.Cauchy(),
         NUMBERS,
-        gnlin.DampedGaussNewton(0.1, method=gnlin.NystromKernel(4)),
+        gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(4)),
     ),
     "of one's own": (OwnLoss(), LABELS, EXACT),
     "of one's own, elementwise": (
@@ -173,7 +175,7 @@ def test_losses(name):
     ids=["Levenberg-Marquardt", "kernel", "truncated", "iterative", "prox-linear"],
 )
 def test_parameters_of_both_precisions(solver):
-    loss = gnlin.PoissonNLL()
+    loss = gnlin.losses.PoissonNLL()
 
     class Both(eqx.Module):
         a: Network
@@ -219,7 +221,7 @@ def test_fit(solver):
         batch_size=3,
         epochs=2,
         validation=(inputs, LABELS),
-        metrics={"accuracy": gnlin.accuracy},
+        metrics={"accuracy": gnlin.losses.accuracy},
         progress=False,
     )
     assert result.result == optx.RESULTS.nonlinear_max_steps_reached

@@ -159,9 +159,9 @@ def forcing(rule, tolerance, norm, previous):
     st.floats(1e-12, 0.99), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3), st.booleans()
 )
 def test_forcing_sequence(tolerance, norm, previous, other):
-    rule = gnlin.EisenstatWalker()
+    rule = gnlin.methods.EisenstatWalker()
     if other:
-        rule = gnlin.EisenstatWalker(0.3, 1.0, 1.618, 0.95, 1e-6)
+        rule = gnlin.methods.EisenstatWalker(0.3, 1.0, 1.618, 0.95, 1e-6)
     actual = rule.next_tolerance(*map(jnp.asarray, (tolerance, norm, previous)))
     np.testing.assert_allclose(
         actual, forcing(rule, tolerance, norm, previous), rtol=1e-12
@@ -171,7 +171,7 @@ def test_forcing_sequence(tolerance, norm, previous, other):
 def test_forcing_sequence_in_the_solver():
     y, (a, _) = sines_data((30, 12), seed=5, size=0.3)
     args = (a, np.sin(a @ (y + 0.3 * np.cos(np.arange(12.0)))))  # has no residual
-    rule = gnlin.EisenstatWalker(initial=0.6)
+    rule = gnlin.methods.EisenstatWalker(initial=0.6)
     tolerance, previous = None, None
     tolerances = []
 
@@ -194,7 +194,7 @@ def test_forcing_sequence_in_the_solver():
 def test_forcing_sequence_takes_fewer_inner_steps_than_a_tight_tolerance():
     y, args = as_jax(sines_data((30, 12), size=0.2))
     loose = least_squares(
-        sines, gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker()), y, args
+        sines, gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker()), y, args
     )
     tight = least_squares(sines, gnlin.TruncatedGaussNewton(1e-10), y, args)
     for solution in (loose, tight):

@@ -150,14 +150,14 @@ def test_noise_free_fits_in_single_precision_are_successes():
     assert np.all(told)
 
 
-class Ends(gnlin.AbstractGaussNewton):
+class Ends(gnlin.authoring.AbstractGaussNewton):
     """Halves a number, and says at one step that it is over."""
 
     ends: jax.Array
 
     def update(self, objective, lin, evaluate, memory, num_steps):
         y = 0.5 * lin.point
-        return gnlin.Update(y, evaluate(y), terminate=num_steps == self.ends)
+        return gnlin.authoring.Update(y, evaluate(y), terminate=num_steps == self.ends)
 
 
 def test_of_many_runs_each_ends_by_itself():

@@ -179,7 +179,9 @@ SETTINGS = {
     "truncated 0.1": gnlin.TruncatedGaussNewton(0.1),
     "truncated 1e-3": gnlin.TruncatedGaussNewton(1e-3),
     "truncated search": gnlin.TruncatedGaussNewton(0.1, 1e-3, search=ARMIJO),
-    "truncated Eisenstat-Walker": gnlin.TruncatedGaussNewton(gnlin.EisenstatWalker()),
+    "truncated Eisenstat-Walker": gnlin.TruncatedGaussNewton(
+        gnlin.methods.EisenstatWalker()
+    ),
     "truncated Nystrom": gnlin.TruncatedGaussNewton(0.1, preconditioner=NYSTROM),
     "truncated blocks": gnlin.TruncatedGaussNewton(0.1, preconditioner=BLOCKS),
     "LM": gnlin.LevenbergMarquardt(),
@@ -190,8 +192,8 @@ SETTINGS = {
         scaling="identity", method="matrix-free", acceleration=False
     ),
     "descent": DESCENT,
-    "adaptive": gnlin.AdaptiveLinearisation(DESCENT),
-    "filtered": gnlin.FilteredGaussNewton(gnlin.filters.GradientFlow(100.0)),
+    "adaptive": gnlin.methods.AdaptiveLinearisation(DESCENT),
+    "filtered": gnlin.methods.FilteredGaussNewton(gnlin.filters.GradientFlow(100.0)),
 }
 
 

@@ -82,13 +82,13 @@ def train(settings: Adaptive, point: Point, place: Place) -> Columns:
 
 def _solver(
     settings: Adaptive, point: Point, **how: Any
-) -> gnlin.IterativeLinearisation | gnlin.AdaptiveLinearisation:
+) -> gnlin.IterativeLinearisation | gnlin.methods.AdaptiveLinearisation:
     """`how` the steps of descent are computed."""
     rate = settings.learning_rate
     if point["solver"] != FIXED:
         descent = gnlin.IterativeLinearisation(settings.longest, rate, **how)
         trigger = TRIGGERS[str(point["solver"])]
-        return gnlin.AdaptiveLinearisation(descent, *trigger)
+        return gnlin.methods.AdaptiveLinearisation(descent, *trigger)
     period: Any = point["period"]
     # Traced on the full batch, so that all periods share a compiled program.
     period = int(period) if settings.batch_size is not None else jnp.asarray(period)

@@ -162,7 +162,9 @@ def _train(settings: KSweep, point: Point, place: Place) -> Columns:
     )
 
 
-def _damped(settings: KSweep, name: str, damping: float) -> gnlin.AbstractGaussNewton:
+def _damped(
+    settings: KSweep, name: str, damping: float
+) -> gnlin.authoring.AbstractGaussNewton:
     form = {"form": "prox-linear", "search": None}
     if name == DAMPED:
         return gnlin.DampedGaussNewton(jnp.asarray(damping), **form)

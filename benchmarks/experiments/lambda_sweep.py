@@ -99,7 +99,7 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
     parameters, frozen = eqx.partition(quintic_mlp(jax.random.key(seed)), eqx.is_array)
     fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
     outputs = jax.eval_shape(fn, parameters, x)
-    objective = gnlin.BatchLoss(gnlin.SquaredError(), outputs, targets)
+    objective = gnlin.authoring.BatchLoss(gnlin.SquaredError(), outputs, targets)
     solver = gnlin.DampedGaussNewton(damping, search=None)
 
     def unfinished(carry):

@@ -106,7 +106,7 @@ def _of_seed(
         "large_k": by_descent(settings.period),
         "damped": _damped(start, data, settings, rate),
     }
-    wrong = lambda outputs: 1 - float(gnlin.accuracy(outputs, test_labels))
+    wrong = lambda outputs: 1 - float(gnlin.losses.accuracy(outputs, test_labels))
     first_kernel = gnlin.TangentKernel(start)(images)
     found = {
         "endless_error": wrong(gnlin.predict.gradient_flow(start, data)(test_images))

@@ -105,7 +105,7 @@ def points(settings: Pinn) -> list[Point]:
 
 
 def trainer(point: Point) -> by_the_clock.Trainer:
-    search = gnlin.GridSearch()
+    search = gnlin.methods.GridSearch()
     damped = gnlin.DampedGaussNewton(DAMPING, momentum=MOMENTUM, search=search)
     return {
         LM: lambda: by_the_clock.by_gnlin(gnlin.LevenbergMarquardt()),

@@ -93,7 +93,7 @@ def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
     found = {}
 
     def look(name: str, outputs: Array) -> None:
-        found[f"{name}_error"] = 1 - float(gnlin.accuracy(outputs, test_labels))
+        found[f"{name}_error"] = 1 - float(gnlin.losses.accuracy(outputs, test_labels))
 
     for name, model in models.items():
         found[f"{name}_train_rmse"] = rmse(model, data)

@@ -50,7 +50,7 @@ class Problem:
     name: str
     model: Any
     data: tuple[jax.Array, jax.Array]
-    loss: gnlin.AbstractLoss = SQUARED
+    loss: gnlin.authoring.AbstractLoss = SQUARED
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -255,7 +255,7 @@ def _loss(problem: Problem) -> jax.Array:
     return _value(problem.loss, problem.model, problem.data)
 
 
-def _value(loss: gnlin.AbstractLoss, model: Any, data: Any) -> jax.Array:
+def _value(loss: gnlin.authoring.AbstractLoss, model: Any, data: Any) -> jax.Array:
     inputs, targets = data
     fn, parameters = model if isinstance(model, tuple) else (lambda m, x: m(x), model)
     outputs = jax.vmap(lambda x: fn(parameters, x))(inputs)

@@ -290,7 +290,7 @@ def _gnlin(problem: Problem, tolerance: float, method: Any) -> Contender:
         lin = gnlin.linearise(residuals, y, args)
         state = solver.start(y, jax.eval_shape(lambda: lin.outputs))
         evaluate = lambda y: residuals(y, args)
-        return solver.advance(gnlin.SumOfSquares(), lin, evaluate, state)
+        return solver.advance(gnlin.authoring.SumOfSquares(), lin, evaluate, state)
 
     def products(end) -> int:
         counts = end[1].counts

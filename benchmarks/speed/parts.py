@@ -68,7 +68,7 @@ def _case(variant: str, num_images: int, part_size: int | None) -> tuple[Case, i
         lin = gnlin.linearise(residuals, y, args)
         state = solver.start(y, jax.eval_shape(lambda: lin.outputs))
         evaluate = lambda y: residuals(y, args)
-        return solver.advance(gnlin.SumOfSquares(), lin, evaluate, state)
+        return solver.advance(gnlin.authoring.SumOfSquares(), lin, evaluate, state)
 
     compiled = step.lower(problem.parameters, problem.args).compile()
     case = Case(

@@ -142,7 +142,7 @@ def by_low_rank(hidden: Sequence[int], number: int, num_rounds: int) -> list[Row
     """The kernel, and others of lower rank in its place."""
     model, groups = _problem(hidden, number, 0)
     methods: dict[str, Any] = {"the kernel": "kernel"}
-    methods |= {f"Nystrom, rank {k}": gnlin.NystromKernel(k) for k in _RANKS}
+    methods |= {f"Nystrom, rank {k}": gnlin.methods.NystromKernel(k) for k in _RANKS}
     said, errors = _size(model, groups), []
     for method in methods.values():
         trained = eqx.combine(_damped(model, groups, method)[0], model)
@@ -162,7 +162,7 @@ def by_low_rank(hidden: Sequence[int], number: int, num_rounds: int) -> list[Row
 @eqx.filter_jit
 def _damped(model: PyTree, groups: Groups, method: Any) -> tuple[PyTree, jax.Array]:
     solver = gnlin.DampedGaussNewton(
-        _FIRST_DAMPING, momentum=0.9, search=gnlin.GridSearch(), method=method
+        _FIRST_DAMPING, momentum=0.9, search=gnlin.methods.GridSearch(), method=method
     )
     solution = gnlin.solve(model, groups, solver, max_steps=_STEPS, divergence=None)
     return eqx.filter(solution.model, eqx.is_array), solution.loss

@@ -14,9 +14,9 @@ SIZES = ((182, 500), (182, 2000))
 QUICK = ((10, 20),)
 WAYS = {
     "double": None,
-    "float32 kernel, to 1e-10": gnlin.MixedPrecision("float32", 1e-10),
-    "bfloat16 kernel, to 1e-10": gnlin.MixedPrecision("bfloat16", 1e-10),
-    "bfloat16 kernel, to 1e-3": gnlin.MixedPrecision("bfloat16", 1e-3),
+    "float32 kernel, to 1e-10": gnlin.methods.MixedPrecision("float32", 1e-10),
+    "bfloat16 kernel, to 1e-10": gnlin.methods.MixedPrecision("bfloat16", 1e-10),
+    "bfloat16 kernel, to 1e-3": gnlin.methods.MixedPrecision("bfloat16", 1e-3),
 }
 NUM_STEPS = 2
 
@@ -34,7 +34,7 @@ def steps(task: Task, num_rounds: int) -> list[Row]:
     return wide.solved_rows(f"mixed precision: {task.name}", task, timings)
 
 
-def _case(task: Task, name: str, precision: gnlin.MixedPrecision | None) -> Case:
+def _case(task: Task, name: str, precision: gnlin.methods.MixedPrecision | None) -> Case:
     solver = gnlin.DampedGaussNewton(
         DAMPING,
         rtol=0.0,

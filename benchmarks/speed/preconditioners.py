@@ -176,7 +176,7 @@ def _outer_step(model, data: _Data, tolerance, damping, preconditioner):
     lin = gnlin.linearise(fn, y, data)
     state = solver.start(y, jax.eval_shape(fn, y, data))
     evaluate = lambda y_: fn(y_, data)
-    y, state = solver.advance(gnlin.SumOfSquares(), lin, evaluate, state)
+    y, state = solver.advance(gnlin.authoring.SumOfSquares(), lin, evaluate, state)
     return y, state.counts
 
 

@@ -41,7 +41,7 @@ def train(data, test, epochs, **how):
         batch_size=128,
         epochs=epochs,
         validation=test,
-        metrics={"accuracy": gnlin.accuracy},
+        metrics={"accuracy": gnlin.losses.accuracy},
         progress=False,
         **how,
     )

@@ -34,7 +34,7 @@ def main():
 
     start = {"height": 1.0, "rate": 0.1, "background": 0.0}
     fit = gnlin.curve_fit(decay, t, y, start)
-    robust = gnlin.curve_fit(decay, t, wrong, start, loss=gnlin.Huber(1.345))
+    robust = gnlin.curve_fit(decay, t, wrong, start, loss=gnlin.losses.Huber(1.345))
     squares = gnlin.curve_fit(decay, t, wrong, start)
     print(fit, robust, sep="\n\n")
 

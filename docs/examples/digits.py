@@ -85,7 +85,7 @@ def train(solver, epochs, train_data, test_data):
             loss=LOSS,
             batch_size=BATCH_SIZE,
             validation=test_data,
-            metrics={"accuracy": gnlin.accuracy},
+            metrics={"accuracy": gnlin.losses.accuracy},
             callbacks=callbacks,
             progress=False,
             **how_long,

@@ -78,7 +78,7 @@ def main(quick: bool):
                 filter_spec=only_the_probe(probe),
                 validation=test,
                 validate_every=2 if quick else 10,
-                metrics={"accuracy": gnlin.accuracy},
+                metrics={"accuracy": gnlin.losses.accuracy},
                 progress=False,
             )
             found.append(f"{result.history['validation_accuracy'][-1]:.1%}")

@@ -13,21 +13,21 @@ from jaxtyping import Array, Int, PyTree
 import gnlin
 
 
-class ProportionalDamping(gnlin.AbstractGaussNewton):
+class ProportionalDamping(gnlin.authoring.AbstractGaussNewton):
     factor: float = 1.0
 
     def update(
         self,
-        objective: gnlin.AbstractObjective,
+        objective: gnlin.authoring.AbstractObjective,
         lin: gnlin.Linearisation,
         evaluate: Callable[[PyTree], PyTree],
         memory: Any,
         num_steps: Int[Array, ""],
-    ) -> gnlin.Update:
+    ) -> gnlin.authoring.Update:
         problem = objective.expand(lin)
         damped = gnlin.filters.Tikhonov(self.factor * optx.two_norm(problem.gradient()))
-        subproblem = gnlin.choose(problem, damped)
+        subproblem = gnlin.authoring.choose(problem, damped)
         answer = subproblem.solve(damped)
         step = self, objective, lin, evaluate, subproblem, answer
         search = optx.BacktrackingArmijo()
-        return gnlin.take_step(*step, search=search, damping=damped.damping)
+        return gnlin.authoring.take_step(*step, search=search, damping=damped.damping)

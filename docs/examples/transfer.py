@@ -55,7 +55,7 @@ def only_the_head(model):
 
 def accuracy(model, data):
     images, labels = data
-    return float(gnlin.accuracy(jax.vmap(model)(images), labels))
+    return float(gnlin.losses.accuracy(jax.vmap(model)(images), labels))
 
 
 def main(quick: bool):
@@ -113,7 +113,7 @@ def four_ways(start, scratch, few, rest, steps):
         batch_size=len(few[0]),
         validation=rest,
         validate_every=10 * steps,
-        metrics={"accuracy": gnlin.accuracy},
+        metrics={"accuracy": gnlin.losses.accuracy},
     )
     return (
         accuracy(probe.model, rest),

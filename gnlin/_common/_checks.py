@@ -65,8 +65,8 @@ def check_search(search: object, *also: type) -> None:
     if not (known or (isinstance(search, str) and search == "auto")):
         raise ValueError(
             "`search` must be one of optimistix's, such as "
-            "`optimistix.BacktrackingArmijo()`, a `gnlin.GridSearch`, or `None`, but "
-            f"{search!r} was given."
+            "`optimistix.BacktrackingArmijo()`, a `gnlin.methods.GridSearch`, or `None`, "
+            f"but {search!r} was given."
         )
 
 
@@ -227,7 +227,7 @@ def nan_unless(sound: Bool[Array, ""], value: ScalarLike) -> Array:
 
 _INSTEAD = (
     "differentiate the minimum, by `optimistix.least_squares(..., "
-    "adjoint=gnlin.ImplicitAdjoint())`"
+    "adjoint=gnlin.methods.ImplicitAdjoint())`"
 )
 _BACKWARDS = (
     "The number of these steps is known only when they are made, so that there is no "

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common._compiled_once import (
-    Program,
-    program_of,
-)
+from .._common._canonical import Program, program_of
 from .._common._tree import ravel_pytree
 
 

@@ -10,59 +10,17 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, PyTree
 
 from .._common import _tree
-from .._common._checks import (
-    check_callable,
-    check_count,
-    check_flag,
-)
-from .._linearisation._bounds import (
-    Box,
-    check_start,
-)
-from .._solver import (
-    AbstractGaussNewton,
-    as_solver,
-    LevenbergMarquardt,
-)
-from ..losses import (
-    AbstractLoss,
-    AbstractRobust,
-    SquaredError,
-)
-from ._curve import (
-    Curve,
-    Data,
-)
-from ._inputs import (
-    as_start,
-    as_x,
-    data_of,
-    errors_of_x,
-    limits,
-    parted,
-    several,
-    with_x,
-)
-from ._likelihood import (
-    as_loss,
-    check_rates,
-    check_targets,
-    in_one_row,
-    Likelihood,
-)
-from ._problem import (
-    Setting,
-    with_bounds,
-)
-from ._program import (
-    Fitted,
-    fitted,
-    spread,
-)
-from ._result import (
-    CurveFit,
-    made,
-)
+from .._common._checks import check_callable, check_count, check_flag
+from .._linearisation._bounds import Box, check_start
+from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
+from ..losses import AbstractLoss, SquaredError
+from ..losses._robust import AbstractRobust
+from ._curve import Curve, Data
+from ._inputs import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
+from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
+from ._problem import FitSettings, with_bounds
+from ._program import Fitted, fitted, spread
+from ._result import CurveFit, made
 
 
 # Rounds of a robust loss after one of squared error, each with the scale that the last
@@ -124,17 +82,18 @@ def curve_fit(
         or trees of `start`'s structure, as solvers have them. Infinite ones, and `None`,
         are none.
     - `fixed`: names of those of a dictionary that stay as they are.
-    - `loss`: [`gnlin.SquaredError`][], or a robust one, [`gnlin.Huber`][],
-        [`gnlin.PseudoHuber`][], [`gnlin.LogCosh`][], [`gnlin.Cauchy`][],
-        [`gnlin.Arctan`][] or [`gnlin.Tukey`][], whose `delta` is in units of `sigma`;
-        without `sigma` of a scale that is estimated, by the median absolute deviation of
-        the residuals. Or a negative log-likelihood of each point, whose sum is minimised:
-        [`gnlin.PoissonNLL`][], [`gnlin.BinomialNLL`][], [`gnlin.NegativeBinomialNLL`][],
-        [`gnlin.TobitNLL`][], which needs `sigma`, or a [`gnlin.AbstractLoss`][] of your
-        own. Then the covariance is the inverse of the curvature
-        $\sum_i J_i^\top\rho''_i J_i$ and no factor is estimated. The second derivative
-        $\rho''$ is the expected one of gnlin's counts and successes, the observed one of
-        other losses.
+    - `loss`: [`gnlin.SquaredError`][], or a robust one, [`gnlin.losses.Huber`][],
+        [`gnlin.losses.PseudoHuber`][], [`gnlin.losses.LogCosh`][],
+        [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][] or [`gnlin.losses.Tukey`][],
+        whose `delta` is in units of `sigma`; without `sigma` of a scale that is
+        estimated, by the median absolute deviation of the residuals. Or a negative
+        log-likelihood of each point, whose sum is minimised:
+        [`gnlin.losses.PoissonNLL`][], [`gnlin.losses.BinomialNLL`][],
+        [`gnlin.losses.NegativeBinomialNLL`][], [`gnlin.losses.TobitNLL`][], which needs
+        `sigma`, or a [`gnlin.authoring.AbstractLoss`][] of your own. Then the covariance
+        is the inverse of the curvature $\sum_i J_i^\top\rho''_i J_i$ and no factor is
+        estimated. The second derivative $\rho''$ is the expected one of gnlin's counts
+        and successes, the observed one of other losses.
     - `starts`: so many starts, this one and others between the bounds, which are to be
         finite: points of a Sobol sequence. All run in one program; the best is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
@@ -201,7 +160,7 @@ def curve_fit(
 
     program = curve.on(of_each[0], kept, x)
     check_rates(loss, lambda: program(of_each[0], kept, x))
-    setting = Setting(program, solver, loss, max_steps, kept, absolute_sigma, many)
+    setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
         first = setting._replace(loss=SquaredError())
         end, parts = fitted(first, data, free, levels)

@@ -10,15 +10,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._common._checks import (
-    check_names,
-    is_own,
-)
-from ._curve import (
-    Curve,
-    Data,
-    flat,
-)
+from .._common._checks import check_names, is_own
+from ._curve import Curve, Data, flat
 
 
 _TIMES = datetime.date, datetime.time, datetime.timedelta

@@ -14,14 +14,14 @@ from jaxtyping import Array, Float, PyTree
 from ..losses import (
     AbstractElementwiseLoss,
     AbstractLoss,
-    AbstractRobust,
     BinomialNLL,
     NegativeBinomialNLL,
     PoissonNLL,
-    Reduction,
     SquaredError,
     TobitNLL,
 )
+from ..losses._base import Reduction
+from ..losses._robust import AbstractRobust
 from ._curve import Data
 
 
@@ -95,9 +95,9 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
         return loss
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
-            "`loss` must be one of gnlin's, such as `gnlin.PoissonNLL()` or "
-            f"`gnlin.Huber(2.0)`, or your own `gnlin.AbstractLoss`, but {loss!r} was "
-            "given."
+            "`loss` must be one of gnlin's, such as `gnlin.losses.PoissonNLL()` or "
+            f"`gnlin.losses.Huber(2.0)`, or your own `gnlin.authoring.AbstractLoss`, but "
+            f"{loss!r} was given."
         )
     name = type(loss).__name__
     if sigma_x is not None:
@@ -162,7 +162,7 @@ def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
         raise ValueError(
             "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
             f"{float(known[point]):.4g} at point {point}: start elsewhere, or let `f` "
-            "return its logarithm, for `gnlin.PoissonNLL()`."
+            "return its logarithm, for `gnlin.losses.PoissonNLL()`."
         )
 
 

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..losses import TobitNLL
-from ._likelihood import (
-    in_units_of_y,
-    Likelihood,
-    shown,
-)
+from ._likelihood import in_units_of_y, Likelihood, shown
 
 
 if TYPE_CHECKING:

@@ -12,18 +12,11 @@ from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
 from ..losses import AbstractElementwiseLoss
-from ._curve import (
-    Curve,
-    Data,
-    whitened,
-)
-from ._likelihood import (
-    Counted,
-    Likelihood,
-)
+from ._curve import Curve, Data, whitened
+from ._likelihood import Counted, Likelihood
 
 
-class Setting(NamedTuple):
+class FitSettings(NamedTuple):
     """What a fit was asked for, but its data and its start."""
 
     curve: Curve
@@ -54,7 +47,7 @@ class Posed(NamedTuple):
     counted: Array
 
     @staticmethod
-    def of(setting: "Setting", data: Data) -> "Posed":
+    def of(setting: "FitSettings", data: Data) -> "Posed":
         # The x's that have errors are variables, too, in units of these, and residuals.
         shift = no_shift(data)
         target = _joined(whitened(data.y, data), shift)

@@ -14,29 +14,15 @@ from .._common import _tree
 from .._common._checks import is_traced
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import linearise
-from ..losses import (
-    AbstractRobust,
-    SquaredError,
-)
-from ..predict._variance import (
-    Covariance,
-    covariance,
-    robust_variance,
-)
+from ..losses import SquaredError
+from ..losses._robust import AbstractRobust
+from ..predict._variance import Covariance, covariance, robust_variance
 from ._curve import Data
 from ._likelihood import Likelihood
-from ._problem import (
-    at_bounds,
-    Posed,
-    Setting,
-    with_bounds,
-)
+from ._problem import at_bounds, FitSettings, Posed, with_bounds
 from ._run import run
 from ._structure import in_structure
-from ._undetermined import (
-    NonFinite,
-    seen,
-)
+from ._undetermined import NonFinite, seen
 
 
 class Fitted(NamedTuple):
@@ -71,7 +57,7 @@ class Fitted(NamedTuple):
     x: PyTree[Array] | None = None  # as fitted, if they have errors
     losses: Float[Array, " starts"] | None = None  # of all starts, the best first
 
-    def factor(self, setting: Setting) -> Scalar:
+    def factor(self, setting: FitSettings) -> Scalar:
         """Of the covariance. That of a robust loss depends on how the residuals are
         distributed, and is estimated from them even where sigma is absolute."""
         known = setting.absolute_sigma and not isinstance(setting.loss, AbstractRobust)
@@ -79,7 +65,7 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
+    setting: FitSettings, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
 ) -> tuple[Fitted, dict[str, Any]]:
     """The end of a run, and what it is in the parameters' structure.
 
@@ -123,7 +109,7 @@ def _program(quickly: bool) -> Callable:
 
 
 def _all_fitted(
-    setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...]
+    setting: FitSettings, data: Data, start: PyTree[Array], levels: tuple[Any, ...]
 ) -> tuple[Fitted, dict[str, Any]]:
 
     def one(data, start, bounds):
@@ -152,7 +138,7 @@ def _best(end: Fitted, many: bool) -> Fitted:
 
 
 def _fitted(
-    setting: Setting, data: Data, start: PyTree[Array], *, history: bool
+    setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
 ) -> Fitted:
     bounds = setting.solver.bounds
     end = run(setting, data, start, history=history)

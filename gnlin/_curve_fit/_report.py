@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from ..losses import AbstractRobust
+from ..losses._robust import AbstractRobust
 from ._likelihood import Likelihood
 
 

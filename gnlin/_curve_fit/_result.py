@@ -11,38 +11,20 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
-from .._common._checks import (
-    check_fraction,
-    is_traced,
-)
+from .._common._checks import check_fraction, is_traced
 from .._linearisation._linearisation import linearise
-from .._solver import (
-    result_name,
-    why_it_ended,
-)
+from .._solver import result_name, why_it_ended
 from .._training._solution import History
-from ..losses import (
-    AbstractRobust,
-    TobitNLL,
-)
+from ..losses import TobitNLL
+from ..losses._robust import AbstractRobust
 from ..predict._variance import Covariance
-from ._curve import (
-    Curve,
-    Data,
-    unflattened,
-)
+from ._curve import Curve, Data, unflattened
 from ._inputs import as_x
-from ._likelihood import (
-    Likelihood,
-    runs_test,
-)
-from ._problem import Setting
+from ._likelihood import Likelihood, runs_test
+from ._problem import FitSettings
 from ._profiles import profiles
 from ._program import Fitted
-from ._report import (
-    names_of,
-    report,
-)
+from ._report import names_of, report
 
 
 class Interval(NamedTuple):
@@ -116,7 +98,7 @@ class CurveFit(eqx.Module):
     history: Any
     num_steps: Any
     _curve: Curve
-    _setting: Setting
+    _setting: FitSettings
     _data: Data
     _end: Fitted
 
@@ -391,7 +373,7 @@ class CurveFit(eqx.Module):
 
 
 def made(
-    setting: Setting, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
+    setting: FitSettings, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
 ) -> CurveFit:
     """Of the end of a run, and what it is in the parameters' structure."""
     history = end.history

@@ -15,13 +15,7 @@ from .._linear_algebra import _lapack
 from .._linearisation._bounds import Box
 from .._solve import solve
 from ._curve import Data
-from ._problem import (
-    at_bounds,
-    no_shift,
-    Posed,
-    Setting,
-    with_bounds,
-)
+from ._problem import at_bounds, FitSettings, no_shift, Posed, with_bounds
 
 
 class Run(NamedTuple):
@@ -33,7 +27,7 @@ class Run(NamedTuple):
 
 
 @eqx.filter_custom_jvp
-def run(setting: Setting, data: Data, start: PyTree[Array], *, history: bool) -> Run:
+def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
     """The steps to the minimum, whose derivative is that of the minimum and not that of
     the steps."""
     posed, bounds = Posed.of(setting, data), setting.solver.bounds

@@ -9,14 +9,14 @@ from jaxtyping import Array, PyTree
 
 from .._common import _tree
 from ._likelihood import Likelihood
-from ._problem import Setting
+from ._problem import FitSettings
 
 
 if TYPE_CHECKING:
     from ._program import Fitted
 
 
-def in_structure(setting: Setting, end: "Fitted") -> dict[str, Any]:
+def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
     matrix = end.covariance.matrix(end.factor(setting))
     errors = jnp.sqrt(jnp.diagonal(matrix))
     held = end.at_bound != 0
@@ -52,7 +52,7 @@ class _Every:
     """All parameters: what is of those that are free in their structure, with zeros for
     those that are fixed."""
 
-    def __init__(self, setting: Setting, free: PyTree[Array]):
+    def __init__(self, setting: FitSettings, free: PyTree[Array]):
         merged, fixed = setting.curve.merged, setting.fixed
         self.parameters = merged(free, fixed)
         self.like = _tree.Structure.of(self.parameters)

@@ -9,64 +9,23 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
-from .._common._checks import (
-    as_key,
-    check_count,
-    check_flag,
-    is_traced,
-)
+from .._common._checks import as_key, check_count, check_flag, is_traced
 from .._common._progress import on_a_terminal
-from .._common._sharding import (
-    automatic,
-    mesh_of,
-    on_mesh,
-    places,
-)
+from .._common._sharding import automatic, mesh_of, on_mesh, places
 from .._linearisation._bounds import check_start
 from .._linearisation._objective import GroupLosses
-from .._solver import (
-    AbstractGaussNewton,
-    as_solver,
-    check_divergence,
-    LevenbergMarquardt,
-)
+from .._solver import AbstractGaussNewton, as_solver, check_divergence, LevenbergMarquardt
 from .._training._data import as_tuple
-from .._training._model import (
-    make_network,
-    Network,
-)
-from .._training._residuals import (
-    as_groups,
-    GroupNetwork,
-    of_groups,
-    refuse_for_groups,
-)
-from .._training._solution import (
-    Model,
-    Solution,
-)
-from .._training._step import (
-    all_checked,
-    begin,
-    columns_of,
-    Setting,
-)
-from ..callbacks import (
-    Callback,
-    Progress,
-)
-from ..losses import (
-    AbstractLoss,
-    check_loss,
-    SquaredError,
-)
+from .._training._model import make_network, Network
+from .._training._residuals import as_groups, GroupNetwork, of_groups, refuse_for_groups
+from .._training._solution import Model, Solution
+from .._training._step import all_checked, begin, columns_of, StepSettings
+from ..callbacks import Callback, Progress
+from ..losses import AbstractLoss, SquaredError
+from ..losses._base import check_loss
 from ._checkpoint import Checkpoint
 from ._run import Run
-from ._stream import (
-    GroupStream,
-    IterableStream,
-    make_stream,
-)
+from ._stream import GroupStream, IterableStream, make_stream
 from ._validation import Validation
 
 
@@ -130,9 +89,9 @@ def fit(
         where one is trained across batches, on its linearisation.
     - `validate_every`: steps from one look to the next; by default once an epoch.
     - `metrics`: names and functions of `(outputs, targets)`, of many examples, such as
-        [`gnlin.accuracy`][]; means over the validation data go to the history, with each
-        batch by the number of its targets that count. Weights of the examples are the
-        loss's only.
+        [`gnlin.losses.accuracy`][]; means over the validation data go to the history,
+        with each batch by the number of its targets that count. Weights of the examples
+        are the loss's only.
     - `augment`: `augment(inputs, key)` of one example.
     - `curvature_batch_size`: examples, more than the batch, from which the curvature is
         estimated, while the gradient is the batch's; quadratic form only.
@@ -173,7 +132,7 @@ def fit(
             batch_size=128,
             epochs=5,
             validation=(images[1347:], labels[1347:]),
-            metrics={"accuracy": gnlin.accuracy},
+            metrics={"accuracy": gnlin.losses.accuracy},
         )
         result.history["validation_accuracy"][-1]  # 0.92
         ```
@@ -259,7 +218,7 @@ def fit(
         raise ValueError(
             "`retraction` is for full batches: use `gnlin.solve`, or leave it out."
         )
-    setting = Setting(
+    setting = StepSettings(
         solver,
         losses.reduced("mean"),
         network,

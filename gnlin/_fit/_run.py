@@ -18,53 +18,23 @@ from .._common._identity import (
     described_by_field,
     described_by_leaf,
 )
-from .._solver import (
-    result_name,
-    RESULT_NAMES,
-    statistics,
-)
+from .._solver import result_name, RESULT_NAMES, statistics
 from .._training._solution import (
     COLUMNS,
     History,
     in_words,
-    known,
     NO_GRADIENT,
+    on_host,
     Solution,
 )
-from .._training._step import (
-    Carry,
-    checked_outputs,
-    Setting,
-    why_it_failed,
-)
-from ..callbacks import (
-    Callback,
-    Run as AbstractRun,
-)
+from .._training._step import Carry, checked_outputs, StepSettings, why_it_failed
+from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint
 from ._history import Rows
 from ._saver import Saver
-from ._snapshot import (
-    CallbackState,
-    check_fits,
-    give_back,
-    Snapshot,
-    state_of,
-    Unsound,
-)
-from ._step import (
-    AnyArray,
-    Compiled,
-    join,
-    split,
-    step,
-)
-from ._stream import (
-    ArrayStream,
-    Batch,
-    DataEnded,
-    IterableStream,
-)
+from ._snapshot import CallbackState, check_fits, give_back, Snapshot, state_of, Unsound
+from ._step import AnyArray, Compiled, join, split, step
+from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
 
@@ -108,7 +78,7 @@ class Run(AbstractRun):
 
     def __init__(
         self,
-        setting: Setting,
+        setting: StepSettings,
         carry: Carry,
         stream: ArrayStream | IterableStream,
         epochs: int | None,
@@ -392,12 +362,12 @@ class Run(AbstractRun):
     def as_solution(self) -> Solution:
         carry = self._carry()
         parameters, state = carry.parameters, carry.model_state
-        loss = None if self._setting.streaming else known(carry.loss)
+        loss = None if self._setting.streaming else on_host(carry.loss)
         if self._chosen is not None:
             own, static = split((parameters, state))
             chosen = map(like_array, self._chosen, own)
             (parameters, state), loss = join(list(chosen), static), None
-        counts = known(statistics(carry.solver_state.counts))
+        counts = on_host(statistics(carry.solver_state.counts))
         return Solution(
             model=self._with_frozen(parameters),
             state=state,

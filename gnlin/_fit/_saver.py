@@ -6,16 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._checkpoint import (
-    Checkpoint,
-    CheckpointError,
-)
-from ._snapshot import (
-    pack,
-    Snapshot,
-    unpack,
-    Unsound,
-)
+from ._checkpoint import Checkpoint, CheckpointError
+from ._snapshot import pack, Snapshot, unpack, Unsound
 
 
 if TYPE_CHECKING:

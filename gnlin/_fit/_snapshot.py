@@ -13,10 +13,7 @@ from .._common._checks import is_key
 from .._common._identity import as_numpy
 from .._training._solution import COUNTS
 from ..callbacks import Callback
-from ._checkpoint import (
-    CheckpointError,
-    storable,
-)
+from ._checkpoint import CheckpointError, storable
 
 
 class Unsound(Exception):

@@ -11,20 +11,9 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
-from .._common._sharding import (
-    everywhere,
-    keep,
-)
-from .._linearisation._objective import (
-    BatchLoss,
-    objective_of,
-)
-from .._training._step import (
-    advanced,
-    Carry,
-    checked_outputs,
-    Setting,
-)
+from .._common._sharding import everywhere, keep
+from .._linearisation._objective import BatchLoss, objective_of
+from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
 from ._stream import gather
 
@@ -32,7 +21,7 @@ from ._stream import gather
 AnyArray = jax.Array | np.ndarray | np.generic
 
 
-def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
+def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
     """One step, `(carry, row)`: after one that has failed nothing changes.
 
     - `batch`: the data, and the order in which to take them.
@@ -64,7 +53,7 @@ def step(setting: Setting, carry: Carry, batch: tuple, numbers: list[Array]):
     return new, everywhere(row, setting.places.mesh)
 
 
-def evaluate(setting: Setting, metrics: tuple, with_linearised: bool, carry, data):
+def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry, data):
     """Sums over some validation examples: of what their targets count in a mean, of the
     number that count, of the losses and each metric; the latter again of the linearised
     model, where one is trained."""

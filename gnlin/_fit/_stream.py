@@ -11,20 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._common._identity import (
-    checksum,
-    described,
-)
-from .._training._data import (
-    a_kind_of,
-    as_batch,
-    as_tuple,
-    not_finite,
-)
-from .._training._residuals import (
-    GroupsByName,
-    where_not_finite,
-)
+from .._common._identity import checksum, described
+from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
+from .._training._residuals import GroupsByName, where_not_finite
 
 
 Data = tuple[PyTree[Array], PyTree[Array], Array | None]

@@ -8,21 +8,9 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._identity import described
-from .._training._step import (
-    all_checked,
-    Carry,
-    Setting,
-    Shapes,
-)
-from ._step import (
-    Compiled,
-    evaluate,
-    split,
-)
-from ._stream import (
-    ArrayStream,
-    make_stream,
-)
+from .._training._step import all_checked, Carry, Shapes, StepSettings
+from ._step import Compiled, evaluate, split
+from ._stream import ArrayStream, make_stream
 
 
 # Examples that are looked at together, where there is no batch size to go by.
@@ -32,7 +20,9 @@ _VALIDATION_BATCH = 1000
 class Validation:
     """Data that are not trained on, and the figures that are asked of them."""
 
-    def __init__(self, setting: Setting, carry: Carry, data, metrics, linearised: bool):
+    def __init__(
+        self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
+    ):
         self._setting = setting
         self._structure = carry
         self._linearised = linearised

@@ -16,22 +16,11 @@ from ._directions import (
     Direction as Direction,
     only_direction as only_direction,
 )
-from ._gathered import (
-    Gathered as Gathered,
-    Selected as Selected,
-    Sparse as Sparse,
-)
+from ._gathered import Gathered as Gathered, Selected as Selected, Sparse as Sparse
 from ._layer import Layer as Layer
-from ._of_examples import (
-    OfExamples as OfExamples,
-    PerExample as PerExample,
-)
-from ._retracted import Turned as Turned
+from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
+from ._retracted import Retracted as Retracted
 from ._rows import Rows as Rows
-from ._scaled_columns import Scaled as Scaled
-from ._stacked import (
-    AtOnce as AtOnce,
-    PerGroup as PerGroup,
-    Stacked as Stacked,
-)
-from ._stacked_block import Stack as Stack
+from ._scaled_columns import ScaledColumns as ScaledColumns
+from ._stacked import AtOnce as AtOnce, PerGroup as PerGroup, Stacked as Stacked
+from ._stacked_block import StackedBlock as StackedBlock

@@ -8,22 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
-from .._common._sharding import (
-    by_columns,
-    is_spread,
-)
-from .._common._tree import (
-    matmul,
-    promoted,
-    ravel_pytree,
-    Structure,
-)
-from ._base import (
-    AbstractJacobian,
-    Cost,
-    gram_of,
-    multiplied,
-)
+from .._common._sharding import by_columns, is_spread
+from .._common._tree import matmul, promoted, ravel_pytree, Structure
+from ._base import AbstractJacobian, Cost, gram_of, multiplied
 from ._block import AbstractBlock
 from ._rows import Rows
 

@@ -15,11 +15,7 @@ from jaxtyping import Array, Float, PyTree
 from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._tree import (
-    gram_of_columns,
-    ravel_pytree,
-    Structure,
-)
+from .._common._tree import gram_of_columns, ravel_pytree, Structure
 from ._block import AbstractBlock
 
 

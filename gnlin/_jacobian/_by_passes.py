@@ -13,11 +13,7 @@ from .._common._cost import num_flops
 from .._common._passes import Passes
 from .._common._tree import Structure
 from ._at_hand import AtHand
-from ._base import (
-    AbstractJacobian,
-    Cost,
-    multiplied,
-)
+from ._base import AbstractJacobian, Cost, multiplied
 from ._block import AbstractBlock
 from ._directions import Direction
 from ._rows import Rows

@@ -8,16 +8,11 @@ from jaxtyping import Array, Float, PyTree
 from .._common._passes import Passes
 from .._common._tree import Structure
 from ._at_hand import AtHand
-from ._base import (
-    AbstractJacobian,
-    Cost,
-    Of,
-    Reads,
-)
+from ._base import AbstractJacobian, Cost, Of, Reads
 from ._block import AbstractBlock
 
 
-class Composed(AbstractJacobian):
+class ChangeOfVariables(AbstractJacobian):
     r"""$\phi T$, with a $T$ that has a block for each array of parameters."""
 
     inner: AbstractJacobian
@@ -29,7 +24,7 @@ class Composed(AbstractJacobian):
         self.memory_budget = inner.memory_budget
 
     @abc.abstractmethod
-    def of(self, inner: AbstractJacobian) -> "Composed":
+    def of(self, inner: AbstractJacobian) -> "ChangeOfVariables":
         """Another Jacobian by the same variables."""
 
     @abc.abstractmethod
@@ -75,10 +70,12 @@ class Composed(AbstractJacobian):
         here = AtHand.of(self, self.blocks())
         return here.gram_with(here if other is self else other)
 
-    def at_hand(self) -> "Composed":
+    def at_hand(self) -> "ChangeOfVariables":
         return self.of(self.inner.at_hand())
 
-    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Composed":
+    def transformed(
+        self, matrices: PyTree[Array], codomain: Structure
+    ) -> "ChangeOfVariables":
         return self.of(self.inner.transformed(matrices, codomain))
 
     def block_bytes(self) -> list[int]:
@@ -87,7 +84,7 @@ class Composed(AbstractJacobian):
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
 
-    def within(self, memory_budget: int) -> "Composed":
+    def within(self, memory_budget: int) -> "ChangeOfVariables":
         return self.of(self.inner.within(memory_budget))
 
     def cost(self) -> Cost:

@@ -13,19 +13,10 @@ import numpy as np
 from jaxtyping import Array, Int, PyTree
 
 from .._common._passes import Passes
-from .._common._tree import (
-    ravel_pytree,
-    Structure,
-)
+from .._common._tree import ravel_pytree, Structure
 from ._by_passes import ByPasses
-from ._directions import (
-    check_jac,
-    Direction,
-)
-from ._gathered import (
-    Gathered,
-    Sparse,
-)
+from ._directions import check_jac, Direction
+from ._gathered import Gathered, Sparse
 
 
 # Whole rows of an array are read, where they hold up to so many times what is not zero:

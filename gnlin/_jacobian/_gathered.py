@@ -10,15 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._common._passes import Passes
-from .._common._tree import (
-    promoted,
-    Structure,
-)
+from .._common._tree import promoted, Structure
 from ._at_hand import AtHand
-from ._base import (
-    Cost,
-    Reads,
-)
+from ._base import Cost, Reads
 from ._block import AbstractBlock
 from ._by_passes import is_by_forward
 from ._directions import Direction

@@ -23,14 +23,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._common import _tree
-from .._common._tree import (
-    gram,
-    matmul,
-    promoted,
-)
+from .._common._tree import gram, matmul, promoted
 from ._block import AbstractBlock
 from ._rows import Rows
-from ._stacked_block import Stack
+from ._stacked_block import StackedBlock
 
 
 # One multiplication by itself, in memory, takes as long as so many in a matrix product:
@@ -107,7 +103,7 @@ class Layer(AbstractBlock):
 
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
         """Their inner products with those of another block."""
-        if isinstance(other, Stack):
+        if isinstance(other, StackedBlock):
             return other.gram_with(self).T
         if not (isinstance(other, Layer) and other.axes == self.axes):
             return Rows(self.rows()).gram_with(other)

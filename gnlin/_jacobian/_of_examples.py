@@ -15,23 +15,12 @@ from .._common._checks import check_count
 from .._common._convolutions import channels_last
 from .._common._passes import Passes
 from .._common._sharding import is_spread
-from .._common._tree import (
-    ravel_pytree,
-    Structure,
-)
+from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
-from ._base import (
-    AbstractJacobian,
-    Cost,
-    grouped,
-    Of,
-)
+from ._base import AbstractJacobian, Cost, grouped, Of
 from ._block import AbstractBlock
-from ._by_passes import (
-    ByPasses,
-    is_by_forward,
-)
+from ._by_passes import ByPasses, is_by_forward
 from ._layer import Layer
 from ._rows import Rows
 

@@ -19,10 +19,7 @@ from .._common import _tree
 from .._common._convolutions import channels_last
 from .._common._cost import bytes_made
 from .._common._tree import ravel_pytree
-from ._layer import (
-    gram_multiplications,
-    Layer,
-)
+from ._layer import gram_multiplications, Layer
 
 
 class _Use(NamedTuple):

@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, PyTree
 from .._common._tree import promoted
 from ._base import AbstractJacobian
 from ._block import AbstractBlock
-from ._change_of_variables import Composed
+from ._change_of_variables import ChangeOfVariables
 from ._gathered import Gathered
 from ._rows import Rows
-from ._stacked_block import Stack
+from ._stacked_block import StackedBlock
 
 
-class Turned(Composed):
+class Retracted(ChangeOfVariables):
     r"""$\phi T$, with a $T$ of a block for each row of some arrays of parameters."""
 
     matrices: list[Float[Array, "k d d"] | None]
@@ -24,8 +24,8 @@ class Turned(Composed):
         super().__init__(inner)
         self.matrices = matrices
 
-    def of(self, inner: AbstractJacobian) -> "Turned":
-        return Turned(inner, self.matrices)
+    def of(self, inner: AbstractJacobian) -> "Retracted":
+        return Retracted(inner, self.matrices)
 
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self._by(vector, "kij,kj->ki")
@@ -44,14 +44,16 @@ class Turned(Composed):
         return structure.unflatten(list(map(each, self.matrices, leaves)))
 
     def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
-        return _turned(inner, self.matrices[k])
+        return _retracted_block(inner, self.matrices[k])
 
 
-def _turned(block: AbstractBlock, matrix: Float[Array, "k d d"] | None) -> AbstractBlock:
+def _retracted_block(
+    block: AbstractBlock, matrix: Float[Array, "k d d"] | None
+) -> AbstractBlock:
     if matrix is None:
         return block
-    if isinstance(block, Stack):
-        return Stack([_turned(part, matrix) for part in block.parts])
+    if isinstance(block, StackedBlock):
+        return StackedBlock([_retracted_block(part, matrix) for part in block.parts])
     if isinstance(block, Gathered) and block.values.shape[-1] == matrix.shape[-1]:
         values = _einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
         return Gathered(values.astype(block.values.dtype), block.index, block.shape)

@@ -7,14 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._common._tree import (
-    gram,
-    matmul,
-    on_one_cpu,
-    promoted,
-)
+from .._common._tree import gram, matmul, on_one_cpu, promoted
 from ._block import AbstractBlock
-from ._stacked_block import Stack
+from ._stacked_block import StackedBlock
 
 
 # XLA's product of rows so long leaves the caches on a CPU. It is summed over slices of so
@@ -40,7 +35,7 @@ class Rows(AbstractBlock):
         return self.array
 
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
-        if isinstance(other, Stack):
+        if isinstance(other, StackedBlock):
             return other.gram_with(self).T
         num_columns = math.prod(self.shape)  # none, too
         a, b = (x.reshape(x.shape[0], num_columns) for x in (self.array, other.rows()))

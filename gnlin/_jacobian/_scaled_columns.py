@@ -5,10 +5,10 @@ from jaxtyping import Array, PyTree
 
 from ._base import AbstractJacobian
 from ._block import AbstractBlock
-from ._change_of_variables import Composed
+from ._change_of_variables import ChangeOfVariables
 
 
-class Scaled(Composed):
+class ScaledColumns(ChangeOfVariables):
     r"""$\phi D^{-1}$, with a diagonal $D$ of the parameters' structure."""
 
     scale: PyTree[Array]
@@ -17,8 +17,8 @@ class Scaled(Composed):
         super().__init__(inner)
         self.scale = scale
 
-    def of(self, inner: AbstractJacobian) -> "Scaled":
-        return Scaled(inner, self.scale)
+    def of(self, inner: AbstractJacobian) -> "ScaledColumns":
+        return ScaledColumns(inner, self.scale)
 
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(lambda x, d: (x / d).astype(x.dtype), vector, self.scale)

@@ -11,16 +11,11 @@ from jaxtyping import Array, PyTree
 
 from .._common._passes import Passes
 from .._common._tree import Structure
-from ._base import (
-    AbstractJacobian,
-    Cost,
-    Of,
-    Reads,
-)
+from ._base import AbstractJacobian, Cost, Of, Reads
 from ._block import AbstractBlock
 from ._coloured import Sparsity
 from ._of_examples import PerExample
-from ._stacked_block import Stack
+from ._stacked_block import StackedBlock
 
 
 class AtOnce(eqx.Module):
@@ -86,7 +81,7 @@ class Stacked(AbstractJacobian):
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         each = [part.blocks(wanted) for part in self.parts.values()]
-        return [Stack(blocks) for blocks in zip(*each, strict=True)]
+        return [StackedBlock(blocks) for blocks in zip(*each, strict=True)]
 
     def block_bytes(self) -> list[int]:
         each = (part.block_bytes() for part in self.parts.values())

@@ -11,7 +11,7 @@ from .._common._tree import promoted
 from ._block import AbstractBlock
 
 
-class Stack(AbstractBlock):
+class StackedBlock(AbstractBlock):
     """Blocks by the same array of parameters, one above the other, each of its kind."""
 
     parts: Sequence[AbstractBlock]
@@ -24,7 +24,7 @@ class Stack(AbstractBlock):
         return jnp.concatenate(promoted([part.rows() for part in self.parts]))
 
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
-        others = other.parts if isinstance(other, Stack) else [other]
+        others = other.parts if isinstance(other, StackedBlock) else [other]
         products: dict[tuple[int, int], Array] = {}
         for i, part in enumerate(self.parts):
             for j, another in enumerate(others):
@@ -37,11 +37,11 @@ class Stack(AbstractBlock):
 
         return jnp.concatenate(promoted([line(i) for i in range(len(self.parts))]))
 
-    def merged(self, num_outputs: int) -> "Stack":
-        return Stack([part.merged(num_outputs) for part in self.parts])
+    def merged(self, num_outputs: int) -> "StackedBlock":
+        return StackedBlock([part.merged(num_outputs) for part in self.parts])
 
-    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "Stack":
-        return Stack([part.of_output(k, num_outputs) for part in self.parts])
+    def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "StackedBlock":
+        return StackedBlock([part.of_output(k, num_outputs) for part in self.parts])
 
     def squared_rows(self) -> Float[Array, " m"]:
         return jnp.concatenate(promoted([part.squared_rows() for part in self.parts]))
@@ -66,8 +66,8 @@ class Stack(AbstractBlock):
     def transformed(self, transform: Callable[[Array], Array]) -> AbstractBlock:
         raise NotImplementedError("Each group of rows is transformed by itself.")
 
-    def scaled(self, scale: Float[Array, "..."]) -> "Stack":
-        return Stack([part.scaled(scale) for part in self.parts])
+    def scaled(self, scale: Float[Array, "..."]) -> "StackedBlock":
+        return StackedBlock([part.scaled(scale) for part in self.parts])
 
-    def astype(self, dtype: jnp.dtype) -> "Stack":
-        return Stack([part.astype(dtype) for part in self.parts])
+    def astype(self, dtype: jnp.dtype) -> "StackedBlock":
+        return StackedBlock([part.astype(dtype) for part in self.parts])

@@ -10,11 +10,7 @@ import lineax as lx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    check_nonnegative,
-    nan_unless,
-    nonnegative,
-)
+from .._common._checks import check_nonnegative, nan_unless, nonnegative
 from .._common._tree import Structure
 
 
@@ -67,7 +63,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
     !!! example
 
         ```python
-        solution = lx.linear_solve(operator, b, gnlin.ConjugateGradients(1e-3))
+        solution = lx.linear_solve(operator, b, gnlin.methods.ConjugateGradients(1e-3))
         solution.stats["num_steps"]
         ```
     """

@@ -11,10 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 from .._common import _tree
 from .._common._checks import check_count
 from .._common._sharding import is_spread
-from .._common._tree import (
-    ravel_pytree,
-    Structure,
-)
+from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
     AbstractJacobian,
     AtHand,
@@ -27,22 +24,15 @@ from .._jacobian import (
     only_direction,
     PerExample,
     PerGroup,
-    Scaled,
+    Retracted,
+    ScaledColumns,
     Selected,
     Sparse,
     Stacked,
-    Turned,
 )
-from ._bounds import (
-    Box,
-    free_scale,
-)
+from ._bounds import Box, free_scale
 from ._retraction import Retraction
-from ._spectrum import (
-    Spectrum,
-    spectrum_of,
-    svd_is_cheap,
-)
+from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
 
 
 class Linearisation(eqx.Module):
@@ -184,13 +174,13 @@ class Linearisation(eqx.Module):
 
     def along(self, retraction: Retraction) -> "Linearisation":
         """The same by the steps of a retraction."""
-        jacobian = Turned(self.jacobian, retraction.tangents(self.point))
+        jacobian = Retracted(self.jacobian, retraction.tangents(self.point))
         return Linearisation(self.point, self.outputs, jacobian, self.box, retraction)
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """The same between bounds, at which the `blocked` parameters stay: their columns
         are zero."""
-        jacobian = Scaled(self.jacobian, free_scale(blocked, self.point))
+        jacobian = ScaledColumns(self.jacobian, free_scale(blocked, self.point))
         box = box.without(blocked, self.point)
         return Linearisation(self.point, self.outputs, jacobian, box)
 

@@ -12,17 +12,11 @@ from equinox import AbstractVar
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    nan_unless,
-    nonnegative,
-)
+from .._common._checks import nan_unless, nonnegative
 from .._common._tree import Structure
-from ..losses import (
-    AbstractFactor,
-    AbstractLoss,
-    IdentityFactor,
-    Reduction,
-)
+from ..losses import AbstractLoss
+from ..losses._base import Reduction
+from ..losses._factors import AbstractFactor, IdentityFactor
 from ._linearisation import Linearisation
 from ._quadratic import Quadratic
 

@@ -7,10 +7,7 @@ from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._tree import ravel_pytree
-from .._jacobian import (
-    AbstractJacobian,
-    Scaled,
-)
+from .._jacobian import AbstractJacobian, ScaledColumns
 
 
 class Quadratic(eqx.Module):
@@ -62,4 +59,4 @@ class Quadratic(eqx.Module):
         rest = self.rest
         if rest is not None:
             rest = jax.tree.map(jnp.divide, rest, scale)
-        return Quadratic(Scaled(self.jacobian, scale), self.residual, rest)
+        return Quadratic(ScaledColumns(self.jacobian, scale), self.residual, rest)

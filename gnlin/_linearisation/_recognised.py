@@ -22,7 +22,7 @@ from ._objective import AbstractObjective
 Posed = tuple[Callable[[PyTree, Any], PyTree[Array]], Any, AbstractObjective]
 
 
-class AbstractKnown(eqx.Module):
+class AbstractRecognised(eqx.Module):
     """A function of parameters and `args` for `optimistix.least_squares`."""
 
     @abc.abstractmethod
@@ -35,7 +35,7 @@ class AbstractKnown(eqx.Module):
         rest, static = eqx.partition((self, args), eqx.is_array)
         others, structure_of_rest = jax.tree.flatten(rest)
         call = _Call(structure, structure_of_rest, static)
-        out = _known.bind(*leaves, *others, call=call)
+        out = _residuals.bind(*leaves, *others, call=call)
         return jax.tree.unflatten(jax.tree.structure(call.shapes(leaves, others)), out)
 
 
@@ -56,8 +56,8 @@ class _Call:
         k = self.num_parameters
         y = jax.tree.unflatten(self._structure, leaves[:k])
         rest = jax.tree.unflatten(self._structure_of_rest, leaves[k:])
-        known, args = eqx.combine(rest, self._static)
-        return y, known.posed(y, args)
+        function, args = eqx.combine(rest, self._static)
+        return y, function.posed(y, args)
 
     def shapes(self, leaves: Sequence[Any], others: Sequence[Any]) -> PyTree:
         """Of the residuals, which are those of the outputs."""
@@ -73,16 +73,16 @@ class _Call:
         return jax.tree.leaves(objective.plain(fn(y, args)))
 
 
-_known = Primitive("known_residuals")
-_known.multiple_results = True
+_residuals = Primitive("recognised_residuals")
+_residuals.multiple_results = True
 
 
-@_known.def_impl
+@_residuals.def_impl
 def _impl(*leaves, call: _Call):
     return call.plain(*leaves)
 
 
-@_known.def_abstract_eval
+@_residuals.def_abstract_eval
 def _shapes(*leaves, call: _Call):
     structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     k = call.num_parameters
@@ -107,12 +107,14 @@ def _batched(leaves, axes, *, call: _Call):
     return out, [0] * len(out)
 
 
-ad.primitive_jvps[_known] = _jvp
-batching.primitive_batchers[_known] = _batched
-mlir.register_lowering(_known, mlir.lower_fun(_impl, multiple_results=True))
+ad.primitive_jvps[_residuals] = _jvp
+batching.primitive_batchers[_residuals] = _batched
+mlir.register_lowering(_residuals, mlir.lower_fun(_impl, multiple_results=True))
 
 
-def known(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Posed | None:
+def recognised(
+    fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any
+) -> Posed | None:
     """What `fn` is, a function of optimistix's that returns residuals and auxiliary data;
     `None` of one that is only a program."""
     closed, (outputs, _), _ = eqx.filter_make_jaxpr(fn)(y, args)
@@ -127,7 +129,7 @@ def known(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Pose
     made = [x if isinstance(x, Literal) else names.get(x, x) for x in made]
     parameters = program.invars[: len(jax.tree.leaves(y))]
     for equation in program.eqns:
-        if equation.primitive is not _known or equation.outvars != made:
+        if equation.primitive is not _residuals or equation.outvars != made:
             continue
         call, taken = equation.params["call"], equation.invars
         if taken[: call.num_parameters] != parameters:

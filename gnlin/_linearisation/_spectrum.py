@@ -13,20 +13,10 @@ from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._sharding import is_here
-from .._common._tree import (
-    gram_of_columns,
-    matmul,
-    ravel_pytree,
-)
+from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
-from .._linear_algebra import (
-    _lapack,
-    _small_svd,
-)
-from ..filters import (
-    GradientDescent,
-    Tikhonov,
-)
+from .._linear_algebra import _lapack, _small_svd
+from ..filters import GradientDescent, Tikhonov
 
 
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]

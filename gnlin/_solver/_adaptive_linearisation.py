@@ -10,25 +10,12 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    as_scalar,
-    check_nonnegative,
-    check_period,
-    check_positive,
-)
+from .._common._checks import as_scalar, check_nonnegative, check_period, check_positive
 from .._common._passes import Passes
 from .._common._tree import ravel_pytree
-from .._linearisation._linearisation import (
-    Linearisation,
-    linearise,
-)
+from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
-from ._base import (
-    AbstractGaussNewton,
-    Evaluate,
-    State,
-    Update,
-)
+from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
 
@@ -73,7 +60,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     !!! example
 
         ```python
-        solver = gnlin.AdaptiveLinearisation(
+        solver = gnlin.methods.AdaptiveLinearisation(
             gnlin.IterativeLinearisation(period=10**6, learning_rate=1e-3), min_ratio=0.5
         )
         ```

@@ -32,7 +32,7 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
         ```python
         def minimum(args):
             solver = gnlin.LevenbergMarquardt(bounds=(0.0, 1.0))
-            adjoint = gnlin.ImplicitAdjoint()
+            adjoint = gnlin.methods.ImplicitAdjoint()
             return optx.least_squares(residuals, solver, y0, args, adjoint=adjoint).value
 
         jax.jacfwd(minimum)(args)

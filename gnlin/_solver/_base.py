@@ -13,40 +13,22 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    check_callable,
-    check_count,
-    check_flag,
-    check_nonnegative,
-)
+from .._common._checks import check_callable, check_count, check_flag, check_nonnegative
 from .._common._passes import Passes
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from .._linearisation._bounds import (
-    Box,
-    check_pair,
-)
+from .._linearisation._bounds import Box, check_pair
 from .._linearisation._linearisation import (
     check_outputs,
     check_parameters,
     Linearisation,
     linearise,
 )
-from .._linearisation._objective import (
-    AbstractObjective,
-    SumOfSquares,
-)
+from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._recognised import (
-    aux_of,
-    known,
-)
+from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
 from ._stride import Stride
-from ._termination import (
-    has_arrived,
-    rounding_of_loss,
-    STANDS_STILL,
-)
+from ._termination import has_arrived, rounding_of_loss, STANDS_STILL
 
 
 # After this many quiet steps in a row the run ends: it has converged or stands still.
@@ -124,15 +106,15 @@ class Update(eqx.Module):
     - `gradient_norm`: of the objective at the linearisation point, and `step_norm`, of
         `y - lin.point`; `None` to have them computed.
     - `damping`, `num_inner_steps`: for the history.
-    - `passes`: a [`gnlin.Passes`][], of tangents and transposed, beyond the
+    - `passes`: a [`gnlin.authoring.Passes`][], of tangents and transposed, beyond the
         linearisation.
     - `num_accepted`, `num_rejected`: steps.
     - `stuck`: whether no step could be found. The run ends, converged or not.
     - `left`: the step that the linearised problem asks for, of any length and whether or
         not it was taken; `None` for `y - lin.point`. If the last step was within the
         tolerances and this one has next to nothing to gain, the run has converged.
-    - `problem`: the [`gnlin.Quadratic`][] of the linearisation, if its Jacobian is in
-        memory.
+    - `problem`: the [`gnlin.authoring.Quadratic`][] of the linearisation, if its Jacobian
+        is in memory.
     - `searched`: whether the solver has looked for the longest step that lowers the loss.
     - `terminate`: whether the run is over, and a success, whatever the gradient.
     - `result`: any but `successful` ends the run.
@@ -194,14 +176,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         `None`. All points are between them, and parameters whose bounds are equal stay.
         `optimistix.least_squares`, which knows no start before its program runs, moves
         one that is not between them to the nearest point that is; gnlin's own functions
-        refuse it.
-        A parameter at a bound that the way down leads beyond has no column in the
-        Jacobian; a step that leads beyond others is followed to the first of them, and
-        solved again for the parameters that have not come to theirs. (Where
+        refuse it. A parameter at a bound that the way down leads beyond has no column in
+        the Jacobian; a step that leads beyond others is followed to the first of them,
+        and solved again for the parameters that have not come to theirs. (Where
         Levenberg-Marquardt has scales, and at most ten times as many parameters as
-        residuals, this takes no other factorisation.) Derivatives of the
-        minimum need [`gnlin.ImplicitAdjoint`][] where one is at its bound; so they do
-        with a `retraction`.
+        residuals, this takes no other factorisation.) Derivatives of the minimum need
+        [`gnlin.methods.ImplicitAdjoint`][] where one is at its bound; so they do with a
+        `retraction`.
     - `retraction`: of rotations and poses, and other points that are not added to:
         `retraction(row, step)`, the row of an array of parameters that a step leads to,
         where `step` has the row's shape (entries that are not used stay zero); or a tree
@@ -216,14 +197,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     !!! example
 
         ```python
-        class GradientDescent(gnlin.AbstractGaussNewton):
+        from gnlin.authoring import AbstractGaussNewton, Passes, Update
+
+        class GradientDescent(AbstractGaussNewton):
             learning_rate: float
 
             def update(self, objective, lin, evaluate, memory, num_steps):
                 gradient = lin.vjp(objective.gradient(lin.outputs))
                 step = jax.tree.map(lambda g: -self.learning_rate * g, gradient)
                 y = jax.tree.map(jnp.add, lin.point, step)
-                return gnlin.Update(y, evaluate(y), passes=gnlin.Passes(vjps=1))
+                return Update(y, evaluate(y), passes=Passes(vjps=1))
         ```
     """
 
@@ -330,8 +313,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         update = solver.update(objective, lin, evaluate, state.memory, num_steps)
         if not isinstance(update, Update):
             raise TypeError(
-                f"`update` of {type(self).__name__} must return a `gnlin.Update`, as "
-                f"`gnlin.Update(y, outputs)`, but returns a {type(update).__name__}."
+                f"`update` of {type(self).__name__} must return a "
+                "`gnlin.authoring.Update(y, outputs)`, but returns a "
+                f"{type(update).__name__}."
             )
         gradient_norm, step, step_norm = _completed(update, objective, lin)
         ended = Ended.not_asked(state, update)
@@ -572,7 +556,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def step(
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
-        y, posed = self.between_bounds(y), known(fn, y, args)
+        y, posed = self.between_bounds(y), recognised(fn, y, args)
         given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
         if posed is None:
             lin, aux = linearise(fn, y, args, has_aux=True, **given)

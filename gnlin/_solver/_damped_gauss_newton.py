@@ -17,27 +17,11 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from .._subproblem import (
-    AbstractSubproblem,
-    check_method,
-    ProxLinear,
-    Pulled,
-)
+from .._subproblem import AbstractSubproblem, check_method, ProxLinear, WithMomentum
 from ..filters import Tikhonov
-from ._base import (
-    Evaluate,
-    Update,
-)
-from ._scaling import (
-    check_scaling,
-    first_scale,
-    Measured,
-    Scaling,
-)
-from ._schedules import (
-    Schedule,
-    value_at,
-)
+from ._base import Evaluate, Update
+from ._scaling import check_scaling, first_scale, Measured, Scaling
+from ._schedules import Schedule, value_at
 from ._stepping import AbstractFilteredGaussNewton
 
 
@@ -76,12 +60,12 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         an array of parameters eliminated), `"sparse"` (a factorisation of what is
         sparse), `"matrix-free"` (conjugate gradients),
         `"products-first"` (those while they are cheap, else by Cholesky); a
-        [`gnlin.MixedPrecision`][], for a kernel in lower precision; a
-        [`gnlin.NystromKernel`][], for one of lower rank; one of
+        [`gnlin.methods.MixedPrecision`][], for a kernel in lower precision; a
+        [`gnlin.methods.NystromKernel`][], for one of lower rank; one of
         [`gnlin.preconditioners`][], with which conjugate gradients solve; or any solver
         of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -140,7 +124,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         momentum = jnp.asarray(self.momentum)
         momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)
         towards = _tree.scale(momentum, memory.last)
-        return Pulled(problem, towards, ready), new_memory
+        return WithMomentum(problem, towards, ready), new_memory
 
     def update(
         self,

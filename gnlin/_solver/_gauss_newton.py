@@ -6,17 +6,10 @@ import equinox as eqx
 import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
-from .._common._checks import (
-    as_scalar,
-    check_callable,
-    check_nonnegative,
-)
+from .._common._checks import as_scalar, check_callable, check_nonnegative
 from .._linearisation._spectrum import Filter
 from .._subproblem import check_method
-from ..filters import (
-    PseudoInverse,
-    Tikhonov,
-)
+from ..filters import PseudoInverse, Tikhonov
 from ._stepping import AbstractFilteredGaussNewton
 
 
@@ -37,14 +30,14 @@ class GaussNewton(AbstractFilteredGaussNewton):
     - `form`: of a loss that is not squared error: `"quadratic"`, expanded to second order
         (generalised Gauss-Newton), or `"prox-linear"`, the loss itself on the linearised
         model.
-    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()` or
-        a [`gnlin.GridSearch`][]; `None` for all of it. `"auto"` backtracks where nothing
-        else checks a step: with a loss that is not squared error, and on mini-batches,
-        where the next batch judges a step, too.
+    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()` or a
+        [`gnlin.methods.GridSearch`][]; `None` for all of it. `"auto"` backtracks where
+        nothing else checks a step: with a loss that is not squared error, and on
+        mini-batches, where the next batch judges a step, too.
     - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`;
         or any solver of lineax, such as `lineax.QR()`.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -87,7 +80,7 @@ class FilteredGaussNewton(AbstractFilteredGaussNewton):
     !!! example
 
         ```python
-        solver = gnlin.FilteredGaussNewton(gnlin.filters.GradientFlow(time=100.0))
+        solver = gnlin.methods.FilteredGaussNewton(gnlin.filters.GradientFlow(time=100.0))
         ```
     """
 

@@ -38,7 +38,7 @@ class GridSearch(eqx.Module):
     !!! example
 
         ```python
-        solver = gnlin.DampedGaussNewton(1e-8, search=gnlin.GridSearch())
+        solver = gnlin.DampedGaussNewton(1e-8, search=gnlin.methods.GridSearch())
         ```
 
     ??? cite "Reference"

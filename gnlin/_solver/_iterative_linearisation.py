@@ -39,13 +39,7 @@ from .._subproblem import (
     ProxLinear,
     updated,
 )
-from ..filters import (
-    Damped,
-    GradientDescent,
-    GradientFlow,
-    HeavyBall,
-    Nesterov,
-)
+from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import (
     AbstractGaussNewton,
     Counts,
@@ -127,7 +121,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         model (`"matrix-free"`), by whichever is cheaper (`"auto"`); or by gradient flow
         for the time $K\eta$, with error control (`"flow"`).
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 

@@ -9,12 +9,7 @@ import optimistix as optx
 from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    as_scalar,
-    check_finite_positive,
-    check_flag,
-    check_fraction,
-)
+from .._common._checks import as_scalar, check_finite_positive, check_flag, check_fraction
 from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linearisation._linearisation import Linearisation
@@ -30,31 +25,14 @@ from .._subproblem import (
     Method,
     problem_of,
     ProxLinear,
-    Pulled,
     way_of,
+    WithMomentum,
 )
-from ..damping import (
-    AbstractDamping,
-    LongestStep,
-    Nielsen,
-)
+from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
-from ._base import (
-    AbstractGaussNewton,
-    Evaluate,
-    State,
-    Update,
-)
-from ._scaling import (
-    check_scaling,
-    first_scale,
-    Measured,
-    Scaling,
-)
-from ._stepping import (
-    check_quadratic,
-    take_step,
-)
+from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._scaling import check_scaling, first_scale, Measured, Scaling
+from ._stepping import check_quadratic, take_step
 from ._trials import try_dampings
 
 
@@ -142,12 +120,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
         `"schur"`, `"sparse"` or `"matrix-free"`; `"auto"` is matrix-free where the
         Jacobian at hand costs many times as much, or more than the memory budget; or a
-        [`gnlin.MixedPrecision`][], a [`gnlin.NystromKernel`][], one of
+        [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][], one of
         [`gnlin.preconditioners`][], with which conjugate gradients solve, or a solver of
         lineax.
         See "How to choose" in the documentation.
     - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -417,7 +395,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem, new_scale = measured.problem, measured.memory(scaling)
         if isinstance(problem, ProxLinear):
             return ready(problem), new_scale
-        return Pulled(problem, towards, ready), new_scale
+        return WithMomentum(problem, towards, ready), new_scale
 
     def _relative_damping(self, num_examples: int, noiseless: bool) -> ScalarLike:
         """Across batches."""

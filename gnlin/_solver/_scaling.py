@@ -13,12 +13,7 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from .._subproblem import (
-    AbstractSubproblem,
-    choose,
-    ProxLinear,
-    Rescaled,
-)
+from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 from ..preconditioners import AbstractPreconditioner
 
 

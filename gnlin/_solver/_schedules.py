@@ -8,12 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    as_scalar,
-    check_fraction,
-    check_range,
-    nan_unless,
-)
+from .._common._checks import as_scalar, check_fraction, check_range, nan_unless
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]

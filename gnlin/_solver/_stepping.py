@@ -11,11 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    check_search,
-    nan_unless,
-    nonnegative,
-)
+from .._common._checks import check_search, nan_unless, nonnegative
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -30,24 +26,10 @@ from .._subproblem import (
     problem_of,
     ProxLinear,
 )
-from ..filters import (
-    PseudoInverse,
-    Tikhonov,
-)
-from ._base import (
-    AbstractGaussNewton,
-    Evaluate,
-    State,
-    Update,
-)
-from ._between_bounds import (
-    Again,
-    between_bounds,
-)
-from ._grid_search import (
-    Found,
-    GridSearch,
-)
+from ..filters import PseudoInverse, Tikhonov
+from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._between_bounds import Again, between_bounds
+from ._grid_search import Found, GridSearch
 from ._termination import rounding_of_loss
 
 
@@ -91,13 +73,13 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
     **Arguments:**
 
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
-        [`gnlin.AbstractGaussNewton`][].
+        [`gnlin.authoring.AbstractGaussNewton`][].
     - `form`, `search`, `method`: as in [`gnlin.GaussNewton`][].
 
     !!! example
 
         ```python
-        class Cooled(gnlin.AbstractFilteredGaussNewton):
+        class Cooled(gnlin.authoring.AbstractFilteredGaussNewton):
             damping: float
 
             def filter_at(self, num_steps):
@@ -189,7 +171,7 @@ def take_step(
     - `again`: a function of a linearisation that solves it as this one was, to its step:
         with bounds, for the parameters that have not come to theirs.
 
-    **Returns:** a [`gnlin.Update`][].
+    **Returns:** a [`gnlin.authoring.Update`][].
     """
     y, outputs = lin.point, lin.outputs
     step, result = answer.step, answer.result

@@ -9,10 +9,7 @@ from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common._checks import check_period
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._spectrum import (
-    Filter,
-    Spectrum,
-)
+from .._linearisation._spectrum import Filter, Spectrum
 
 
 class Trajectory(eqx.Module):

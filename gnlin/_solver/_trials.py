@@ -14,23 +14,11 @@ from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import (
-    AbstractSubproblem,
-    Early,
-)
-from ..damping import (
-    AbstractDamping,
-    Trial,
-)
-from ._base import (
-    Evaluate,
-    increased,
-)
+from .._subproblem import AbstractSubproblem, Early
+from ..damping import AbstractDamping, Trial
+from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
-from ._termination import (
-    rounding_of_loss,
-    rounding_of_outputs,
-)
+from ._termination import rounding_of_loss, rounding_of_outputs
 
 
 # A correction longer than this part of the step says that the step is too long for the
@@ -45,7 +33,7 @@ _LEAST_POWER = 2.5
 _MAX_TRIALS = 60
 
 
-class Tried(eqx.Module):
+class TrialOutcome(eqx.Module):
     """What came of the dampings: the accepted step with the least one; or, if none has
     been accepted, the last step.
 
@@ -75,7 +63,7 @@ def try_dampings(
     inverse: Callable[[Scalar], Float[Array, "p p"]] | None,
     problem: Quadratic | None,
     is_finite: Bool[Array, ""],
-) -> Tried:
+) -> TrialOutcome:
     """The dampings of a rule, from one linearisation and one factorisation.
 
     - `state`: of the rule.
@@ -101,7 +89,7 @@ def try_dampings(
     if problem is not None:
         least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(problem, lin.point)
 
-    def attempt(last: Tried) -> Tried:
+    def attempt(last: TrialOutcome) -> TrialOutcome:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
         held = subproblem.factorised(Early(damping)) if acceleration else subproblem
@@ -149,7 +137,7 @@ def try_dampings(
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
         state = rule.after(last.state, trial)
         takes = (accepted & ~noise) | ~last.found
-        return Tried(
+        return TrialOutcome(
             damping=jnp.where(takes, damping, last.damping),
             state=state,
             step=_tree.where(takes, step, last.step),
@@ -165,7 +153,7 @@ def try_dampings(
         )
 
     zero = jnp.zeros((), dtype)
-    start = Tried(
+    start = TrialOutcome(
         damping=zero,
         state=state,
         step=_tree.zeros_like(lin.point),

@@ -22,26 +22,11 @@ from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import (
-    MatrixFree,
-    problem_of,
-    ProxLinear,
-    ProxLinearOnParameters,
-)
+from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
 from ..preconditioners import AbstractPreconditioner
-from ._base import (
-    Evaluate,
-    Update,
-)
-from ._schedules import (
-    EisenstatWalker,
-    Schedule,
-    value_at,
-)
-from ._stepping import (
-    AbstractSearchedGaussNewton,
-    take_step,
-)
+from ._base import Evaluate, Update
+from ._schedules import EisenstatWalker, Schedule, value_at
+from ._stepping import AbstractSearchedGaussNewton, take_step
 
 
 class _Memory(eqx.Module):
@@ -62,8 +47,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     **Arguments:**
 
     - `tolerance`: $\beta$, strictly between 0 and 1: a number, a traced scalar, a
-        schedule (a function of the outer step), or [`gnlin.EisenstatWalker`][]. One that
-        the precision does not allow is met as far as it does.
+        schedule (a function of the outer step), or [`gnlin.methods.EisenstatWalker`][].
+        One that the precision does not allow is met as far as it does.
     - `damping`: $\lambda \ge 0$, likewise a number, a traced scalar or a schedule.
     - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
@@ -82,13 +67,13 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         products, `"dense"` by the Jacobian itself, and `"auto"` chooses: dense where
         that is a small matrix.
     - `memory_budget`: bytes that the Jacobian may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.AbstractGaussNewton`][].
+    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
         ```python
         gnlin.TruncatedGaussNewton(tolerance=0.1)
-        gnlin.TruncatedGaussNewton(tolerance=gnlin.EisenstatWalker())
+        gnlin.TruncatedGaussNewton(tolerance=gnlin.methods.EisenstatWalker())
         ```
 
     ??? cite "Reference"

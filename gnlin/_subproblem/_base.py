@@ -16,10 +16,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._passes import Passes
 from .._jacobian import Cost
-from .._linearisation._spectrum import (
-    Filter,
-    svd_is_cheap,
-)
+from .._linearisation._spectrum import Filter, svd_is_cheap
 from ..filters import (
     Damped,
     GradientDescent,
@@ -125,7 +122,7 @@ class AbstractWay(AbstractSubproblem):
     before it is made ready.
 
     - `method`: what a user calls it.
-    - `problem`: a value, [`gnlin.Quadratic`][] or `ProxLinear`.
+    - `problem`: a value, [`gnlin.authoring.Quadratic`][] or `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
     - `solves_anew`: whether another residual costs as much as the first.
     """

@@ -12,10 +12,7 @@ from jaxtyping import Array, Bool, Float, PyTree, ScalarLike
 from .._common import _tree
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import (
-    AbstractWay,
-    does_not_serve,
-)
+from ._base import AbstractWay, does_not_serve
 
 
 def damping_of(filter: Filter) -> ScalarLike:

@@ -10,40 +10,18 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
-from ._base import (
-    AbstractWay,
-    does_not_serve,
-)
-from ._fallbacks import (
-    EigenvaluesFirst,
-    ProductsFirst,
-)
+from ._base import AbstractWay, does_not_serve
+from ._fallbacks import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
-from ._mixed_precision import (
-    MixedPrecision,
-    Refined,
-)
-from ._nystrom_kernel import (
-    NystromKernel,
-    OfLowRank,
-)
+from ._mixed_precision import MixedPrecision, Refined
+from ._nystrom_kernel import NystromKernel, OfLowRank
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
-from ._prox_linear import (
-    ProxLinear,
-    ProxLinearOnOutputs,
-    ProxLinearOnParameters,
-)
+from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._schur import SchurComplement
-from ._sparse import (
-    has_factorisation,
-    SparseLU,
-)
-from ._spectral import (
-    Eigenvalues,
-    SingularValues,
-)
+from ._sparse import has_factorisation, SparseLU
+from ._spectral import Eigenvalues, SingularValues
 
 
 MethodName = Literal[
@@ -110,8 +88,8 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
     if method not in methods:
         others = "" if also else " or a solver of lineax"
         objects = (
-            "a `gnlin.MixedPrecision`, one of `gnlin.preconditioners`, a "
-            "`gnlin.NystromKernel`"
+            "a `gnlin.methods.MixedPrecision`, one of `gnlin.preconditioners`, a "
+            "`gnlin.methods.NystromKernel`"
         )
         others = f", {objects}" * damped + others
         raise ValueError(
@@ -152,15 +130,15 @@ def choose(
 
     **Arguments:**
 
-    - `problem`: a [`gnlin.Quadratic`][], such as `objective.expand(lin)`.
+    - `problem`: a [`gnlin.authoring.Quadratic`][], such as `objective.expand(lin)`.
     - `filter`: one of the kind that will be asked for; where their damping may vanish,
         one without.
     - `num_trials`: how many of them will be, about.
-    - `method`: a way that is asked for, by its name; a [`gnlin.MixedPrecision`][], a
-        [`gnlin.NystromKernel`][] or one of [`gnlin.preconditioners`][]; or a solver of
-        lineax.
+    - `method`: a way that is asked for, by its name; a
+        [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][] or one of
+        [`gnlin.preconditioners`][]; or a solver of lineax.
 
-    **Returns:** a [`gnlin.AbstractSubproblem`][].
+    **Returns:** a [`gnlin.authoring.AbstractSubproblem`][].
 
     **Raises:** `ValueError` if no way serves for the problem and the filter, or, where
     none is asked for, none within the memory budget.

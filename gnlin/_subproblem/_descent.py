@@ -7,15 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    as_float,
-    forwards_only,
-)
+from .._common._checks import as_float, forwards_only
 from .._linearisation._objective import AbstractObjective
-from ._spaces import (
-    AbstractSpace,
-    Parameters,
-)
+from ._spaces import AbstractSpace, Parameters
 
 
 class Descended(NamedTuple):

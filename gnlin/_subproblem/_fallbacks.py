@@ -16,11 +16,7 @@ from .._common._passes import Passes
 from .._common._sharding import is_spread
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import (
-    Filter,
-    Spectrum,
-    svd_is_cheap,
-)
+from .._linearisation._spectrum import Filter, Spectrum, svd_is_cheap
 from ..filters import Tikhonov
 from ._base import (
     AbstractSubproblem,
@@ -34,14 +30,8 @@ from ._cholesky import damping_of
 from ._matrix_free import MatrixFree
 from ._on_outputs import OnOutputs
 from ._on_parameters import OnParameters
-from ._sparse import (
-    has_factorisation,
-    SparseLU,
-)
-from ._spectral import (
-    Eigenvalues,
-    SingularValues,
-)
+from ._sparse import has_factorisation, SparseLU
+from ._spectral import Eigenvalues, SingularValues
 
 
 # Of the price of the factorisation, so much is spent on trying to do without; where fewer

@@ -11,21 +11,11 @@ from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
 from .._common._passes import Passes
-from .._jacobian import (
-    AbstractJacobian,
-    Cost,
-    plain_operator,
-)
+from .._jacobian import AbstractJacobian, Cost, plain_operator
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import (
-    PseudoInverse,
-    Tikhonov,
-)
-from ._base import (
-    AbstractWithGradient,
-    Answer,
-)
+from ..filters import PseudoInverse, Tikhonov
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 
 

@@ -9,28 +9,15 @@ import numpy as np
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    nan_unless,
-    nonnegative,
-    stopped_early,
-)
+from .._common._checks import nan_unless, nonnegative, stopped_early
 from .._common._passes import Passes
 from .._jacobian import Cost
-from .._linear_algebra._conjugate_gradients import (
-    ConjugateGradients,
-    semidefinite,
-)
+from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation._objective import SumOfSquares
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import (
-    GradientFlow,
-    Nesterov,
-)
-from ..preconditioners import (
-    AbstractPreconditioner,
-    BlockDiagonal,
-)
+from ..filters import GradientFlow, Nesterov
+from ..preconditioners import AbstractPreconditioner, BlockDiagonal
 from ._base import (
     AbstractIteration,
     Answer,
@@ -42,10 +29,7 @@ from ._base import (
     vanishes,
 )
 from ._descent import descend
-from ._flow import (
-    flow,
-    TOLERANCE,
-)
+from ._flow import flow, TOLERANCE
 from ._spaces import Parameters
 
 

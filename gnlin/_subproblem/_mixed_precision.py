@@ -14,23 +14,14 @@ from jaxtyping import Array, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._checks import check_finite_positive
 from .._common._passes import Passes
-from .._jacobian import (
-    AtHand,
-    Cost,
-)
+from .._jacobian import AtHand, Cost
 from .._linear_algebra._conjugate_gradients import ConjugateGradients
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import (
-    AbstractWithGradient,
-    Answer,
-)
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
-from ._on_outputs import (
-    Solved,
-    through_outputs,
-)
+from ._on_outputs import Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -63,7 +54,7 @@ class MixedPrecision(eqx.Module):
     !!! example
 
         ```python
-        gnlin.DampedGaussNewton(1.0, method=gnlin.MixedPrecision("float32"))
+        gnlin.DampedGaussNewton(1.0, method=gnlin.methods.MixedPrecision("float32"))
         ```
 
     ??? cite "Reference"

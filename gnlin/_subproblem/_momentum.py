@@ -10,13 +10,10 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import (
-    AbstractSubproblem,
-    Answer,
-)
+from ._base import AbstractSubproblem, Answer
 
 
-class Pulled(AbstractSubproblem):
+class WithMomentum(AbstractSubproblem):
     r"""With $\frac\lambda2\lVert\delta - \delta_0\rVert^2$ in place of
     $\frac\lambda2\lVert\delta\rVert^2$: the problem of $\delta - \delta_0$ has the
     residual $r + \phi\delta_0$.

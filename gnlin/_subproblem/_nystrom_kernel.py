@@ -9,30 +9,17 @@ import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import (
-    check_count,
-    check_whole,
-)
+from .._common._checks import check_count, check_whole
 from .._common._passes import Passes
 from .._common._tree import matmul
-from .._jacobian import (
-    AtHand,
-    Cost,
-    Rows,
-)
+from .._jacobian import AtHand, Cost, Rows
 from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import (
-    AbstractWithGradient,
-    Answer,
-)
+from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
-from ._on_outputs import (
-    Solved,
-    through_outputs,
-)
+from ._on_outputs import Solved, through_outputs
 
 
 SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]
@@ -67,7 +54,8 @@ class NystromKernel(eqx.Module):
     !!! example
 
         ```python
-        gnlin.DampedGaussNewton(1e-3, momentum=0.9, method=gnlin.NystromKernel(200))
+        method = gnlin.methods.NystromKernel(200)
+        gnlin.DampedGaussNewton(1e-3, momentum=0.9, method=method)
         ```
 
     ??? cite "References"

@@ -16,15 +16,8 @@ from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import (
-    Answer,
-    price_of_squaring,
-)
-from ._cholesky import (
-    AbstractByCholesky,
-    damping_of,
-    Factorised,
-)
+from ._base import Answer, price_of_squaring
+from ._cholesky import AbstractByCholesky, damping_of, Factorised
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]

@@ -9,22 +9,13 @@ from jaxtyping import Array, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._common._tree import (
-    matmul,
-    ravel_pytree,
-)
+from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
-from ._base import (
-    Answer,
-    price_of_squaring,
-)
-from ._cholesky import (
-    AbstractByCholesky,
-    Factorised,
-)
+from ._base import Answer, price_of_squaring
+from ._cholesky import AbstractByCholesky, Factorised
 
 
 # A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one

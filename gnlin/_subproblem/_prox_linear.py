@@ -15,20 +15,11 @@ from .._common import _tree
 from .._common._checks import as_float
 from .._common._cost import rates
 from .._common._passes import Passes
-from .._jacobian import (
-    AbstractJacobian,
-    Cost,
-)
-from .._linearisation._objective import (
-    AbstractObjective,
-    SumOfSquares,
-)
+from .._jacobian import AbstractJacobian, Cost
+from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import (
-    GradientFlow,
-    Nesterov,
-)
+from ..filters import GradientFlow, Nesterov
 from ._base import (
     AbstractIteration,
     AbstractSubproblem,
@@ -39,22 +30,10 @@ from ._base import (
     unless_endless,
     vanishes,
 )
-from ._descent import (
-    at_rest,
-    descend,
-    Descended,
-    optimise,
-)
-from ._flow import (
-    flow,
-    TOLERANCE,
-)
+from ._descent import at_rest, descend, Descended, optimise
+from ._flow import flow, TOLERANCE
 from ._newton import minimise
-from ._spaces import (
-    AbstractSpace,
-    Outputs,
-    Parameters,
-)
+from ._spaces import AbstractSpace, Outputs, Parameters
 
 
 class ProxLinear(eqx.Module):

@@ -8,10 +8,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
-from ._base import (
-    AbstractSubproblem,
-    Answer,
-)
+from ._base import AbstractSubproblem, Answer
 
 
 class Rescaled(AbstractSubproblem):

@@ -13,26 +13,13 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
-from .._jacobian import (
-    AbstractBlock,
-    AbstractJacobian,
-    Cost,
-    Reads,
-    Stack,
-)
+from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
-from ._base import (
-    AbstractWithGradient,
-    Answer,
-    price_of_squaring,
-)
-from ._cholesky import (
-    damping_of,
-    solve_damped,
-)
+from ._base import AbstractWithGradient, Answer, price_of_squaring
+from ._cholesky import damping_of, solve_damped
 
 
 # Pairs of examples that have their products in memory at once.
@@ -375,7 +362,7 @@ class _Partitioned(eqx.Module):
 
 def _parts(block: AbstractBlock) -> list:
     """By groups."""
-    return list(block.parts) if isinstance(block, Stack) else [block]
+    return list(block.parts) if isinstance(block, StackedBlock) else [block]
 
 
 def _einsum(subscripts: str, *operands: Array) -> Array:

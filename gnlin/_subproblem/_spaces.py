@@ -16,15 +16,9 @@ from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._passes import Passes
-from .._common._tree import (
-    matmul,
-    ravel_pytree,
-)
+from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
-from .._linear_algebra._conjugate_gradients import (
-    ConjugateGradients,
-    semidefinite,
-)
+from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation._objective import AbstractObjective
 
 

@@ -15,38 +15,15 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
-from .._common._checks import (
-    check_count,
-    check_flag,
-    is_traced,
-    is_whole,
-)
-from .._common._identity import (
-    checksum,
-    described,
-)
+from .._common._checks import check_count, check_flag, is_traced, is_whole
+from .._common._identity import checksum, described
 from .._common._sharding import mesh_of
 from .._common._tree import promoted
-from .._jacobian import (
-    AbstractBlock,
-    DEFAULT_MEMORY_BUDGET,
-    OfExamples,
-    PerExample,
-)
-from .._linearisation._linearisation import (
-    Linearisation,
-    linearise,
-)
+from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
+from .._linearisation._linearisation import Linearisation, linearise
 from .._training._data import as_inputs
-from .._training._model import (
-    is_of_model,
-    make_network,
-)
-from ._file import (
-    KernelFile,
-    Place,
-    Tiles,
-)
+from .._training._model import is_of_model, make_network
+from ._file import KernelFile, Place, Tiles
 
 
 Outputs = Literal["all", "trace", "diagonal"] | int

@@ -9,10 +9,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-from .._common._sharding import (
-    automatic,
-    is_here,
-)
+from .._common._sharding import automatic, is_here
 
 
 def as_batch(

@@ -13,11 +13,8 @@ import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
+from .._common._canonical import canonical, of_one_example
 from .._common._checks import is_own
-from .._common._compiled_once import (
-    known,
-    of_one_example,
-)
 from .._common._convolutions import channels_last
 from .._jacobian import PerExample
 from .._linearisation._linearisation import check_parameters
@@ -203,14 +200,14 @@ class Network(eqx.Module):
             return eqx.Partial(_apply_with_state, self)
         return PerExample(eqx.Partial(_apply, self), self.part_size)
 
-    def known(self, parameters: PyTree, inputs: PyTree) -> "Network":
+    def canonical(self, parameters: PyTree, inputs: PyTree) -> "Network":
         """The same, known by what it computes of examples such as these: a model is not
         compiled again where its functions are written anew."""
         if self.has_state:
             return self
         given = [parameters, of_one_example(inputs)]
         given += [jax.random.key(0)] if self.takes_key else []
-        fn = known(eqx.Partial(_of_one, self.frozen), *given)
+        fn = canonical(eqx.Partial(_of_one, self.frozen), *given)
         return dataclasses.replace(self, frozen=_ByProgram(fn))
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:

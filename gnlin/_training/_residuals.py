@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, ArrayLike, Key, PyTree, ScalarLike
 
+from .._common._canonical import canonical, of_one_example
 from .._common._checks import (
     as_scalar,
     check_callable,
@@ -18,42 +19,16 @@ from .._common._checks import (
     check_finite_nonnegative,
     is_own,
 )
-from .._common._compiled_once import (
-    known,
-    of_one_example,
-)
-from .._jacobian import (
-    AtOnce,
-    PerGroup,
-    Selected,
-    Sparsity,
-)
-from .._linearisation._objective import (
-    GroupLosses,
-    objective_of,
-)
-from .._linearisation._recognised import (
-    AbstractKnown,
-    Posed,
-)
-from ..losses import (
-    AbstractElementwiseLoss,
-    AbstractLoss,
-    check_loss,
-    SquaredError,
-)
-from ._data import (
-    a_kind_of,
-    as_arrays,
-    rows_not_finite,
-)
-from ._model import (
-    Frozen,
-    partition,
-)
+from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
+from .._linearisation._objective import GroupLosses, objective_of
+from .._linearisation._recognised import AbstractRecognised, Posed
+from ..losses import AbstractElementwiseLoss, AbstractLoss, SquaredError
+from ..losses._base import check_loss
+from ._data import a_kind_of, as_arrays, rows_not_finite
+from ._model import Frozen, partition
 
 
-class Residuals(AbstractKnown):
+class Residuals(AbstractRecognised):
     r"""A group of residuals: a function of the model and of one example, and examples.
 
     What is minimised is the sum over groups of `weight` times the `loss` of the residuals
@@ -77,7 +52,8 @@ class Residuals(AbstractKnown):
     - `weight`: of the group, finite and not negative; such as a volume over the number of
         its points.
     - `loss`: of the residuals, [`gnlin.SquaredError`][] by default; a robust one, such as
-        [`gnlin.Huber`][], or one on `targets`, such as [`gnlin.SoftmaxCrossEntropy`][].
+        [`gnlin.losses.Huber`][], or one on `targets`, such as
+        [`gnlin.SoftmaxCrossEntropy`][].
     - `select`: where each example depends on few of the parameters: `select(example)` is,
         in the model's structure, for each of its arrays the rows (whole numbers, of any
         shape; none by an empty array) that the example reads, and `fn` is called with
@@ -94,7 +70,7 @@ class Residuals(AbstractKnown):
     !!! example
 
         ```python
-        robust = gnlin.Residuals(residuals, loss=gnlin.Huber(0.1))
+        robust = gnlin.Residuals(residuals, loss=gnlin.losses.Huber(0.1))
         solution = optx.least_squares(robust, gnlin.LevenbergMarquardt(), y0, args)
         ```
 
@@ -156,7 +132,7 @@ def _check_sparsity(sparsity: Any, data: Any, loss: AbstractLoss) -> None:
         )
 
 
-class Groups(AbstractKnown):
+class Groups(AbstractRecognised):
     """Groups of residuals as one function, for `optimistix.least_squares`.
 
     The solvers of gnlin know each group's examples and its loss; any other is given
@@ -345,7 +321,7 @@ class GroupNetwork(eqx.Module):
 
         return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
 
-    def known(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
+    def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """The same, its groups known by what they compute of examples such as these: not
         where a group reads some rows of the parameters only, as its function says."""
         if any(select is not None for select in self.selections.values()):
@@ -356,7 +332,7 @@ class GroupNetwork(eqx.Module):
             if not at_once:
                 example = of_one_example(example)
             of_one = eqx.Partial(_residuals, name, at_once, self.frozen, fn)
-            found[name] = known(of_one, parameters, example)
+            found[name] = canonical(of_one, parameters, example)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
         return dataclasses.replace(self, frozen=frozen, fns=found)

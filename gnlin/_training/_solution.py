@@ -185,8 +185,8 @@ NO_GRADIENT = (
 )
 
 
-def known(tree: PyTree) -> PyTree:
-    """Of arrays of one number each, the numbers."""
+def on_host(tree: PyTree) -> PyTree:
+    """The Python numbers in a tree of scalar arrays."""
     return jax.tree.map(lambda x: np.asarray(x).item(), tree)
 
 

@@ -10,14 +10,8 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._sharding import (
-    Places,
-    spread,
-)
-from .._linearisation._objective import (
-    AbstractObjective,
-    GroupLosses,
-)
+from .._common._sharding import Places, spread
+from .._linearisation._objective import AbstractObjective, GroupLosses
 from .._solver import (
     AbstractGaussNewton,
     LAST_FINITE,
@@ -51,7 +45,7 @@ class Carry(NamedTuple):
         return loss if watch is None else jnp.where(watch.diverges, watch.best, loss)
 
 
-class Setting(NamedTuple):
+class StepSettings(NamedTuple):
     """What stays the same for the whole run."""
 
     solver: AbstractGaussNewton
@@ -97,7 +91,7 @@ def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
 
 
 def checked_outputs(
-    setting: Setting, parameters: PyTree, model_state: PyTree, example: tuple
+    setting: StepSettings, parameters: PyTree, model_state: PyTree, example: tuple
 ) -> Shapes:
     """The outputs' shapes, which the targets fit."""
     inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
@@ -113,7 +107,7 @@ def checked_outputs(
 
 
 def all_checked(
-    setting: Setting,
+    setting: StepSettings,
     parameters: PyTree,
     model_state: PyTree,
     batches: Iterable[tuple],
@@ -130,7 +124,7 @@ def all_checked(
 
 
 def begin(
-    setting: Setting, parameters: PyTree[Array], model_state: PyTree, outputs: Shapes
+    setting: StepSettings, parameters: PyTree[Array], model_state: PyTree, outputs: Shapes
 ) -> Carry:
     """Before the first step; nothing is evaluated."""
     solver = setting.solver
@@ -143,7 +137,7 @@ def begin(
 
 
 def advanced(
-    setting: Setting,
+    setting: StepSettings,
     objective: AbstractObjective,
     outputs: Shapes,
     args: Any,
@@ -213,7 +207,7 @@ def columns_of(names: tuple[str, ...]) -> dict[str, str]:
     return {name: f"loss/{name}" for name in names}
 
 
-def why_it_failed(setting: Setting, carry: Carry) -> str:
+def why_it_failed(setting: StepSettings, carry: Carry) -> str:
     """In words."""
     state = carry.solver_state
     if result_name(state.result) == "nonfinite":

@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import ArrayLike, Scalar
 
-from . import (
-    check_between,
-    is_label,
-)
+from ._base import check_between
+from ._cross_entropy import is_label
 
 
 def accuracy(
@@ -29,7 +27,8 @@ def accuracy(
     !!! example
 
         ```python
-        gnlin.accuracy(jnp.array([[0.1, 2.0], [3.0, 1.0]]), jnp.array([1, 1]))  # 0.5
+        outputs = jnp.array([[0.1, 2.0], [3.0, 1.0]])
+        gnlin.losses.accuracy(outputs, jnp.array([1, 1]))  # 0.5
         ```
     """
     if any(len(jax.tree.leaves(x)) != 1 for x in (outputs, targets)):

@@ -14,11 +14,7 @@ from jaxtyping import Array, Float, PyTree, Scalar
 from .._common import _tree
 from .._common._sharding import is_here
 from .._common._tree import ravel_pytree
-from ._factors import (
-    AbstractFactor,
-    DenseFactor,
-    DiagonalFactor,
-)
+from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
 
 
 Reduction = Literal["sum", "mean"]
@@ -27,11 +23,12 @@ Reduction = Literal["sum", "mean"]
 class AbstractLoss(eqx.Module):
     r"""A loss of a model's outputs, of *one example*, convex in them.
 
-    A loss of your own needs the function `value`, and the field `reduction`; gradient
-    and Hessian come by automatic differentiation. Then a Hessian of c x c numbers is
-    built and factorised for each example of c outputs: for a loss that is a sum over its
-    outputs subclass [`gnlin.AbstractElementwiseLoss`][], or give `gradient` and `factor`
-    in closed form. Where the loss is not convex its negative curvature counts as none.
+    A loss of your own needs the function `value`, and the field `reduction`; gradient and
+    Hessian come by automatic differentiation. Then a Hessian of c x c numbers is built
+    and factorised for each example of c outputs: for a loss that is a sum over its
+    outputs subclass [`gnlin.authoring.AbstractElementwiseLoss`][], or give `gradient` and
+    `factor` in closed form. Where the loss is not convex its negative curvature counts as
+    none.
 
     **Attributes:**
 
@@ -42,7 +39,7 @@ class AbstractLoss(eqx.Module):
     !!! example
 
         ```python
-        class Hinge(gnlin.AbstractLoss):
+        class Hinge(gnlin.authoring.AbstractLoss):
             "Crammer and Singer's, smoothed."
             reduction: str | None = None
 
@@ -120,7 +117,7 @@ class AbstractElementwiseLoss(AbstractLoss):
     !!! example
 
         ```python
-        class Quartic(gnlin.AbstractElementwiseLoss):
+        class Quartic(gnlin.authoring.AbstractElementwiseLoss):
             reduction: str | None = None
 
             def elementwise(self, output, target):
@@ -179,7 +176,7 @@ def check_loss(loss: object) -> None:
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
             "`loss` must be one of gnlin's, such as `gnlin.SoftmaxCrossEntropy()`, or a "
-            f"subclass of `gnlin.AbstractLoss`, but {loss!r} was given."
+            f"subclass of `gnlin.authoring.AbstractLoss`, but {loss!r} was given."
         )
 
 

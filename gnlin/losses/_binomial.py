@@ -11,17 +11,9 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
-from .._common._checks import (
-    check_finite_positive,
-    check_scalar,
-)
+from .._common._checks import check_finite_positive, check_scalar
 from .._common._sharding import is_here
-from ._base import (
-    AbstractElementwiseLoss,
-    as_outputs,
-    check_between,
-    Reduction,
-)
+from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
 
 
 def _as_trials(given: Any) -> Array:
@@ -60,7 +52,8 @@ class BinomialNLL(AbstractElementwiseLoss):
         trials, deaths = jnp.array([60, 62, 63, 60, 62]), jnp.array([6, 13, 28, 52, 61])
         logit = lambda p, dose: p["slope"] * (dose - p["half"])
         start = {"slope": 1.0, "half": 0.5}
-        fit = gnlin.curve_fit(logit, x, deaths, start, loss=gnlin.BinomialNLL(trials))
+        loss = gnlin.losses.BinomialNLL(trials)
+        fit = gnlin.curve_fit(logit, x, deaths, start, loss=loss)
         ```
 
     ??? cite "Reference"
@@ -135,7 +128,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
 
         ```python
         counts, line = jnp.array([3, 0, 9, 14, 6]), lambda p, x: p["a"] + p["b"] * x
-        loss = gnlin.NegativeBinomialNLL(0.5)
+        loss = gnlin.losses.NegativeBinomialNLL(0.5)
         fit = gnlin.curve_fit(line, x, counts, {"a": 0.0, "b": 1.0}, loss=loss)
         ```
 

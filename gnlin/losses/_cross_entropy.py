@@ -10,21 +10,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Num, Scalar
 
 from .._common import _tree
-from .._common._checks import (
-    check_less_than_one,
-    is_whole,
-)
+from .._common._checks import check_less_than_one, is_whole
 from .._common._sharding import is_here
-from ._base import (
-    AbstractElementwiseLoss,
-    AbstractLoss,
-    check_between,
-    Reduction,
-)
-from ._factors import (
-    AbstractFactor,
-    SoftmaxFactor,
-)
+from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, Reduction
+from ._factors import AbstractFactor, SoftmaxFactor
 
 
 def is_label(target: Array) -> bool:

@@ -11,10 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._common._tree import (
-    matmul,
-    ravel_pytree,
-)
+from .._common._tree import matmul, ravel_pytree
 from .._linear_algebra._lapack import eigh
 
 

@@ -9,12 +9,7 @@ from jaxtyping import Array, PyTree, Scalar
 
 from .._common import _tree
 from .._common._checks import check_flag
-from ._base import (
-    AbstractElementwiseLoss,
-    as_outputs,
-    check_between,
-    Reduction,
-)
+from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -36,7 +31,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         ```python
         counts = jnp.array([12, 7, 5, 1, 2])
         rate = lambda p, x: p["height"] * jnp.exp(-p["rate"] * x) + 0.1
-        loss = gnlin.PoissonNLL(log_input=False)
+        loss = gnlin.losses.PoissonNLL(log_input=False)
         fit = gnlin.curve_fit(rate, x, counts, {"height": 10.0, "rate": 1.0}, loss=loss)
         ```
 

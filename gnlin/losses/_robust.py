@@ -8,11 +8,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_finite_positive
-from ._base import (
-    AbstractElementwiseLoss,
-    as_outputs,
-    Reduction,
-)
+from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
 class AbstractRobust(AbstractElementwiseLoss):
@@ -183,7 +179,7 @@ class Cauchy(AbstractRobust):
 class Tukey(AbstractRobust):
     r"""$\frac16\delta^2(1 - (1 - (r/\delta)^2)^3)$ up to $|r| = \delta$, and
     $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier does not pull
-    at all: start near the solution, such as that of [`gnlin.Huber`][].
+    at all: start near the solution, such as that of [`gnlin.losses.Huber`][].
 
     **Arguments:**
 

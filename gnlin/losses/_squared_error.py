@@ -7,15 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
 from .._common import _tree
-from ._base import (
-    AbstractElementwiseLoss,
-    as_outputs,
-    Reduction,
-)
-from ._factors import (
-    AbstractFactor,
-    IdentityFactor,
-)
+from ._base import AbstractElementwiseLoss, as_outputs, Reduction
+from ._factors import AbstractFactor, IdentityFactor
 
 
 class SquaredError(AbstractElementwiseLoss):

@@ -9,10 +9,7 @@ from jax.core import Tracer
 from jax.scipy.special import log_ndtr
 from jaxtyping import Array, Int, PyTree
 
-from ._base import (
-    AbstractElementwiseLoss,
-    Reduction,
-)
+from ._base import AbstractElementwiseLoss, Reduction
 
 
 def _as_sides(given: Any) -> Array:
@@ -52,7 +49,7 @@ class TobitNLL(AbstractElementwiseLoss):
         ```python
         measured = jnp.array([1.9, 1.5, 1.4, 1.0, 1.0])  # the last two are below 1
         line = lambda p, x: p["a"] + p["b"] * x
-        loss = gnlin.TobitNLL(jnp.array([0, 0, 0, -1, -1]))
+        loss = gnlin.losses.TobitNLL(jnp.array([0, 0, 0, -1, -1]))
         fit = gnlin.curve_fit(
             line, x, measured, {"a": 0.0, "b": 0.0}, sigma=0.1, loss=loss
         )

@@ -14,10 +14,8 @@ from ._paths import (
     gradient_descent as gradient_descent,
     gradient_flow as gradient_flow,
 )
-from ._posterior import (
-    Posterior as Posterior,
-    posterior as posterior,
-)
+from ._posterior import Posterior as Posterior, posterior as posterior
+from ._variance import predictive_variance as predictive_variance
 
 
 __all__ = [
@@ -28,4 +26,5 @@ __all__ = [
     "gradient_descent",
     "gradient_flow",
     "posterior",
+    "predictive_variance",
 ]

@@ -5,18 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._cost import rates
-from .._common._tree import (
-    matmul,
-    ravel_pytree,
-)
-from .._jacobian import (
-    AbstractJacobian,
-    Cost,
-)
-from .._linear_algebra import (
-    _lapack,
-    _small_svd,
-)
+from .._common._tree import matmul, ravel_pytree
+from .._jacobian import AbstractJacobian, Cost
+from .._linear_algebra import _lapack, _small_svd
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 

@@ -6,11 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree, ScalarLike
 
-from .._common._checks import (
-    check_finite_nonnegative,
-    check_fraction,
-    check_scalar,
-)
+from .._common._checks import check_finite_nonnegative, check_fraction, check_scalar
 
 
 class Gaussian(NamedTuple):
@@ -24,6 +20,7 @@ class Gaussian(NamedTuple):
 
     @property
     def standard_deviation(self) -> PyTree[Array]:
+        """The square root of the variance, in the structure of the outputs."""
         return jax.tree.map(jnp.sqrt, self.variance)
 
     def interval(

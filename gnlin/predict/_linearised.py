@@ -10,29 +10,14 @@ from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
-from .._common._checks import (
-    check_count,
-    check_flag,
-)
+from .._common._checks import check_count, check_flag
 from .._common._tree import Structure
-from .._linearisation._linearisation import (
-    Linearisation,
-    linearise,
-)
+from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import BatchLoss
-from .._training._data import (
-    as_batch,
-    as_inputs,
-)
-from .._training._model import (
-    make_network,
-    Network,
-    partition,
-)
-from ..losses import (
-    AbstractLoss,
-    check_loss,
-)
+from .._training._data import as_batch, as_inputs
+from .._training._model import make_network, Network, partition
+from ..losses import AbstractLoss
+from ..losses._base import check_loss
 
 
 class LinearisedModel(eqx.Module):

@@ -24,12 +24,7 @@ from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
-from .._subproblem import (
-    choose,
-    OnSpace,
-    Outputs,
-    ProxLinear,
-)
+from .._subproblem import choose, OnSpace, Outputs, ProxLinear
 from ..filters import (
     AbstractFilter,
     Damped,
@@ -38,15 +33,9 @@ from ..filters import (
     HeavyBall,
     Nesterov,
 )
-from ..losses import (
-    AbstractLoss,
-    SquaredError,
-)
+from ..losses import AbstractLoss, SquaredError
 from ._eigenbasis import Eigenbasis
-from ._linearised import (
-    check_finite,
-    LinearisedModel,
-)
+from ._linearised import check_finite, LinearisedModel
 
 
 _NO_LIMIT = (

@@ -12,27 +12,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import (
-    check_finite_positive,
-    check_scalar,
-    is_traced,
-)
+from .._common._checks import check_finite_positive, check_scalar, is_traced
 from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from ..filters import Tikhonov
-from ..losses import (
-    AbstractLoss,
-    check_loss,
-    SigmoidCrossEntropy,
-    SoftmaxCrossEntropy,
-    SquaredError,
-)
+from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
+from ..losses._base import check_loss
 from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
-from ._linearised import (
-    check_finite,
-    LinearisedModel,
-)
+from ._linearised import check_finite, LinearisedModel
 
 
 # The damping of most evidence is looked for among so many at a time, in so many rounds,

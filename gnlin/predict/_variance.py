@@ -10,10 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 from .._common._checks import check_finite_positive
 from .._common._tree import matmul
 from .._linear_algebra import _small_svd
-from .._linearisation._linearisation import (
-    check_same_parameters,
-    Linearisation,
-)
+from .._linearisation._linearisation import check_same_parameters, Linearisation
 
 
 # A parameter is not determined that has this part, or more, in a direction that leaves
@@ -159,7 +156,7 @@ def predictive_variance(
         model = eqx.nn.MLP(3, 1, 16, 2, key=jax.random.key(0))
         train = gnlin.features.linearise_model(model, inputs[:4])
         test = gnlin.features.linearise_model(model, inputs[4:])
-        variances = gnlin.predictive_variance(test, train, damping=0.1)
+        variances = gnlin.predict.predictive_variance(test, train, damping=0.1)
         ```
 
     ??? cite "Reference"

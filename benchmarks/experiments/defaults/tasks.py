@@ -48,7 +48,7 @@ class Task:
     """The model; with `equinox.nn.make_with_state`, if it `has_state`."""
     data: Callable[[int], Data]
     """Of the seed."""
-    loss: gnlin.AbstractLoss
+    loss: gnlin.authoring.AbstractLoss
     metric: Callable[[Array, Array], Float[Array, ""]]
     """Of the outputs and targets of many examples."""
     epochs: int

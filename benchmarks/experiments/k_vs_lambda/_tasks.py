@@ -66,7 +66,7 @@ class Task:
     drawn: Callable[[int], tuple[Data, Data]]
     """The training and test data of a seed."""
     make_model: Callable[[Key[Array, ""]], eqx.nn.MLP]
-    loss: gnlin.AbstractLoss
+    loss: gnlin.authoring.AbstractLoss
     test_error: Callable[[Array, Array], Scalar]
     """Of predictions and targets."""
     error_label: str
@@ -152,7 +152,7 @@ def _digits_classes(settings: KVsLambda) -> Task:
         title="Digits, cross-entropy",
         drawn=lambda seed: _digits_of(settings, seed, one_hot=False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
-        test_error=lambda outputs, labels: 1 - gnlin.accuracy(outputs, labels),
+        test_error=lambda outputs, labels: 1 - gnlin.losses.accuracy(outputs, labels),
     )
 
 

@@ -12,7 +12,7 @@ import scipy.optimize
 from problems import each_once
 
 import gnlin
-from gnlin._linearisation._recognised import known
+from gnlin._linearisation._recognised import recognised
 
 
 T = np.linspace(0, 3, 40)
@@ -33,10 +33,10 @@ def measured():
 
 
 LOSSES = {
-    "huber": gnlin.Huber(0.1),
-    "soft_l1": gnlin.PseudoHuber(0.1),
-    "cauchy": gnlin.Cauchy(0.1),
-    "arctan": gnlin.Arctan(0.1),
+    "huber": gnlin.losses.Huber(0.1),
+    "soft_l1": gnlin.losses.PseudoHuber(0.1),
+    "cauchy": gnlin.losses.Cauchy(0.1),
+    "arctan": gnlin.losses.Arctan(0.1),
     "linear": gnlin.SquaredError(),
 }
 OTHERS = {
@@ -73,8 +73,10 @@ def test_robust_losses_of_a_residual_function(name, solver):
 
 def test_tukeys_is_that_of_solve():
     data, start = tuple(map(jnp.asarray, measured())), jnp.asarray(TRUE)
-    solved = gnlin.solve(start, gnlin.Residuals(decay, data, loss=gnlin.Tukey(0.3))).model
-    robust = gnlin.Residuals(decay, loss=gnlin.Tukey(0.3))
+    solved = gnlin.solve(
+        start, gnlin.Residuals(decay, data, loss=gnlin.losses.Tukey(0.3))
+    ).model
+    robust = gnlin.Residuals(decay, loss=gnlin.losses.Tukey(0.3))
     for solver in (OTHERS["gnlin"], OTHERS["optimistix"]):
         found = optx.least_squares(robust, solver, start, data, max_steps=1000)
         np.testing.assert_allclose(found.value, solved, atol=1e-6)
@@ -126,7 +128,7 @@ def start(parameters, x):
 
 
 GROUPS = {
-    "interior": gnlin.Residuals(interior, X, weight=1 / 12, loss=gnlin.Huber(0.5)),
+    "interior": gnlin.Residuals(interior, X, weight=1 / 12, loss=gnlin.losses.Huber(0.5)),
     "start": gnlin.Residuals(start, jnp.zeros(1), weight=3.0),
 }
 
@@ -150,7 +152,7 @@ def test_other_solvers_find_the_same_minimum():
     groups = gnlin.Groups(
         {
             "curve": gnlin.Residuals(
-                lambda p, x: p["a"] * x - jnp.sin(3 * x), X, loss=gnlin.Cauchy(0.2)
+                lambda p, x: p["a"] * x - jnp.sin(3 * x), X, loss=gnlin.losses.Cauchy(0.2)
             ),
             "mean": gnlin.Residuals(
                 lambda p, x: p["b"] + p["a"],
@@ -190,7 +192,9 @@ def test_a_penalty_is_a_group_without_data():
 
 def test_targets_of_a_group_without_data():
     group = gnlin.Residuals(
-        lambda p, x: p * x, loss=gnlin.Huber(1.0), targets=np.array([2.0, 4.0, 60.0])
+        lambda p, x: p * x,
+        loss=gnlin.losses.Huber(1.0),
+        targets=np.array([2.0, 4.0, 60.0]),
     )
     x = jnp.array([1.0, 2.0, 1.0])
     found = optx.least_squares(group, gnlin.LevenbergMarquardt(), jnp.array(1.0), x)
@@ -242,7 +246,7 @@ def test_bounds_precision_and_many_at_once():
     @jax.jit
     @jax.vmap
     def fitted(y):
-        robust = gnlin.Residuals(decay, loss=gnlin.Huber(0.1))
+        robust = gnlin.Residuals(decay, loss=gnlin.losses.Huber(0.1))
         found = optx.least_squares(robust, solver, jnp.asarray(START, x.dtype), (x, y))
         return found.value
 
@@ -266,7 +270,7 @@ def test_derivatives_by_the_data_and_the_weight():
     def end(y, weight):
         groups = gnlin.Groups(
             [
-                gnlin.Residuals(decay, (x, y), loss=gnlin.PseudoHuber(0.1)),
+                gnlin.Residuals(decay, (x, y), loss=gnlin.losses.PseudoHuber(0.1)),
                 gnlin.Residuals(lambda p, _: p, weight=weight),
             ]
         )
@@ -284,27 +288,27 @@ def test_derivatives_by_the_data_and_the_weight():
     np.testing.assert_allclose(by_weight, expected, rtol=1e-4)
 
 
-def is_known(fn, y, args=None):
+def is_recognised(fn, y, args=None):
     found = []
 
     class Solver(gnlin.GaussNewton):
         def step(self, fn, y, args, options, state, tags):
-            found.append(known(fn, y, args) is not None)
+            found.append(recognised(fn, y, args) is not None)
             return super().step(fn, y, args, options, state, tags)
 
     optx.least_squares(fn, Solver(), y, args, max_steps=2, throw=False)
     return found[0]
 
 
-def test_what_is_known():
+def test_what_is_recognised():
     y = {"a": jnp.ones(2), "b": jnp.zeros(2)}
     group = gnlin.Residuals(lambda p, x: x * p["a"] - p["b"] - 1, X)
-    assert is_known(group, y)
-    assert is_known(lambda y, args: group(y), y)
+    assert is_recognised(group, y)
+    assert is_recognised(lambda y, args: group(y), y)
     # Of other parameters than those of the solver it is arithmetic.
-    assert not is_known(lambda y, args: group({"a": y["b"], "b": y["a"]}), y)
-    assert not is_known(lambda y, args: jax.tree.map(jnp.sin, group(y)), y)
-    assert not is_known(lambda y, args: y, y)
+    assert not is_recognised(lambda y, args: group({"a": y["b"], "b": y["a"]}), y)
+    assert not is_recognised(lambda y, args: jax.tree.map(jnp.sin, group(y)), y)
+    assert not is_recognised(lambda y, args: y, y)
 
 
 MISTAKES = {

@@ -85,7 +85,7 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     return program
 
 
-class Known(eqx.Module):
+class Canonical(eqx.Module):
     """A function with leaves, such as a model's: its arrays, and the program of them and
     of what it is given. Functions among its leaves are no part of it."""
 
@@ -96,7 +96,7 @@ class Known(eqx.Module):
         return self.program(self.arrays, *args)
 
 
-def known(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
+def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
     """A pytree of arrays and functions, known by what it computes of arrays of these
     shapes. It is traced only where its functions are other objects than before; and left
     as it is where something else than arrays cannot be compared."""
@@ -108,16 +108,16 @@ def known(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     types = tuple(map(type, rest))
     try:
-        program = _known(structure, rest, types, of_args, shapes, x64)
+        program = _traced(structure, rest, types, of_args, shapes, x64)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         return fn
-    return Known(arrays, program)
+    return Canonical(arrays, program)
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
-def _known(structure, rest, types, of_args, shapes, x64) -> Program:
+def _traced(structure, rest, types, of_args, shapes, x64) -> Program:
     del types, x64  # which tell cases apart
 
     def called(arrays, *args):

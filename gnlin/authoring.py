@@ -1,0 +1,41 @@
+"""What a solver, a loss, or a way to solve the linearised problem of your own is made of.
+
+- **A solver** is a subclass of `AbstractGaussNewton`, or of `AbstractFilteredGaussNewton`
+    if its step is a spectral filter. Its `update` asks `choose` for a subproblem, solves
+    it, and returns an `Update`; `take_step` does the last part for most solvers.
+- **A loss** is a subclass of `AbstractElementwiseLoss`, or of `AbstractLoss` with a
+    factor of its Hessian.
+- **An objective** is a loss on a batch of targets, and knows its quadratic expansion.
+- **A way to solve** the linearised problem is a subclass of `AbstractSubproblem`.
+"""
+
+from ._common._passes import Passes
+from ._jacobian import AbstractJacobian
+from ._linearisation._objective import AbstractObjective, BatchLoss, SumOfSquares
+from ._linearisation._quadratic import Quadratic
+from ._solver import AbstractFilteredGaussNewton, AbstractGaussNewton, take_step, Update
+from ._subproblem import AbstractSubproblem, Answer, choose
+from .losses import AbstractElementwiseLoss, AbstractLoss
+from .losses._factors import AbstractFactor, DenseFactor, DiagonalFactor
+
+
+__all__ = [
+    "AbstractElementwiseLoss",
+    "AbstractFactor",
+    "AbstractFilteredGaussNewton",
+    "AbstractGaussNewton",
+    "AbstractJacobian",
+    "AbstractLoss",
+    "AbstractObjective",
+    "AbstractSubproblem",
+    "Answer",
+    "BatchLoss",
+    "DenseFactor",
+    "DiagonalFactor",
+    "Passes",
+    "Quadratic",
+    "SumOfSquares",
+    "Update",
+    "choose",
+    "take_step",
+]
