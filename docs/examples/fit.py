@@ -49,7 +49,7 @@ def standard_errors(parameters, data):
     num_residuals, num_parameters = lin.shape
     variance = jnp.sum(lin.outputs**2) / (num_residuals - num_parameters)
     covariance = variance * jnp.linalg.inv(lin.curvature())
-    # The order is that of the parameters' leaves: JAX sorts dictionaries.
+    # JAX sorts the keys of dictionaries, so the errors are in this order.
     return dict(zip(sorted(parameters), jnp.sqrt(jnp.diag(covariance)), strict=True))
 
 
