@@ -1,7 +1,8 @@
-"""Types in the reference by the names that they have in the code: inspection sees a union
-of nine types where `ScalarLike` was written."""
+"""Show types in the reference under their names in the code. Inspection would show a
+union of nine types instead of `ScalarLike`."""
 
 import ast
+import re
 
 import griffe
 
@@ -14,7 +15,7 @@ _NAMES = {
 
 
 class _Short(ast.NodeTransformer):
-    """Names without the modules that they are from."""
+    """Drop the modules from names."""
 
     def visit_Attribute(self, node):
         return ast.Name(node.attr)
@@ -51,19 +52,30 @@ class _Named(ast.NodeTransformer):
         return ast.Name("None") if node.id == "NoneType" else node
 
 
+def _quoted(annotation: str) -> str:
+    """Restore the quotes of a `Literal`'s strings, which inspection drops."""
+
+    def literal(match):
+        names = [name.strip() for name in match[1].split(",")]
+        words = [f'"{name}"' if name[0].isalpha() else name for name in names]
+        return f"Literal[{', '.join(words)}]"
+
+    return re.sub(r"Literal\[([^\]]+)\]", literal, annotation)
+
+
 def _named(annotation, parent):
     if annotation is None:
         return None
     try:
-        tree = _Short().visit(ast.parse(str(annotation), mode="eval").body)
+        tree = _Short().visit(ast.parse(_quoted(str(annotation)), mode="eval").body)
     except SyntaxError:
         return annotation
     tree = _Named().visit(tree)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    # As an expression a name would be resolved, and be the union again.
+    # Return a string: an expression would be resolved to the union again.
     if names & set(_NAMES.values()):
         return ast.unparse(tree)
-    return griffe.safe_get_expression(tree, parent=parent)
+    return griffe.safe_get_expression(tree, parent=parent, parse_strings=False)
 
 
 class Annotations(griffe.Extension):

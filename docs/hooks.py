@@ -1,5 +1,5 @@
-"""Of the build: mathematics as MathML, which needs no script and no network, and links
-from the reference to the source, which is part of the site."""
+"""Hooks of the build. They turn mathematics into MathML, which needs no script and no
+network, and link the reference to the source, which is part of the site."""
 
 import html
 import importlib
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gnlin"
 
 _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 _DISPLAY = re.compile(r'<div class="arithmatex">\\\[(.*?)\\\]</div>', re.DOTALL)
-# What Python says of an `__init__` without a docstring; the class has one.
+# Python's default docstring of `__init__`; the class has the real one.
 _NO_DOCSTRING = re.compile(r"<p>Initialize self\.\s+See help\(type\(self\)\).*?</p>")
 _HEADING = re.compile(
     r'(<h\d id="(gnlin[\w.]*)" class="doc doc-heading">)(.*?)(</h\d>)', re.DOTALL
@@ -23,7 +23,7 @@ _HEADING = re.compile(
 
 
 def on_files(files, config):
-    """A page of source for each file of the package, which no search finds."""
+    """Add a page for each source file of the package, and exclude it from the search."""
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE.parent).as_posix()
         text = (
@@ -43,19 +43,19 @@ def on_page_content(content: str, page, **_) -> str:
 
 
 def mathematics(tex: str, display: str = "inline") -> str:
-    """LaTeX as MathML, spaced as LaTeX would."""
+    """Convert LaTeX to MathML, with LaTeX's spacing."""
     code = convert(tex, display=display)
-    # A transpose is a letter, not an operator, which has space around it.
+    # Make a transpose a letter: an operator would have space around it.
     code = code.replace("<mo>&#x022A4;</mo>", '<mi mathvariant="normal">&#x022A4;</mi>')
     code = code.replace("<mo>&#x0002F;</mo>", '<mo lspace="0" rspace="0">/</mo>')
-    # A sign behind another operator is a sign, not a difference.
+    # After another operator, a minus is a sign, not a difference.
     code = re.sub(
         r"((?:^|<mrow>|<mo[^>]*>(?:=|\(|\[|,|&#x(?:0003D|00028|0005B|0002C|02190|02264);)"
         r"</mo>))<mo>&#x02212;</mo>",
         r'\1<mo form="prefix">&#x02212;</mo>',
         code,
     )
-    # The name of an operator is one word.
+    # Join the letters of an operator's name.
     letter = r'<mi mathvariant="normal">(\w)</mi>'
     code = re.sub(
         rf"(?:{letter}){{2,}}",
@@ -66,7 +66,7 @@ def mathematics(tex: str, display: str = "inline") -> str:
 
 
 def _with_bars(code: str) -> str:
-    """Bars of norms and absolute values open and close in turn."""
+    """Let bars of norms and absolute values open and close in turn."""
     sides = {}
 
     def bar(match):

@@ -1,9 +1,9 @@
-"""Bundle adjustment: cameras and points from where the cameras see the points.
+"""Bundle adjustment: cameras and points from images of the points.
 
     python docs/examples/bundle_adjustment.py [--quick] [--out FOLDER]
 
-Each observation reads one camera and one point; the points are eliminated. A figure,
-`bundle_adjustment.png`, and a table.
+Each observation reads one camera and one point, and the points are eliminated. This
+draws `bundle_adjustment.png` and prints a table.
 """
 
 import argparse
@@ -19,12 +19,12 @@ import gnlin
 
 jax.config.update("jax_enable_x64", True)
 
-SIGMA = 2e-3  # of an observation, in focal lengths
+SIGMA = 2e-3  # standard deviation of an observation, in focal lengths
 
 
 # --8<-- [start:problem]
 def rotated(angles, x):
-    """By three angles, about z, y and x."""
+    """Rotate x by three angles, about z, y and x."""
     for angle, (i, j) in zip(angles, [(0, 1), (2, 0), (1, 2)], strict=True):
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         x = x.at[i].set(cos * x[i] - sin * x[j]).at[j].set(sin * x[i] + cos * x[j])
@@ -32,7 +32,7 @@ def rotated(angles, x):
 
 
 def seen(camera, point):
-    """Where a camera, (three angles, a shift), sees a point: a pinhole."""
+    """The image of a point in a pinhole camera (three angles, a shift)."""
     x = rotated(camera[:3], point) + camera[3:]
     return x[:2] / x[2]
 
@@ -42,7 +42,7 @@ def misfit(scene, observation):
 
 
 def groups(observations, known):
-    """And the first two cameras, by which place and scale are known."""
+    """The observations, and the first two cameras, which fix position and scale."""
     return {
         "sights": gnlin.Residuals(
             misfit,
@@ -61,7 +61,7 @@ def groups(observations, known):
 
 
 def scene(num_cameras, num_points):
-    """Points on a trefoil knot, and cameras on a circle around it, looking inwards."""
+    """Points on a trefoil knot, and cameras on a circle around it that look inwards."""
     t = jnp.linspace(0, 2 * jnp.pi, num_points, endpoint=False)
     knot = [jnp.sin(t) + 2 * jnp.sin(2 * t), jnp.cos(t) - 2 * jnp.cos(2 * t)]
     points = jnp.stack([knot[0], -jnp.sin(3 * t), knot[1]], axis=1)
@@ -72,7 +72,7 @@ def scene(num_cameras, num_points):
 
 
 def observed(true, each, key):
-    """Each point by some of the cameras, with noise."""
+    """Noisy images of each point in some of the cameras."""
     num_cameras, num_points = (len(true[name]) for name in ("camera", "point"))
     keys = jax.random.split(key, num_points + 1)
     choose = lambda k: jax.random.choice(k, num_cameras, (each,), replace=False)

@@ -1,9 +1,9 @@
-"""A classifier of handwritten digits, by the default of `gnlin.fit`, beside Adam.
+"""A classifier of handwritten digits, trained by the default of `gnlin.fit` and by Adam.
 
     python docs/examples/classifier.py [--quick] [--out FOLDER]
 
-Images of 8 x 8 pixels, an MLP of 2,410 parameters, cross-entropy on mini-batches. A
-figure, `classifier.png`, and a table.
+An MLP of 2,410 parameters learns images of 8 x 8 pixels, with cross-entropy on
+mini-batches. This draws `classifier.png` and prints a table.
 """
 
 import argparse
@@ -51,12 +51,12 @@ def train(data, test, epochs, **how):
 
 
 def adam(rate):
-    """As a solver: K = 1, and the optimiser's state kept, is Adam itself."""
+    """Adam as a solver: iterative linearisation with K = 1 that keeps Adam's state."""
     return gnlin.IterativeLinearisation(1, optimiser=optax.adam(rate), restart=False)
 
 
 def looks(result):
-    """Passes of a batch through the model, forwards and back, and what was seen."""
+    """Accuracy and loss on the test data, at each validation."""
     rows = np.isfinite(result.history["validation_loss"])
     row = lambda name: np.asarray(result.history[name])[rows]
     return row("validation_accuracy"), row("validation_loss")

@@ -1,8 +1,9 @@
-"""A fit with its confidence band, and one with outliers.
+"""A fit with its confidence band, and a fit with outliers.
 
     python docs/examples/curve_fit.py [--out FOLDER]
 
-A decay with a background, from forty measurements. A figure, `curve_fit.png`.
+The data are forty measurements of a decay with a background. This draws
+`curve_fit.png`.
 """
 
 import argparse

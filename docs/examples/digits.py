@@ -2,9 +2,9 @@
 
     python docs/examples/digits.py [--quick] [--out FOLDER]
 
-One MLP, from one start, by each solver: test error against wall time (compilation apart)
-and against feature updates, as a figure, `digits_training.png`, and a table,
-`digits_training.md`.
+Each solver trains one MLP from the same start. This draws `digits_training.png`, the
+test error against wall time (without compilation) and against feature updates, and
+writes the table `digits_training.md`.
 """
 
 import argparse
@@ -29,12 +29,12 @@ BATCH_SIZE = 64
 
 
 def linearised(period):
-    """K steps of Adam, across batches, on each linearisation. With K = 1 and the
-    optimiser's state kept, it is Adam itself."""
+    """K steps of Adam, across batches, on each linearisation. With K = 1 this is Adam
+    itself, since the optimiser's state is kept."""
     return gnlin.IterativeLinearisation(period, optimiser=optax.adam(1e-2), restart=False)
 
 
-# (solver, epochs); damping and learning rates are the best of a small grid.
+# (solver, epochs). Dampings and learning rates are the best of a small grid.
 SOLVERS = {
     "Gauss-Newton": (gnlin.GaussNewton(), 2),
     "damped Gauss-Newton": (gnlin.DampedGaussNewton(0.1), 10),
@@ -55,8 +55,8 @@ SOLVERS = {
 
 
 class Stopwatch(gnlin.callbacks.Callback):
-    """Seconds, feature updates and test error at each look at the test data. Without an
-    end to the inner steps the linearised network is the one that is trained."""
+    """Record seconds, feature updates and test error at each validation. With K =
+    infinity the linearised network is trained, so its error is recorded."""
 
     def __init__(self, solver):
         endless = getattr(solver, "period", None) == math.inf
@@ -73,7 +73,7 @@ class Stopwatch(gnlin.callbacks.Callback):
 
 
 def train(solver, epochs, train_data, test_data):
-    """`(seconds, feature updates, test error)` after each epoch, and how it ended."""
+    """`(seconds, feature updates, test error)` after each epoch, and the result."""
     stopwatch = Stopwatch(solver)
 
     def run(callbacks, **how_long):
@@ -92,7 +92,7 @@ def train(solver, epochs, train_data, test_data):
         )
 
     with warnings.catch_warnings():
-        # Undamped Gauss-Newton may diverge: the table says so.
+        # Undamped Gauss-Newton may diverge, and the table shows it.
         warnings.filterwarnings("ignore", message="`gnlin.fit` stopped")
         run([], steps=1)  # to compile
         result = run([stopwatch], epochs=epochs)

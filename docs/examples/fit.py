@@ -2,7 +2,8 @@
 
     python docs/examples/fit.py [--quick] [--out FOLDER]
 
-A decay with a background, from forty noisy measurements. A figure, `fit.png`.
+The data are forty noisy measurements of a decay with a background. This draws
+`fit.png` and prints a table.
 """
 
 import argparse
@@ -43,12 +44,12 @@ def fit(y, t):
 
 # --8<-- [start:errors]
 def standard_errors(parameters, data):
-    """From the curvature at the solution, sigma^2 (phi^T phi)^-1."""
+    """Standard errors from the covariance at the solution, sigma^2 (phi^T phi)^-1."""
     lin = gnlin.linearise(residuals, parameters, data)
     num_residuals, num_parameters = lin.shape
     variance = jnp.sum(lin.outputs**2) / (num_residuals - num_parameters)
     covariance = variance * jnp.linalg.inv(lin.curvature())
-    # In the order of the parameters' leaves: dictionaries are sorted.
+    # JAX sorts the keys of dictionaries, so the errors are in this order.
     return dict(zip(sorted(parameters), jnp.sqrt(jnp.diag(covariance)), strict=True))
 
 
@@ -57,7 +58,7 @@ def standard_errors(parameters, data):
 
 # --8<-- [start:many]
 def many(parameters, t, key, number):
-    """Fits to so many repetitions of the experiment, in one compiled program."""
+    """Fit `number` repetitions of the experiment, in one compiled program."""
     noise = NOISE * jax.random.normal(key, (number, len(t)))
     measured = curve(parameters, t) + noise
     return jax.jit(jax.vmap(lambda y: fit(y, t).value))(measured)
@@ -94,7 +95,7 @@ def main(out: Path, quick: bool):
     repeated = many(solution.value, t, jax.random.key(1), 100 if quick else 1000)
 
     print(f"{solution.stats['num_feature_updates']} steps")
-    print("| | true | found | standard error | of the refits |")
+    print("| | true | found | standard error | spread of the refits |")
     print("|---|---|---|---|---|")
     for name, value in solution.value.items():
         spread = jnp.std(repeated[name])

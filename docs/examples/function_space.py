@@ -1,10 +1,10 @@
-"""A tangent kernel and its spectrum, before and after training; and what is known.
+"""A tangent kernel before and after training, and the uncertainty of a network.
 
     python docs/examples/function_space.py [--quick] [--out FOLDER]
 
-Two figures: `tangent_kernel.png`, of a classifier of handwritten digits, and
-`uncertainty.png`, of a network on a line: its posterior, and whether the intervals hold
-what they promise.
+This draws two figures: `tangent_kernel.png`, the kernel and spectrum of a classifier of
+handwritten digits, and `uncertainty.png`, the posterior of a network of one input and
+the calibration of its intervals.
 """
 
 import argparse
@@ -25,7 +25,7 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#888888"
 
 
 def digits(num_images):
-    """As many of each, in the order of their labels."""
+    """Equally many images of each digit, in the order of their labels."""
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     chosen = [np.flatnonzero(labels == k)[: num_images // 10] for k in range(10)]
     chosen = np.concatenate(chosen)
@@ -64,7 +64,7 @@ def kernels(num_images, num_steps, path):
 
 
 def line(key, n):
-    """Noisy points in two clusters, and what they are drawn from."""
+    """Noisy points in two clusters."""
     there, noise = jax.random.split(key)
     x = jax.random.uniform(there, (n, 1), minval=-1, maxval=1)
     x = jnp.where(x > 0, 0.4 + 0.9 * x, -0.5 + 0.8 * x)

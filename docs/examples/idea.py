@@ -1,9 +1,9 @@
-"""What K is: gradient steps on a tangent of the network, and then the next tangent.
+"""The meaning of K: gradient steps along a tangent, and then along the next tangent.
 
     python docs/examples/idea.py [--quick] [--out FOLDER]
 
-A network with one parameter draws, over two examples, a curve in the plane of its
-outputs, and its linearisation a tangent of that curve: `idea.png`.
+The outputs of a network with one parameter, on two examples, are a curve in the plane,
+and its linearisation is a tangent of that curve. This draws `idea.png`.
 """
 
 import argparse

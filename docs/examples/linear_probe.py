@@ -1,9 +1,10 @@
-"""A linear probe: how much of the digits' classes each layer of a network knows.
+"""A linear probe: how well each layer of a network separates the digits.
 
     python docs/examples/linear_probe.py [--quick]
 
-A softmax regression on the frozen activations of each layer, before training and after.
-The problem is convex, and `DampedGaussNewton` on it is Newton's method: ten steps do.
+A probe is a softmax regression on the frozen activations of a layer, before and after
+training. It is a convex problem, on which `DampedGaussNewton` is Newton's method, so ten
+steps suffice.
 """
 
 import argparse
@@ -40,7 +41,7 @@ class Probe(eqx.Module):
 
 
 def only_the_probe(model):
-    """True for the leaves of the linear layer: what `filter_spec` selects."""
+    """A `filter_spec` that is true for the leaves of the linear layer."""
     nothing = jax.tree.map(lambda _: False, model)
     where = lambda m: (m.linear.weight, m.linear.bias)
     return eqx.tree_at(where, nothing, (True, True))

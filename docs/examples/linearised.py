@@ -1,10 +1,11 @@
-"""Predictions of a linearised network: the whole of training by formula, beside training.
+"""Predictions of a linearised network by formula, compared with literal training.
 
     python docs/examples/linearised.py [--quick] [--out FOLDER]
 
-Networks of two widths fit twelve points by gradient descent. Their linearisations at the
-start do so for any number of steps, to 10^8, from one factorisation: the wider a network,
-the nearer it stays to its own. A figure, `linearised.png`, and a table.
+Networks of two widths fit twelve points by gradient descent. For their linearisations at
+the start, one factorisation gives the result of any number of steps, up to 10^8. A wide
+network stays closer to its linearisation than a narrow one. This draws `linearised.png`
+and prints a table.
 """
 
 import argparse
@@ -37,8 +38,8 @@ def residuals(network, data):
 
 # --8<-- [start:linearised]
 def linearised_predictions(network, periods):
-    """On the grid, after so many steps on the network linearised as it is, and the
-    learning rate, half of the largest stable one."""
+    """Predictions on the grid after each number of steps on the linearised network, and
+    the learning rate, which is half of the largest stable one."""
     kernel = gnlin.TangentKernel(network, outputs=0)(X)
     eta = 1 / jnp.linalg.norm(kernel, 2)
     predict = gnlin.predict.gradient_descent(network, (X, Y), learning_rate=eta)
@@ -49,7 +50,7 @@ def linearised_predictions(network, periods):
 
 
 def trained_predictions(network, eta, periods):
-    """The same of the network itself, by gradient descent, step by step."""
+    """Predictions of the network itself, by gradient descent, step by step."""
     trained, rest = eqx.partition(network, eqx.is_inexact_array)
 
     def loss(trained):
@@ -68,7 +69,7 @@ def trained_predictions(network, eta, periods):
 
 
 def difference(a, b):
-    """Root mean square."""
+    """Root mean square difference."""
     return jnp.sqrt(jnp.mean((a - b) ** 2, axis=(1, 2)))
 
 

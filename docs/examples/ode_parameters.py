@@ -1,10 +1,11 @@
-"""A fit of an ordinary differential equation's parameters, by each adjoint of diffrax.
+"""A fit of the parameters of an ordinary differential equation, by each diffrax adjoint.
 
     python docs/examples/ode_parameters.py [--quick]
 
-Lotka and Volterra's equations, six parameters, forty measurements. A table: the CPU time
-of the first fit, with its compilation, and of a later one; over that of SciPy's
-`least_squares` with a residual and a Jacobian that are compiled by JAX.
+The equations are Lotka and Volterra's, with six parameters and forty measurements. This
+prints a table of the CPU time of the first fit, with its compilation, and of a later
+one, also relative to SciPy's `least_squares` with a residual and a Jacobian that JAX
+compiles.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import gnlin
 
 jax.config.update("jax_enable_x64", True)
 
-# By which direction JAX makes the Jacobian of each, and a solver that can take it.
+# For each adjoint: the function that makes its Jacobian, and the solver.
 ADJOINTS = {
     "ForwardMode": (diffrax.ForwardMode(), jax.jacfwd, gnlin.LevenbergMarquardt()),
     "DirectAdjoint": (diffrax.DirectAdjoint(), jax.jacfwd, gnlin.LevenbergMarquardt()),
@@ -37,7 +38,7 @@ START = {"birth": 1.0, "catch": 0.5, "death": 0.5, "first": [8.0, 4.0], "growth"
 
 
 def populations(adjoint):
-    """A function of its own each time, of which nothing is compiled yet."""
+    """A new function in each call, so that nothing is compiled yet."""
 
     def rates(t, y, p):
         prey, predators = y
@@ -69,8 +70,8 @@ def populations(adjoint):
 
 
 def timed(fit):
-    """What it returns, and the CPU seconds of the first and of a later call: the median
-    of seven."""
+    """The result of `fit`, and the CPU seconds of its first call and of a later one (the
+    median of seven)."""
     seconds, found = [], None
     for _ in range(8):
         began = time.process_time()

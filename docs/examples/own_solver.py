@@ -1,4 +1,4 @@
-"""A solver of one's own: Gauss-Newton, damped in proportion to the gradient.
+"""A solver of your own: Gauss-Newton with damping in proportion to the gradient.
 
 The damping vanishes at the solution, so that the steps become Gauss-Newton's, and no
 damping has to be set (N. Yamashita and M. Fukushima, 2001).

@@ -1,10 +1,11 @@
-"""A differential equation: a network that solves -u'' = f, to nine digits.
+"""A network that solves the differential equation -u'' = f to nine digits.
 
     python docs/examples/poisson.py [--quick] [--out FOLDER]
 
-The one-dimensional Poisson equation, u = 0 at both ends, by a network of 673 parameters,
-in double precision: by Levenberg-Marquardt, by Adam at the best of five learning rates,
-and by L-BFGS, from one start. A figure, `poisson.png`, and a table.
+A network of 673 parameters solves the one-dimensional Poisson equation, with u = 0 at
+both ends, in double precision. It is trained by Levenberg-Marquardt, by L-BFGS, and by
+Adam at the best of five learning rates, from the same start. This draws `poisson.png`
+and prints a table.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def source(x):
 
 
 def residuals(network, points):
-    """Of the equation at the points, and of the boundary."""
+    """Residuals of the equation at the points, and of the boundary."""
     second = jax.vmap(jax.grad(jax.grad(network)))(points)
     equation = (second + source(points)) / jnp.sqrt(len(points))
     return equation, network(0.0), network(1.0)
@@ -74,7 +75,7 @@ def loss(network, points):
 
 
 def first_order(network, points, steps, optimiser):
-    """By an optimiser of optax, with the loss's value for those that search."""
+    """Train by an optimiser of optax; a line search gets the value of the loss."""
     trained, rest = eqx.partition(network, eqx.is_inexact_array)
 
     @jax.jit

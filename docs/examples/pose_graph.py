@@ -1,9 +1,10 @@
-"""A pose graph: where a robot has been, from noisy odometry and a few loop closures.
+"""A pose graph: the path of a robot from noisy odometry and a few loop closures.
 
     python docs/examples/pose_graph.py [--quick] [--out FOLDER]
 
-Poses in the plane, (x, y, angle), and measurements of one in the frame of another: least
-squares through optimistix. A figure, `pose_graph.png`, and a table.
+The unknowns are poses in the plane, (x, y, angle), and each measurement is one pose in
+the frame of another. This solves the least-squares problem through optimistix, draws
+`pose_graph.png` and prints a table.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import gnlin
 
 jax.config.update("jax_enable_x64", True)
 
-SIGMA = jnp.array([0.05, 0.05, 0.02])  # of a measurement: metres, metres, radians
+SIGMA = jnp.array([0.05, 0.05, 0.02])  # standard deviations: metres, metres, radians
 
 
 # --8<-- [start:problem]
@@ -33,7 +34,7 @@ def between(a, b):
 
 
 def residuals(poses, graph):
-    """In standard deviations; the first pose is held where it is."""
+    """Misfits in standard deviations; the last residual holds the first pose."""
     edges, measured = graph
 
     def misfit(edge, measurement):
@@ -51,7 +52,7 @@ def solve(odometry, graph):
 
 
 def drive(num_poses, laps=2):
-    """True poses along a slightly bent ring, driven so many times."""
+    """True poses of a robot that drives `laps` times around a bent ring."""
     angle = jnp.linspace(0, 2 * jnp.pi * laps, num_poses)
     radius = 10 + 2 * jnp.cos(3 * angle)
     xy = jnp.stack([radius * jnp.cos(angle), radius * jnp.sin(angle)], 1)
@@ -64,7 +65,7 @@ def drive(num_poses, laps=2):
 
 
 def measure(poses, laps, key):
-    """Each pose from the one before, and every sixth from a lap ago."""
+    """Measure each pose from the one before, and every sixth from one lap before."""
     n = len(poses)
     lap = n // laps
     steps = [(i, i + 1) for i in range(n - 1)]
@@ -75,7 +76,7 @@ def measure(poses, laps, key):
 
 
 def dead_reckoning(measured, num_poses):
-    """From step to step: small errors of the heading add up."""
+    """Poses from odometry alone, in which small errors of the heading add up."""
 
     def move(pose, step):
         cos, sin = jnp.cos(pose[2]), jnp.sin(pose[2])

@@ -2,10 +2,10 @@
 
     python docs/examples/transfer.py [--quick]
 
-A CNN that has learnt the first five digits is to learn the others from a few images of
-each: by its last layer alone (a linear probe), by its linearisation (K = infinity: the
-features stay as they are), by all its parameters, and, for comparison, from scratch.
-Test accuracies are means over five draws of the few images.
+A CNN that was trained on the first five digits learns the others from a few images of
+each. It trains its last layer alone (a linear probe), its linearisation (K = infinity,
+so that the features stay the same), all its parameters, or, for comparison, starts from
+scratch. Test accuracies are means over five draws of the images.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def with_new_head(model, key):
 
 
 def only_the_head(model):
-    """True for the leaves of the last layer: what `filter_spec` selects."""
+    """A `filter_spec` that is true for the leaves of the last layer."""
     nothing = jax.tree.map(lambda _: False, model)
     return eqx.tree_at(lambda m: (m.head.weight, m.head.bias), nothing, (True, True))
 
@@ -98,7 +98,7 @@ def main(quick: bool):
 
 
 def four_ways(start, scratch, few, rest, steps):
-    """Test accuracies: probe, linearised, all parameters, from scratch."""
+    """Test accuracies by probe, linearisation, all parameters, and from scratch."""
 
     def learnt(model, solver, steps, **how):
         return gnlin.fit(

@@ -1,10 +1,10 @@
-"""A transformer on sequences, with losses that can be held against what is possible.
+"""A transformer on sequences whose least possible loss is known.
 
     python docs/examples/transformer.py [--quick] [--out FOLDER]
 
-Symbols that follow a rule nine times of ten, in sequences of several lengths: each is to
-be predicted from those before it. What the best possible prediction would lose is known.
-A figure, `transformer.png`, and a table.
+In sequences of several lengths, symbols follow a rule nine times out of ten. The model
+predicts each symbol from the earlier ones. This draws `transformer.png` and prints a
+table.
 """
 
 import argparse
@@ -24,8 +24,9 @@ SYMBOLS, LENGTH, NOISE = 5, 16, 0.1
 
 # --8<-- [start:data]
 def make_sequences(rng, number):
-    """The sum of the last two symbols, modulo five, or by chance any other; and the
-    targets, the symbols that follow, with -1 where there is none to predict."""
+    """Sequences and their targets. A symbol is the sum of the last two, modulo five, or
+    sometimes another one. A target is the next symbol, or -1 if there is nothing to
+    predict."""
     x = rng.integers(SYMBOLS, size=(number, LENGTH + 1))
     for t in range(2, LENGTH + 1):
         shift = rng.integers(1, SYMBOLS, number) * (rng.random(number) < NOISE)
@@ -36,14 +37,14 @@ def make_sequences(rng, number):
     return x[:, :-1], np.where(counts, x[:, 1:], -1)
 
 
-# What is lost, in nats a symbol, by the best that can be known: the rule.
+# The least possible loss, in nats a symbol: the entropy of the rule.
 FLOOR = -(1 - NOISE) * np.log(1 - NOISE) - NOISE * np.log(NOISE / (SYMBOLS - 1))
 # --8<-- [end:data]
 
 
 # --8<-- [start:model]
 class Transformer(eqx.Module):
-    """One block of attention to what is before, and of two dense layers."""
+    """One block: attention to earlier symbols, and two dense layers."""
 
     symbols: eqx.nn.Embedding
     positions: jax.Array
@@ -75,7 +76,7 @@ class Transformer(eqx.Module):
 
 # --8<-- [start:fit]
 def accuracy(outputs, targets):
-    """Of the symbols that count."""
+    """The accuracy over the symbols that count."""
     right = (outputs.argmax(-1) == targets) & (targets >= 0)
     return right.sum() / (targets >= 0).sum()
 
@@ -98,7 +99,7 @@ def train(train_data, validation_data, epochs, **how):
 
 
 def whole_loss(model, data):
-    """The mean over all symbols that count, as for the validation data."""
+    """The mean loss over all symbols that count, as on the validation data."""
     x, targets = data
     log_p = jax.nn.log_softmax(jax.vmap(model)(x))
     right = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], -1)[..., 0]

@@ -1,11 +1,12 @@
-"""What one line of gnlin reaches, and Adam on the same budget.
+"""The results of one line of gnlin, and of Adam on the same budget.
 
     python docs/examples/which_line.py [--quick]
 
-Small fits, one and a thousand, a differential equation, a graph, from one start: the line
-of gnlin, and then Adam at the best of five learning rates with as many passes through the
-residuals (a tangent, a transposed or a plain one is one, a step of Adam two). And 10^8
-steps of gradient descent on a linearised network, by formula, beside literal ones.
+The tasks are one small fit, a thousand fits, a differential equation and a graph. gnlin
+and Adam start at the same point, and Adam has the best of five learning rates and as many
+passes through the residuals. A plain, a tangent or a transposed pass counts one, and a
+step of Adam two. The last task is 10^8 steps of gradient descent on a linearised network,
+by formula and literally.
 """
 
 import argparse
@@ -29,8 +30,8 @@ RATES = jnp.array([1e-3, 3e-3, 1e-2, 3e-2, 1e-1])
 
 
 def by_gnlin(residuals, start, data, solver, steps):
-    """Where it ends, after how many steps and passes: those through the Jacobian, and an
-    evaluation for each trial."""
+    """The final point, and the numbers of steps and passes. Passes are products with the
+    Jacobian, and one evaluation for each trial."""
     solution = optx.least_squares(
         residuals, solver, start, data, max_steps=steps, throw=False
     )
@@ -40,7 +41,7 @@ def by_gnlin(residuals, start, data, solver, steps):
 
 
 def by_adam(residuals, start, data, steps):
-    """What each of the learning rates ends at."""
+    """The final point of each learning rate."""
 
     def run(rate):
         optimiser = optax.adam(rate)
@@ -89,8 +90,8 @@ def graph(quick):
 
 
 def compare(name, task, quick):
-    """The sum of squares at which either ends, relative to what it was at the start and
-    beyond what gnlin has found where noise leaves some: the worst, of many fits."""
+    """Print the final sums of squares, relative to the start. With noise, Adam's is the
+    excess over gnlin's. With many fits, it is the worst of them."""
     residuals, start, data, solver, steps = task(quick)
 
     def each(fn, *axes):
@@ -118,7 +119,7 @@ def compare(name, task, quick):
 
 
 def kernel(quick):
-    """Seconds of CPU time: 10^8 steps by formula, and the same one by one."""
+    """Print the CPU seconds of 10^8 steps by formula, and of one literal step."""
     network = poisson.eqx.nn.MLP(1, 1, 256, 1, activation=jnp.tanh, key=jax.random.key(0))
     steps = 1_000 if quick else 10_000
     predict = poisson.eqx.filter_jit(linearised.linearised_predictions)
@@ -127,7 +128,7 @@ def kernel(quick):
     jax.block_until_ready(predict(network, (10, 10**8)))
     formula = time.process_time() - begin
     seconds = []
-    for number in (1, steps, 11 * steps):  # each with the same time to compile
+    for number in (1, steps, 11 * steps):  # all three take equally long to compile
         begin = time.process_time()
         jax.block_until_ready(linearised.trained_predictions(network, eta, [number]))
         seconds.append(time.process_time() - begin)
