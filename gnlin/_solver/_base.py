@@ -35,7 +35,7 @@ from ._termination import has_arrived, rounding_of_loss, STANDS_STILL
 _MOST_STILL = 10
 # History columns printed by `verbose`.
 _PRINTED = "loss", "gradient_norm", "step_norm", "damping"
-# Up to this many parameters, `jax.lax.cond` costs more than the test of a step.
+# Up to this many parameters, a `jax.lax.cond` around the test of a step does not pay.
 _FEW = 1_000
 
 
@@ -90,7 +90,7 @@ class State(eqx.Module):
     rows: dict[str, Array] | None = None
 
     def with_stride(self, y: PyTree[Array]) -> "State":
-        """Return a first state with which each batch judges the step before it."""
+        """Return the state with a stride, with which each batch judges the last step."""
         stride = Stride.start(y, self.report.loss.dtype)
         return dataclasses.replace(self, stride=stride)
 
@@ -104,9 +104,9 @@ class Update(eqx.Module):
     - `y`, `outputs`: the next point, and the outputs there.
     - `memory`: the memory for the next update.
     - `gradient_norm`, `step_norm`: the norms of the objective's gradient at the
-        linearisation point, and of `y - lin.point`. `None` has them computed.
+        linearisation point, and of `y - lin.point`. If `None`, they are computed.
     - `damping`, `num_inner_steps`: values for the history.
-    - `passes`: the [`gnlin.authoring.Passes`][] in addition to the linearisation.
+    - `passes`: the [`gnlin.authoring.Passes`][] made in addition to the linearisation.
     - `num_accepted`, `num_rejected`: the numbers of accepted and rejected steps.
     - `stuck`: whether no step could be found. The run then ends, converged or not.
     - `left`: the whole step that solves the linearised problem, even if it was shortened
@@ -178,17 +178,17 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         ten times as many parameters as residuals, this takes no further factorisation.)
         For derivatives of a minimum at a bound use [`gnlin.methods.ImplicitAdjoint`][],
         as with a `retraction`.
-    - `retraction`: how parameters that a step cannot be added to move, such as rotations
-        and poses. `retraction(row, step)` returns the row of an array of parameters after
-        a step of the same shape, in which unused entries stay zero. It may also be a tree
-        of such functions with the parameters' structure, with `None` for parameters that
-        steps are added to. An array with one axis is a single row, such as one pose,
-        unless the function acts on each entry by itself. Retractions require a full batch
-        and no bounds.
-    - `verbose`: whether to print a line for each step, also within a compiled program. A
-        function is called while the program is traced, as optimistix's solvers do:
-        `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`, with
-        `gradient_norm`, `step_norm` and `damping`.
+    - `retraction`: a function for parameters that are not moved by addition, such as
+        rotations and poses. `retraction(row, step)` returns the new row of an array of
+        parameters. The step has the shape of the row, and its unused entries stay zero. A
+        tree of such functions has the parameters' structure, with `None` for parameters
+        that are moved by addition. An array with one axis is a single row, such as one
+        pose, unless the function acts on each entry by itself. Retractions require a full
+        batch and no bounds.
+    - `verbose`: whether to print a line for each step, also within a compiled program. It
+        may be a function, which is called while the program is traced, as by solvers of
+        optimistix: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
+        with `gradient_norm`, `step_norm` and `damping`.
 
     !!! example
 
@@ -337,17 +337,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_accepted_steps, one * update.num_accepted),
             increased(so_far.num_rejected_steps, one * update.num_rejected),
         )
-        new = State(
-            update.memory,
-            report,
-            counts,
-            first_loss,
-            ended.settled,
-            ended.num_still,
-            update.terminate | ended.arrived,
-            ended.result,
-            state.stride,
-            state.rows,
+        new = dataclasses.replace(
+            state,
+            memory=update.memory,
+            report=report,
+            counts=counts,
+            first_loss=first_loss,
+            settled=ended.settled,
+            num_still=ended.num_still,
+            terminate=update.terminate | ended.arrived,
+            result=ended.result,
         )
         return _tree.where(stays, lin.point, update.y), new
 
@@ -401,10 +400,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     ) -> "AbstractGaussNewton":
         """Return the solver with `atol` multiplied by the norm of the first residual or
         of the targets, whichever is smaller, if that is below 1."""
-        of_targets = jnp.abs(objective.value(_tree.zeros_like(outputs)))
-        of_targets = of_targets.astype(first_loss.dtype)
+        zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
+        zero_loss = zero_loss.astype(first_loss.dtype)
         least = jnp.minimum(jnp.abs(first_loss), 0.5)
-        least = jnp.where(of_targets > 0, jnp.minimum(least, of_targets), least)
+        least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
         return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
 
     def tell(
@@ -502,8 +501,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         old_residual: PyTree[Array],
     ) -> Bool[Array, ""]:
         """Whether a step was within the tolerances for each parameter and for the norm of
-        the residuals. The tolerances are not below rounding."""
-
+        the residuals. The relative tolerance is at least 4 eps."""
         eps = _tree.eps((y, residual))
         change = jax.tree.map(jnp.subtract, residual, old_residual)
 

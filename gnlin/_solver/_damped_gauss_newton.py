@@ -45,10 +45,10 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
-        $\lVert D\delta\rVert^2$, where D holds the norms of the Jacobian's columns with
-        `"marquardt"`; their maxima, which decay by 0.8 per outer step, with `"more"`; and
-        the square roots of the norms with `"root"`. With `"marquardt"` and `"more"` the
-        parameters' units do not matter.
+        $\lVert D\delta\rVert^2$ with a diagonal D: `"marquardt"` uses the norms of the
+        Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step;
+        `"root"` their square roots. With `"marquardt"` and `"more"` the parameters' units
+        do not matter.
     - `momentum`: $\mu$ below 1, as in SPRING: the damping is
         $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that directions that one
         batch or draw of points does not determine follow the last step.

@@ -100,27 +100,26 @@ class LevenbergMarquardt(AbstractGaussNewton):
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
     - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `damping`: the rule that adapts $\lambda$, one of `gnlin.damping`. The default is
-        [`gnlin.damping.LongestStep`][], with one trial if trials are expensive. A number
-        is the `initial` of [`gnlin.damping.Nielsen`][]. Across batches `damping` must be
-        a number, by default 0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at
-        points that [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this
-        number times the curvature along the first gradient, and stays constant, except
-        that it grows tenfold after a batch whose problem cannot be solved in this
-        precision.
-    - `scaling`: the diagonal $D$ of the damping $\frac\lambda2\lVert D\delta\rVert^2$. It
-        holds the square roots of the norms of the Jacobian's columns with `"root"`, or a
-        multiple of the norms below a millionth of the largest; the norms themselves with
-        `"marquardt"`; their maxima (Moré, 1978), which decay by 0.8 per outer step, with
-        `"more"`; and ones with `"identity"`. The first three need the dense Jacobian. The
-        default is `"root"`, or `"identity"` across batches and if the method is
-        matrix-free.
+        [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
+        [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
+        the latter. Across batches `damping` must be a number, by default
+        0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at points that
+        [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
+        the curvature along the first gradient. It stays constant, except that it grows
+        tenfold after a batch whose problem cannot be solved in this precision.
+    - `scaling`: the diagonal $D$ of the damping $\frac\lambda2\lVert D\delta\rVert^2$.
+        `"marquardt"` uses the norms of the Jacobian's columns; `"more"` their maxima,
+        which decay by 0.8 per outer step (Moré, 1978); `"root"` their square roots, or a
+        multiple of the norms if they are below a millionth of the largest; `"identity"`
+        uses ones, and the others need the dense Jacobian. The default is `"root"`, or
+        `"identity"` across batches and if the method is matrix-free.
     - `acceleration`: whether to add the second-order correction, for one more evaluation
         per trial. By default it is added if the Jacobian is in memory, except with sparse
         factorisations, which would be repeated for it.
-    - `tolerance`: the tolerance of conjugate gradients with a matrix-free method, as in
-        [`gnlin.TruncatedGaussNewton`][]. The default is 0.01 in at most 20 iterations
-        across batches. On a full batch it is 0.1, or if smaller the square root of the
-        gradient's norm divided by the first.
+    - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
+        in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
+        square root of the gradient's norm relative to the first as an upper limit. Across
+        batches the default is 0.01, in at most 20 iterations.
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
@@ -300,9 +299,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def _truncated(
         self, subproblem: AbstractSubproblem, memory: _Memory
     ) -> tuple[_Memory, AbstractSubproblem]:
-        """Return the subproblem with a tolerance for conjugate gradients that falls with
-        the gradient, for superlinear convergence (Nocedal and Wright, 2006, section 7.1).
-        It does not rise when the gradient does, after a long step in a curved valley."""
+        """Return the memory, and the subproblem with a tolerance for conjugate gradients.
+        The tolerance falls with the gradient, for superlinear convergence (Nocedal and
+        Wright, 2006, section 7.1), but never rises: in a curved valley the gradient does
+        after each long step."""
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first = jnp.where(memory.first_gradient < 0, gradient, memory.first_gradient)

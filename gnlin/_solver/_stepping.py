@@ -97,7 +97,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
     def prepared(
         self, problem: Quadratic | ProxLinear, filter: Filter, memory: PyTree
     ) -> tuple[AbstractSubproblem, PyTree]:
-        """Return the subproblem of a problem, and the memory for the next update."""
+        """Return a problem's subproblem for a filter, and the next update's memory."""
         return choose(problem, filter, method=self.method), memory
 
     def update(
@@ -164,12 +164,13 @@ def take_step(
     - `memory`: the memory for the next update.
     - `damping`: the damping for the history. If it is not finite, the run ends.
     - `again`: a function that solves another linearisation in the same way and returns
-        its step. With bounds it is applied to the parameters that are not at a bound.
+        its step. It is needed with bounds, to solve for the parameters not at a bound.
 
     **Returns:** a [`gnlin.authoring.Update`][].
     """
     y, outputs = lin.point, lin.outputs
     step, result = answer.step, answer.result
+    solved = result == optx.RESULTS.successful
     if lin.box is not None:
         step = _tree.cast_like(step, y)
         step, _ = between_bounds(objective, lin, step, again)
@@ -179,8 +180,7 @@ def take_step(
         gradient = subproblem.gradient()
         found = _searched(search, objective, lin, evaluate, gradient, step)
         step = _tree.scale(found.length, step)
-        stuck = ~found.any & (result == optx.RESULTS.successful)
-    solved = result == optx.RESULTS.successful
+        stuck = ~found.any & solved
     step_norm = _tree.norm(step)
     # A damping that is not finite means that a hyperparameter is out of range.
     at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)

@@ -191,9 +191,6 @@ class Watch(eqx.Module):
     y: PyTree[Array]  # the point with the best loss
     num_far: Int[Array, ""]
 
-    def __init__(self, first, best, y, num_far):
-        self.first, self.best, self.y, self.num_far = first, best, y, num_far
-
     @staticmethod
     def start(
         objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
