@@ -175,15 +175,16 @@ def _or_first(
 # The search ends when the largest failing and the smallest accepted damping are within
 # this factor.
 _RESOLUTION = 1.5
-# It also ends when a step has this part of the undamped step's predicted decrease, or
-# when less damping does not make it longer by more than this. On Burgers' equation with
-# 941 parameters the loss after a hundred steps is 1e-14, and 1e-12 with 0.999.
+# It also ends when a step has this share of the undamped step's predicted decrease, or
+# when less damping no longer lengthens it, to within this factor. On Burgers' equation
+# with 941 parameters the loss after a hundred steps is 1e-14, and 1e-12 with 0.999.
 _UNDAMPED = 1 - 1e-6
-# From the first share on, the second part of `ratio` suffices. On Burgers' equation the
-# loss after a hundred steps is 7e-16, 1.4e-14 with one ratio for all steps, and 6e-16
-# with a ratio of 0.075 throughout. Networks and NIST's fits do not change.
+# A step with more than the first share only has to reach the second part of `ratio`. On
+# Burgers' equation the loss after a hundred steps is 7e-16, 1.4e-14 without this rule,
+# and 6e-16 with a ratio of 0.075 throughout. Networks and NIST's fits do not change.
 _ALL, _PART_OF_ALL = 0.99, 0.3
-# The first factor between two dampings, which is then squared up to the largest one.
+# The first factor between two dampings, and the largest one. The factor is squared from
+# trial to trial.
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
 # Multiple of `num_trials` allowed while no step lowers the loss by more than rounding.
 _LONG_WAY = 2
@@ -198,8 +199,8 @@ class _Edge(eqx.Module):
     high: Float[Array, ""]  # smallest accepted damping at this linearisation, or infinity
     move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing
     number: Int[Array, ""]  # trials at this linearisation
-    length: Float[Array, ""]  # the last step's; negative before the first trial
-    next_length: Float[Array, ""]  # the taken step's
+    length: Float[Array, ""]  # of the last step taken; negative before the first trial
+    next_length: Float[Array, ""]  # of the step to take at this linearisation
     next_damping: Float[Array, ""]  # where the search begins at the next linearisation
     real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
 

@@ -18,8 +18,8 @@ _NUM_PROBES = 8
 # A cosine below this multiple of eps^(1/3) counts as zero: the probes and the rounding of
 # the gradient allow no smaller one.
 _FLAT = 1.25
-# A change of the residual by this part of its norm is negligible. It is not larger in
-# single precision, because a saturated unit may still recover.
+# A change of the residual by this part of its norm is negligible. The part is as small
+# in single precision, because a saturated unit may still recover.
 _UNSEEN = 1e-11
 # A cosine above eps^(1/3) in single precision is not rounding, in any precision.
 _STEEP = 5e-3
