@@ -73,7 +73,7 @@ def _stationary(optimum, _, inputs):
     return jax.tree.map(each, blocked, optimum, here, box.lower, box.upper, slope)
 
 
-# Unwrap a type checker, because optimistix requires a plain function.
+# Remove a type checker's wrapper, because optimistix requires a plain function.
 _stationary = getattr(_stationary, "__wrapped__", _stationary)
 
 

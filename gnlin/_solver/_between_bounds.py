@@ -119,7 +119,7 @@ def _walked(
         room = jnp.where(beyond, room, jnp.inf)
         k = jnp.argmin(room)
         step = jnp.clip(path.step + room[k] * ahead, low, high).at[k].set(end[k])
-        # The minimum with the k-th held, and the inverse curvature of the others.
+        # The minimum with parameter k held, and the inverse curvature of the others.
         column = path.inverse[:, k] / path.inverse[k, k]
         target = path.target - column * (path.target[k] - end[k])
         rest = path.inverse - jnp.outer(column, path.inverse[k])

@@ -31,7 +31,7 @@ class Stride(eqx.Module):
     """
 
     point: PyTree[Array]  # where the last step started
-    won: Float[Array, ""]  # its decrease of its own batch's loss; 0 if none was taken
+    won: Float[Array, ""]  # how much it lowered its own batch's loss; 0 without a step
     balance: Float[Array, ""]  # decaying sum of the steps' decreases on the next batch
     length: Float[Array, ""]  # the fraction of a step that is taken
 

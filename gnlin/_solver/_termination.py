@@ -21,7 +21,7 @@ _FLAT = 1.25
 # A change of the residual by this part of its norm is negligible. The part is as small
 # in single precision, because a saturated unit may still recover.
 _UNSEEN = 1e-11
-# A cosine above eps^(1/3) in single precision is not rounding, in any precision.
+# The largest cosine that may be rounding in any precision: single precision's eps^(1/3).
 _STEEP = 5e-3
 # Rounding error of the loss and of the outputs, in multiples of eps.
 _ROUNDINGS = 10
@@ -155,7 +155,7 @@ def _alternating(x: Array) -> Array:
 
 
 def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
-    """Return the norm of the change of the whitened outputs by rounding of the point."""
+    """Return the norm of the whitened outputs' error that rounding the point causes."""
     pushed = quadratic.jacobian.mv(jax.tree.map(_alternating, point))
     dtype = _tree.dtype((point, quadratic.residual))
     return _tree.eps((point, quadratic.residual)) * _tree.norm(pushed).astype(dtype)
