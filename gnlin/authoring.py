@@ -1,11 +1,11 @@
-"""What a solver, a loss, or a way to solve the linearised problem of your own is made of.
+"""Base classes and functions for your own solvers, losses and subproblems.
 
 - **A solver** is a subclass of `AbstractGaussNewton`, or of `AbstractFilteredGaussNewton`
     if its step is a spectral filter. Its `update` asks `choose` for a subproblem, solves
-    it, and returns an `Update`; `take_step` does the last part for most solvers.
+    it, and returns an `Update`, which `take_step` makes for most solvers.
 - **A loss** is a subclass of `AbstractElementwiseLoss`, or of `AbstractLoss` with a
     factor of its Hessian.
-- **An objective** is a loss on a batch of targets, and knows its quadratic expansion.
+- **An objective** is a loss on a batch of targets, with its quadratic expansion.
 - **A way to solve** the linearised problem is a subclass of `AbstractSubproblem`.
 """
 

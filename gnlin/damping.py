@@ -1,10 +1,10 @@
-r"""Rules by which Levenberg-Marquardt's damping follows from how well its trials went.
+r"""Rules that adapt Levenberg-Marquardt's damping to the success of its trials.
 
 ```python
 solver = gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion())
 ```
 
-A fixed damping, or one that follows a schedule, is [`gnlin.DampedGaussNewton`][]'s.
+For a fixed damping or a schedule use [`gnlin.DampedGaussNewton`][].
 """
 
 import abc
@@ -32,17 +32,17 @@ __all__ = ["AbstractDamping", "LongestStep", "Nielsen", "Trial", "TrustRegion"]
 
 
 class Trial(eqx.Module):
-    r"""What came of a damping, for a rule to judge.
+    r"""The outcome of a trial with one damping, for a rule to judge.
 
     - `damping`: $\lambda$.
-    - `ratio`: of the decrease of the loss to the predicted one, at most 1.
+    - `ratio`: the decrease of the loss divided by the predicted decrease, at most 1.
     - `accepted`: whether the step may be taken.
-    - `length`, `size`: $\lVert D\delta\rVert$, as the step is damped, and
-        $\lVert Dy\rVert$ of the point.
-    - `share`: of what the undamped step is predicted to gain, the part that this one is.
-        It is 0 where the former is not known.
-    - `noise`: whether both the decrease and the predicted one are below the rounding of
-        the loss.
+    - `length`, `size`: $\lVert D\delta\rVert$ and $\lVert Dy\rVert$, with $D$ the scaling
+        of the damping.
+    - `share`: the predicted decrease divided by the one predicted for the undamped step;
+        0 if the latter is unknown.
+    - `noise`: whether both the decrease and its prediction are below the rounding of the
+        loss.
     """
 
     damping: Float[Array, ""]
@@ -57,23 +57,22 @@ class Trial(eqx.Module):
 _State = TypeVar("_State")
 
 
-# The loss must fall by this part of what is predicted, as in MINPACK.
+# The smallest ratio of an accepted step, as in MINPACK.
 _SUFFICIENT = 1e-4
-# A step that lowers the loss by less, or more, of what was predicted asks for more, or
-# less damping.
+# A ratio below the first shrinks a trust region, and one from the second on enlarges it.
 _POOR, _GOOD = 0.25, 0.75
 
 
 class AbstractDamping(eqx.Module, Generic[_State]):
-    r"""How the damping is found, and how it changes from trial to trial.
+    r"""A rule that chooses the damping of each trial.
 
-    A rule of your own has a state, any pytree. It says what the state is before the first
-    trial of a run, which damping to try, and what the state is after a trial. It may also
-    say which steps are accepted and when the trials at a linearisation end; the accepted
-    step with the least damping is then taken.
+    A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
+    `after`. It may also override `accepts` and `goes_on`, which decide whether a step is
+    accepted and whether to try another damping at the same linearisation. The last
+    accepted step that lowers the loss by more than rounding is taken.
 
-    - `num_trials`: roughly, how many dampings are tried at one linearisation. For many,
-        a decomposition that serves them all is worth its price.
+    - `num_trials`: the approximate number of dampings tried at one linearisation. If it
+        is large, a decomposition that serves all of them is worth its cost.
     """
 
     num_trials: ClassVar[int] = 2
@@ -83,54 +82,52 @@ class AbstractDamping(eqx.Module, Generic[_State]):
 
     @abc.abstractmethod
     def init(self, dtype: jnp.dtype) -> _State:
-        """The state before the first trial."""
+        """Return the state before the first trial of a run."""
 
     @abc.abstractmethod
     def damping(
         self, state: _State, subproblem: AbstractSubproblem, y: PyTree[Array]
     ) -> Scalar:
-        r"""The next $\lambda$ to try, from the point `y`."""
+        r"""Return the next $\lambda$ to try at the point `y`."""
 
     @abc.abstractmethod
     def after(self, state: _State, trial: Trial) -> _State:
-        """The state after a trial."""
+        """Return the state after a trial."""
 
     def accepts(self, state: _State, trial: Trial) -> Bool[Array, ""]:
-        """Whether a step that could be taken is good enough; `state` is the one before
-        the trial."""
+        """Whether a trial's step is good enough, with the `state` before the trial."""
         return trial.ratio > _SUFFICIENT
 
     def goes_on(self, state: _State, trial: Trial) -> Bool[Array, ""]:
-        """Whether another damping is tried at this linearisation; `state` is the one
-        after the trial."""
+        """Whether to try another damping here, with the `state` after the trial."""
         return ~trial.accepted
 
 
 class _Changing(eqx.Module):
     damping: Float[Array, ""]  # negative before the first trial
-    growth: Float[Array, ""]  # if the next trial fails
+    growth: Float[Array, ""]  # factor of the damping if the next trial fails
 
 
-# Nielsen's factor at most; and after a step that was predicted as well as this, which
-# damping only holds up: with a tenth NIST's fits take 15 steps in the median and not 17,
-# and the classical problems 22 and not 26.5. With a hundredth it is 12.5 for NIST's, and
-# some networks are a decade of loss behind after 25 steps.
+# The smallest factor of the damping in Nielsen's rule.
 _LESS = 1 / 3
+# The factor once the ratio is at least the first number. With 1/10 the median is 15 steps
+# on NIST's fits and 22 on the classical problems, instead of 17 and 26.5 without. With
+# 1/100 NIST's take 12.5, but some networks are a decade of loss behind after 25 steps.
 _EXACT, _MUCH_LESS = 0.98, 1 / 10
 
 
 class Nielsen(AbstractDamping[_Changing]):
-    r"""A damping that a good step lowers, by up to a factor of 3, and that failing ones
-    raise, by 2, 4, 8 and so on.
+    r"""A damping that falls by a factor of up to 3 after a good step, and rises by
+    factors of 2, 4, 8 and so on after failing steps.
 
     $$\lambda \leftarrow \lambda\,\max\!\left(\tfrac13,\ 1 - (2\rho - 1)^3\right),$$
 
-    with $\rho$ the ratio of the decrease to the predicted one; and, which is not
-    Nielsen's, a tenth of $\lambda$ from $\rho = 0.98$ on.
+    with $\rho$ the decrease divided by the predicted decrease. As an addition to
+    Nielsen's rule, $\lambda$ is divided by 10 if $\rho \ge 0.98$.
 
     **Arguments:**
 
-    - `initial`: the first $\lambda$, relative to the curvature along the gradient.
+    - `initial`: the first $\lambda$, divided by the curvature along the gradient.
 
     ??? cite "Reference"
 
@@ -151,13 +148,13 @@ class Nielsen(AbstractDamping[_Changing]):
         return _or_first(state.damping, self.initial, subproblem)
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
-        factor = jnp.where(trial.accepted, _nielsens(trial.ratio), state.growth)
+        factor = jnp.where(trial.accepted, _nielsen_factor(trial.ratio), state.growth)
         growth = jnp.where(trial.accepted, 2, 2 * state.growth)
         return _Changing(trial.damping * factor, growth)
 
 
-def _nielsens(ratio: Scalar) -> Scalar:
-    """The factor of the damping after a step."""
+def _nielsen_factor(ratio: Scalar) -> Scalar:
+    """Return the factor of the damping after an accepted step."""
     shrink = jnp.maximum(_LESS, 1 - (2 * ratio - 1) ** 3)
     return jnp.where(ratio >= _EXACT, _MUCH_LESS, shrink)
 
@@ -165,70 +162,68 @@ def _nielsens(ratio: Scalar) -> Scalar:
 def _or_first(
     damping: Scalar, initial: ScalarLike, subproblem: AbstractSubproblem
 ) -> Scalar:
-    """The damping, or the first one where there has been none: relative to the curvature
-    along the gradient."""
+    """Return `damping`, or the first damping of the run if `damping` is negative."""
 
     def first():
         curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
-        # Where the gradient vanishes there is no step to damp.
         safe = jnp.where(positive(curvature), curvature, 1)
         return nan_unless(positive(initial), initial).astype(damping.dtype) * safe
 
     return jax.lax.cond(damping < 0, first, lambda: damping)
 
 
-# The search ends when the edge is known to this factor,
+# The search ends when the largest failing and the smallest accepted damping are within
+# this factor.
 _RESOLUTION = 1.5
-# or when all but so little of what the undamped step is predicted to gain, or of the next
-# step's length, is there: a step that gains 0.999 of it may still be many times as long.
-# On Burgers' equation (p = 941) a loss of 1e-12 after a hundred steps becomes 1e-14.
+# It also ends when a step has this share of the undamped step's predicted decrease, or
+# when less damping no longer lengthens it, to within this factor. On Burgers' equation
+# with 941 parameters the loss after a hundred steps is 1e-14, and 1e-12 with 0.999.
 _UNDAMPED = 1 - 1e-6
-# A step that is predicted to gain all that any can promises too much, in a long valley:
-# a smaller part of it will do. With the same ratio everywhere Burgers' equation is at
-# 1.4e-14 after a hundred steps, and with this at 7e-16 (a ratio of 0.075 throughout has
-# 6e-16); networks and NIST's fits do not change.
+# A step with more than the first share only has to reach the second part of `ratio`. On
+# Burgers' equation the loss after a hundred steps is 7e-16, 1.4e-14 without this rule,
+# and 6e-16 with a ratio of 0.075 throughout. Networks and NIST's fits do not change.
 _ALL, _PART_OF_ALL = 0.99, 0.3
-# The first move from the last damping is by this factor, the next by its square, and so
-# on, up to a factor that leaves some precision.
+# The first factor between two dampings, and the largest one. The factor is squared from
+# trial to trial.
 _MOVE, _LARGEST_MOVE = 3.0, 1e8
-# So many times as many trials, where the first steps are too short to gain anything.
+# Multiple of `num_trials` allowed while no step lowers the loss by more than rounding.
 _LONG_WAY = 2
-# A step is no longer than this multiple of the last one (without such a limit BoxBOD of
-# NIST's ends on a plateau), or than this part of the point, if that is more.
+# The longest step, as a multiple of the last one or, if that is longer, as a part of the
+# point. Without a limit NIST's BoxBOD ends on a plateau.
 _GROWTH, _SHORT = 3.0, 1e-3
 
 
 class _Edge(eqx.Module):
     damping: Float[Array, ""]  # to try next; negative before the first trial
-    low: Float[Array, ""]  # the largest that has failed at this linearisation; or 0
-    high: Float[Array, ""]  # the smallest that has been accepted; or infinity
-    move: Float[Array, ""]
-    number: Int[Array, ""]  # of trials at this linearisation
-    length: Float[Array, ""]  # of the last step; negative before the first trial
-    # Of the step that is taken: its length, and the damping to begin with after it
-    next_length: Float[Array, ""]
-    next_damping: Float[Array, ""]
-    real: Bool[Array, ""]  # whether a step that gains something has been found
+    low: Float[Array, ""]  # largest failing damping at this linearisation, or 0
+    high: Float[Array, ""]  # smallest accepted damping at this linearisation, or infinity
+    move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing
+    number: Int[Array, ""]  # trials at this linearisation
+    length: Float[Array, ""]  # of the last step taken; negative before the first trial
+    next_length: Float[Array, ""]  # of the step to take at this linearisation
+    next_damping: Float[Array, ""]  # where the search begins at the next linearisation
+    real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
 
 
 class LongestStep(AbstractDamping[_Edge]):
-    r"""The longest step that keeps its promise: the least damping at which the loss still
-    falls by a part $\rho$ of what is predicted, found anew at each linearisation.
+    r"""The longest reliable step: the smallest damping at which the loss still falls by
+    $\rho$ times the predicted decrease. It is searched for at each linearisation.
 
-    From one factorisation each trial costs a product and an evaluation. The search begins
-    where Nielsen's rule would, and moves away by factors of 3, 9, 81 and so on until a
-    step fails (or one is accepted). It then halves the interval, in logarithms, until its
-    ends are within a factor of 1.5. A step is at most three times as long as the last,
-    unless that is less than a thousandth of the point.
+    All trials share one factorisation; each costs a product and an evaluation. The search
+    begins at the damping of Nielsen's rule, and moves away from it by factors of 3, 9, 81
+    and so on, until the trials change from accepted to failing or the reverse. It then
+    bisects the interval, in logarithms, until its ends are within a factor of 1.5. A step
+    is at most three times as long as the last one, or a thousandth of the point if that
+    is longer.
 
-    A step that is predicted to gain all that any step can is one in a long valley, and
-    promises too much: of such a step $0.3\,\rho$ suffices.
+    For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:
+    such steps lie in long valleys, where predictions are too optimistic.
 
     **Arguments:**
 
     - `ratio`: $\rho$, between 0 and 1.
     - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
-    - `initial`: the first $\lambda$, relative to the curvature along the gradient.
+    - `initial`: the first $\lambda$, divided by the curvature along the gradient.
 
     ??? cite "Reference"
 
@@ -269,15 +264,14 @@ class LongestStep(AbstractDamping[_Edge]):
         high = jnp.where(good, trial.damping, state.high)
         grows = trial.length * _UNDAMPED > state.next_length
         saturated = jnp.isfinite(state.high) & ~grows
-        # Of steps that gain nothing the first is taken, which is short.
+        # If all decreases are rounding, take the first step, which is short.
         taken = good & (~trial.noise | jnp.isinf(state.high))
-        # A damping that damps nothing stays: far below, rounding would decide.
+        # Keep a damping that has no effect: far below it, rounding would decide.
         stays = trial.noise | saturated | (trial.share >= _UNDAMPED)
-        factor = jnp.where(stays, 1, _nielsens(trial.ratio))
+        factor = jnp.where(stays, 1, _nielsen_factor(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
         number = state.number + 1
-        # Where only steps that gain nothing have been found, it may be a long way.
         real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
         spent = (number >= most) | (high <= _RESOLUTION * low)
@@ -289,7 +283,7 @@ class LongestStep(AbstractDamping[_Edge]):
         move = jnp.minimum(state.move**2, _LARGEST_MOVE)
         move = jnp.where(number > 1, move, state.move)
         length = jnp.where(state.length < 0, trial.length, state.length)
-        # At the next linearisation the search begins anew.
+        # Once the search is over, reset the state for the next linearisation.
         return _Edge(
             jnp.where(found, next_damping, damping),
             jnp.where(found, 0, low),
@@ -306,16 +300,16 @@ class LongestStep(AbstractDamping[_Edge]):
         return state.number > 0
 
 
-# By how much a radius shrinks after a step that was poor, and one that was not taken.
+# The next radius, divided by the length of a poor step and of a failing one.
 _POORER, _FAILED = 0.5, 0.25
-# A step is as long as the radius within this part of it,
+# Relative tolerance between the length of a step and the radius.
 _WITHIN = 0.1
-# which takes two or three solutions, and no more than these.
+# The most solutions per trial; two or three are usual.
 _MOST_SOLUTIONS = 20
-# Damping at this power of eps, relative to the largest curvature, damps nothing.
+# The largest curvature times eps to this power is a damping without effect.
 _LEAST_POWER = 2.5
-# Where there is nothing to start from, the damping is at least this part of its bound
-# (Moré, 1978, section 5).
+# The smallest damping to try without a usable guess, as a part of the upper bound (Moré,
+# 1978, section 5).
 _LEAST_PART = 1e-3
 
 
@@ -325,23 +319,23 @@ class _Region(eqx.Module):
 
 
 class TrustRegion(AbstractDamping[_Region]):
-    r"""The damping at which the step is as long as a radius $\Delta$, within a tenth: the
-    step is the best with $\lVert D\delta\rVert \le \Delta$, and undamped where that one
-    is shorter. The radius is twice the step's length after a good step, and a half or a
-    quarter of it after a poor or a failing one.
+    r"""A trust region: the step is the best one with $\lVert D\delta\rVert \le \Delta$.
+    The damping is found such that the step's length is the radius $\Delta$ within a
+    tenth, unless the undamped step is shorter. The next radius is twice the length of a
+    good step, half that of a poor step, or a quarter of a failing one.
 
-    Each trial takes a few solutions, which are next to free where the spectrum is at
-    hand, and dear by conjugate gradients.
+    Each trial takes a few solutions of the subproblem. They are cheap if its spectrum is
+    in memory, and expensive by conjugate gradients.
 
     **Arguments:**
 
-    - `factor`: the first radius, relative to $\lVert Dy\rVert$ (or the radius itself,
-        where that is 0). MINPACK's is 100; with 1 all of NIST's fits are solved.
+    - `factor`: the first radius, divided by $\lVert Dy\rVert$ unless that is 0. MINPACK
+        uses 100; with 1 all of NIST's fits are solved.
 
     ??? cite "Reference"
 
         J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
-        sections 3 to 5; without the interpolation of a failing step's factor.
+        sections 3 to 5, without the interpolation after a failing step.
     """
 
     num_trials: ClassVar[int] = 10
@@ -362,11 +356,11 @@ class TrustRegion(AbstractDamping[_Region]):
         size = subproblem.length(y).astype(dtype)
         first = factor * jnp.where(size > 0, size, 1)
         radius = jnp.where(state.radius < 0, first, state.radius)
-        return _where_as_long(subproblem, radius, state.damping)
+        return _damping_for_length(subproblem, radius, state.damping)
 
     def after(self, state: _Region, trial: Trial) -> _Region:
         poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
-        # The first radius is large: what it should have been is known now.
+        # The first radius is a guess: replace it by the length of the first step.
         fair = jnp.where(state.radius < 0, trial.length, state.radius)
         radius = jnp.select(
             [~trial.accepted, poor, good],
@@ -378,23 +372,23 @@ class TrustRegion(AbstractDamping[_Region]):
 
 class _Search(eqx.Module):
     damping: Float[Array, ""]  # to try next
-    tried: Float[Array, ""]
-    length: Float[Array, ""]  # of the step at what has been tried
+    tried: Float[Array, ""]  # the last damping
+    length: Float[Array, ""]  # the step's with that damping
     low: Float[Array, ""]
     high: Float[Array, ""]
     num_solutions: Int[Array, ""]
 
 
-def _where_as_long(
+def _damping_for_length(
     subproblem: AbstractSubproblem, radius: Scalar, guess: Scalar
 ) -> Scalar:
-    """Hebden's iteration: 1 / |D delta| is next to linear in the damping, so its secants
-    lead to 1 / Delta; between bounds, as Moré keeps it."""
+    """Return the damping at which |D delta| is the radius, by Hebden's iteration with
+    Moré's bounds: secants of 1 / |D delta|, which is nearly linear in the damping."""
     dtype = radius.dtype
 
     def length(damping: Scalar) -> Scalar:
         long = subproblem.length_of(subproblem.solve(Tikhonov(damping))).astype(dtype)
-        # A factorisation that fails for lack of damping: the step is too long.
+        # The factorisation has failed for lack of damping, so the step is too long.
         return jnp.where(jnp.isfinite(long), long, jnp.inf)
 
     def inside(damping: Scalar, low: Scalar, high: Scalar) -> Scalar:

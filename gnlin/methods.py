@@ -1,12 +1,11 @@
-"""Further solvers, and what the solvers take as arguments: searches, linear solvers, and
-schedules.
+"""Further solvers, and objects that solvers take as arguments.
 
 - Solvers: `AdaptiveLinearisation`, `FilteredGaussNewton`.
-- For `method`: `ConjugateGradients`, `MixedPrecision`, `NystromKernel`.
+- For the argument `method`: `ConjugateGradients`, `MixedPrecision`, `NystromKernel`.
 - For `search`: `GridSearch`.
 - For `tolerance`: `EisenstatWalker`.
-- For optimistix's `adjoint`: `ImplicitAdjoint`.
-- `Trajectory`: the inner steps of iterative linearisation, one by one.
+- For the `adjoint` of optimistix: `ImplicitAdjoint`.
+- `Trajectory`: the path of the inner steps of iterative linearisation.
 """
 
 from ._linear_algebra._conjugate_gradients import ConjugateGradients

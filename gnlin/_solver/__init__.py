@@ -1,4 +1,4 @@
-"""The solvers: one loop, and how far each solves the linearised problem in it."""
+"""The solvers share one loop, and differ in how far they solve a linearised problem."""
 
 from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
 from ._as_solver import as_solver as as_solver

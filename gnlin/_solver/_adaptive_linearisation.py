@@ -1,4 +1,4 @@
-"""Iterative linearisation that linearises anew when, and only when, it has to."""
+"""Iterative linearisation that linearises again only when it has to."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,42 +20,43 @@ from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
 
 
-# Doubling the period stops here where it has no bound of its own.
+# The largest period to try, also if that of `descent` is infinite.
 _LARGEST_PERIOD = 2.0**40
-# How many periods are tried at a linearisation, about.
+# The approximate number of periods tried at a linearisation.
 _TRIALS = 10
+# Rounding error of the loss, in multiples of eps.
 _ROUNDINGS = 10
 
 
 class AdaptiveLinearisation(AbstractGaussNewton):
-    r"""Iterative linearisation whose feature updates are triggered: by the kernel's
-    drift, by a loss that does not fall as predicted, or by whichever comes first.
+    r"""Iterative linearisation that linearises again when the kernel has drifted, or when
+    the loss does not fall as predicted.
 
     A linearisation is trusted while
 
-    - $\lVert\Theta u - \Theta_s u\rVert \le \tau\,\lVert\Theta_s u\rVert$, with one
-        random probe u: the kernel has not moved further than `max_drift`, as
-        [`gnlin.features.kernel_drift`][] estimates it;
+    - $\lVert\Theta u - \Theta_s u\rVert \le \tau\,\lVert\Theta_s u\rVert$ for one random
+        probe u: the kernel has not drifted further than `max_drift`, by the estimate of
+        [`gnlin.features.kernel_drift`][];
     - $L(f_s) - L(f) \ge \rho\,(L(f_s) - L(f_\mathrm{lin}))$: the loss of the network has
-        fallen by at least `min_ratio` of what its linearisation says.
+        fallen by at least `min_ratio` times the decrease that its linearisation predicts.
 
-    On a full batch K is found anew at each linearisation: the last one is doubled while
-    the point after K steps is trusted, or else halved until it is (K = 1 is taken
-    anyhow). One factorisation serves all trials; each takes a forward pass, for the
-    drift a tangent and a transposed one more. Across batches it looks every
-    `check_every` inner steps, on the batch at hand, and linearises anew where it stands
-    when the trust is lost.
+    On a full batch K is searched for at each linearisation. The last K is doubled while
+    the point after K steps is trusted, or else halved until it is; K = 1 is always
+    accepted. All trials share one factorisation. Each takes a forward pass, and for the
+    drift a tangent and a transposed pass. Across batches the trust is tested every
+    `check_every` inner steps, on the current batch, and the model is linearised at the
+    current point when it is lost.
 
     **Arguments:**
 
-    - `descent`: the inner steps, a [`gnlin.IterativeLinearisation`][]; its `period`,
-        which may be infinite, is the longest.
-    - `max_drift`: $\tau > 0$, or `None` not to look at the kernel. A kernel may drift far
-        while the steps are still good: of the two this is the cautious one.
-    - `min_ratio`: $\rho$ from 0 to 1, or `None` not to look at the loss.
-    - `check_every`: inner steps from one look to the next, across batches.
+    - `descent`: the inner steps, a [`gnlin.IterativeLinearisation`][]. Its `period`,
+        which may be infinite, is the largest K.
+    - `max_drift`: $\tau > 0$, or `None` to ignore the kernel. This test is the more
+        cautious one: the kernel may drift far while the steps are still good.
+    - `min_ratio`: $\rho$ from 0 to 1, or `None` to ignore the loss.
+    - `check_every`: the number of inner steps between two tests, across batches.
 
-    The columns `num_inner_steps` and `num_feature_updates` of a history tell what it did.
+    The columns `num_inner_steps` and `num_feature_updates` of a history show the result.
 
     !!! example
 
@@ -110,7 +111,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self.verbose = descent.verbose
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:
-        """The period to try first."""
+        """Return the first period to try."""
         return jnp.ones((), float)
 
     def update(
@@ -124,9 +125,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         descent = self.descent
         if descent.optimiser is not None:
             raise ValueError(
-                "On one batch the period is found by doubling, and an `optimiser`'s "
-                "steps cannot be: give `descent` a `learning_rate`, or pass `batch_size` "
-                "to `gnlin.fit`."
+                "On a full batch an `optimiser` cannot be used: give `descent` a "
+                "`learning_rate`, or pass `batch_size` to `gnlin.fit`."
             )
         longest = _longest(descent.period)
         subproblem = descent.subproblem(objective, lin, longest, _TRIALS)
@@ -141,7 +141,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
         def attempt(search: _Search) -> _Search:
             good = trusted(search.period)
-            # The first trial says whether to look above or below.
+            # The first trial decides whether to try longer or shorter periods.
             rising = jnp.where(search.num_trials == 0, good, search.rising)
             best = jnp.where(good, search.period, search.best)
             period = jnp.where(rising, search.period * 2, jnp.ceil(search.period / 2))
@@ -180,11 +180,11 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     def _trust(
         self, objective: AbstractObjective, lin: Linearisation, seed: Int[Array, ""]
     ):
-        """A function of a point, as `evaluate` sees it and as its linearisation does."""
+        """Return a function that says whether to trust the linearised outputs at `y`."""
         flat, unravel = ravel_pytree(lin.outputs)
         key = jax.random.fold_in(jax.random.key(0), seed)
         probe = unravel(jax.random.normal(key, flat.shape, flat.dtype))
-        of_then = probe if self.max_drift is None else lin.jvp(lin.vjp(probe))
+        before = probe if self.max_drift is None else lin.jvp(lin.vjp(probe))
 
         def trusted(evaluate, y, linearised) -> Bool[Array, ""]:
             good = jnp.array(True)
@@ -194,9 +194,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 budget = lin.jacobian.memory_budget
                 now = linearise(lambda y, _: evaluate(y), y, memory_budget=budget)
                 outputs = now.outputs
-                moved = _tree.axpy(-1, of_then, now.jvp(now.vjp(probe)))
-                was, drift = _tree.norm(of_then), _tree.norm(moved)
-                good &= drift <= jnp.asarray(self.max_drift, was.dtype) * was
+                change = _tree.axpy(-1, before, now.jvp(now.vjp(probe)))
+                size, drift = _tree.norm(before), _tree.norm(change)
+                good &= drift <= jnp.asarray(self.max_drift, size.dtype) * size
             if self.min_ratio is not None:
                 rounding = _ROUNDINGS * _tree.eps(lin.outputs)
                 rounding *= jnp.abs(objective.value(lin.outputs))
@@ -250,10 +250,10 @@ class AdaptiveLinearisation(AbstractGaussNewton):
 
 
 class _Search(eqx.Module):
-    """For the longest period that is trusted, by powers of two."""
+    """A search for the longest trusted period, by powers of two."""
 
     period: Scalar  # to try next
-    best: Scalar
+    best: Scalar  # the longest trusted one so far
     rising: Bool[Array, ""]
     over: Bool[Array, ""]
     num_trials: Array

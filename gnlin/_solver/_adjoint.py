@@ -1,4 +1,4 @@
-"""How a minimum moves with what it is the minimum of: at a bound, on a curved space."""
+"""Implicit derivatives of a minimum with bounds or a retraction."""
 
 from typing import Any
 
@@ -13,19 +13,18 @@ from .._linearisation._retraction import Retraction
 
 
 class ImplicitAdjoint(optx.ImplicitAdjoint):
-    r"""Derivatives of a minimum between bounds, or of one that a retraction leads to, by
-    the implicit function theorem: `optimistix.least_squares(..., adjoint=...)`.
+    r"""Derivatives of a minimum with bounds or a retraction by the implicit function
+    theorem, for `optimistix.least_squares(..., adjoint=...)`.
 
     `optimistix.ImplicitAdjoint`, the default there, differentiates
-    $\nabla L(\theta) = 0$. At a bound the gradient is not zero: here a parameter at a
-    bound that the way down leads beyond moves with the bound, and the others as if it
-    were fixed; and with a retraction it is the gradient along the space that vanishes.
-    Where a solver has neither, it is the same. A parameter that has just come to its
-    bound, with no gradient, is free.
+    $\nabla L(\theta) = 0$. At a bound the gradient is not zero: a parameter at a bound
+    that descent would cross moves with the bound, and the others move as if it were
+    fixed. A parameter at a bound with zero gradient counts as free. With a retraction the
+    gradient along the manifold is zero. For a solver with neither, the two classes agree.
 
     **Arguments:**
 
-    - `linear_solver`: of lineax, as of `optimistix.ImplicitAdjoint`.
+    - `linear_solver`: a linear solver of lineax, as in `optimistix.ImplicitAdjoint`.
 
     !!! example
 
@@ -40,8 +39,8 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
 
     ??? cite "Reference"
 
-        J. Nocedal and S. Wright, *Numerical optimization* (2006), section 12.8: a
-        solution's sensitivity at active constraints.
+        J. Nocedal and S. Wright, *Numerical optimization* (2006), section 12.8, on the
+        sensitivity of a solution with active constraints.
     """
 
     def apply(self, primal_fn, rewrite_fn, inputs, tags):
@@ -53,7 +52,7 @@ class ImplicitAdjoint(optx.ImplicitAdjoint):
 
 
 def _stationary(optimum, _, inputs):
-    """Zero at the optimum, and invertible in it; as optimistix calls it."""
+    """Return a value that is zero at the optimum, with an invertible derivative there."""
     fn, solver, _, args, *_ = inputs
     here = jax.lax.stop_gradient(optimum)
 
@@ -74,15 +73,15 @@ def _stationary(optimum, _, inputs):
     return jax.tree.map(each, blocked, optimum, here, box.lower, box.upper, slope)
 
 
-# Optimistix asks for a plain function, also where types are checked.
+# Remove a type checker's wrapper, because optimistix requires a plain function.
 _stationary = getattr(_stationary, "__wrapped__", _stationary)
 
 
 def _along(
     objective: Any, retraction: Retraction, here: PyTree[Array], y: PyTree[Array]
 ) -> PyTree[Array]:
-    """The gradient by steps from `here`, in the space of the rows; and what of `y` is no
-    step, which has to stay zero."""
+    """Return the gradient along the manifold at `here`, plus the part of `y - here` that
+    is normal to the manifold, which has to stay zero."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.subtract, y, here))
     tangents = retraction.tangents(here)
 

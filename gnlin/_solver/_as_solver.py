@@ -1,4 +1,4 @@
-"""What a user may pass as a solver."""
+"""Check a `solver` argument, which may be an optax optimiser."""
 
 from typing import Any
 
@@ -7,23 +7,23 @@ from ._iterative_linearisation import IterativeLinearisation
 
 
 def as_solver(solver: Any) -> AbstractGaussNewton:
-    """A solver of gnlin's; an optimiser of optax's is iterative linearisation at every
-    step."""
+    """Return a solver as it is, and an optax optimiser as iterative linearisation with a
+    period of 1."""
     if isinstance(solver, AbstractGaussNewton):
         return solver
     if _is_optimiser(solver):
         return IterativeLinearisation(1, optimiser=solver, restart=False)
-    named = getattr(solver, "__name__", None)  # of a function or a class
+    named = getattr(solver, "__name__", None)
     given = f"a {type(solver).__name__}" if named is None else f"`{named}`"
     raise ValueError(
         "`solver` must be one of gnlin's, such as `gnlin.LevenbergMarquardt()`, or an "
-        f"optimiser of optax's, but {given} was given; for other least-squares "
-        "solvers use `optimistix.least_squares`."
+        f"optax optimiser, but {given} was given; with other least-squares solvers use "
+        "`optimistix.least_squares`."
     )
 
 
 def _is_optimiser(solver: Any) -> bool:
-    # Of optax's, a pair of functions; optimistix's solvers have an `init`, and a `step`.
+    # Solvers of optimistix have `init`, too, but `step` in place of `update`.
     has_both = callable(getattr(solver, "init", None)) and callable(
         getattr(solver, "update", None)
     )

@@ -1,4 +1,4 @@
-"""The loop that all solvers share: linearise, solve this far, step."""
+"""The loop that all solvers share: linearise, solve the linearised problem, step."""
 
 import abc
 import dataclasses
@@ -31,22 +31,22 @@ from ._stride import Stride
 from ._termination import has_arrived, rounding_of_loss, STANDS_STILL
 
 
-# After this many quiet steps in a row the run ends: it has converged or stands still.
+# A run ends after this many steps in a row that change the loss by rounding only.
 _MOST_STILL = 10
-# The columns of the history that `verbose` prints.
-_TOLD = "loss", "gradient_norm", "step_norm", "damping"
-# To look at so many parameters costs less than to decide whether to.
+# History columns printed by `verbose`.
+_PRINTED = "loss", "gradient_norm", "step_norm", "damping"
+# Up to this many parameters, a `jax.lax.cond` around the test of a step does not pay.
 _FEW = 1_000
 
 
 class Report(eqx.Module):
-    """One outer step, for the history.
+    """The values of one outer step for the history.
 
-    - `loss`: at the new point.
-    - `gradient_norm`: of the loss, at the linearisation point.
-    - `step_norm`: |delta|; 0 where no step was taken.
-    - `damping`: lambda of that step; 0 for a solver without one.
-    - `num_inner_steps`: steps on the subproblem.
+    - `loss`: the loss at the new point.
+    - `gradient_norm`: the norm of the loss's gradient at the linearisation point.
+    - `step_norm`: |delta|; 0 if no step was taken.
+    - `damping`: lambda; 0 for a solver without damping.
+    - `num_inner_steps`: the number of steps on the subproblem.
     """
 
     loss: Float[Array, ""]
@@ -57,7 +57,7 @@ class Report(eqx.Module):
 
 
 class Counts(eqx.Module):
-    """What the run has taken so far. Inner steps are a float: they pass 2^31 soon."""
+    """The cost of the run so far. Inner steps are a float, as they may exceed 2^31."""
 
     num_feature_updates: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
@@ -68,56 +68,56 @@ class Counts(eqx.Module):
 
 
 def increased(count: Array, *more: ScalarLike) -> Array:
-    """A count, and more of any dtypes."""
+    """Return the sum of a count and further numbers, in the dtype of the count."""
     return sum((jnp.asarray(each, count.dtype) for each in more), count)
 
 
 class State(eqx.Module):
     # What the solver itself carries from one linearisation to the next
     memory: PyTree
-    # Told to the user
+    # Shown to the user
     report: Report
     counts: Counts
     # Used for termination
     first_loss: Float[Array, ""]
     settled: Bool[Array, ""]  # the last step was within the tolerances
-    num_still: Int[Array, ""]  # steps in a row that lowered the loss by rounding only
+    num_still: Int[Array, ""]  # steps in a row that changed the loss by rounding only
     terminate: Bool[Array, ""]
     result: optx.RESULTS
-    # Across batches, where the solver leaves it to the loop to check its steps
+    # Used across batches if each batch judges the step before it
     stride: Stride | None = None
-    # Asked for through optimistix, whose loop keeps none
+    # The history, if it is requested through optimistix
     rows: dict[str, Array] | None = None
 
     def with_stride(self, y: PyTree[Array]) -> "State":
-        """Before the first of many batches, each of which judges the step before it."""
+        """Return the state with a stride, with which each batch judges the last step."""
         stride = Stride.start(y, self.report.loss.dtype)
         return dataclasses.replace(self, stride=stride)
 
 
 class Update(eqx.Module):
-    """What a solver made of one linearisation: the next point, and how it came there.
-    For a solver of your own `y` and `outputs` are enough.
+    """The result of one linearisation: the next point, and statistics of the step. A
+    solver of your own only has to set `y` and `outputs`.
 
     **Arguments:**
 
     - `y`, `outputs`: the next point, and the outputs there.
-    - `memory`: what the next update is to be given.
-    - `gradient_norm`: of the objective at the linearisation point, and `step_norm`, of
-        `y - lin.point`; `None` to have them computed.
-    - `damping`, `num_inner_steps`: for the history.
-    - `passes`: a [`gnlin.authoring.Passes`][], of tangents and transposed, beyond the
-        linearisation.
-    - `num_accepted`, `num_rejected`: steps.
-    - `stuck`: whether no step could be found. The run ends, converged or not.
-    - `left`: the step that the linearised problem asks for, of any length and whether or
-        not it was taken; `None` for `y - lin.point`. If the last step was within the
-        tolerances and this one has next to nothing to gain, the run has converged.
+    - `memory`: the memory for the next update.
+    - `gradient_norm`, `step_norm`: the norms of the objective's gradient at the
+        linearisation point, and of `y - lin.point`. If `None`, they are computed.
+    - `damping`, `num_inner_steps`: values for the history.
+    - `passes`: the [`gnlin.authoring.Passes`][] made in addition to the linearisation.
+    - `num_accepted`, `num_rejected`: the numbers of accepted and rejected steps.
+    - `stuck`: whether no step could be found. The run then ends, converged or not.
+    - `left`: the whole step that solves the linearised problem, even if it was shortened
+        or rejected; `None` for `y - lin.point`. If the last step was within the
+        tolerances and this one has almost nothing to gain, the run has converged.
     - `problem`: the [`gnlin.authoring.Quadratic`][] of the linearisation, if its Jacobian
         is in memory.
-    - `searched`: whether the solver has looked for the longest step that lowers the loss.
-    - `terminate`: whether the run is over, and a success, whatever the gradient.
-    - `result`: any but `successful` ends the run.
+    - `searched`: whether the solver has searched for the longest step that lowers the
+        loss.
+    - `terminate`: whether to end the run as a success, whatever the gradient.
+    - `result`: any value other than `successful` ends the run.
     """
 
     y: PyTree[Array]
@@ -139,60 +139,56 @@ class Update(eqx.Module):
 
 
 class Ended(NamedTuple):
-    """What is said of a run at a linearisation, and what is kept for the next one."""
+    """The verdict on a run at a linearisation: whether it has converged (`arrived`), and
+    what the next verdict needs."""
 
     arrived: Bool[Array, ""]
     settled: Bool[Array, ""]
     num_still: Int[Array, ""]
     result: optx.RESULTS
 
-    @staticmethod
-    def not_asked(state: State, update: Update) -> "Ended":
-        no = jnp.array(False)
-        return Ended(no, no, state.num_still, update.result)
-
 
 Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
 
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
-    """Base class of all solvers here: linearise, solve the linearised problem so far,
-    step.
+    """Base class of all solvers. A solver linearises the outputs, solves the linearised
+    problem exactly or in part, and steps.
 
-    A solver of your own provides `update`, and `first_memory`, if it remembers anything;
-    it has the arguments below, by keyword, besides its own. It then works in
-    [`gnlin.solve`][], [`gnlin.fit`][] and `optimistix.least_squares`, and is told to have
-    converged only where the gradient is next to zero.
+    A solver of your own defines `update`, and `first_memory` if it has a memory. The
+    arguments below are its keyword arguments, in addition to its own. It works in
+    [`gnlin.solve`][], [`gnlin.fit`][] and `optimistix.least_squares`, and its run
+    converges only where the gradient is close to zero.
 
     **Arguments:**
 
-    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise; where the first
-        residuals' norm is below 1, `atol` is times that.
-    - `norm`: `optimistix.max_norm` by default.
-    - `memory_budget`: bytes that the largest matrix may take.
-    - `bounds`: on the parameters, `(lower, upper)`, each a number, a tree with the
-        parameters' structure (or a part of it: a number is then for all of a part), or
-        `None`. All points are between them, and parameters whose bounds are equal stay.
-        `optimistix.least_squares`, which knows no start before its program runs, moves
-        one that is not between them to the nearest point that is; gnlin's own functions
-        refuse it. A parameter at a bound that the way down leads beyond has no column in
-        the Jacobian; a step that leads beyond others is followed to the first of them,
-        and solved again for the parameters that have not come to theirs. (Where
-        Levenberg-Marquardt has scales, and at most ten times as many parameters as
-        residuals, this takes no other factorisation.) Derivatives of the minimum need
-        [`gnlin.methods.ImplicitAdjoint`][] where one is at its bound; so they do with a
-        `retraction`.
-    - `retraction`: of rotations and poses, and other points that are not added to:
-        `retraction(row, step)`, the row of an array of parameters that a step leads to,
-        where `step` has the row's shape (entries that are not used stay zero); or a tree
-        of such with the parameters' structure, `None` where they are added. An array of
-        one axis is one row, such as a single pose, unless the function is of its entries
-        one by one. On a full batch, and without bounds.
-    - `verbose`: whether to print a line of each step, also from within a compiled
-        program; or a function that is called where the program is traced, as
-        `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`, with
-        `gradient_norm`, `step_norm` and `damping`, as by solvers of optimistix.
+    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
+        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the norm of
+        the first residuals is below 1, `atol` is multiplied by it.
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
+    - `memory_budget`: the most bytes that a matrix may take.
+    - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
+        tree with the parameters' structure, in which a number may stand for a whole
+        subtree. All points satisfy the bounds, and parameters with equal bounds stay
+        constant. The functions of gnlin refuse a start out of bounds, and
+        `optimistix.least_squares` moves it to the nearest point within. A parameter at a
+        bound that descent would cross has no column in the Jacobian. A step that crosses
+        other bounds is followed to the first one, and the problem is solved again for the
+        remaining parameters. (If Levenberg-Marquardt uses scales, and there are at most
+        ten times as many parameters as residuals, this takes no further factorisation.)
+        For derivatives of a minimum at a bound use [`gnlin.methods.ImplicitAdjoint`][],
+        as with a `retraction`.
+    - `retraction`: a function for parameters that are not moved by addition, such as
+        rotations and poses. `retraction(row, step)` returns the new row of an array of
+        parameters. The step has the shape of the row, and its unused entries stay zero. A
+        tree of such functions has the parameters' structure, with `None` for parameters
+        that are moved by addition. An array with one axis is a single row, such as one
+        pose, unless the function acts on each entry by itself. Retractions require a full
+        batch and no bounds.
+    - `verbose`: whether to print a line for each step, also within a compiled program. It
+        may be a function, which is called while the program is traced, as by solvers of
+        optimistix: `verbose(num_steps=("Num steps", number), loss=("Loss", value), ...)`,
+        with `gradient_norm`, `step_norm` and `damping`.
 
     !!! example
 
@@ -229,15 +225,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             check_pair(self.bounds)
             if self.retraction is not None:
                 raise ValueError(
-                    "A step by a `retraction` does not stay between `bounds`: pass one "
-                    "of them."
+                    "A step by a `retraction` does not stay between `bounds`: pass only "
+                    "one of the two."
                 )
 
     def __repr__(self) -> str:
         return _tree.in_words(self)
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> PyTree:
-        """What `update` is given as `memory` at the first linearisation."""
+        """Return the memory for the first update."""
         return None
 
     @abc.abstractmethod
@@ -249,34 +245,34 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         memory: PyTree,
         num_steps: Int[Array, ""],
     ) -> Update:
-        """Solve the linearised problem, as far as this solver does, and step.
+        """Solve the linearised problem exactly or in part, and step.
 
-        - `objective`: what is minimised, as a function of the outputs.
+        - `objective`: the objective, a function of the outputs.
         - `lin`: the outputs' linearisation at the current point.
-        - `evaluate`: the outputs at any other point.
-        - `memory`: as the previous update left it.
-        - `num_steps`: the outer steps made so far.
+        - `evaluate`: a function that returns the outputs at any other point.
+        - `memory`: the memory that the previous update returned.
+        - `num_steps`: the number of outer steps so far.
         """
 
     def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:
-        """The state before the first step; nothing is evaluated."""
+        """Return the state before the first step, without evaluating the function."""
         check_parameters(y)
         check_outputs(outputs)
         if self.bounds is not None:
-            Box.of(self.bounds, y)  # or an error
+            Box.of(self.bounds, y)  # raises an error if they do not fit
         if self.retraction is not None:
-            Retraction.of(self.retraction, y)  # likewise
+            Retraction.of(self.retraction, y)  # raises an error if it does not fit
         numbers = eqx.tree_at(lambda s: s.bounds, self, None, is_leaf=lambda x: x is None)
         for path, value in jax.tree_util.tree_leaves_with_path(numbers):
             if eqx.is_array(value) and value.ndim > 0:
                 name = jax.tree_util.keystr(path).removeprefix(".")
                 raise ValueError(
-                    f"`{name}` must be a scalar, but has the shape {value.shape}; for a "
-                    "sweep use `jax.vmap` over it."
+                    f"`{name}` must be a scalar, but has the shape {value.shape}; to try "
+                    "several values use `jax.vmap`."
                 )
         dtype = _tree.dtype((y, outputs))
         zero = jnp.zeros((), dtype)
-        # None of a weak type, which a step would not leave it: or it is compiled twice.
+        # Use strong types: a change of type in a step would cause a second compilation.
         count, counter = jnp.zeros((), float), jnp.zeros((), int)
         return State(
             memory=self.first_memory(y, dtype),
@@ -298,10 +294,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         *,
         same_examples: bool = True,
     ) -> tuple[PyTree[Array], State]:
-        """One outer step from a linearisation, unless the run is over there.
+        """Take one outer step from a linearisation, unless the run is over there.
 
-        - `same_examples`: whether the next step is on the same examples. If not, no run
-            converges or stands still.
+        - `same_examples`: whether the next step uses the same examples. If not, the run
+            is not tested for convergence.
         """
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
@@ -318,10 +314,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 f"{type(update).__name__}."
             )
         gradient_norm, step, step_norm = _completed(update, objective, lin)
-        ended = Ended.not_asked(state, update)
+        no = jnp.array(False)
+        ended = Ended(no, no, state.num_still, update.result)
         if same_examples:
             ended = solver._ended(objective, lin, update, step, state, loss, first_loss)
-        # A run that had arrived already takes no further step.
+        # A run that has converged here takes no further step.
         stays = ended.arrived & (num_steps > 0)
         one = jnp.where(stays, 0, 1)
         report = Report(
@@ -340,17 +337,16 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             increased(so_far.num_accepted_steps, one * update.num_accepted),
             increased(so_far.num_rejected_steps, one * update.num_rejected),
         )
-        new = State(
-            update.memory,
-            report,
-            counts,
-            first_loss,
-            ended.settled,
-            ended.num_still,
-            update.terminate | ended.arrived,
-            ended.result,
-            state.stride,
-            state.rows,
+        new = dataclasses.replace(
+            state,
+            memory=update.memory,
+            report=report,
+            counts=counts,
+            first_loss=first_loss,
+            settled=ended.settled,
+            num_still=ended.num_still,
+            terminate=update.terminate | ended.arrived,
+            result=ended.result,
         )
         return _tree.where(stays, lin.point, update.y), new
 
@@ -364,9 +360,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         loss: Scalar,
         first_loss: Scalar,
     ) -> "Ended":
-        """Whether the run is over at a linearisation, of which `update` came: asked where
-        there is reason to, after a small step, after many that gained nothing, and where
-        none could be found."""
+        """Return the verdict at a linearisation. Convergence is tested after a small
+        step, after many steps without progress, and if no step could be found."""
         going = ~update.terminate & (update.result == optx.RESULTS.successful)
         stands = update.stuck | (state.num_still >= _MOST_STILL)
         asks = going & (state.settled | stands)
@@ -403,12 +398,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def _in_units_of(
         self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
     ) -> "AbstractGaussNewton":
-        """The same with `atol` in units of the problem: times the norm of the first
-        residual or of the targets, whichever is smaller, if that is below 1."""
-        of_targets = jnp.abs(objective.value(_tree.zeros_like(outputs)))
-        of_targets = of_targets.astype(first_loss.dtype)
+        """Return the solver with `atol` multiplied by the norm of the first residual or
+        of the targets, whichever is smaller, if that is below 1."""
+        zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
+        zero_loss = zero_loss.astype(first_loss.dtype)
         least = jnp.minimum(jnp.abs(first_loss), 0.5)
-        least = jnp.where(of_targets > 0, jnp.minimum(least, of_targets), least)
+        least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
         return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
 
     def tell(
@@ -417,30 +412,30 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         num_steps: Int[Array, ""],
         moved: Bool[Array, ""],
     ) -> None:
-        """Print a step's row of the history, if there was a step."""
+        """Print a row of the history if `verbose` is set and a step was made."""
         if self.verbose is False:
             return
         jax.lax.cond(moved, lambda: self._tell(row, num_steps), lambda: None)
 
     def _tell(self, row: dict[str, Array], num_steps: Int[Array, ""]) -> None:
-        said = {"num_steps": num_steps} | {name: row[name] for name in _TOLD}
-        titles = {name: name.replace("_", " ").capitalize() for name in said}
+        values = {"num_steps": num_steps} | {name: row[name] for name in _PRINTED}
+        titles = {name: name.replace("_", " ").capitalize() for name in values}
         if callable(self.verbose):
-            self.verbose(**{name: (titles[name], said[name]) for name in said})
+            self.verbose(**{name: (titles[name], values[name]) for name in values})
         else:
             line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
-            jax.debug.print(line, *said.values())
+            jax.debug.print(line, *values.values())
 
     #
     # Bounds and retractions
     #
 
     def between_bounds(self, y: PyTree[Array]) -> PyTree[Array]:
-        """The nearest point that is."""
+        """Return the nearest point between the bounds."""
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
     def _placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
-        """By its retraction, or between its bounds."""
+        """Return the linearisation with the solver's retraction or bounds."""
         if self.retraction is not None:
             return lin.along(Retraction.of(self.retraction, lin.point))
         if self.bounds is None:
@@ -456,7 +451,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def start_stream(
         self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
     ) -> State:
-        """The state before the first of many batches."""
+        """Return the state before the first of many batches."""
         return self.start(y, outputs)
 
     def advance_stream(
@@ -469,13 +464,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         *,
         has_aux: bool,
     ) -> tuple[PyTree[Array], State, Scalar, Any]:
-        """One step on one batch, `fn(y, args)` its outputs: `(y, state, loss, aux)`, with
-        the loss on the batch before the step. Here it is an outer step, or as much of it
-        as the last steps' batches allow."""
+        """Take one step on one batch with the outputs `fn(y, args)`. Return `(y, state,
+        loss, aux)`, with the batch's loss before the step. By default the step is an
+        outer step, shortened if there is a stride."""
         evaluate = lambda y_: fn(y_, args)[0] if has_aux else fn(y_, args)
         stride, back = state.stride, jnp.array(False)
         if stride is not None:
-            # One after the other in a loop, which compiles the function once.
+            # A loop over the two points compiles the function once.
             both = jax.tree.map(lambda *points: jnp.stack(points), stride.point, y)
             outputs = jax.lax.map(evaluate, both)
             before, now = (jax.tree.map(lambda x, i=i: x[i], outputs) for i in (0, 1))
@@ -492,12 +487,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         return new_y, state, objective.value(lin.outputs), aux
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
-        """Where the model is linearised, of a solver that keeps it across batches."""
+        """Return the linearisation point if it is kept across batches, or `None`."""
         return None
 
     def check_curvature_batch(self) -> None:
-        """Raises `ValueError` where the curvature cannot be that of more examples than
-        the loss."""
+        """Raise `ValueError` if the curvature cannot use more examples than the loss."""
 
     def converged(
         self,
@@ -506,9 +500,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         residual: PyTree[Array],
         old_residual: PyTree[Array],
     ) -> Bool[Array, ""]:
-        """Whether a step was within the tolerances, of the parameters (each by itself)
-        and of the residuals (together). None is asked for below rounding."""
-
+        """Whether a step was within the tolerances for each parameter and for the norm of
+        the residuals. The relative tolerance is at least 4 eps."""
         eps = _tree.eps((y, residual))
         change = jax.tree.map(jnp.subtract, residual, old_residual)
 
@@ -523,13 +516,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         def small_step():
             of_y = _tree.cast_like(step, y)
             each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
-            # A step may be finite, and the point it leads to not.
+            # A finite step may lead to a point that is not finite.
             return (norm(each) < 1) & _tree.all_finite(y)
 
         small_change = relative(norm(change), norm(residual)) < 1
         if _tree.size(y) <= _FEW:
             return small_change & small_step()
-        # Of many parameters: mostly the residuals settle it.
         return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
     #
@@ -540,8 +532,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         others = sorted(set(options or {}) - {"history", "jac"})
         if others:
             raise ValueError(
-                'Of `options` the solvers of gnlin take "history" and "jac", but '
-                f"{others} were given; how a step is computed is the solver's `method`."
+                'The only `options` of gnlin\'s solvers are "history" and "jac", but '
+                f"{others} were given; set the solver's `method` for the way to compute "
+                "a step."
             )
         state = self.start(y, f_struct)
         num_rows = (options or {}).get("history")
@@ -585,10 +578,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         return state.terminate, state.result
 
     def postprocess(self, fn, y, aux, args, options, state: State, tags, result):
-        # `step` hands out the auxiliary data of the point that it started from.
+        # `step` returns the auxiliary data of the point that it started from.
         if jax.tree.leaves(aux):
             _, aux = fn(y, args)
-        # Without the last linearisation, which only said that the run was over.
+        # Do not count a last linearisation that only found that the run was over.
         own = {"num_steps": state.counts.num_feature_updates}
         stats: dict[str, Any] = own | statistics(state.counts)
         if state.rows is not None:
@@ -600,7 +593,7 @@ _rows = operator.attrgetter("rows")
 
 
 def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
-    """Parameters as a problem has them: their tree, or all of them in one array."""
+    """Return parameters in the structure of a problem, a tree or one array."""
     if problem is None:
         return parameters
     domain = problem.jacobian.domain
@@ -611,7 +604,7 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
 def _completed(
     update: Update, objective: AbstractObjective, lin: Linearisation
 ) -> tuple[Scalar, PyTree[Array], Scalar]:
-    """The gradient's norm, the step and its norm, where a solver leaves them out."""
+    """Return the gradient's norm, the step and its norm, computed if they are missing."""
     gradient_norm, step_norm = update.gradient_norm, update.step_norm
     if gradient_norm is None:
         gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
@@ -624,8 +617,8 @@ def _completed(
 def _with_stride(
     state: State, stride: Stride, loss: Scalar, back: Bool[Array, ""]
 ) -> State:
-    """After a part of a step, and maybe without the one before."""
-    taken_back = jnp.where(back, 1, 0)
+    """Return the state after a part of a step, with `back` if the last one was undone."""
+    undone = jnp.where(back, 1, 0)
     report, counts = state.report, state.counts
     return eqx.tree_at(
         lambda s: (
@@ -640,8 +633,8 @@ def _with_stride(
             stride,
             loss.astype(report.loss.dtype),
             stride.length * report.step_norm,
-            counts.num_accepted_steps - taken_back,
-            counts.num_rejected_steps + taken_back,
+            counts.num_accepted_steps - undone,
+            counts.num_rejected_steps + undone,
         ),
     )
 
@@ -655,7 +648,7 @@ def linearised(
 
 
 def row_of(state: State) -> dict[str, Array]:
-    """Of the history, but that its loss is after the step."""
+    """Return a row of the history, but with the loss after the step."""
     report, counts = state.report, state.counts
     return {
         "loss": report.loss,

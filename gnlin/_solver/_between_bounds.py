@@ -1,4 +1,4 @@
-"""A step between bounds: from face to face of the box."""
+"""Keep a step between bounds, by following it from face to face of the box."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,22 +15,22 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 
 
-# On so many faces in one step, and then it ends where it is.
+# The most faces that one step follows.
 _MOST_FACES = 100
 
 Again = Callable[[Linearisation], PyTree[Array]]
-"""Solves a linearised problem again, to the same end: its step."""
+"""A function that solves another linearised problem in the same way, for its step."""
 
 
 class _Path(NamedTuple):
-    step: PyTree[Array]  # so far
-    target: PyTree[Array]  # the solution on the face, or beyond it
-    held: PyTree[Bool[Array, "..."]]  # at a bound that it came to
+    step: PyTree[Array]  # followed so far
+    target: PyTree[Array]  # the solution on the current face, possibly out of bounds
+    held: PyTree[Bool[Array, "..."]]  # which parameters have reached a bound
     num_faces: Int[Array, ""]
 
 
 Inverse = Callable[[], Float[Array, "p p"]]
-"""Of the damped curvature, parameters in `ravel_pytree` order."""
+"""A function that returns the damped curvature's inverse, in `ravel_pytree` order."""
 
 
 def between_bounds(
@@ -40,15 +40,15 @@ def between_bounds(
     again: Again | None = None,
     inverse: Inverse | None = None,
 ) -> tuple[PyTree[Array], Scalar]:
-    """What a step becomes within the linearisation's box, and what the linearised
-    objective falls by.
+    """Return a step within the box of the linearisation, and the decrease of the
+    linearised objective.
 
-    It is followed to where the first parameter comes to its bound, which stays there; the
-    linearised problem of the others is solved again, and that step is followed, until one
-    stays within the box: the linearised objective falls all along. Without `again` it is
-    the part of the step up to the first bound, or the step with each parameter ending at
-    its own bound, whichever lowers the linearised objective more. With `inverse` no
-    face needs a factorisation: holding one parameter moves the others along a column of
+    The step is followed until a parameter reaches its bound and is held there. The
+    linearised problem is then solved again for the other parameters and its step is
+    followed, until a solution lies within the box. The linearised objective falls all
+    along the path. Without `again`, the step is cut at the first bound, or each parameter
+    at its own, whichever lowers the linearised objective more. With `inverse` no further
+    factorisation is needed: when a parameter is held, the others move along a column of
     the inverse.
 
     ??? cite "Reference"
@@ -98,13 +98,13 @@ def between_bounds(
 class _FlatPath(NamedTuple):
     step: Float[Array, " p"]
     target: Float[Array, " p"]
-    inverse: Float[Array, "p p"]  # on the face; zero for what is held
+    inverse: Float[Array, "p p"]  # on the face; zero for held parameters
 
 
 def _walked(
     box: Box, point: PyTree[Array], step: PyTree[Array], inverse: Float[Array, "p p"]
 ) -> PyTree[Array]:
-    """From face to face, to the least of the damped problem on the last of them."""
+    """Follow a step from face to face, to the damped problem's minimum on the last."""
     target, unravel = ravel_pytree(step)
     y, lower, upper = (ravel_pytree(x)[0] for x in (point, box.lower, box.upper))
     low, high = lower - y, upper - y
@@ -119,14 +119,14 @@ def _walked(
         room = jnp.where(beyond, room, jnp.inf)
         k = jnp.argmin(room)
         step = jnp.clip(path.step + room[k] * ahead, low, high).at[k].set(end[k])
-        # The least where the k-th is held, and the inverse of the curvature of the rest.
+        # The minimum with parameter k held, and the inverse curvature of the others.
         column = path.inverse[:, k] / path.inverse[k, k]
         target = path.target - column * (path.target[k] - end[k])
         rest = path.inverse - jnp.outer(column, path.inverse[k])
         rest = rest.at[k].set(0).at[:, k].set(0)
         return _FlatPath(step, target.at[k].set(end[k]), rest)
 
-    # Each parameter comes to its bound once at most.
+    # Each iteration holds one more parameter, so the loop ends.
     path = _FlatPath(jnp.zeros_like(target), target, inverse.astype(target.dtype))
     goes_on = lambda path: jnp.any(is_beyond(path))
     path = forwards_only(jax.lax.while_loop(goes_on, next_face, path))

@@ -31,7 +31,7 @@ class _Memory(eqx.Module):
 
 
 class DampedGaussNewton(AbstractFilteredGaussNewton):
-    r"""Gauss-Newton on the damped problem: $\delta$ minimises
+    r"""Gauss-Newton with damping: $\delta$ minimises
     $\frac12\lVert\phi\delta + r\rVert^2 + \frac\lambda2\lVert\delta\rVert^2$.
 
     For a damping that adapts use [`gnlin.LevenbergMarquardt`][].
@@ -39,32 +39,32 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     **Arguments:**
 
     - `damping`: $\lambda \ge 0$, in units of the curvature's eigenvalues: a number, a
-        traced scalar, or a schedule, a function of the outer step (0, 1, ...), such as
-        optax's.
-    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        traced scalar, or a schedule. A schedule is a function of the outer step (0, 1,
+        ...), such as optax's.
+    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: `optimistix.max_norm` by default.
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
-        $\lVert D\delta\rVert^2$: with `"marquardt"`, D holds the norms of the Jacobian's
-        columns; with `"more"`, the largest norms lately, of which earlier ones fade by
-        0.8 an outer step; with `"root"`, the square roots of the norms. With the first
-        two of these the parameters' units do not matter.
-    - `momentum`: $\mu$ below 1, of SPRING: what is damped is the way to a part of the
-        last step, $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that what one
-        batch or draw of points does not determine stays as the last ones had it.
+        $\lVert D\delta\rVert^2$ with a diagonal D: `"marquardt"` uses the norms of the
+        Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step;
+        `"root"` their square roots. With `"marquardt"` and `"more"` the parameters' units
+        do not matter.
+    - `momentum`: $\mu$ below 1, as in SPRING: the damping is
+        $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that directions that one
+        batch or draw of points does not determine follow the last step.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form $\delta$
         minimises $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, and `scaling`
         must be `"identity"`.
-    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"`, `"kernel"` (Cholesky
-        on the m x m side), `"curvature"` (on the p x p side), `"schur"` (the same, with
-        an array of parameters eliminated), `"sparse"` (a factorisation of what is
-        sparse), `"matrix-free"` (conjugate gradients),
-        `"products-first"` (those while they are cheap, else by Cholesky); a
-        [`gnlin.methods.MixedPrecision`][], for a kernel in lower precision; a
-        [`gnlin.methods.NystromKernel`][], for one of lower rank; one of
-        [`gnlin.preconditioners`][], with which conjugate gradients solve; or any solver
-        of lineax, such as `lineax.QR()`.
-    - `memory_budget`: bytes that the largest matrix may take.
+    - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"kernel"`
+        (Cholesky on the m x m side), `"curvature"` (on the p x p side), `"schur"` (the
+        same with an array of parameters eliminated), `"sparse"` (a sparse factorisation),
+        `"matrix-free"` (conjugate gradients), or `"products-first"` (conjugate gradients
+        while they are cheap, else Cholesky). It may also be a
+        [`gnlin.methods.MixedPrecision`][] for a kernel in lower precision, a
+        [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
+        [`gnlin.preconditioners`][] for conjugate gradients, or any linear solver of
+        lineax, such as `lineax.QR()`.
+    - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
@@ -78,7 +78,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
 
     ??? cite "Reference"
 
-        Of the momentum: G. Goldshlager, N. Abrahamsen and L. Lin, *A Kaczmarz-inspired
+        For the momentum: G. Goldshlager, N. Abrahamsen and L. Lin, *A Kaczmarz-inspired
         approach to accelerate the optimization of neural network wavefunctions*, J.
         Comput. Phys. 516 (2024), equation 27.
     """

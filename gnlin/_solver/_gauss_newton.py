@@ -1,4 +1,4 @@
-"""Gauss-Newton, and the same with any other filter."""
+"""Gauss-Newton, with the pseudo-inverse or with any other spectral filter."""
 
 from collections.abc import Callable
 
@@ -14,29 +14,29 @@ from ._stepping import AbstractFilteredGaussNewton
 
 
 class GaussNewton(AbstractFilteredGaussNewton):
-    r"""Gauss-Newton: each linearised problem is solved exactly.
+    r"""Gauss-Newton, which solves each linearised problem exactly.
 
-    Where the Jacobian is rank-deficient, or has fewer rows than columns, the step is the
-    minimum-norm one, $\delta = -\phi^+ r$. It converges fast near a solution with small
-    residuals; far from one, [`gnlin.LevenbergMarquardt`][] is the safe choice.
+    If the Jacobian is rank-deficient or has fewer rows than columns, the step is the
+    minimum-norm solution, $\delta = -\phi^+ r$. The method converges fast near a solution
+    with small residuals; far from one, [`gnlin.LevenbergMarquardt`][] is the safe choice.
 
     **Arguments:**
 
-    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: `optimistix.max_norm` by default.
-    - `rcond`: singular values at or below `rcond` times the largest count as zero;
-        `None` for those that rounding cannot tell from zero.
-    - `form`: of a loss that is not squared error: `"quadratic"`, expanded to second order
-        (generalised Gauss-Newton), or `"prox-linear"`, the loss itself on the linearised
-        model.
-    - `search`: how much of a step to take, such as `optimistix.BacktrackingArmijo()` or a
-        [`gnlin.methods.GridSearch`][]; `None` for all of it. `"auto"` backtracks where
-        nothing else checks a step: with a loss that is not squared error, and on
-        mini-batches, where the next batch judges a step, too.
-    - `method`: how a step is computed: `"auto"`, `"svd"`, `"eigh"` or `"matrix-free"`;
-        or any solver of lineax, such as `lineax.QR()`.
-    - `memory_budget`: bytes that the largest matrix may take.
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
+    - `rcond`: singular values at or below `rcond` times the largest count as zero. With
+        `None` those indistinguishable from zero at working precision do.
+    - `form`: the linearised problem for a loss other than squared error. `"quadratic"`
+        expands the loss to second order (generalised Gauss-Newton); `"prox-linear"` keeps
+        the loss, and linearises the model only.
+    - `search`: a line search, such as `optimistix.BacktrackingArmijo()` or a
+        [`gnlin.methods.GridSearch`][]; `None` takes the whole step. `"auto"` backtracks
+        for a loss other than squared error and on mini-batches, where in addition the
+        next batch judges each step.
+    - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"matrix-free"`,
+        or any linear solver of lineax, such as `lineax.QR()`.
+    - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
@@ -68,14 +68,13 @@ class FilteredGaussNewton(AbstractFilteredGaussNewton):
     r"""Gauss-Newton with a spectral filter of your choice:
     $\delta = -\phi^\top U g(w) U^\top r$.
 
-    All solvers of quadratic linearised problems are of this form, each with a filter of
-    its own; see `gnlin.filters`.
+    Every solver of quadratic linearised problems has this form; see `gnlin.filters`.
 
     **Arguments:**
 
     - `filter`: any function of the kernel's eigenvalues, such as
         [`gnlin.filters.GradientFlow`][]`(time)`.
-    - the others: as in [`gnlin.GaussNewton`][].
+    - The others are as in [`gnlin.GaussNewton`][].
 
     !!! example
 

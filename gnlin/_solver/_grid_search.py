@@ -1,4 +1,4 @@
-"""A search along a step by a grid of its parts."""
+"""A line search over a grid of step lengths."""
 
 from typing import NamedTuple
 
@@ -15,11 +15,11 @@ from ._base import Evaluate
 
 
 class Found(NamedTuple):
-    """What a search along a step has found.
+    """The result of a line search.
 
-    - `length`: the part of the step to take.
-    - `outputs`: where that leads to.
-    - `any`: whether there is a part to take.
+    - `length`: the fraction of the step to take.
+    - `outputs`: the outputs at the new point.
+    - `any`: whether an acceptable fraction was found.
     """
 
     length: Scalar
@@ -28,12 +28,12 @@ class Found(NamedTuple):
 
 
 class GridSearch(eqx.Module):
-    """A search that tries a step and its halves, quarters and so on, and takes the one
-    whose loss is the least; none, if that of no part is less than where it started.
+    """A line search that tries the whole step, a half of it, a quarter and so on, and
+    takes the fraction with the lowest loss. If none lowers the loss, it takes no step.
 
     **Arguments:**
 
-    - `num_halvings`: the shortest part is $2^{-k}$ of the step.
+    - `num_halvings`: $k$, where the shortest fraction tried is $2^{-k}$.
 
     !!! example
 
@@ -59,9 +59,9 @@ class GridSearch(eqx.Module):
         evaluate: Evaluate,
         direction: PyTree[Array],
     ) -> Found:
-        """The best part of a direction."""
+        """Return the fraction of `direction` with the lowest loss."""
 
-        def longest(best: tuple, length: Scalar) -> tuple:
+        def attempt(best: tuple, length: Scalar) -> tuple:
             outputs = evaluate(lin.moved(direction, length))
             outputs = _tree.cast_like(outputs, lin.outputs)
             gain = objective.decrease(lin.outputs, outputs).astype(dtype)
@@ -70,8 +70,7 @@ class GridSearch(eqx.Module):
 
         dtype = _tree.dtype(direction)
         lengths = 0.5 ** jnp.arange(self.num_halvings + 1, dtype=dtype)
-        none = jnp.zeros((), dtype)
-        (length, outputs, gain), _ = jax.lax.scan(
-            longest, (none, lin.outputs, none), lengths
-        )
+        zero = jnp.zeros((), dtype)
+        start = zero, lin.outputs, zero
+        (length, outputs, gain), _ = jax.lax.scan(attempt, start, lengths)
         return Found(length, outputs, gain > 0)

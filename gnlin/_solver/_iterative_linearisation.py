@@ -57,8 +57,9 @@ from ._trajectory import Trajectory
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
 
-# Whether, after so many inner steps, the linearised outputs are trusted no more.
 Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
+"""Whether to linearise again, given the linearisation, its outputs at the current point,
+and the number of inner steps."""
 
 
 def _whole(period: ScalarLike) -> ScalarLike:
@@ -83,44 +84,43 @@ def _is_one(period: ScalarLike) -> bool:
 class IterativeLinearisation(AbstractGaussNewton):
     r"""Train the linearised model for K steps of gradient descent, then linearise again.
 
-    One outer step is one feature update and K inner steps. K = 1 is gradient descent on
-    the model itself; K = infinity trains its linearisation at the starting point to
-    convergence (the NTK regime), and is done after one outer step.
+    One outer step is one feature update and K inner steps. With K = 1 this is gradient
+    descent on the model itself. With K = infinity it trains the linearisation at the
+    start to convergence (the NTK regime), and ends after one outer step.
 
     For squared error the K steps are one formula on the spectrum of the kernel, and
-    $K = 10^8$ costs what K = 1 costs. For another loss they are taken one by one, with
-    the m x m kernel where that is cheaper than with passes through the model; very many
-    very small ones by gradient flow (`method="flow"`). Steps that diverge (for squared
-    error, if $\eta$ times the largest eigenvalue is above 2, or $2(1+\mu)$ with
-    momentum) end the run with `optx.RESULTS.nonlinear_divergence` before they are taken.
+    $K = 10^8$ costs as much as K = 1. For another loss they are taken one by one, with
+    the m x m kernel or by passes through the model, whichever is cheaper. For very many
+    very small steps use gradient flow (`method="flow"`). Steps that diverge end the run
+    with `optx.RESULTS.nonlinear_divergence` before they are taken; for squared error they
+    do if $\eta$ times the largest eigenvalue is above 2, or $2(1+\mu)$ with momentum.
 
     **Arguments:**
 
-    - `period`: K, a whole number of at least 1, or `math.inf`; a number or a traced
-        scalar. (A Python number is static: another one compiles again.) An optimiser's
-        steps may be endless on mini-batches only.
-    - `learning_rate`: $\eta > 0$, a number or a traced scalar; or instead of it
+    - `period`: K, a whole number of at least 1 or `math.inf`, also a traced scalar. (A
+        Python number is static: another one compiles again.) With an `optimiser` it may
+        be infinite on mini-batches only.
+    - `learning_rate`: $\eta > 0$, a number or a traced scalar. Pass either this or an
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity
-        starts at zero after each linearisation.
-    - `rtol`, `atol`: it has converged when an *outer* step changes each parameter `y` by
-        less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: `optimistix.max_norm` by default.
+        is zero after each linearisation.
+    - `rtol`, `atol`: the run has converged when an *outer* step changes each parameter
+        `y` by less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `nesterov`: whether the momentum is Nesterov's.
-    - `damping`: $\lambda \ge 0$: the steps descend on the loss with
-        $\frac\lambda2\lVert\theta - \theta_s\rVert^2$ added.
-    - `optimiser`: any of optax, whose steps are then the inner steps, in place of
-        `learning_rate` and `momentum`.
-    - `restart`: whether the optimiser's state starts anew at each linearisation. If not,
+    - `damping`: $\lambda \ge 0$. The steps descend on the loss plus
+        $\frac\lambda2\lVert\theta - \theta_s\rVert^2$.
+    - `optimiser`: an optax optimiser that takes the inner steps.
+    - `restart`: whether to reset the optimiser's state at each linearisation. If not,
         K = 1 is the optimiser itself on the model.
-    - `form`: of a loss that is not squared error: `"prox-linear"`, the loss itself on the
-        linearised model, or `"quadratic"`, expanded to second order, for which K is a
-        formula again.
-    - `method`: how the K steps are computed: on a spectrum (`"svd"`, `"eigh"`, quadratic
-        problems only), one by one with the kernel (`"kernel"`) or by passes through the
-        model (`"matrix-free"`), by whichever is cheaper (`"auto"`); or by gradient flow
-        for the time $K\eta$, with error control (`"flow"`).
-    - `memory_budget`: bytes that the largest matrix may take.
+    - `form`: the linearised problem for a loss other than squared error. `"prox-linear"`
+        keeps the loss, and linearises the model only; `"quadratic"` expands the loss to
+        second order, so that the K steps are one formula again.
+    - `method`: the way to compute the K steps: on a spectrum (`"svd"`, `"eigh"`; for
+        quadratic problems), one by one with the kernel (`"kernel"`) or by passes through
+        the model (`"matrix-free"`), in the cheapest of these ways (`"auto"`), or by
+        gradient flow for the time $K\eta$ with error control (`"flow"`).
+    - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
@@ -151,8 +151,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_period("period", self.period)
         if (self.learning_rate is None) == (self.optimiser is None):
             raise ValueError(
-                "`IterativeLinearisation` takes its inner steps with a `learning_rate` "
-                "or with an `optimiser`: pass one of the two."
+                "`IterativeLinearisation` needs either a `learning_rate` or an "
+                "`optimiser`: pass exactly one of them."
             )
         if self.learning_rate is not None:
             check_finite_positive("learning_rate", self.learning_rate)
@@ -160,7 +160,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             _check_optimiser(self.optimiser, self.momentum, self.nesterov, self.method)
         elif not self.restart:
             raise ValueError(
-                "`restart=False` keeps an optimiser's state: pass "
+                "`restart=False` needs an optimiser: pass "
                 "`optimiser=optax.sgd(learning_rate, momentum)`."
             )
         check_less_than_one("momentum", self.momentum)
@@ -170,17 +170,17 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_method(self.method, damped=False, also=("kernel", "flow"))
         if self.form == "quadratic" and self.method == "kernel":
             raise ValueError(
-                'The method "kernel" takes steps on the loss itself: with '
-                '`form="quadratic"` use "auto", "svd", "eigh" or "matrix-free".'
+                '`method="kernel"` cannot be used with `form="quadratic"`: use "auto", '
+                '"svd", "eigh" or "matrix-free".'
             )
         check_form(self.form, "auto")
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
-        """The spectral filter of a number of inner steps, `period` of them by default."""
+        """Return the spectral filter of `num_inner_steps`, by default `period`."""
         eta = self.learning_rate
         if eta is None:
             raise ValueError(
-                "The steps of an optimiser have no spectral filter; use `learning_rate`."
+                "An `optimiser` has no spectral filter: pass a `learning_rate` instead."
             )
         period = self.period if num_inner_steps is None else num_inner_steps
         plain = isinstance(self.momentum, float | int) and self.momentum == 0
@@ -196,7 +196,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         return Damped(filter, self.damping)
 
     def damping_now(self) -> Scalar:
-        """The damping; NaN where any of the numbers is out of its range."""
+        """Return the damping; NaN if any hyperparameter is out of its range."""
         eta = 1.0 if self.learning_rate is None else self.learning_rate
         period, momentum = jnp.asarray(as_float(self.period)), jnp.asarray(self.momentum)
         sound = (period >= 1) & ((period == jnp.floor(period)) | jnp.isinf(period))
@@ -232,7 +232,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             damping=self.damping_now(),
             again=lambda lin: self.subproblem(objective, lin).solve(self.filter()).step,
         )
-        # Descent without an end is never linearised again: its point is the answer.
+        # With an infinite period the run ends after one outer step.
         over = jnp.isinf(period) & (update.result == optx.RESULTS.successful)
         solved = jax.lax.cond(
             over,
@@ -249,7 +249,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         subproblem: AbstractWay,
         answer: Answer,
     ) -> Bool[Array, ""]:
-        """Whether the linearised problem's gradient is next to nothing of what it was."""
+        """Whether the linearised problem's gradient has become almost zero."""
         change = lin.jvp(answer.step)
         if isinstance(subproblem.problem, ProxLinear):
             cotangent = objective.gradient(_tree.axpy(1, change, lin.outputs))
@@ -267,10 +267,10 @@ class IterativeLinearisation(AbstractGaussNewton):
         longest: ScalarLike | None = None,
         num_trials: int = 1,
     ) -> AbstractWay:
-        """The linearised problem, ready for `filter` of any number of steps.
+        """Return the linearised problem, ready for `filter` of any number of steps.
 
-        - `longest`: the most that will be asked for; `period` by default.
-        - `num_trials`: how often one will be.
+        - `longest`: the largest number of steps, `period` by default.
+        - `num_trials`: the number of filters that it will be solved for.
         """
         problem = problem_of(self.form, objective, lin)
         if self.method == "kernel":
@@ -287,8 +287,8 @@ class IterativeLinearisation(AbstractGaussNewton):
     ) -> Update:
         if _is_endless(self.period):
             raise ValueError(
-                "On one batch an `optimiser` takes `period` steps, which must be finite; "
-                'to solve the linearised problem use `GaussNewton(form="prox-linear")`.'
+                "On a full batch `period` must be finite with an `optimiser`; to solve "
+                'the linearised problem use `GaussNewton(form="prox-linear")`.'
             )
         state = self.optimiser.init(lin.point) if memory is None else memory
         damping = self.damping_now()
@@ -304,7 +304,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
 
     #
-    # Mini-batches: one step is one inner step, and theta_s stays for K of them
+    # Mini-batches: each batch is for one inner step, and theta_s is kept for K of them
     #
 
     def start_stream(
@@ -325,8 +325,8 @@ class IterativeLinearisation(AbstractGaussNewton):
 
     def check_curvature_batch(self) -> None:
         raise ValueError(
-            "Iterative linearisation takes its steps across batches, with each batch's "
-            "own loss: leave `curvature_batch_size` out."
+            "Iterative linearisation uses one batch for each inner step: leave "
+            "`curvature_batch_size` out."
         )
 
     def _optimiser(self) -> Any:
@@ -345,11 +345,9 @@ class IterativeLinearisation(AbstractGaussNewton):
         has_aux: bool,
         trigger: Trigger | None = None,
     ) -> tuple[PyTree[Array], State, Scalar, Any]:
-        """One inner step. With a `trigger`, it says when to linearise anew before the
-        period is over."""
+        """Take one inner step. A `trigger` may linearise again before the period ends."""
         stream: Stream = state.memory
-        # One forward, one tangent and one transposed pass; no tangent one where each step
-        # is at its own linearisation.
+        # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
         lin, aux = linearised(fn, stream.point, args, has_aux, self.memory_budget)
         if _is_one(self.period):
             outputs, passes = lin.outputs, Passes(vjps=1)
@@ -410,7 +408,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         return new_y, state, loss, aux
 
     def trajectory(self, lin: Linearisation) -> Trajectory:
-        """The inner steps at one linearisation, to be looked at wherever one likes.
+        """Return the path of the inner steps at one linearisation.
 
         !!! example
 
@@ -429,15 +427,15 @@ class IterativeLinearisation(AbstractGaussNewton):
 
 
 class Stream(eqx.Module):
-    """Between the inner steps on one batch and on the next."""
+    """The memory between the inner steps on one batch and on the next."""
 
     point: PyTree[Array]  # theta_s
     inner: PyTree  # the optimiser's state, or the velocity
-    num_steps: Int[Array, ""]  # since theta_s was linearised at
+    num_steps: Int[Array, ""]  # inner steps since the linearisation
 
 
 class _Momentum(eqx.Module):
-    """Gradient descent with momentum as an optimiser, its numbers traced."""
+    """Gradient descent with momentum as an optimiser with traced hyperparameters."""
 
     learning_rate: ScalarLike
     momentum: ScalarLike
@@ -465,11 +463,11 @@ def _check_optimiser(optimiser, momentum, nesterov, method) -> None:
         )
     if (isinstance(momentum, float | int) and momentum != 0) or nesterov:
         raise ValueError(
-            "With an `optimiser` there is no `momentum` to set here: pass "
+            "`momentum` and `nesterov` cannot be used with an `optimiser`: pass "
             "`optax.sgd(learning_rate, momentum, nesterov)`."
         )
     if method not in ("auto", "matrix-free"):
         raise ValueError(
-            "An `optimiser` takes its steps on the parameters: the method must be "
-            f'"auto" or "matrix-free", but {method!r} was given.'
+            'With an `optimiser` the `method` must be "auto" or "matrix-free", but '
+            f"{method!r} was given."
         )

@@ -36,39 +36,39 @@ from ._stepping import check_quadratic, take_step
 from ._trials import try_dampings
 
 
-# The price that an exact step is worth beside one by conjugate gradients that stop early:
-# this many seconds, or this multiple of what the latter takes. On a sample of squared
-# error it is worth less, but still a few times as much: for Poisson's equation in five
-# dimensions, at points drawn for each step (320 residuals, 200 steps), the error is
-# 1.6e-5 with exact steps and 3.6e-3 without. For other losses they add no accuracy.
+# The most that an exact step may cost before conjugate gradients that stop early replace
+# it: this many seconds or this multiple of their time, for squared error on all data and
+# on a sample, and for other losses, where exact steps add no accuracy. On samples they
+# do: for Poisson's equation in five dimensions, at points drawn for each step (320
+# residuals, 200 steps), the error is 1.6e-5 with exact steps and 3.6e-3 without.
 _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 2.0)
-# Between bounds the curvature of a problem at most so much wider than tall is inverted:
-# of a wider one a factorisation on each face is less work (by operations, not timed).
+# Between bounds the curvature is inverted if the parameters are at most this many times
+# as many as the residuals. Else a factorisation on each face takes fewer operations.
 _MOST_WIDE = 10
-# The default rule where another trial is dear.
+# The default rule if trials are expensive.
 _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
-# The first damping on a full batch, where a rejected trial costs next to nothing.
+# The first damping on a full batch, where a rejected trial is cheap.
 _FIRST_DAMPING = 1e-3
-# The tolerance of conjugate gradients on a full batch, at the start.
+# The first tolerance of conjugate gradients on a full batch.
 _TOLERANCE = 0.1
-# Across batches: the damping, relative to the curvature along the first gradient, and the
-# part of the last step that a step is pulled to.
+# Across batches: the damping divided by the curvature along the first gradient, and the
+# part of the last step that a step is pulled towards.
 _DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
-# The damping where points are drawn anew for a differential equation, which has no noise.
-# For the heat equation and Poisson's in five dimensions the relative errors are 1e-5 and
-# 1.6e-5; with 1e-3 they are 2e-3 and 6e-4, and with 1e-10 they are 1e-6 and 1e-4.
+# The same damping for a differential equation at points drawn for each step, which has no
+# noise. The relative errors for the heat equation and Poisson's in five dimensions are
+# 1e-5 and 1.6e-5; with 1e-3 they are 2e-3 and 6e-4, and with 1e-10 1e-6 and 1e-4.
 _DAMPING_OF_DRAWN = 1e-8
-# At these numbers of examples the damping is doubled, and the part is halved. On batches
-# of one example ReLU networks die with less damping or a longer pull.
+# The batch sizes at which the damping is doubled, and the pull is halved. With less
+# damping or more pull ReLU networks die on batches of one example.
 _FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
-# The damping grows by this factor after a batch whose problem could not be solved.
+# The factor of the damping after a batch whose problem could not be solved.
 _MORE_DAMPING = 10
 # The tolerance of conjugate gradients across batches, and their most iterations.
 _TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
 
 class _Memory(eqx.Module):
-    state: PyTree  # of the damping
+    state: PyTree  # the damping rule's
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
@@ -77,54 +77,59 @@ class _Memory(eqx.Module):
 class _MemoryAcross(eqx.Module):
     scale: PyTree[Array] | None
     curvature: Float[Array, ""]  # along the first gradient; not positive before it
-    step: PyTree[Array]  # the last
+    step: PyTree[Array]  # the last step
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
-    r"""Damped Gauss-Newton whose damping adapts, and whose failing steps are rejected.
+    r"""Gauss-Newton with a damping that adapts and failing steps that are rejected.
 
-    Each outer step linearises once and factorises once. From that it looks for the
-    longest step that keeps a quarter of its promise: another trial costs a filter, a
-    product and an evaluation. Steps follow the curvature of the model's manifold to
-    second order (geodesic acceleration), which shortens the way through narrow valleys
-    many times; a step whose correction is nearly as long as itself is too long.
+    Each outer step linearises and factorises once. It then looks for the longest step
+    that lowers the loss by at least a quarter of the prediction. A further trial costs a
+    filter, a product and an evaluation. Steps follow the curvature of the model's
+    manifold to second order (geodesic acceleration), which greatly shortens the way
+    through narrow valleys. A step is rejected if its correction is nearly as long.
+
+    Across batches of n examples a step is pulled towards 0.8 n / (n + 2) times the last
+    step, so that directions that one batch does not determine follow the others. It is
+    halved until it lowers the loss of its own batch, and its effect on the next batch
+    adapts the length of the following steps.
 
     **Arguments:**
 
-    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: `optimistix.max_norm` by default.
-    - `damping`: the rule by which $\lambda$ changes, one of `gnlin.damping`; a
-        number is that of [`gnlin.damping.Nielsen`][], the first $\lambda$ relative to the
-        curvature along the gradient. By default [`gnlin.damping.LongestStep`][], with one
-        trial where a trial is dear. Across batches it must be a number, by default
-        0.001 (1 + (48 / n)^2) for batches of n examples, and 1e-8 for squared residuals
-        at points that [`gnlin.fit`][] draws, which have no noise. $\lambda$ is that times
-        the curvature along the first gradient, and stays the same, except that it grows
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
+    - `damping`: the rule that adapts $\lambda$, one of `gnlin.damping`. The default is
+        [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
+        [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
+        the latter. Across batches `damping` must be a number, by default
+        0.001 (1 + (48 / n)^2), or 1e-8 for squared residuals at points that
+        [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
+        the curvature along the first gradient. It stays constant, except that it grows
         tenfold after a batch whose problem cannot be solved in this precision.
-    - `scaling`: the $D$ of $\frac\lambda2\lVert D\delta\rVert^2$, from the norms of the
-        Jacobian's columns: `"root"`, their square roots (below a millionth of the
-        largest, a multiple of the norms); `"marquardt"`, the norms themselves; `"more"`,
-        the largest norms lately (Moré, 1978), of which earlier ones fade by 0.8 an outer
-        step; or `"identity"`, none. The first three need the dense Jacobian. By default
-        `"root"`, or `"identity"` across batches and where the method is matrix-free.
+    - `scaling`: the diagonal $D$ of the damping $\frac\lambda2\lVert D\delta\rVert^2$.
+        `"marquardt"` uses the norms of the Jacobian's columns; `"more"` their maxima,
+        which decay by 0.8 per outer step (Moré, 1978); `"root"` their square roots, or a
+        multiple of the norms if they are below a millionth of the largest; `"identity"`
+        uses ones, and the others need the dense Jacobian. The default is `"root"`, or
+        `"identity"` across batches and if the method is matrix-free.
     - `acceleration`: whether to add the second-order correction, for one more evaluation
-        a trial; by default where the Jacobian is at hand, and
-        not by the sparse factorisations, which are made again for it.
-    - `tolerance`: to which conjugate gradients solve, where the method is matrix-free, as
-        in [`gnlin.TruncatedGaussNewton`][]. By default 0.1, and on a full batch no more
-        than the square root of what is left of the gradient; 0.01 across batches, in at
-        most 20 iterations.
-    - `form`: of a loss that is not squared error, as in [`gnlin.GaussNewton`][]. The
-        prox-linear form has the scaling `"identity"` and no acceleration.
-    - `method`: how a step is computed: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
-        `"schur"`, `"sparse"` or `"matrix-free"`; `"auto"` is matrix-free where the
-        Jacobian at hand costs many times as much, or more than the memory budget; or a
+        per trial. By default it is added if the Jacobian is in memory, except with sparse
+        factorisations, which would be repeated for it.
+    - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
+        in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
+        square root of the gradient's norm relative to the first as an upper limit. Across
+        batches the default is 0.01, in at most 20 iterations.
+    - `form`: the linearised problem for a loss other than squared error, as in
+        [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
+        acceleration.
+    - `method`: the way to compute a step: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
+        `"schur"`, `"sparse"` or `"matrix-free"`. `"auto"` is matrix-free if the Jacobian
+        would cost many times as much, or exceed the memory budget. It may also be a
         [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][], one of
-        [`gnlin.preconditioners`][], with which conjugate gradients solve, or a solver of
-        lineax.
-        See "How to choose" in the documentation.
-    - `memory_budget`: bytes that the largest matrix may take.
+        [`gnlin.preconditioners`][] for conjugate gradients, or a solver of lineax. See
+        "How to choose" in the documentation.
+    - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
@@ -133,18 +138,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         solution = optx.least_squares(residuals, gnlin.LevenbergMarquardt(), y0, args)
         ```
 
-    Across batches a step is pulled to 0.8 n / (n + 2) of the last one, so that what one
-    batch does not determine stays as the others had it. It is halved until it lowers the
-    loss of its own batch, and the next batch, which it has not seen, says how much of the
-    following steps to take.
-
     ??? cite "References"
 
         J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978).
 
         H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
 
-        Of the pull to the last step: G. Goldshlager, N. Abrahamsen and L. Lin, *A
+        For the pull to the last step: G. Goldshlager, N. Abrahamsen and L. Lin, *A
         Kaczmarz-inspired approach to accelerate the optimization of neural network
         wavefunctions*, J. Comput. Phys. 516 (2024), equation 27.
 
@@ -175,8 +175,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             check_fraction("tolerance", self.tolerance)
         if self.acceleration and self.form == "prox-linear":
             raise ValueError(
-                'The "prox-linear" form has no geodesic acceleration: leave '
-                "`acceleration` out."
+                '`acceleration` cannot be used with `form="prox-linear"`: leave it out.'
             )
         if self.scaling is not None:
             check_scaling(self.scaling, self.method, self.form)
@@ -217,19 +216,19 @@ class LevenbergMarquardt(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: _Memory,
     ) -> Update:
-        """One outer step on the full batch: dampings, until one is right."""
+        """Take one outer step on the full batch, with one or more trial dampings."""
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule()
         by_default = self.damping is None and isinstance(rule, LongestStep)
-        if by_default and cost.reads:  # Each trial may be a sparse factorisation.
+        if by_default and cost.reads:  # Each trial may need a sparse factorisation.
             rule = _ONE_TRIAL
-        # The damping of a tall problem may fall so far that squaring the condition number
-        # does harm.
+        # If p <= m the damping may become so small that squaring the condition number
+        # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
         way = self._way(objective, problem, kind, rule.num_trials)
-        if by_default and way.stops_early:  # It is one by conjugate gradients.
+        if by_default and way.stops_early:  # Each trial needs conjugate gradients.
             rule = _ONE_TRIAL
         scaling, method = self._scaling(objective, cost, way), self.method
         if way.stops_early and method == "auto":
@@ -259,7 +258,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             inverse = measured.inverse()
         problem = measured.problem
         in_memory = problem if scaling != "identity" else None
-        assert not isinstance(in_memory, ProxLinear)  # which has no scales
+        assert not isinstance(in_memory, ProxLinear)
         finite = jnp.isfinite(subproblem.gradient_norm)
         finite &= jnp.isfinite(objective.value(lin.outputs))
         tried = try_dampings(
@@ -300,10 +299,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def _truncated(
         self, subproblem: AbstractSubproblem, memory: _Memory
     ) -> tuple[_Memory, AbstractSubproblem]:
-        """To be solved so well by conjugate gradients that they converge faster than
-        linearly (Nocedal and Wright, 2006, section 7.1): by the gradient relative to the
-        first. In a curved valley it is large again after each long step: what has been
-        tight stays so."""
+        """Return the memory, and the subproblem with a tolerance for conjugate gradients.
+        The tolerance falls with the gradient, for superlinear convergence (Nocedal and
+        Wright, 2006, section 7.1), but never rises: in a curved valley the gradient does
+        after each long step."""
         dtype = memory.tolerance.dtype
         gradient = subproblem.gradient_norm.astype(dtype)
         first = jnp.where(memory.first_gradient < 0, gradient, memory.first_gradient)
@@ -322,8 +321,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         evaluate: Evaluate,
         memory: _MemoryAcross,
     ) -> Update:
-        """One step on one batch. The damping stays the same: a step that is too long is
-        shortened on its own batch, or by what the next batch says."""
+        """Take one step on one batch. The damping stays constant: a step that is too long
+        is shortened on its own batch, or by the stride after the next batch."""
         num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
         momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
         towards = _tree.scale(momentum, memory.step)
@@ -350,7 +349,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             held, _ = self._pulled(objective, lin, towards, memory.scale)
             return held.solve(Early(damping)).step
 
-        # One batch that is not finite is no scale for all others.
+        # A batch that is not finite must not set the curvature for all others.
         curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
         curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
         update = take_step(
@@ -375,8 +374,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         towards: PyTree[Array],
         scale: PyTree[Array] | None,
     ) -> tuple[AbstractSubproblem, PyTree[Array] | None]:
-        """The problem of one batch, whose solution is pulled towards a step, and the
-        scales to remember."""
+        """Return the subproblem of one batch, with a solution that is pulled towards a
+        step, and the state of the scales."""
         problem, kind = problem_of(self.form, objective, lin), Tikhonov(1.0)
         way, method = self._way(objective, problem, kind, 1), self.method
         scaling = self._scaling(objective, problem.jacobian.cost(), way)
@@ -398,12 +397,12 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return WithMomentum(problem, towards, ready), new_scale
 
     def _relative_damping(self, num_examples: int, noiseless: bool) -> ScalarLike:
-        """Across batches."""
+        """Return lambda divided by the curvature along the first gradient, on batches."""
         if isinstance(self.damping, AbstractDamping):
             raise ValueError(
-                "Across batches the damping stays as it is, and does not change by "
-                f"{self.damping}: pass a number, relative to the curvature along the "
-                "first gradient, or one batch of all data."
+                f"{self.damping} cannot be used across batches, where the damping stays "
+                "constant: pass a number, relative to the curvature along the first "
+                "gradient, or use one batch of all data."
             )
         if self.damping is None and noiseless:
             return _DAMPING_OF_DRAWN
@@ -412,7 +411,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         return self.damping
 
     def _rule(self) -> AbstractDamping:
-        """On a full batch."""
+        """Return the rule on a full batch."""
         damping = self.damping
         if isinstance(damping, AbstractDamping):
             return damping
@@ -427,8 +426,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         kind: Tikhonov,
         num_trials: int,
     ) -> type[AbstractWay]:
-        """How the linearised problem is solved."""
-        if self.scaling in (None, "identity"):  # else it takes the rows
+        """Return the way to solve the linearised problem."""
+        if self.scaling in (None, "identity"):
             price = _EXACT_OF_SAMPLE if objective.is_sample else _EXACT
             price = price if objective.is_quadratic else _EXACT_OF_NETWORK
             kind = Early(kind.damping, *price)
@@ -441,7 +440,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return "identity"
         if self.scaling is not None:
             return self.scaling
-        # It needs the rows themselves. Of a small batch it is mostly noise: networks on
-        # scaled inputs do better without, recurrent ones by far.
+        # Scales need the dense Jacobian. On a small batch they are mostly noise: networks
+        # on scaled inputs do better without them, recurrent ones by far.
         unscaled = way.stops_early or objective.is_sample or not cost.columns_fit
         return "identity" if unscaled else "root"

@@ -1,4 +1,4 @@
-"""Scale-invariant damping: lambda |D delta|^2 in place of lambda |delta|^2."""
+"""Scale-invariant damping: lambda |D delta|^2 instead of lambda |delta|^2."""
 
 from collections.abc import Callable
 from typing import Any, get_args, Literal, NamedTuple
@@ -17,13 +17,14 @@ from .._subproblem import AbstractSubproblem, choose, ProxLinear, Rescaled
 from ..preconditioners import AbstractPreconditioner
 
 
-# Moré's scales never fall, and after one steep place damp a column for ever. So here they
-# fade, by this factor an outer step.
-_FADING = 0.8
+# Factor by which Moré's scales decay per outer step. Without it one steep place would
+# damp a column forever.
+_DECAY = 0.8
 
-# A column of less than a millionth of the largest norm is damped as by Marquardt's:
-# NIST's MGH10 is solved from afar with 10, 100 and 1,000, and not without.
-_MOST = 1e3
+# Largest root scale, divided by the column's relative norm. It limits columns below a
+# millionth of the largest norm. NIST's MGH10 is solved from its far start with 10, 100
+# and 1,000, but not without a limit.
+_MAX_ROOT = 1e3
 
 Scaling = Literal["identity", "root", "marquardt", "more"]
 
@@ -36,41 +37,40 @@ def check_scaling(scaling: str, method: Any, form: str) -> None:
         )
     if scaling != "identity" and form == "prox-linear":
         raise ValueError(
-            f'`scaling={scaling!r}` is for quadratic problems: with `form="prox-linear"` '
-            'use `scaling="identity"`.'
+            f'`scaling={scaling!r}` cannot be used with `form="prox-linear"`: use '
+            '`scaling="identity"`.'
         )
     without_rows = method == "matrix-free" or isinstance(method, AbstractPreconditioner)
     if scaling != "identity" and without_rows:
         raise ValueError(
-            f"`scaling={scaling!r}` needs the dense Jacobian, and the method {method!r} "
-            'does without it: use `scaling="identity"`, or another method.'
+            f"`scaling={scaling!r}` needs the dense Jacobian, which `method={method!r}` "
+            'does not form: use `scaling="identity"`, or another method.'
         )
 
 
 def first_scale(scaling: Scaling, y: PyTree[Array]) -> PyTree[Array] | None:
-    """What the scales remember of earlier points: only Moré's do."""
+    """Return the state of the scales before the first step. Only Moré's have one."""
     return _tree.zeros_like(y) if scaling == "more" else None
 
 
 def _roots(norms: PyTree[Array]) -> PyTree[Array]:
-    """The square roots of the norms, relative to the largest, but no more than a multiple
-    of the norms themselves."""
+    """Return the square roots of the norms relative to the largest, with a limit."""
 
     def each(norm):
         part = norm / largest.astype(norm.dtype)
-        return jnp.minimum(jnp.sqrt(part), _MOST * part)
+        return jnp.minimum(jnp.sqrt(part), _MAX_ROOT * part)
 
     largest = _tree.unit(norms)
     return jax.tree.map(each, norms)
 
 
 class Measured(NamedTuple):
-    """A problem, and its parameters' scales.
+    """A problem and the scales of its parameters.
 
-    - `problem`: with the Jacobian at hand, if there are any.
-    - `scale`: the diagonal of D, zero for a column that has always been; `None` for the
-        identity.
-    - `passes`: that the Jacobian has taken.
+    - `problem`: its Jacobian is in memory if there are scales.
+    - `scale`: the diagonal of D, or `None` for the identity. It is zero for a column that
+        has been zero at every point so far.
+    - `passes`: the passes that forming the Jacobian took.
     """
 
     problem: Quadratic | ProxLinear
@@ -81,7 +81,7 @@ class Measured(NamedTuple):
     def of(
         problem: Quadratic | ProxLinear, scaling: Scaling, before: PyTree[Array] | None
     ) -> "Measured":
-        """`before`: Moré's scales at the last linearisation."""
+        """Measure the columns; `before` holds Moré's scales at the last linearisation."""
         if scaling == "identity" or isinstance(problem, ProxLinear):
             return Measured(problem)
         cost = problem.jacobian.cost()
@@ -101,33 +101,34 @@ class Measured(NamedTuple):
             case "marquardt":
                 scale = norms
             case "more":
-                faded = _tree.scale(_FADING, before)
-                scale = jax.tree.map(jnp.maximum, norms, faded)
+                decayed = _tree.scale(_DECAY, before)
+                scale = jax.tree.map(jnp.maximum, norms, decayed)
         return Measured(problem, scale, cost.rows)
 
     def memory(self, scaling: Scaling) -> PyTree[Array] | None:
-        """What the scales remember."""
+        """Return the state of the scales for the next linearisation."""
         return self.scale if scaling == "more" else None
 
     def chosen(self, filter: Filter, num_trials: int, method: Any) -> AbstractSubproblem:
-        """The problem made ready in the variables `D delta`, as by `choose`; its passes
-        include those that the Jacobian has taken."""
+        """Return the subproblem in the variables `D delta`, as `choose` does. Its passes
+        include those for the Jacobian."""
         if self.scale is None or isinstance(self.problem, ProxLinear):
             return choose(self.problem, filter, num_trials, method)
-        # The scale 1 for a column that is zero.
+        # A zero column gets the scale 1.
         scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
         ready = choose(self.problem.scaled(scale), filter, num_trials, method)
         passes = self.passes + ready.passes
         return eqx.tree_at(lambda s: s.passes, Rescaled(ready, scale), passes)
 
     def inverse(self) -> Callable[[Scalar], Float[Array, "p p"]]:
-        """Of the curvature with a damping, parameters in `ravel_pytree` order."""
+        """Return a function of the damping that inverts the damped curvature, with the
+        parameters in `ravel_pytree` order."""
         assert isinstance(self.problem, Quadratic)
         assert self.scale is not None
         scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
         curvature = self.problem.scaled(scale).jacobian.curvature()
         flat = ravel_pytree(scale)[0]
-        # A damping below is lost in the curvature's rounding.
+        # A smaller damping is lost in the rounding of the curvature.
         least = jnp.finfo(curvature.dtype).eps * jnp.trace(curvature)
 
         def damped(damping: Scalar) -> Float[Array, "p p"]:
@@ -138,7 +139,7 @@ class Measured(NamedTuple):
         return damped
 
     def of_another(self, problem: Quadratic | ProxLinear) -> "Measured":
-        """The same scales, of another problem at this point."""
+        """Return the same scales with another problem at this point."""
         if self.scale is not None:
             problem = problem.at_hand()
         return self._replace(problem=problem)

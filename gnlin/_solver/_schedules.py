@@ -12,7 +12,7 @@ from .._common._checks import as_scalar, check_fraction, check_range, nan_unless
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]
-"""A function of the number of outer steps made so far, such as one of optax's."""
+"""A function of the number of outer steps so far, such as an optax schedule."""
 
 
 def value_at(
@@ -20,9 +20,9 @@ def value_at(
     num_steps: Int[Array, ""],
     within: Callable[[ScalarLike], Bool[Array, ""]],
 ) -> ScalarLike:
-    """A constant, or the schedule's value at an outer step; NaN outside its range."""
+    """Return a constant, or a schedule's value at an outer step; NaN if out of range."""
     if callable(value):
-        with jax.numpy_dtype_promotion("standard"):  # optax's count and multiply
+        with jax.numpy_dtype_promotion("standard"):  # optax's schedules mix dtypes
             value = value(num_steps)
         array_like = eqx.is_array_like(value) and not jnp.iscomplexobj(value)
         if not array_like or jnp.shape(value) != ():
@@ -37,9 +37,9 @@ class EisenstatWalker(eqx.Module):
 
     $$\beta_k = \gamma\,(\lVert g_k\rVert / \lVert g_{k-1}\rVert)^\alpha$$
 
-    with $g$ the gradient: solve loosely while far from the solution, tightly near it. As
-    the paper advises, $\beta_k$ falls no faster than $\gamma\beta_{k-1}^\alpha$ while
-    that is above 0.1.
+    with $g$ the gradient: the tolerance is loose far from the solution and tight near it.
+    As the paper advises, $\beta_k$ is at least $\gamma\beta_{k-1}^\alpha$ while that is
+    above 0.1.
 
     **Arguments:**
 
@@ -47,7 +47,7 @@ class EisenstatWalker(eqx.Module):
     - `gamma`: $\gamma$, positive and at most 1.
     - `exponent`: $\alpha$, above 1 and at most 2.
     - `maximum`: the largest tolerance.
-    - `minimum`: the smallest tolerance; the default asks for nothing below rounding.
+    - `minimum`: the smallest tolerance; the default is near rounding.
 
     ??? cite "Reference"
 
@@ -73,7 +73,7 @@ class EisenstatWalker(eqx.Module):
     def next_tolerance(
         self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar
     ) -> Scalar:
-        """$\\beta_k$ from $\\beta_{k-1}$, $|g_k|$ and $|g_{k-1}|$."""
+        """Return $\\beta_k$, given $\\beta_{k-1}$, $|g_k|$ and $|g_{k-1}|$."""
         gamma, exponent, minimum, maximum = (
             jnp.asarray(x, tolerance.dtype)
             for x in (self.gamma, self.exponent, self.minimum, self.maximum)

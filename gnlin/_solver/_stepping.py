@@ -1,5 +1,4 @@
-"""How a subproblem's answer becomes a step: taken whole, searched along, or refused; and
-the solvers whose steps are a filter's."""
+"""Turn a subproblem's answer into a step; solvers whose steps are spectral filters."""
 
 import abc
 from typing import Literal
@@ -37,8 +36,8 @@ Search = optx.AbstractSearch | GridSearch | Literal["auto"] | None
 
 
 class AbstractSearchedGaussNewton(AbstractGaussNewton):
-    """A solver with a `form` of the linearised problem, and a `search` along its steps;
-    with `search="auto"` the next batch judges a step, too."""
+    """A solver with a `form` of the linearised problem and a line `search`. With
+    `search="auto"` the next batch also judges each step."""
 
     form: Form = eqx.field(default="quadratic", kw_only=True)
     search: Search = eqx.field(default="auto", kw_only=True)
@@ -60,15 +59,14 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
 def check_quadratic(form: Form) -> None:
     if form != "quadratic":
         raise ValueError(
-            "`curvature_batch_size` is of quadratic problems: pass a solver with "
-            '`form="quadratic"`.'
+            f'`curvature_batch_size` cannot be used with `form="{form}"`: pass a solver '
+            'with `form="quadratic"`.'
         )
 
 
 class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
-    r"""A solver whose steps are those of a spectral filter,
-    $\delta = -\phi^\top U g(w) U^\top r$: it says which, and how they are computed, tried
-    and judged is here.
+    r"""A solver whose steps are given by a spectral filter $g$, as
+    $\delta = -\phi^\top U g(w) U^\top r$. A subclass only has to define `filter_at`.
 
     **Arguments:**
 
@@ -94,15 +92,12 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
     @abc.abstractmethod
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
-        """The filter of the next step.
-
-        - `num_steps`: the outer steps made so far.
-        """
+        """Return the filter of the next step, after `num_steps` outer steps."""
 
     def prepared(
         self, problem: Quadratic | ProxLinear, filter: Filter, memory: PyTree
     ) -> tuple[AbstractSubproblem, PyTree]:
-        """The problem made ready, and what the next update is to remember."""
+        """Return a problem's subproblem for a filter, and the next update's memory."""
         return choose(problem, filter, method=self.method), memory
 
     def update(
@@ -136,7 +131,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
 
 def _reported(filter: Filter) -> ScalarLike:
-    """The damping; NaN where the filter's number is out of its range."""
+    """Return the damping of a filter; NaN if a parameter of it is out of range."""
     match filter:
         case Tikhonov(damping=damping):
             return damping
@@ -158,23 +153,24 @@ def take_step(
     damping: ScalarLike = 0.0,
     again: Again | None = None,
 ) -> Update:
-    """Take a subproblem's answer, or as much of it as a search says, unless it leads away
-    from the finite numbers.
+    """Take a subproblem's step, or the fraction of it that a search accepts. A step to a
+    point that is not finite is refused.
 
     **Arguments:**
 
-    - `solver`, `objective`, `lin`, `evaluate`: as `update` has them.
-    - `subproblem`, `answer`: what was solved, and how.
-    - `search`: one of optimistix's, `"auto"`, or `None` for the whole step.
-    - `memory`: for the next update.
-    - `damping`: for the history; one that is not finite ends the run.
-    - `again`: a function of a linearisation that solves it as this one was, to its step:
-        with bounds, for the parameters that have not come to theirs.
+    - `solver`, `objective`, `lin`, `evaluate`: the solver, and its `update`'s arguments.
+    - `subproblem`, `answer`: the subproblem and its solution.
+    - `search`: a line search, `"auto"`, or `None` for the whole step.
+    - `memory`: the memory for the next update.
+    - `damping`: the damping for the history. If it is not finite, the run ends.
+    - `again`: a function that solves another linearisation in the same way and returns
+        its step. It is needed with bounds, to solve for the parameters not at a bound.
 
     **Returns:** a [`gnlin.authoring.Update`][].
     """
     y, outputs = lin.point, lin.outputs
     step, result = answer.step, answer.result
+    solved = result == optx.RESULTS.successful
     if lin.box is not None:
         step = _tree.cast_like(step, y)
         step, _ = between_bounds(objective, lin, step, again)
@@ -184,10 +180,9 @@ def take_step(
         gradient = subproblem.gradient()
         found = _searched(search, objective, lin, evaluate, gradient, step)
         step = _tree.scale(found.length, step)
-        stuck = ~found.any & (result == optx.RESULTS.successful)
-    solved = result == optx.RESULTS.successful
+        stuck = ~found.any & solved
     step_norm = _tree.norm(step)
-    # A damping that is not finite stands for hyperparameters out of their range.
+    # A damping that is not finite means that a hyperparameter is out of range.
     at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
     at_point &= jnp.isfinite(objective.value(outputs))
     sound = at_point & jnp.isfinite(step_norm)
@@ -198,7 +193,7 @@ def take_step(
     finite &= jnp.isfinite(objective.value(new_outputs))
     good = finite & takes
     step_norm = jnp.where(good, step_norm, 0)
-    # Without a step at hand a search has nothing to say of the numbers.
+    # If a search has found no step, nonfinite trials are no error.
     broken = at_point & ~stuck & solved & ~finite
     result = optx.RESULTS.where(~at_point | broken, optx.RESULTS.nonfinite, result)
     return Update(
@@ -220,7 +215,7 @@ def take_step(
 
 
 def _in_memory(subproblem: AbstractSubproblem) -> Quadratic | None:
-    """The linearised problem, if a product with its Jacobian takes no pass."""
+    """Return the linearised problem if its Jacobian is in memory."""
     problem = getattr(subproblem, "problem", None)
     is_there = isinstance(problem, Quadratic) and problem.jacobian.is_at_hand
     return problem if is_there else None
@@ -229,7 +224,7 @@ def _in_memory(subproblem: AbstractSubproblem) -> Quadratic | None:
 def _safeguard(
     search: Search, objective: AbstractObjective
 ) -> optx.AbstractSearch | GridSearch | None:
-    """With `"auto"`, a search for steps that nothing else checks."""
+    """Resolve `"auto"` to a search for steps that nothing else checks."""
     if not isinstance(search, str):
         return search
     checked = objective.is_quadratic and not objective.is_sample
@@ -247,12 +242,12 @@ def _searched(
     gradient: PyTree[Array],
     direction: PyTree[Array],
 ) -> Found:
-    """As much of a direction as an optimistix search accepts."""
+    """Return the fraction of `direction` that a search accepts."""
     if isinstance(search, GridSearch):
         return search.along(objective, lin, evaluate, direction)
     zero = jnp.zeros((), _tree.dtype(lin.outputs))
     y, gradient, zero = _tree.promoted((lin.point, gradient, zero))
-    # All a search compares is differences, which are known better than their terms.
+    # Measure the loss from here: its differences are known better than its values.
     here = optx.FunctionInfo.EvalGrad(zero, gradient)
 
     def attempt(carry):
@@ -272,7 +267,7 @@ def _searched(
 
     loss = objective.value(lin.outputs).astype(zero.dtype)
     rounding = rounding_of_loss(loss, None, lin.point)
-    # A slope that is lost in the rounding of the loss is for no search to judge.
+    # A search cannot judge a slope that is lost in the rounding of the loss.
     flat = jnp.abs(_tree.dot(gradient, direction)).astype(zero.dtype) <= rounding
     state = search.init(y, jax.eval_shape(lambda: here))
     first = optx.FunctionInfo.Eval(zero)

@@ -1,5 +1,4 @@
-"""How much of a batch's step to take, by what the last steps did to the batches after
-theirs."""
+"""The length of steps across batches, adapted to their effect on the next batch."""
 
 import equinox as eqx
 import jax
@@ -10,30 +9,31 @@ from .._common import _tree
 from .._linearisation._objective import AbstractObjective
 
 
-# Of what the last steps won and lost, so much counts again one batch later.
+# Factor by which the weight of earlier steps in the balance decays per batch.
 _MEMORY = 0.9
-# Where they have lost, in sum, the next step is shorter, and else longer.
+# Factors of the length if the balance is negative, and otherwise.
 _SHORTER, _LONGER = 0.8, 1.04
-# After a step that is taken back.
+# Factor of the length after a step that is undone.
 _MUCH_SHORTER = 0.25
-# One batch ahead a short step always looks best: of noise a long run averages over.
+# Shortest length: judged on one batch, noise favours short steps, although it averages
+# out over a long run.
 _SHORTEST = 0.1
-# Nothing is known of the first, and a saturated network may not come back.
+# First length: it is short, because a network that a long step saturates may not recover.
 _FIRST = 0.25
 
 
 class Stride(eqx.Module):
     """The last step, and how much of the next one to take.
 
-    A step that makes the most of its own batch may be a bad one for all the others: the
-    next batch, which it has not seen, judges it. One that loses more there than it had
-    won on its own is taken back.
+    The best step for its own batch may be bad for all others, so the next batch, which it
+    has not seen, judges it. A step that increases the loss there by more than it reduced
+    the loss of its own batch is undone.
     """
 
-    point: PyTree[Array]  # where it started
-    won: Float[Array, ""]  # by it, on its own batch; 0 where none was taken
-    balance: Float[Array, ""]  # of the last steps, on the batches after theirs
-    length: Float[Array, ""]  # the part of a step that is taken
+    point: PyTree[Array]  # where the last step started
+    won: Float[Array, ""]  # how much it lowered its own batch's loss; 0 without a step
+    balance: Float[Array, ""]  # decaying sum of the steps' decreases on the next batch
+    length: Float[Array, ""]  # the fraction of a step that is taken
 
     @staticmethod
     def start(y: PyTree[Array], dtype: jnp.dtype) -> "Stride":
@@ -43,9 +43,9 @@ class Stride(eqx.Module):
     def judged(
         self, objective: AbstractObjective, before: PyTree[Array], now: PyTree[Array]
     ) -> tuple["Stride", Bool[Array, ""]]:
-        """By the next batch, whose outputs were `before` that step and are `now`: and
-        whether it is to be taken back."""
-        # A batch whose data are no numbers is no judge.
+        """Judge the last step by the next batch, with its outputs before and after the
+        step. Return the new stride, and whether to undo the step."""
+        # A batch that is not finite cannot judge.
         has_moved = (self.won > 0) & jnp.isfinite(objective.value(before))
         gain = objective.decrease(before, now).astype(self.won.dtype)
         gain = jnp.where(jnp.isnan(gain), -jnp.inf, gain)
@@ -62,10 +62,10 @@ class Stride(eqx.Module):
         ), back
 
     def along(self, y: PyTree[Array], new_y: PyTree[Array]) -> PyTree[Array]:
-        """As far from `y` to `new_y` as a step is taken."""
+        """Return the point that is `length` of the way from `y` to `new_y`."""
         return _tree.axpy(self.length, jax.tree.map(jnp.subtract, new_y, y), y)
 
     def after(self, point: PyTree[Array], won: Scalar) -> "Stride":
-        """A step from there."""
+        """Return the stride after a step from `point` that lowered the loss by `won`."""
         won = won.astype(self.won.dtype)
         return Stride(point, jnp.where(won > 0, won, 0), self.balance, self.length)

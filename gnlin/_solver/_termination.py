@@ -1,4 +1,4 @@
-"""How a run ends: whether it has converged, stands still, or diverges."""
+"""Decide how a run ends: it has converged, stands still, or diverges."""
 
 import equinox as eqx
 import jax
@@ -12,20 +12,20 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 
 
-# Eight random probes know a column's norm to a quarter, and take a tenth of it for all of
-# it once in ten million times.
+# Random probes for the columns' norms. Eight give a norm to within a quarter, and less
+# than a tenth of it once in ten million times.
 _NUM_PROBES = 8
-# A cosine of this multiple of the third root of eps is none: the probes and the rounding
-# of the gradient allow no less.
+# A cosine below this multiple of eps^(1/3) counts as zero: the probes and the rounding of
+# the gradient allow no smaller one.
 _FLAT = 1.25
-# A change of the residual by this part of it cannot be seen; in single precision no more,
-# because a saturated unit may yet come back.
+# A change of the residual by this part of its norm is negligible. The part is as small
+# in single precision, because a saturated unit may still recover.
 _UNSEEN = 1e-11
-# A cosine above this is never rounding, in any precision: that of single precision.
+# The largest cosine that may be rounding in any precision: single precision's eps^(1/3).
 _STEEP = 5e-3
-# The outputs are known to this many roundings of what the parameters make of them.
+# Rounding error of the loss and of the outputs, in multiples of eps.
 _ROUNDINGS = 10
-# optimistix's result for a run whose steps are next to nothing while its gradient is not.
+# The result of a run whose steps are tiny although its gradient is not.
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # A run diverges when its loss is far above its start for this many steps in a row.
 _MOST_FAR = 5
@@ -41,26 +41,26 @@ def has_arrived(
     first_loss: Scalar,
     searched: bool = False,
 ) -> Bool[Array, ""]:
-    r"""Whether there is next to nothing to gain: by moving any parameter by itself, and
-    by the step that is left.
+    r"""Whether almost nothing can be gained, neither by changing any one parameter nor by
+    the solver's next step.
 
-    Moved to its best, parameter j changes the residual by $|g_j| / |\phi_j|$, with g the
-    gradient and $\phi_j$ its column of the Jacobian; over the residual's norm that is the
-    cosine between the two (MINPACK's gtol), which has no units. In a valley along no axis
-    these are small, and the step that is left is not: its predicted decrease is compared
-    in the same way, as half the square of a change of the residual. Both must be at most
-    `atol + max(rtol, 1.25 eps^(1/3)) |r|`, or below the rounding of the outputs. That
-    rounding excuses no run whose loss has risen.
+    The best change of parameter j alone changes the residual by $|g_j| / |\phi_j|$, with
+    g the gradient and $\phi_j$ its column of the Jacobian. Divided by the residual's norm
+    this is the cosine between the two (MINPACK's gtol), which has no units. In a valley
+    that follows no axis all cosines are small although the next step is not; so its
+    predicted decrease is tested in the same way, as half the square of a change of the
+    residual. Both changes must be at most `atol + max(rtol, 1.25 eps^(1/3)) |r|` or below
+    the rounding of the outputs. Rounding is no excuse if the loss has risen.
 
     **Arguments:**
 
-    - `left`: the step that is left: what the solver would take next.
-    - `rtol`, `atol`: the solver's; `atol` is in the residual's units.
-    - `loss`, `first_loss`: here, and at the start of the run.
-    - `searched`: whether the solver has looked for the longest step that lowers the loss.
-        A parameter that could be as large again with next to no difference to the
-        residual and to the loss is then left to that search: at a minimum where its
-        column vanishes the linearisation promises what no step keeps.
+    - `left`: the step that the solver would take next.
+    - `rtol`, `atol`: the tolerances of the solver; `atol` is in units of the residual.
+    - `loss`, `first_loss`: the loss here and at the start of the run.
+    - `searched`: whether the solver has searched for the longest step that lowers the
+        loss. A parameter then passes if doubling it would hardly change the residual and
+        the loss: at a minimum where its column vanishes, the linearisation predicts a
+        decrease that no step reaches.
 
     ??? cite "Reference"
 
@@ -74,7 +74,7 @@ def has_arrived(
     step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
 
-    # One program for both products.
+    # Stack the two vectors, so that the product is compiled once.
     both = jax.tree.map(lambda d, y: jnp.stack([d, _alternating(y)]), step, point)
     size_of = lambda v: _tree.norm(quadratic.jacobian.mv(v)).astype(dtype)
     change, size = jax.vmap(size_of)(both)
@@ -82,19 +82,19 @@ def has_arrived(
 
     # For squared error this is the residual's norm.
     residual = jnp.sqrt(2 * jnp.abs(loss))
-    most = jnp.asarray(atol, dtype)
-    most += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * residual
-    # A gain of this size cannot be told from the rounding of the loss.
+    allowed = jnp.asarray(atol, dtype)
+    allowed += jnp.maximum(rtol, _FLAT * eps ** (1 / 3)).astype(dtype) * residual
+    # A smaller change of the residual is lost in the rounding of the loss.
     lost = jnp.sqrt(2 * _rounding(loss, eps * size))
-    most = jnp.maximum(most, jnp.minimum(lost, _STEEP * residual))
+    allowed = jnp.maximum(allowed, jnp.minimum(lost, _STEEP * residual))
     rounding = _ROUNDINGS * eps * size
     has_fallen = loss <= first_loss
-    known = has_fallen | (rounding <= most)
-    most += jnp.where(has_fallen, rounding, 0)
+    known = has_fallen | (rounding <= allowed)
+    allowed += jnp.where(has_fallen, rounding, 0)
 
     def is_flat(g, norm, y):
-        # Where a column is zero, so must be the gradient.
-        each = jnp.abs(g) <= most.astype(g.dtype) * norm
+        # If a column is zero, its gradient must be zero, too.
+        each = jnp.abs(g) <= allowed.astype(g.dtype) * norm
         if searched:
             by_residual = norm * jnp.abs(y) <= (_UNSEEN * residual).astype(norm.dtype)
             by_loss = jnp.abs(g * y) <= (_UNSEEN * residual**2).astype(g.dtype)
@@ -103,15 +103,15 @@ def has_arrived(
 
     flat = jax.tree.map(is_flat, gradient, norms, _tree.joined(point))
     flat = jax.tree.reduce(jnp.logical_and, flat)
-    return known & flat & (jnp.sqrt(2 * predicted) <= most)
+    return known & flat & (jnp.sqrt(2 * predicted) <= allowed)
 
 
 def _gradient_and_norms(
     quadratic: Quadratic, point: PyTree[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """The gradient, and the norms of the Jacobian's columns, as `_tree.joined`: by the
-    matrix where it is in memory, else the norms are estimated by probes. One program
-    serves for the gradient and for all of the probes."""
+    """Return the gradient and the norms of the Jacobian's columns, both `_tree.joined`.
+    The norms are estimated by probes if the matrix is not in memory. The loop compiles
+    one product for the gradient and all probes."""
     jacobian = quadratic.jacobian
     joined = lambda tree: _tree.joined(_tree.cast_like(tree, point))
     if jacobian.is_at_hand:
@@ -124,7 +124,7 @@ def _gradient_and_norms(
         probe = _probe(number, residual.size).astype(residual.dtype)
         is_last = number == _NUM_PROBES
         pulled = joined(jacobian.pull_back(jnp.where(is_last, residual, probe)))
-        # By `hypot`: the squares may be smaller than any floating-point number.
+        # `hypot` avoids the underflow of squares.
         new = jax.tree.map(jnp.hypot, norms, pulled)
         return (_tree.where(is_last, norms, new), pulled), None
 
@@ -137,10 +137,10 @@ def _gradient_and_norms(
 
 
 def _probe(number: Array, size: int) -> Float[Array, " size"]:
-    """Numbers of variance 1, uniform between two bounds, the same for ever. No sum of
-    such is nearer to zero much more often than a Gaussian one (K. Ball, *Cube slicing in
-    R^n*, 1986). By a hash (C. Wellons' `lowbias32`): JAX's own generator and the inverse
-    of a Gaussian take long to compile."""
+    """Return fixed pseudorandom numbers, uniform between two bounds with variance 1. A
+    weighted sum of them is hardly more often near zero than a Gaussian variable (K. Ball,
+    *Cube slicing in R^n*, 1986). They are made by a hash (C. Wellons' `lowbias32`), which
+    compiles faster than JAX's generator and the inverse of a Gaussian."""
     x = jnp.arange(size, dtype=jnp.uint32) + number * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
@@ -149,13 +149,13 @@ def _probe(number: Array, size: int) -> Float[Array, " size"]:
 
 
 def _alternating(x: Array) -> Array:
-    """The same numbers with alternating signs, so that equal ones do not cancel."""
+    """Return `x` with alternating signs, so that equal entries do not cancel."""
     signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
     return x * signs.reshape(x.shape).astype(x.dtype)
 
 
 def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
-    """The norm of the whitened outputs' rounding, as the parameters' makes it."""
+    """Return the norm of the whitened outputs' error that rounding the point causes."""
     pushed = quadratic.jacobian.mv(jax.tree.map(_alternating, point))
     dtype = _tree.dtype((point, quadratic.residual))
     return _tree.eps((point, quadratic.residual)) * _tree.norm(pushed).astype(dtype)
@@ -164,11 +164,11 @@ def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
 def rounding_of_loss(
     loss: Scalar, quadratic: Quadratic | None, point: PyTree[Array]
 ) -> Scalar:
-    """The largest change of the loss that says nothing: some roundings of it, and what
-    the outputs' rounding makes of it.
+    """Return the largest change of the loss that may be rounding, of the loss itself and
+    of the outputs.
 
-    - `quadratic`: the linearised problem, if its Jacobian is in memory. If not, a product
-        would take a pass, and the outputs' rounding is left out.
+    - `quadratic`: the linearised problem, or `None` if its Jacobian is not in memory. A
+        product would then take a pass, so the rounding of the outputs is left out.
     """
     if quadratic is None:
         return _rounding(loss, jnp.zeros_like(loss))
@@ -176,37 +176,34 @@ def rounding_of_loss(
 
 
 def _rounding(loss: Scalar, error: Scalar) -> Scalar:
-    """`error`: the norm of the outputs' rounding."""
+    """Return the rounding of a loss, with `error` the norm of the outputs' rounding."""
     loss = jnp.abs(loss)
     own = _ROUNDINGS * float(jnp.finfo(loss.dtype).eps) * loss
     return own + error * (jnp.sqrt(2 * loss) + error)
 
 
 class Watch(eqx.Module):
-    """Over a run that nothing else checks: the best point so far, and for how many steps
-    in a row the loss has been far above where it started."""
+    """A guard against divergence: the best point so far, and the number of steps in a row
+    whose loss was far above the first loss."""
 
-    first: Float[Array, ""]
-    best: Float[Array, ""]
-    y: PyTree[Array]  # of the best
+    first: Float[Array, ""]  # loss
+    best: Float[Array, ""]  # loss
+    y: PyTree[Array]  # the point with the best loss
     num_far: Int[Array, ""]
-
-    def __init__(self, first, best, y, num_far):
-        self.first, self.best, self.y, self.num_far = first, best, y, num_far
 
     @staticmethod
     def start(
         objective: AbstractObjective, y: PyTree[Array], outputs: PyTree, loss: Scalar
     ) -> "Watch":
-        """From the first point and its loss. What is next to no loss is measured by that
-        of `outputs` (arrays, or their shapes) that are zero."""
+        """Start at the first point. A tiny first loss is raised to a part of the loss of
+        zero outputs; `outputs` holds arrays, or only their shapes."""
         zeros = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
         unit = objective.value(zeros).astype(loss.dtype)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
         return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
 
     def look(self, y: PyTree[Array], loss: Scalar, factor: float) -> "Watch":
-        """At a point and its loss, which may be no number."""
+        """Return the watch after a further point, whose loss may be NaN."""
         better = loss < self.best
         far = ~(loss <= factor * self.first)
         return Watch(
@@ -222,7 +219,7 @@ class Watch(eqx.Module):
 
 
 #
-# In words
+# Messages
 #
 
 LAST_FINITE = "the model is the last finite one"
@@ -236,7 +233,7 @@ RESULT_NAMES = (
 
 
 def result_name(result: optx.RESULTS) -> str:
-    """As it is called in `optimistix.RESULTS`, whose own words for a success are none."""
+    """Return the name in `optimistix.RESULTS`, whose message for success is empty."""
     for name in RESULT_NAMES:
         if bool(result == getattr(optx.RESULTS, name)):
             return name
@@ -244,20 +241,20 @@ def result_name(result: optx.RESULTS) -> str:
 
 
 def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
-    """What went wrong, which model is handed back, and what to do.
+    """Return what went wrong, which model is returned, and what to do.
 
-    - `factor`: if the loss has been so many times its start.
+    - `factor`: the multiple of the first loss that the loss has stayed above, if it has.
     """
     last = LAST_FINITE
     name = result_name(result)
     if name == "nonfinite":
-        return f"numbers are nonfinite (inf or nan); {last}."
+        return f"a number is not finite (inf or NaN); {last}."
     if name == "stagnation":
         return (
-            "it stands still: steps are within `rtol` and `atol`, or none that is finite "
-            f"lowers the loss, where the gradient is not next to zero; {last}. Use a "
-            "smooth activation, double precision or another start; or, where they are "
-            "fixed, another damping or learning rate."
+            "it stands still without having converged: steps are within `rtol` and "
+            "`atol`, or no finite step lowers the loss, but the gradient is not small; "
+            f"{last}. Use a smooth activation, double precision, another start, or "
+            "another value of a fixed damping or learning rate."
         )
     if name == "nonlinear_divergence" and factor is not None:
         return (
@@ -282,6 +279,6 @@ def check_divergence(divergence: object) -> None:
     check_finite_positive("divergence", divergence)
     if divergence <= 1:  # type: ignore[operator]
         raise ValueError(
-            "`divergence` is how many times its start the loss may be, and must be more "
-            f"than 1, or `None`, but {divergence} was given."
+            "`divergence`, the largest allowed multiple of the first loss, must be more "
+            f"than 1 or `None`, but {divergence} was given."
         )

@@ -1,4 +1,4 @@
-"""The inner steps at one linearisation, looked at one by one."""
+"""The path of the inner steps at one linearisation."""
 
 from collections.abc import Callable
 
@@ -13,38 +13,36 @@ from .._linearisation._spectrum import Filter, Spectrum
 
 
 class Trajectory(eqx.Module):
-    """The path of the inner steps at one linearisation point, before, at and beyond the
-    period. Made by [`gnlin.IterativeLinearisation.trajectory`][]."""
+    """The path of the inner steps at one linearisation point, also beyond the period.
+    [`gnlin.IterativeLinearisation.trajectory`][] returns one."""
 
     linearisation: Linearisation
     spectrum: Spectrum
-    filter: Callable[[ScalarLike], Filter]  # of a number of inner steps
+    filter: Callable[[ScalarLike], Filter]  # a function of the number of inner steps
 
     def __repr__(self) -> str:
         return f"Trajectory({self.spectrum})"
 
     def parameters(self, inner_steps: Int[Array, " n"]) -> PyTree[Array]:
-        """The parameters after each number of inner steps, along a new leading axis.
-
-        Each is a whole number of at least 1.
-        """
+        """Return the parameters after each number of inner steps, along a new leading
+        axis. Each number is whole and at least 1."""
         check_period("inner_steps", inner_steps)
         return jax.vmap(self._after)(jnp.asarray(inner_steps))
 
     def outputs(
         self, inner_steps: Int[Array, " n"], *, on: Linearisation | None = None
     ) -> PyTree[Array]:
-        """The linearised model's outputs after each number of inner steps.
+        """Return the linearised model's outputs after each number of inner steps.
 
         **Arguments:**
 
         - `inner_steps`: whole numbers of at least 1.
-        - `on`: a linearisation, at the same point, of the function whose outputs are
-            wanted, such as the model on test inputs; by default the one trained on.
+        - `on`: a linearisation of another function at the same point, such as the model
+            on test inputs; by default the linearisation trained on.
         """
         check_period("inner_steps", inner_steps)
         on = self.linearisation if on is None else on
-        # A chunk at a time: all parameters at once may not fit in memory.
+        # Work in chunks, because all parameters at once may not fit in memory.
         return jax.lax.map(
             lambda k: on(self._after(k)), jnp.asarray(inner_steps), batch_size=32
         )

@@ -1,4 +1,4 @@
-"""Dampings, tried at one linearisation."""
+"""Try several dampings at one linearisation."""
 
 import functools
 from collections.abc import Callable
@@ -21,29 +21,30 @@ from ._between_bounds import between_bounds
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
-# A correction longer than this part of the step says that the step is too long for the
-# linearisation (Transtrum and Sethna, 2012, section 4).
+# A step is too long for the linearisation if its second-order correction is longer than
+# this part of it (Transtrum and Sethna, 2012, section 4).
 _MAX_ACCELERATION = 0.75
-# The part of the step over which its second derivative is measured (as there), and how
-# many roundings of the outputs, divided by its square, are none.
+# The part of the step over which its second derivative is measured (ibid.), and the least
+# second derivative that is not rounding, as a multiple of the outputs' rounding divided
+# by the square of that part.
 _PART, _ROUNDINGS = 0.1, 20
-# Relative to the largest curvature, damping at this power of eps damps nothing.
+# The largest curvature times eps to this power is a damping without effect.
 _LEAST_POWER = 2.5
-# By then the damping has grown past all floating-point numbers.
+# After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
 
 
 class TrialOutcome(eqx.Module):
-    """What came of the dampings: the accepted step with the least one; or, if none has
-    been accepted, the last step.
+    """The result of the trials: the last accepted step that lowers the loss by more than
+    rounding, else the first accepted one, else the last one.
 
-    - `num_tried`, `num_inner_steps`, `passes`: of all dampings together.
+    - `num_tried`, `num_inner_steps`, `passes`: totals over all trials.
     """
 
     damping: Float[Array, ""]
-    state: PyTree  # of the rule
+    state: PyTree  # the rule's
     step: PyTree[Array]
-    outputs: PyTree[Array]  # where it leads to
+    outputs: PyTree[Array]  # after the step
     found: Bool[Array, ""]
     goes_on: Bool[Array, ""]
     num_tried: Int[Array, ""]
@@ -64,21 +65,21 @@ def try_dampings(
     problem: Quadratic | None,
     is_finite: Bool[Array, ""],
 ) -> TrialOutcome:
-    """The dampings of a rule, from one linearisation and one factorisation.
+    """Try the dampings of a rule at one linearisation, with one factorisation.
 
-    - `state`: of the rule.
+    - `state`: the state of the rule.
     - `acceleration`: whether to add the second-order correction.
-    - `again`: solves the problem at another linearisation with a damping: its step.
-    - `inverse`: of the damped curvature, which steps between bounds need; without it
-        they solve the problem again.
-    - `problem`: the linearised one, if its Jacobian is in memory.
-    - `is_finite`: whether the linearisation is; if not, nothing is tried.
+    - `again`: a function that solves another linearisation with a damping, for its step.
+    - `inverse`: a function that returns the inverse of the damped curvature, for steps
+        between bounds. Without it they solve the problem again.
+    - `problem`: the linearised problem, if its Jacobian is in memory.
+    - `is_finite`: whether the linearisation is finite. If not, nothing is tried.
     """
     dtype = _tree.dtype((lin.point, lin.outputs))
     eps = _tree.eps((lin.point, lin.outputs))
     attainable = subproblem.attainable_decrease().astype(dtype)
     largest = subproblem.largest_curvature().astype(dtype)
-    # Below the least it damps nothing, above the most there is no step at all.
+    # A smaller damping has no effect, and a larger one allows no step.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
     sensible = unit * eps**_LEAST_POWER, unit / eps**2
     root = objective.root(lin.outputs)
@@ -120,7 +121,7 @@ def try_dampings(
         y = lin.moved(step)
         outputs = evaluate(y)
         actual = objective.decrease(lin.outputs, outputs).astype(dtype)
-        # The step of an approximation may be uphill: it promises more than it ever keeps.
+        # An approximate step may be uphill. Reject it by an infinite prediction.
         predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
         noise = (predicted <= rounding) & (jnp.abs(actual) <= rounding)
@@ -143,7 +144,7 @@ def try_dampings(
             step=_tree.where(takes, step, last.step),
             outputs=_tree.where(takes, outputs, last.outputs),
             found=last.found | accepted,
-            # Not for a damping that is no number, either.
+            # This also stops at a damping of NaN.
             goes_on=rule.goes_on(state, trial) & (damping < sensible[1]),
             num_tried=last.num_tried + 1,
             num_inner_steps=increased(
@@ -169,11 +170,10 @@ def try_dampings(
 
 
 def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
-    """The second-order correction to a step: the damped least-squares solution for the
-    second derivative of the outputs along it, whitened. The derivative is a difference of
-    outputs, which needs no differentiation of the function. There is no correction where
-    it is not finite, as at the edge of where the function is defined, or not above
-    `least`, its rounding."""
+    """Return the second-order correction to a step: the damped least-squares solution for
+    the whitened second derivative of the outputs along the step. The derivative is
+    computed as a difference of outputs. There is no correction if it is not finite, as
+    at the edge of the function's domain, or not above `least`, its rounding."""
     ahead, pushed = evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
 
     def second(ahead, here, pushed):

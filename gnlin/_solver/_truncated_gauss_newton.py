@@ -32,11 +32,11 @@ from ._stepping import AbstractSearchedGaussNewton, take_step
 class _Memory(eqx.Module):
     tolerance: Float[Array, ""]
     gradient_norm: Float[Array, ""]
-    step: PyTree[Array] | None  # the last, for a warm start
+    step: PyTree[Array] | None  # the last step, for a warm start
 
 
 class TruncatedGaussNewton(AbstractSearchedGaussNewton):
-    r"""Gauss-Newton whose linearised problem is solved to a tolerance: conjugate
+    r"""Gauss-Newton that solves the linearised problem to a tolerance: conjugate
     gradients stop at the first $\delta$ with
 
     $$\lVert\phi^\top\phi\,\delta + \phi^\top r + \lambda\delta\rVert
@@ -48,25 +48,25 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
 
     - `tolerance`: $\beta$, strictly between 0 and 1: a number, a traced scalar, a
         schedule (a function of the outer step), or [`gnlin.methods.EisenstatWalker`][].
-        One that the precision does not allow is met as far as it does.
-    - `damping`: $\lambda \ge 0$, likewise a number, a traced scalar or a schedule.
-    - `rtol`, `atol`: it has converged when a step changes each parameter `y` by less
+        Conjugate gradients also stop when rounding keeps them from getting closer.
+    - `damping`: $\lambda \ge 0$, also a number, a traced scalar or a schedule.
+    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
         than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: `optimistix.max_norm` by default.
-    - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form the
-        loss on the linearised model is minimised by Newton's method with conjugate
-        gradients, until its gradient is $\beta$ times what it was.
-    - `warm_start`: begin each linearised problem at this part of the last step, between
-        0 and 1 (Martens, 2010). It costs a product each way, and is for small
-        `max_inner_steps`: where subproblems are solved to a tolerance it mostly does not
-        pay.
-    - `preconditioner`: of [`gnlin.preconditioners`][], for the quadratic form.
-    - `max_inner_steps`: the most iterations at one linearisation (of Newton's method, in
-        the prox-linear form); `None` for ten times the number of parameters (for 100).
-    - `method`: `"matrix-free"` multiplies by Jacobian-vector and vector-Jacobian
-        products, `"dense"` by the Jacobian itself, and `"auto"` chooses: dense where
-        that is a small matrix.
-    - `memory_budget`: bytes that the Jacobian may take.
+    - `norm`: the norm in this test, `optimistix.max_norm` by default.
+    - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form Newton's
+        method with conjugate gradients minimises the loss of the linearised model, until
+        its gradient is at most $\beta$ times the first.
+    - `warm_start`: the part of the last step, between 0 and 1, from which the iteration
+        starts (Martens, 2010). It costs a product each way, and is meant for small
+        `max_inner_steps`; for solutions to a tolerance it rarely pays.
+    - `preconditioner`: one of [`gnlin.preconditioners`][], for the quadratic form.
+    - `max_inner_steps`: the most iterations at one linearisation, by default ten times
+        the number of parameters. In the prox-linear form it limits Newton's method, by
+        default to 100.
+    - `method`: `"matrix-free"` computes Jacobian-vector and vector-Jacobian products,
+        `"dense"` multiplies by the Jacobian in memory, and `"auto"` uses `"dense"` if the
+        Jacobian is small.
+    - `memory_budget`: the most bytes that the Jacobian may take.
     - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
@@ -168,7 +168,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     def _prepared(
         self, problem: Quadratic | ProxLinear
     ) -> tuple[MatrixFree | ProxLinearOnParameters, Passes]:
-        """The problem made ready, and what that has taken."""
+        """Return the subproblem of a problem, and the passes that it took."""
         cost, passes = problem.jacobian.cost(), Passes()
         if self.method == "dense" or (self.method == "auto" and cost.is_cheaper_at_hand):
             passes, problem = cost.rows, problem.at_hand()
