@@ -292,7 +292,7 @@ class _Partitioned(eqx.Module):
         others.remove(array)
         shapes = tuple((k, d) for k, _, d in (reads[0].arrays[i] for i in others))
         most = [max(each.arrays[k][1] for each in reads) for k in others]
-        blocks = [_parts(block) for block in jacobian.blocks()]
+        blocks = [parts_of(block) for block in jacobian.blocks()]
 
         kept = _no_blocks(shapes, dtype)
         eliminated = jnp.zeros((num_blocks, size, size), dtype)
@@ -358,7 +358,7 @@ class _Partitioned(eqx.Module):
         return half + half.T
 
 
-def _parts(block: AbstractBlock) -> list:
+def parts_of(block: AbstractBlock) -> list:
     """Return a block's parts, one for each group of examples."""
     return list(block.parts) if isinstance(block, StackedBlock) else [block]
 

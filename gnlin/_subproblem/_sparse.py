@@ -16,12 +16,13 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree
-from .._jacobian import AbstractJacobian, Cost, Reads, StackedBlock
+from .._jacobian import AbstractJacobian, Cost, Reads
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of
+from ._schur import parts_of
 
 
 # Least seconds for an entry of the system, as in graphs that are nearly chains.
@@ -141,9 +142,7 @@ class _Entries(eqx.Module):
         first, beyond, found = 0, p, []
         for block, leaf in zip(jacobian.blocks(), jacobian.domain.leaves, strict=True):
             first_row = 0
-            parts: list[Any] = (
-                [*block.parts] if isinstance(block, StackedBlock) else [block]
-            )
+            parts = parts_of(block)
             for part in parts:
                 found.append(_of_block(part, first_row, first, beyond))
                 first_row += part.num_rows
