@@ -5,7 +5,7 @@ number: where one is allowed, test for it before calling these.
 """
 
 import dis
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -35,21 +35,63 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def _known(value: object) -> bool:
-    return not isinstance(value, Tracer)
-
-
-def _real(name: str, value: Any) -> np.ndarray:
+def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str) -> None:
+    """Raise unless a condition holds for a number, or for each number of an array."""
+    if isinstance(value, Tracer):
+        return
     # A Python integer may be too large for NumPy's integer types, but not for a float.
     number = np.asarray(float(value) if type(value) is int else value)
     if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):
         raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
-    return number
+    if not np.all(holds(number)):
+        raise ValueError(f"`{name}` must {what}, but {value} was given.")
 
 
 def check_positive(name: str, value) -> None:
-    if _known(value) and not np.all(_real(name, value) > 0):
-        raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
+    _check(name, value, lambda x: x > 0, "be greater than 0")
+
+
+def check_nonnegative(name: str, value) -> None:
+    _check(name, value, lambda x: x >= 0, "not be negative")
+
+
+def check_finite_positive(name: str, value) -> None:
+    check_positive(name, value)
+    _check(name, value, np.isfinite, "be finite")
+
+
+def check_finite_nonnegative(name: str, value) -> None:
+    check_nonnegative(name, value)
+    _check(name, value, np.isfinite, "be finite")
+
+
+def check_fraction(name: str, value) -> None:
+    _check(name, value, lambda x: (x > 0) & (x < 1), "lie strictly between 0 and 1")
+
+
+def check_less_than_one(name: str, value) -> None:
+    _check(name, value, lambda x: (x >= 0) & (x < 1), "be at least 0 and less than 1")
+
+
+def check_between(name: str, value, least: float, most: float) -> None:
+    what = f"lie between {least:g} and {most:g}"
+    _check(name, value, lambda x: (x >= least) & (x <= most), what)
+
+
+def check_range(name: str, value, above: float, most: float) -> None:
+    what = f"be above {above:g} and at most {most:g}"
+    _check(name, value, lambda x: (x > above) & (x <= most), what)
+
+
+def check_period(name: str, value) -> None:
+    what = "be a whole number of at least 1, or `math.inf`"
+    _check(name, value, lambda x: (x >= 1) & (x == np.floor(x)), what)
+
+
+def check_scalar(name: str, value) -> None:
+    """Raise unless a value is one number, traced or not."""
+    if callable(value) or np.ndim(value) != 0 or isinstance(value, str | bool):
+        raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
 
 
 def check_callable(name: str, value: object, what: str, example: str) -> None:
@@ -67,81 +109,6 @@ def check_search(search: object, *also: type) -> None:
             f"of optimistix, such as `optimistix.BacktrackingArmijo()`, but {search!r} "
             "was given."
         )
-
-
-def check_nonnegative(name: str, value) -> None:
-    if _known(value) and not np.all(_real(name, value) >= 0):
-        raise ValueError(f"`{name}` must not be negative, but {value} was given.")
-
-
-def check_finite_nonnegative(name: str, value) -> None:
-    check_nonnegative(name, value)
-    if _known(value) and not np.all(np.isfinite(_real(name, value))):
-        raise ValueError(f"`{name}` must be finite, but {value} was given.")
-
-
-def check_finite_positive(name: str, value) -> None:
-    check_positive(name, value)
-    if _known(value) and not np.all(np.isfinite(_real(name, value))):
-        raise ValueError(f"`{name}` must be finite, but {value} was given.")
-
-
-def check_scalar(name: str, value) -> None:
-    """Raise unless a value is one number, traced or not."""
-    if callable(value) or np.ndim(value) != 0 or isinstance(value, str | bool):
-        raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
-
-
-def check_fraction(name: str, value) -> None:
-    """Raise unless a number lies strictly between 0 and 1."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number > 0) & (number < 1)):
-            raise ValueError(
-                f"`{name}` must lie strictly between 0 and 1, but {value} was given."
-            )
-
-
-def check_between(name: str, value, least: float, most: float) -> None:
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= least) & (number <= most)):
-            raise ValueError(
-                f"`{name}` must lie between {least:g} and {most:g}, but {value} was "
-                "given."
-            )
-
-
-def check_less_than_one(name: str, value) -> None:
-    """Raise unless a number is at least 0 and less than 1."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= 0) & (number < 1)):
-            raise ValueError(
-                f"`{name}` must be at least 0 and less than 1, but {value} was given."
-            )
-
-
-def check_range(name: str, value, above: float, most: float) -> None:
-    """Raise unless a number is above `above` and at most `most`."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number > above) & (number <= most)):
-            raise ValueError(
-                f"`{name}` must be above {above:g} and at most {most:g}, but {value} was "
-                "given."
-            )
-
-
-def check_period(name: str, value) -> None:
-    """Raise unless a number is whole and at least 1, or infinite."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= 1) & (number == np.floor(number))):
-            raise ValueError(
-                f"`{name}` must be a whole number of at least 1, or `math.inf`, but "
-                f"{value} was given."
-            )
 
 
 def is_whole(value: object) -> bool:
