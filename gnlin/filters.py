@@ -31,6 +31,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
 from ._common import _tree
 from ._common._checks import (
+    as_float,
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
@@ -149,7 +150,7 @@ class GradientDescent(AbstractFilter):
         r"""Return $K \log|1 - \eta w|$, the log growth of each residual component."""
         x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
         log_factor = jnp.log1p(-jnp.minimum(x, 2 - x))  # log|1 - x|, exact near 0 and 2
-        period = _as_float(self.period, eigenvalues.dtype)
+        period = jnp.asarray(as_float(self.period), eigenvalues.dtype)
         # With an infinite period, |1 - x| = 1 means convergence at x = 0, and endless
         # oscillation at x = 2, which counts as divergence.
         forever = jnp.where(x == 0, 0, jnp.where(log_factor < 0, -jnp.inf, jnp.inf))
@@ -159,7 +160,7 @@ class GradientDescent(AbstractFilter):
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         w = eigenvalues
         eta = jnp.asarray(self.learning_rate, w.dtype)
-        period = _as_float(self.period, w.dtype)
+        period = jnp.asarray(as_float(self.period), w.dtype)
         log_growth = self.log_growth(w)
         negative = _is_odd(self.period) & (eta * w > 1)  # the sign of (1 - eta w)^K
         shrunk = jnp.where(negative, 1 + jnp.exp(log_growth), -jnp.expm1(log_growth))
@@ -295,7 +296,7 @@ def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
     rounding."""
     matrix, offset = step
     eta = jnp.asarray(steps.learning_rate, w.dtype)
-    period = _as_float(steps.period, w.dtype)
+    period = jnp.asarray(as_float(steps.period), w.dtype)
     step = matrix, tuple(eta * jnp.broadcast_to(d, w.shape) for d in offset)
 
     def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
@@ -372,11 +373,6 @@ def equivalent_period(
         return math.inf
     with jax.numpy_dtype_promotion("standard"):
         return (1 - momentum) / (learning_rate * damping)
-
-
-def _as_float(period: ScalarLike, dtype) -> Array:
-    # A Python integer may be too large for JAX's integer types, but not for a float.
-    return jnp.asarray(float(period) if isinstance(period, int) else period, dtype)
 
 
 def _is_odd(period: ScalarLike) -> Array:
