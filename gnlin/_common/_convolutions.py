@@ -1,7 +1,7 @@
 """Convolutions that are as fast inside a compiled loop as outside, on a CPU.
 
 XLA's fast routine takes convolutions with channels last, and XLA changes to this layout
-only in a program's outermost computation. Elsewhere it uses plain loops over numbers
+only in a program's outermost computation. Elsewhere it uses plain scalar loops
 (https://github.com/jax-ml/jax/issues/12868). This module rewrites convolutions, and their
 derivatives, in that layout.
 """

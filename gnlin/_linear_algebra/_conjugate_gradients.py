@@ -111,8 +111,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
 
         # Each iteration takes one product: with the direction, for a step, or with x, for
-        # the true residual at the end of the recurrence. The recurrence then restarts,
-        # unless the true residual was not halved since the last restart.
+        # the true residual at the end of the recurrence. The recurrence then restarts, as
+        # long as each true residual is at most half the last.
         def iterate(it):
             product = operator.mv(_tree.where(it.looks, it.x, it.direction))
             curvature = _tree.dot(it.direction, product)  # p^T A p

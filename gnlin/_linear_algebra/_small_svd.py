@@ -90,8 +90,8 @@ def _tall(matrix):
 
 @custom_vmap
 def _jacobi(matrix: Float[Array, "m n *lanes"]):
-    r"""Rotate the columns in pairs until they are orthogonal and sorted by length (one-
-    sided Jacobi). Then $A V = U \Sigma$, where $V$ is the product of the rotations.
+    r"""Rotate the columns in pairs until they are orthogonal and sorted by length. Then
+    $A V = U \Sigma$, where $V$ is the product of the rotations (one-sided Jacobi).
 
     ??? cite "Reference"
 

@@ -82,8 +82,7 @@ class AbstractSubproblem(eqx.Module):
         squares."""
 
     def scaled_gradient_norm(self) -> Scalar:
-        """Return the gradient's norm in the variables in which the subproblem is
-        damped."""
+        """Return the norm of the gradient in the damped variables."""
         return self.gradient_norm
 
     def length(self, vector: PyTree[Array]) -> Scalar:
@@ -290,7 +289,7 @@ class AbstractIteration(AbstractWithGradient):
         raise does_not_serve(self.method, filter)
 
     def verdict(self, diverged: Array) -> optx.RESULTS:
-        """Report divergence, except where the first gradient was not finite already."""
+        """Return divergence, unless the first gradient was not finite."""
         return optx.RESULTS.where(
             diverged & jnp.isfinite(self.gradient_norm),
             optx.RESULTS.nonlinear_divergence,

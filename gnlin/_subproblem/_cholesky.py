@@ -70,7 +70,7 @@ class AbstractByCholesky(AbstractWay):
 
     @abc.abstractmethod
     def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
-        """Return the undamped matrix, and right-hand sides, whose dtype counts."""
+        """Return the undamped matrix, and right-hand sides to determine the dtype."""
 
     def factorised(self, filter: Filter) -> "AbstractByCholesky":
         factor, is_none = self._made(filter), lambda x: x is None

@@ -1,5 +1,4 @@
-"""Literal steps on the linearised problem, for any loss: of gradient descent, or of an
-optimiser."""
+"""Literal steps of gradient descent, or of an optimiser, on the linearised problem."""
 
 from typing import Any, NamedTuple
 

@@ -184,12 +184,9 @@ class MatrixFree(AbstractIteration):
         )
 
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Take literal steps, each of one tangent and one transposed pass; the first step
-        uses the gradient that is there.
-
-        Infinitely many steps, if they converge, converge to the minimum-norm solution,
-        which conjugate gradients find.
-        """
+        """Take literal steps, each of one tangent and one transposed pass; for the first
+        step the gradient is known. If infinitely many steps converge, their limit is the
+        minimum-norm solution, which conjugate gradients find."""
         each = self.problem.jacobian.a_product()
 
         def limit():

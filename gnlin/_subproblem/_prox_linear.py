@@ -165,8 +165,8 @@ class OnSpace(AbstractIteration):
         seen: Callable[[PyTree[Array]], Float[Array, " n"]],
     ) -> Float[Array, "s n"]:
         """Evaluate `seen` on the coordinates after each of several numbers of steps, or
-        times, in ascending order. Values are NaN where the steps have diverged, or have
-        raised the loss without momentum."""
+        times, in ascending order. Values are NaN if the steps have diverged or, without
+        momentum, have raised the loss."""
         filter, damping = undamped(filter)
         problem, space = self.problem, self.space
         fixed = space, problem.objective, problem.outputs
@@ -223,8 +223,7 @@ def _num_steps(filter: Filter) -> float | None:
 
 
 class ProxLinearOnOutputs(OnSpace):
-    """A way to solve a prox-linear problem for coefficients of outputs, with one product
-    with the kernel a step."""
+    """A way for coefficients of outputs: a step takes one product with the kernel."""
 
     method: ClassVar[str] = "kernel"
 
@@ -253,8 +252,7 @@ class ProxLinearOnOutputs(OnSpace):
 
 
 class ProxLinearOnParameters(OnSpace):
-    """A way to solve a prox-linear problem for parameters, with one product with the
-    Jacobian each way a step."""
+    """A way for parameters: a step takes a product with the Jacobian each way."""
 
     method: ClassVar[str] = "matrix-free"
 

@@ -126,7 +126,8 @@ class SchurComplement(AbstractWithGradient):
             return math.inf
         once = _SMALL * found.operations * rates().passed
         once += rates().cholesky(found.num_kept)
-        # No way resolves small singular values of a large sparse Jacobian.
+        # No way resolves small singular values of a large sparse Jacobian, and so their
+        # accuracy counts only if an SVD is cheap.
         price = price_of_squaring(cost, Tikhonov(1.0))
         return cost.all_rows + num_trials * once + price
 
@@ -154,9 +155,9 @@ class SchurComplement(AbstractWithGradient):
         inverse = inverse_factors(curvature.eliminated, damping)  # V = L L^T
         halved = curvature.coupling.times(inverse[curvature.read].swapaxes(1, 2))
         half = _einsum("kij,kj->ki", inverse, g_2)
-        of_1 = halved.onto(curvature.shapes, half[curvature.read]) - g_1
+        right = halved.onto(curvature.shapes, half[curvature.read]) - g_1
         complement = curvature.kept - curvature.summed_products(halved)
-        delta_1, result = solve_damped(complement, of_1, damping)
+        delta_1, result = solve_damped(complement, right, damping)
         pulled = halved.by(curvature.shapes, delta_1)
         pulled = jnp.zeros_like(half).at[curvature.read].add(pulled)
         delta_2 = -_einsum("kji,kj->ki", inverse, half + pulled)
@@ -221,7 +222,7 @@ _Shapes = tuple[tuple[int, int], ...]
 """Rows and columns of each kept array."""
 
 _Blocks = list[list[Float[Array, "_ _ _ _"]]]
-"""A q x q matrix in blocks, one for each two arrays: row x row x column x column."""
+"""A q x q matrix in blocks, one for each two arrays, by their rows, then columns."""
 
 
 def _no_blocks(shapes: _Shapes, dtype: jnp.dtype) -> _Blocks:
@@ -339,7 +340,7 @@ class _Partitioned(eqx.Module):
             within = second < n
             first, second = (jnp.minimum(k, n - 1) for k in (first, second))
             alike = within & (self.read[first] == self.read[second])
-            # The transpose is added at the end, and so a pair of equals counts half.
+            # The transpose is added below; an example's product with itself counts half.
             weight = jnp.where(alike, jnp.where(distance == 0, 0.5, 1), 0)
             these = rows.at(first).weighted(weight.astype(self.kept.dtype))
             total = _with_products(total, these, rows.at(second))
