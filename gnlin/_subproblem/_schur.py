@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
-from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
+from .._jacobian import AbstractJacobian, Cost, Reads
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
 from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of, solve_damped
+from ._sparse import parts_of
 
 
 # Number of pairs of examples whose products are in memory at once.
@@ -357,11 +358,6 @@ class _Partitioned(eqx.Module):
         nothing = zero, zero, _no_blocks(self.shapes, self.kept.dtype)
         half = _dense(jax.lax.while_loop(is_left, with_window, nothing)[2])
         return half + half.T
-
-
-def parts_of(block: AbstractBlock) -> list:
-    """Return a block's parts, one for each group of examples."""
-    return list(block.parts) if isinstance(block, StackedBlock) else [block]
 
 
 def _einsum(subscripts: str, *operands: Array) -> Array:

@@ -16,13 +16,12 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree
-from .._jacobian import AbstractJacobian, Cost, Reads
+from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of
-from ._schur import parts_of
 
 
 # Least seconds for an entry of the system, as in graphs that are nearly chains.
@@ -181,6 +180,11 @@ class _Entries(eqx.Module):
         matrix = jnp.concatenate([values, values, jnp.ones(m, dtype), lower])
         found = _factorisation()(row, column, matrix, jnp.where(finite, right, 0))
         return jnp.where(finite, found[m : m + below.size], jnp.nan)
+
+
+def parts_of(block: AbstractBlock) -> list:
+    """Return a block's parts, one for each group of examples."""
+    return list(block.parts) if isinstance(block, StackedBlock) else [block]
 
 
 def _of_block(
