@@ -14,8 +14,8 @@ with a scalar function $g$ of the eigenvalues, its *filter*:
 | [`gnlin.filters.GradientDescent`][] | $(1 - (1 - \eta w)^K)/w$ |
 | [`gnlin.filters.GradientFlow`][] | $(1 - e^{-wT})/w$ |
 | [`gnlin.filters.HeavyBall`][] | the $K$-th power of a $2 \times 2$ matrix |
-| [`gnlin.filters.Nesterov`][] | likewise |
-| [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another |
+| [`gnlin.filters.Nesterov`][] | the $K$-th power of another such matrix |
+| [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another filter $g$ |
 
 A filter is an elementwise function of eigenvalues, and a pytree whose leaves are its
 parameters, so that `jax.vmap` over the parameters shares one factorisation.

@@ -364,6 +364,6 @@ def unless_endless(
 
 def does_not_serve(method: str, filter: Filter) -> ValueError:
     return ValueError(
-        f"The method {method!r} does not serve for `{type(filter).__name__}`: choose "
+        f"The method {method!r} cannot be used for `{type(filter).__name__}`: choose "
         "another method for this filter."
     )

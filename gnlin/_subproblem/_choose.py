@@ -76,8 +76,7 @@ _OBJECTS: tuple[tuple[type, Any], ...] = (
 def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
     """Raise unless a method is one that a solver takes.
 
-    - `damped`: whether the solver's problems are damped, so that the methods for damped
-        problems serve.
+    - `damped`: whether the solver's problems are damped.
     - `also`: further names, for a solver that does not take lineax's solvers.
     """
     if damped and isinstance(method, _DAMPED_OBJECTS):
@@ -191,7 +190,7 @@ def _does_not_serve_here(
     others = [f'"{way.method}"' for way in serving]
     if isinstance(problem, ProxLinear):
         others.append('`form="quadratic"`')
-    why = f"does not serve for `{type(filter).__name__}` with `form={_form(problem)}`"
+    why = f"cannot be used for `{type(filter).__name__}` with `form={_form(problem)}`"
     if OnParameters in serving:
         if method == SchurComplement.method:
             why = (

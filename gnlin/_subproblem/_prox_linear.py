@@ -56,8 +56,8 @@ class ProxLinear(eqx.Module):
 
 
 class OnSpace(AbstractIteration):
-    """Ways to solve a prox-linear problem as far as a filter asks: for the minimiser, K
-    steps, or gradient flow for a time, each with or without damping."""
+    """Ways to solve a prox-linear problem. Depending on the filter, they compute its
+    minimiser, take K steps, or follow gradient flow for a time."""
 
     problem: ProxLinear
     space: AbstractSpace
