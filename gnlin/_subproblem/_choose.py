@@ -190,7 +190,7 @@ def _does_not_serve_here(
     others = [f'"{way.method}"' for way in serving]
     if isinstance(problem, ProxLinear):
         others.append('`form="quadratic"`')
-    why = f"cannot be used for `{type(filter).__name__}` with `form={_form(problem)}`"
+    why = f"cannot be used for `{type(filter).__name__}` on a {_form(problem)} problem"
     if OnParameters in serving:
         if method == SchurComplement.method:
             why = (
