@@ -14,11 +14,11 @@ with a scalar function $g$ of the eigenvalues, its *filter*:
 | [`gnlin.filters.GradientDescent`][] | $(1 - (1 - \eta w)^K)/w$ |
 | [`gnlin.filters.GradientFlow`][] | $(1 - e^{-wT})/w$ |
 | [`gnlin.filters.HeavyBall`][] | the $K$-th power of a $2 \times 2$ matrix |
-| [`gnlin.filters.Nesterov`][] | likewise |
-| [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another |
+| [`gnlin.filters.Nesterov`][] | the $K$-th power of another such matrix |
+| [`gnlin.filters.Damped`][] | $g(w + \lambda)$ of another filter $g$ |
 
-A filter is a callable on eigenvalues, elementwise, and a pytree whose leaves are its
-parameters: `jax.vmap` over the parameters shares one factorisation.
+A filter is an elementwise function of eigenvalues, and a pytree whose leaves are its
+parameters, so that `jax.vmap` over the parameters shares one factorisation.
 """
 
 import abc
@@ -31,6 +31,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, ScalarLike
 
 from ._common import _tree
 from ._common._checks import (
+    as_float,
     as_scalar,
     check_finite_nonnegative,
     check_finite_positive,
@@ -55,18 +56,18 @@ __all__ = [
 
 
 class AbstractFilter(eqx.Module):
-    """A function of the kernel's eigenvalues. Subclass it to make your own."""
+    """A function of the kernel's eigenvalues. Subclass it to define your own."""
 
     def __repr__(self) -> str:
         return _tree.in_words(self)
 
     @abc.abstractmethod
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        """The filter's value $g(w)$ at each (non-negative) eigenvalue `w`."""
+        """Return the filter's value $g(w)$ at each (non-negative) eigenvalue `w`."""
 
 
 def _reciprocal(w: Float[Array, "*k"], where: Bool[Array, "*k"]) -> Float[Array, "*k"]:
-    """`1 / w` where asked, else 0, with no division by zero on the way."""
+    """Return `1 / w` where a condition holds, else 0, without dividing by zero."""
     return jnp.where(where, 1 / jnp.where(where, w, 1), 0)
 
 
@@ -76,9 +77,9 @@ class PseudoInverse(AbstractFilter):
     **Arguments:**
 
     - `rcond`: singular values of the Jacobian (square roots of `w`) at or below `rcond`
-        times the largest count as zero, as in `numpy.linalg.pinv`. `None`: only
-        eigenvalues that are exactly zero do; a [`gnlin.Spectrum`][] has already set to
-        zero those that rounding keeps from being told from it.
+        times the largest count as zero, as in `numpy.linalg.pinv`. With `None`, only
+        eigenvalues that are exactly zero do; a [`gnlin.Spectrum`][] has set those to zero
+        that are indistinguishable from it at working precision.
 
     !!! example
 
@@ -123,10 +124,10 @@ class Tikhonov(AbstractFilter):
 class GradientDescent(AbstractFilter):
     r"""`period` steps of gradient descent: $g(w) = (1 - (1 - \eta w)^K)/w$.
 
-    Evaluated as `-expm1(K * log|1 - eta w|) / w`, so that $K = 10^8$ costs what $K = 1$
-    costs. For $1 < \eta w < 2$ the descent still converges, with alternating sign; for
-    $\eta w > 2$ it diverges, and the filter grows as the steps would, to infinity where
-    they overflow.
+    It is evaluated as `-expm1(K * log|1 - eta w|) / w`, so that $K = 10^8$ costs the same
+    as $K = 1$. For $1 < \eta w < 2$ the descent converges with alternating sign. For
+    $\eta w > 2$ it diverges, and the filter grows as the steps would; it is infinite
+    where they overflow.
 
     **Arguments:**
 
@@ -142,16 +143,16 @@ class GradientDescent(AbstractFilter):
         check_finite_positive("learning_rate", self.learning_rate)
 
     def largest_stable(self) -> ScalarLike:
-        r"""The least $\eta w$ for which the steps do not converge."""
+        r"""Return the least $\eta w$ for which the steps do not converge."""
         return 2.0
 
     def log_growth(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        r"""$K \log|1 - \eta w|$: by how much each residual component has grown."""
+        r"""Return $K \log|1 - \eta w|$, the log growth of each residual component."""
         x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
         log_factor = jnp.log1p(-jnp.minimum(x, 2 - x))  # log|1 - x|, exact near 0 and 2
-        period = _as_float(self.period, eigenvalues.dtype)
-        # An infinite period leaves |1 - x| = 1 as it is only at x = 0; at x = 2 the
-        # descent oscillates for ever, which is no convergence.
+        period = jnp.asarray(as_float(self.period), eigenvalues.dtype)
+        # With an infinite period, |1 - x| = 1 means convergence at x = 0, and endless
+        # oscillation at x = 2, which counts as divergence.
         forever = jnp.where(x == 0, 0, jnp.where(log_factor < 0, -jnp.inf, jnp.inf))
         finite = jnp.where(jnp.isinf(period), 0, period) * log_factor
         return jnp.where(jnp.isinf(period), forever, finite)
@@ -159,7 +160,7 @@ class GradientDescent(AbstractFilter):
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         w = eigenvalues
         eta = jnp.asarray(self.learning_rate, w.dtype)
-        period = _as_float(self.period, w.dtype)
+        period = jnp.asarray(as_float(self.period), w.dtype)
         log_growth = self.log_growth(w)
         negative = _is_odd(self.period) & (eta * w > 1)  # the sign of (1 - eta w)^K
         shrunk = jnp.where(negative, 1 + jnp.exp(log_growth), -jnp.expm1(log_growth))
@@ -172,11 +173,11 @@ class GradientDescent(AbstractFilter):
 class GradientFlow(AbstractFilter):
     r"""Gradient flow for a time: $g(w) = (1 - e^{-wT})/w$.
 
-    The limit of [`gnlin.filters.GradientDescent`][] as $\eta \to 0$ with $K\eta = T$.
+    It is the limit of [`gnlin.filters.GradientDescent`][] as $\eta \to 0$, $K\eta = T$.
 
     **Arguments:**
 
-    - `time`: $T \ge 0$, in units of 1 / eigenvalue; `math.inf` flows to convergence.
+    - `time`: $T \ge 0$, in units of 1 / eigenvalue; `math.inf` for flow to convergence.
     """
 
     time: ScalarLike = eqx.field(converter=as_scalar)
@@ -196,10 +197,11 @@ class GradientFlow(AbstractFilter):
 class HeavyBall(AbstractFilter):
     r"""`period` steps of gradient descent with heavy-ball momentum (Polyak, 1964).
 
-    The velocity starts at zero: $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow
-    \theta + v$, as `optax.sgd(learning_rate, momentum)` does. Per eigenvalue, $g$ and
-    the velocity follow an affine recurrence in the plane; its $K$-th power is taken by
-    repeated squaring, in $\log_2 K$ rounds. It converges for $\eta w < 2(1 + \mu)$.
+    As in `optax.sgd(learning_rate, momentum)`, the velocity starts at zero, and
+    $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow \theta + v$. For each
+    eigenvalue, $g$ and the velocity follow an affine recurrence in the plane; its $K$-th
+    power is computed by repeated squaring, in $\log_2 K$ rounds. The steps converge for
+    $\eta w < 2(1 + \mu)$.
 
     **Arguments:**
 
@@ -221,18 +223,18 @@ class HeavyBall(AbstractFilter):
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         x, mu = _scaled(self, eigenvalues)
-        # One step, with v' = mu v + eta (1 - w g) and g' = g + v'
+        # One step: v' = mu v + eta (1 - w g), g' = g + v'
         return _power(self, eigenvalues, ((-x, mu, -x, mu - 1), (1.0, 1.0)))
 
 
 class Nesterov(AbstractFilter):
     r"""`period` steps of gradient descent with Nesterov's momentum (1983).
 
-    The velocity starts at zero: $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow
-    \theta + \mu v - \eta\nabla$, as `optax.sgd(learning_rate, momentum, nesterov=True)`
-    does. It converges for $\eta w < 2(1 + \mu)/(1 + 2\mu)$.
+    As in `optax.sgd(learning_rate, momentum, nesterov=True)`, the velocity starts at
+    zero, and $v \leftarrow \mu v - \eta\nabla$, $\theta \leftarrow \theta + \mu v -
+    \eta\nabla$. The steps converge for $\eta w < 2(1 + \mu)/(1 + 2\mu)$.
 
-    **Arguments:** as [`gnlin.filters.HeavyBall`][].
+    **Arguments:** as for [`gnlin.filters.HeavyBall`][].
     """
 
     period: ScalarLike
@@ -248,7 +250,7 @@ class Nesterov(AbstractFilter):
 
     def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
         x, mu = _scaled(self, eigenvalues)
-        # g' = g + mu v' + eta (1 - w g)
+        # One step: v' = mu v + eta (1 - w g), g' = g + mu v' + eta (1 - w g)
         step = ((-(1 + mu) * x, mu**2, -x, mu - 1), (1 + mu, 1.0))
         return _power(self, eigenvalues, step)
 
@@ -256,8 +258,7 @@ class Nesterov(AbstractFilter):
 class Damped(AbstractFilter):
     r"""Any filter on the damped problem: $g(w + \lambda)$ in place of $g(w)$.
 
-    Descent with $\frac\lambda2\lVert\theta - \theta_s\rVert^2$ added to the loss, for
-    one.
+    An example is descent on the loss plus $\frac\lambda2\lVert\theta - \theta_s\rVert^2$.
 
     **Arguments:**
 
@@ -284,18 +285,18 @@ def _check_momentum_steps(steps: HeavyBall | Nesterov) -> None:
 def _scaled(
     steps: HeavyBall | Nesterov, w: Float[Array, "*k"]
 ) -> tuple[Float[Array, "*k"], Float[Array, "*k"]]:
-    """eta w, and mu for each w."""
+    """Return eta w, and mu broadcast to its shape."""
     x = jnp.asarray(steps.learning_rate, w.dtype) * w
     return x, jnp.broadcast_to(jnp.asarray(steps.momentum, w.dtype), w.shape)
 
 
 def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
-    """The filter of K steps, each z' = z + E z + eta d of z = (g, v): the affine map's
-    K-th power. Kept as E, not as I + E: where x is small, 1 - x would lose it, and K
-    times as much."""
+    """Return the filter of K steps z' = z + E z + eta d with z = (g, v), an affine map's
+    K-th power. Powers are stored as E, not as I + E, in which a small E would be lost to
+    rounding."""
     matrix, offset = step
     eta = jnp.asarray(steps.learning_rate, w.dtype)
-    period = _as_float(steps.period, w.dtype)
+    period = jnp.asarray(as_float(steps.period), w.dtype)
     step = matrix, tuple(eta * jnp.broadcast_to(d, w.shape) for d in offset)
 
     def compose(a, b):  # first b, then a: I + E = (I + A)(I + B)
@@ -331,14 +332,15 @@ def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
 def equivalent_damping(
     period: ArrayLike, learning_rate: ArrayLike, momentum: ArrayLike = 0.0
 ) -> ArrayLike:
-    r"""The damping whose filter is nearest to `period` steps: $\lambda = 1/(\eta K)$.
+    r"""Return the damping whose filter is nearest to `period` steps,
+    $\lambda = 1/(\eta K)$.
 
-    Early-stopped descent and damping have nearly the same filter at this strength: both
-    leave eigenvalues far below it alone and invert those far above it. Momentum $\mu$
-    makes the steps $1/(1-\mu)$ times longer.
+    With this damping, both filters are nearly the same: they invert eigenvalues far above
+    it, and ignore those far below it. Momentum $\mu$ makes the steps $1/(1-\mu)$ times
+    longer.
 
-    **Arguments:** as [`gnlin.filters.HeavyBall`][], or arrays of them; an infinite period
-    gives 0.
+    **Arguments:** as for [`gnlin.filters.HeavyBall`][], or arrays of them; an infinite
+    period gives 0.
 
     **Returns:** the damping, in units of the kernel's eigenvalues.
 
@@ -351,17 +353,17 @@ def equivalent_damping(
     check_period("period", period)
     check_finite_positive("learning_rate", learning_rate)
     check_less_than_one("momentum", momentum)
-    with jax.numpy_dtype_promotion("standard"):  # arrays of whole numbers of steps
+    with jax.numpy_dtype_promotion("standard"):  # for arrays of integer periods
         return (1 - momentum) / (learning_rate * period)
 
 
 def equivalent_period(
     damping: ArrayLike, learning_rate: ArrayLike, momentum: ArrayLike = 0.0
 ) -> ArrayLike:
-    r"""The number of steps nearest to a damping: $K = 1/(\eta\lambda)$, the inverse of
-    [`gnlin.filters.equivalent_damping`][].
+    r"""Return the number of steps nearest to a damping, $K = 1/(\eta\lambda)$, as the
+    inverse of [`gnlin.filters.equivalent_damping`][].
 
-    **Returns:** the period as a real number (round it for a solver); infinity for a
+    **Returns:** the period as a real number, which a solver takes rounded; infinity for a
     damping of 0.
     """
     check_finite_nonnegative("damping", damping)
@@ -373,13 +375,8 @@ def equivalent_period(
         return (1 - momentum) / (learning_rate * damping)
 
 
-def _as_float(period: ScalarLike, dtype) -> Array:
-    # A Python integer may be too large for JAX's integers, but never for a float.
-    return jnp.asarray(float(period) if isinstance(period, int) else period, dtype)
-
-
 def _is_odd(period: ScalarLike) -> Array:
-    # Before any rounding to single precision, in which every K > 2^24 is even.
+    # Test before rounding to single precision, in which every K > 2^24 is even.
     if isinstance(period, int):
         return jnp.asarray(period % 2 == 1)
     return jnp.mod(jnp.asarray(period), 2) == 1

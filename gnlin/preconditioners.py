@@ -1,7 +1,7 @@
 r"""Preconditioners for conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = b$.
 
-Each is made anew at every linearisation, which costs something; the fewer iterations have
-to make up for it. "How to choose" in the documentation has cases of both.
+A preconditioner is computed at every linearisation. It pays if it saves more iterations
+than it costs; "How to choose" in the documentation has cases of both.
 
 !!! example
 
@@ -13,6 +13,7 @@ to make up for it. "How to choose" in the documentation has cases of both.
 """
 
 import abc
+import math
 from collections.abc import Sequence
 
 import equinox as eqx
@@ -37,46 +38,46 @@ __all__ = [
 ]
 
 
-# Of the rows that blocks are summed from: they stay near the processor.
+# Bytes of the rows from which blocks are summed at a time, so that they fit into a cache.
 _PART_BYTES = 2**24
 
 
 class AbstractPreconditioner(eqx.Module):
-    """Something near the inverse of the damped curvature."""
+    """An approximate inverse of the damped curvature."""
 
     @abc.abstractmethod
     def inverse(
         self, jacobian: AbstractJacobian, damping: ScalarLike
     ) -> lx.FunctionLinearOperator:
-        r"""A positive definite operator near $(\phi^\top\phi + \lambda I)^{-1}$, on the
-        parameters' structure. Of a Jacobian that is not finite it is not either."""
+        r"""Return a positive definite operator near $(\phi^\top\phi + \lambda I)^{-1}$,
+        on the parameters' structure. It is not finite if the Jacobian is not."""
 
     @abc.abstractmethod
     def passes(self, jacobian: AbstractJacobian) -> Passes:
-        """That making it takes."""
+        """Return the passes that computing the inverse takes."""
 
 
 class Nystrom(AbstractPreconditioner):
-    r"""The largest eigenvalues of the curvature, from random products with it.
+    r"""A low-rank approximation of the curvature, from random products with it.
 
-    $\phi^\top\phi \approx U\hat\Lambda U^\top$ of rank $\ell$ by the randomised Nyström
-    method, and
+    With $\phi^\top\phi \approx U\hat\Lambda U^\top$ of rank $\ell$ by the randomised
+    Nyström method, the preconditioner is
 
     $$P^{-1} = (\hat\lambda_\ell + \lambda)\,U(\hat\Lambda + \lambda I)^{-1}U^\top
     + (I - UU^\top).$$
 
-    It pays where few eigenvalues are large and the rest are below the damping or of one
-    size, and the subproblem is solved to a small tolerance; not where a handful of
+    It pays if few eigenvalues are large, the others are below the damping or of similar
+    size, and the subproblem is solved to a small tolerance. It does not pay if a few
     iterations suffice. It takes `rank` products with $\phi$ and with $\phi^\top$, and
-    p x `rank` numbers.
+    stores p x `rank` numbers.
 
     **Arguments:**
 
-    - `rank`: $\ell$, at least 1; a larger one than p, the number of parameters, serves as
-        p.
-    - `seed`: of the random vectors, the same at each linearisation.
+    - `rank`: $\ell$, at least 1. If it is larger than p, the number of parameters, p is
+        used.
+    - `seed`: the seed of the random vectors, which are the same at each linearisation.
 
-    **Raises:** `ValueError` if `rank` is no whole number of at least 1.
+    **Raises:** `ValueError` if `rank` is not a whole number of at least 1.
 
     ??? cite "Reference"
 
@@ -111,7 +112,7 @@ class Nystrom(AbstractPreconditioner):
         products = jax.vmap(product, 1, 1)
         u, eigenvalues = _nystrom.eigenpairs(products, p, rank, self.seed, dtype)
 
-        # Equation (1.3)
+        # Equation (1.3).
         damped = eigenvalues + jnp.asarray(damping, dtype)
         largest = jnp.max(damped)
         damped = jnp.where(largest > 0, jnp.maximum(damped, eps * largest), 1)
@@ -125,21 +126,21 @@ class Nystrom(AbstractPreconditioner):
 
 
 class BlockDiagonal(AbstractPreconditioner):
-    r"""The blocks of the curvature on its diagonal, each inverted.
+    r"""The inverses of diagonal blocks of the curvature.
 
-    An array of parameters is one block if it is small enough; else each of its rows is
-    one (the weights of a neuron, of a channel), if these are; else its diagonal serves.
-    It pays where parameters in different blocks have nearly independent effects of very
-    different scale, as of features in different units; of networks with hidden layers it
-    mostly does not, nor where the damping hides the scales. It takes as many passes as
-    the dense Jacobian, some examples at a time, and p times the size of a block in
-    numbers.
+    An array of parameters is one block if it is small enough. Otherwise each of its rows
+    (the weights of a neuron or of a channel) is one block, if these are small enough;
+    otherwise each of its entries is one. It pays if parameters in different blocks have
+    nearly independent effects of very different scale, such as features in different
+    units. For networks with hidden layers it rarely pays, nor if the damping hides the
+    scales. It takes as many passes as the dense Jacobian, some examples at a time, and
+    stores p numbers times the size of a block.
 
     **Arguments:**
 
-    - `max_size`: of a block, at least 1; with 1 it is the diagonal alone.
+    - `max_size`: the largest size of a block, at least 1; 1 is the diagonal alone.
 
-    **Raises:** `ValueError` if `max_size` is no whole number of at least 1.
+    **Raises:** `ValueError` if `max_size` is not a whole number of at least 1.
     """
 
     max_size: int = eqx.field(static=True, default=256)
@@ -181,10 +182,8 @@ class BlockDiagonal(AbstractPreconditioner):
 
 
 def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
-    """(number of blocks, their size) of an array of parameters."""
-    size = 1
-    for n in shape:
-        size *= n
+    """Return the number of blocks of an array of parameters, and their size."""
+    size = math.prod(shape)
     if size <= max_size:
         return 1, size
     first = shape[0]
@@ -192,9 +191,8 @@ def _blocks(shape: tuple[int, ...], max_size: int) -> tuple[int, int]:
 
 
 def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, "k i i"]:
-    """Of each damped block. From Cholesky's factors, so that they are positive definite;
-    and not the factors themselves, whose triangular solutions are slow for many small
-    blocks."""
+    """Return the inverse of each damped block, positive definite by construction from
+    Cholesky factors. (Triangular solves are slow for many small blocks.)"""
     halves = inverse_factors(gram, damping)
     return _products(halves.swapaxes(1, 2), halves)
 
@@ -202,14 +200,14 @@ def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, 
 def inverse_factors(
     gram: Float[Array, "k i i"], damping: ScalarLike
 ) -> Float[Array, "k i i"]:
-    r"""$L^{-1}$ of each damped block, $LL^\top$; one that rounding leaves singular is
-    damped by it. Of numbers that are not finite, NaN."""
+    r"""Return $L^{-1}$ of each damped block $LL^\top$, NaN if the blocks are not finite.
+    The damping is raised by the rounding of the block, so that none is singular."""
     size = gram.shape[-1]
     identity = jnp.eye(size, dtype=gram.dtype)
     traces = jnp.trace(gram, axis1=-2, axis2=-1)
     rounding = size * jnp.finfo(gram.dtype).eps * traces
     shift = jnp.asarray(damping, gram.dtype) + rounding
-    # A parameter that nothing depends on, undamped
+    # The shift is zero without damping if no output depends on a block's parameters.
     shift = jnp.where(shift > 0, shift, 1)
     finite = _tree.all_finite(gram)
     damped = jnp.where(finite, gram + shift[:, None, None] * identity[None], identity)

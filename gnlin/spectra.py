@@ -1,10 +1,10 @@
 r"""Spectra of large kernels, by products alone.
 
-What [`gnlin.Linearisation.spectrum`][] says of every eigenvalue, these say of a kernel
-$\phi\phi^\top$ that is too large to be factorised, or to be held: its largest eigenpairs,
-and sums over all of them, with their errors. The curvature $\phi^\top\phi$ has the same
-eigenvalues, besides zeros. Each product is a transposed and a tangent pass, on vectors of
-the smaller of m outputs and p parameters.
+[`gnlin.Linearisation.spectrum`][] computes all eigenvalues of a kernel $\phi\phi^\top$.
+For a kernel that is too large to be factorised, or to be stored, these functions compute
+the largest eigenpairs, and estimate sums over all eigenvalues, with standard errors. The
+curvature $\phi^\top\phi$ has the same nonzero eigenvalues. A product takes a transposed
+and a tangent pass; vectors have min(m, p) entries, for m outputs and p parameters.
 """
 
 from collections.abc import Callable
@@ -34,23 +34,24 @@ __all__ = [
 ]
 
 
-# Vectors in the basis for k pairs, where memory allows. More of them save products.
+# The basis for k pairs has _BASIS k + _MORE vectors if memory allows.
 _BASIS, _MORE = 4, 40
-# Bases' worth of products that are the most.
+# The default of `max_products`, in multiples of the basis.
 _MOST = 10
 
 
 class Eigenpairs(eqx.Module):
     r"""The k largest eigenpairs of the kernel $\phi\phi^\top$ and of the curvature
-    $\phi^\top\phi$, as [`gnlin.spectra.leading`][] finds them.
+    $\phi^\top\phi$, as returned by [`gnlin.spectra.leading`][].
 
     **Attributes:**
 
-    - `eigenvalues`: `w`, the largest first. Those that rounding cannot tell from zero are
-        exactly zero.
-    - `residuals`: $\lVert A x - w x\rVert$ of each, as the iteration tells; rounding
-        apart.
-    - `num_products`: with the kernel, of a transposed and a tangent pass each.
+    - `eigenvalues`: `w`, the largest first. Eigenvalues indistinguishable from zero at
+        working precision are exactly zero.
+    - `residuals`: $\lVert A x - w x\rVert$ of each pair, as the iteration estimates it
+        (without rounding).
+    - `num_products`: the products with the kernel, each of a transposed and a tangent
+        pass.
     - `converged`: whether all residuals are within the tolerance.
     """
 
@@ -58,17 +59,16 @@ class Eigenpairs(eqx.Module):
     residuals: Float[Array, " k"]
     num_products: Int[Array, ""]
     converged: Bool[Array, ""]
-    # Of the smaller side
-    _vectors: Float[Array, "k n"] = eqx.field(repr=False)
+    _vectors: Float[Array, "k n"] = eqx.field(repr=False)  # n = min(m, p)
     _lin: Linearisation = eqx.field(repr=False)
 
     def __repr__(self) -> str:
         return _tree.in_words(self)
 
     def on_outputs(self) -> Float[Array, "m k"]:
-        r"""Eigenvectors of the kernel, a column each, in `ravel_pytree` order. With fewer
-        parameters than outputs they are $\phi v/\sqrt w$, a tangent pass each, and zero
-        where w is."""
+        r"""Return the eigenvectors of the kernel in columns, in `ravel_pytree` order.
+        With fewer parameters than outputs they are $\phi v/\sqrt w$, which takes a
+        tangent pass each, and zero if w is."""
         if _outputs_are_fewer(self._lin.jacobian):
             return self._vectors.T
         push_forward = self._lin.jacobian.push_forward
@@ -78,9 +78,9 @@ class Eigenpairs(eqx.Module):
         return (self._inverse_roots()[:, None] * pushed.astype(self._vectors.dtype)).T
 
     def on_parameters(self) -> PyTree[Array]:
-        r"""Eigenvectors of the curvature, in the parameters' structure with a leading
-        axis of length k. With no more outputs than parameters they are
-        $\phi^\top u/\sqrt w$, a transposed pass each, and zero where w is."""
+        r"""Return the eigenvectors of the curvature, in the parameters' structure with a
+        leading axis of length k. With at most as many outputs as parameters they are
+        $\phi^\top u/\sqrt w$, which takes a transposed pass each, and zero if w is."""
         if not _outputs_are_fewer(self._lin.jacobian):
             return jax.vmap(self._on_parameters)(self._vectors)
         pull_back = self._lin.jacobian.pull_back
@@ -88,12 +88,12 @@ class Eigenpairs(eqx.Module):
         return jax.lax.map(pull_back, scaled)
 
     def spectrum(self, residual: PyTree[Array] | None = None) -> Spectrum:
-        """The same as a [`gnlin.Spectrum`][] of k eigenpairs, with its filters and
-        measures: a step by it is one within these directions.
+        """Return the pairs as a [`gnlin.Spectrum`][], whose steps stay within these k
+        directions.
 
         **Arguments:**
 
-        - `residual`: of the outputs' structure; by default the outputs.
+        - `residual`: a residual in the outputs' structure; by default the outputs.
         """
         residual = self._lin.outputs if residual is None else residual
         jacobian, s = self._lin.jacobian, jnp.sqrt(self.eigenvalues)
@@ -121,26 +121,26 @@ def leading(
     tolerance: ScalarLike = 1e-5,
     max_products: int | None = None,
 ) -> Eigenpairs:
-    r"""The k largest eigenvalues of the kernel $\phi\phi^\top$, and their eigenvectors,
-    without forming it.
+    r"""Find the k largest eigenvalues of the kernel $\phi\phi^\top$, and their
+    eigenvectors, without forming it.
 
-    By Lanczos' process on the smaller side, every vector orthogonal to all before it. It
-    ends when $\lVert A x - w x\rVert \le \tau\,w$ for each pair, or ten roundings of the
-    largest eigenvalue where that is more; and when a random vector beside them has found
-    no more in 24 products, as it would where an eigenvalue is a multiple one. So k may
-    be more than the rank. The basis is of some 4 k vectors, or as many as half the
-    linearisation's memory budget holds; beyond, it begins anew from the best of them.
+    This is the Lanczos process with full orthogonalisation, on the smaller side. It ends
+    when $\lVert A x - w x\rVert \le \tau\,w$ for each pair (or 10 eps times the largest
+    eigenvalue, if that is more), and 24 products from a random vector orthogonal to them
+    have found no further pair. So it finds multiple eigenvalues, and k may exceed the
+    rank. The basis has about 4 k vectors, or as many as half the linearisation's memory
+    budget holds; when it is full, the process restarts from the best of them.
 
     **Arguments:**
 
     - `lin`: a [`gnlin.Linearisation`][] of m outputs and p parameters.
-    - `k`: how many, at most min(m, p).
-    - `tolerance`: $\tau > 0$, of the residuals relative to their eigenvalues. Eigenvalues
-        are as precise as its square over the gap between them, eigenvectors as it is.
-    - `max_products`: the most products to be made, about; `None` for ten bases' worth.
+    - `k`: the number of eigenpairs, at most min(m, p).
+    - `tolerance`: $\tau > 0$, for residuals relative to their eigenvalues. Eigenvectors
+        have errors of about $\tau$, eigenvalues of $\tau^2$, over the relative gap.
+    - `max_products`: the most products, approximately; `None` for ten times the basis.
 
-    **Returns:** [`gnlin.spectra.Eigenpairs`][]. Of a Jacobian that is not finite they are
-    NaN, and have not converged.
+    **Returns:** [`gnlin.spectra.Eigenpairs`][]. If the Jacobian is not finite, they are
+    NaN and have not converged.
 
     **Raises:** `ValueError` if there are fewer than k eigenpairs, or if k + 2 vectors of
     length min(m, p) take more than half the memory budget.
@@ -166,16 +166,16 @@ def leading(
     if k > n:
         raise ValueError(
             f"A Jacobian of {' x '.join(map(str, lin.shape))} has {n} eigenpairs, but "
-            f"{k} were asked for."
+            f"`k={k}` was given."
         )
-    # Twice: a basis that begins anew is there beside the old one.
+    # A restart holds the old basis and the new one.
     room = lin.jacobian.memory_budget // (2 * n * dtype.itemsize)
     capacity = min(n, _BASIS * k + _MORE, room)
     if capacity < min(n, k + 2):
         raise ValueError(
-            f"{k} eigenvectors of {n} numbers, twice, take more than the memory budget "
-            f"of {lin.jacobian.memory_budget} bytes: ask for fewer, or linearise with a "
-            "larger `memory_budget`."
+            f"Two copies of {k} eigenvectors of {n} numbers take more than the memory "
+            f"budget of {lin.jacobian.memory_budget} bytes: pass a smaller `k`, or "
+            "linearise with a larger `memory_budget`."
         )
     if max_products is None:
         max_products = _MOST * capacity
@@ -196,12 +196,12 @@ def leading(
 
 
 class Estimate(eqx.Module):
-    """A number, estimated from random vectors.
+    """An estimate from random vectors.
 
     **Attributes:**
 
     - `value`: the mean over random vectors.
-    - `standard_error`: of that mean, as they differ among themselves.
+    - `standard_error`: the standard error of that mean, from the differences among them.
     """
 
     value: Scalar
@@ -213,20 +213,21 @@ class Estimate(eqx.Module):
 
 @eqx.filter_jit
 def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> Estimate:
-    r"""$\mathrm{tr}(\phi\phi^\top)$, from as many products as there are probes.
+    r"""Estimate $\mathrm{tr}(\phi\phi^\top)$ from one product for each probe.
 
-    By XNysTrace: the trace of a randomised Nyström approximation, and of what it leaves
-    as each probe sees it that has been left out. Its error falls with the eigenvalues
-    beyond the number of probes, where Hutchinson's falls with the root of that number.
-    The standard error takes what the probes say as independent. They share the others:
-    with as many as a third of all dimensions the error is up to twice what it says.
+    This is XNysTrace: the trace of a randomised Nyström approximation, plus an estimate
+    of the remainder from each probe that was left out of it. Its error falls with the
+    eigenvalues beyond the number of probes; Hutchinson's falls only with the square root
+    of that number. The standard error treats the probes' estimates as independent, but
+    they share the other probes. If the probes are a third of all dimensions, the true
+    error is up to twice the standard error.
 
     **Arguments:**
 
     - `lin`: a [`gnlin.Linearisation`][].
-    - `key`: of the random vectors.
-    - `num_probes`: at least 2, of length min(m, p); with as many as that, or more, the
-        trace is exact, and no probe is drawn.
+    - `key`: the key of the random vectors.
+    - `num_probes`: at least 2. With min(m, p) or more, the trace is exact, and no random
+        vector is drawn.
 
     ??? cite "Reference"
 
@@ -239,26 +240,26 @@ def trace(lin: Linearisation, *, key: Key[Array, ""], num_probes: int = 32) -> E
     if num_probes >= n:
         each = jax.lax.map(lambda e: jnp.vdot(e, product(e)), jnp.eye(n, dtype=dtype))
         return Estimate(jnp.sum(each), jnp.zeros((), dtype))
-    # On the sphere of radius sqrt(n), a column each
+    # Each column is uniform on the sphere of radius sqrt(n).
     probes = jax.random.normal(key, (n, num_probes), dtype)
     probes *= (n**0.5 / jnp.linalg.norm(probes, axis=0))[None]
     sketch = jax.lax.map(product, probes.T).T
-    # So many probes have next to no length along some direction (Marchenko and Pastur),
-    # and the shift is to be seen there, too.
+    # The smallest singular value of the probes is about sqrt(n) times this (Marchenko and
+    # Pastur), and the shift must exceed rounding there, too.
     least = 1 - (num_probes / n) ** 0.5 + 1 / n
     sketch, shift = _nystrom.shifted(probes, sketch, n**0.5 / least)
 
-    # The Nystrom approximation is B B^T, in the basis Q.
+    # In the basis Q, the Nystrom approximation is B B^T.
     q, r = jnp.linalg.qr(sketch)
     factor = _nystrom.core_factor(probes, sketch)
     b = _nystrom.halved(factor, r)
-    # C^-T, so that H^-1 is its square
+    # The inverse of the core is C^-T times its transpose.
     inverse = _nystrom.halved(factor, jnp.eye(num_probes, dtype=dtype))
     scale = jnp.linalg.norm(inverse, axis=1)
     left_out = matmul(b, inverse.T) / scale[None]
     seen = jnp.sum(left_out * matmul(q.T, probes), axis=0)
-    # What is left is zero on the other probes, and the part of a probe that is orthogonal
-    # to them is to stand for n - l + 1 dimensions.
+    # The remainder is zero on the other probes. The part of a probe that is orthogonal to
+    # them is scaled to represent the n - l + 1 dimensions beside them.
     _, upper = jnp.linalg.qr(probes)
     upward = jax.scipy.linalg.solve_triangular(upper, jnp.eye(num_probes, dtype=dtype))
     stretch = (n - num_probes + 1) * jnp.sum(upward**2, axis=1)
@@ -275,21 +276,20 @@ def log_determinant(
     num_probes: int = 16,
     num_steps: int = 64,
 ) -> Estimate:
-    r"""$\log\det(\phi\phi^\top + \lambda I)$, of m x m, by stochastic Lanczos quadrature:
+    r"""Estimate $\log\det(\phi\phi^\top + \lambda I)$ of the m x m kernel.
 
-    $$E\,z^\top\log(\phi\phi^\top + \lambda I)\,z$$
-
-    over random signs z, each by so many steps of Lanczos' process from it. That of the
-    curvature is $(p - m)\log\lambda$ more.
+    The estimate is the mean of $z^\top\log(\phi\phi^\top + \lambda I)\,z$ over vectors z
+    of random signs, each computed by stochastic Lanczos quadrature. Add
+    $(p - m)\log\lambda$ for the log-determinant of the damped curvature.
 
     **Arguments:**
 
     - `lin`: a [`gnlin.Linearisation`][].
     - `damping`: $\lambda > 0$.
-    - `key`: of the random vectors.
-    - `num_probes`: how many of them, at least 2.
-    - `num_steps`: products for each, of which there are min(m, p) at most. The standard
-        error does not tell what they miss, which falls as
+    - `key`: the key of the random vectors.
+    - `num_probes`: the number of random vectors, at least 2.
+    - `num_steps`: the products for each vector, of which at most min(m, p) are made. The
+        standard error does not include the error of too few steps, which falls as
         $\exp(-4\,\mathrm{steps}\,\sqrt{\lambda/w_1})$.
 
     ??? cite "Reference"
@@ -311,9 +311,10 @@ def effective_dimension(
     num_probes: int = 16,
     num_steps: int = 64,
 ) -> Estimate:
-    r"""$d(\lambda) = \sum_i w_i/(w_i + \lambda)$, how many directions a damping leaves
-    free, by stochastic Lanczos quadrature, as [`gnlin.spectra.log_determinant`][]. Where
-    all eigenvalues are at hand, [`gnlin.Spectrum.effective_dimension`][] sums them.
+    r"""Estimate $d(\lambda) = \sum_i w_i/(w_i + \lambda)$, the number of directions that
+    a damping leaves free, by stochastic Lanczos quadrature. The arguments are those of
+    [`gnlin.spectra.log_determinant`][]. [`gnlin.Spectrum.effective_dimension`][] computes
+    it from all eigenvalues.
     """
     left = lambda damped: 1 - jnp.asarray(damping, damped.dtype) / damped
     return _mean(_quadratures(lin, left, damping, key, num_probes, num_steps))
@@ -327,7 +328,7 @@ def _quadratures(
     num_probes: int,
     num_steps: int,
 ) -> Float[Array, " probes"]:
-    """Of a function of the damped eigenvalues, its sum by each probe."""
+    """Estimate the sum of a function over all damped eigenvalues, from each probe."""
     check_finite_positive("damping", damping)
     _check_several("num_probes", num_probes)
     check_count("num_steps", num_steps)
@@ -350,7 +351,8 @@ def _mean(each: Float[Array, " probes"]) -> Estimate:
 def _smaller_side(
     jacobian: AbstractJacobian,
 ) -> tuple[_lanczos.Product, int, jnp.dtype]:
-    """Products with the kernel or the curvature, of n x n, as precise as they are."""
+    """Return products with the kernel or the curvature, whichever is smaller, its size n,
+    and the dtype that its precision deserves."""
     coarsest = max(jacobian.codomain.eps, jacobian.domain.eps)
     is_double = coarsest <= jnp.finfo(jnp.float64).eps
     dtype = jnp.dtype(jnp.float64 if is_double else jnp.float32)
@@ -391,6 +393,5 @@ def _check_several(name: str, number: int) -> None:
     check_count(name, number)
     if number < 2:
         raise ValueError(
-            f"`{name}` must be at least 2, for an error is told by how they differ, but "
-            f"{number} was given."
+            f"`{name}` must be at least 2 for a standard error, but {number} was given."
         )

@@ -1404,8 +1404,8 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: IL(9, 0.1, method="svd"), 'does not serve for .* `form="quadratic"`'),
-        (lambda: IL(9, 0.1, method="eigh"), 'does not serve for .* `form="quadratic"`'),
+        (lambda: IL(9, 0.1, method="svd"), 'cannot be used for .* `form="quadratic"`'),
+        (lambda: IL(9, 0.1, method="eigh"), 'cannot be used for .* `form="quadratic"`'),
         (
             lambda: gnlin.GaussNewton(rcond=0.1, form="prox-linear"),
             'use `form="quadratic"`',

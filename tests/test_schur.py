@@ -286,7 +286,7 @@ def test_where_there_is_nothing_to_eliminate_it_is_told():
         gnlin.solve(poses, edges, solver)
     with pytest.raises(ValueError, match=r"'schur' eliminates an array .* reads one row"):
         gnlin.solve(poses, gnlin.Residuals(lambda y, x: y[x[0]] - y[x[1]], ends), solver)
-    with pytest.raises(ValueError, match="'schur' does not serve for `GradientDescent`"):
+    with pytest.raises(ValueError, match="'schur' cannot be used for `GradientDescent`"):
         choose(
             Quadratic(scene(3, 3, 2).jacobian, jnp.zeros((6, 2))),
             GradientDescent(3, 0.1),

@@ -752,13 +752,13 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
         ),
         (
             lambda: gnlin.GaussNewton(rcond=0.1, method="matrix-free"),
-            "does not serve for",
+            "cannot be used for",
         ),
         (
             lambda: gnlin.methods.FilteredGaussNewton(
                 jnp.ones_like, method="matrix-free"
             ),
-            "does not serve for",
+            "cannot be used for",
         ),
     ],
 )

@@ -202,7 +202,7 @@ def test_mistakes(monkeypatch):
     start, groups = chain(3)
     lin = gnlin.features.linearise_model(start, groups)
     quadratic = Quadratic(lin.jacobian, lin.outputs)
-    with pytest.raises(ValueError, match="does not serve for `GradientDescent`"):
+    with pytest.raises(ValueError, match="cannot be used for `GradientDescent`"):
         choose(quadratic, GradientDescent(3, 0.1), method="sparse")
     whole = gnlin.linearise(lambda y, _: y**2, start)
     with pytest.raises(ValueError, match="is for examples that read few of the param"):

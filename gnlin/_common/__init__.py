@@ -1,1 +1,1 @@
-"""Helpers that know nothing of this library: checks, trees, costs, devices."""
+"""Helpers that do not import other parts of this library."""

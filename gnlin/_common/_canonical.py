@@ -1,5 +1,5 @@
-"""Functions are known by what they compute, so that one that is written anew, such as a
-lambda in a loop, is not compiled again."""
+"""Functions that are compared by their programs, so that a new function object with the
+same program, such as a lambda in a loop, is not compiled again."""
 
 import functools
 import types
@@ -16,19 +16,19 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
 from jaxtyping import Array, PyTree
 
 
-# Constants within a program, of up to so many bytes, are compared by their values.
+# Constants of a program up to this many bytes are compared by their values.
 _FEW_BYTES = 2**16
 _MOST_PROGRAMS = 1024
-# They hold the arrays that they close over.
+# Most traced functions that are kept. They hold the arrays that they close over.
 _MOST_KNOWN = 128
-# Rules of `jax.custom_jvp` that use others are looked into so many times. One that uses
-# its own function has no end, and is only equal to itself.
+# Depth to which `jax.custom_jvp` rules that use other such rules are compared. A rule may
+# use its own function, and then has no end.
 _MOST_RULES = 2
 
 
 class Program(eqx.Module):
-    """A function of arrays of given shapes. The arrays that it closes over are its
-    leaves; two programs of equal structure compute the same."""
+    """A function of arrays of given shapes. Its leaves are the arrays that it closes
+    over; two programs of equal pytree structure compute the same function of them."""
 
     consts: list[Array]
     traced: "_Traced" = eqx.field(static=True)
@@ -45,7 +45,7 @@ class Program(eqx.Module):
 
 
 class _Traced:
-    """A program without the arrays that it closes over."""
+    """A program without the arrays that it closes over, compared by its key."""
 
     def __init__(self, jaxpr: Jaxpr, out_structure: Any, key: Hashable):
         self.jaxpr, self.out_structure = jaxpr, out_structure
@@ -64,8 +64,8 @@ _of_functions: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
-    """What a function computes of arrays of these shapes. A function object is traced
-    only once, and keeps the values that it closed over then, as under `jax.jit`."""
+    """Trace a function for arguments of these shapes. A function object is traced only
+    once, and keeps the values that it closed over then, as under `jax.jit`."""
     is_kept = isinstance(fn, types.FunctionType)
     programs = _of_functions.setdefault(fn, {}) if is_kept else {}
     leaves, structure = jax.tree.flatten(args)
@@ -86,8 +86,8 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
 
 
 class Canonical(eqx.Module):
-    """A function with leaves, such as a model's: its arrays, and the program of them and
-    of what it is given. Functions among its leaves are no part of it."""
+    """A callable pytree, such as a model, as its arrays and a program of these and of the
+    arguments."""
 
     arrays: list[Array]
     program: Program
@@ -97,9 +97,9 @@ class Canonical(eqx.Module):
 
 
 def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
-    """A pytree of arrays and functions, known by what it computes of arrays of these
-    shapes. It is traced only where its functions are other objects than before; and left
-    as it is where something else than arrays cannot be compared."""
+    """Return a callable pytree in a form that is compared by its program for arguments of
+    these shapes. It is traced only if its leaves other than arrays have changed, and is
+    returned unchanged if one of these is unhashable."""
     leaves, structure = jax.tree.flatten(fn)
     arrays = [x for x in leaves if isinstance(x, Array)]
     rest = tuple(None if isinstance(x, Array) else x for x in leaves)
@@ -118,7 +118,7 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
 def _traced(structure, rest, types, of_args, shapes, x64) -> Program:
-    del types, x64  # which tell cases apart
+    del types, x64  # part of the cache's key
 
     def called(arrays, *args):
         remaining = iter(arrays)
@@ -130,16 +130,13 @@ def _traced(structure, rest, types, of_args, shapes, x64) -> Program:
 
 @functools.lru_cache(maxsize=_MOST_PROGRAMS)
 def _same(traced: _Traced) -> _Traced:
-    """One object for all equal ones, so that comparing them takes no time."""
+    """Return one object for all equal ones, so that they are compared by identity."""
     return traced
 
 
 def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
-    """Equal for two programs only if they, and their derivatives, compute the same of
-    equal arguments.
-
-    - `depth`: within so many rules of `jax.custom_jvp`.
-    """
+    """Return a key that is equal for two programs only if they, and their derivatives,
+    compute the same. `depth` is the number of enclosing `jax.custom_jvp` rules."""
     numbers: dict[Any, int] = {}
     of_value = functools.partial(_key_of_value, depth=depth)
 
@@ -158,12 +155,9 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
         if equation.primitive.name == "custom_jvp_call" and depth < _MOST_RULES:
             try:
                 rule = _derivative(jaxpr, equation)
-            except (
-                Exception
-            ):  # A rule may raise anything, as one that forbids derivatives.
+            except Exception:  # raised by a rule that forbids derivatives, for example
                 return of_value(params)
-            # A new object in each trace
-            del params["jvp_jaxpr_fun"]
+            del params["jvp_jaxpr_fun"]  # which differs in each trace
             return of_value(params), _key(rule, depth + 1)
         return of_value(params)
 
@@ -182,7 +176,7 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
 
 
 def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
-    """The program of the tangents that one of its equations makes."""
+    """Return the program that computes the tangents of one equation."""
     given = list(dict.fromkeys(filter(_is_variable, equation.invars)))
     of_one = {"constvars": [], "invars": given, "eqns": [equation]}
     alone = jaxpr.replace(**of_one, outvars=equation.outvars)
@@ -208,12 +202,12 @@ def _struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def of_one_example(batch: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
-    """The shapes without the leading axis."""
+    """Return the shapes of one example, without the leading axis."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
 def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations that outputs or effects depend on."""
+    """Return the equations that outputs or effects depend on."""
     needed, found = set(filter(_is_variable, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not needed.isdisjoint(equation.outvars):
@@ -248,12 +242,12 @@ def _key_of_value(value: Any, depth: int) -> Hashable:
         hash(value)
     except TypeError:
         return _Itself(value)
-    # 3 and 3.0 are equal, and not the same; 0.0 and -0.0 likewise.
+    # In Python 3 == 3.0, and 0.0 == -0.0, but programs with them differ.
     return type(value), repr(value) if isinstance(value, float) else value
 
 
 class _Itself:
-    """Equal to no other object."""
+    """A key that is equal only to the key of the same object."""
 
     def __init__(self, value: Any):
         self._value = value

@@ -1,11 +1,11 @@
-"""Checks of hyperparameters: one sentence each, raised when a solver is built.
+"""Checks of hyperparameters, made when a solver is constructed.
 
-A traced value cannot be looked at before the program runs, and passes. A schedule is to
-be asked about first, where one may be: it is no number.
+Traced values pass, since they are not known before the program runs. A schedule is not a
+number: where one is allowed, test for it before calling these.
 """
 
 import dis
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -19,38 +19,79 @@ from jaxtyping import Array, Bool, Key, PyTree, ScalarLike
 
 
 def as_scalar(value):
-    """A number as a 0-dimensional NumPy array, anything else (an array, a traced value,
-    a schedule) as it is: equinox traces arrays, so that another number of the same
-    solver does not compile again."""
+    """Convert a number to a 0-dimensional NumPy array, which equinox traces, so that a
+    solver with another number is not compiled again. Return anything else unchanged."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return np.asarray(value, float) if is_number else value
 
 
 def as_float(period: ScalarLike) -> ScalarLike:
-    # A Python integer may be too large for JAX's integers, but never for a float.
+    """Convert a Python integer, which may exceed JAX's integer types, to a float."""
     return float(period) if isinstance(period, int) else period
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether any of its numbers is not known before a program runs."""
+    """Whether any leaf is traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
-def _known(value: object) -> bool:
-    return not isinstance(value, Tracer)
-
-
-def _real(name: str, value: Any) -> np.ndarray:
-    # A Python integer may be too large for NumPy's, but not for a float.
+def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str) -> None:
+    """Raise unless a condition holds for a number, or for each number of an array."""
+    if isinstance(value, Tracer):
+        return
+    # A Python integer may be too large for NumPy's integer types, but not for a float.
     number = np.asarray(float(value) if type(value) is int else value)
     if number.dtype.kind not in "iuf" or isinstance(value, list | tuple):
         raise ValueError(f"`{name}` must be a real number, but {value!r} was given.")
-    return number
+    if not np.all(holds(number)):
+        raise ValueError(f"`{name}` must {what}, but {value} was given.")
 
 
 def check_positive(name: str, value) -> None:
-    if _known(value) and not np.all(_real(name, value) > 0):
-        raise ValueError(f"`{name}` must be greater than 0, but {value} was given.")
+    _check(name, value, lambda x: x > 0, "be greater than 0")
+
+
+def check_nonnegative(name: str, value) -> None:
+    _check(name, value, lambda x: x >= 0, "not be negative")
+
+
+def check_finite_positive(name: str, value) -> None:
+    check_positive(name, value)
+    _check(name, value, np.isfinite, "be finite")
+
+
+def check_finite_nonnegative(name: str, value) -> None:
+    check_nonnegative(name, value)
+    _check(name, value, np.isfinite, "be finite")
+
+
+def check_fraction(name: str, value) -> None:
+    _check(name, value, lambda x: (x > 0) & (x < 1), "lie strictly between 0 and 1")
+
+
+def check_less_than_one(name: str, value) -> None:
+    _check(name, value, lambda x: (x >= 0) & (x < 1), "be at least 0 and less than 1")
+
+
+def check_between(name: str, value, least: float, most: float) -> None:
+    what = f"lie between {least:g} and {most:g}"
+    _check(name, value, lambda x: (x >= least) & (x <= most), what)
+
+
+def check_range(name: str, value, above: float, most: float) -> None:
+    what = f"be above {above:g} and at most {most:g}"
+    _check(name, value, lambda x: (x > above) & (x <= most), what)
+
+
+def check_period(name: str, value) -> None:
+    what = "be a whole number of at least 1, or `math.inf`"
+    _check(name, value, lambda x: (x >= 1) & (x == np.floor(x)), what)
+
+
+def check_scalar(name: str, value) -> None:
+    """Raise unless a value is one number, traced or not."""
+    if callable(value) or np.ndim(value) != 0 or isinstance(value, str | bool):
+        raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
 
 
 def check_callable(name: str, value: object, what: str, example: str) -> None:
@@ -64,85 +105,10 @@ def check_search(search: object, *also: type) -> None:
     known = isinstance(search, (optx.AbstractSearch, type(None), *also))
     if not (known or (isinstance(search, str) and search == "auto")):
         raise ValueError(
-            "`search` must be one of optimistix's, such as "
-            "`optimistix.BacktrackingArmijo()`, a `gnlin.methods.GridSearch`, or `None`, "
-            f"but {search!r} was given."
+            '`search` must be "auto", `None`, a `gnlin.methods.GridSearch` or a search '
+            f"of optimistix, such as `optimistix.BacktrackingArmijo()`, but {search!r} "
+            "was given."
         )
-
-
-def check_nonnegative(name: str, value) -> None:
-    if _known(value) and not np.all(_real(name, value) >= 0):
-        raise ValueError(f"`{name}` must not be negative, but {value} was given.")
-
-
-def check_finite_nonnegative(name: str, value) -> None:
-    check_nonnegative(name, value)
-    if _known(value) and not np.all(np.isfinite(_real(name, value))):
-        raise ValueError(f"`{name}` must be finite, but {value} was given.")
-
-
-def check_finite_positive(name: str, value) -> None:
-    check_positive(name, value)
-    if _known(value) and not np.all(np.isfinite(_real(name, value))):
-        raise ValueError(f"`{name}` must be finite, but {value} was given.")
-
-
-def check_scalar(name: str, value) -> None:
-    """One number, and no schedule; traced or not."""
-    if callable(value) or np.ndim(value) != 0 or isinstance(value, str | bool):
-        raise ValueError(f"`{name}` must be one number, but {value!r} was given.")
-
-
-def check_fraction(name: str, value) -> None:
-    """Strictly between 0 and 1."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number > 0) & (number < 1)):
-            raise ValueError(
-                f"`{name}` must lie strictly between 0 and 1, but {value} was given."
-            )
-
-
-def check_between(name: str, value, least: float, most: float) -> None:
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= least) & (number <= most)):
-            raise ValueError(
-                f"`{name}` must lie between {least:g} and {most:g}, but {value} was "
-                "given."
-            )
-
-
-def check_less_than_one(name: str, value) -> None:
-    """Zero included, one not."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= 0) & (number < 1)):
-            raise ValueError(
-                f"`{name}` must be at least 0 and less than 1, but {value} was given."
-            )
-
-
-def check_range(name: str, value, above: float, most: float) -> None:
-    """Above one number, and at most another."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number > above) & (number <= most)):
-            raise ValueError(
-                f"`{name}` must be above {above:g} and at most {most:g}, but {value} was "
-                "given."
-            )
-
-
-def check_period(name: str, value) -> None:
-    """A whole number of at least 1, or infinity."""
-    if _known(value):
-        number = _real(name, value)
-        if not np.all((number >= 1) & (number == np.floor(number))):
-            raise ValueError(
-                f"`{name}` must be a whole number of at least 1, or `math.inf`, but "
-                f"{value} was given."
-            )
 
 
 def is_whole(value: object) -> bool:
@@ -150,7 +116,7 @@ def is_whole(value: object) -> bool:
 
 
 def check_count(name: str, value) -> None:
-    """A whole number of at least 1."""
+    """Raise unless a value is a whole number of at least 1."""
     if not is_whole(value) or value < 1:
         raise ValueError(
             f"`{name}` must be a whole number of at least 1, but {value!r} was given."
@@ -163,12 +129,13 @@ def check_whole(name: str, value) -> None:
 
 
 def check_names(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """`what` they would be for, as in "to be fixed"."""
+    """Raise unless all names are known. `what` completes "there is no parameter", as in
+    "to be fixed"."""
     known = list(known)
     for name in names:
         if name not in known:
             raise ValueError(
-                f"There is no parameter {name!r} {what}, but "
+                f"There is no parameter {name!r} {what}: the parameters are "
                 f"{', '.join(map(repr, known))}."
             )
 
@@ -183,9 +150,10 @@ def is_key(x: Any) -> bool:
 
 
 def as_key(key: Any) -> Key[Array, ""]:
-    """One key, of the new style."""
+    """Return a key of JAX's new style, also from `jax.random.PRNGKey`; raise unless it is
+    one key."""
     if eqx.is_array(key) and key.dtype == np.uint32 and key.shape == (2,):
-        return jax.random.wrap_key_data(key)  # as of `jax.random.PRNGKey`
+        return jax.random.wrap_key_data(key)
     if not is_key(key) or key.shape != ():
         is_array = isinstance(key, jax.Array | np.ndarray)
         shown = f"{key.dtype}{list(key.shape)}" if is_array else repr(key)
@@ -196,7 +164,7 @@ def as_key(key: Any) -> Key[Array, ""]:
 
 
 #
-# The same inside a program, where a number is not known until it runs
+# Checks inside a program, of numbers that may be traced
 #
 
 
@@ -213,8 +181,8 @@ def fraction(x: ScalarLike) -> Bool[Array, ""]:
 
 
 def nan_unless(sound: Bool[Array, ""], value: ScalarLike) -> Array:
-    """NaN in place of a number that cannot be meant: the run then ends as not finite, and
-    not as if it had found something."""
+    """Return NaN in place of an invalid number, so that the run ends as not finite rather
+    than as successful."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value = value.astype(float)
@@ -222,7 +190,7 @@ def nan_unless(sound: Bool[Array, ""], value: ScalarLike) -> Array:
 
 
 #
-# Derivatives that there are none of
+# Errors for derivatives that do not exist
 #
 
 _INSTEAD = (
@@ -230,8 +198,8 @@ _INSTEAD = (
     "adjoint=gnlin.methods.ImplicitAdjoint())`"
 )
 _BACKWARDS = (
-    "The number of these steps is known only when they are made, so that there is no "
-    f"reverse-mode derivative through them: use `jax.jvp` or `jax.jacfwd`, or {_INSTEAD}."
+    "The number of these steps is not known in advance, so that there is no reverse-mode "
+    f"derivative through them: use `jax.jvp` or `jax.jacfwd`, or {_INSTEAD}."
 )
 _STOPPED_EARLY = (
     "Conjugate gradients that stop early have no derivative: use a solver or a `method` "
@@ -240,29 +208,28 @@ _STOPPED_EARLY = (
 
 
 def forwards_only(x: PyTree) -> PyTree:
-    """What a loop of unknown length ends with: an error in reverse mode."""
+    """Return the result of a loop of unknown length; raise in reverse mode."""
     return eqxi.nondifferentiable_backward(x, msg=_BACKWARDS)
 
 
 def stopped_early(x: PyTree) -> PyTree:
-    """What conjugate gradients solve not quite: an error where it is differentiated."""
+    """Return an input of conjugate gradients that stop early; raise if differentiated."""
     return eqxi.nondifferentiable(x, msg=_STOPPED_EARLY)
 
 
 _RAISE = dis.opmap["RAISE_VARARGS"]
-# Packages in whose frames an error ends that says that shapes or types do not match.
+# Packages that raise errors about mismatched shapes or types.
 _LIBRARIES = frozenset(
     {"beartype", "equinox", "gnlin", "jax", "jaxlib", "jaxtyping", "numpy"}
 )
 
 
 def is_own(error: Exception) -> bool:
-    """Whether an error from a user's function is to be passed on as it is.
+    """Whether an error from a user's function should be passed on unchanged.
 
-    That is so if a `raise` of the user's code made it, and not a library that was called
-    there, nor an operation on what the function was given. It is also so of JAX's own
-    kinds of errors, such as of `np.exp` where `jnp.exp` is meant: they explain
-    themselves.
+    This holds if a `raise` statement of the user's code raised it, rather than a library
+    or an operation on the function's arguments. It also holds for JAX's own kinds of
+    errors, such as for `np.exp` in place of `jnp.exp`, which explain themselves.
     """
     if type(error).__module__.partition(".")[0] in ("jax", "jaxlib"):
         return True

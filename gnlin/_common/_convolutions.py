@@ -1,9 +1,9 @@
 """Convolutions that are as fast inside a compiled loop as outside, on a CPU.
 
-XLA brings convolutions to the layout that its fast routine takes, channels last, only in
-a program's outermost computation; all others it runs by plain loops over single numbers
-(https://github.com/jax-ml/jax/issues/12868). Here they are written in that layout from
-the beginning, also those that differentiation makes of them.
+XLA's fast routine takes convolutions with channels last, and XLA changes to this layout
+only in a program's outermost computation. Elsewhere it uses plain scalar loops
+(https://github.com/jax-ml/jax/issues/12868). This module rewrites convolutions, and their
+derivatives, in that layout.
 """
 
 import functools
@@ -20,11 +20,11 @@ from ._cost import primitives_of
 
 
 def channels_last(fn: Callable) -> Callable:
-    """The same function of pytrees of arrays, its convolutions with channels last.
+    """Rewrite a function of pytrees of arrays so that convolutions have channels last.
 
-    Only on a CPU, where six products through a small network, in a loop, then take as
-    long as 4 to 6 gradients in place of 17 to 100 (four networks, 128 images each).
-    What it computes, and its derivatives, stay the same.
+    Its values and derivatives stay the same. Functions are rewritten only on a CPU. There
+    six products through a small network, in a loop, take as long as 4 to 6 gradients
+    instead of 17 to 100 (four networks, 128 images each).
     """
 
     @functools.wraps(fn)
@@ -62,7 +62,7 @@ def _equation(equation: JaxprEqn) -> JaxprEqn:
 
 
 def _within(value: Any) -> Any:
-    """A parameter of an equation, with all programs in it rewritten."""
+    """Rewrite all programs in a parameter of an equation."""
     if isinstance(value, ClosedJaxpr):
         return ClosedJaxpr(_rewritten(value.jaxpr), value.consts)
     if isinstance(value, Jaxpr):
@@ -77,8 +77,8 @@ def _crops(params: dict[str, Any]) -> bool:
 
 
 def _last(ndim: int) -> tuple[tuple[int, ...], ...]:
-    """The axes of the images, the kernel and the output: each its batch (a kernel's
-    output channels) and channels, then the others."""
+    """Return the axes of the images, the kernel and the output with channels last: for
+    each the batch (of a kernel, output channels), the channels, and the other axes."""
     others = range(1, ndim - 1)
     images = (0, ndim - 1, *others)
     return images, (ndim - 1, ndim - 2, *range(ndim - 2)), images
@@ -87,15 +87,14 @@ def _last(ndim: int) -> tuple[tuple[int, ...], ...]:
 def _convolve(params: dict[str, Any], images: Array, kernel: Array) -> Array:
     dimensions = params["dimension_numbers"]
     of_images, of_kernel, _ = _last(images.ndim)
-    # The axis of the operand that becomes each axis
     images = images.transpose(_inverse(of_images, dimensions.lhs_spec))
     kernel = kernel.transpose(_inverse(of_kernel, dimensions.rhs_spec))
     params = params | {
         "dimension_numbers": jax.lax.ConvDimensionNumbers(of_images, of_kernel, of_images)
     }
     if _crops(params):
-        # Beforehand: with a negative padding XLA's routine reads outside of its images
-        # (https://github.com/openxla/xla/issues/48713).
+        # Crop before the convolution: with negative padding XLA's routine reads outside
+        # of the images (https://github.com/openxla/xla/issues/48713).
         edges = zip(params["padding"], params["lhs_dilation"], strict=True)
         cropped = [(min(low, 0), min(high, 0), d - 1) for (low, high), d in edges]
         whole = (0, 0, 0)
@@ -109,5 +108,5 @@ def _convolve(params: dict[str, Any], images: Array, kernel: Array) -> Array:
 
 
 def _inverse(new: tuple[int, ...], old: tuple[int, ...]) -> list[int]:
-    """The permutation that brings what is at the axes `old` to the axes `new`."""
+    """Return the permutation that moves the axes `old` to the axes `new`."""
     return [old[k] for k in np.argsort(new)]

@@ -1,5 +1,5 @@
-"""What computations cost: operations counted on programs before they are compiled, and
-the seconds that a machine takes for them, from one measured table."""
+"""Estimates of run time: operations are counted in programs before compilation, and
+converted to seconds by a table of measured rates."""
 
 import math
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from jax.extend.core import Jaxpr, Primitive
 
 
 class Factorisation(NamedTuple):
-    """Seconds for a matrix of n rows: a call, n^2 and n^3 times."""
+    """Seconds for factorising an n x n matrix: call + square n^2 + cube n^3."""
 
     call: float
     square: float
@@ -20,13 +20,13 @@ class Factorisation(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """What a machine takes, in seconds.
+    """Seconds that a machine takes.
 
-    - `product`: an operation of a product of large matrices.
-    - `passed`: an operation of a pass through a network.
-    - `step`: one iteration of a loop, besides what is done in it.
-    - `gathered`: how many times longer an operation takes that reads few parameters.
-    - `cholesky`, `eigh`, `svd`: of a square matrix.
+    - `product`: for an operation in a product of large matrices.
+    - `passed`: for an operation in a pass through a network.
+    - `step`: for the overhead of one iteration of a loop.
+    - `gathered`: a factor for operations in passes that gather few parameters.
+    - `cholesky`, `eigh`, `svd`: for the factorisation of a square matrix.
     """
 
     product: float
@@ -38,8 +38,8 @@ class Rates(NamedTuple):
     svd: Factorisation
 
 
-# Measured by `python -m benchmarks speed costs`, in double precision: of a processor with
-# two cores. Only their ratios matter, and those only roughly.
+# Measured by `python -m benchmarks speed costs` in double precision, "cpu" on a processor
+# with two cores. Only the ratios matter, and only roughly.
 _RATES = {
     "cpu": Rates(
         product=1.1e-11,
@@ -63,25 +63,25 @@ _RATES = {
 
 
 def rates() -> Rates:
-    """Of the platform that programs are compiled for."""
+    """Return the rates of the default platform."""
     return _RATES.get(jax.default_backend(), _RATES["gpu"])
 
 
 def num_flops(jaxpr: Jaxpr) -> float:
-    """Multiplications and additions of one run: of matrix products and convolutions
-    twice their multiplications, of everything else one an element."""
+    """Count the floating-point operations of one run: twice the multiplications of matrix
+    products and convolutions, and one for each element of every other result."""
     return sum((_of_equation(equation) for equation in jaxpr.eqns), 0.0)
 
 
 def primitives_of(jaxpr: Jaxpr) -> set[Primitive]:
-    """All primitives of a program, and of the programs within it."""
+    """Return all primitives of a program, and of the programs within it."""
     found = {equation.primitive for equation in jaxpr.eqns}
     inner = (_inner_jaxprs(equation.params) for equation in jaxpr.eqns)
     return found.union(*(primitives_of(each) for every in inner for each in every))
 
 
 def bytes_made(jaxpr) -> tuple[int, int]:
-    """What all intermediate results of a program take in memory, and the largest."""
+    """Return the bytes of all intermediate results of a program, and of the largest."""
     total, largest = 0, 0
     for equation in jaxpr.eqns:
         inner = [bytes_made(inner) for inner in _inner_jaxprs(equation.params)]
@@ -95,7 +95,7 @@ def bytes_made(jaxpr) -> tuple[int, int]:
 def _of_equation(equation) -> float:
     inner = [num_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if inner:
-        return sum(inner) * equation.params.get("length", 1)  # of a scan
+        return sum(inner) * equation.params.get("length", 1)  # the length of a scan
     size = sum(math.prod(v.aval.shape) for v in equation.outvars)
     match equation.primitive.name:
         case "dot_general":

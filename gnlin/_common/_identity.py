@@ -1,10 +1,10 @@
-"""What a run is of, in words and checksums that are the same in every process.
+"""Descriptions of the settings of a run, by text and checksums that do not depend on the
+process, so that two runs can be compared.
 
-Numbers are described by their values. What a user has written is described by what it
-does: a function by its code, its defaults, what it has closed over and the globals that
-it reads; a class by its members; an object by its class and its attributes. What comes
-with Python or with an installed package is described by its name, and by what has been
-put into it: its own code is that of its version.
+Numbers are described by their values. A user's function is described by its code, its
+defaults, its closure and the globals that it reads; a user's class by its members; an
+object by its class and its attributes. Functions and classes of Python and of installed
+packages are described by their names.
 """
 
 import builtins
@@ -29,16 +29,14 @@ from jaxtyping import PyTree
 from ._checks import is_key
 
 
+# Most numbers of an array that are written out rather than checksummed.
 _MOST_NUMBERS = 8
-"""Of an array that is written out."""
-
+# Most characters of a description that is written out, as for error messages.
 _LONGEST = 120
-"""Characters of a description that is written out: they go into error messages."""
 
 
 def described_by_field(name: str, thing: Any) -> dict[str, str]:
-    """The kind of a solver or a loss, and each of its hyperparameters; not what it
-    tells."""
+    """Describe the kind of a solver or a loss, and each hyperparameter but `verbose`."""
     found = {name: described(type(thing))}
     for field in dataclasses.fields(thing):
         if field.name != "verbose":
@@ -48,8 +46,8 @@ def described_by_field(name: str, thing: Any) -> dict[str, str]:
 
 
 def described_by_leaf(name: str, tree: PyTree) -> dict[str, str]:
-    """Each leaf of a model, such as its activation; then all of it, with its classes and
-    what is static in it."""
+    """Describe each leaf of a model, such as its activation, and then the whole model
+    with its classes and static fields."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     found = {
         f"{name}{jax.tree_util.keystr(path)}": described(leaf) for path, leaf in leaves
@@ -58,41 +56,41 @@ def described_by_leaf(name: str, tree: PyTree) -> dict[str, str]:
 
 
 def described(thing: Any) -> str:
-    """The same for things that compute the same, in any process; another, as far as can
-    be seen, for others."""
+    """Describe an object. Descriptions are equal in every process for objects that
+    compute the same, and differ for others if the difference can be seen."""
     return _Description()(thing)
 
 
 def checksum(tree: PyTree) -> str:
-    """Of all arrays and numbers of a tree, with their shapes and dtypes."""
-    of_all = 0
+    """Return a checksum of all arrays and numbers of a tree, with shapes and dtypes."""
+    crc = 0
     for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array_like)):
         array = np.ascontiguousarray(as_numpy(leaf))
-        of_all = zlib.crc32(f"{array.shape} {array.dtype}".encode(), of_all)
-        of_all = zlib.crc32(array.tobytes(), of_all)
-    return f"{of_all:08x}"
+        crc = zlib.crc32(f"{array.shape} {array.dtype}".encode(), crc)
+        crc = zlib.crc32(array.tobytes(), crc)
+    return f"{crc:08x}"
 
 
 def as_numpy(x: Any) -> np.ndarray:
-    """An array, or the numbers that a random key is."""
+    """Convert an array, or the data of a random key, to NumPy."""
     return np.asarray(jax.random.key_data(x) if is_key(x) else x)
 
 
 _NUMBER = jax.Array | np.ndarray | np.generic | bool | int | float | complex
 
-# Functions of a class by which nothing is computed.
+# Special methods that do not change what an object computes.
 _INCIDENTAL = ("__annotate__", "__annotate_func__", "__eq__", "__hash__", "__repr__")
 
-# Wrappers that look at a function's arguments, and leave it as it is.
+# Packages whose wrappers only check a function's arguments.
 _CHECKERS = "beartype", "jaxtyping"
 
 
 class _Description:
-    """Of one thing: what is met several times is described once, and what contains
-    itself is not followed around."""
+    """Describes one object. Parts that occur several times are described once, and cycles
+    are cut."""
 
     def __init__(self):
-        # With the things, or another could be given the number of one that is gone.
+        # Keep a reference to each object, so that its `id` is not reused.
         self._known: dict[int, tuple[Any, str]] = {}
         self._open: set[int] = set()
 
@@ -141,7 +139,7 @@ class _Description:
         if isinstance(thing, Mapping):
             values = (f"{self(k)}: {self(v)}" for k, v in thing.items())
             return _short(f"{kind}({', '.join(values)})", kind)
-        if isinstance(thing, set | frozenset):  # whose order is another in each process
+        if isinstance(thing, set | frozenset):  # whose order depends on the process
             return _short(f"{kind}({', '.join(sorted(map(self, thing)))})", kind)
         if isinstance(thing, list | tuple):
             return _short(f"{kind}({', '.join(map(self, thing))})", kind)
@@ -200,7 +198,7 @@ class _Description:
     def _cell(self, cell: types.CellType) -> str:
         try:
             return self(cell.cell_contents)
-        except ValueError:  # of a variable that has not been given a value
+        except ValueError:  # the variable has no value yet
             return "empty"
 
     def _code(self, code: types.CodeType) -> str:
@@ -216,7 +214,7 @@ class _Description:
         return _digest(" ".join(parts))
 
     def _globals(self, thing: types.FunctionType) -> list[str]:
-        """What it reads of its module and, by `module.name`, of other modules."""
+        """Describe the globals that a function reads, also as `module.name`."""
         found = {}
         for path in sorted(set(_global_names(thing.__code__))):
             first, *attributes = path
@@ -236,7 +234,7 @@ class _Description:
         return [f"{name}: {value}" for name, value in sorted(found.items())]
 
     def _wrapped(self, thing: Any) -> str:
-        """Of `jax.jit`, `jax.custom_jvp`, `functools.lru_cache` and others."""
+        """Describe a function wrapped by `jax.jit`, `jax.custom_jvp` and the like."""
         text = self(thing.__wrapped__)
         rules = [getattr(thing, name, None) for name in ("jvp", "fwd", "bwd")]
         if "<" not in text or not any(rules):
@@ -244,7 +242,7 @@ class _Description:
         return f"{text} with {self(rules)}"
 
     def _object(self, thing: Any, kind: str) -> str:
-        """By what would be pickled of it; where nothing would be, by its kind."""
+        """Describe an object by what would be pickled, or else by its class."""
         owner = getattr(thing, "__self__", None)
         if isinstance(thing, types.BuiltinFunctionType | types.MethodWrapperType):
             module = owner is None or isinstance(owner, types.ModuleType)
@@ -257,14 +255,14 @@ class _Description:
             constructor, arguments, *rest = parts
             rest = [list(x) if isinstance(x, Iterator) else x for x in rest]
             inner = self([constructor, arguments, *rest])
-        except Exception:  # which is the object's own
+        except Exception:  # the object's own methods may raise anything
             return kind
         return f"{kind}<{_digest(inner)}>"
 
 
 def _computes(owner: type, name: str, value: Any) -> bool:
-    """Whether a member of a class may change what its objects do: not what Python keeps
-    there for itself, nor an `__init__` that follows from the fields."""
+    """Whether a member of a class may change what its objects compute. Python's own
+    members do not, nor does an `__init__` that a dataclass generates."""
     if name == "__init__":
         return not getattr(vars(owner).get("__dataclass_params__"), "init", False)
     if name.startswith("__") and name.endswith("__"):
@@ -273,7 +271,8 @@ def _computes(owner: type, name: str, value: Any) -> bool:
 
 
 def _global_names(code: types.CodeType) -> Iterator[tuple[str, ...]]:
-    """Names that are looked up in the module, each with the attributes taken of it."""
+    """Yield the global names that a code object reads, each with the attributes that are
+    read from it."""
     path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("EXTENDED_ARG", "CACHE"):
@@ -292,7 +291,7 @@ def _global_names(code: types.CodeType) -> Iterator[tuple[str, ...]]:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module comes with Python, this library or another that is installed."""
+    """Whether a module belongs to Python, this library or an installed package."""
     if not module or module == "__main__":
         return False
     root = module.partition(".")[0]
@@ -304,7 +303,7 @@ def _is_installed(module: str | None) -> bool:
 
 
 def _name(thing: Any) -> str:
-    """With its module, where it is neither Python's own nor this library's."""
+    """Return a qualified name, with the module unless `builtins` or this library."""
     module = getattr(thing, "__module__", None) or ""
     name = getattr(thing, "__qualname__", None) or thing.__name__
     own = __name__.partition(".")[0], "builtins", ""

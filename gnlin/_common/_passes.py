@@ -1,4 +1,4 @@
-"""What a computation takes: passes through the function."""
+"""Counts of passes through the function."""
 
 from typing import Any
 
@@ -23,17 +23,17 @@ class Passes(eqx.Module):
         return Passes(_product(self.jvps, times), _product(self.vjps, times))
 
     def number(self) -> float:
-        """Of both kinds together, known before the program runs."""
+        """Return the number of both kinds together, which must not be traced."""
         jvps: Any = self.jvps
         vjps: Any = self.vjps
         return float(jvps + vjps)
 
     def traced(self) -> "Passes":
-        """As arrays of one dtype, for a loop to carry."""
+        """Return the counts as arrays of one dtype, for a loop to carry."""
         return Passes(jnp.asarray(self.jvps, float), jnp.asarray(self.vjps, float))
 
 
-# They may be known numbers, or counts of a program that runs, past 2^31.
+# Traced counts are floats, because they may exceed 2^31.
 
 
 def _sum(a: ScalarLike, b: ScalarLike) -> ScalarLike:

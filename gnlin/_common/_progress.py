@@ -1,4 +1,4 @@
-"""A bar on the terminal, of what takes its time."""
+"""Progress bars on the terminal."""
 
 import sys
 import time
@@ -8,8 +8,8 @@ from typing import Any
 from jaxtyping import Array
 
 
+# Run time after which a bar is shown.
 _SECONDS = 1.0
-"""What takes less has no bar."""
 
 
 def on_a_terminal() -> bool:
@@ -17,7 +17,7 @@ def on_a_terminal() -> bool:
 
 
 class Bar:
-    """Of so many steps, with the loss; on the standard error, by tqdm."""
+    """A bar of tqdm on the standard error, with the number of steps and the loss."""
 
     def __init__(self, num_steps: int, is_wanted: bool):
         self.num_steps = num_steps

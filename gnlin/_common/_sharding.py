@@ -1,8 +1,8 @@
-"""Arrays on several devices: what `jax.sharding` leaves open about a run on them.
+"""Runs on arrays that are sharded over several devices.
 
-Which device computes what is XLA's choice, from where the arrays are. It is told three
-things: that parameters stay where they came from, that a batch is spread as the data set
-that it was taken from, and that the kernel is a sum over parameters.
+XLA chooses which device computes what, from the sharding of the arrays. This module adds
+three constraints: parameters keep their sharding, a batch has the sharding of its data
+set, and the kernel is a sum over parameters.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from jaxtyping import Array, Float, PyTree
 
 
 class Places(NamedTuple):
-    """Where the arrays of a run are; hashable, and empty on one device.
+    """The shardings of the arrays of a run; hashable, and empty on one device.
 
-    - `mesh`: of all devices that hold one.
-    - `axes`: those of its axes that an array is sharded over.
-    - `carry`: of each array that a step hands to the next.
-    - `batch`: of each array of the data.
+    - `mesh`: the mesh of the devices.
+    - `axes`: the axes of the mesh that any array is sharded over.
+    - `carry`: the sharding of each array that a step passes to the next.
+    - `batch`: the sharding of each array of the data.
     """
 
     mesh: Mesh | None = None
@@ -35,7 +35,7 @@ class Places(NamedTuple):
 
 
 def places(carry: PyTree, data: PyTree) -> Places:
-    """Of arrays that arrive; traced ones do not say where they are."""
+    """Return the places of concrete arrays."""
     mesh = mesh_of((carry, data))
     if mesh is None:
         return Places()
@@ -54,13 +54,13 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 
 def _shardings(tree: PyTree, mesh: Mesh) -> tuple[NamedSharding, ...]:
-    """Of each leaf; what has none is copied to all devices."""
+    """Return the sharding of each leaf; a leaf without one is replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return tuple(_sharding(x) or everywhere for x in jax.tree.leaves(tree))
 
 
 def keep(tree: PyTree, shardings: tuple[NamedSharding, ...]) -> PyTree:
-    """Inside a compiled program: the same numbers, each array sharded so."""
+    """Constrain the shardings of a tree's leaves, inside a compiled program."""
     if not shardings:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -72,25 +72,26 @@ def keep(tree: PyTree, shardings: tuple[NamedSharding, ...]) -> PyTree:
 
 
 def everywhere(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Inside a compiled program: a copy on each device, which each process can read."""
+    """Replicate a tree on all devices, inside a compiled program, so that each process
+    can read it."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def is_here(x: Any) -> bool:
-    """Whether this process can look at all the numbers of an array."""
+    """Whether this process can read all numbers of an array."""
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 #
-# Meshes whose axes are part of the arrays' types, as `jax.make_mesh` makes them: their
-# programs say of each product how it is sharded, and XLA is asked for nothing
+# Meshes with explicit axes, as `jax.make_mesh` makes them. On these, programs must state
+# the sharding of each product; with automatic axes, XLA chooses it
 #
 
 
 def automatic(tree: PyTree) -> PyTree:
-    """The same arrays in the same places, on meshes on which XLA chooses."""
+    """Move arrays with explicit axes to the same devices with automatic axes."""
 
     def moved(x):
         sharding = _sharding(x)
@@ -106,7 +107,7 @@ def automatic(tree: PyTree) -> PyTree:
 
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
-    """On such arrays, also inside of a `jax.set_mesh` of the others."""
+    """Make the axes of the current mesh, set by `jax.set_mesh`, automatic."""
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit not in mesh.axis_types:
         yield
@@ -117,7 +118,7 @@ def choosing() -> Iterator[None]:
 
 
 def on_mesh(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Back to the mesh that they came on."""
+    """Move arrays back to the mesh on which they were given."""
     if mesh is None:
         return tree
 
@@ -140,7 +141,7 @@ _PLACES = contextvars.ContextVar("places", default=_NOWHERE)
 
 @contextlib.contextmanager
 def spread(places: Places) -> Iterator[None]:
-    """While a program is traced for arrays that are there."""
+    """Trace a program for arrays at these places."""
     token = _PLACES.set(places)
     try:
         yield
@@ -149,29 +150,30 @@ def spread(places: Places) -> Iterator[None]:
 
 
 def is_spread() -> bool:
-    """Whether the program that is traced is for arrays on several devices."""
+    """Whether a program is being traced for arrays on several devices."""
     return bool(_PLACES.get().axes)
 
 
 def by_columns(matrix: Float[Array, "m p"]) -> Float[Array, "parts m k"]:
-    """A matrix in as many parts as there are devices, each with some of the columns.
+    """Split a matrix into one part of columns for each device.
 
-    An m x p Jacobian is made by rows, each device those of its examples, and for the
-    product of all rows with all rows XLA would gather it on every device. By columns it
-    is a sum over parts.
+    Each device computes the rows of a Jacobian for its examples. For the product of all
+    rows with all rows, XLA would gather them on every device. With columns, the product
+    is a sum over the devices.
     """
     mesh, axes, *_ = _PLACES.get()
     assert mesh is not None
     num_parts = math.prod(mesh.shape[axis] for axis in axes)
     padded = jnp.pad(matrix, ((0, 0), (0, -matrix.shape[1] % num_parts)))
     parts = padded.reshape(matrix.shape[0], num_parts, -1).swapaxes(0, 1)
-    # The parameters' own axis, by custom the last, first: it has its columns already.
+    # The last axis, which by convention shards the parameters, comes first, since its
+    # devices hold these columns already.
     spec = PartitionSpec(axes[::-1])
     return jax.lax.with_sharding_constraint(parts, NamedSharding(mesh, spec))
 
 
 def _sharding(x: Any) -> NamedSharding | None:
-    """Of an array on a mesh."""
+    """Return the sharding of a concrete array on a mesh, or `None`."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer):
         return None
     return x.sharding if isinstance(x.sharding, NamedSharding) else None

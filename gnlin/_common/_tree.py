@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 
-# Entries of an array that is joined with others.
+# Most entries of an array that `joined` joins with others.
 _SMALL = 2**14
 
 
@@ -56,7 +56,7 @@ class Structure(NamedTuple):
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.tree)
 
     def unravel(self, flat: Array) -> PyTree[Array]:
-        """The inverse of `ravel_pytree`."""
+        """Invert `ravel_pytree`."""
         ends = np.cumsum([leaf.size for leaf in self.leaves])[:-1]
         parts = zip(jnp.split(flat, ends), self.leaves, strict=True)
         leaves = [part.reshape(x.shape).astype(x.dtype) for part, x in parts]
@@ -64,26 +64,26 @@ class Structure(NamedTuple):
 
 
 def size(tree: PyTree) -> int:
-    """The number of entries in all leaves together (static)."""
+    """Return the number of entries in all leaves."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def dtype(tree: PyTree) -> jnp.dtype:
-    """The floating dtype in which all leaves can be held without loss. Everything of
-    mixed dtypes is cast to it by name: users may forbid JAX to promote by itself."""
+    """Return the dtype that holds all leaves without loss. Mixed dtypes are cast to it
+    explicitly, since users may forbid JAX's implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*jax.tree.leaves(tree))
 
 
 def at_least_single(tree: PyTree) -> jnp.dtype:
-    """The same, of single or double precision. Of dtypes: next to a dtype an array whose
-    type is weak, such as `jnp.asarray(0.3)`, would have none of its own."""
+    """Return the dtype that holds all leaves in single precision or better."""
+    # In one call, `result_type` would ignore a weakly typed array beside float32.
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype(tree), jnp.float32)
 
 
 def promoted(tree: PyTree[Array]) -> PyTree[Array]:
-    """A tree in the one dtype in which all leaves can be held."""
+    """Cast all leaves to the dtype that holds them all."""
     common = dtype(tree)
     return jax.tree.map(lambda x: x.astype(common), tree)
 
@@ -91,34 +91,34 @@ def promoted(tree: PyTree[Array]) -> PyTree[Array]:
 def ravel_pytree(
     tree: PyTree[Array],
 ) -> tuple[Array, Callable[[Array], PyTree[Array]]]:
-    """JAX's, of mixed dtypes too."""
+    """Call JAX's `ravel_pytree`, with promotion of mixed dtypes."""
     with jax.numpy_dtype_promotion("standard"):
         return flatten_util.ravel_pytree(tree)
 
 
 def eps(tree: PyTree) -> float:
-    """The rounding of the coarsest leaf."""
+    """Return the machine epsilon of the coarsest leaf."""
     return max(float(jnp.finfo(leaf.dtype).eps) for leaf in jax.tree.leaves(tree))
 
 
 def matmul(a: Array, b: Array) -> Array:
-    """`a @ b` in full precision: on accelerators the default may be TF32 or bfloat16.
-    Half precision is summed in single."""
+    """Return `a @ b` in full precision; on accelerators the default may be TF32 or
+    bfloat16. Half precision is summed in single precision."""
     wide = at_least_single((a, b))
     a, b = promoted((a, b))
     precise = jax.lax.Precision.HIGHEST
     return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
 
 
-# From so many rows on, a product with itself is made by halves, and from so many columns
-# on one that is summed over rows by the transposed matrix. Measured on one and two cores:
-# by halves it takes 0.65 of the time in double precision, 0.75 to 0.95 in single; by the
-# transposed matrix 0.5 to 0.85 in double precision, and more than before in single.
+# Rows from which `gram` works by halves, and columns from which `gram_of_columns`
+# transposes first. Measured on one and two cores: halves take 0.65 of the time in double
+# precision and 0.75 to 0.95 in single; transposing takes 0.5 to 0.85 in double precision,
+# and more than the plain product in single.
 _HALVED, _TRANSPOSED = 1_500, 200
 
 
 def gram(a: Array) -> Array:
-    """`a @ a.T`: what is between two halves of the rows is made once."""
+    """Return `a @ a.T`; of a large array, compute only one of two symmetric blocks."""
     m = a.shape[0]
     if m < _HALVED or not on_one_cpu():
         return matmul(a, a.T)
@@ -128,23 +128,25 @@ def gram(a: Array) -> Array:
 
 
 def gram_of_columns(a: Array) -> Array:
-    """`a.T @ a`."""
+    """Return `a.T @ a`."""
     if a.dtype != jnp.float64 or a.shape[1] < _TRANSPOSED or not on_one_cpu():
         return matmul(a.T, a)
-    # Else XLA makes it the same product again.
+    # Without the barrier, XLA removes the transpose.
     return gram(jax.lax.optimization_barrier(a.T))
 
 
 def on_one_cpu() -> bool:
-    """And nothing is spread over devices."""
+    """Whether the only device is a CPU."""
     return jax.default_backend() == "cpu" and jax.device_count() == 1
 
 
 def joined(tree: PyTree[Array]) -> list[Array]:
-    """The entries of all leaves in few arrays: all small leaves of a dtype are one. What
-    reduces a tree is compiled for each of its arrays, some 20 ms and more, and a network
-    of five layers has ten. Not where there are several devices: to flatten a matrix that
-    is sharded by columns is to gather it."""
+    """Return all entries in few arrays: the small leaves of each dtype are concatenated.
+
+    A reduction of a tree is compiled for each of its arrays, which takes 20 ms or more,
+    and a network of five layers has ten. With several devices the leaves are returned
+    unchanged, since flattening a matrix that is sharded by columns gathers it.
+    """
     leaves = jax.tree.leaves(tree)
     if jax.device_count() > 1:
         return leaves
@@ -158,15 +160,15 @@ def joined(tree: PyTree[Array]) -> list[Array]:
 
 
 def parted(arrays: list[Array], like: PyTree[Array]) -> PyTree[Array]:
-    """The tree of which these are the entries, `joined`, and whose leaves are as those
-    of `like`. A permutation's inverse is its transpose."""
+    """Invert `joined` for a tree whose leaves have the shapes and dtypes of `like`."""
+    # The inverse of a permutation is its transpose.
     (tree,) = jax.linear_transpose(joined, like)(arrays)
     return tree
 
 
 def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
-    """The Euclidean inner product of two trees of one structure. Half precision is summed
-    in single."""
+    """Return the Euclidean inner product of two trees of one structure. Half precision
+    is summed in single precision."""
 
     def widened(x, like):
         return x.astype(at_least_single((x, like)))
@@ -177,33 +179,33 @@ def dot(a: PyTree[Array], b: PyTree[Array]) -> Scalar:
 
 
 def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:
-    """The sum of all entries of all leaves, each leaf's in its own dtype."""
+    """Sum all entries of all leaves, each leaf in its own dtype."""
     sums = [jnp.sum(leaf).astype(dtype) for leaf in joined(tree)]
     return sum(sums, jnp.zeros((), dtype))
 
 
 def norm(a: PyTree[Array]) -> Scalar:
-    """The Euclidean norm, also where squares leave the floating-point range."""
+    """Return the Euclidean norm, without overflow of squares."""
     largest = unit(a)
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
     return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))
 
 
 def max_norm(a: PyTree[Array]) -> Scalar:
-    """The largest entry by absolute value."""
+    """Return the largest absolute value."""
     each = [jnp.max(jnp.abs(x), initial=0) for x in joined(a)]
     return functools.reduce(jnp.maximum, promoted(each))
 
 
 def unit(a: PyTree[Array]) -> Scalar:
-    """The largest entry by absolute value, to divide by before squaring; 1 where that is
-    zero or not finite."""
+    """Return a number to divide by before squaring: the largest absolute value, or 1 if
+    that is zero or not finite."""
     largest = max_norm(a)
     return jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
 
 
 def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
-    """`s x + y`, in the dtypes of `y`."""
+    """Return `s x + y`, in the dtypes of `y`."""
 
     def each(a, b):
         wide_a, wide_b = promoted((a, b))
@@ -213,22 +215,22 @@ def axpy(s: ScalarLike, x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
 
 
 def scale(s: ScalarLike, x: PyTree[Array]) -> PyTree[Array]:
-    """`s x`, in the dtypes of `x`."""
+    """Return `s x`, in the dtypes of `x`."""
     return jax.tree.map(lambda a: _cast(s, a.dtype) * a, x)
 
 
 def _cast(s: ScalarLike, dtype: jnp.dtype) -> ScalarLike:
-    """A double-precision scalar makes no double-precision array of a single one."""
+    """Cast a scalar array to a dtype; leave Python numbers, which are weakly typed."""
     return s if type(s) in (int, float) else jnp.asarray(s, dtype)
 
 
 def cast_like(x: PyTree[Array], y: PyTree[Array]) -> PyTree[Array]:
-    """`x` in the dtypes of `y`."""
+    """Cast `x` to the dtypes of `y`."""
     return jax.tree.map(lambda a, b: a.astype(b.dtype), x, y)
 
 
 def fixed(x: PyTree) -> PyTree:
-    """The same, as a constant to derivatives; any leaves that are no arrays besides."""
+    """Stop gradients through the arrays of a tree, which may have other leaves."""
     arrays, others = eqx.partition(x, eqx.is_inexact_array)
     return eqx.combine(jax.lax.stop_gradient(arrays), others)
 
@@ -251,7 +253,7 @@ def any_nonzero(x: PyTree[Array]) -> Bool[Array, ""]:
 
 
 def in_words(module: Any) -> str:
-    """A dataclass with its numbers, and without what is as by default: its `repr`."""
+    """Return a dataclass's `repr` with its scalars as numbers, and without defaults."""
 
     def plain(value):
         known = isinstance(value, np.ndarray | jax.Array) and not isinstance(

@@ -1,4 +1,4 @@
-"""Conjugate gradients that stop where truncated Gauss-Newton is defined to stop."""
+"""Conjugate gradients with the stopping criterion of truncated Gauss-Newton."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from .._common._checks import check_nonnegative, nan_unless, nonnegative
 from .._common._tree import Structure
 
 
-# A curvature p^T A p below this many roundings of its factors may as well be zero.
+# A curvature p^T A p below this multiple of eps |p| |A p| counts as zero.
 _ROUNDINGS = 100
 
 
@@ -23,9 +23,9 @@ class _Iterate(eqx.Module):
     residual: PyTree[Array]
     direction: PyTree[Array]
     size: Scalar  # the residual's norm
-    gamma: Scalar  # residual^T M residual, M the preconditioner
-    looks: Bool[Array, ""]  # the next product is A x, for the true residual
-    seen: Scalar  # the norm of the true residual at the last look
+    gamma: Scalar  # residual^T M residual, with the preconditioner M
+    looks: Bool[Array, ""]  # whether the next product is A x, for the true residual
+    seen: Scalar  # the norm of the last true residual
     num_steps: Int[Array, ""]
     num_products: Int[Array, ""]
     stalled: Bool[Array, ""]
@@ -35,9 +35,9 @@ def semidefinite(
     mv: Callable[[PyTree[Array]], PyTree[Array]],
     like: PyTree[Array | jax.ShapeDtypeStruct],
 ) -> lx.FunctionLinearOperator:
-    """A positive semidefinite operator on trees of one structure."""
+    """Make a positive semidefinite operator on trees of one structure."""
     structure = Structure.of(like).tree
-    with jax.numpy_dtype_promotion("standard"):  # lineax asks for one dtype of all leaves
+    with jax.numpy_dtype_promotion("standard"):  # lineax promotes the leaves' dtypes
         return lx.FunctionLinearOperator(mv, structure, lx.positive_semidefinite_tag)
 
 
@@ -45,18 +45,17 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
     r"""Conjugate gradients for a positive semidefinite `A x = b` (Hestenes and Stiefel,
     1952), as a [lineax](https://docs.kidger.site/lineax) solver.
 
-    It stops at $\lVert b - A x\rVert_2 \le \beta\,\lVert b\rVert_2$, and checks that
-    inequality on the true residual before it says so; where the recurrence has drifted
-    from it, it restarts from the true residual. (`lx.CG` stops on an elementwise
-    criterion and on the step size, so that its `rtol` is not $\beta$.) The test for
-    breakdown is free of scale.
+    It stops at $\lVert b - A x\rVert_2 \le \beta\,\lVert b\rVert_2$, which it checks on
+    the true residual; if the recurrence has drifted, it restarts from the true residual.
+    (`lx.CG` stops on an elementwise criterion and on the step size, so that its `rtol` is
+    not $\beta$.) The test for breakdown does not depend on the scale of `A` or `b`.
 
     **Arguments:**
 
     - `tolerance`: $\beta \ge 0$; may be traced.
     - `max_steps`: the most iterations; `None` for ten times the number of unknowns.
 
-    Supports the `options` of `lx.linear_solve`: `y0`, a warm start, and
+    The `options` of `lx.linear_solve` may contain `y0`, a warm start, and
     `preconditioner`, a positive definite operator near the inverse of `A`. The
     statistics are `num_steps` (iterations) and `num_products` (with `A`).
 
@@ -78,13 +77,15 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         self, operator: lx.AbstractLinearOperator, options: dict[str, Any]
     ) -> lx.AbstractLinearOperator:
         del options
-        # Not by `!=`: what a pytree's structure carries besides may not be comparable.
+        # `!=` would also compare metadata of the tree's structure, which may raise.
         if not eqx.tree_equal(operator.in_structure(), operator.out_structure()):
-            raise ValueError("`ConjugateGradients` needs a square operator.")
+            raise ValueError(
+                "`ConjugateGradients` needs a square operator: wrap it in `lx.Normal`."
+            )
         if not lx.is_positive_semidefinite(operator):
             raise ValueError(
-                "`ConjugateGradients` needs an operator tagged as "
-                "`lx.positive_semidefinite_tag`."
+                "`ConjugateGradients` needs a positive semidefinite operator: tag it "
+                "with `lx.positive_semidefinite_tag`."
             )
         return operator
 
@@ -101,8 +102,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         dtype = _tree.dtype(vector)
         eps = jnp.finfo(dtype).eps
         max_steps = 10 * _tree.size(vector) if self.max_steps is None else self.max_steps
-        # Squares of very large or small numbers leave the floating-point range. By a
-        # power of two no digit is lost.
+        # Scale by a power of two, which is exact, so that squares do not overflow.
         size = _tree.max_norm(vector)
         proper = (size > 0) & jnp.isfinite(size)
         _, exponent = jnp.frexp(jnp.where(proper, size, 1))
@@ -110,9 +110,9 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
         b = _tree.scale(1 / unit, vector)
         target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
 
-        # Each iteration takes one product: of the direction, for a step; or of x, for
-        # the residual itself, where the recurrence has come to an end. It begins again
-        # from there, unless it has stalled: then it has met the limits of the precision.
+        # Each iteration takes one product: with the direction, for a step, or with x, for
+        # the true residual at the end of the recurrence. The recurrence then restarts, as
+        # long as each true residual is at most half the last.
         def iterate(it):
             product = operator.mv(_tree.where(it.looks, it.x, it.direction))
             curvature = _tree.dot(it.direction, product)  # p^T A p
@@ -167,15 +167,15 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             ),
         )
         stats = {"num_steps": it.num_steps, "num_products": it.num_products}
-        # A tolerance that is none has no solution.
+        # A negative or NaN tolerance gives a NaN solution.
         unit = nan_unless(nonnegative(self.tolerance), unit)
         return _tree.scale(unit, it.x), result, stats
 
     def transpose(self, state, options):
-        return state, options  # symmetric
+        return state, options
 
     def conj(self, state, options):
-        return state, options  # real
+        return state, options
 
     def assume_full_rank(self):
         return False

@@ -1,9 +1,8 @@
-"""Lanczos' process on a positive semidefinite matrix that is known by its products: the
-largest eigenvalues, and quadrature.
+"""The Lanczos process for a positive semidefinite matrix that is given by its products:
+the largest eigenvalues, and quadrature.
 
-Every vector is orthogonalised against all before it, and the projected matrix is what
-that leaves. So a restart needs no formula of its own, and a vector that is random in the
-place of the next serves as well.
+Every vector is orthogonalised against all before it, and the coefficients form the
+projected matrix. Restarts and random new vectors therefore need no formulas of their own.
 """
 
 from collections.abc import Callable
@@ -20,28 +19,28 @@ from . import _lapack
 
 Product = Callable[[Float[Array, " n"]], Float[Array, " n"]]
 
-# A vector of which so many roundings are left, once it is orthogonal, was in the span of
-# those before it.
+# A vector with a norm below this many eps after orthogonalisation was in the span.
 _ROUNDINGS = 100
-# Eigenvalues of so many roundings of the largest are zero.
+# Eigenvalues below this many eps of the largest count as zero.
 ZERO_ROUNDINGS = 10
-# Products between two looks at the eigenvalues.
+# Number of products between two tests of convergence.
 _STRIDE = 8
-# From a random vector, so many products find an eigenvalue that is a twentieth above all
-# others of the matrix: its part grows as exp(2 * 24 * sqrt(0.05)), from n^-1/2.
+# Number of products from a random vector that search for further eigenvalues. They find
+# one that is 5 % above all others: its share grows as exp(2 * 24 * sqrt(0.05)), from
+# n^-1/2.
 _LOOK = 24
 
 
 class Basis(eqx.Module):
-    r"""Orthonormal $V$, a vector a row, with $A V^\top = V^\top H + \beta\,q\,e^\top +
-    D$."""
+    r"""A Lanczos basis: orthonormal rows $V$ with
+    $A V^\top = V^\top H + \beta\,q\,e^\top + D$."""
 
-    vectors: Float[Array, "c n"]  # V; zero from `size` on
+    vectors: Float[Array, "c n"]  # V; rows from `size` on are zero
     projected: Float[Array, "c c"]  # H = V A V^T
     size: Int[Array, ""]
     following: Float[Array, " n"]  # q
-    coupling: Scalar  # beta, 0 where q is random
-    dropped: Float[Array, " c"]  # the norms of D's columns
+    coupling: Scalar  # beta; 0 if q is random
+    dropped: Float[Array, " c"]  # the norms of the columns of D
     key: Key[Array, ""]
 
     @staticmethod
@@ -58,7 +57,7 @@ class Basis(eqx.Module):
         )
 
     def extended(self, product: Product) -> "Basis":
-        """By the next vector: one product."""
+        """Add the next vector, which takes one product."""
         image = product(self.following)
         vectors = self.vectors.at[self.size].set(self.following)
         rest, along = _orthogonalised(vectors, image)
@@ -79,22 +78,22 @@ class Basis(eqx.Module):
         )
 
     def pairs(self) -> tuple[Float[Array, " c"], Float[Array, "c c"]]:
-        """Eigenvalues of H, the largest first, and eigenvectors, a column each. Those
-        beyond `size` are negative."""
+        """Return the eigenvalues of H, largest first, and its eigenvectors in columns.
+        Eigenvalues of rows beyond `size` are negative."""
         places = jnp.arange(self.dropped.size)
         beyond = jnp.where(places < self.size, 0, -_tree.unit(self.projected))
         values, rotation = _lapack.eigh(self.projected + jnp.diag(beyond))
         return values[::-1], rotation[:, ::-1]
 
     def residuals(self, rotation: Float[Array, "c c"]) -> Float[Array, " c"]:
-        r"""$\lVert A x - \theta x\rVert$ of each pair."""
+        r"""Return $\lVert A x - \theta x\rVert$ of each pair."""
         by_last = jnp.abs(self.coupling * rotation[self.size - 1])
         return jnp.hypot(by_last, _norms_in(rotation, self.dropped))
 
     def restarted(
         self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
     ) -> "Basis":
-        """With the first pairs in the place of the vectors (Wu and Simon, 2000)."""
+        """Restart from the first eigenpairs (Wu and Simon, 2000)."""
         first = rotation[:, :kept]
         zeros = jnp.zeros_like
         return Basis(
@@ -110,8 +109,8 @@ class Basis(eqx.Module):
     def reseeded(
         self, values: Float[Array, " c"], rotation: Float[Array, "c c"], kept: int
     ) -> "Basis":
-        """The same with a random vector as the next, in the place of one that is next to
-        nothing to the first pairs."""
+        """Restart from the first eigenpairs, and replace the next vector, whose coupling
+        to them is small, by a random one."""
         first = self.restarted(values, rotation, kept)
         key, subkey = jax.random.split(self.key)
         left = jnp.where(
@@ -131,7 +130,7 @@ class Basis(eqx.Module):
 def _norms_in(
     rotation: Float[Array, "c k"], norms: Float[Array, " c"]
 ) -> Float[Array, " k"]:
-    # What is dropped at one time is nearly orthogonal to what is at another.
+    # This assumes that the columns of D are nearly orthogonal to each other.
     unit = _tree.unit(norms)
     return unit * jnp.linalg.norm((norms / unit)[:, None] * rotation, axis=0)
 
@@ -139,7 +138,8 @@ def _norms_in(
 def _orthogonalised(
     vectors: Float[Array, "c n"], image: Float[Array, " n"]
 ) -> tuple[Float[Array, " n"], Float[Array, " c"]]:
-    """What is left of it, and the coefficients of what is not. Twice is enough."""
+    """Orthogonalise a vector twice; return the remainder, and the coefficients of what
+    was subtracted."""
     along = matmul(vectors, image)
     rest = image - matmul(along, vectors)
     more = matmul(vectors, rest)
@@ -155,7 +155,7 @@ def _random_beside(
 
 
 class Leading(eqx.Module):
-    """The largest eigenvalues, their eigenvectors in rows, and the residuals' norms."""
+    """The largest eigenvalues, their eigenvectors in rows, and their residual norms."""
 
     eigenvalues: Float[Array, " k"]
     vectors: Float[Array, "k n"]
@@ -170,8 +170,8 @@ class _State(eqx.Module):
     rotation: Float[Array, "c c"]
     residuals: Float[Array, " c"]
     num_products: Int[Array, ""]
-    since: Int[Array, ""]  # products of the last random vector
-    novel: Bool[Array, ""]  # whether it has found anything
+    since: Int[Array, ""]  # products since the last random vector
+    novel: Bool[Array, ""]  # whether it has found further eigenvalues
     done: Bool[Array, ""]
     converged: Bool[Array, ""]
 
@@ -185,11 +185,12 @@ def leading(
     max_products: int,
     key: Key[Array, ""],
 ) -> Leading:
-    r"""Thick-restart Lanczos, until $\lVert A x - \theta x\rVert \le \tau\,\theta$ for
-    all pairs wanted.
+    r"""Find the largest eigenpairs by thick-restart Lanczos, until $\lVert A x - \theta
+    x\rVert \le \tau\,\theta$ for each.
 
-    From one vector it sees one eigenvector of each eigenvalue. So once they are found it
-    goes on from a random vector beside them, for a while, and again if that adds any.
+    A start vector finds only one eigenvector of each eigenvalue. Once the pairs have
+    converged, the process continues from a random vector orthogonal to them, and from
+    another one as long as these find further pairs.
     """
     k, n = num_pairs, start.size
     kept = k + (capacity - k) // 2
@@ -197,7 +198,6 @@ def leading(
     tolerance = jnp.asarray(tolerance, start.dtype)
 
     def sweep(state: _State) -> _State:
-        # One that is full begins anew from its best pairs.
         full = state.basis.size == capacity
         basis = jax.lax.cond(
             full,
@@ -216,7 +216,7 @@ def leading(
         residuals = basis.residuals(rotation)
         since, num_products = state.since + num_new, state.num_products + num_new
 
-        # What stays when a random vector is taken is to leave room for what it adds.
+        # Before a random vector is taken, meet half the tolerance, as it may add error.
         rounding = ZERO_ROUNDINGS * eps * values[0]
         bound = jnp.where(state.novel, tolerance / 2, tolerance) * values[:k]
         met = jnp.all(residuals[:k] <= jnp.maximum(bound, rounding))
@@ -225,7 +225,7 @@ def leading(
         whole = basis.size == n
         converged = met & ((~novel & (since >= _LOOK)) | whole)
         ended = whole | (num_products >= max_products) | ~jnp.isfinite(values[0])
-        # Where few vectors are left, they are taken.
+        # If few vectors complete the basis, add them and do not restart.
         rest = n - basis.size if capacity == n else jnp.array(n)
         reseeding = met & novel & ~ended & (rest > _LOOK)
         basis = jax.lax.cond(
@@ -276,7 +276,8 @@ def quadrature(
     num_steps: int,
     key: Key[Array, ""],
 ) -> tuple[Float[Array, " s"], Float[Array, " s"]]:
-    r"""Nodes and weights with $z^\top f(A)\,z \approx \sum_i c_i f(\theta_i)$."""
+    r"""Return nodes $\theta_i$ and weights $c_i$ with $z^\top f(A)\,z \approx \sum_i c_i
+    f(\theta_i)$, where $z$ is `start`."""
     basis = jax.lax.fori_loop(
         0,
         num_steps,

@@ -1,8 +1,7 @@
-"""LAPACK factorisations that are never handed a NaN or an infinity.
+"""LAPACK factorisations that return NaN for a matrix that is not finite.
 
-`eigh` of a matrix that holds one can run for minutes, and a crash in LAPACK takes the
-process with it. Here a non-finite matrix is replaced before the call, and every number
-that comes back is a NaN: the caller sees the failure, LAPACK does not.
+LAPACK's `eigh` of such a matrix can run for minutes, and can crash the process. LAPACK is
+therefore given zeros in its place.
 """
 
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ def guarded(factorise, matrix: Float[Array, "m n"]):
 def eigh(
     matrix: Float[Array, "n n"],
 ) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
-    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix."""
+    """Return the eigenvalues (ascending) and eigenvectors (columns) of a symmetric
+    matrix."""
     eigenvalues, eigenvectors = guarded(jnp.linalg.eigh, matrix)
     return eigenvalues, eigenvectors
 
@@ -28,13 +28,13 @@ def eigh(
 def svd(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
-    """The thin singular value decomposition, singular values descending."""
+    """Return the thin singular value decomposition, singular values descending."""
     u, s, vt = guarded(_thin_svd, matrix)
     return u, s, vt
 
 
-# Of a matrix so many times as long as wide, and of so many entries, an orthogonal
-# factorisation first takes 0.4 to 0.5 of the time (jax 0.10, on a CPU).
+# Aspect ratio and number of entries from which a QR factorisation is made first. It takes
+# 0.4 to 0.5 of the time of the plain decomposition (jax 0.10, on a CPU).
 _OBLONG, _LARGE = 8, 2**14
 
 

@@ -1,7 +1,7 @@
-"""Singular values of many small matrices at once.
+"""Singular value decompositions of many small matrices at once.
 
-Under `jax.vmap` LAPACK is called for one matrix after the other. Here all are rotated
-together, each operation along the batch, in lanes.
+Under `jax.vmap`, LAPACK is called for one matrix after the other. Jacobi rotations can
+instead be vectorised over the batch.
 """
 
 import jax
@@ -14,16 +14,18 @@ from .._common import _tree
 from . import _lapack
 
 
-# Over LAPACK's, on a CPU: for one matrix of 1 to 8 columns it takes 0.7 to 3 times the
-# time, for 4 of them 0.4 to 3 times, for 32 or 1,000 of 1 to 6 columns 0.2 to 0.8 times
-# (the fewer rows the less), of 7 and 8 columns 0.5 to 1 times, of 10 and 16 1.1 to 1.7.
+# Most columns, and fewest matrices, for which rotations are used. Their time over LAPACK
+# on a CPU: 0.7 to 3 for one matrix of 1 to 8 columns, and 0.4 to 3 for four; for 32 or
+# 1,000 matrices 0.2 to 0.8 with 1 to 6 columns (least with few rows), 0.5 to 1 with 7 and
+# 8 columns, and 1.1 to 1.7 with 10 and 16.
 _MOST_COLUMNS = 6
 _FEWEST_MATRICES = 8
-# So many at once stay in the nearer memories, which 8 columns take in 0.6 of the time.
+# Most matrices rotated at once, so that they fit into the cache: with 8 columns this
+# takes 0.6 of the time.
 _MOST_LANES = 256
-# Of more rows than so many times the columns a triangle is made first, and rotated.
+# With more rows than this many times the columns, a QR factorisation is made first.
 _TALL = 2
-# Five to nine are enough for the batches that were measured.
+# Most sweeps of rotations; the measured batches took five to nine.
 _MAX_SWEEPS = 30
 
 
@@ -31,18 +33,18 @@ _MAX_SWEEPS = 30
 def svd(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
-    """The thin singular value decomposition, singular values descending: by LAPACK, or,
-    where it is mapped over many small matrices, by rotations.
+    """Return the thin singular value decomposition, singular values descending, by LAPACK
+    or, under `jax.vmap` over many small matrices, by Jacobi rotations.
 
-    By rotations what is exactly zero has no singular vector on the longer side but zero.
-    If a matrix is not finite, all numbers that come back are NaN, of this matrix alone.
+    With rotations, the singular vector on the longer side is zero if the singular value
+    is exactly zero. For a matrix that is not finite, all results are NaN.
     """
     return _svd(matrix)
 
 
 @svd.defjvp
 def _svd_jvp(primals, tangents):
-    # Until they are orthogonal: a loop, which is not to be differentiated.
+    # Rotations are a loop, and so LAPACK's decomposition is differentiated in its place.
     return jax.jvp(_lapack.svd, primals, tangents)
 
 
@@ -55,7 +57,7 @@ def _svd(matrix):
 def _svd_of_many(axis_size, in_batched, matrices):
     small = min(matrices.shape[1:]) <= _MOST_COLUMNS
     many = axis_size >= _FEWEST_MATRICES
-    on_cpu = jax.default_backend() == "cpu"  # where it has been measured
+    on_cpu = jax.default_backend() == "cpu"  # the only platform that was measured
     way = by_rotations if small and many and on_cpu else _lapack.svd
     return jax.vmap(way)(matrices), (True, True, True)
 
@@ -63,8 +65,8 @@ def _svd_of_many(axis_size, in_batched, matrices):
 def by_rotations(
     matrix: Float[Array, "m n"],
 ) -> tuple[Float[Array, "m k"], Float[Array, " k"], Float[Array, "k n"]]:
-    """As accurate as one-sided Jacobi is: what small columns say is not lost beside large
-    ones."""
+    """Return the decomposition by one-sided Jacobi, which is accurate for small columns
+    beside large ones, too."""
     m, n = matrix.shape
     if m < n:
         v, s, ut = by_rotations(matrix.T)
@@ -88,19 +90,20 @@ def _tall(matrix):
 
 @custom_vmap
 def _jacobi(matrix: Float[Array, "m n *lanes"]):
-    r"""By one-sided Jacobi: columns are rotated, two by two, until they are orthogonal,
-    and the longer stands before the shorter. $A V = U \Sigma$, with V the rotations.
+    r"""Rotate the columns in pairs until they are orthogonal and sorted by length. Then
+    $A V = U \Sigma$, where $V$ is the product of the rotations (one-sided Jacobi).
 
     ??? cite "Reference"
 
         J. Demmel and K. Veselić, *Jacobi's method is more accurate than QR*, SIAM J.
-        Matrix Anal. Appl. 13 (1992). All columns at once, in the rounds of a tournament:
-        R. P. Brent and F. T. Luk, SIAM J. Sci. Stat. Comput. 6 (1985).
+        Matrix Anal. Appl. 13 (1992). For the rotation of all columns at once, paired as
+        in a round-robin tournament: R. P. Brent and F. T. Luk, SIAM J. Sci. Stat. Comput.
+        6 (1985).
     """
     m, n, *lanes = matrix.shape
     identity = jnp.eye(n, dtype=matrix.dtype).reshape(n, n, *(1 for _ in lanes))
     identity = jnp.broadcast_to(identity, (n, n, *lanes))
-    # Below each column of A stands that of V, which the same rotations make.
+    # Each column of V is stored below its column of A, and rotated with it.
     columns = jnp.concatenate([jnp.moveaxis(matrix, 1, 0), identity], axis=1)
     if n % 2 == 1:
         columns = jnp.concatenate([columns, jnp.zeros_like(columns[:1])])
@@ -140,7 +143,7 @@ def _jacobi_in_lanes(axis_size, in_batched, matrix):
 
 
 def _tournament(half: int) -> np.ndarray:
-    """For each round and pair, whether the left one's place is before the right one's."""
+    """Return, for each round and pair, whether the left column precedes the right one."""
     left, right = np.arange(half), np.arange(half, 2 * half)
     in_order = []
     for _ in range(2 * half - 1):
@@ -150,7 +153,8 @@ def _tournament(half: int) -> np.ndarray:
 
 
 def _next_round(left, right, numpy=jnp):
-    """The first stays, the others go on by one place round the table."""
+    """Pair the columns for the next round: the first stays, the others move one place
+    round the table."""
     if len(left) == 1:
         return left, right
     return (
@@ -165,20 +169,20 @@ def _rotated(
     m: int,
     in_order: Bool[Array, " h"],
 ) -> tuple[Float[Array, "h k *lanes"], Float[Array, "h k *lanes"], Bool[Array, ""]]:
-    """Each pair of columns made orthogonal in its first m rows, and in order; and whether
-    any was not."""
+    """Make each pair of columns orthogonal in the first m rows, and sort it; return also
+    whether any pair has changed."""
     a, b = jnp.sqrt(_dot(left, left, m)), jnp.sqrt(_dot(right, right, m))
     c = _dot(left, right, m)
     oblique = jnp.abs(c) > m * float(jnp.finfo(c.dtype).eps) * a * b
-    # Of twice the angle, and of the angle, which is at most 45 degrees:
+    # The cotangent of twice the angle; the tangent of the angle, at most 45 degrees.
     cotangent = (b - a) * (b + a) / jnp.where(oblique, 2 * c, 1)
     sign = jnp.where(cotangent < 0, -1, 1).astype(c.dtype)
     tangent = sign / (jnp.abs(cotangent) + jnp.sqrt(1 + cotangent**2))
     tangent = jnp.where(oblique, tangent, 0)
-    # By 90 degrees more where the longer, which stays the longer, is to change places.
+    # A rotation by 90 degrees more swaps two columns; the longer one stays the longer.
     in_order = in_order.reshape(-1, *(1 for _ in c.shape[1:]))
     swaps = jnp.where(in_order, a < b, a > b)
-    # XLA repeats for each row what comes before a product, but not before a division.
+    # XLA recomputes the operands of a product for each row, but not those of a division.
     secant = jnp.sqrt(1 + tangent**2)
     cosine = (jnp.where(swaps, tangent, 1) / secant)[:, None]
     sine = (jnp.where(swaps, -1, tangent) / secant)[:, None]
@@ -187,7 +191,8 @@ def _rotated(
 
 
 def _dot(x: Float[Array, "h k *lanes"], y: Float[Array, "h k *lanes"], m: int):
-    """Of the first m rows. `jnp.sum` would not run along the lanes."""
+    """Return the inner products over the first m rows. (`jnp.sum` is not vectorised over
+    the batch.)"""
     total = x[:, 0] * y[:, 0]
     for i in range(1, m):
         total += x[:, i] * y[:, i]

@@ -1,4 +1,4 @@
-"""The linearised problem, solved as far as a filter asks, the cheapest way."""
+"""Ways to solve the linearised problem, and the choice of the cheapest."""
 
 from ._base import (
     AbstractSubproblem as AbstractSubproblem,

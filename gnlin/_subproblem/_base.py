@@ -1,4 +1,4 @@
-"""What is asked of the linearised problem is a filter; how it is answered is here."""
+"""The interface of a linearised problem that is ready to be solved for any filter."""
 
 import abc
 import math
@@ -29,15 +29,15 @@ from ..filters import (
 
 
 class Answer(eqx.Module):
-    """The step that solves a subproblem as far as asked, and what it took.
+    """A step of a subproblem, and what it cost.
 
-    - `passes`: of this answer alone, beyond what setting the subproblem up took.
-    - `decrease`: what the linearised objective, without damping, falls by; `None` where
-        the step solves a damped quadratic problem, and two products tell.
-    - `damped_norm`: the step's in the variables in which the subproblem is damped; `None`
-        where it is not known without a look at the step.
+    - `passes`: the passes that this step took, without those that set the subproblem up.
+    - `decrease`: by how much the linearised objective falls, without damping. `None` if
+        it is to be computed by the formula for the solution of a damped quadratic.
+    - `damped_norm`: the norm of the step in the variables in which the subproblem is
+        damped. `None` if it is to be computed from the step.
 
-    The last two are of the numerical range of phi.
+    `decrease` and `damped_norm` disregard directions outside the numerical range of phi.
     """
 
     step: PyTree[Array]
@@ -49,10 +49,12 @@ class Answer(eqx.Module):
 
 
 class AbstractSubproblem(eqx.Module):
-    """A linearised problem made ready for any number of filters.
+    """A linearised problem that is set up once and can be solved for any number of
+    filters.
 
-    - `gradient_norm`: of the objective, NaN where the linearisation is not finite.
-    - `passes`: that setting it up took.
+    - `gradient_norm`: the norm of the objective's gradient; NaN if the linearisation is
+        not finite.
+    - `passes`: the passes that the setup took.
     """
 
     gradient_norm: AbstractVar[Scalar]
@@ -60,39 +62,40 @@ class AbstractSubproblem(eqx.Module):
 
     @abc.abstractmethod
     def solve(self, filter: Filter) -> Answer:
-        """The step of a filter."""
+        """Return the step of a filter."""
 
     def truncated(
         self, tolerance: ScalarLike, max_steps: int | None = None
     ) -> "AbstractSubproblem":
-        """The same, to be solved so well only where it is solved by iteration: until the
-        linear residual is `tolerance` times the gradient, or for so many iterations."""
+        """Return a subproblem whose iterations, if it has any, stop early: once the
+        linear residual is `tolerance` times the gradient, or after `max_steps`."""
         return self
 
     def factorised(self, filter: Filter) -> "AbstractSubproblem":
-        """The same, with what it takes to solve for a filter made, for several residuals
-        and this filter only."""
+        """Return a subproblem that is factorised for this filter only, so that solving it
+        for several residuals is cheap."""
         return self
 
     @abc.abstractmethod
     def gradient(self) -> PyTree[Array]:
-        """Of the objective at the linearisation point; phi^T r for least squares."""
+        """Return the objective's gradient at the linearisation point: phi^T r for least
+        squares."""
 
     def scaled_gradient_norm(self) -> Scalar:
-        """The gradient's norm in the variables in which the subproblem is damped."""
+        """Return the norm of the gradient in the damped variables."""
         return self.gradient_norm
 
     def length(self, vector: PyTree[Array]) -> Scalar:
-        """The norm of a step, or of a point, in these variables."""
+        """Return the norm of a step, or of a point, in the damped variables."""
         return _tree.norm(vector)
 
     def length_of(self, answer: Answer) -> Scalar:
-        """The same of an answer's step."""
+        """Return the norm of an answer's step in the damped variables."""
         known = answer.damped_norm
         return self.length(answer.step) if known is None else known
 
     def predicted(self, answer: Answer, damping: Scalar) -> Scalar:
-        """What a step is predicted to lower the objective by, without damping."""
+        """Return the predicted decrease of the objective, without damping."""
         if answer.decrease is not None:
             return answer.decrease.astype(damping.dtype)
         along = _tree.dot(answer.step, self.gradient()).astype(damping.dtype)
@@ -101,30 +104,30 @@ class AbstractSubproblem(eqx.Module):
 
     @abc.abstractmethod
     def curvature_along_gradient(self) -> Scalar:
-        """|phi g|^2 / |g|^2: an eigenvalue that the gradient g points to, for scale."""
+        """Return |phi g|^2 / |g|^2, the curvature along the gradient g."""
 
     @abc.abstractmethod
     def largest_curvature(self) -> Scalar:
-        """The largest eigenvalue of phi^T phi, or what is known to be near it."""
+        """Return the largest eigenvalue of phi^T phi, or a cheap estimate of it."""
 
     def attainable_decrease(self) -> Scalar:
-        """What the undamped step is predicted to lower the loss by, |U^T r|^2 / 2 over
-        the numerical range; infinity where that is not known without solving for it."""
+        """Return the predicted decrease of the undamped step, |U^T r|^2 / 2 over the
+        numerical range, or infinity if computing it would require a solution."""
         return jnp.full_like(self.gradient_norm, jnp.inf)
 
     @abc.abstractmethod
     def with_residual(self, residual: PyTree[Array]) -> "AbstractSubproblem":
-        """The same Jacobian with another residual, set up already."""
+        """Return the subproblem of another residual; it shares the setup of this one."""
 
 
 class AbstractWay(AbstractSubproblem):
-    """A way to solve a linearised problem: whether it serves, and what it costs, is known
-    before it is made ready.
+    """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
+    are known before it is set up.
 
-    - `method`: what a user calls it.
-    - `problem`: a value, [`gnlin.authoring.Quadratic`][] or `ProxLinear`.
+    - `method`: its name, as users pass it.
+    - `problem`: a [`gnlin.authoring.Quadratic`][] or a `ProxLinear`.
     - `stops_early`: whether `truncated` makes a solution cheaper.
-    - `solves_anew`: whether another residual costs as much as the first.
+    - `solves_anew`: whether each further residual costs as much as the first.
     """
 
     method: ClassVar[str]
@@ -135,25 +138,25 @@ class AbstractWay(AbstractSubproblem):
     @classmethod
     @abc.abstractmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
-        """Whether this is a way to solve such a problem for such a filter."""
+        """Whether this way can solve such a problem for such a filter."""
 
     @classmethod
     @abc.abstractmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        """Seconds, roughly, for so many filters of one kind on a Jacobian of such costs;
-        infinity beyond the memory budget."""
+        """Estimate the seconds that `num_trials` filters of one kind take, from the costs
+        of the Jacobian; infinity if they exceed the memory budget."""
 
     @classmethod
     @abc.abstractmethod
     def of(cls, problem: Any, cost: Cost) -> "AbstractWay":
-        """A problem made ready."""
+        """Set up a problem."""
 
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
 
 
 class AbstractWithGradient(AbstractWay):
-    """A way that makes the gradient, by one product, and keeps it."""
+    """A way that computes the gradient by one product, and keeps it."""
 
     passes: Passes
     _gradient: PyTree[Array]
@@ -175,34 +178,33 @@ class AbstractWithGradient(AbstractWay):
 Descent = GradientDescent | HeavyBall | Nesterov
 
 
-# Conjugate gradients that stop early take about so many products.
+# Typical number of products of conjugate gradients that stop early.
 _PRODUCTS = 20
-# What an exact step is worth, in seconds, where each example reads few of the parameters.
+# Largest `Early.worth` for a Jacobian of which each example reads few parameters.
 _SPARSE_STEP = 2e-3
 
 
 class Early(Tikhonov):
-    """Asks for a solution whose damping is not zero, and that conjugate gradients may
-    stop early.
+    """A nonzero damping for which conjugate gradients may stop early.
 
-    - `worth`, `times`: an exact one is worth so many seconds, and so many times what one
-        by conjugate gradients takes.
+    - `worth`, `times`: an exact solution is preferred if it takes less than `worth`
+        seconds, or less than `times` the seconds of conjugate gradients that stop early.
     """
 
     worth: float = eqx.field(default=0.0, static=True)
     times: float = eqx.field(default=1.0, static=True)
 
     def price(self, cost: Cost) -> float:
-        """Of a solution that stops early, in seconds of one that does not."""
+        """Return the seconds below which an exact solution is preferred."""
         worth = min(self.worth, _SPARSE_STEP) if cost.reads else self.worth
         return max(worth, self.times * _PRODUCTS * cost.one_product)
 
 
 class AbstractIteration(AbstractWithGradient):
-    """A way by iteration: a solution to a tolerance, literal steps, or a flow.
+    """A way that iterates: to a tolerance, for K literal steps, or along a flow.
 
-    - `tolerance`: of a damped solution; `None` for an exact one.
-    - `max_steps`: that it may take; `None` for as many as it needs.
+    - `tolerance`: the tolerance of a damped solution; `None` for an exact one.
+    - `max_steps`: the most iterations of a damped solution; `None` for no limit.
     """
 
     stops_early: ClassVar[bool] = True
@@ -243,7 +245,7 @@ class AbstractIteration(AbstractWithGradient):
 
     @abc.abstractmethod
     def exactly(self) -> float:
-        """The tolerance that stands for an exact solution."""
+        """Return the tolerance at which a solution counts as exact."""
 
     @abc.abstractmethod
     def to_tolerance(
@@ -254,18 +256,18 @@ class AbstractIteration(AbstractWithGradient):
         *,
         is_damped: bool = False,
     ) -> Answer:
-        """The solution, to where the gradient is `tolerance` times what it was.
+        """Solve until the gradient is `tolerance` times its initial norm.
 
-        - `is_damped`: whether it is known that the damping is not zero.
+        - `is_damped`: whether the damping is known not to be zero.
         """
 
     @abc.abstractmethod
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Literal steps."""
+        """Take literal steps."""
 
     @abc.abstractmethod
     def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
-        """Gradient flow for a time."""
+        """Follow the gradient flow for a time."""
 
     def solve(self, filter: Filter) -> Answer:
         filter, damping = undamped(filter)
@@ -277,8 +279,8 @@ class AbstractIteration(AbstractWithGradient):
                 settings = tolerance, damping + more, self.max_steps
                 return self.to_tolerance(*settings, is_damped=is_damped)
             case PseudoInverse(rcond=None):
-                # From zero, conjugate gradients never leave the range of phi^T: the
-                # limit is the minimum-norm solution.
+                # Started at zero, conjugate gradients stay in the range of phi^T, so
+                # that their limit is the minimum-norm solution.
                 return self.to_tolerance(self.exactly(), damping)
             case GradientDescent() | HeavyBall() | Nesterov():
                 return self.descend(filter, damping)
@@ -287,7 +289,7 @@ class AbstractIteration(AbstractWithGradient):
         raise does_not_serve(self.method, filter)
 
     def verdict(self, diverged: Array) -> optx.RESULTS:
-        """Divergence, unless there was no number to start from."""
+        """Return divergence, unless the first gradient was not finite."""
         return optx.RESULTS.where(
             diverged & jnp.isfinite(self.gradient_norm),
             optx.RESULTS.nonlinear_divergence,
@@ -296,21 +298,21 @@ class AbstractIteration(AbstractWithGradient):
 
 
 def undamped(filter: Filter) -> tuple[Filter, ScalarLike]:
-    """A filter without the damping that is added to it, and that."""
+    """Split a filter into the filter without `Damped`, and the damping it added."""
     if isinstance(filter, Damped):
         return filter.filter, filter.damping
     return filter, 0.0
 
 
 def num_steps_of(filter: Descent) -> float:
-    """As far as it is known before the program runs: else very many."""
+    """Return the number of steps, or infinity if it is traced."""
     period: Any = filter.period
     return float(period) if _is_known(period) else math.inf
 
 
 def vanishes(filter: Filter) -> bool:
-    """Whether a filter has no damping, or one that may vanish: then it asks for small
-    singular values as they are."""
+    """Whether a filter has no damping at all, so that its step depends on the accuracy
+    of small singular values."""
     match filter:
         case PseudoInverse():
             return True
@@ -324,17 +326,17 @@ def vanishes(filter: Filter) -> bool:
 
 
 def _is_known(number: ScalarLike) -> bool:
-    """Before the program runs."""
+    """Whether a number is known before the program runs."""
     return isinstance(number, int | float | np.ndarray)
 
 
-# What small singular values are worth that are resolved to rounding, in seconds: as long
-# as one is glad to wait where no damping hides them.
+# Seconds that accurate small singular values are worth where no damping hides them.
 _ACCURACY = 3.0
 
 
 def price_of_squaring(cost: Cost, filter: Filter) -> float:
-    """Of forming phi phi^T, or phi^T phi, which squares the condition number."""
+    """Return the seconds to add to the cost of a way that forms phi phi^T or phi^T phi,
+    and so squares the condition number."""
     return _ACCURACY if vanishes(filter) or svd_is_cheap(*cost.shape) else 0.0
 
 
@@ -343,8 +345,8 @@ def unless_endless(
     limit: Callable[[], Answer],
     otherwise: Callable[[ScalarLike], Answer],
 ) -> Answer:
-    """What steps, or a flow, of some length lead to; or, of an infinite one, what they
-    converge to."""
+    """Return the result after a finite number of steps (or time), or the limit if it is
+    infinite."""
     if _is_known(length):
         return limit() if np.isinf(length) else otherwise(length)
     endless = jnp.isinf(length)
@@ -361,8 +363,7 @@ def unless_endless(
 
 
 def does_not_serve(method: str, filter: Filter) -> ValueError:
-    """Of a subproblem that was made ready for other filters."""
     return ValueError(
-        f"A problem made ready by the method {method!r} does not serve for "
-        f"`{type(filter).__name__}`: choose a way for this filter."
+        f"The method {method!r} cannot be used for `{type(filter).__name__}`: choose "
+        "another method for this filter."
     )

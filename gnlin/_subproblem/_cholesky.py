@@ -1,4 +1,4 @@
-"""Damped systems by a Cholesky factorisation."""
+"""Cholesky factorisations of damped systems."""
 
 import abc
 from typing import Any
@@ -16,18 +16,18 @@ from ._base import AbstractWay, does_not_serve
 
 
 def damping_of(filter: Filter) -> ScalarLike:
-    """Of the only kind of filter that these systems are."""
+    """Return the damping of a `Tikhonov` filter; raise for any other filter."""
     if not isinstance(filter, Tikhonov):
         raise does_not_serve("cholesky", filter)
     return filter.damping
 
 
 class Factorised(eqx.Module):
-    """`matrix + lambda I`, for any number of vectors; NaN in, NaN out, and none of it to
-    LAPACK."""
+    """A factorisation of `matrix + lambda I`. If the matrix is not finite, solutions are
+    NaN, and LAPACK is given the identity."""
 
     operator: lx.MatrixLinearOperator
-    state: Any  # lineax's
+    state: Any
     finite: Bool[Array, ""]
 
     @staticmethod
@@ -54,29 +54,30 @@ class Factorised(eqx.Module):
 def solve_damped(
     matrix: Float[Array, "n n"], vector: Float[Array, " n"], damping: ScalarLike
 ) -> tuple[Float[Array, " n"], optx.RESULTS]:
-    """`(matrix + lambda I)^-1 vector`."""
+    """Return `(matrix + lambda I)^-1 vector`."""
     matrix, vector = _tree.promoted((matrix, vector))
     return Factorised.of(matrix, damping).solve(vector)
 
 
 class AbstractByCholesky(AbstractWay):
-    """A way by the factorisation of a damped matrix.
+    """A way that factorises a damped matrix.
 
-    - `factor`: where it is made for one filter; `None` for one at each solution.
+    - `factor`: the factorisation if it was made in advance for one filter; `None` to
+        make one for each solution.
     """
 
     factor: eqx.AbstractVar[Factorised | None]
 
     @abc.abstractmethod
     def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
-        """The matrix, undamped; and vectors to be solved for, for their precision."""
+        """Return the undamped matrix, and right-hand sides to determine the dtype."""
 
     def factorised(self, filter: Filter) -> "AbstractByCholesky":
         factor, is_none = self._made(filter), lambda x: x is None
         return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
 
     def factor_for(self, filter: Filter) -> Factorised:
-        """The one that is held, or one for this filter."""
+        """Return the factorisation made in advance, or else one for this filter."""
         return self._made(filter) if self.factor is None else self.factor
 
     def _made(self, filter: Filter) -> Factorised:

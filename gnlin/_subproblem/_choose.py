@@ -1,4 +1,4 @@
-"""Which way a linearised problem is solved: the one that costs the least."""
+"""The choice of the cheapest way to solve a linearised problem."""
 
 import math
 from typing import Any, get_args, Literal
@@ -43,9 +43,8 @@ Method = (
     | AbstractPreconditioner
     | lx.AbstractLinearSolver
 )
-# Objects that serve for damped problems only, and
+# Methods for damped problems only: those with parameters, and those that are names.
 _DAMPED_OBJECTS = MixedPrecision | NystromKernel | AbstractPreconditioner
-# names of such.
 _DAMPED = ("kernel", "curvature", "schur", "sparse", "products-first")
 
 Form = Literal["quadratic", "prox-linear"]
@@ -65,7 +64,7 @@ WAYS: tuple[type[AbstractWay], ...] = (
 )
 
 
-# Ways that come with parameters of their own.
+# Methods with parameters, and the ways that they select.
 _OBJECTS: tuple[tuple[type, Any], ...] = (
     (MixedPrecision, Refined),
     (NystromKernel, OfLowRank),
@@ -75,8 +74,11 @@ _OBJECTS: tuple[tuple[type, Any], ...] = (
 
 
 def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()) -> None:
-    """`damped`: whether the problem is, so that Cholesky factorisations serve. `also`:
-    names of a solver's own, where it does not take lineax's solvers."""
+    """Raise unless a method is one that a solver takes.
+
+    - `damped`: whether the solver's problems are damped.
+    - `also`: further names, for a solver that does not take lineax's solvers.
+    """
     if damped and isinstance(method, _DAMPED_OBJECTS):
         return
     if not also and isinstance(method, lx.AbstractLinearSolver):
@@ -106,15 +108,15 @@ def check_form(form: str, method: Any) -> None:
     by_passes = method in ("auto", "kernel", "matrix-free")
     if form == "prox-linear" and not by_passes:
         raise ValueError(
-            f"The method {method!r} is for quadratic problems: with "
-            '`form="prox-linear"` use "auto", "kernel" or "matrix-free".'
+            f"The method {method!r} is for quadratic problems; pass "
+            '`method="auto"`, "kernel" or "matrix-free" with `form="prox-linear"`.'
         )
 
 
 def problem_of(
     form: Form, objective: AbstractObjective, lin: Linearisation
 ) -> Quadratic | ProxLinear:
-    """The linearised problem in either form; for squared error they are one."""
+    """Return the linearised problem in either form; for squared error both agree."""
     if form == "prox-linear" and not objective.is_quadratic:
         return ProxLinear(lin.jacobian, lin.outputs, objective)
     return objective.expand(lin)
@@ -126,26 +128,26 @@ def choose(
     num_trials: int = 1,
     method: Any = "auto",
 ) -> AbstractWay:
-    """A problem made ready for filters, the cheapest way.
+    """Set up a linearised problem, by default for the cheapest way to solve it.
 
     **Arguments:**
 
     - `problem`: a [`gnlin.authoring.Quadratic`][], such as `objective.expand(lin)`.
-    - `filter`: one of the kind that will be asked for; where their damping may vanish,
-        one without.
-    - `num_trials`: how many of them will be, about.
-    - `method`: a way that is asked for, by its name; a
+    - `filter`: a filter of the kind that the problem will be solved for. If their damping
+        may vanish, pass an undamped one.
+    - `num_trials`: the approximate number of filters it will be solved for.
+    - `method`: `"auto"` for the cheapest way, or the name of a way; a
         [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][] or one of
         [`gnlin.preconditioners`][]; or a solver of lineax.
 
     **Returns:** a [`gnlin.authoring.AbstractSubproblem`][].
 
-    **Raises:** `ValueError` if no way serves for the problem and the filter, or, where
-    none is asked for, none within the memory budget.
+    **Raises:** `ValueError` if the method cannot solve the problem for this filter, or if
+    `"auto"` finds no way within the memory budget.
     """
     way = way_of(problem, filter, num_trials, method)
-    of_its_own = () if isinstance(method, str) else (method,)
-    return way.of(problem, problem.jacobian.cost(), *of_its_own)
+    settings = () if isinstance(method, str) else (method,)
+    return way.of(problem, problem.jacobian.cost(), *settings)
 
 
 def way_of(
@@ -154,7 +156,7 @@ def way_of(
     num_trials: int = 1,
     method: Any = "auto",
 ) -> type[AbstractWay]:
-    """The way that `choose` takes."""
+    """Return the class of the way that `choose` takes."""
     for kind, way in _OBJECTS:
         if isinstance(method, kind):
             if not way.fits(problem, filter):
@@ -170,11 +172,10 @@ def way_of(
     costs = [way.cost(cost, filter, num_trials) for way in serving]
     if min(costs, default=math.inf) == math.inf:
         raise ValueError(
-            f"For `{name}` on a problem of the form {_form(problem)} there is no way "
-            f"within the memory budget of {cost.memory_budget:,} bytes: raise "
-            "`memory_budget`."
+            f"Solving a {_form(problem)} problem for `{name}` takes more than the memory "
+            f"budget of {cost.memory_budget:,} bytes: raise `memory_budget`."
             if serving
-            else f"`{name}` is no filter for a problem of the form {_form(problem)}: use "
+            else f"`{name}` cannot be used with `form={_form(problem)}`: use "
             '`form="quadratic"`.'
         )
     return serving[costs.index(min(costs))]
@@ -189,20 +190,17 @@ def _does_not_serve_here(
     others = [f'"{way.method}"' for way in serving]
     if isinstance(problem, ProxLinear):
         others.append('`form="quadratic"`')
-    why = (
-        f"does not serve for `{type(filter).__name__}` on a problem of the form "
-        f"{_form(problem)}"
-    )
+    why = f"cannot be used for `{type(filter).__name__}` on a {_form(problem)} problem"
     if OnParameters in serving:
         if method == SchurComplement.method:
             why = (
-                "eliminates an array of which each example reads one row, as `select=` "
-                "of every group says, and here is none"
+                "eliminates an array of which each example reads one row, but no array "
+                "is declared to be such by `select=` of every group"
             )
         if method == SparseLU.method:
             why = (
-                "is for examples that read few of the parameters, as `select=` of every "
-                "group says, or `gnlin.Sparsity`"
+                "is for examples that read few of the parameters, declared by `select=` "
+                "of every group or by `gnlin.Sparsity`"
             )
     if method == SparseLU.method and not has_factorisation():
         why = (

@@ -1,4 +1,4 @@
-"""Literal steps on the linearised problem, for any loss: descent, or an optimiser's."""
+"""Literal steps of gradient descent, or of an optimiser, on the linearised problem."""
 
 from typing import Any, NamedTuple
 
@@ -13,16 +13,16 @@ from ._spaces import AbstractSpace, Parameters
 
 
 class Descended(NamedTuple):
-    """Where the steps have led, in a space's coordinates."""
+    """The state after a number of steps, in the coordinates of a space."""
 
     z: PyTree[Array]
     velocity: PyTree[Array]
-    num_steps: Scalar  # a float: it may pass 2^31
+    num_steps: Scalar  # a float, because it may exceed 2^31
     diverged: Bool[Array, ""]
 
 
 def at_rest(space: AbstractSpace) -> Descended:
-    """At the linearisation point, before the first step."""
+    """Return the state before the first step, at the linearisation point."""
     zero = space.zero()
     return Descended(zero, zero, jnp.zeros((), float), jnp.array(False))
 
@@ -41,12 +41,12 @@ def descend(
     rest: PyTree[Array] | None = None,
     start: Descended | None = None,
 ) -> Descended:
-    r"""`period` steps from the linearisation point on
+    r"""Take `period` steps from the linearisation point on
     $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2\lVert\delta\rVert^2$.
 
     Heavy ball (Polyak, 1964): $v \leftarrow \mu v - \eta g$, $z \leftarrow z + v$;
     Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$. `gradient` is the
-    first, where it is known; `start` is where fewer steps have led, to go on from.
+    first gradient, if it is known. `start` is the state after fewer steps, to continue.
     """
     zero = space.zero()
     dtype = _tree.dtype(zero)
@@ -73,7 +73,7 @@ def descend(
     if gradient is None:
         gradient = space.pull(objective.gradient(outputs))
         gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
-    # One that has grown past 1/eps says nothing any more.
+    # A gradient that has grown by 1/eps counts as divergence.
     largest = _tree.norm(gradient) / jnp.finfo(dtype).eps
     if start is None:
         k, z, velocity = jnp.ones((), period.dtype), *advance(zero, zero, gradient)
@@ -105,8 +105,8 @@ def optimise(
     damping: ScalarLike = 0.0,
     rest: PyTree[Array] | None = None,
 ) -> Optimised:
-    """`period` steps from a point of an optax optimiser, which sees the parameters
-    themselves."""
+    """Take `period` steps of an optax optimiser from a point. The optimiser is passed the
+    parameters, not the steps from the linearisation point."""
 
     def body(carry):
         k, step, state = carry
@@ -131,6 +131,7 @@ def optimise(
 def updated(
     optimiser: Any, gradient: PyTree[Array], state: PyTree, y: PyTree[Array]
 ) -> tuple[PyTree[Array], PyTree]:
-    """An optax optimiser's updates and new state."""
-    with jax.numpy_dtype_promotion("standard"):  # it divides by powers of its count
+    """Return an optax optimiser's updates and new state."""
+    # Optax mixes dtypes when it divides by powers of its step count.
+    with jax.numpy_dtype_promotion("standard"):
         return optimiser.update(gradient, state, y)

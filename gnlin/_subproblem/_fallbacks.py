@@ -1,5 +1,4 @@
-"""What is cheap is tried first: products before a factorisation, eigenvalues before
-singular values."""
+"""Ways that try a cheap method first, and fall back on an expensive one."""
 
 import abc
 import math
@@ -34,28 +33,29 @@ from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 
 
-# Of the price of the factorisation, so much is spent on trying to do without; where fewer
-# products than these come of it, nothing is.
+# Share of the factorisation's cost that conjugate gradients may spend before it, and the
+# least number of products for which trying them pays.
 _SHARE_TRIED = 0.4
 _FEWEST_TRIED = 10
-# Seconds that an iteration of conjugate gradients takes besides its product: vectors of a
-# network are in several arrays. Of 3,010 parameters one takes 96 microseconds where the
-# product is put at 45.
+# Seconds of one iteration of conjugate gradients besides its product. With a network of
+# 3,010 parameters an iteration took 96 microseconds, and its product is estimated at 45.
 _ITERATION = 5e-5
-# How often, about, eigenvalues leave something to singular values.
+# Approximate share of problems in which eigenvalues do not suffice.
 _SHARE_UNRESOLVED = 1 / 3
-# What compiling both ways is worth, of every step; and trying products, which take their
-# part of the time anyhow.
+# Seconds added to the cost of each step for compiling two ways, and for trying products.
 _BOTH_COMPILED, _TRYING = 1e-3, 5e-3
 
 
 class AbstractFirst(AbstractWay):
-    """A way that is tried, and another that is taken where that does not arrive: decided
-    inside the compiled program, both counted."""
+    """A cheap way that is tried first, and a direct one that is used if it fails. The
+    compiled program decides between them, and counts the passes of both.
+
+    - `first`: the cheap way.
+    - `directly`: sets the same problem up for the direct way.
+    """
 
     problem: Quadratic
     first: AbstractVar[Any]
-    # The same problem, ready to be solved directly; called where it is needed.
     directly: Callable[[], AbstractSubproblem]
     gradient_norm: Scalar
     passes: Passes
@@ -69,7 +69,7 @@ class AbstractFirst(AbstractWay):
 
     @abc.abstractmethod
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        """What the first way finds, and whether it has arrived."""
+        """Return the answer of the first way, and whether it is a solution."""
 
     def gradient(self) -> PyTree[Array]:
         return self.first.gradient()
@@ -100,10 +100,12 @@ class AbstractFirst(AbstractWay):
 
 
 class ProductsFirst(AbstractFirst):
-    """Conjugate gradients take about as many steps as there are distinct eigenvalues
-    above the damping. How many these are is known only when they have been taken: so
-    they are, up to a number whose price is a part of the factorisation's, and the
-    factorisation is made where that has not been enough."""
+    """Conjugate gradients first, and a factorisation if they do not converge.
+
+    They take about as many steps as there are distinct eigenvalues above the damping, a
+    number that is not known in advance. They are therefore tried up to a number of steps
+    that costs a fraction of the factorisation.
+    """
 
     method: ClassVar[str] = "products-first"
     stops_early: ClassVar[bool] = True
@@ -151,13 +153,19 @@ class ProductsFirst(AbstractFirst):
 
 
 class EigenvaluesFirst(AbstractFirst):
-    """Eigenvalues of the kernel or of the curvature are many times cheaper than singular
-    values, and know the small ones badly. Whether there are any between zero and what
-    they know is known only when they have been made: only then singular values are."""
+    """Eigenvalues first, and singular values if some are too small to be accurate.
+
+    Eigenvalues of the kernel or of the curvature are many times cheaper than singular
+    values of the Jacobian, but small ones are inaccurate. Only the eigenvalues tell
+    whether there are small ones that are not zero.
+
+    - `spectrum`: the spectrum without the eigenvalues that are only rounding.
+    - `resolved`: whether singular values would add nothing to it.
+    """
 
     method: ClassVar[str] = "eigh-first"
     first: Eigenvalues
-    spectrum: Spectrum  # without what is only rounding
+    spectrum: Spectrum
     resolved: Bool[Array, ""]
 
     def __init__(self, first: Eigenvalues, directly: Callable[[], AbstractSubproblem]):
@@ -179,8 +187,7 @@ class EigenvaluesFirst(AbstractFirst):
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "EigenvaluesFirst":
         first = Eigenvalues.of(problem, cost)
-        # From the rows that are there, if they are.
-        problem = first.problem
+        problem = first.problem  # whose Jacobian may be in memory now
         return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
 
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:

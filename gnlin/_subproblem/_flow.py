@@ -1,10 +1,9 @@
-"""Gradient flow on the linearised problem, for any loss: very many very small steps.
+"""Gradient flow on the linearised problem, for any loss.
 
-The equation is as stiff as the kernel is ill-conditioned, its Jacobian's eigenvalues are
-real and not positive, and an implicit method would factorise an m x m matrix a step. A
-stabilised explicit method needs products only: s stages are stable over a length that
-grows as s^2, so K steps of descent cost about the square root of K products, and the
-parameter space, which has no matrix, can be used as well.
+The equation is as stiff as the kernel is ill-conditioned, and its Jacobian's eigenvalues
+are real and not positive. An implicit method would factorise an m x m matrix in each
+step. A stabilised explicit method needs products only: s stages are stable over a length
+that grows as s^2, so that the flow over K steps of descent costs about sqrt(K) products.
 """
 
 from typing import NamedTuple
@@ -20,17 +19,19 @@ from ._spaces import AbstractSpace
 
 
 _MAX_STEPS = 10_000
-# Of the step size: the most that it grows and falls by, and a margin for the next.
+# Bounds on the factor between two step sizes, and a safety factor on it.
 _MOST, _LEAST, _MARGIN = 5.0, 0.1, 0.8
-# Damping of the Chebyshev polynomials, and the stages' stability, as in the paper.
+# Damping of the Chebyshev polynomials, and the constant of their stability, as in the
+# paper cited in `flow`.
 _EPSILON = 2 / 13
 _STABILITY = 1.54
-# The power method's estimate is from below.
+# Safety factor on the spectral radius, which the power method underestimates.
 _SAFETY = 1.2
 _POWER_STEPS = 3
+# A velocity below this many eps of the gradient's terms counts as zero.
 _ROUNDINGS = 4
 
-# Of the local error.
+# Tolerance of the local error.
 TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
 
 
@@ -60,9 +61,9 @@ def flow(
     rest: PyTree[Array] | None = None,
     start: PyTree[Array] | None = None,
 ) -> Flowed:
-    r"""$\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - g_0 - \lambda\delta$ for a
-    time, from zero or from `start`, by the Runge-Kutta-Chebyshev method of order 2;
-    `tolerance` is of the local error, relative to $\lVert\delta\rVert$.
+    r"""Integrate $\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - g_0 - \lambda\delta$
+    for a time, from zero or from `start`, by the Runge-Kutta-Chebyshev method of order 2.
+    `tolerance` bounds the local error relative to $\lVert\delta\rVert$.
 
     B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
     parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).
@@ -83,7 +84,7 @@ def flow(
         return jnp.sqrt(jnp.maximum(space.dot(z, z, space.push(z)), 0))
 
     def spectral_radius(z, v):
-        """Of the Jacobian, by the power method from the last estimate's vector."""
+        """Estimate the Jacobian's spectral radius by the power method from `v`."""
         curvature = objective.curvature(_tree.axpy(1, space.push(z), outputs))
 
         def body(_, carry):
@@ -116,7 +117,6 @@ def flow(
         good = relative <= 1
         factor = _MARGIN * jnp.maximum(relative, 1e-10) ** (-1 / 3)
         step_size = h * jnp.clip(factor, _LEAST, _MOST)
-        # The last step is as short as it must be, which says nothing of the next.
         return _Iterate(
             jnp.where(good, it.time + h, it.time),
             step_size,
@@ -131,9 +131,9 @@ def flow(
         moves = norm(it.velocity) > rounding
         return (it.time < time * (1 - 4 * eps)) & moves & (it.num_steps < _MAX_STEPS)
 
-    # Of the velocity: what comes of the rounding of each output's gradient
-    ones = jax.tree.map(lambda f: 1 + jnp.abs(f), outputs)
-    rounding = _ROUNDINGS * eps * norm(space.pull(ones))
+    # The rounding of the velocity, from the rounding of each output's gradient.
+    sizes = jax.tree.map(lambda f: 1 + jnp.abs(f), outputs)
+    rounding = _ROUNDINGS * eps * norm(space.pull(sizes))
     velocity = velocity_at(begin)
     size = norm(velocity)
     eigenvector = _tree.scale(1 / jnp.where(size > 0, size, 1), velocity)
@@ -158,8 +158,8 @@ def _chebyshev(
     h: Float[Array, ""],
     s: Int[Array, ""],
 ) -> PyTree[Array]:
-    """One step of s stages, each a three-term recurrence of Chebyshev polynomials, whose
-    values T and derivatives at w0 are carried along."""
+    """Take one step of s stages: a three-term recurrence of Chebyshev polynomials, with
+    their values T and their derivatives T' and T'' at w0."""
     dtype = h.dtype
     stages = s.astype(dtype)
     w0 = 1 + _EPSILON / stages**2
@@ -178,11 +178,11 @@ def _chebyshev(
             v,
         )
 
-    b1 = 1 / (2 * w0) ** 2  # of T_2, 4 / (4 w0)^2, and so for T_0 and T_1
+    b1 = 1 / (2 * w0) ** 2  # b_0 = b_1 = b_2 = T_2'' / T_2'^2 = 4 / (4 w0)^2
     first = b1 * w1
     y1 = _tree.axpy(first * h, velocity, z)
     one, nil = jnp.ones((), dtype), jnp.zeros((), dtype)
-    # (T, T', T'', b, y) of the last stage and of the one before it
+    # (T, T', T'', b, y) of the last stage and of the stage before it
     start = (w0, one, nil, b1, y1), (one, nil, nil, b1, z)
 
     def stage(j, carry):

@@ -1,4 +1,4 @@
-"""A linearised problem as a least-squares problem for any solver of lineax."""
+"""The linearised problem as a least-squares problem for any solver of lineax."""
 
 import math
 from typing import Any, ClassVar
@@ -19,15 +19,17 @@ from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 
 
-# Of square systems only: they are given the normal equations.
+# Solvers of square systems, which are given the normal equations.
 _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
+# Solvers that factorise a matrix.
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
 _ANY = lx.AutoLinearSolver(well_posed=None)
 
 
 class ByLineax(AbstractWithGradient):
-    r"""$\delta$ minimises $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
-    g_0/\sqrt\lambda\rVert^2$: one least-squares problem, with lambda below phi."""
+    r"""One least-squares problem, with $\sqrt\lambda I$ below $\phi$: the step minimises
+    $\lVert\phi\delta + r\rVert^2 + \lVert\sqrt\lambda\,\delta +
+    g_0/\sqrt\lambda\rVert^2$."""
 
     method: ClassVar[str] = "lineax"
     problem: Quadratic
@@ -49,7 +51,7 @@ class ByLineax(AbstractWithGradient):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # only if asked for
+        return math.inf  # never chosen by "auto"
 
     @classmethod
     def of(
@@ -57,7 +59,6 @@ class ByLineax(AbstractWithGradient):
     ) -> "ByLineax":
         if not _takes_matrix(solver):
             return cls(problem, solver, Passes())
-        # Once, and not for each filter
         return cls(problem.at_hand(), solver, cost.rows)
 
     def largest_curvature(self) -> Scalar:
@@ -91,13 +92,13 @@ class ByLineax(AbstractWithGradient):
 
 
 def _takes_matrix(solver: Any) -> bool:
-    """Whether it multiplies by no operator, but factorises a matrix."""
+    """Whether a solver factorises a matrix rather than multiplying by an operator."""
     inner = solver.inner_solver if isinstance(solver, lx.Normal) else solver
     return isinstance(inner, _DIRECT)
 
 
 class _Damped(lx.AbstractLinearOperator):
-    r"""$\phi$ above $\sqrt\lambda I$."""
+    r"""The operator $\phi$ above $\sqrt\lambda I$."""
 
     jacobian: AbstractJacobian
     root: Scalar

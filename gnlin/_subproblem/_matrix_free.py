@@ -1,4 +1,4 @@
-"""By products with the Jacobian alone: conjugate gradients, or literal descent."""
+"""Conjugate gradients, or literal steps, by products with the Jacobian alone."""
 
 from typing import ClassVar
 
@@ -33,17 +33,18 @@ from ._flow import flow, TOLERANCE
 from ._spaces import Parameters
 
 
+# A gradient below this many eps of its terms' norm counts as zero.
 _ROUNDINGS = 10
 _POWER_STEPS = 50
-# As many products as no other way costs.
+# Number of products that makes this way cost more than any other.
 _LAST_RESORT = 1e15
 
 
 class MatrixFree(AbstractIteration):
-    """Nothing of size m x p, m x m or p x p is built.
+    """A way that forms no m x p, m x m or p x p matrix.
 
-    - `preconditioner`: of conjugate gradients; `None` for diagonal blocks where each
-        example reads few of the parameters, and else for none.
+    - `preconditioner`: the preconditioner of conjugate gradients. `None` is replaced by
+        `BlockDiagonal` if each example reads few of the parameters.
     """
 
     method: ClassVar[str] = "matrix-free"
@@ -74,8 +75,7 @@ class MatrixFree(AbstractIteration):
         if isinstance(filter, Descent) and not vanishes(filter):
             num_steps = min(num_steps_of(filter), _LAST_RESORT)
             return num_trials * num_steps * cost.one_product
-        # How many are needed the spectrum says, and the damping, which nobody knows yet:
-        # where there is room for anything else, that is taken.
+        # The number of products depends on the spectrum, which is not known here.
         return _LAST_RESORT * num_trials * cost.one_product
 
     @classmethod
@@ -93,7 +93,7 @@ class MatrixFree(AbstractIteration):
         return MatrixFree(problem, *settings)
 
     def exactly(self) -> float:
-        """The relative linear residual that stands for an exact solution."""
+        """Return the relative linear residual at which a solution counts as exact."""
         return float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (3 / 4)
 
     def to_tolerance(
@@ -105,10 +105,9 @@ class MatrixFree(AbstractIteration):
         *,
         is_damped: bool = False,
     ) -> Answer:
-        r"""Conjugate gradients on $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$,
-        from `start` (or zero), until the linear residual is at most `tolerance` times the
-        gradient (2-norms). A tolerance below what the precision allows is met as far as
-        it does."""
+        r"""Solve $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ by conjugate
+        gradients, from `start` (or zero), until the linear residual is at most
+        `tolerance` times the gradient (2-norms), or as small as the precision allows."""
         settings = tolerance, damping, max_steps, start
         answer, _ = self.attempt(*settings, is_damped=is_damped)
         return answer
@@ -122,16 +121,16 @@ class MatrixFree(AbstractIteration):
         *,
         is_damped: bool = False,
     ) -> tuple[Answer, Bool[Array, ""]]:
-        """The same, and whether the tolerance is met."""
+        """Solve as `to_tolerance` does; return also whether the tolerance was met."""
         jacobian, residual = self.problem.jacobian, self.problem.residual
         dtype = _tree.dtype(self._gradient)
         gradient = self._gradient if is_damped else self._reachable_gradient(damping)
         if not (isinstance(tolerance, float) and tolerance <= self.exactly()):
             gradient = stopped_early(gradient)
         norm = _tree.norm(gradient)
-        # A gradient within rounding of zero points anywhere, into the null space of phi
-        # too, and is none. Its rounding is that of its terms, summed without regard to
-        # their signs: phi^T r with the signs of r at random.
+        # A gradient within rounding of zero counts as zero, since it may point into the
+        # null space of phi. The size of its rounding is estimated by phi^T r with random
+        # signs of r, in which the terms of the sum do not cancel.
         terms = _tree.norm(jacobian.rmv(_with_random_signs(residual)))
         rounding = (
             _ROUNDINGS * jnp.finfo(dtype).eps * terms / jnp.where(norm > 0, norm, 1)
@@ -153,7 +152,8 @@ class MatrixFree(AbstractIteration):
         solution = lx.linear_solve(
             curvature,
             _tree.scale(-1, gradient),
-            # How it is solved has no part in what the solution is.
+            # The tolerance and the options do not change the solution, and so are
+            # constants to derivatives.
             ConjugateGradients(_tree.fixed(tolerance), max_steps),
             options=_tree.fixed(options),
             throw=False,
@@ -163,8 +163,9 @@ class MatrixFree(AbstractIteration):
         return answer, solution.result == lx.RESULTS.successful
 
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
-        r"""Without damping there is a solution only for what is in the range of
-        $\phi^\top$: of the rest, its projection $\phi^\top(\phi\phi^\top)^+\phi\,g_0$."""
+        r"""Return the gradient, and without damping only its part in the range of
+        $\phi^\top$, for which there is a solution: the rest is then projected to
+        $\phi^\top(\phi\phi^\top)^+\phi\,g_0$."""
         jacobian, rest = self.problem.jacobian, self.problem.rest
         if rest is None:
             return self._gradient
@@ -183,12 +184,9 @@ class MatrixFree(AbstractIteration):
         )
 
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Literal steps, one tangent and one transposed pass each (none but the first
-        gradient's for the first step).
-
-        Steps without an end, if they converge at all, converge to the minimum-norm
-        solution, which conjugate gradients find.
-        """
+        """Take literal steps, each of one tangent and one transposed pass; for the first
+        step the gradient is known. If infinitely many steps converge, their limit is the
+        minimum-norm solution, which conjugate gradients find."""
         each = self.problem.jacobian.a_product()
 
         def limit():
@@ -239,7 +237,8 @@ class MatrixFree(AbstractIteration):
         return unless_endless(filter.time, limit, for_a_time)
 
     def _power_estimate(self) -> Scalar:
-        """The largest eigenvalue of phi^T phi, by the power method from the gradient."""
+        """Estimate the largest eigenvalue of phi^T phi by the power method from the
+        gradient."""
         jacobian = self.problem.jacobian
 
         def body(_, carry):
@@ -254,8 +253,7 @@ class MatrixFree(AbstractIteration):
 
 
 def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:
-    # A generator of its own: the signs are to be the same for ever, and mean nothing.
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(0)  # the same signs in every program
 
     def with_signs(x):
         return x * jnp.asarray(generator.choice([-1.0, 1.0], x.shape), x.dtype)

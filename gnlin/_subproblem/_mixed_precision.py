@@ -1,4 +1,4 @@
-"""A damped problem whose kernel is made in a lower precision than its solution."""
+"""Damped problems whose kernel is computed in a lower precision than the step."""
 
 import contextlib
 import math
@@ -29,25 +29,24 @@ _MAX_SHIFTS = 10
 
 
 class MixedPrecision(eqx.Module):
-    r"""The kernel in a lower precision, the step in that of the parameters.
+    r"""The kernel in a lower precision, the step in the precision of the parameters.
 
-    The products of the kernel, and its Cholesky factorisation (in single precision at
-    least), are most of the work of a damped step of many outputs. Made in a lower
-    precision they cost half as much on a CPU, and a small part on many GPUs. What they
-    give is refined: conjugate gradients on
-    $(\phi\phi^\top + \lambda I)a = r$, with products in full precision, preconditioned by
-    that factorisation, until the linear residual is at most `tolerance` times
-    $\lVert r\rVert$. That takes a few products, more the smaller the damping is beside
-    the kernel's rounding.
+    Forming the kernel and factorising it (in single precision at least) is most of the
+    work of a damped step with many outputs. In a lower precision this costs half as much
+    on a CPU, and a small fraction on many GPUs. The factorisation then preconditions
+    conjugate gradients on $(\phi\phi^\top + \lambda I)a = r$, with products in full
+    precision, until the linear residual is at most `tolerance` times $\lVert r\rVert$.
+    This takes a few products; the smaller the damping is compared with the kernel's
+    rounding, the more it takes.
 
     **Arguments:**
 
-    - `kernel_dtype`: `"float32"`, `"bfloat16"` or `"float16"` (which ends at 65,504).
-    - `tolerance`: of the refinement, relative. One that is not met ends a run as a failed
-        linear solve; so may a small damping of a loss whose gradient the curvature does
-        not reach, such as Huber's. By default 1e-10, and in single precision as near
-        to $\varepsilon^{3/4}$ as rounding allows, and no worse than
-        $\varepsilon^{1/2}$.
+    - `kernel_dtype`: `"float32"`, `"bfloat16"` or `"float16"` (at most 65,504).
+    - `tolerance`: the relative tolerance of the refinement. A run that does not meet it
+        ends as a failed linear solve. This can happen with a small damping if the loss
+        has a rest, as Huber's has. The default is 1e-10, in single precision
+        $\varepsilon^{3/4}$; if rounding stops the refinement earlier, up to
+        $\varepsilon^{1/2}$ is accepted.
 
     **Raises:** `ValueError` for another dtype, or a tolerance that is not positive.
 
@@ -81,19 +80,20 @@ class MixedPrecision(eqx.Module):
         self.tolerance = tolerance
 
     def aim(self, dtype: jnp.dtype) -> float:
-        """The relative linear residual at which refinement stops."""
+        """Return the relative linear residual at which refinement stops."""
         least = float(jnp.finfo(dtype).eps) ** (3 / 4)
         return max(1e-10, least) if self.tolerance is None else self.tolerance
 
     def worst(self, dtype: jnp.dtype) -> float:
-        """That at which its result is taken, where rounding stops it before."""
+        """Return the largest relative linear residual that is accepted if rounding stops
+        refinement early."""
         accepted = float(jnp.finfo(dtype).eps) ** (1 / 2)
         return accepted if self.tolerance is None else self.tolerance
 
 
 class Refined(AbstractWithGradient):
-    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, as `OnOutputs`, with the
-    inverse refined."""
+    r"""The step of `OnOutputs`, $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, refined
+    from a factorisation in a lower precision."""
 
     method: ClassVar[str] = "mixed-precision"
     problem: Quadratic
@@ -111,7 +111,7 @@ class Refined(AbstractWithGradient):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # only if asked for
+        return math.inf  # never chosen by "auto"
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ class Refined(AbstractWithGradient):
         answer = through_outputs(
             lambda vector: self._solve(vector, damping, pushed), problem, pushed, damping
         )
-        # A product for each refinement, and one to look at what is left.
+        # One product for each refinement, and one for the last residual.
         products = problem.jacobian.a_product()
         refined = products * (answer.num_inner_steps + 1)
         return eqx.tree_at(lambda a: a.passes, answer, answer.passes + refined)
@@ -154,7 +154,8 @@ class Refined(AbstractWithGradient):
         dtype = vector.dtype
         tolerance, worst = self.precision.aim(dtype), self.precision.worst(dtype)
         if pushed is not None:
-            # Of what 1/lambda blows up the most is taken back in the step.
+            # In the step, most of the part that is divided by lambda cancels, and so a
+            # smaller tolerance is needed.
             whole, part, of_rest, largest = _tree.promoted(
                 (
                     _tree.norm(vector),
@@ -167,7 +168,8 @@ class Refined(AbstractWithGradient):
             share = jnp.fmin(size / whole, 1)
             tolerance, worst = tolerance * share, worst * share
         finite = _tree.all_finite((self.kernel, vector, damping))
-        # How it is solved has no part in what the solution is.
+        # The preconditioner and the tolerance do not change the solution, and so are
+        # constants to derivatives.
         factor = _tree.fixed(self._factor(damping, finite))
         tolerance = _tree.fixed(tolerance)
 
@@ -199,7 +201,8 @@ class Refined(AbstractWithGradient):
         return a, solution.stats["num_steps"], optx.RESULTS.promote(result)
 
     def _factor(self, damping: Scalar, finite: Array) -> Float[Array, "m m"]:
-        """Of Cholesky, shifted by as much of the kernel's rounding as it takes."""
+        """Return the Cholesky factor of the damped kernel. If the kernel's rounding made
+        it indefinite, add a multiple of that rounding to the diagonal."""
         m, dtype = self.kernel.shape[0], self.kernel.dtype
         identity = jnp.eye(m, dtype=dtype)
         kernel = jnp.where(finite, self.kernel, identity)

@@ -1,4 +1,4 @@
-"""A damped problem that is pulled to another point than no step at all."""
+"""Damped problems whose damping pulls towards another step than zero."""
 
 from collections.abc import Callable
 
@@ -14,11 +14,9 @@ from ._base import AbstractSubproblem, Answer
 
 
 class WithMomentum(AbstractSubproblem):
-    r"""With $\frac\lambda2\lVert\delta - \delta_0\rVert^2$ in place of
-    $\frac\lambda2\lVert\delta\rVert^2$: the problem of $\delta - \delta_0$ has the
-    residual $r + \phi\delta_0$.
-
-    Its gradient is that of the loss at the linearisation point.
+    r"""A subproblem with $\frac\lambda2\lVert\delta - \delta_0\rVert^2$ in place of
+    $\frac\lambda2\lVert\delta\rVert^2$. It is solved for $\delta - \delta_0$, with the
+    residual $r + \phi\delta_0$; its gradient is the gradient at $\delta = 0$.
     """
 
     inner: AbstractSubproblem
@@ -34,7 +32,7 @@ class WithMomentum(AbstractSubproblem):
         towards: PyTree[Array],
         ready: Callable[[Quadratic], AbstractSubproblem],
     ):
-        """`ready`: makes a problem ready for filters."""
+        """`ready`: sets a problem up."""
         jacobian = problem.jacobian
         pushed = jacobian.mv(towards)
         residual = jax.tree.map(jnp.add, problem.residual, pushed)

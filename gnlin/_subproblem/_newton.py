@@ -1,8 +1,8 @@
 """The linearised problem with the loss itself, solved to a tolerance by Newton's method.
 
-None of optimistix's, optax's or jaxopt's minimisers stops where truncated Gauss-Newton is
-defined to, on the norm of the gradient, or knows that along a direction the linearised
-outputs are a straight line, so that a line search costs no pass.
+Unlike the minimisers of optimistix, optax and jaxopt, this one stops on the norm of the
+gradient, as truncated Gauss-Newton requires. It also uses that the linearised outputs are
+linear along a direction, so that its line search costs no pass.
 """
 
 from typing import NamedTuple
@@ -18,18 +18,19 @@ from ._spaces import AbstractSpace
 
 
 _MAX_NEWTON_STEPS = 100
-# Of Armijo's condition, and how often a step may be halved for it.
+# The constant of Armijo's condition.
 _SUFFICIENT_DECREASE = 1e-4
 _MAX_HALVINGS = 40
+# Changes of the loss below this many eps of its terms are rounding.
 _ROUNDINGS = 10
 
 
 class Solved(NamedTuple):
     z: PyTree[Array]
     decrease: Scalar  # of the loss on the linearised outputs
-    num_steps: Array  # of Newton
-    num_products: Array  # with the curvature
-    stuck: Bool[Array, ""]  # where there is no finite direction
+    num_steps: Array  # Newton steps
+    num_products: Array  # products with the curvature
+    stuck: Bool[Array, ""]  # no finite direction was found
 
 
 class _Iterate(NamedTuple):
@@ -37,11 +38,11 @@ class _Iterate(NamedTuple):
     pushed: PyTree[Array]
     gradient: PyTree[Array]
     norm: Scalar
-    proximal: Scalar  # what is added to the curvature, to step on from here
+    proximal: Scalar  # added to the curvature of the next step
     num_steps: Array
     num_products: Array
-    broken: Bool[Array, ""]  # without a direction
-    stalled: Bool[Array, ""]
+    broken: Bool[Array, ""]  # the direction was not finite
+    stalled: Bool[Array, ""]  # rounding prevents further progress
 
 
 def minimise(
@@ -53,15 +54,15 @@ def minimise(
     max_steps: int | None = None,
     start: PyTree[Array] | None = None,
 ) -> Solved:
-    r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$ until its
-    gradient is at most `tolerance` times what it is at the linearisation point, in the
-    2-norm.
+    r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, a convex
+    function, until the 2-norm of its gradient is at most `tolerance` times the norm at
+    the linearisation point.
 
-    Newton's method, each system solved only as well as it pays (Eisenstat and Walker,
-    1996), with a backtracking line search: the problem is convex. Along the outliers of
-    a robust loss there is a slope and no curvature; where the gradient does not fall, a
-    proximal term $\frac\mu2\lVert\delta - \delta_k\rVert^2$ stands in for it. It starts
-    as that of a Polyak step, $\mu = \lVert g\rVert^2/L$, and fades with every full step.
+    This is an inexact Newton method (Eisenstat and Walker, 1996) with a backtracking line
+    search. Along the outliers of a robust loss there is a slope but no curvature. If the
+    gradient does not fall, a proximal term $\frac\mu2\lVert\delta - \delta_k\rVert^2$ is
+    added, first with the $\mu = \lVert g\rVert^2/L$ of a Polyak step; $\mu$ decreases
+    with every full step.
     """
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
     dtype = _tree.dtype((outputs, space.zero()))
@@ -93,7 +94,7 @@ def minimise(
         along = space.dot(it.z, direction, pushed)
         squared = space.dot(direction, direction, pushed)
         value = jnp.abs(objective.value(here)).astype(dtype)
-        # Outputs are known to rounding, and the loss to as much as that makes of it.
+        # The rounding of the outputs changes the loss by its gradient times theirs.
         uncertain = jax.tree.map(jnp.multiply, objective.gradient(here), here)
         rounding = _ROUNDINGS * eps * (value + _tree.norm(uncertain).astype(dtype))
 
@@ -112,7 +113,7 @@ def minimise(
         z = _tree.axpy(t, direction, it.z)
         total = space.push(z)
         gradient, norm = gradient_at(z, total)
-        # A rise within rounding is no progress, unless the gradient falls.
+        # A rise within rounding counts as progress only if the gradient falls.
         progress = (fall(t) >= 0) | (norm < it.norm)
         sound = _tree.all_finite((z, norm)) & (halvings < _MAX_HALVINGS) & progress
         sound &= slope < 0
@@ -121,7 +122,7 @@ def minimise(
         more = jnp.maximum(16 * it.proximal, polyak)
         fading = jnp.where(t < 1, it.proximal, it.proximal / 4)
         proximal = jnp.where(sound & (halved | (it.proximal > 0)), fading, more)
-        # What the line search cannot see any more has met the limits of the precision.
+        # Rounding hides any further decrease from the line search.
         lost = ~(-slope > rounding) & (it.proximal > 0)
         stalled = ~(sound & halved) & lost
         there = it._replace(z=z, pushed=total, gradient=gradient, norm=norm)

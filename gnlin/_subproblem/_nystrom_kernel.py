@@ -1,4 +1,4 @@
-"""A damped problem whose kernel is of a lower rank, from random products."""
+"""Damped problems with a low-rank kernel, approximated from random products."""
 
 import math
 from typing import ClassVar
@@ -26,30 +26,30 @@ SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]
 
 
 class NystromKernel(eqx.Module):
-    r"""The kernel's largest eigenvalues, from random products, in the kernel's place.
+    r"""A randomised low-rank approximation of the kernel, in place of the kernel.
 
     $$\delta = -\phi^\top(\hat K + \lambda I)^{-1} r, \qquad \hat K = K\Omega\,
     (\Omega^\top K\Omega)^{-1}\,(K\Omega)^\top, \qquad K = \phi\phi^\top,$$
 
-    with m x $\ell$ Gaussian numbers $\Omega$. It takes $\ell$ products with $\phi$ and
-    $\phi^\top$ in place of $m^2p$ multiplications, factorises m x $\ell$ in place of
-    m x m, and holds as much. It pays for many outputs whose kernel has few eigenvalues
-    above the damping. The step is not that of the kernel itself: of what $\hat K$ leaves
-    out it is gradient descent's, with the rate $1/\lambda$. Where eigenvalues of more
-    than $2\lambda$ are left out it may lead uphill, and a run of
-    [`gnlin.DampedGaussNewton`][] diverge, or stand still with a search: use a higher
-    rank, more damping, or [`gnlin.LevenbergMarquardt`][], which raises it. Rounding is
-    divided by the damping, too: below full rank the step is off by some 40 roundings
-    times $w_{\max}/\lambda$, relatively. For the exact step let
-    [`gnlin.preconditioners.Nystrom`][] precondition conjugate gradients.
+    where $\Omega$ is an m x $\ell$ Gaussian matrix. This takes $\ell$ products with
+    $\phi$ and $\phi^\top$ in place of $m^2p$ multiplications, and holds and factorises an
+    m x $\ell$ matrix in place of an m x m one. It pays for many outputs whose kernel has
+    few eigenvalues above the damping.
+
+    Along directions that $\hat K$ leaves out, the step is one of gradient descent with
+    the rate $1/\lambda$. If eigenvalues above $2\lambda$ are left out, it may lead
+    uphill; a run of [`gnlin.DampedGaussNewton`][] may then diverge, or stop making
+    progress with a search. Use a higher rank, more damping, or
+    [`gnlin.LevenbergMarquardt`][], which raises the damping. Below full rank, the step
+    also has a relative rounding error of about 40 eps times $w_{\max}/\lambda$. For exact
+    steps, use [`gnlin.preconditioners.Nystrom`][] with conjugate gradients.
 
     **Arguments:**
 
-    - `rank`: $\ell$, at least 1; a larger one than m serves as m, and then the step is
-        exact.
-    - `seed`: of the random numbers, the same at each linearisation.
+    - `rank`: $\ell$, at least 1. If it is m or more, m is used, and the step is exact.
+    - `seed`: the seed of $\Omega$, which is the same at each linearisation.
 
-    **Raises:** `ValueError` if `rank` is no whole number of at least 1.
+    **Raises:** `ValueError` if `rank` is not a whole number of at least 1.
 
     !!! example
 
@@ -77,8 +77,8 @@ class NystromKernel(eqx.Module):
 
 
 class OfLowRank(AbstractWithGradient):
-    r"""$\hat K = UWU^\top$, and $(\hat K + \lambda I)^{-1} = U(W + \lambda I)^{-1}U^\top
-    + \frac1\lambda(I - UU^\top)$."""
+    r"""The step by $\hat K = UWU^\top$, for which $(\hat K + \lambda I)^{-1} =
+    U(W + \lambda I)^{-1}U^\top + \frac1\lambda(I - UU^\top)$."""
 
     method: ClassVar[str] = "NystromKernel"
     problem: Quadratic
@@ -100,7 +100,7 @@ class OfLowRank(AbstractWithGradient):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # only if asked for
+        return math.inf  # never chosen by "auto"
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ class OfLowRank(AbstractWithGradient):
     def solve(self, filter: Filter) -> Answer:
         jacobian, u = self.problem.jacobian, self.vectors
         damping = jnp.asarray(damping_of(filter), self.eigenvalues.dtype)
-        # Without damping what is left out has no step at all.
+        # Without damping, the directions that are left out have no solution.
         known = jnp.where(damping > 0, damping, 1)
         whether = optx.RESULTS.where(damping > 0, optx.RESULTS.successful, SINGULAR)
 
@@ -159,8 +159,8 @@ class OfLowRank(AbstractWithGradient):
 
 
 def _by_rows(problem: Quadratic, cost: Cost) -> Quadratic:
-    """With the Jacobian at hand, of layers by their rows, where they fit: these are fewer
-    numbers to build a kernel of, and more to multiply by again and again."""
+    """Put the Jacobian in memory if it fits, with the layers as rows: many products with
+    rows are faster than with the factors of a layer."""
     if cost.reads or not (cost.fits and cost.rows_fit):
         return problem.at_hand_if_it_fits()
     rows = [Rows(block.rows()) for block in problem.jacobian.blocks()]

@@ -1,4 +1,4 @@
-"""By a Cholesky factorisation of the damped kernel, m x m: one for each damping."""
+"""Cholesky factorisations of the damped kernel, m x m, one for each damping."""
 
 import math
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from ._cholesky import AbstractByCholesky, damping_of, Factorised
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
-"""Coefficients, the inner steps that they took, and whether they solve."""
+"""Coefficients of outputs, the inner steps they took, and the result."""
 
 
 class OnOutputs(AbstractByCholesky):
-    r"""$\delta = -\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$: see
-    `through_outputs`."""
+    r"""The step $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$ by a Cholesky
+    factorisation; see `through_outputs`."""
 
     method: ClassVar[str] = "kernel"
     problem: Quadratic
@@ -105,11 +105,10 @@ def through_outputs(
     pushed: Float[Array, " m"] | None,
     damping: ScalarLike,
 ) -> Answer:
-    r"""The step, with `solve` for products with $(\phi\phi^\top + \lambda I)^{-1}$:
-    $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$, and for a part $g_0$ of the gradient
-    that is no $\phi^\top r$, by Woodbury's identity
-    $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$, with
-    one solution for both; `pushed` is $\phi g_0$."""
+    r"""Return the step $-\phi^\top(\phi\phi^\top + \lambda I)^{-1} r$. With a rest $g_0$,
+    add $-\frac1\lambda(g_0 - \phi^\top(\phi\phi^\top + \lambda I)^{-1}\phi g_0)$, by
+    Woodbury's identity. `solve` multiplies by $(\phi\phi^\top + \lambda I)^{-1}$, and
+    `pushed` is $\phi g_0$."""
     residual, pull_back = problem.flat_residual(), problem.jacobian.pull_back
     a_pass = Passes(vjps=problem.jacobian.a_product().vjps)
     if pushed is None:
@@ -124,7 +123,7 @@ def through_outputs(
 
 
 def _norm_by(kernel: Float[Array, "m m"], residual: Float[Array, " m"]) -> Scalar:
-    r"""$\lVert\phi^\top r\rVert$, without squares that leave the floating-point range."""
+    r"""Return $\lVert\phi^\top r\rVert$ without overflow of its square."""
     residual = residual.astype(_tree.dtype((kernel, residual)))
     unit = _tree.unit(residual)
     r = residual / unit

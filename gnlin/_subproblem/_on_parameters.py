@@ -1,4 +1,4 @@
-"""By a Cholesky factorisation of the damped curvature, p x p: one for each damping."""
+"""Cholesky factorisations of the damped curvature, p x p, one for each damping."""
 
 import math
 from typing import ClassVar
@@ -18,13 +18,14 @@ from ._base import Answer, price_of_squaring
 from ._cholesky import AbstractByCholesky, Factorised
 
 
-# A Jacobian of up to this many bytes is at hand for the gradient, too; of a larger one
-# the curvature is summed over parts.
+# A Jacobian of up to this many bytes is put in memory, for the gradient too; the
+# curvature of a larger one is summed over parts.
 _SMALL_JACOBIAN = 2**20
 
 
 class OnParameters(AbstractByCholesky):
-    r"""$\delta = -(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$."""
+    r"""The step $-(\phi^\top\phi + \lambda I)^{-1}(\phi^\top r + g_0)$ by a Cholesky
+    factorisation."""
 
     method: ClassVar[str] = "curvature"
     problem: Quadratic

@@ -37,12 +37,11 @@ from ._spaces import AbstractSpace, Outputs, Parameters
 
 
 class ProxLinear(eqx.Module):
-    r"""A linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$: a
-    value.
+    r"""A linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta)$.
 
     - `jacobian`: $\phi$.
     - `outputs`: $f$.
-    - `objective`: $L$, of the outputs.
+    - `objective`: $L$, a function of the outputs.
     """
 
     jacobian: AbstractJacobian
@@ -57,8 +56,8 @@ class ProxLinear(eqx.Module):
 
 
 class OnSpace(AbstractIteration):
-    """What a filter asks of a quadratic problem is here asked of the loss itself: the
-    minimiser, damped or not; K steps; gradient flow for a time."""
+    """Ways to solve a prox-linear problem. Depending on the filter, they compute its
+    minimiser, take K steps, or follow gradient flow for a time."""
 
     problem: ProxLinear
     space: AbstractSpace
@@ -80,12 +79,12 @@ class OnSpace(AbstractIteration):
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         raise ValueError(
-            'The "prox-linear" form has no geodesic acceleration; pass '
+            '`form="prox-linear"` has no geodesic acceleration: pass '
             "`acceleration=False`."
         )
 
     def exactly(self) -> float:
-        """The relative gradient that stands for an exact solution."""
+        """Return the relative gradient at which a solution counts as exact."""
         return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
 
     def to_tolerance(
@@ -97,11 +96,8 @@ class OnSpace(AbstractIteration):
         *,
         is_damped: bool = False,
     ) -> Answer:
-        """The minimiser, to where the gradient is `tolerance` times what it was.
-
-        One that the precision does not allow is met as far as it does; one that is not
-        met in `max_steps` Newton steps, too.
-        """
+        """Minimise until the gradient is `tolerance` times its initial norm, or as small
+        as the precision and `max_steps` Newton steps allow."""
         solved = minimise(
             self.space,
             self.problem.objective,
@@ -111,7 +107,7 @@ class OnSpace(AbstractIteration):
             max_steps,
             start,
         )
-        # A product each way for each of the curvature's, and two for each Newton step.
+        # A product with the curvature costs one product each way, a Newton step two.
         num_steps = solved.num_products + 2 * solved.num_steps
         return Answer(
             self.space.parameters(solved.z),
@@ -124,9 +120,9 @@ class OnSpace(AbstractIteration):
         )
 
     def _limit(self, damping: ScalarLike) -> Answer:
-        """What the steps converge to, if they do."""
-        there = ProxLinearOnParameters(self.problem)
-        return there.to_tolerance(self.exactly(), damping)
+        """Return the point that infinitely many steps converge to."""
+        on_parameters = ProxLinearOnParameters(self.problem)
+        return on_parameters.to_tolerance(self.exactly(), damping)
 
     def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
         def literally(period):
@@ -157,11 +153,8 @@ class OnSpace(AbstractIteration):
                 TOLERANCE[_tree.dtype(self._gradient).name],
             )
             step = self.space.parameters(end.z)
-            passes, result = (
-                self.space.a_step() * end.num_products,
-                self.verdict(~end.met),
-            )
-            return Answer(step, end.num_products, passes, result=result)
+            passes = self.space.a_step() * end.num_products
+            return Answer(step, end.num_products, passes, result=self.verdict(~end.met))
 
         return unless_endless(filter.time, lambda: self._limit(damping), for_a_time)
 
@@ -171,9 +164,9 @@ class OnSpace(AbstractIteration):
         amounts: Float[Array, " s"],
         seen: Callable[[PyTree[Array]], Float[Array, " n"]],
     ) -> Float[Array, "s n"]:
-        """What `seen` makes of the coordinates after each of so many steps, or of such
-        times, in ascending order: each goes on from the last. NaN where they have
-        diverged, or lost more than there was to lose."""
+        """Evaluate `seen` on the coordinates after each of several numbers of steps, or
+        times, in ascending order. Values are NaN if the steps have diverged or, without
+        momentum, have raised the loss."""
         filter, damping = undamped(filter)
         problem, space = self.problem, self.space
         fixed = space, problem.objective, problem.outputs
@@ -194,7 +187,7 @@ class OnSpace(AbstractIteration):
                 gradient=first,
                 start=start,
             )
-            # Of a convex loss, but for momentum's swings
+            # Convergent steps without momentum do not raise a convex loss.
             worse = ~(loss(end.z) <= at_first) & (jnp.asarray(momentum) == 0)
             return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
 
@@ -214,15 +207,14 @@ class OnSpace(AbstractIteration):
         return jax.lax.scan(further, at_rest(space), amounts)[1]
 
 
-# Newton's method takes about so many steps, each of about so many products where they
-# are taken on parameters.
+# Typical numbers of Newton steps, and of products in a Newton step on parameters.
 _NEWTON_STEPS, _NEWTON_PRODUCTS = 10, 10
-# And gradient flow so many, or descent whose number of steps is not known.
+# Typical numbers of products of gradient flow, and of steps of descent if it is traced.
 _FLOW_PRODUCTS, _MANY_STEPS = 1_000.0, 10_000.0
 
 
 def _num_steps(filter: Filter) -> float | None:
-    """About how many steps a filter takes; `None` for Newton's."""
+    """Estimate the number of steps that a filter takes; `None` for Newton's method."""
     if isinstance(filter, GradientFlow):
         return _FLOW_PRODUCTS
     if isinstance(filter, Descent) and not vanishes(filter):
@@ -231,7 +223,7 @@ def _num_steps(filter: Filter) -> float | None:
 
 
 class ProxLinearOnOutputs(OnSpace):
-    """With the kernel: a product with it a step."""
+    """A way for coefficients of outputs: a step takes one product with the kernel."""
 
     method: ClassVar[str] = "kernel"
 
@@ -243,8 +235,7 @@ class ProxLinearOnOutputs(OnSpace):
         filter, _ = undamped(filter)
         m, p = cost.shape
         num_steps = _num_steps(filter)
-        # Steps are the same in both spaces, but a kernel of less than full rank leaves
-        # Newton's method with coefficients that say nothing.
+        # With a singular kernel, the coefficients of Newton's method are undetermined.
         singular = vanishes(filter) or (num_steps is None and m > p)
         if singular or m**2 * cost.itemsize > cost.memory_budget:
             return math.inf
@@ -261,7 +252,7 @@ class ProxLinearOnOutputs(OnSpace):
 
 
 class ProxLinearOnParameters(OnSpace):
-    """By products with the Jacobian: one each way a step."""
+    """A way for parameters: a step takes a product with the Jacobian each way."""
 
     method: ClassVar[str] = "matrix-free"
 
@@ -289,7 +280,7 @@ def optimised(
     period: ScalarLike,
     damping: ScalarLike,
 ) -> tuple[ProxLinearOnParameters, Answer, PyTree]:
-    """`period` steps of an optax optimiser from a point, and its state."""
+    """Take `period` steps of an optax optimiser from a point; return its state, too."""
     rest = None
     if isinstance(problem, Quadratic):
         rest = problem.rest

@@ -1,4 +1,4 @@
-"""A problem in other variables, answered in its own."""
+"""Subproblems that are damped in scaled variables."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from ._base import AbstractSubproblem, Answer
 
 
 class Rescaled(AbstractSubproblem):
-    r"""A subproblem in the variables $D\delta$, answered in $\delta$."""
+    r"""A subproblem that is solved in the variables $D\delta$, and returns $\delta$."""
 
     inner: AbstractSubproblem
     scale: PyTree[Array]

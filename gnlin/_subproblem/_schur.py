@@ -1,5 +1,5 @@
-"""By the Schur complement: parameters that are coupled through others only are
-eliminated, block by block, and a Cholesky factorisation is made of what is left."""
+"""Schur complements: parameters that are coupled only through others are eliminated block
+by block, and a Cholesky factorisation solves for the others."""
 
 import math
 from collections.abc import Sequence
@@ -13,30 +13,31 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
-from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
+from .._jacobian import AbstractJacobian, Cost, Reads
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ..preconditioners import inverse_factors
 from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of, solve_damped
+from ._sparse import parts_of
 
 
-# Pairs of examples that have their products in memory at once.
+# Number of pairs of examples whose products are in memory at once.
 _PAIRS = 2**12
-# Up to so many columns matrices are multiplied by them.
+# Up to this many columns, products of small matrices are summed column by column.
 _FEW_COLUMNS = 8
-# Products of many small matrices take so many times as long as a pass, by operation.
+# Time of an operation in products of small matrices, over its time in a pass.
 _SMALL = 20.0
 
 
 class Elimination(NamedTuple):
-    """Which array is eliminated, and what that takes.
+    """The elimination of one array of parameters, and its cost.
 
-    - `array`: its place among the leaves of the parameters.
-    - `num_kept`: the parameters that are not.
-    - `operations`: of the products, for each damping.
-    - `num_numbers`: that are held at a time.
+    - `array`: the index of the array among the leaves of the parameters.
+    - `num_kept`: the number of parameters that are not eliminated.
+    - `operations`: the operations of the products, for each damping.
+    - `num_numbers`: the most numbers in memory at a time.
     """
 
     array: int
@@ -46,8 +47,9 @@ class Elimination(NamedTuple):
 
 
 def elimination(reads: Sequence[Reads]) -> Elimination | None:
-    """Of an array of which each example reads one row at most: its rows are then coupled
-    through other arrays only. Of several, the one that leaves the fewest operations."""
+    """Return the cheapest elimination of an array of which each example reads at most one
+    row, so that its rows are coupled only through other arrays; `None` if there is no
+    such array."""
     if not reads:
         return None
     sizes = [k * d for k, _, d in reads[0].arrays]
@@ -68,7 +70,7 @@ def _eliminating(array: int, reads: Sequence[Reads], num_kept: int) -> Eliminati
     coupled = [each for each in reads if each.arrays[array][1] == 1]
     num = sum(each.num_examples for each in coupled)
     widest = max(map(width, coupled))
-    # As if all blocks were read by equally many
+    # This assumes that all blocks are read by equally many examples.
     pairs = num * (1 + num / num_blocks) / 2
     return Elimination(
         array,
@@ -85,8 +87,8 @@ def _eliminating(array: int, reads: Sequence[Reads], num_kept: int) -> Eliminati
 
 
 class SchurComplement(AbstractWithGradient):
-    r"""With the eliminated parameters last, and $V$ of blocks on the diagonal, one for
-    each row of their array,
+    r"""The damped step by a Schur complement. With the eliminated parameters last, and a
+    block-diagonal $V$ with one block for each row of their array,
 
     $$\phi^\top\phi = \begin{pmatrix} U & W \\ W^\top & V \end{pmatrix}, \qquad
     (U_\lambda - W V_\lambda^{-1} W^\top)\,\delta_1 = -g_1 + W V_\lambda^{-1} g_2, \qquad
@@ -125,15 +127,15 @@ class SchurComplement(AbstractWithGradient):
             return math.inf
         once = _SMALL * found.operations * rates().passed
         once += rates().cholesky(found.num_kept)
-        # Small singular values are worth the same as elsewhere only where they are cheap:
-        # no way resolves them of what is sparse and large.
+        # No way resolves small singular values of a large sparse Jacobian, and so their
+        # accuracy counts only if an SVD is cheap.
         price = price_of_squaring(cost, Tikhonov(1.0))
         return cost.all_rows + num_trials * once + price
 
     @classmethod
     def of(cls, problem: Quadratic, cost: Cost) -> "SchurComplement":
         found = elimination(cost.reads)
-        assert found is not None  # it fits
+        assert found is not None  # as `fits` has checked
         curvature = _Partitioned.of(problem.jacobian, found.array)
         return cls(problem, found.array, curvature, cost.rows)
 
@@ -154,9 +156,9 @@ class SchurComplement(AbstractWithGradient):
         inverse = inverse_factors(curvature.eliminated, damping)  # V = L L^T
         halved = curvature.coupling.times(inverse[curvature.read].swapaxes(1, 2))
         half = _einsum("kij,kj->ki", inverse, g_2)
-        of_1 = halved.onto(curvature.shapes, half[curvature.read]) - g_1
+        right = halved.onto(curvature.shapes, half[curvature.read]) - g_1
         complement = curvature.kept - curvature.summed_products(halved)
-        delta_1, result = solve_damped(complement, of_1, damping)
+        delta_1, result = solve_damped(complement, right, damping)
         pulled = halved.by(curvature.shapes, delta_1)
         pulled = jnp.zeros_like(half).at[curvature.read].add(pulled)
         delta_2 = -_einsum("kji,kj->ki", inverse, half + pulled)
@@ -169,8 +171,8 @@ class SchurComplement(AbstractWithGradient):
 
 
 class _Rows(eqx.Module):
-    """Of many examples each a few rows of a matrix with the kept parameters' rows: by
-    arrays, n x s x d numbers in each of its own r columns, and which s rows these are."""
+    """A q x r matrix for each of n examples, of the q kept parameters. Of each kept array
+    of d columns only the s rows that the example reads are stored, and their indices."""
 
     values: list[Float[Array, "n _ _ r"]]
     index: list[Int[Array, "n _"]]
@@ -179,12 +181,12 @@ class _Rows(eqx.Module):
         return jax.tree.map(lambda x: x[examples], self)
 
     def weighted(self, weights: Float[Array, " n"]) -> "_Rows":
-        """By example."""
+        """Multiply each example's matrix by a weight."""
         values = [weights[:, None, None, None] * x for x in self.values]
         return _Rows(values, self.index)
 
     def reading(self, nums: Sequence[int]) -> "_Rows":
-        """The same with more rows of each array, which are zero."""
+        """Pad each array with zeros to the given number of rows."""
         pads = [n - x.shape[1] for n, x in zip(nums, self.index, strict=True)]
 
         def padded(x, num):
@@ -200,7 +202,7 @@ class _Rows(eqx.Module):
         return _Rows(values, self.index)
 
     def onto(self, shapes: "_Shapes", x: Float[Array, "n r"]) -> Float[Array, " q"]:
-        """The sum of all examples' products with vectors."""
+        """Return the sum over examples of their products with vectors."""
         parts = [
             jnp.zeros(shape, x.dtype).at[rows].add(_einsum("nsdr,nr->nsd", values, x))
             for shape, values, rows in zip(shapes, self.values, self.index, strict=True)
@@ -208,7 +210,7 @@ class _Rows(eqx.Module):
         return jnp.concatenate([part.ravel() for part in parts])
 
     def by(self, shapes: "_Shapes", x: Float[Array, " q"]) -> Float[Array, "n r"]:
-        """The products of all examples' transposes with a vector."""
+        """Return each example's transposed product with a vector."""
         products, start = [], 0
         for shape, values, rows in zip(shapes, self.values, self.index, strict=True):
             part = x[start : start + math.prod(shape)].reshape(shape)
@@ -218,10 +220,10 @@ class _Rows(eqx.Module):
 
 
 _Shapes = tuple[tuple[int, int], ...]
-"""Of the kept arrays: how many rows, and the entries of one."""
+"""Rows and columns of each kept array."""
 
 _Blocks = list[list[Float[Array, "_ _ _ _"]]]
-"""A matrix between the kept parameters: by two arrays, and by their rows."""
+"""A q x q matrix in blocks, one for each two arrays, by their rows, then columns."""
 
 
 def _no_blocks(shapes: _Shapes, dtype: jnp.dtype) -> _Blocks:
@@ -232,7 +234,7 @@ def _no_blocks(shapes: _Shapes, dtype: jnp.dtype) -> _Blocks:
 
 
 def _with_products(total: _Blocks, these: _Rows, those: _Rows) -> _Blocks:
-    """And the products of each example's rows with its others."""
+    """Add the products of each example's two matrices, the second transposed."""
 
     def added(block, i, j):
         products = _outer(these.values[i], those.values[j])
@@ -248,8 +250,8 @@ def _with_products(total: _Blocks, these: _Rows, those: _Rows) -> _Blocks:
 def _outer(
     these: Float[Array, "n a d r"], those: Float[Array, "n b e r"]
 ) -> Float[Array, "n a b d e"]:
-    """Matrices times transposes: of few columns by columns, as products of many small
-    matrices take XLA several times as long inside a loop, on a CPU."""
+    """Multiply many matrices by transposes of others. With few columns the products are
+    sums over columns: on a CPU, inside a loop, XLA's own take several times as long."""
     if these.shape[-1] > _FEW_COLUMNS:
         return _einsum("nadr,nber->nabde", these, those)
     these, those = these[:, :, None, :, None], those[:, None, :, None, :]
@@ -266,15 +268,15 @@ def _dense(blocks: _Blocks) -> Float[Array, "q q"]:
 
 
 class _Partitioned(eqx.Module):
-    """The curvature, by what is kept and what is eliminated.
+    """The curvature, partitioned into kept and eliminated parameters.
 
     - `kept`: $U$.
     - `eliminated`: the blocks of $V$.
-    - `coupling`: $W$, by examples: first those that share what they read with most
-        others, and those that read the same beside each other.
-    - `read`: which eliminated row that is.
-    - `num_alike`: how many examples read it.
-    - `shapes`: of the kept arrays.
+    - `coupling`: $W$, by examples. Examples that read the same eliminated row are
+        adjacent; the rows that most examples read come first.
+    - `read`: the eliminated row that each example reads.
+    - `num_alike`: the number of examples that read this row.
+    - `shapes`: the shapes of the kept arrays.
     """
 
     kept: Float[Array, "q q"]
@@ -292,7 +294,7 @@ class _Partitioned(eqx.Module):
         others.remove(array)
         shapes = tuple((k, d) for k, _, d in (reads[0].arrays[i] for i in others))
         most = [max(each.arrays[k][1] for each in reads) for k in others]
-        blocks = [_parts(block) for block in jacobian.blocks()]
+        blocks = [parts_of(block) for block in jacobian.blocks()]
 
         kept = _no_blocks(shapes, dtype)
         eliminated = jnp.zeros((num_blocks, size, size), dtype)
@@ -320,16 +322,15 @@ class _Partitioned(eqx.Module):
         )
 
     def largest(self) -> Scalar:
-        """The largest entry of the diagonal."""
+        """Return the largest entry of the diagonal."""
         of_kept = jnp.max(jnp.diagonal(self.kept))
         return jnp.maximum(
             of_kept, jnp.max(jnp.diagonal(self.eliminated, axis1=1, axis2=2))
         )
 
     def summed_products(self, rows: _Rows) -> Float[Array, "q q"]:
-        r"""$YY^\top$, of rows by the same examples as `coupling`: a sum over pairs of
-        examples that read the same row, which are 0, 1, 2 and so on places from each
-        other."""
+        r"""Return $YY^\top$ for $Y$ in the order of `coupling`: a sum over pairs of
+        examples that read the same row, first of those 0 places apart, then 1, 2, ..."""
         n = self.read.size
         window = min(n, _PAIRS)
 
@@ -340,11 +341,10 @@ class _Partitioned(eqx.Module):
             within = second < n
             first, second = (jnp.minimum(k, n - 1) for k in (first, second))
             alike = within & (self.read[first] == self.read[second])
-            # Both halves of the sum have a pair, and half of an example by itself.
+            # The transpose is added below; an example's product with itself counts half.
             weight = jnp.where(alike, jnp.where(distance == 0, 0.5, 1), 0)
             these = rows.at(first).weighted(weight.astype(self.kept.dtype))
             total = _with_products(total, these, rows.at(second))
-            # Only those that share what they read with so many others have one there.
             num_left = jnp.count_nonzero(self.num_alike > distance)
             start = start + window
             done = start >= num_left.astype(start.dtype)
@@ -358,11 +358,6 @@ class _Partitioned(eqx.Module):
         nothing = zero, zero, _no_blocks(self.shapes, self.kept.dtype)
         half = _dense(jax.lax.while_loop(is_left, with_window, nothing)[2])
         return half + half.T
-
-
-def _parts(block: AbstractBlock) -> list:
-    """By groups."""
-    return list(block.parts) if isinstance(block, StackedBlock) else [block]
 
 
 def _einsum(subscripts: str, *operands: Array) -> Array:

@@ -1,9 +1,9 @@
-r"""The coordinates in which the steps on a linearised problem are taken.
+r"""Coordinates for the steps on a linearised problem.
 
-Descent from the linearisation point never leaves $\theta_s + \mathrm{range}(\phi^\top)$:
-its iterates are $\phi^\top a$, and m coefficients, with the m x m kernel to multiply by,
-stand for p parameters, with a tangent and a transposed pass. In both spaces the same
-algorithm takes the same steps.
+Descent from the linearisation point stays in $\theta_s + \mathrm{range}(\phi^\top)$. Its
+iterates are $\phi^\top a$ with m coefficients $a$, and a step takes one product with the
+m x m kernel. On p parameters, it takes a tangent and a transposed pass. The same
+algorithm takes the same steps in both spaces.
 """
 
 import abc
@@ -23,34 +23,34 @@ from .._linearisation._objective import AbstractObjective
 
 
 class AbstractSpace(eqx.Module):
-    """Coordinates `z` of a step."""
+    r"""Coordinates `z` of steps $\delta$."""
 
     @abc.abstractmethod
     def a_step(self) -> Passes:
-        """The passes that each step taken in it takes."""
+        """Return the passes that one step takes."""
 
     @abc.abstractmethod
     def zero(self) -> PyTree[Array]:
-        """The linearisation point."""
+        """Return the coordinates of the linearisation point."""
 
     @abc.abstractmethod
     def push(self, z: PyTree[Array]) -> PyTree[Array]:
-        r"""By how much the linearised outputs change, $\phi\,\delta$."""
+        r"""Return the change of the linearised outputs, $\phi\,\delta$."""
 
     @abc.abstractmethod
     def pull(self, cotangent: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi^\top u$."""
+        r"""Return the coordinates of $\phi^\top u$."""
 
     @abc.abstractmethod
     def parameters(self, z: PyTree[Array]) -> PyTree[Array]:
-        r"""The step $\delta$ itself."""
+        r"""Return the step $\delta$."""
 
     @abc.abstractmethod
     def dot(self, a: PyTree[Array], b: PyTree[Array], pushed: PyTree[Array]) -> Scalar:
-        """The inner product of two steps; `pushed` is `push(b)`."""
+        """Return the inner product of two steps; `pushed` is `push(b)`."""
 
     def norm(self, z: PyTree[Array]) -> Scalar:
-        """The 2-norm of a step, without squares that leave the floating-point range."""
+        """Return the 2-norm of a step, without overflow of its square."""
         size = _tree.max_norm(z)
         unit = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
         scaled = _tree.scale(1 / unit, z)
@@ -66,12 +66,13 @@ class AbstractSpace(eqx.Module):
         damping: ScalarLike,
         tolerance: Scalar,
     ) -> tuple[PyTree[Array], Array]:
-        r"""$-(\phi^\top H\phi + \lambda I)^{-1}$ times the gradient, with $H$ the
-        objective's second derivative at `outputs`; and the products that it took."""
+        r"""Return the Newton step, $-(\phi^\top H\phi + \lambda I)^{-1}$ times the
+        gradient, with the objective's Hessian $H$ at `outputs`, and the number of
+        products that it took."""
 
 
 class Parameters(AbstractSpace):
-    """Parameters themselves: two passes a step, and no matrix."""
+    """The parameters themselves: a step takes two passes, and needs no matrix."""
 
     jacobian: AbstractJacobian
 
@@ -112,7 +113,8 @@ class Parameters(AbstractSpace):
 
 
 class Outputs(AbstractSpace):
-    r"""Coefficients $a$ of $\delta = \phi^\top a$: a product with the kernel a step."""
+    r"""Coefficients $a$ of $\delta = \phi^\top a$: a step takes a product with the
+    kernel."""
 
     jacobian: AbstractJacobian
     kernel: Float[Array, "m m"]
@@ -136,8 +138,8 @@ class Outputs(AbstractSpace):
         return matmul(a, ravel_pytree(pushed)[0])
 
     def newton(self, objective, outputs, gradient, damping, tolerance):
-        # (H K + lambda I) z = -gradient: H K is similar to a semidefinite matrix, and
-        # this needs no factor of H, which may be singular.
+        # Solve (H K + lambda I) z = -gradient, which needs no factor of a singular H.
+        # H K is similar to a semidefinite matrix.
         curvature = objective.curvature(outputs)
         unravel = self.jacobian.codomain.unravel
         columns = jax.vmap(

@@ -1,5 +1,4 @@
-"""By a sparse factorisation, where few of the rows that are read are coupled by more than
-a chain."""
+"""Sparse factorisations, for examples that read few parameters and couple them weakly."""
 
 import functools
 import importlib.util
@@ -17,7 +16,7 @@ from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree
-from .._jacobian import AbstractJacobian, Cost, Reads, StackedBlock
+from .._jacobian import AbstractBlock, AbstractJacobian, Cost, Reads, StackedBlock
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
@@ -25,15 +24,16 @@ from ._base import AbstractWithGradient, Answer, price_of_squaring
 from ._cholesky import damping_of
 
 
-# Seconds for each entry of the system, at least: of graphs that are nearly chains.
+# Least seconds for an entry of the system, as in graphs that are nearly chains.
 _ENTRY = 7e-8
-# And for an operation of KLU's, most of which are single ones.
+# Seconds for an operation of KLU, which has few products of dense blocks.
 _OPERATION = 2e-9
 
 
 class SparseLU(AbstractWithGradient):
-    r"""With $u = -(r + \phi\,\delta)$ beside the step, a system in which nothing is
-    multiplied, so that each entry of the Jacobian stands in it as it is:
+    r"""The damped step by a sparse factorisation. With the unknown
+    $u = -(r + \phi\,\delta)$ besides the step, the system contains the entries of the
+    Jacobian, and no products of them:
 
     $$\begin{pmatrix} I & \phi \\ \phi^\top & -\lambda I \end{pmatrix}
     \begin{pmatrix} u \\ \delta \end{pmatrix} = \begin{pmatrix} -r \\ g_0 \end{pmatrix}.$$
@@ -75,7 +75,7 @@ class SparseLU(AbstractWithGradient):
             return math.inf
         factor = min(rates().cholesky(core), _OPERATION * operations)
         once = _ENTRY * num_entries + factor
-        # What is damped by rounding at least resolves no more than a square does.
+        # The damping is at least rounding, and so this is no more accurate than squaring.
         price = price_of_squaring(cost, Tikhonov(1.0))
         return cost.all_rows + num_trials * once + price
 
@@ -99,20 +99,20 @@ class SparseLU(AbstractWithGradient):
 
 
 def has_factorisation() -> bool:
-    """Whether KLU is installed, and serves: on the CPU, in double precision."""
+    """Whether KLU is installed and can be used: on a CPU, in double precision."""
     there = importlib.util.find_spec("klujax") is not None
     double = jnp.result_type(float) == jnp.float64
     return there and double and jax.default_backend() == "cpu"
 
 
 def _size(reads: Sequence[Reads]) -> tuple[int, int]:
-    """How many entries the system has, and how large a dense matrix its factorisation may
-    come to.
+    """Estimate the number of entries of the system, and the size of the largest dense
+    matrix in its factorisation.
 
-    Of a graph with v nodes and e edges, 2 (e - v) nodes are left at most when those with
-    up to two neighbours are eliminated, which takes next to nothing; of these a sixth are
-    neighbours at a time in the best order (F. V. Fomin and K. Høie, *Pathwidth of cubic
-    graphs and exact algorithms*, 2006), and perhaps twice as many in a good one.
+    In a graph with v nodes and e edges, at most 2 (e - v) nodes remain when those with up
+    to two neighbours are eliminated, which is cheap. In the best order a sixth of them
+    are neighbours at a time (F. V. Fomin and K. Høie, *Pathwidth of cubic graphs and
+    exact algorithms*, 2006), and perhaps a third in a good order.
     """
     num_rows = sum(k for k, _, _ in reads[0].arrays)
     widest = max(d for _, _, d in reads[0].arrays)
@@ -127,8 +127,8 @@ def _size(reads: Sequence[Reads]) -> tuple[int, int]:
 
 
 class _Entries(eqx.Module):
-    """Of the Jacobian what is not zero, each entry once: its row, its column. What an
-    example reads for the second time is in a column beyond the last, and zero."""
+    """Nonzero entries of the Jacobian in COO format, without duplicates. The entries of a
+    row that an example reads a second time are zero, in columns beyond the last."""
 
     values: Float[Array, " k"]
     row: Int[Array, " k"]
@@ -141,9 +141,7 @@ class _Entries(eqx.Module):
         first, beyond, found = 0, p, []
         for block, leaf in zip(jacobian.blocks(), jacobian.domain.leaves, strict=True):
             first_row = 0
-            parts: list[Any] = (
-                [*block.parts] if isinstance(block, StackedBlock) else [block]
-            )
+            parts = parts_of(block)
             for part in parts:
                 found.append(_of_block(part, first_row, first, beyond))
                 first_row += part.num_rows
@@ -153,7 +151,7 @@ class _Entries(eqx.Module):
         return _Entries(values.astype(jnp.float64), row, column, (m, beyond))
 
     def largest_column(self) -> Scalar:
-        """The largest squared norm of one."""
+        """Return the largest squared norm of a column."""
         zeros = jnp.zeros(self.shape[1], self.values.dtype)
         return jnp.max(zeros.at[self.column].add(self.values**2))
 
@@ -163,9 +161,9 @@ class _Entries(eqx.Module):
         above: Float[Array, " m"],
         below: Float[Array, " p"],
     ) -> Float[Array, " p"]:
-        """The step. NaN in, NaN out, and none of it to KLU, for which a singular matrix
-        is an error: damped no less than by the rounding of the largest column, it is
-        none."""
+        """Return the step; NaN if an input is not finite. KLU is never given NaN, nor a
+        singular matrix, for which it raises: the damping is at least the rounding of the
+        largest column."""
         m, n = self.shape
         dtype = self.values.dtype
         rounding = jnp.finfo(dtype).eps * self.largest_column()
@@ -184,10 +182,15 @@ class _Entries(eqx.Module):
         return jnp.where(finite, found[m : m + below.size], jnp.nan)
 
 
+def parts_of(block: AbstractBlock) -> list:
+    """Return a block's parts, one for each group of examples."""
+    return list(block.parts) if isinstance(block, StackedBlock) else [block]
+
+
 def _of_block(
     block: Any, first_row: int, first_column: int, beyond: int
 ) -> tuple[Array, Array, Array]:
-    """Values, rows and columns."""
+    """Return the values, rows and columns of a block's entries."""
     values, again = block.distinct()
     n, c, s, d = values.shape
     row = first_row + jnp.arange(n * c).reshape(n, c, 1, 1)
@@ -201,8 +204,8 @@ def _of_block(
 
 @functools.cache
 def _factorisation() -> Callable[..., Array]:
-    """KLU. Its import turns JAX to double precision and to the CPU, for all programs of
-    the process: that is taken back."""
+    """Import KLU. The import sets JAX to double precision and to the CPU for the whole
+    process; restore both settings."""
     before = {name: jax.config.values[name] for name in _TURNED}
     import klujax
 

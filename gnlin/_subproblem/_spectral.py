@@ -1,4 +1,4 @@
-"""By eigen- or singular values: any filter, one factorisation for all of them."""
+"""Eigen- and singular value decompositions, which serve for any number of filters."""
 
 import math
 from typing import ClassVar, Literal
@@ -18,16 +18,16 @@ from ..filters import PseudoInverse
 from ._base import AbstractWay, Answer, price_of_squaring
 
 
-# So many roundings of the rest are not told from zero.
+# The part of the rest outside the range of phi^T counts as zero below this many eps.
 _ROUNDINGS = 100
 
 
 class Spectral(AbstractWay):
-    r"""$\delta = -\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$: each filter costs
-    a function and a product.
+    r"""The step $-\phi^\top U g(w) U^\top r - g(\phi^\top\phi)\,g_0$ from a spectrum. A
+    further filter costs one evaluation of it and one product.
 
-    $g_0$ is the part of the gradient that is no $\phi^\top r$, the rest; to it the filter
-    is applied as $g(w)$ within the range of $\phi^\top$, and as $g(0)$ outside of it.
+    The filter acts on the rest $g_0$ as $g(w)$ within the range of $\phi^\top$, and as
+    $g(0)$ outside it.
     """
 
     problem: Quadratic
@@ -87,8 +87,8 @@ class Spectral(AbstractWay):
     def solve(self, filter: Filter) -> Answer:
         w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
         g = filter(w)
-        # The linearised residual is left with the factor 1 - w g(w). One that has grown
-        # past 1/eps says nothing any more but that the steps diverge.
+        # The step multiplies the linearised residual by 1 - w g(w). Growth by 1/eps
+        # counts as divergence.
         growth = jnp.abs(1 - w * g)
         diverged = jnp.any(~(growth < 1 / jnp.finfo(w.dtype).eps))
         result = optx.RESULTS.where(
@@ -113,9 +113,9 @@ class Spectral(AbstractWay):
         return Answer(step, result=result)
 
     def _split_rest(self) -> tuple[Float[Array, " k"], PyTree[Array]]:
-        r"""The rest as $\phi^\top U z + g_\perp$: z, and the part that no row of the
-        Jacobian reaches. Where that part is rounding it is zero: a small damping would
-        make a long step of it."""
+        r"""Split the rest as $\phi^\top U z + g_\perp$; return $z$ and $g_\perp$. If
+        $g_\perp$ is rounding, it is set to zero, since a small damping would turn it into
+        a long step."""
         w, rest = self.spectrum.eigenvalues, self.problem.rest
         within = jnp.where(w > 0, self.pushed / jnp.where(w > 0, w, 1), 0)
         outside = _tree.axpy(-1, self.spectrum.lift(within), rest)
@@ -128,7 +128,7 @@ def _at_zero(filter: Filter, w: Float[Array, " k"]) -> Scalar:
     return filter(jnp.concatenate([jnp.zeros_like(w[:1]), w]))[0]
 
 
-# The same by the Jacobian itself, for derivatives.
+# The same quantities by products with the Jacobian, used for their derivatives
 
 
 def _gradient_norm(problem: Quadratic) -> Scalar:
@@ -145,8 +145,8 @@ def _decrease(step: PyTree[Array], problem: Quadratic) -> Scalar:
 
 
 def _with_rest(filter: Filter, spectrum: Spectrum, problem: Quadratic) -> PyTree[Array]:
-    r"""$g(\phi^\top\phi)\,g_0 = g(0)\,g_0 + \phi^\top q(\phi\phi^\top)\,\phi g_0$, where
-    $q(w) = (g(w) - g(0))/w$."""
+    r"""Return the step, with $g(\phi^\top\phi)\,g_0 =
+    g(0)\,g_0 + \phi^\top q(\phi\phi^\top)\,\phi g_0$ and $q(w) = (g(w) - g(0))/w$."""
     residual = problem.jacobian.push_forward(problem.rest)
     of_rest = spectrum.with_residual(residual).step(_Quotient(filter))
     step = _tree.axpy(1, of_rest, spectrum.step(filter))
@@ -162,7 +162,7 @@ class _Quotient(eqx.Module):
 
 
 class SingularValues(Spectral):
-    """Of the m x p Jacobian: small ones to rounding."""
+    """Singular values of the m x p Jacobian; small ones are accurate to rounding."""
 
     method: ClassVar[str] = "svd"
 
@@ -172,7 +172,7 @@ class SingularValues(Spectral):
         if not cost.rows_fit:
             return math.inf
         few, many = sorted(cost.shape)
-        # Of an oblong matrix what is left by an orthogonal factorisation.
+        # An oblong matrix is reduced to a square one by an orthogonal factorisation.
         oblong = 4.0 * many * float(few) ** 2 * rates().product
         tries = num_trials * 4.0 * m * p * rates().product
         return cost.all_rows + oblong + rates().svd(few) + tries
@@ -183,7 +183,7 @@ class SingularValues(Spectral):
 
 
 class Eigenvalues(Spectral):
-    """Of the kernel or of the curvature, whichever is smaller."""
+    """Eigenvalues of the kernel or of the curvature, whichever is smaller."""
 
     method: ClassVar[str] = "eigh"
 
