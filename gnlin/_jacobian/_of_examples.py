@@ -1,4 +1,4 @@
-"""The Jacobian of independent examples: what is gained by their independence."""
+"""The Jacobian of a function of independent examples."""
 
 import functools
 import math
@@ -28,16 +28,16 @@ from ._rows import Rows
 class PerExample(eqx.Module):
     """A function of one example, lifted to a batch of independent ones.
 
-    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading
-    axis of every array in `args`. What it adds over `jax.vmap` is the knowledge that
-    outputs of one example do not depend on another: the dense Jacobian then takes as
-    many reverse passes as *one example* has outputs, not as all of them have together.
+    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading axis
+    of every array in `args`. Unlike `jax.vmap`, it records that the outputs of one
+    example do not depend on another example. The dense Jacobian then takes as many
+    reverse passes as *one example* has outputs, not as all examples have together.
 
     **Arguments:**
 
     - `fn`: `fn(y, example)` returning a pytree of arrays.
-    - `part_size`: how many examples have their activations in memory at once; those of
-        the rest are made anew in each product. `None` for all of them.
+    - `part_size`: how many examples have their activations in memory at once; each
+        product recomputes the others' activations. `None` means all examples.
 
     !!! example
 
@@ -61,8 +61,8 @@ class PerExample(eqx.Module):
 def by_parts(
     fn: Callable[[Any], PyTree[Array]], examples: PyTree[Array], size: int | None
 ) -> PyTree[Array]:
-    """`fn` of each example, of so many at a time. What is between the parameters and the
-    outputs is kept for one part only, and made anew for each pass."""
+    """Map `fn` over examples, in parts of `size`. Intermediate values are stored for one
+    part at a time, and recomputed in each derivative pass."""
     of_each = channels_last(jax.vmap(fn))
     if size is None or size >= _number(examples):
         return of_each(examples)
@@ -81,9 +81,9 @@ def by_parts(
 def _divided(
     examples: PyTree[Array], size: int
 ) -> tuple[PyTree[Array], Callable[[PyTree[Array]], PyTree[Array]], PyTree | None]:
-    """Parts of so many examples, along a new axis, each of them flat; what gives a part
-    its shape again; and what is left over. Of flat parts XLA keeps no other layout of all
-    of the examples, as convolutions ask for it."""
+    """Return the examples in flat parts of `size` along a new axis, a function that
+    restores a part's shape, and the remaining examples, if any. Parts are flat so that
+    XLA does not copy all examples into the layout that convolutions prefer."""
     n, axis = _number(examples), _axis_of_parts()
     end = n - n % size
 
@@ -101,7 +101,7 @@ def _divided(
 
 
 def _axis_of_parts() -> int:
-    """Where devices have some examples each, every part is to be of all devices."""
+    """Return 1 if devices share the examples, so that each part uses all devices."""
     return 1 if is_spread() else 0
 
 
@@ -110,8 +110,9 @@ def _number(examples: PyTree[Array]) -> int:
 
 
 class OfExamples(AbstractJacobian):
-    """As many reverse passes as one example has outputs, some arrays of parameters or
-    some examples at a time; dense and convolutional layers by their factors."""
+    """A Jacobian that takes as many reverse passes as one example has outputs, for some
+    arrays of parameters or some examples at a time. Dense and convolutional layers give
+    factored blocks."""
 
     _passes: ByPasses
     _of_one: PerExample
@@ -119,7 +120,7 @@ class OfExamples(AbstractJacobian):
     _args: PyTree[Array]
 
     def __init__(self, passes: ByPasses, fn: PerExample, point: PyTree, args: PyTree):
-        """The Jacobian `passes` of `fn(y, args)`, at a point."""
+        """`passes` is the Jacobian of `fn(y, args)` at `point`."""
         self._passes = passes
         self._of_one = fn
         self._point = point
@@ -243,7 +244,7 @@ class OfExamples(AbstractJacobian):
 
     @property
     def function(self) -> PerExample:
-        """That it is the Jacobian of."""
+        """The function whose Jacobian this is."""
         return self._of_one
 
     @property
@@ -262,19 +263,18 @@ class OfExamples(AbstractJacobian):
         return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
 
     def _program(self) -> _program.Program:
-        # Over devices the rows are divided by columns, which factors do not have.
+        # Devices share the rows' columns, and factored blocks have no such columns.
         layers = not is_spread()
         return _program.find(self._fn, self._point, self._example(), layers=layers)
 
     def block_bytes(self) -> list[int]:
-        """What the block of each array of parameters takes in memory."""
         c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
         sizes = _program.num_numbers(self._program(), self._point, c)
         return [self._num_examples() * size * itemsize for size in sizes]
 
 
 def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
-    """The Jacobian of one example, as parameters with a leading axis of outputs."""
+    """Return the rows of one example by forward mode."""
     flat, unravel = ravel_pytree(y)
 
     def push(v):
