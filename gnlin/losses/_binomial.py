@@ -1,4 +1,4 @@
-"""Successes among trials, and counts that spread more than Poisson's."""
+"""Losses for successes among trials, and for overdispersed counts."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
 
 
 def _as_trials(given: Any) -> Array:
-    """Traced values pass: they are not known yet."""
+    """Check and convert `trials`; traced values are not checked."""
     if isinstance(given, Tracer):
         return given
     try:
@@ -34,17 +34,17 @@ def _as_trials(given: Any) -> Array:
 
 class BinomialNLL(AbstractElementwiseLoss):
     r"""The binomial negative log-likelihood of $y$ successes among $n$ trials, each with
-    the probability $\sigma(f) = 1/(1 + e^{-f})$: the outputs $f$ are log-odds. Its least
-    value for these successes is subtracted, so a perfect fit has the loss zero (half the
-    deviance). The curvature, $n\sigma(f)\sigma(-f)$, is both the observed and the
-    expected one.
+    the probability $\sigma(f) = 1/(1 + e^{-f})$: the outputs $f$ are log-odds. Its
+    smallest value for these successes is subtracted, so that a perfect fit has the loss
+    zero (half the deviance). The curvature, $n\sigma(f)\sigma(-f)$, is both observed and
+    expected.
 
     **Arguments:**
 
-    - `trials`: $n$, one number, or an array: of y's shape in [`gnlin.curve_fit`][],
-        elsewhere of the shape of one example's outputs.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `trials`: $n$, a number or an array. An array has y's shape in
+        [`gnlin.curve_fit`][], and the shape of one example's outputs elsewhere.
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     !!! example
 
@@ -91,9 +91,8 @@ class BinomialNLL(AbstractElementwiseLoss):
         super().check(outputs, targets)
         check_between("successes", targets, 0.0, np.inf)
         for leaf in jax.tree.leaves(targets):
-            if isinstance(leaf, Tracer) or isinstance(self.trials, Tracer):
-                continue
-            if not is_here(leaf):
+            is_traced = isinstance(leaf, Tracer) or isinstance(self.trials, Tracer)
+            if is_traced or not is_here(leaf):
                 continue
             shape = np.shape(self.trials)
             if shape and shape != leaf.shape[leaf.ndim - len(shape) :]:
@@ -113,16 +112,16 @@ class BinomialNLL(AbstractElementwiseLoss):
 
 class NegativeBinomialNLL(AbstractElementwiseLoss):
     r"""The negative binomial's negative log-likelihood of counts $y$ with the mean
-    $\mu = e^f$ and the variance $\mu + \alpha\mu^2$: counts that spread more than
-    Poisson's. Its least value for that count is subtracted (half the deviance). The
-    curvature is the expected one, $\mu/(1 + \alpha\mu)$.
+    $\mu = e^f$ and the variance $\mu + \alpha\mu^2$, which is larger than Poisson's. Its
+    smallest value for that count is subtracted (half the deviance). The curvature is the
+    expected one, $\mu/(1 + \alpha\mu)$.
 
     **Arguments:**
 
-    - `dispersion`: $\alpha > 0$, which must be known. It is no parameter of a fit: of an
-        unknown one compare fits, by how near Pearson's `fit.reduced_chi_squared` is to 1.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `dispersion`: $\alpha > 0$, which must be known and is not fitted. To find it,
+        compare fits: Pearson's `fit.reduced_chi_squared` should be near 1.
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     !!! example
 
@@ -144,8 +143,8 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         check_scalar("dispersion", self.dispersion)
         check_finite_positive("dispersion", self.dispersion)
 
-    # Given the count, its distribution is that of y successes among y + 1/alpha trials,
-    # with the log-odds f + log(alpha).
+    # The likelihood is that of y successes among y + 1/alpha trials with the log-odds
+    # f + log(alpha).
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return _value(self._odds(output), target, self._trials(target))
@@ -179,7 +178,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
 
 
 def _value(odds: Array, successes: Array, trials: Array) -> Array:
-    r"""$-y\log p - (n - y)\log(1 - p)$, less the same at $p = y/n$."""
+    r"""Return $-y\log p - (n - y)\log(1 - p)$ minus its value at $p = y/n$."""
     failures, safe = trials - successes, jnp.where(trials > 0, trials, 1)
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
     least = xlogy(successes, successes / safe) + xlogy(failures, failures / safe)
@@ -192,13 +191,13 @@ def _slope(odds: Array, successes: Array, trials: Array) -> Array:
 
 
 def _half_width(odds: Array) -> Array:
-    """The root of p (1 - p), 1 / (2 cosh(f / 2))."""
+    """Return sqrt(p (1 - p)) = 1 / (2 cosh(f / 2))."""
     x = jnp.abs(odds)
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
 
 
 def _decrease(odds: Array, new_odds: Array, successes: Array, trials: Array) -> Array:
-    r"""$y d - n\log(1 + p(e^d - 1))$ for odds that have moved by d."""
+    r"""Return $y d - n\log(1 + p(e^d - 1))$, the decrease if log-odds change by d."""
     change = new_odds - odds
     near = jnp.abs(change) < 1
     small = jnp.where(near, change, 0)

@@ -1,4 +1,4 @@
-"""Counts."""
+"""The Poisson loss for counts."""
 
 import equinox as eqx
 import jax
@@ -14,17 +14,16 @@ from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
 
 class PoissonNLL(AbstractElementwiseLoss):
     r"""Poisson's negative log-likelihood of counts $y$ at the rate $\mu = e^f$,
-    $\mu - y\log\mu$, less its least value for that count, $y - y\log y$: so a perfect fit
-    has the loss zero (half the deviance).
-
-    Its curvature is the expected one, $\mu$ by the outputs $f$, or $1/\mu$ by the rate.
+    $\mu - y\log\mu$, minus its smallest value for that count, $y - y\log y$, so that a
+    perfect fit has the loss zero (half the deviance). The curvature is the expected one:
+    $\mu$ with respect to $f$, or $1/\mu$ with respect to the rate.
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     - `log_input`: whether the outputs are logarithms of the rate. If not, they are the
-        rate itself, which must be positive: where it is not, the loss is NaN.
+        rate itself, and the loss is NaN if it is not positive.
 
     !!! example
 

@@ -12,13 +12,13 @@ from ._factors import AbstractFactor, IdentityFactor
 
 
 class SquaredError(AbstractElementwiseLoss):
-    r"""$\frac12\sum_j (f_j - y_j)^2$: the curvature of its damped problem is
-    $\phi^\top\phi + \lambda I$, with no stray factor.
+    r"""$\frac12\sum_j (f_j - y_j)^2$. Its damped curvature is exactly
+    $\phi^\top\phi + \lambda I$.
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     """
 
     reduction: Reduction | None = None
@@ -39,7 +39,7 @@ class SquaredError(AbstractElementwiseLoss):
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
-        # (|r|^2 - |r'|^2) / 2, to rounding of the change
+        # (|r|^2 - |r'|^2) / 2 without cancellation
         each = jax.tree.map(
             lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
             outputs,
