@@ -235,7 +235,7 @@ def test_labels_are_for_gnlins_solvers():
     solved = gnlin.solve(w, group, solver, max_steps=5).model
     found = optx.least_squares(group, solver, w, max_steps=5, throw=False).value
     np.testing.assert_allclose(found, solved, atol=1e-10)
-    with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is no sum of squares"):
+    with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is not a sum of squares"):
         optx.least_squares(group, OTHERS["optimistix"], w)
 
 

@@ -170,8 +170,7 @@ class Spectrum(eqx.Module):
     def condition_number(self, damping: ScalarLike = 0.0) -> Scalar:
         r"""Return $(w_1 + \lambda)/(w_k + \lambda)$, where $w_1$ is the largest
         eigenvalue and $w_k$ the smallest (without damping, the smallest that is not
-        zero). Gradient descent needs about this many times more steps along the slowest
-        eigenvector than along the fastest.
+        zero): how much longer the slowest eigenvector takes to learn than the fastest.
 
         **Arguments:**
 

@@ -93,8 +93,8 @@ class AbstractLoss(eqx.Module):
         """Return residuals, with the outputs' structure, such that half their sum of
         squares is the loss; raise `ValueError` if there are none."""
         raise ValueError(
-            f"`gnlin.{type(self).__name__}` is not a sum of squares, which solvers of "
-            "other libraries require: use one of gnlin's solvers."
+            f"`{type(self).__name__}` is not a sum of squares, which the solvers of other "
+            "libraries require: use one of gnlin's solvers."
         )
 
     def target_weights(self, target: PyTree[Array]) -> Float[Array, "..."]:
