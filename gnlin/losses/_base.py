@@ -1,6 +1,7 @@
 """The interface of losses: value, gradient and a factor of the Hessian."""
 
 import abc
+from collections.abc import Callable
 from typing import ClassVar, get_args, Literal
 
 import equinox as eqx
@@ -93,7 +94,7 @@ class AbstractLoss(eqx.Module):
         """Return residuals, with the outputs' structure, such that half their sum of
         squares is the loss; raise `ValueError` if there are none."""
         raise ValueError(
-            f"`{type(self).__name__}` is not a sum of squares, which the solvers of other "
+            f"`{type(self).__name__}` is not a sum of squares, which solvers of other "
             "libraries require: use one of gnlin's solvers."
         )
 
@@ -170,6 +171,17 @@ class AbstractElementwiseLoss(AbstractLoss):
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
     """Cast targets to the outputs' dtypes: 64-bit integers would promote to float64."""
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
+
+
+def summed(
+    fn: Callable[[Array, Array, Array], Array],
+    outputs: PyTree[Array],
+    new_outputs: PyTree[Array],
+    target: PyTree[Array],
+) -> Scalar:
+    """Return the sum over all outputs of `fn(output, new_output, target)`."""
+    each = jax.tree.map(fn, outputs, new_outputs, as_outputs(target, outputs))
+    return _tree.total(each, _tree.dtype(outputs))
 
 
 def check_loss(loss: object) -> None:

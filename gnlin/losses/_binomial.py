@@ -10,10 +10,9 @@ from jax.core import Tracer
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common import _tree
 from .._common._checks import check_finite_positive, check_scalar
 from .._common._sharding import is_here
-from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
+from ._base import AbstractElementwiseLoss, check_between, Reduction, summed
 
 
 def _as_trials(given: Any) -> Array:
@@ -68,20 +67,16 @@ class BinomialNLL(AbstractElementwiseLoss):
         return _value(output, target, self._of(output))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return _slope(output, target, self._of(output))
+        return binomial_slope(output, target, self._of(output))
 
     def root(self, output: Array, target: Array) -> Array:
-        return jnp.sqrt(self._of(output)) * _half_width(output)
+        return jnp.sqrt(self._of(output)) * binomial_root(output)
 
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
-        def each(f, g, y):
-            return jnp.sum(_decrease(f, g, y, self._of(f)))
-
-        target = as_outputs(target, outputs)
-        parts = jax.tree.map(each, outputs, new_outputs, target)
-        return _tree.total(parts, _tree.dtype(outputs))
+        each = lambda f, g, y: _decrease(f, g, y, self._of(f))
+        return summed(each, outputs, new_outputs, target)
 
     def _of(self, output: Array) -> Array:
         trials = jnp.asarray(self.trials)
@@ -150,7 +145,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         return _value(self._odds(output), target, self._trials(target))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return _slope(self._odds(output), target, self._trials(target))
+        return binomial_slope(self._odds(output), target, self._trials(target))
 
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(jax.nn.sigmoid(self._odds(output)) / self.dispersion)
@@ -159,12 +154,9 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
         def each(f, g, y):
-            odds, new_odds = self._odds(f), self._odds(g)
-            return jnp.sum(_decrease(odds, new_odds, y, self._trials(y)))
+            return _decrease(self._odds(f), self._odds(g), y, self._trials(y))
 
-        target = as_outputs(target, outputs)
-        parts = jax.tree.map(each, outputs, new_outputs, target)
-        return _tree.total(parts, _tree.dtype(outputs))
+        return summed(each, outputs, new_outputs, target)
 
     def _odds(self, output: Array) -> Array:
         return output + jnp.log(jnp.asarray(self.dispersion, output.dtype))
@@ -185,12 +177,13 @@ def _value(odds: Array, successes: Array, trials: Array) -> Array:
     return of_each + least
 
 
-def _slope(odds: Array, successes: Array, trials: Array) -> Array:
+def binomial_slope(odds: Array, successes: Array, trials: Array | int) -> Array:
+    """Return the derivative of `_value` with respect to the log-odds."""
     sigmoid = jax.nn.sigmoid
     return (trials - successes) * sigmoid(odds) - successes * sigmoid(-odds)
 
 
-def _half_width(odds: Array) -> Array:
+def binomial_root(odds: Array) -> Array:
     """Return sqrt(p (1 - p)) = 1 / (2 cosh(f / 2))."""
     x = jnp.abs(odds)
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))

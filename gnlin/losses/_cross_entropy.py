@@ -13,6 +13,7 @@ from .._common import _tree
 from .._common._checks import check_less_than_one, is_whole
 from .._common._sharding import is_here
 from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, Reduction
+from ._binomial import binomial_root, binomial_slope
 from ._factors import AbstractFactor, SoftmaxFactor
 
 
@@ -218,13 +219,10 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
         return wrong + jnp.log1p(jnp.exp(-jnp.abs(output)))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        sigmoid = jax.nn.sigmoid
-        return (1 - target) * sigmoid(output) - target * sigmoid(-output)
+        return binomial_slope(output, target, 1)
 
     def root(self, output: Array, target: Array) -> Array:
-        # sqrt(sigma(f) sigma(-f)) = 1 / (2 cosh(f / 2))
-        x = jnp.abs(output)
-        return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
+        return binomial_root(output)
 
     def check(self, outputs, targets) -> None:
         super().check(outputs, targets)

@@ -2,12 +2,9 @@
 
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from .._common import _tree
-from ._base import AbstractElementwiseLoss, as_outputs, Reduction
+from ._base import AbstractElementwiseLoss, Reduction, summed
 from ._factors import AbstractFactor, IdentityFactor
 
 
@@ -40,10 +37,5 @@ class SquaredError(AbstractElementwiseLoss):
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
         # (|r|^2 - |r'|^2) / 2 without cancellation
-        each = jax.tree.map(
-            lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
-            outputs,
-            new_outputs,
-            as_outputs(target, outputs),
-        )
-        return _tree.total(each, _tree.dtype(outputs))
+        each = lambda f, g, y: 0.5 * (f - g) * ((f - y) + (g - y))
+        return summed(each, outputs, new_outputs, target)
