@@ -103,8 +103,7 @@ class Cost(NamedTuple):
 
     @property
     def one_product(self) -> float:
-        """Seconds for one product with the Jacobian and one with its transpose, in a
-        loop."""
+        """Seconds for one `mv` and one `rmv`, inside a loop."""
         rate = rates()
         slower = rate.gathered if self.reads else 1.0
         return rate.step + 2 * self.one_pass * rate.passed * slower

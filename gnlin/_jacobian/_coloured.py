@@ -100,9 +100,8 @@ class Sparsity(eqx.Module):
         with warnings.catch_warnings():
             # A dense pattern is fine here: it takes as many passes as a dense Jacobian.
             warnings.simplefilter("ignore", asdex.DenseColoringWarning)
-            coloured = asdex.jacobian_coloring_from_sparsity(
-                found, mode="rev" if jac == "bwd" else jac
-            )
+            mode = "rev" if jac == "bwd" else jac
+            coloured = asdex.jacobian_coloring_from_sparsity(found, mode=mode)
         self.num_colors = int(coloured.num_colors)
         self.by_columns = coloured.mode == "fwd"
         self.num_residuals = shape[0]
@@ -118,9 +117,8 @@ class Sparsity(eqx.Module):
         start = 0
         for leaf in self.shapes:
             own = (start <= columns) & (columns < start + math.prod(leaf))
-            index, places = _by_rows(
-                rows[own], columns[own] - start, place[own], leaf, shape[0]
-            )
+            entries = columns[own] - start
+            index, places = _by_rows(rows[own], entries, place[own], leaf, shape[0])
             self.index.append(jnp.asarray(index))
             self.places.append(jnp.asarray(places))
             start += math.prod(leaf)
@@ -163,11 +161,10 @@ class Sparsity(eqx.Module):
             taken = Passes(vjps=self.num_colors)
         # `places` is -1 for zeros, so they read this last entry.
         found = jnp.append(found.ravel(), jnp.zeros(1, found.dtype))
+        leaves = zip(self.index, self.places, domain.leaves, strict=True)
         blocks = [
             Gathered(found[places][:, None].astype(leaf.dtype), index, leaf.shape)
-            for index, places, leaf in zip(
-                self.index, self.places, domain.leaves, strict=True
-            )
+            for index, places, leaf in leaves
         ]
         budget = passes.memory_budget
         return Sparse(domain, codomain, budget, blocks, taken, self.factor_operations)
@@ -185,16 +182,16 @@ def _by_rows(
     mostly zeros, each entry counts as a row of its own."""
 
     def grouped(size: int) -> tuple[np.ndarray, np.ndarray]:
-        num = math.prod(shape) // size
-        read, inverse = np.unique(rows * num + entries // size, return_inverse=True)
-        by, of = np.divmod(read, num)
-        nums = np.bincount(by, minlength=num_residuals)
-        slot = np.arange(len(read)) - np.repeat(np.cumsum(nums) - nums, nums)
+        num_rows = math.prod(shape) // size
+        read, inverse = np.unique(rows * num_rows + entries // size, return_inverse=True)
+        residual, row = np.divmod(read, num_rows)
+        counts = np.bincount(residual, minlength=num_residuals)
+        slot = np.arange(len(read)) - np.repeat(np.cumsum(counts) - counts, counts)
         # Pad residuals that read fewer rows with zero rows, at an arbitrary index that
         # differs between residuals.
-        index = np.arange(num_residuals)[:, None] % num
-        index = np.repeat(index, nums.max(initial=0), axis=1)
-        index[by, slot] = of
+        index = np.arange(num_residuals)[:, None] % num_rows
+        index = np.repeat(index, counts.max(initial=0), axis=1)
+        index[residual, slot] = row
         places = np.full((*index.shape, size), -1)
         places[rows, slot[inverse], entries % size] = place
         return index, places
@@ -222,17 +219,17 @@ def _factor_operations(
     from scipy.sparse import csr_array  # slow to import
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-    nums = np.bincount(rows, minlength=shape[0]).astype(float)
-    if np.sum(nums**2) > _MOST_ENTRIES:
+    counts = np.bincount(rows, minlength=shape[0]).astype(float)
+    if np.sum(counts**2) > _MOST_ENTRIES:
         return math.inf
     pattern = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape)
     curvature = (pattern.T @ pattern).tocsr()
     order = reverse_cuthill_mckee(curvature, symmetric_mode=True)
     place = np.empty(shape[1], int)
     place[order] = np.arange(shape[1])
-    these = curvature.tocoo()
+    nonzero = curvature.tocoo()
     first = np.arange(shape[1])
-    np.minimum.at(first, place[these.row], place[these.col])
+    np.minimum.at(first, place[nonzero.row], place[nonzero.col])
     return float(np.sum((np.arange(shape[1]) - first) ** 2.0))
 
 

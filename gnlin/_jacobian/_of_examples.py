@@ -68,11 +68,9 @@ def by_parts(
         return of_each(examples)
     of_part = jax.checkpoint(of_each)
     parts, whole, last = _divided(examples, size)
-    found = jax.lax.map(lambda part: of_part(whole(part)), parts)
-    axis = _axis_of_parts()
-    found = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:]), found
-    )
+    found, axis = jax.lax.map(lambda part: of_part(whole(part)), parts), _axis_of_parts()
+    merge = lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:])
+    found = jax.tree.map(merge, found)
     if last is None:
         return found
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, of_part(last))
@@ -88,10 +86,10 @@ def _divided(
     end = n - n % size
 
     def split(x: Array) -> Array:
-        of_one = math.prod(x.shape[1:])
+        width = math.prod(x.shape[1:])
         if axis == 0:
-            return x[:end].reshape(n // size, size * of_one)
-        return jnp.moveaxis(x[:end].reshape(size, n // size, of_one), 1, 0)
+            return x[:end].reshape(n // size, size * width)
+        return jnp.moveaxis(x[:end].reshape(size, n // size, width), 1, 0)
 
     def whole(part: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(lambda p, x: p.reshape(size, *x.shape[1:]), part, examples)
@@ -115,14 +113,14 @@ class OfExamples(AbstractJacobian):
     factored blocks."""
 
     _passes: ByPasses
-    _of_one: PerExample
+    function: PerExample
     _point: PyTree[Array]
     _args: PyTree[Array]
 
     def __init__(self, passes: ByPasses, fn: PerExample, point: PyTree, args: PyTree):
         """`passes` is the Jacobian of `fn(y, args)` at `point`."""
         self._passes = passes
-        self._of_one = fn
+        self.function = fn
         self._point = point
         self._args = args
         self.domain = passes.domain
@@ -136,7 +134,7 @@ class OfExamples(AbstractJacobian):
         return self._passes.rmv(vector)
 
     def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        if self._of_one.part_size is None:
+        if self.function.part_size is None:
             return self.rmv(self.mv(vector))
 
         def of_part(args):
@@ -145,7 +143,7 @@ class OfExamples(AbstractJacobian):
             (found,) = jax.linear_transpose(jvp, self.domain.tree)(jvp(vector))
             return found
 
-        return self._sum_of_parts(channels_last(of_part), self._of_one.part_size)
+        return self._sum_of_parts(channels_last(of_part), self.function.part_size)
 
     def a_product(self) -> Passes:
         return Passes(1, 1)
@@ -158,15 +156,15 @@ class OfExamples(AbstractJacobian):
         outputs = self._outputs_of_one()
         if is_by_forward(self._passes.jac, (outputs.size, self.domain.size)):
             of_example = functools.partial(_rows_forward, self._fn, point)
-            rows = jax.tree.leaves(by_parts(of_example, args, self._of_one.part_size))
+            rows = jax.tree.leaves(by_parts(of_example, args, self.function.part_size))
             found = [rows[leaf] for leaf in wanted]
         else:
             program = self._program()
-            passed = program.num_bytes_passed(outputs.size)
-            most = self._of_one.part_size or self._num_examples()
-            batch_size = min(most, max(1, self.memory_budget // passed))
+            example_bytes = program.num_bytes_passed(outputs.size)
+            most = self.function.part_size or self._num_examples()
+            batch_size = min(most, max(1, self.memory_budget // example_bytes))
             found = _program.blocks(program, point, args, wanted, batch_size)
-        # (n, c, ...) -> (m, ...), one output leaf after the other
+        # (n, c, ...) -> (m, ...): outputs are ordered by array first, then by example.
         ends = np.cumsum([leaf.size for leaf in outputs.leaves])[:-1]
 
         def stacked(rows: Array) -> Rows:
@@ -180,21 +178,21 @@ class OfExamples(AbstractJacobian):
 
     def in_turn(self, array: Array) -> tuple["OfExamples", Array]:
         point, array = jax.lax.optimization_barrier((self._point, array))
-        return OfExamples(self._passes, self._of_one, point, self._args), array
+        return OfExamples(self._passes, self.function, point, self._args), array
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
     ) -> Of:
         n = self._num_examples()
         most = min(self.memory_budget, part_bytes)
-        of_one = self._outputs_of_one().size * self.domain.nbytes
-        size = min(n, max(1, most // max(1, of_one)))
-        every = range(len(self.domain.leaves))
+        example_bytes = self._outputs_of_one().size * self.domain.nbytes
+        size = min(n, max(1, most // max(1, example_bytes)))
+        all_leaves = range(len(self.domain.leaves))
 
-        def part(args):
-            return of_blocks(self._blocks_of(self._point, args, every))
+        def of_part(args):
+            return of_blocks(self._blocks_of(self._point, args, all_leaves))
 
-        return part(self._args) if is_spread() else self._sum_of_parts(part, size)
+        return of_part(self._args) if is_spread() else self._sum_of_parts(of_part, size)
 
     def _sum_of_parts(self, of_part: Callable[[PyTree[Array]], Of], size: int) -> Of:
         if size >= self._num_examples():
@@ -214,14 +212,14 @@ class OfExamples(AbstractJacobian):
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
         return OfExamples(
             self._passes.transformed(matrices, codomain),
-            PerExample(eqx.Partial(_transformed_fn, self._fn), self._of_one.part_size),
+            PerExample(eqx.Partial(_transformed_fn, self._fn), self.function.part_size),
             self._point,
             (self._args, matrices),
         )
 
     def within(self, memory_budget: int) -> "OfExamples":
         passes = self._passes.within(memory_budget)
-        return OfExamples(passes, self._of_one, self._point, self._args)
+        return OfExamples(passes, self.function, self._point, self._args)
 
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
@@ -229,10 +227,8 @@ class OfExamples(AbstractJacobian):
         rows = Passes(jvps=p) if forward else Passes(vjps=c)
         sizes = self.block_bytes()
         groups, left = grouped(sizes, self.memory_budget)
-        shape = self._num_examples(), c
-        multiplications = _program.num_gram_multiplications(
-            self._program(), self._point, shape
-        )
+        program, shape = self._program(), (self._num_examples(), c)
+        multiplications = _program.num_gram_multiplications(program, self._point, shape)
         return self._passes.cost()._replace(
             rows=rows,
             gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
@@ -243,21 +239,15 @@ class OfExamples(AbstractJacobian):
         )
 
     @property
-    def function(self) -> PerExample:
-        """The function whose Jacobian this is."""
-        return self._of_one
-
-    @property
     def _fn(self) -> Callable[[Any, Any], PyTree[Array]]:
-        return self._of_one.fn
+        return self.function.fn
 
     def _num_examples(self) -> int:
         return _number(self._args)
 
     def _example(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._args
-        )
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return jax.tree.map(one, self._args)
 
     def _outputs_of_one(self) -> Structure:
         return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
