@@ -54,7 +54,8 @@ class ByPasses(AbstractJacobian):
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
         # Every pass makes a part of all blocks, so blocks cannot be made in groups.
         if self.fits():
-            return self.at_hand().gram_with(self.at_hand() if other is self else other)
+            here = self.at_hand()
+            return here.gram_with(here if other is self else other)
         return self._chunked_gram(other, range(len(self.domain.leaves)))
 
     def at_hand(self) -> AtHand:
