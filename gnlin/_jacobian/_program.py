@@ -91,13 +91,11 @@ def find(
     leaves, structure = jax.tree.flatten(y)
     parts, of_example = jax.tree.flatten(example)
 
-    def flat(*args):
-        y_, example_ = args[: len(leaves)], args[len(leaves) :]
-        return jax.tree.leaves(
-            fn(structure.unflatten(y_), of_example.unflatten(example_))
-        )
+    def flat(leaves, parts):
+        out = fn(structure.unflatten(leaves), of_example.unflatten(parts))
+        return jax.tree.leaves(out)
 
-    closed = jax.make_jaxpr(flat)(*leaves, *parts)
+    closed = jax.make_jaxpr(flat)(leaves, parts)
     if not layers or closed.effects or len(closed.out_avals) > 1:
         return Program(closed, {})
     names = dict(zip(closed.jaxpr.invars, range(len(leaves)), strict=False))
@@ -132,8 +130,7 @@ def _note_uses(jaxpr: Jaxpr, names: dict[Var, int], uses: dict[int, list]) -> No
 
 
 def _taken(equation: JaxprEqn, names: dict[Var, int]) -> dict[int, int]:
-    """Return the positions of operands that are parameters, with the index of the
-    leaf."""
+    """Map positions of operands that are parameters to their leaves."""
     return {
         k: names[atom]
         for k, atom in enumerate(equation.invars)
@@ -174,7 +171,6 @@ def evaluate(
     """Return the outputs, with `added` added to the output of each use of each layer, and
     the layers' inputs. Derivatives with respect to `added` are the backward signals."""
     activations = {leaf: [] for leaf in added}
-
     if not added:
         return jaxpr_as_fun(program.jaxpr)(*leaves, *example), activations
 
@@ -191,12 +187,10 @@ def evaluate(
             else:
                 outs = _apply(jaxpr, equation, values)
                 for operand, leaf in taken.items():
-                    entered = _read(values, equation.invars[1 - operand])
-                    weights = _struct(equation.invars[operand])
-                    dtype = _tree.dtype((entered, weights))
-                    use = len(activations[leaf])
-                    activations[leaf].append(entered.astype(dtype))
-                    outs = [outs[0] + added[leaf][use]]
+                    x = _read(values, equation.invars[1 - operand])
+                    dtype = _tree.dtype((x, _struct(equation.invars[operand])))
+                    outs = [outs[0] + added[leaf][len(activations[leaf])]]
+                    activations[leaf].append(x.astype(dtype))
             values.update(zip(equation.outvars, outs, strict=True))
         return [_read(values, atom) for atom in jaxpr.outvars]
 
@@ -275,12 +269,12 @@ def blocks(
                 all_leaves[leaf] = value
             return evaluate(program, all_leaves, example, added)
 
-        nothing = {
+        zeros = {
             leaf: [jnp.zeros(use.output.shape, use.output.dtype) for use in uses]
             for leaf, uses in layers.items()
         }
         chosen = [leaves[leaf] for leaf in plain]
-        outputs, pull, activations = jax.vjp(run, nothing, chosen, has_aux=True)
+        outputs, pull, activations = jax.vjp(run, zeros, chosen, has_aux=True)
         flat, unravel = ravel_pytree(outputs)
         basis = jnp.eye(flat.size, dtype=flat.dtype)
         return activations, *jax.vmap(lambda u: pull(unravel(u)))(basis)
@@ -297,13 +291,9 @@ def blocks(
         found[leaf] = jnp.zeros((n, c, *leaves[leaf].shape), leaves[leaf].dtype)
     for leaf, uses in layers.items():
         layer = _layer(uses, activations[leaf], signals[leaf])
-        found[leaf] = layer if layer.is_smaller() else _by_example(layer)
+        dense = not layer.is_smaller()
+        found[leaf] = layer.rows().reshape(n, c, *layer.shape) if dense else layer
     return [found[leaf] for leaf in wanted]
-
-
-def _by_example(layer: Layer) -> Float[Array, "n c ..."]:
-    n, c, _, _ = layer.signals.shape
-    return layer.rows().reshape(n, c, *layer.shape)
 
 
 def _layer(uses: Sequence[_Use], xs: Sequence[Array], backs: Sequence[Array]) -> Layer:
