@@ -223,16 +223,16 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         if other is not self:
             sizes = [a + b for a, b in zip(sizes, other.block_bytes(), strict=True)]
         groups, left = grouped(sizes, self.memory_budget)
-        these, those = self, other
+        ours, theirs = self, other
         shape = self.codomain.size, other.codomain.size
         kernel = jnp.zeros(shape, _tree.dtype((self.codomain.dtype, self.domain.dtype)))
         for group in groups:
             # Groups must run in sequence: otherwise XLA may hold several at once.
-            these, kernel = these.in_turn(kernel)
+            ours, kernel = ours.in_turn(kernel)
             if other is not self:
-                those, kernel = those.in_turn(kernel)
-            blocks = these.blocks(group)
-            others = blocks if other is self else those.blocks(group)
+                theirs, kernel = theirs.in_turn(kernel)
+            blocks = ours.blocks(group)
+            others = blocks if other is self else theirs.blocks(group)
             kernel += gram_of(blocks, others).astype(kernel.dtype)
         if left:
             kernel += self._chunked_gram(other, left).astype(kernel.dtype)
@@ -285,11 +285,10 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def squared_rows(self) -> Float[Array, " m"]:
         """Return the squared norms of the rows, which are the kernel's diagonal."""
         groups, left = grouped(self.block_bytes(), self.memory_budget)
-        these = self
-        total = jnp.zeros(self.codomain.size, self.domain.dtype)
+        ours, total = self, jnp.zeros(self.codomain.size, self.domain.dtype)
         for group in groups:
-            these, total = these.in_turn(total)
-            squares = [block.squared_rows() for block in these.blocks(group)]
+            ours, total = ours.in_turn(total)
+            squares = [block.squared_rows() for block in ours.blocks(group)]
             of_group = functools.reduce(jnp.add, _tree.promoted(squares))
             total += of_group.astype(total.dtype)
         if left:

@@ -210,11 +210,11 @@ class Layer(AbstractBlock):
 
 
 def gram_multiplications(
-    these: tuple[int, int, int], those: tuple[int, int, int], o: int, q: int
+    left: tuple[int, int, int], right: tuple[int, int, int], o: int, q: int
 ) -> tuple[float, float]:
     """Return the multiplications that a layer's kernel takes by positions, and by rows.
-    `these` and `those` are (examples, outputs of an example, positions)."""
-    (n, c, t), (k, e, u) = these, those
+    `left` and `right` are (examples, outputs of an example, positions)."""
+    (n, c, t), (k, e, u) = left, right
     pairs, of_rows = float(n * c) * (k * e), float(n * c * t + k * e * u) / 2
     elementwise = _ELEMENTWISE * pairs if t * u > 1 else 0
     by_positions = t * u * (pairs * o + float(n) * k * q + elementwise)

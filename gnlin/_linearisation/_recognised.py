@@ -60,7 +60,7 @@ class _Call:
         return y, function.posed(y, args)
 
     def shapes(self, leaves: Sequence[Any], others: Sequence[Any]) -> PyTree:
-        """Return the shapes of the residuals, which are those of the outputs."""
+        """Return the shapes of the residuals, which have the outputs' structure."""
 
         def outputs(*all_leaves):
             y, (fn, args, _) = self.posed(all_leaves)

@@ -240,7 +240,7 @@ class Network(eqx.Module):
         return data
 
     def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """Return targets of as many examples as a step has."""
+        """Return the targets of a step, which here are all of them."""
         return targets
 
     def keywords(self, key: Array | None) -> dict[str, Array | None]:

@@ -299,7 +299,7 @@ class GroupNetwork(eqx.Module):
         return inputs, targets, weights
 
     def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """Return the first targets, as many as a step has."""
+        """Return the first targets, one for each example of a step."""
         sizes = {name: self.batch_sizes.get(name) for name in targets}
         return {
             name: jax.tree.map(lambda x, k=size: x[:k], targets[name])
@@ -413,7 +413,7 @@ def of_groups(
 
 
 def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> None:
-    """Raise `ValueError` if `select` fails or, as far as known, selects invalid rows."""
+    """Raise `ValueError` if `select` fails, or selects invalid rows of concrete data."""
     select: Callable = group.select  # type: ignore[assignment]
     data = group.data
     if callable(data):

@@ -94,7 +94,7 @@ def checked_outputs(
 ) -> Shapes:
     """Return the shapes of the outputs, after checking the targets against them."""
     inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
-    # Not those that are drawn: these are concrete, so that values are checked too.
+    # Unlike drawn targets, which are traced here, these have values to check.
     targets = setting.network.as_many(example[1])
 
     def forward(parameters, inputs, state):

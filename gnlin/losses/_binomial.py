@@ -138,8 +138,8 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         check_scalar("dispersion", self.dispersion)
         check_finite_positive("dispersion", self.dispersion)
 
-    # The likelihood is that of y successes among y + 1/alpha trials with the log-odds
-    # f + log(alpha).
+    # The likelihood equals the binomial one of y successes among y + 1/alpha trials, with
+    # the log-odds f + log(alpha).
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return _value(self._odds(output), target, self._trials(target))
