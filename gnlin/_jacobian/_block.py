@@ -47,8 +47,7 @@ class AbstractBlock(eqx.Module):
         """Return the squared norms of the columns."""
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        r"""Return the diagonal blocks of $\phi^\top\phi$, one for each row of
-        parameters."""
+        r"""Return diagonal blocks of $\phi^\top\phi$, one for each row of parameters."""
         rows = self.rows()
         rows = rows.reshape(*rows.shape[:2], -1)
         precise = jax.lax.Precision.HIGHEST

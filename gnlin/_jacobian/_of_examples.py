@@ -109,8 +109,8 @@ def _number(examples: PyTree[Array]) -> int:
 
 class OfExamples(AbstractJacobian):
     """A Jacobian that takes as many reverse passes as one example has outputs, for some
-    arrays of parameters or some examples at a time. Dense and convolutional layers give
-    factored blocks."""
+    arrays of parameters or some examples at a time. The blocks of dense and
+    convolutional layers are stored as factors."""
 
     _passes: ByPasses
     function: PerExample

@@ -234,8 +234,7 @@ def num_numbers(program: Program, y: PyTree[Array], num_outputs: int) -> list[in
 def num_gram_multiplications(
     program: Program, y: PyTree[Array], shape: tuple[int, int]
 ) -> float:
-    """Return the multiplications that the kernel takes; `shape` is (examples, outputs of
-    one example)."""
+    """Return the multiplications that the kernel takes, for n examples of c outputs."""
     n, c = shape
     total = 0.0
     for k, leaf in enumerate(jax.tree.leaves(y)):

@@ -19,8 +19,7 @@ from ._stacked_block import StackedBlock
 
 
 class AtOnce(eqx.Module):
-    """A function whose outputs depend on all of `args` together, treated as one
-    example."""
+    """A function whose outputs depend on all of `args`, treated as one example."""
 
     fn: Callable[[Any, Any], PyTree[Array]]
     sparsity: Sparsity | None = None

@@ -58,8 +58,7 @@ class Box(eqx.Module):
         return jax.tree.map(each, y, self.lower, self.upper, slope)
 
     def without(self, blocked: PyTree[Array], y: PyTree[Array]) -> "Box":
-        """Return the part of the box in which `blocked` parameters have their values in
-        `y`."""
+        """Return the box with `blocked` parameters fixed at their values in `y`."""
 
         def narrowed(limits):
             return jax.tree.map(jnp.where, blocked, y, limits)

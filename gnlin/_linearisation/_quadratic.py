@@ -56,8 +56,7 @@ class Quadratic(eqx.Module):
         return self.with_jacobian(self.jacobian.at_hand_if_it_fits())
 
     def scaled(self, scale: PyTree[Array]) -> "Quadratic":
-        r"""Return the problem in the variables $D\delta$, where $D$ has diagonal
-        `scale`."""
+        r"""Return the problem in the variables $D\delta$; `scale` is D's diagonal."""
         rest = self.rest
         if rest is not None:
             rest = jax.tree.map(jnp.divide, rest, scale)

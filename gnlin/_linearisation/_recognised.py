@@ -141,8 +141,7 @@ def recognised(
 
 
 def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:
-    """Map outputs of an empty nested jaxpr, as optimistix makes, to the inputs they
-    copy."""
+    """Map the outputs of a nested jaxpr without equations to the inputs they copy."""
     inner = equation.params.get("call_jaxpr")
     if inner is None or inner.jaxpr.eqns:
         return {}

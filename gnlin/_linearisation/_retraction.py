@@ -58,8 +58,7 @@ class Retraction(eqx.Module):
         return structure.unflatten(list(map(each, self.fns, self.whole, leaves, steps)))
 
     def tangents(self, y: PyTree[Array]) -> list[Float[Array, "k d d"] | None]:
-        """Return the derivatives of the new rows with respect to their steps, at zero
-        steps."""
+        """Return the derivatives of new rows with respect to steps, at zero steps."""
 
         def each(fn, whole, x):
             if fn is None:

@@ -50,8 +50,7 @@ class Spectrum(eqx.Module):
     coefficients: Float[Array, " k"]
     _project: Callable[[Float[Array, " m"]], Float[Array, " k"]]  # r -> U^T r
     _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
-    # z -> the Jacobian (or its transpose) times the eigenvectors times z; None after an
-    # SVD
+    # z -> phi V z or phi^T U z, with the eigenvectors V or U; None after an SVD
     _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
     # Needed for derivatives of the step; None if only some eigenpairs are known
     _origin: "_Origin | None"
@@ -84,8 +83,7 @@ class Spectrum(eqx.Module):
         return f"Spectrum({w.size} eigenvalues from {least:.3g} to {most:.3g}{zeros})"
 
     def step(self, filter: Filter) -> PyTree[Array]:
-        r"""Return the step $\delta = -\phi^\top U g(w) U^\top r$ as a pytree of
-        parameters.
+        r"""Return the step $\delta = -\phi^\top U g(w) U^\top r$.
 
         The step is differentiable in $\phi$ and r wherever g is, even where eigenvalues
         coincide and eigenvectors are not differentiable.
@@ -112,8 +110,7 @@ class Spectrum(eqx.Module):
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
         r"""Return the spectrum without eigenvalues below $\varepsilon^{1/2}$ of the
-        largest one, and whether their true values are zero, so that an SVD would tell no
-        more.
+        largest one, and whether their true values are zero (an SVD tells no more then).
 
         Eigenvalues of a Gram matrix below that threshold are rounding errors; those above
         it have a relative error of at most $\varepsilon^{1/2}$. To test the small ones,
@@ -222,8 +219,7 @@ class Spectrum(eqx.Module):
 # Number of random sums of eigenvectors. With eight, the probability that all of them
 # contain less than a tenth of a given eigenvector is one in a million.
 _NUM_PROBES = 8
-# Tolerance for products of the Jacobian with vectors in its null space, in units of the
-# rounding error.
+# Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
 
 # An SVD is slower than `eigh` of the smaller Gram matrix, but far more accurate. It is
@@ -285,8 +281,7 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
 
 
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """Return the spectrum from eigenpairs (w, v) of the curvature: u = phi v /
-    sqrt(w)."""
+    """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
     phi = jacobian.as_matrix()
     w, v = _lapack.eigh(gram_of_columns(phi))
     w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
@@ -371,9 +366,8 @@ def _(primals, tangents):
 
 
 def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, "k k"]:
-    """Return the divided differences of the filter. Nearly equal eigenvalues, at relative
-    distance d, use the mean of both derivatives: its error is d^2, against eps / d for
-    the difference."""
+    """Return the divided differences of the filter. At relative distances d below
+    eps^(1/3), use the mean of both derivatives: its error d^2 is below eps / d."""
     g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
     gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
     near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size

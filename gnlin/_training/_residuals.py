@@ -281,8 +281,7 @@ class GroupNetwork(eqx.Module):
         return any(x is not None for x in chosen)
 
     def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
-        """Return (inputs, targets, None) of a step, with examples drawn or chosen by
-        `key`."""
+        """Return the data of a step, with examples drawn or chosen by `key`."""
         inputs, targets, weights = data
         found = {}
         for k, name in enumerate(sorted(self.fns)):

@@ -74,8 +74,7 @@ class StepSettings(NamedTuple):
         return self.network.args(inputs, keys, state)
 
     def drawn(self, data: tuple, number: ScalarLike) -> tuple:
-        """Return the examples of step `number`; some groups draw new ones for each
-        step."""
+        """Return the data of step `number`, for which groups may draw new examples."""
         key = jax.random.key(0) if self.key is None else self.key
         return self.network.drawn(data, jax.random.fold_in(key, number))
 

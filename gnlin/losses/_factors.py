@@ -17,8 +17,7 @@ from .._linear_algebra._lapack import eigh
 
 class AbstractFactor(eqx.Module):
     r"""A matrix $R$ such that $R^\top R$ is the Hessian of one example's loss in its
-    outputs. It is defined by products, whose arguments and results have the outputs'
-    structure."""
+    outputs. Arguments and results of its products have the outputs' structure."""
 
     @abc.abstractmethod
     def mv(self, v: PyTree[Array]) -> PyTree[Array]:
@@ -61,9 +60,8 @@ class IdentityFactor(AbstractFactor):
 
 
 def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
-    """Whether the curvature is negligible for this gradient: the squared residual
-    `gradient / root` exceeds `unit / eps`, and the Newton step exceeds 1/sqrt(eps). True
-    for NaN."""
+    """Whether the curvature is negligible for this gradient, or NaN: `(gradient/root)**2`
+    exceeds `unit / eps`, and the Newton step exceeds 1/sqrt(eps)."""
     eps = jnp.finfo(gradient.dtype).eps
     slope = jnp.abs(gradient) * eps**0.5
     return ~((slope <= root * unit**0.5) | (slope <= root**2))

@@ -99,8 +99,7 @@ _FAR = {32: 10.0, 64: 30.0}
 
 
 def _hazard(z: Array) -> tuple[Array, Array]:
-    r"""Return $h = \varphi(z)/\Phi(z)$ and $h + z$, which vanishes for very negative
-    z."""
+    r"""Return $h = \varphi(z)/\Phi(z)$ and $h + z$, which vanishes as z falls."""
     far = _FAR.get(jnp.finfo(z.dtype).bits, 10.0)
     near = jnp.maximum(z, -far)
     log_density = -0.5 * near**2 - 0.5 * jnp.log(2 * jnp.pi).astype(z.dtype)
