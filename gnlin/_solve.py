@@ -188,11 +188,11 @@ def solve(
         )
     check_start(solver.bounds, parameters)
     parameters = solver.between_bounds(parameters)
-    where = places((parameters, state), batch)
-    ours = network
+    compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
-        ours = network.canonical(parameters, batch[0])
-    setting = StepSettings(solver, losses, ours, key, divergence, places=where)
+        compiled = network.canonical(parameters, batch[0])
+    placed = places((parameters, state), batch)
+    setting = StepSettings(solver, losses, compiled, key, divergence, places=placed)
     with choosing():
         if not losses.is_quadratic:  # squared error accepts targets of any value
             checked_outputs(setting, parameters, state, batch)
@@ -213,10 +213,10 @@ def solve(
         ended, why = result_name(result), ""
         if ended not in _WELL:
             why = why_it_failed(setting, carry)
-            where = not_finite(*batch) if groups is None else where_not_finite(groups)
+            example = not_finite(*batch) if groups is None else where_not_finite(groups)
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-                f"{why} {where}".rstrip()
+                f"{why} {example}".rstrip()
             )
         reason = in_words(ended, num_steps, why)
         if is_interrupted:
