@@ -1,4 +1,4 @@
-"""Equinox models: full batch, one compiled program."""
+"""Full-batch training of a model in one compiled program."""
 
 import functools
 import time
@@ -71,16 +71,16 @@ from .losses import AbstractLoss, SquaredError
 from .losses._base import check_loss
 
 
-# The history of so many steps is made ready at once.
+# Rows of the history that are allocated at a time.
 _MOST_ROWS = 4096
-# Parameters times examples, up to which steps are quick
+# Steps are fast up to this number of parameters times examples.
 _SMALL = 2**17
-# Of a run of the program at first, and by how much that grows while it takes less than so
-# many seconds, after which Ctrl-C is heard
+# Steps of the first call of the program, and the factor by which this number grows as
+# long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
 _FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
 _WELL = "successful", "nonlinear_max_steps_reached"
-# A run that has ended well, or has made at least so many steps, and has so many times the
-# loss of its start, has come to nothing.
+# Warn if the loss has grown by the factor `_WORSE` in a run that has converged, or has
+# made at least `_LOOKED_BACK` steps.
 _LOOKED_BACK, _WORSE = 10, 2.0
 
 
@@ -101,56 +101,55 @@ def solve(
     progress: bool = True,
     throw: bool = False,
 ) -> Solution[Model]:
-    r"""Train an Equinox model on a full batch by a solver of this library.
+    r"""Train a model on a full batch.
 
-    The whole run is one compiled program, and may be part of a larger one: it works
-    under `jax.jit` and `jax.vmap`, over a solver's hyperparameters and over models.
+    The whole run is one compiled program, and works under `jax.jit` and `jax.vmap`, both
+    over a solver's hyperparameters and over models.
 
     **Arguments:**
 
-    - `model`: any callable pytree, such as an `equinox.nn.MLP`, from one input to one
-        output, a pytree of floating-point arrays; or a pair `(fn, parameters)` with
-        `fn(parameters, x)`, of which the parameters are trained, Python's floats in
-        dictionaries and lists too. Those in half precision are trained in single, and
-        handed back as they came. A `key` argument, if it has one (for dropout), is given
-        a key of its own for each example and step.
+    - `model`: any callable pytree, such as an `equinox.nn.MLP`, that maps one input to
+        one output, a pytree of floating-point arrays. Or a pair `(fn, parameters)` with
+        `fn(parameters, x)`, where Python floats in dictionaries and lists are trained
+        too. Parameters in half precision are trained in single precision, and returned
+        in half precision. If the model takes a `key` (for dropout), each example gets its
+        own key in each step.
     - `data`: `(inputs, targets)`, pytrees of arrays with a leading axis over n examples,
         or `(inputs, targets, weights)` with n weights of the examples in the loss. Or
-        groups of [`gnlin.Residuals`][], in a dictionary, a list, or a single one: they
-        have their own functions of the model, and losses; a column of the history,
-        `"loss/..."`, is of each.
-    - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
-        number; or an optimiser of optax.
-    - `loss`: of the outputs, on the targets: [`gnlin.SquaredError`][], by default summed
-        over the examples, [`gnlin.SoftmaxCrossEntropy`][], or another
-        [`gnlin.authoring.AbstractLoss`][].
-    - `max_steps`: the most outer steps, each of them one feature update.
-    - `key`: of dropout; `jax.random.key(0)` by default. What is drawn is the same for
-        all that one step does, and another for the next: such a run never converges.
-    - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
-        The linearisation includes the statistics of the batch.
-    - `divergence`: a loss of more than so many times what it was at the start, for five
-        steps in a row, ends the run, which hands back the best model; `None` for no
-        such end.
-    - `filter_spec`: which leaves to train, as for `equinox.partition`: a function of a
+        groups of residuals: one [`gnlin.Residuals`][], or a dictionary or list of them,
+        with their own functions of the model and losses. The history's columns
+        `"loss/..."` hold the loss of each group.
+    - `solver`: any solver of gnlin, such as [`gnlin.LevenbergMarquardt`][], which needs
+        no tuning; or an optimiser from optax.
+    - `loss`: [`gnlin.SquaredError`][], [`gnlin.SoftmaxCrossEntropy`][] or another
+        [`gnlin.authoring.AbstractLoss`][]; by default summed over examples.
+    - `max_steps`: maximum number of outer steps, each of which is one feature update.
+    - `key`: the key for dropout; `jax.random.key(0)` by default. All evaluations within a
+        step use the same keys, and the next step uses others, so that such a run never
+        converges.
+    - `state`: the model's state (from `equinox.nn.make_with_state`), if it has one. The
+        linearisation includes the statistics of the batch.
+    - `divergence`: end the run and return the best model if the loss is more than this
+        multiple of its initial value for five steps in a row; `None` for no such limit.
+    - `filter_spec`: the leaves to train, as for `equinox.partition`: a function of a
         leaf, or a pytree of booleans. The default trains all floating-point arrays.
-    - `axis_name`: of the batch, as the model's batch normalisation was given it.
+    - `axis_name`: the `axis_name` of the model's batch normalisation.
     - `part_size`: how many examples (of each group) have their activations in memory at
-        once; those of the rest are made anew in each product, at some 4/3 of its time.
-        `None` for all of them.
-    - `history`: whether to keep a row of each step. Of many small runs under `jax.vmap`
-        it takes longer than the steps.
-    - `progress`: whether to draw a bar, where there is a terminal, of a run that takes
-        longer than a second.
-    - `throw`: whether to raise if the run ends in non-finite numbers, diverges or stands
-        still. If not, it warns, and `solution.result` says so. Reaching `max_steps` does
-        neither.
+        once. Each product recomputes the others' activations, which takes about 4/3 of
+        the time. `None` means all examples.
+    - `history`: whether to record each step. With many small runs under `jax.vmap`,
+        recording takes longer than the steps.
+    - `progress`: whether to show a progress bar in a terminal, for runs longer than a
+        second.
+    - `throw`: whether to raise an error if the run becomes non-finite, diverges or
+        stagnates. If not, a warning is issued, and `solution.result` says so. Reaching
+        `max_steps` causes neither.
 
-    **Returns:** a [`gnlin.Solution`][]. Ctrl-C ends a run after the steps of about a
-    second, with the best model so far; not one that is part of a compiled program.
+    **Returns:** a [`gnlin.Solution`][]. Ctrl-C ends a run within about a second and
+    returns the best model so far, unless the run is part of a larger compiled program.
 
-    **Raises:** `ValueError` if there is no data or no trainable parameter, if the
-    examples' numbers or the shapes do not match, or if a trainable leaf is not real.
+    **Raises:** `ValueError` if there is no data or no trainable parameter, if numbers of
+    examples or shapes do not match, or if a trainable leaf is not real.
 
     !!! example
 
@@ -189,13 +188,13 @@ def solve(
         )
     check_start(solver.bounds, parameters)
     parameters = solver.between_bounds(parameters)
-    where = places((parameters, state), batch)
-    ours = network
+    compiled = network
     if mesh is None and not is_traced((network, parameters, batch)):
-        ours = network.canonical(parameters, batch[0])
-    setting = StepSettings(solver, losses, ours, key, divergence, places=where)
+        compiled = network.canonical(parameters, batch[0])
+    placed = places((parameters, state), batch)
+    setting = StepSettings(solver, losses, compiled, key, divergence, places=placed)
     with choosing():
-        if not losses.is_quadratic:  # which has no values of targets to check
+        if not losses.is_quadratic:  # squared error accepts targets of any value
             checked_outputs(setting, parameters, state, batch)
         start = parameters, state
         with Bar(max_steps, progress) as bar:
@@ -203,7 +202,7 @@ def solve(
                 setting, batch, start, max_steps, history, bar
             )
     if history:
-        rows["step"] = rows["num_feature_updates"]  # each of which is one
+        rows["step"] = rows["num_feature_updates"]  # every step is a feature update
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
     stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
     reason = complaint = doubt = ""
@@ -214,10 +213,10 @@ def solve(
         ended, why = result_name(result), ""
         if ended not in _WELL:
             why = why_it_failed(setting, carry)
-            where = not_finite(*batch) if groups is None else where_not_finite(groups)
+            example = not_finite(*batch) if groups is None else where_not_finite(groups)
             complaint = (
                 f"`gnlin.solve` stopped at step {num_steps} of at most {max_steps}: "
-                f"{why} {where}".rstrip()
+                f"{why} {example}".rstrip()
             )
         reason = in_words(ended, num_steps, why)
         if is_interrupted:
@@ -253,8 +252,8 @@ def solve(
 
 
 def _takes_long(start: tuple, data: tuple) -> bool:
-    """Whether a step takes more than a call of a program. What does not is begun in the
-    program of its first steps, of which there are as many as there is memory for."""
+    """Whether a step takes longer than the call of a program. If not, a single call
+    initialises the run and makes all steps for which history is allocated."""
     parameters, _ = start
     sizes = [x.size for x in jax.tree.leaves(parameters)]
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
@@ -262,7 +261,7 @@ def _takes_long(start: tuple, data: tuple) -> bool:
 
 
 def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
-    """Of a run that was interrupted, its best point and the loss there."""
+    """Return an interrupted run's best point, and the loss at that point."""
     if carry.watch is None or not float(carry.watch.best) < loss:
         return carry, loss
     return carry._replace(parameters=carry.watch.y), float(carry.watch.best)
@@ -274,7 +273,7 @@ class _Now(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """As far as it came."""
+    """The end of a run, or of a part of it."""
 
     now: _Now
     rows: dict[str, Any]
@@ -291,10 +290,10 @@ def _run(
     history: bool,
     bar: Bar,
 ) -> _Run:
-    """All steps, in several runs of one program: between them the history's memory grows,
-    a bar is drawn, and Ctrl-C is heard."""
+    """Make all steps, in several calls of one program. Between calls, more history is
+    allocated, the progress bar is updated and Ctrl-C is noticed."""
     leaves = jax.tree.leaves((setting, data, start))
-    # 3 and 3.0 are equal, and not the same program.
+    # Part of the cache key: 3 == 3.0, but they need different programs.
     types = tuple(map(type, leaves))
 
     def whole() -> _Run:
@@ -302,8 +301,8 @@ def _run(
         run = _steps(setting, data, start, sizes, jnp.array(max_steps))
         return _Run(*run, is_interrupted=False)
 
-    # As a part of another program it is one run: nobody can ask for more of it. What that
-    # program closes over is not traced, but all that it makes is.
+    # Inside another compiled program, make all steps in one call. The new array is traced
+    # there, even if all leaves are constants that the program closes over.
     if is_traced([jnp.zeros(()), *leaves]):
         return whole()
     num_rows = min(max_steps, _MOST_ROWS)
@@ -317,7 +316,7 @@ def _run(
         while not parts or not _is_over(parts[-1][0], max_steps):
             began = time.monotonic()
             part = _steps(setting, data, now, sizes, jnp.array(most))
-            # What the model closes over is, as under `jax.vmap`.
+            # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
                 is_whole = num_rows == max_steps
                 return _Run(*part, is_interrupted=False) if is_whole else whole()
@@ -326,7 +325,7 @@ def _run(
             parts.append(part)
             if seconds < _SECONDS:
                 most = min(_GROWTH * most, num_rows)
-            elif len(parts) > 1:  # the first is compiled
+            elif len(parts) > 1:  # the first call includes compilation
                 most = max(most // _GROWTH, 1)
             bar.show(now.num_steps, now.carry.loss)
     except KeyboardInterrupt:
@@ -351,7 +350,7 @@ def _is_over(now: _Now, max_steps: int) -> Bool[Array, ""]:
 
 @eqx.filter_jit
 def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _Now:
-    """Before the first step."""
+    """Return the state before the first step."""
     parameters, state = start
     outputs = checked_outputs(setting, parameters, state, data)
     return _Now(begin(setting, parameters, state, outputs), jnp.array(0))
@@ -359,12 +358,12 @@ def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _N
 
 @eqx.filter_jit
 def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
-    """From some parameters and a model's state, or from where another such run ended: so
-    many steps at most."""
+    """Make at most `most` steps, from the end `now` of another call (a `_Now`), or from
+    `now = (parameters, model state)`."""
     max_steps, num_rows, history, _ = sizes
     inputs, places = data[0], setting.places
-    # Here, because evaluating the model's shapes takes longer than many a run, and is
-    # done once a compilation.
+    # Inside the program, so that the model is traced for its shapes once per compilation:
+    # this can take longer than a run.
     begins = not isinstance(now, _Now)
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
     outputs = checked_outputs(setting, parameters, state, data)
@@ -389,7 +388,7 @@ def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: A
         carry, row, moved = advanced(
             setting, objective, outputs, args, carry, num_steps, is_random=is_random
         )
-        # No row of a step that was not made
+        # An index out of range drops the row of a step that was not made.
         at = jnp.where(moved, num_steps - begun, num_rows)
         rows = {k: r.at[at].set(row[k], mode="drop") for k, r in rows.items()}
         return _Now(kept(carry), num_steps + jnp.where(moved, 1, 0)), rows

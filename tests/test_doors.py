@@ -272,11 +272,11 @@ class BatchFirst(eqx.Module):
 
 MODELS = {
     "a function": (of_pair, "A plain function has no trainable array: pass it with its"),
-    "a string": ("mlp", "must be callable, .*, or a pair .* but a str was given"),
-    "parameters": (PARAMETERS, "must be callable, .* but a dict was given"),
-    "two functions": ((of_pair, of_pair), "must be callable, .* but a tuple was given"),
+    "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
+    "parameters": (PARAMETERS, "must be callable .* but a dict was given"),
+    "two functions": ((of_pair, of_pair), "must be callable .* but a tuple was given"),
     "state": (eqx.nn.make_with_state(Normalised)()[0], "has state.*pass `state`; or"),
-    "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\), it"),
+    "of batches": (BatchFirst(jnp.ones((1, 1))), r"of one example.*of shape \(1,\) it"),
     "of another width": (eqx.nn.Linear(2, 1, key=jax.random.key(0)), r"of shape \(1,\)"),
     "to a string": ((lambda p, x: "one", PARAMETERS), "must return an array, .* 'one'"),
     "to nothing": ((lambda p, x: None, PARAMETERS), "must return an array, .* None"),

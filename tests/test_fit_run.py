@@ -651,7 +651,7 @@ def test_metrics_that_are_no_mean_over_the_examples(metric, said):
     ],
 )
 def test_a_schedule_that_leaves_its_range(solver):
-    said = "step 2.* its damping, or another of the solver's numbers, is out of its range"
+    said = "step 2.* its damping, or another setting of the solver, is out of range"
     with pytest.warns(UserWarning, match=f"`gnlin.fit` stopped at {said}"):
         result = fit(solver=solver, steps=3)
     assert result.result == optx.RESULTS.nonfinite

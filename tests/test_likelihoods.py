@@ -349,7 +349,7 @@ def test_what_cannot_be_meant(y, options, message, unchecked):
             lambda: gnlin.losses.NegativeBinomialNLL([1.0, 2.0]),
             "`dispersion` must be one",
         ),
-        (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold 0 for a value"),
+        (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold 0 for a meas"),
         (
             lambda: fit_of("poisson").band(X, sigma=1.0),
             "`sigma` of a band is of normal noise",

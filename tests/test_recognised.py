@@ -235,7 +235,7 @@ def test_labels_are_for_gnlins_solvers():
     solved = gnlin.solve(w, group, solver, max_steps=5).model
     found = optx.least_squares(group, solver, w, max_steps=5, throw=False).value
     np.testing.assert_allclose(found, solved, atol=1e-10)
-    with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is no sum of squares"):
+    with pytest.raises(ValueError, match="SoftmaxCrossEntropy` is not a sum of squares"):
         optx.least_squares(group, OTHERS["optimistix"], w)
 
 
@@ -318,11 +318,11 @@ MISTAKES = {
     ),
     "args that do not fit": (
         lambda: (gnlin.Residuals(decay), None),
-        "with the model and `args`, as the group has no `data`, and failed",
+        "with the model and `args`, as the group has no `data`, but failed",
     ),
     "points drawn anew": (
         lambda: (gnlin.Residuals(decay, lambda key: jnp.ones((3, 2))), None),
-        "draws its data anew",
+        "draws its data for each step",
     ),
     "targets of another shape": (
         lambda: (gnlin.Residuals(decay, targets=jnp.ones(3)), measured()),
@@ -352,7 +352,7 @@ def test_mistakes_of_groups():
         gnlin.Groups({"a": decay})
     with pytest.raises(ValueError, match="a tuple of 2 was given under 'b'"):
         gnlin.Groups({"a": gnlin.Residuals(decay), "b": (1, 2)})
-    with pytest.raises(ValueError, match="`select` is of one example"):
+    with pytest.raises(ValueError, match="`select` is a function of one example"):
         gnlin.Residuals(decay, select=lambda x: x)
     with pytest.raises(ValueError, match="has no examples: leave its `batch_size`"):
         gnlin.fit(

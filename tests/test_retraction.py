@@ -220,7 +220,7 @@ def test_what_is_no_retraction_is_told():
         residuals, gnlin.LevenbergMarquardt(retraction=r), y
     )
     add = lambda row, step: row + step
-    with pytest.raises(ValueError, match="a parameter is a number: pass `None`"):
+    with pytest.raises(ValueError, match="a parameter is a scalar: pass `None`"):
         solve(add)
     with pytest.raises(ValueError, match=r"must return a row of the shape \(3,\)"):
         solve({"a": lambda row, step: row[:2], "b": None})

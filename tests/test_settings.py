@@ -91,7 +91,7 @@ def test_parameters_that_are_pythons_numbers():
         gnlin.solve({"a": 1.0}, group).model,
     ):
         assert solution["a"] == pytest.approx(2)
-    with pytest.raises(ValueError, match="but Python's numbers: make arrays of those"):
+    with pytest.raises(ValueError, match="Python floats, but no trainable array: conv"):
         gnlin.solve(eqx.nn.Dropout(0.5), (x, 2 * x))
     with pytest.raises(ValueError, match="`filter_spec` selects none of its leaves"):
         gnlin.solve((line, {"a": jnp.ones(())}), (x, 2 * x), filter_spec=lambda _: False)

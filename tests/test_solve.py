@@ -398,7 +398,7 @@ def test_the_table_of_several_runs():
     run = lambda t: gnlin.solve(network(), (X, t), max_steps=3).history
     history = eqx.filter_vmap(run)(jnp.stack([T, 2 * T]))
     assert repr(history).startswith("History(2 x 3 steps: step, loss")
-    with pytest.raises(ValueError, match="of one run, and this history of several"):
+    with pytest.raises(ValueError, match="holds one run, but this history holds several"):
         history.to_pandas()
     second = jax.tree.map(lambda column: column[1], history)
     np.testing.assert_allclose(second.to_pandas()["loss"], run(2 * T).loss, rtol=1e-9)

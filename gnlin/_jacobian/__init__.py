@@ -1,4 +1,4 @@
-"""The Jacobian as an object: what it is made of is known here, and nowhere else."""
+"""Jacobians as objects. Only this package knows how a Jacobian is represented."""
 
 from ._at_hand import AtHand as AtHand
 from ._base import (

@@ -15,20 +15,20 @@ from ._block import AbstractBlock
 from ._rows import Rows
 
 
-# Bytes of a small matrix.
+# Largest size, in bytes, at which a Jacobian is always treated as one matrix.
 _SMALL = 2**22
 
 
 class AtHand(AbstractJacobian):
-    """Blocks, one for each array of parameters: a product takes no pass."""
+    """A Jacobian whose blocks, one for each array of parameters, are in memory, so that
+    products need no passes through the function."""
 
     _blocks: Sequence[AbstractBlock]
 
     @staticmethod
     def of(jacobian: AbstractJacobian, blocks: Sequence[AbstractBlock]) -> "AtHand":
-        """Blocks of a Jacobian, for what it is from and to."""
-        fixed = jacobian.domain, jacobian.codomain, jacobian.memory_budget
-        return AtHand(*fixed, blocks)
+        """Return blocks of `jacobian` as a Jacobian in memory."""
+        return AtHand(jacobian.domain, jacobian.codomain, jacobian.memory_budget, blocks)
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self.codomain.unravel(self.push_forward(vector))
@@ -49,18 +49,17 @@ class AtHand(AbstractJacobian):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is nothing but a matrix, or so small that it may be one: factors of
-        layers save nothing there."""
+        """Whether to treat the Jacobian as one matrix: all its blocks are plain rows, or
+        it is so small that factored blocks save nothing."""
         m, _ = self.shape
         is_small = m * self.domain.nbytes <= _SMALL
         return is_small or all(isinstance(block, Rows) for block in self._blocks)
 
     def of_one_array(self) -> "AtHand":
-        """By parameters in one array, in `ravel_pytree` order."""
+        """Return the Jacobian with respect to the raveled parameters (one array)."""
         matrix = self.as_matrix()
         domain = Structure.of(matrix[0])
-        fixed = domain, self.codomain, self.memory_budget
-        return AtHand(*fixed, [Rows(matrix)])
+        return AtHand(domain, self.codomain, self.memory_budget, [Rows(matrix)])
 
     def a_product(self) -> Passes:
         return Passes()
@@ -71,7 +70,7 @@ class AtHand(AbstractJacobian):
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
         if other is not self or not is_spread():
             return gram_of(self._blocks, other.blocks())
-        # Summed over leaves on each device, then once over devices.
+        # Sum over leaves on each device first, so that devices communicate only once.
         rows = [block.rows() for block in self._blocks]
         parts = [by_columns(x.reshape(x.shape[0], -1)) for x in rows if x.size > 0]
         each = [matmul(part, part.swapaxes(1, 2)) for part in parts]
@@ -88,7 +87,7 @@ class AtHand(AbstractJacobian):
         return AtHand(self.domain, codomain, self.memory_budget, blocks)
 
     def block_bytes(self) -> list[int]:
-        return [0 for _ in self._blocks]  # it is there
+        return [0 for _ in self._blocks]  # already in memory
 
     def within(self, memory_budget: int) -> "AtHand":
         return AtHand(self.domain, self.codomain, memory_budget, self._blocks)

@@ -1,4 +1,4 @@
-"""What every Jacobian can be asked."""
+"""The interface of every Jacobian."""
 
 import abc
 import functools
@@ -20,31 +20,31 @@ from ._block import AbstractBlock
 
 
 DEFAULT_MEMORY_BUDGET = 2**31
-"""Bytes that one Jacobian's largest matrix may take, unless told otherwise."""
+"""Default limit, in bytes, on the largest matrix made from one Jacobian."""
 
-# The curvature is summed from parts of the Jacobian of so many bytes, or so many times as
-# many as the sum takes, so that summing costs little.
+# The curvature is summed over parts of the Jacobian. A part takes at least `_PART_BYTES`,
+# and at least `_ROWS_A_SUM` times the bytes of the sum, so that the additions are cheap.
 _PART_BYTES = 2**20
 _ROWS_A_SUM = 8
 
-# A Jacobian of up to this many bytes stays in the nearest cache: products with it cost
-# less than passes through any function.
+# A Jacobian of at most this many bytes stays in the nearest cache: products with it are
+# cheaper than passes through any function.
 _SMALL = 2**16
-# All columns of so few parameters are fewer passes than conjugate gradients' products:
-# with 100,000 rows of four it takes 0.6 of the time.
+# Up to this number of parameters, making all columns takes fewer passes than the products
+# of conjugate gradients (100,000 rows of 4 parameters: 0.6 of the time).
 _FEW_PARAMETERS = 16
 
 Of = TypeVar("Of")
 
 
 class Reads(NamedTuple):
-    """What each of some examples reads of the parameters.
+    """How many parameters each example of a group reads.
 
-    - `num_examples`, `num_outputs`: how many there are, and the outputs of one.
-    - `arrays`: of each array of parameters how many rows it has, how many of them one
-        example reads, and the entries of a row.
-    - `factor_operations`: that a sparse Cholesky factorisation of the curvature takes at
-        most, where it is known which rows they read.
+    - `num_examples`, `num_outputs`: numbers of examples, and of outputs of one example.
+    - `arrays`: for each array of parameters, the number of its rows, the number of rows
+        that one example reads, and the number of entries in a row.
+    - `factor_operations`: upper bound on the operations of a sparse Cholesky
+        factorisation of the curvature; infinite if the sparsity pattern is unknown.
     """
 
     num_examples: int
@@ -54,17 +54,17 @@ class Reads(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What there is to pay for, known from shapes and programs before anything runs.
+    """The costs of a Jacobian, computed from shapes and programs before anything runs.
 
-    - `shape`, `itemsize`: (m, p), and the bytes of a number.
-    - `rows`: the passes that all blocks together take.
-    - `gram`: those that the kernel takes, within the memory budget.
-    - `one_pass`: operations of a product with the Jacobian, or with its transpose.
-    - `gram_operations`: of the kernel, once the passes are made.
-    - `num_bytes`: that the blocks take in memory.
-    - `memory_budget`: that they, and the matrices made of them, are to stay within.
+    - `shape`, `itemsize`: (m, p), and the bytes of one entry.
+    - `rows`: passes needed to make all blocks.
+    - `gram`: passes needed to make the kernel within the memory budget.
+    - `one_pass`: operations of one product with the Jacobian or its transpose.
+    - `gram_operations`: operations of the kernel, not counting the passes.
+    - `num_bytes`: size of the blocks.
+    - `memory_budget`: limit, in bytes, on the blocks and on matrices made of them.
     - `in_parts`: whether the curvature can be summed over parts of the rows.
-    - `reads`: where each example reads few of the parameters, what; by groups.
+    - `reads`: see [`AbstractJacobian.reads`][].
     """
 
     shape: tuple[int, int]
@@ -80,47 +80,47 @@ class Cost(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the blocks stay within the budget."""
+        """Whether the blocks fit in the memory budget."""
         return self.num_bytes <= self.memory_budget
 
     @property
     def rows_fit(self) -> bool:
-        """Whether the m x p matrix does."""
+        """Whether the m x p matrix fits in the memory budget."""
         m, p = self.shape
         return m * p * self.itemsize <= self.memory_budget
 
     @property
     def columns_fit(self) -> bool:
-        """Whether the norms of its columns can be had within the budget."""
+        """Whether the columns' norms can be computed within the memory budget."""
         return self.rows_fit or bool(self.reads)
 
     @property
     def is_cheaper_at_hand(self) -> bool:
-        """Whether many products are, with the matrix in memory."""
+        """Whether many products are cheaper with the matrix in memory."""
         m, p = self.shape
         small = m * p * self.itemsize <= _SMALL or p <= _FEW_PARAMETERS
         return self.fits and small
 
     @property
     def one_product(self) -> float:
-        """Seconds for a product each way, inside a loop."""
+        """Seconds for one `mv` and one `rmv`, inside a loop."""
         rate = rates()
         slower = rate.gathered if self.reads else 1.0
         return rate.step + 2 * self.one_pass * rate.passed * slower
 
     @property
     def all_rows(self) -> float:
-        """Seconds for the blocks."""
+        """Seconds to make all blocks."""
         return self._seconds(self.rows)
 
     @property
     def whole_gram(self) -> float:
-        """Seconds for the kernel, its passes included."""
+        """Seconds to make the kernel, including its passes."""
         return self._seconds(self.gram) + self.gram_operations * rates().product
 
     @property
     def whole_curvature(self) -> float:
-        """Seconds for the curvature, its passes included."""
+        """Seconds to make the curvature, including its passes."""
         m, p = self.shape
         return self.all_rows + 2.0 * m * float(p) ** 2 * rates().product
 
@@ -129,12 +129,12 @@ class Cost(NamedTuple):
 
 
 class AbstractJacobian(lx.AbstractLinearOperator):
-    r"""$\phi$, the m x p Jacobian of a function at a point: a
-    [lineax](https://docs.kidger.site/lineax) operator from the structure of the
-    parameters to that of the outputs, which knows how its rows depend on the parameters.
+    r"""$\phi$, the m x p Jacobian of a function at a point, as a
+    [lineax](https://docs.kidger.site/lineax) operator from parameters to outputs. Each
+    subclass exploits one kind of structure.
 
-    - `domain`, `codomain`: of the parameters and of the outputs.
-    - `memory_budget`: bytes that the largest matrix may take.
+    - `domain`, `codomain`: structures of the parameters and of the outputs.
+    - `memory_budget`: limit, in bytes, on the largest matrix made from the Jacobian.
     """
 
     domain: Structure = eqx.field(static=True)
@@ -147,13 +147,14 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return self.codomain.size, self.domain.size
 
     def reads(self) -> tuple[Reads, ...]:
-        """Where each example reads few of the parameters, what; by groups."""
+        """Return how many parameters each example reads, one entry for each group of
+        examples; empty unless every example reads only a few of the parameters."""
         return ()
 
     @property
     def is_sparse(self) -> bool:
-        """Whether each row reads few of the parameters: conjugate gradients then take the
-        curvature's diagonal blocks, which cost next to nothing."""
+        """Whether each row reads few of the parameters. The curvature's diagonal blocks
+        are then cheap, and precondition conjugate gradients."""
         return bool(self.reads())
 
     #
@@ -162,31 +163,31 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     @abc.abstractmethod
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi\,v$: a Jacobian-vector product."""
+        r"""Return the Jacobian-vector product $\phi\,v$."""
 
     @abc.abstractmethod
     def rmv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi^\top u$: a vector-Jacobian product."""
+        r"""Return the vector-Jacobian product $\phi^\top u$."""
 
     def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
-        r"""$\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
+        r"""Return $\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
         return ravel_pytree(self.mv(tangent))[0]
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
-        r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
+        r"""Return $\phi^\top a$ for a flat vector $a$ in `ravel_pytree` order."""
         return self.rmv(self.codomain.unravel(cotangent))
 
     def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi^\top\phi\,v$."""
+        r"""Return the curvature-vector product $\phi^\top\phi\,v$."""
         return self.rmv(self.mv(vector))
 
     @abc.abstractmethod
     def a_product(self) -> Passes:
-        """The passes that a product each way takes: one each, or none."""
+        """Return the passes that one `mv` and one `rmv` take together."""
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether a product takes no pass."""
+        """Whether products need no passes."""
         return self.a_product().number() == 0
 
     #
@@ -195,41 +196,43 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     @abc.abstractmethod
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
-        """By each array of parameters, or the `wanted` ones, in the order of leaves."""
+        """Return one block for each array of parameters (or each `wanted` one)."""
 
     def rows(self) -> PyTree[Array]:
-        r"""The dense Jacobian, as the parameters' structure with a leading axis of length
-        m: m x p numbers."""
+        """Return the dense Jacobian: the parameters' structure, with a leading axis of
+        length m on each array."""
         rows = [block.rows() for block in self.blocks()]
         return self.domain.treedef.unflatten(rows)
 
     def as_matrix(self) -> Float[Array, "m p"]:
-        r"""The same as one m x p matrix, parameters in `ravel_pytree` order."""
+        """Return the dense Jacobian as one matrix, parameters in `ravel_pytree` order."""
         return _as_matrix(self.blocks())
 
     def gram(self) -> Float[Array, "m m"]:
-        r"""$\phi\phi^\top$, the empirical neural tangent kernel."""
+        r"""Return $\phi\phi^\top$, the empirical neural tangent kernel."""
         return self.gram_with(self)
 
     def gram_with(self, other: "AbstractJacobian") -> Float[Array, "m k"]:
-        r"""$\phi\phi'^\top$, with another Jacobian of the same parameters: the kernel
-        between two sets. By so many arrays of parameters at a time as the budget allows;
-        for those too large by themselves each chunk of rows is pulled back by one and
-        pushed forward by the other."""
+        r"""Return $\phi\phi'^\top$, the kernel between two data sets, where `other` is a
+        Jacobian of the same parameters.
+
+        The kernel is summed over groups of arrays of parameters whose blocks fit in the
+        memory budget. An array whose block alone does not fit contributes by passes:
+        chunks of the identity are pulled back by $\phi$ and pushed forward by $\phi'$."""
         sizes = self.block_bytes()
         if other is not self:
             sizes = [a + b for a, b in zip(sizes, other.block_bytes(), strict=True)]
         groups, left = grouped(sizes, self.memory_budget)
-        these, those = self, other
+        ours, theirs = self, other
         shape = self.codomain.size, other.codomain.size
         kernel = jnp.zeros(shape, _tree.dtype((self.codomain.dtype, self.domain.dtype)))
         for group in groups:
-            # One group after the other, so that they share their memory.
-            these, kernel = these.in_turn(kernel)
+            # Groups must run in sequence: otherwise XLA may hold several at once.
+            ours, kernel = ours.in_turn(kernel)
             if other is not self:
-                those, kernel = those.in_turn(kernel)
-            blocks = these.blocks(group)
-            others = blocks if other is self else those.blocks(group)
+                theirs, kernel = theirs.in_turn(kernel)
+            blocks = ours.blocks(group)
+            others = blocks if other is self else theirs.blocks(group)
             kernel += gram_of(blocks, others).astype(kernel.dtype)
         if left:
             kernel += self._chunked_gram(other, left).astype(kernel.dtype)
@@ -248,50 +251,46 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def chunked(
         self, fn: Callable[[Array], PyTree[Array]], basis: Float[Array, "k n"]
     ) -> PyTree[Array]:
-        """`fn`, which is a pass, on each row of `basis`: as many at once as the budget
-        allows."""
+        """Map `fn`, one pass through the function, over the rows of `basis`, in batches
+        that fit in the memory budget."""
         at_once = self.passes_at_once(basis.dtype.itemsize)
         if at_once >= basis.shape[0]:
             return jax.vmap(fn)(basis)
         return jax.lax.map(fn, basis, batch_size=at_once)
 
     def passes_at_once(self, itemsize: int) -> int:
-        """How many passes the budget allows at once, of numbers of so many bytes."""
-        # What the transposed pass holds is of the size of what the forward pass left.
+        """Return how many passes fit in the memory budget at once."""
+        # A transposed pass takes about as much memory as the forward pass saved.
         forward = sum(x.nbytes for x in jax.tree.leaves(self) if eqx.is_array(x))
         return max(1, self.memory_budget // (forward + sum(self.shape) * itemsize))
 
     def in_turn(self, array: Array) -> tuple["AbstractJacobian", Array]:
-        """The same, its blocks not made before an array is."""
+        """Return the same Jacobian, with its blocks made only after `array`."""
         return self, array
 
     @abc.abstractmethod
     def block_bytes(self) -> list[int]:
-        """What the block of each array of parameters takes in memory."""
+        """Return the size in bytes of the block of each array of parameters."""
 
     def curvature(self) -> Float[Array, "p p"]:
-        r"""$\phi^\top\phi$, parameters in `ravel_pytree` order.
-
-        Of independent examples by some at a time, so that no more of the Jacobian is held
-        than the nearer memories take."""
+        r"""Return $\phi^\top\phi$, parameters in `ravel_pytree` order. It is summed over
+        batches of examples where these are independent, to stay in the caches."""
 
         def of_part(blocks: Sequence[AbstractBlock]) -> Float[Array, "p p"]:
             return gram_of_columns(_as_matrix(blocks))
 
-        of_sum = self.domain.size**2 * self.domain.dtype.itemsize
-        return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * of_sum))
+        sum_bytes = self.domain.size**2 * self.domain.dtype.itemsize
+        return self.summed(of_part, max(_PART_BYTES, _ROWS_A_SUM * sum_bytes))
 
     def squared_rows(self) -> Float[Array, " m"]:
-        """The squared norms of the rows: the kernel's diagonal, without the kernel."""
+        """Return the squared norms of the rows, which are the kernel's diagonal."""
         groups, left = grouped(self.block_bytes(), self.memory_budget)
-        these = self
-        total = jnp.zeros(self.codomain.size, self.domain.dtype)
+        ours, total = self, jnp.zeros(self.codomain.size, self.domain.dtype)
         for group in groups:
-            these, total = these.in_turn(total)
-            squares = [block.squared_rows() for block in these.blocks(group)]
-            total += functools.reduce(jnp.add, _tree.promoted(squares)).astype(
-                total.dtype
-            )
+            ours, total = ours.in_turn(total)
+            squares = [block.squared_rows() for block in ours.blocks(group)]
+            of_group = functools.reduce(jnp.add, _tree.promoted(squares))
+            total += of_group.astype(total.dtype)
         if left:
 
             def square(u: Float[Array, " m"]) -> Float[Array, ""]:
@@ -303,15 +302,15 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return total
 
     def squared_columns(self) -> PyTree[Array]:
-        """The squared norms of the columns."""
+        """Return the squared norms of the columns."""
         squares = [block.squared_columns() for block in self.blocks()]
         return self.domain.treedef.unflatten(squares)
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
     ) -> Of:
-        """What a function makes of the blocks; summed over parts of the examples, of so
-        many bytes each, where these are independent."""
+        """Return `of_blocks(blocks)`. Where examples are independent, it is the sum of
+        `of_blocks` over batches of examples whose rows take about `part_bytes` each."""
         return of_blocks(self.blocks())
 
     #
@@ -320,39 +319,38 @@ class AbstractJacobian(lx.AbstractLinearOperator):
 
     @abc.abstractmethod
     def at_hand(self) -> "AbstractJacobian":
-        """The same with its blocks in memory: products with it are products of
-        matrices."""
+        """Return the same Jacobian with its blocks in memory."""
 
     def at_hand_if_it_fits(self) -> "AbstractJacobian":
-        """The same, where the blocks stay within the memory budget."""
+        """Return `at_hand()` if the blocks fit in the memory budget, else `self`."""
         return self.at_hand() if self.fits() else self
 
     @abc.abstractmethod
     def transformed(
         self, matrices: PyTree[Array], codomain: Structure
     ) -> "AbstractJacobian":
-        r"""$R\phi$, where each example's outputs are multiplied by a matrix of its own.
+        r"""Return $R\phi$, where $R$ multiplies each example's outputs by a matrix.
 
-        - `matrices`: an object with a method `mv`, all of whose arrays have a leading
-            axis over the examples; so must have the outputs. Of several groups one for
-            each name, and `None` for the identity.
-        - `codomain`: of what comes out.
+        - `matrices`: an object with a method `mv`. Its arrays and the outputs have a
+            leading axis over the examples. For groups of residuals, a mapping from names
+            to such objects, or to `None` for the identity.
+        - `codomain`: structure of the transformed outputs.
         """
 
     def fits(self) -> bool:
-        """Whether the blocks stay within the memory budget."""
+        """Whether all blocks fit in the memory budget."""
         return sum(self.block_bytes()) <= self.memory_budget
 
     @abc.abstractmethod
     def within(self, memory_budget: int) -> "AbstractJacobian":
-        """The same, within another budget."""
+        """Return the same Jacobian with another memory budget."""
 
     @abc.abstractmethod
     def cost(self) -> Cost:
-        """What products with it, its blocks and its kernel cost."""
+        """Return the costs of products, of the blocks and of the kernel."""
 
     #
-    # As an operator of lineax
+    # The interface of lineax
     #
 
     def transpose(self) -> lx.AbstractLinearOperator:
@@ -372,7 +370,7 @@ def _as_matrix(blocks: Sequence[AbstractBlock]) -> Float[Array, "m p"]:
 
 
 def multiplied(matrices: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
-    """Each example's outputs by its matrix."""
+    """Return each example's outputs multiplied by its matrix."""
     if matrices is None:
         return outputs
     if isinstance(matrices, Mapping):
@@ -383,14 +381,15 @@ def multiplied(matrices: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]
 def gram_of(
     blocks: Sequence[AbstractBlock], others: Sequence[AbstractBlock]
 ) -> Float[Array, "m k"]:
-    """The inner products of rows that consist of blocks."""
+    """Return the matrix of inner products between rows, each given as blocks."""
     pairs = zip(blocks, others, strict=True)
     products = [a.gram() if a is b else a.gram_with(b) for a, b in pairs]
     return functools.reduce(jnp.add, _tree.promoted(products))
 
 
 def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:
-    """Indices in groups of at most that size together, and those that are larger."""
+    """Return indices in groups whose sizes sum to at most `most`, and the indices of
+    items that alone are larger."""
     groups: list[list[int]] = []
     left, room = [], 0
     for k, size in enumerate(sizes):
@@ -406,7 +405,7 @@ def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]
 
 
 def plain_operator(kind: type[lx.AbstractLinearOperator]) -> None:
-    """An operator of lineax with no structure that a solver could use."""
+    """Register `kind` with lineax as an operator without special structure."""
     as_function = lambda op: lx.FunctionLinearOperator(op.mv, op.in_structure())
     for has in (
         lx.is_symmetric,

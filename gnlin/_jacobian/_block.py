@@ -1,4 +1,4 @@
-"""One array of parameters' part of the Jacobian."""
+"""A block: the part of the Jacobian that belongs to one array of parameters."""
 
 import abc
 from collections.abc import Callable
@@ -15,39 +15,39 @@ class AbstractBlock(eqx.Module):
     @property
     @abc.abstractmethod
     def num_rows(self) -> int:
-        """m."""
+        """The number of rows, m."""
 
     @abc.abstractmethod
     def rows(self) -> Float[Array, "m ..."]:
-        """The block itself."""
+        """Return the block as a dense array."""
 
     @abc.abstractmethod
     def gram_with(self, other: "AbstractBlock") -> Float[Array, "m k"]:
-        """Its rows' inner products with those of another block by the same parameters."""
+        """Return inner products with the rows of another block of the same parameters."""
 
     def gram(self) -> Float[Array, "m m"]:
-        """Its rows' inner products."""
+        """Return the inner products of the rows with each other."""
         return self.gram_with(self)
 
     @abc.abstractmethod
     def merged(self, num_outputs: int) -> "AbstractBlock":
-        """With the outputs of an example beside each other, as one row: inner products
-        then are traces over outputs."""
+        """Return the block with all outputs of an example in one row: inner products of
+        such rows are traces over the outputs."""
 
     @abc.abstractmethod
     def of_output(self, k: int | Int[Array, ""], num_outputs: int) -> "AbstractBlock":
-        """The rows of one output of each example."""
+        """Return the rows of the k-th output of each example."""
 
     @abc.abstractmethod
     def squared_rows(self) -> Float[Array, " m"]:
-        """The squared norms of its rows."""
+        """Return the squared norms of the rows."""
 
     @abc.abstractmethod
     def squared_columns(self) -> Float[Array, "..."]:
-        """The squared norms of its columns."""
+        """Return the squared norms of the columns."""
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        r"""By each row of the array of parameters, its part of $\phi^\top\phi$."""
+        r"""Return diagonal blocks of $\phi^\top\phi$, one for each row of parameters."""
         rows = self.rows()
         rows = rows.reshape(*rows.shape[:2], -1)
         precise = jax.lax.Precision.HIGHEST
@@ -55,20 +55,21 @@ class AbstractBlock(eqx.Module):
 
     @abc.abstractmethod
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
-        r"""$\phi v$."""
+        r"""Return $\phi v$."""
 
     @abc.abstractmethod
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
-        r"""$\phi^\top a$."""
+        r"""Return $\phi^\top a$."""
 
     @abc.abstractmethod
     def transformed(self, transform: Callable[[Array], Array]) -> "AbstractBlock":
-        """With each column transformed, linearly and each example by itself."""
+        """Return the block with a linear function, which acts on each example separately,
+        applied to each column."""
 
     @abc.abstractmethod
     def scaled(self, scale: Float[Array, "..."]) -> "AbstractBlock":
-        """With each column divided by something."""
+        """Return the block with its columns divided by `scale`."""
 
     @abc.abstractmethod
     def astype(self, dtype: jnp.dtype) -> "AbstractBlock":
-        """In another precision."""
+        """Return the block in another precision."""

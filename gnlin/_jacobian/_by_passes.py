@@ -1,4 +1,4 @@
-"""The Jacobian of any function, by passes through it."""
+"""The Jacobian of a function without known structure."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,8 +20,9 @@ from ._rows import Rows
 
 
 class ByPasses(AbstractJacobian):
-    """One forward pass is kept; a product is a tangent or a transposed pass, and the
-    matrix takes the fewer of m and p of them, or those of the direction `jac`."""
+    """A matrix-free Jacobian. The forward pass at the point is stored; each product is
+    one tangent or one transposed pass. The dense matrix takes min(m, p) passes, unless
+    `jac` fixes their direction."""
 
     _jvp: Callable[[PyTree[Array]], PyTree[Array]]
     jac: Direction | None = eqx.field(static=True, default=None)
@@ -51,9 +52,10 @@ class ByPasses(AbstractJacobian):
         return blocks if wanted is None else [blocks[k] for k in wanted]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:
-        # All blocks come at once.
+        # Every pass makes a part of all blocks, so blocks cannot be made in groups.
         if self.fits():
-            return self.at_hand().gram_with(self.at_hand() if other is self else other)
+            here = self.at_hand()
+            return here.gram_with(here if other is self else other)
         return self._chunked_gram(other, range(len(self.domain.leaves)))
 
     def at_hand(self) -> AtHand:
@@ -88,8 +90,8 @@ class ByPasses(AbstractJacobian):
 
 
 def is_by_forward(jac: Direction | None, shape: tuple[int, int]) -> bool:
-    """Whether a dense m x p Jacobian is made by forward mode: if `jac` says so, or, where
-    it says nothing, if that takes fewer passes."""
+    """Whether to make a dense m x p Jacobian by forward mode: as `jac` says, or, if it is
+    `None`, if forward mode takes fewer passes."""
     num_outputs, num_parameters = shape
     return num_parameters < num_outputs if jac is None else jac == "fwd"
 

@@ -1,4 +1,4 @@
-"""A Jacobian by other variables."""
+"""The Jacobian with respect to linearly transformed parameters."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from ._block import AbstractBlock
 
 
 class ChangeOfVariables(AbstractJacobian):
-    r"""$\phi T$, with a $T$ that has a block for each array of parameters."""
+    r"""$\phi T$, where $T$ is block-diagonal: one block for each array of parameters."""
 
     inner: AbstractJacobian
 
@@ -25,19 +25,19 @@ class ChangeOfVariables(AbstractJacobian):
 
     @abc.abstractmethod
     def of(self, inner: AbstractJacobian) -> "ChangeOfVariables":
-        """Another Jacobian by the same variables."""
+        """Return the same change of variables of another Jacobian."""
 
     @abc.abstractmethod
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
-        r"""$T v$."""
+        r"""Return $T v$."""
 
     @abc.abstractmethod
     def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
-        r"""$T^\top v$."""
+        r"""Return $T^\top v$."""
 
     @abc.abstractmethod
     def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
-        """That of the k-th array, of the inner Jacobian's."""
+        r"""Return the k-th block of $\phi T$, given the k-th block of $\phi$."""
 
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self.inner.mv(self.mapped(vector))
@@ -95,6 +95,6 @@ class ChangeOfVariables(AbstractJacobian):
         return cost._replace(
             gram=cost.rows,
             gram_operations=2.0 * float(m) ** 2 * p,
-            num_bytes=m * self.domain.nbytes,  # of rows, whatever the inner blocks are
+            num_bytes=m * self.domain.nbytes,  # blocks are dense after the change
             memory_budget=self.memory_budget,
         )

@@ -1,5 +1,5 @@
-"""The Jacobian of any function that is sparse, by few passes: columns of which no row
-reads two are of one colour, and one tangent pass finds all of a colour."""
+"""Sparse Jacobians by colouring: columns without a common nonzero row may share a colour,
+and one tangent pass computes all columns of a colour; likewise for rows."""
 
 import math
 import warnings
@@ -19,36 +19,37 @@ from ._directions import check_jac, Direction
 from ._gathered import Gathered, Sparse
 
 
-# Whole rows of an array are read, where they hold up to so many times what is not zero:
-# parameters of one pose, or of one point, then stay together.
+# Store whole rows of an array of parameters if that takes at most this multiple of the
+# nonzero entries: parameters of one pose, or one point, then stay together.
 _WHOLE_ROWS = 2.5
 
 
 class Sparsity(eqx.Module):
-    """Which parameters each residual reads, for the `sparsity=` of
-    [`gnlin.Residuals`][]: the Jacobian then is made by as many passes as this has
-    colours, and held as what is not zero.
+    """The sparsity pattern of a Jacobian and its colouring, for the argument `sparsity`
+    of [`gnlin.Residuals`][]. The Jacobian then takes one pass for each colour, and only
+    nonzero entries are stored.
 
-    It is found by [asdex](https://adrianhill.de/asdex) (`pip install gnlin[sparse]`)
-    from the program of the function, for all parameters; and for the whole numbers among
-    `args` (what reads what) as they are here: with others it has to be found anew.
+    [asdex](https://adrianhill.de/asdex) (`pip install gnlin[sparse]`) finds the pattern
+    from the program of the function. It holds for all values of the parameters, but only
+    for the integers in `args` as given here, since these may be indices: if they change,
+    make a new `Sparsity`.
 
     **Arguments:**
 
     - `fn`: `fn(y, args)`, the residuals, as `optimistix.least_squares` takes it.
     - `y`: parameters; only their shapes matter.
     - `args`: passed on.
-    - `jac`: whether the passes are of forward mode, `"fwd"`, or of reverse mode, `"bwd"`.
-        By default of the mode that takes fewer.
-    - `pattern`: where it is known, an m x p array (or one of `scipy.sparse`) that is zero
-        where the Jacobian is, in `ravel_pytree` order; it is not checked.
+    - `jac`: the mode of the passes, `"fwd"` (forward) or `"bwd"` (reverse). By default
+        the mode that takes fewer passes.
+    - `pattern`: the pattern, if it is known: an m x p array (NumPy or `scipy.sparse`),
+        zero where the Jacobian is zero, in `ravel_pytree` order. It is not checked.
 
     **Attributes:**
 
-    - `num_colors`: the passes that a Jacobian takes.
+    - `num_colors`: the number of passes that a Jacobian takes.
 
-    **Raises:** `ImportError` if asdex is not installed; `ValueError` if a pattern has
-    another shape than the Jacobian.
+    **Raises:** `ImportError` if asdex is not installed; `ValueError` if `pattern` does
+    not have the Jacobian's shape.
 
     !!! example
 
@@ -65,9 +66,11 @@ class Sparsity(eqx.Module):
         coloring for computing derivatives*, SIAM Review 47 (2005).
     """
 
-    index: list[Int[Array, "m _"]]  # the rows of each array that each residual reads
-    places: list[Int[Array, "m _ _"]]  # where their entries are in what the passes find
-    colors: Int[Array, " _"]  # of columns, or of rows
+    # For each array of parameters: the rows that each residual reads, and the positions
+    # of their entries in the flattened result of the passes.
+    index: list[Int[Array, "m _"]]
+    places: list[Int[Array, "m _ _"]]
+    colors: Int[Array, " _"]  # of columns if `by_columns`, else of rows
     num_colors: int = eqx.field(static=True)
     by_columns: bool = eqx.field(static=True)
     num_residuals: int = eqx.field(static=True)
@@ -95,11 +98,10 @@ class Sparsity(eqx.Module):
             rows, columns = _entries(pattern, shape)
         found = asdex.SparsityPattern.from_coo(rows, columns, shape)
         with warnings.catch_warnings():
-            # Of one that is dense: which is what the passes then are, too
+            # A dense pattern is fine here: it takes as many passes as a dense Jacobian.
             warnings.simplefilter("ignore", asdex.DenseColoringWarning)
-            coloured = asdex.jacobian_coloring_from_sparsity(
-                found, mode="rev" if jac == "bwd" else jac
-            )
+            mode = "rev" if jac == "bwd" else jac
+            coloured = asdex.jacobian_coloring_from_sparsity(found, mode=mode)
         self.num_colors = int(coloured.num_colors)
         self.by_columns = coloured.mode == "fwd"
         self.num_residuals = shape[0]
@@ -107,40 +109,39 @@ class Sparsity(eqx.Module):
         self.shapes = tuple(x.shape for x in jax.tree.leaves(y))
         colors = np.asarray(coloured.colors)
         self.colors = jnp.asarray(colors)
-        color, entry = (
-            (colors[columns], rows) if self.by_columns else (colors[rows], columns)
-        )
-        place = color * (shape[0] if self.by_columns else shape[1]) + entry
+        if self.by_columns:
+            place = colors[columns] * shape[0] + rows
+        else:
+            place = colors[rows] * shape[1] + columns
         self.index, self.places = [], []
         start = 0
         for leaf in self.shapes:
             own = (start <= columns) & (columns < start + math.prod(leaf))
-            index, places = _by_rows(
-                rows[own], columns[own] - start, place[own], leaf, shape[0]
-            )
+            entries = columns[own] - start
+            index, places = _by_rows(rows[own], entries, place[own], leaf, shape[0])
             self.index.append(jnp.asarray(index))
             self.places.append(jnp.asarray(places))
             start += math.prod(leaf)
 
     def check(self, y: Structure, outputs: Structure) -> None:
-        """Raises `ValueError` if it is of another function."""
+        """Raise `ValueError` if parameters or outputs do not have the expected shapes."""
         shapes = tuple(x.shape for x in y.leaves)
         if (self.shapes, self.num_residuals) != (shapes, outputs.size):
             raise ValueError(
-                f"`sparsity` is of {self.num_residuals} residuals of parameters of the "
-                f"shapes {self.shapes}, but here are {outputs.size}, of {shapes}: make "
-                "it of the same function and parameters."
+                f"`sparsity` was made for {self.num_residuals} residuals and parameters "
+                f"of shapes {self.shapes}, but the function has {outputs.size} residuals "
+                f"and parameters of shapes {shapes}: make it from the same function."
             )
 
     def jacobian(self, passes: ByPasses) -> Sparse:
-        """By one pass a colour, and what each residual reads taken from them."""
+        """Return the sparse Jacobian, computed by one pass for each colour."""
         domain, codomain = passes.domain, passes.codomain
         self.check(domain, codomain)
         jac = "fwd" if self.by_columns else "bwd"
         if passes.jac not in (None, jac):
             raise ValueError(
-                f'The function is to be differentiated by `jac="{passes.jac}"` only, but '
-                f'its `sparsity` is for `jac="{jac}"`: make it with '
+                f'`jac="{passes.jac}"` was given, or is the only mode of the function, '
+                f'but its `sparsity` is for `jac="{jac}"`: make it with '
                 f'`gnlin.Sparsity(..., jac="{passes.jac}")`.'
             )
 
@@ -150,23 +151,23 @@ class Sparsity(eqx.Module):
         def of_rows(seed):
             return ravel_pytree(passes.pull_back(seed))[0]
 
-        every = jnp.arange(self.num_colors, dtype=self.colors.dtype)
-        seeds = self.colors[None] == every[:, None]
+        each_color = jnp.arange(self.num_colors, dtype=self.colors.dtype)
+        seeds = self.colors[None] == each_color[:, None]
         if self.by_columns:
             found = passes.chunked(of_columns, seeds.astype(domain.dtype))
             taken = Passes(jvps=self.num_colors)
         else:
             found = passes.chunked(of_rows, seeds.astype(codomain.dtype))
             taken = Passes(vjps=self.num_colors)
+        # `places` is -1 for zeros, so they read this last entry.
         found = jnp.append(found.ravel(), jnp.zeros(1, found.dtype))
+        leaves = zip(self.index, self.places, domain.leaves, strict=True)
         blocks = [
             Gathered(found[places][:, None].astype(leaf.dtype), index, leaf.shape)
-            for index, places, leaf in zip(
-                self.index, self.places, domain.leaves, strict=True
-            )
+            for index, places, leaf in leaves
         ]
-        fixed = domain, codomain, passes.memory_budget
-        return Sparse(*fixed, blocks, taken, self.factor_operations)
+        budget = passes.memory_budget
+        return Sparse(domain, codomain, budget, blocks, taken, self.factor_operations)
 
 
 def _by_rows(
@@ -176,20 +177,21 @@ def _by_rows(
     shape: tuple[int, ...],
     num_residuals: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of one array of parameters: which of its rows each residual reads, and the place of
-    each of their entries; -1 of those that are zero. Single entries are rows of their
-    own, where whole ones would be mostly zero."""
+    """Return, for one array of parameters, the rows that each residual reads and the
+    `place` of each entry of these rows (-1 if the entry is zero). If whole rows would be
+    mostly zeros, each entry counts as a row of its own."""
 
     def grouped(size: int) -> tuple[np.ndarray, np.ndarray]:
-        num = math.prod(shape) // size
-        read, inverse = np.unique(rows * num + entries // size, return_inverse=True)
-        by, of = np.divmod(read, num)
-        nums = np.bincount(by, minlength=num_residuals)
-        slot = np.arange(len(read)) - np.repeat(np.cumsum(nums) - nums, nums)
-        # What is not read is some row, another for each residual, and zero.
-        index = np.arange(num_residuals)[:, None] % num
-        index = np.repeat(index, nums.max(initial=0), axis=1)
-        index[by, slot] = of
+        num_rows = math.prod(shape) // size
+        read, inverse = np.unique(rows * num_rows + entries // size, return_inverse=True)
+        residual, row = np.divmod(read, num_rows)
+        counts = np.bincount(residual, minlength=num_residuals)
+        slot = np.arange(len(read)) - np.repeat(np.cumsum(counts) - counts, counts)
+        # Pad residuals that read fewer rows with zero rows, at an arbitrary index that
+        # differs between residuals.
+        index = np.arange(num_residuals)[:, None] % num_rows
+        index = np.repeat(index, counts.max(initial=0), axis=1)
+        index[residual, slot] = row
         places = np.full((*index.shape, size), -1)
         places[rows, slot[inverse], entries % size] = place
         return index, places
@@ -205,34 +207,34 @@ def _by_rows(
     return whole if few else by_entries
 
 
-# Entries of the curvature past which nobody factorises it.
+# Above this number of products in the curvature, its factorisation is not considered.
 _MOST_ENTRIES = 1e8
 
 
 def _factor_operations(
     rows: np.ndarray, columns: np.ndarray, shape: tuple[int, int]
 ) -> float:
-    """Of a Cholesky factorisation of the curvature within its envelope, in reverse
-    Cuthill-McKee order; a sparse one in a better order takes fewer."""
-    from scipy.sparse import csr_array  # dear to import
+    """Return the operations of a Cholesky factorisation of the curvature within its
+    envelope, in reverse Cuthill-McKee order; a sparse one takes fewer."""
+    from scipy.sparse import csr_array  # slow to import
     from scipy.sparse.csgraph import reverse_cuthill_mckee
 
-    nums = np.bincount(rows, minlength=shape[0]).astype(float)
-    if np.sum(nums**2) > _MOST_ENTRIES:
+    counts = np.bincount(rows, minlength=shape[0]).astype(float)
+    if np.sum(counts**2) > _MOST_ENTRIES:
         return math.inf
     pattern = csr_array((np.ones(len(rows), np.int32), (rows, columns)), shape)
     curvature = (pattern.T @ pattern).tocsr()
     order = reverse_cuthill_mckee(curvature, symmetric_mode=True)
     place = np.empty(shape[1], int)
     place[order] = np.arange(shape[1])
-    these = curvature.tocoo()
+    nonzero = curvature.tocoo()
     first = np.arange(shape[1])
-    np.minimum.at(first, place[these.row], place[these.col])
+    np.minimum.at(first, place[nonzero.row], place[nonzero.col])
     return float(np.sum((np.arange(shape[1]) - first) ** 2.0))
 
 
 def _entries(pattern: Any, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns of what is not zero."""
+    """Return the rows and the columns of the nonzero entries."""
     if getattr(pattern, "shape", None) != shape:
         raise ValueError(
             f"`pattern` must be an array of the Jacobian's shape, {shape}, but "
@@ -251,7 +253,7 @@ def _asdex() -> Any:
         import asdex
     except ImportError as error:
         raise ImportError(
-            "`gnlin.Sparsity` colours Jacobians by asdex, which is not installed: "
+            "`gnlin.Sparsity` needs asdex, which is not installed: run "
             "`pip install gnlin[sparse]`."
         ) from error
     return asdex

@@ -1,4 +1,4 @@
-"""Which ways a function can be differentiated: forwards, backwards, or both."""
+"""Whether a function has forward-mode derivatives, reverse-mode derivatives, or both."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,8 +13,8 @@ from .._common._tree import Structure
 
 Direction = Literal["fwd", "bwd"]
 
-# JAX's own primitives have a transposed pass, but for these: loops of unknown length have
-# none, and linear solves only where they were given one.
+# JAX's own primitives can be transposed, except `while` loops, and linear solves that
+# were given no transposed solve.
 _IN_DOUBT = primitives.while_p, primitives.linear_solve_p
 _TRANSPOSED = {p for p in vars(primitives).values() if isinstance(p, Primitive)}
 _TRANSPOSED -= set(_IN_DOUBT)
@@ -23,21 +23,21 @@ _TRANSPOSED -= set(_IN_DOUBT)
 def only_direction(
     jvp: Callable[[PyTree[Array]], PyTree[Array]], domain: Structure, codomain: Structure
 ) -> Direction | None:
-    """The only direction of a linear function, as `jax.linearize` returns it; `None` if
-    it has both. Nothing of this stays in a compiled program.
+    """Return the only mode in which the linear function `jvp`, made by `jax.linearize`,
+    can be evaluated, or `None` if it has both.
 
-    **Raises:** `ValueError` if it has none.
+    **Raises:** `ValueError` if it has neither.
     """
     found = primitives_of(jax.make_jaxpr(jvp)(domain.tree).jaxpr)
-    # What `jax.linearize` leaves in the place of a `jax.custom_vjp`.
+    # `jax.linearize` leaves this primitive in place of a `jax.custom_vjp`.
     forward = primitives.custom_lin_p not in found
     backward = found <= _TRANSPOSED or _is_transposed(jvp, domain, codomain)
     if not forward and not backward:
         raise ValueError(
-            "The function has no derivative: a part of it has no forward one (a "
-            "`jax.custom_vjp`, as in diffrax's `RecursiveCheckpointAdjoint`) and another "
-            "no reverse one (a `lax.while_loop`, as in diffrax's `ForwardMode`), so give "
-            "both parts the same."
+            "The function has no derivative: one part of it supports only reverse mode "
+            "(a `jax.custom_vjp`, as in diffrax's `RecursiveCheckpointAdjoint`) and "
+            "another only forward mode (a `lax.while_loop`, as in diffrax's "
+            "`ForwardMode`), so use parts that support the same mode."
         )
     if forward and backward:
         return None
@@ -45,7 +45,7 @@ def only_direction(
 
 
 def _is_transposed(jvp, domain: Structure, codomain: Structure) -> bool:
-    # Libraries differ in what they raise here.
+    # Libraries raise different exceptions here.
     try:
         jax.eval_shape(jax.linear_transpose(jvp, domain.tree), codomain.tree)
     except Exception:
@@ -54,15 +54,15 @@ def _is_transposed(jvp, domain: Structure, codomain: Structure) -> bool:
 
 
 def check_jac(jac: Any, only: Direction | None = None) -> None:
-    """`only`: the only direction that the function has."""
+    """Raise `ValueError` if `jac` is invalid, or is not the function's `only` mode."""
     if jac not in (None, "fwd", "bwd"):
         raise ValueError(
-            f'`jac` must be "fwd", "bwd" or `None`, for whichever takes fewer passes, '
+            f'`jac` must be "fwd", "bwd" or `None` (the mode that takes fewer passes), '
             f"but {jac!r} was given."
         )
     if None not in (jac, only) and jac != only:
         mode, other = ("forward", "bwd") if jac == "fwd" else ("reverse", "fwd")
         raise ValueError(
-            f'The function has no {mode}-mode derivative, as `jac="{jac}"` asks for: '
+            f'The function has no {mode}-mode derivative, but `jac="{jac}"` was given: '
             f'leave `jac` out, or pass `jac="{other}"`.'
         )

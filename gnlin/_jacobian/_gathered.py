@@ -1,4 +1,4 @@
-"""Rows that read few of the parameters."""
+"""Jacobians in which each example reads only a few of the parameters."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ._rows import Rows
 
 class Selected(eqx.Module):
     """A function of one example that reads only some rows of each array of parameters:
-    `fn(y[select(example)], example)`."""
+    `fn(y[select(example)], example)`, with the index applied array by array."""
 
     fn: Callable[[Any, Any], PyTree[Array]]
     select: Callable[[Any], PyTree[Array]]
@@ -35,13 +35,13 @@ def gathered(y: PyTree[Array], index: PyTree[Array]) -> PyTree[Array]:
 
 
 class Gathered(AbstractBlock):
-    """Of each example a few rows of the array of parameters; the rest is zero, and not
-    held.
+    """A block that stores, for each example, only its columns for the s rows of the array
+    of parameters that it reads.
 
-    - `values`: by n examples, outputs of each, the rows that it reads, and their entries;
-        or the entries that it reads, as rows of one.
-    - `index`: which rows those are.
-    - `shape`: of the array of parameters.
+    - `values`: the entries: n examples, c outputs, s rows, d entries of a row. If single
+        entries of the array are read, not whole rows, they count as rows with d = 1.
+    - `index`: the indices of the rows.
+    - `shape`: the shape of the array of parameters.
     """
 
     values: Float[Array, "n c s d"]
@@ -55,14 +55,13 @@ class Gathered(AbstractBlock):
 
     @property
     def _flat(self) -> tuple[int, int]:
-        """How many rows there are, and the entries of one."""
+        """The number of rows in the array of parameters, and of entries in a row."""
         size = self.values.shape[-1]
         return math.prod(self.shape) // max(size, 1), size
 
     @property
     def reads(self) -> tuple[int, int, int]:
-        """How many rows there are, how many of them an example reads, and a row's
-        entries."""
+        """The entry of `Reads.arrays` for this block."""
         num_rows, size = self._flat
         return num_rows, self.index.shape[1], size
 
@@ -83,7 +82,7 @@ class Gathered(AbstractBlock):
         return Rows(self.rows()).of_output(k, num_outputs)
 
     def squared_rows(self) -> Float[Array, " m"]:
-        # An entry that is read twice is the sum of both.
+        # Dense rows, because an entry that is read twice is the sum of both values.
         return Rows(self.rows()).squared_rows()
 
     def squared_columns(self) -> Float[Array, "..."]:
@@ -94,7 +93,7 @@ class Gathered(AbstractBlock):
         (values, _), size = self.distinct(), math.prod(self.shape[1:])
         if values.shape[-1] == size:
             return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
-        # Of single entries, the pairs that are in one row of the array
+        # Single entries are stored: take the pairs that lie in one row of parameters.
         row, place = jnp.divmod(self.index, size)
         same = row[:, :, None] == row[:, None, :]
         products = _einsum("ncs,nct->nst", values[..., 0], values[..., 0])
@@ -118,8 +117,8 @@ class Gathered(AbstractBlock):
         return zeros.at[self.index].add(parts)
 
     def distinct(self) -> tuple[Float[Array, "n c s d"], Bool[Array, "n s"]]:
-        """Of what is read twice the first has the sum of both, the second nothing; and
-        which these are."""
+        """Return `values` without duplicates, and where the duplicates are: the first
+        occurrence of an index holds the sum, each later one is zero."""
         same = self.index[:, :, None] == self.index[:, None, :]
         sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
         before = jnp.tri(self.index.shape[1], k=-1, dtype=bool)
@@ -134,7 +133,6 @@ class Gathered(AbstractBlock):
         return Gathered(new, self.index, self.shape)
 
     def scaled(self, scale: Float[Array, "..."]) -> "Gathered":
-        """Its columns divided by something."""
         read = jnp.broadcast_to(scale, self.shape).reshape(self._flat)[self.index]
         values = (self.values / read[:, None]).astype(self.values.dtype)
         return Gathered(values, self.index, self.shape)
@@ -148,8 +146,8 @@ def _einsum(subscripts: str, *operands: Array) -> Array:
 
 
 class Sparse(AtHand):
-    """The Jacobian of examples that read few parameters each, in memory: its rows by what
-    they read, from as many passes as one example has outputs or reads entries."""
+    """A Jacobian in memory whose blocks are [`Gathered`][]. Making it takes as many
+    passes as one example has outputs, or reads entries, whichever is fewer."""
 
     num_passes: Passes = eqx.field(static=True)
     factor_operations: float = eqx.field(static=True, default=math.inf)
@@ -176,9 +174,8 @@ class Sparse(AtHand):
         num_outputs = outputs.size // n
         forward = is_by_forward(jac, (num_outputs, of_one.size))
         derivative = jax.jacfwd if forward else jax.jacrev
-        every = jax.vmap(derivative(fn.fn))(chosen, examples)
-        # By arrays of outputs, then by parameters
-        by_output = outputs.treedef.flatten_up_to(every)
+        jacobians = jax.vmap(derivative(fn.fn))(chosen, examples)
+        by_output = outputs.treedef.flatten_up_to(jacobians)
         blocks = []
         leaves = zip(Structure.of(y).leaves, jax.tree.leaves(index), strict=True)
         for k, (leaf, reads) in enumerate(leaves):
@@ -189,7 +186,7 @@ class Sparse(AtHand):
                 for part, out in zip(by_output, outputs.leaves, strict=True)
             ]
             if len(values) > 1:
-                # One after the other, each of all examples
+                # Outputs are ordered by array first, then by example.
                 reads = jnp.concatenate(
                     [jnp.repeat(reads, x.shape[1], 0) for x in values]
                 )

@@ -1,16 +1,16 @@
-r"""Dense and convolutional layers: their part of the Jacobian as products.
+r"""The blocks of dense and convolutional layers, stored as factors.
 
-Where an array of parameters does nothing but multiply, as the weights of a dense or a
-convolutional layer do, its rows of the Jacobian are sums of outer products of what
-comes back to the layer and what went into it,
+If an array of parameters only multiplies, as the weights of a dense or a convolutional
+layer do, its block of the Jacobian is a sum of outer products,
 
-$$\phi_{(n,c),(o,q)} = \sum_t s_{n,c,o,t}\,a_{n,t,q},$$
+$$\phi_{(n,c),(o,q)} = \sum_t s_{n,c,o,t}\,a_{n,t,q}.$$
 
-with $s$ the backward signals of output $c$ of example $n$ at the layer's output $o$ in
-position $t$, and $a$ the activations that position $t$ sees (a dense layer has one
-position, a convolution as many as its image, $q$ then running over a patch; weights that
-are used several times have the positions of all their uses). They are much smaller than
-the rows, and so is the work for the kernel.
+Here $s$ are the backward signals: the derivative of output $c$ of example $n$ with
+respect to the layer's output $o$ at position $t$. The activations $a$ are the layer's
+inputs at position $t$. A dense layer has one position; a convolution has one for each
+pixel of its output, and $q$ runs over a patch; weights that are used several times have
+the positions of all uses. The factors are much smaller than the rows, and the kernel
+costs less.
 """
 
 import math
@@ -29,23 +29,23 @@ from ._rows import Rows
 from ._stacked_block import StackedBlock
 
 
-# One multiplication by itself, in memory, takes as long as so many in a matrix product:
-# measured 75 on two cores, 38 on one, in single precision twice as many.
+# Cost of an elementwise multiplication relative to one in a matrix product. Measured: 75
+# on two cores, 38 on one core; twice as much in single precision.
 _ELEMENTWISE = 60
-# Positions' inner products of so many bytes at a time: fewer are products of matrices of
-# few rows (4 times slower), more leave the nearer memories (2 times).
+# Size of the batches in which inner products of positions are computed. Smaller batches
+# multiply matrices with few rows (4 times slower), larger ones leave the caches (twice).
 _POSITIONS_BYTES = 2**22
-# Of the rows that are formed a part at a time for the kernel.
+# Size of the batches of rows that are formed to make the kernel.
 _PART_BYTES = 2**27
 
 
 class Layer(AbstractBlock):
-    """The Jacobian by the weights of one layer, of all outputs of n examples."""
+    """The block of the weights of one layer, for all outputs of n examples."""
 
     signals: Float[Array, "n c o t"]
     activations: Float[Array, "n t q"]
     shape: tuple[int, ...] = eqx.field(static=True)  # of the weights
-    axes: tuple[int, ...] = eqx.field(static=True)  # theirs, those of o before those of q
+    axes: tuple[int, ...] = eqx.field(static=True)  # axes that form o, then those of q
 
     @property
     def num_rows(self) -> int:
@@ -53,21 +53,20 @@ class Layer(AbstractBlock):
         return n * c
 
     def is_smaller(self) -> bool:
-        """Whether it takes less memory than its rows."""
+        """Whether the factors take less memory than the rows."""
         rows = self.num_rows * math.prod(self.shape)
         return self.signals.size + self.activations.size < rows
 
     def rows(self) -> Float[Array, "m ..."]:
-        """The rows themselves, of all examples one after the other."""
         n, c, o, t = self.signals.shape
         signals = self.signals.reshape(n, c * o, t)
-        # With one position they are outer products, which are fused with what follows.
+        # An outer product (one position) written as `multiply` is fused by XLA.
         product = jnp.multiply if t == 1 else matmul
         rows = product(signals, self.activations)
         return jax.vmap(self._as_weights)(rows.reshape(n * c, -1))
 
     def merged(self, num_outputs: int) -> "Layer":
-        """One row an example: outputs are further outputs of the layer."""
+        # The outputs of an example become outputs of the layer.
         n, c, o, t = self.signals.shape
         shape = c, *self.shape
         axes = 0, *(axis + 1 for axis in self.axes)
@@ -91,18 +90,16 @@ class Layer(AbstractBlock):
         return jax.lax.map(of_example, (self.signals, self.activations)).reshape(-1)
 
     def squared_columns(self) -> Float[Array, "..."]:
-        """The squared norms of the Jacobian's columns, as weights."""
         n, _, o, t = self.signals.shape
         if t > 1:
             return jnp.sum(self.rows() ** 2, axis=0)
-        # Their squares may be out of range where those of their products are not.
+        # Squares of the factors may overflow where squares of their products do not.
         unit_s, unit_a = _tree.unit(self.signals), _tree.unit(self.activations)
         signals = jnp.sum((self.signals / unit_s) ** 2, axis=1).reshape(n, o)
         activations = (self.activations.reshape(n, -1) / unit_a) ** 2
         return self._as_weights(matmul(signals.T, activations)) * (unit_s * unit_a) ** 2
 
     def gram_with(self, other: AbstractBlock) -> Float[Array, "m k"]:
-        """Their inner products with those of another block."""
         if isinstance(other, StackedBlock):
             return other.gram_with(self).T
         if not (isinstance(other, Layer) and other.axes == self.axes):
@@ -127,11 +124,11 @@ class Layer(AbstractBlock):
 
     @property
     def num_inputs(self) -> int:
-        """Of one output, in one position: q."""
+        """q, the number of inputs of one output at one position."""
         return self.activations.shape[-1]
 
     def _gram_of_positions(self, other: "Layer") -> Float[Array, "m k"]:
-        """The inner products of all positions of all rows, some examples at a time."""
+        """Sum the inner products between all positions, in batches of examples."""
         n, c, o, t = self.signals.shape
         k, e, _, u = other.signals.shape
         all_signals = other.signals.swapaxes(2, 3).reshape(k * e * u, o)
@@ -145,14 +142,14 @@ class Layer(AbstractBlock):
             products = of_signals * of_activations[None, :, :, None, :]
             return jnp.sum(products, axis=(1, 4)).reshape(c, k * e)
 
-        of_one = c * t * all_activations.shape[0] * e * self.signals.dtype.itemsize
-        at_once = max(1, min(n, _POSITIONS_BYTES // max(1, of_one)))
+        example_bytes = c * t * all_activations.shape[0] * e * self.signals.dtype.itemsize
+        at_once = max(1, min(n, _POSITIONS_BYTES // max(1, example_bytes)))
         examples = self.signals, self.activations
         rows = jax.lax.map(of_example, examples, batch_size=at_once)
         return rows.reshape(n * c, k * e)
 
     def _gram_by_rows(self, other: "Layer") -> Float[Array, "m k"]:
-        """By the rows, for a few outputs of the layer at a time."""
+        """Multiply the rows, formed for a few of the layer's outputs at a time."""
         o, q = self.signals.shape[2], self.num_inputs
         num_bytes = max(self.num_rows, other.num_rows) * q * self.signals.dtype.itemsize
         part = _largest_divisor(o, max(1, _PART_BYTES // max(1, num_bytes)))
@@ -174,7 +171,6 @@ class Layer(AbstractBlock):
         return jax.lax.fori_loop(0, o // part, lambda k, sum: sum + of_part(k), zero)
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
-        r"""$\phi^\top a$, as weights."""
         n, c, _, _ = self.signals.shape
         precise = jax.lax.Precision.HIGHEST
         a, signals, activations = promoted((a, self.signals, self.activations))
@@ -184,7 +180,6 @@ class Layer(AbstractBlock):
         return self._as_weights(product)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
-        r"""$\phi v$, of weights."""
         precise = jax.lax.Precision.HIGHEST
         o = self.signals.shape[2]
         tangent, signals, activations = promoted(
@@ -196,7 +191,7 @@ class Layer(AbstractBlock):
         return products.reshape(-1)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Layer":
-        # Of an example all rows have the same activations.
+        # All rows of an example share their activations, so only signals change.
         n, c, o, t = self.signals.shape
         signals = jax.vmap(transform, 1, 1)(self.signals.reshape(n * c, o * t))
         signals = signals.astype(self.signals.dtype).reshape(n, -1, o, t)
@@ -215,11 +210,11 @@ class Layer(AbstractBlock):
 
 
 def gram_multiplications(
-    these: tuple[int, int, int], those: tuple[int, int, int], o: int, q: int
+    left: tuple[int, int, int], right: tuple[int, int, int], o: int, q: int
 ) -> tuple[float, float]:
-    """(by positions, by rows): of one layer. `these` and `those` are examples, their
-    outputs and the layer's positions."""
-    (n, c, t), (k, e, u) = these, those
+    """Return the multiplications that a layer's kernel takes by positions, and by rows.
+    `left` and `right` are (examples, outputs of an example, positions)."""
+    (n, c, t), (k, e, u) = left, right
     pairs, of_rows = float(n * c) * (k * e), float(n * c * t + k * e * u) / 2
     elementwise = _ELEMENTWISE * pairs if t * u > 1 else 0
     by_positions = t * u * (pairs * o + float(n) * k * q + elementwise)

@@ -1,4 +1,4 @@
-"""The Jacobian of independent examples: what is gained by their independence."""
+"""The Jacobian of a function of independent examples."""
 
 import functools
 import math
@@ -28,16 +28,16 @@ from ._rows import Rows
 class PerExample(eqx.Module):
     """A function of one example, lifted to a batch of independent ones.
 
-    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading
-    axis of every array in `args`. What it adds over `jax.vmap` is the knowledge that
-    outputs of one example do not depend on another: the dense Jacobian then takes as
-    many reverse passes as *one example* has outputs, not as all of them have together.
+    `PerExample(fn)(y, args)` is `fn(y, example)` for each example along the leading axis
+    of every array in `args`. Unlike `jax.vmap`, it records that the outputs of one
+    example do not depend on another example. The dense Jacobian then takes as many
+    reverse passes as *one example* has outputs, not as all examples have together.
 
     **Arguments:**
 
     - `fn`: `fn(y, example)` returning a pytree of arrays.
-    - `part_size`: how many examples have their activations in memory at once; those of
-        the rest are made anew in each product. `None` for all of them.
+    - `part_size`: how many examples have their activations in memory at once; each
+        product recomputes the others' activations. `None` means all examples.
 
     !!! example
 
@@ -61,18 +61,16 @@ class PerExample(eqx.Module):
 def by_parts(
     fn: Callable[[Any], PyTree[Array]], examples: PyTree[Array], size: int | None
 ) -> PyTree[Array]:
-    """`fn` of each example, of so many at a time. What is between the parameters and the
-    outputs is kept for one part only, and made anew for each pass."""
+    """Map `fn` over examples, in parts of `size`. Intermediate values are stored for one
+    part at a time, and recomputed in each derivative pass."""
     of_each = channels_last(jax.vmap(fn))
     if size is None or size >= _number(examples):
         return of_each(examples)
     of_part = jax.checkpoint(of_each)
     parts, whole, last = _divided(examples, size)
-    found = jax.lax.map(lambda part: of_part(whole(part)), parts)
-    axis = _axis_of_parts()
-    found = jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:]), found
-    )
+    found, axis = jax.lax.map(lambda part: of_part(whole(part)), parts), _axis_of_parts()
+    merge = lambda x: jnp.moveaxis(x, 0, axis).reshape(-1, *x.shape[2:])
+    found = jax.tree.map(merge, found)
     if last is None:
         return found
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, of_part(last))
@@ -81,17 +79,17 @@ def by_parts(
 def _divided(
     examples: PyTree[Array], size: int
 ) -> tuple[PyTree[Array], Callable[[PyTree[Array]], PyTree[Array]], PyTree | None]:
-    """Parts of so many examples, along a new axis, each of them flat; what gives a part
-    its shape again; and what is left over. Of flat parts XLA keeps no other layout of all
-    of the examples, as convolutions ask for it."""
+    """Return the examples in flat parts of `size` along a new axis, a function that
+    restores a part's shape, and the remaining examples, if any. Parts are flat so that
+    XLA does not copy all examples into the layout that convolutions prefer."""
     n, axis = _number(examples), _axis_of_parts()
     end = n - n % size
 
     def split(x: Array) -> Array:
-        of_one = math.prod(x.shape[1:])
+        width = math.prod(x.shape[1:])
         if axis == 0:
-            return x[:end].reshape(n // size, size * of_one)
-        return jnp.moveaxis(x[:end].reshape(size, n // size, of_one), 1, 0)
+            return x[:end].reshape(n // size, size * width)
+        return jnp.moveaxis(x[:end].reshape(size, n // size, width), 1, 0)
 
     def whole(part: PyTree[Array]) -> PyTree[Array]:
         return jax.tree.map(lambda p, x: p.reshape(size, *x.shape[1:]), part, examples)
@@ -101,7 +99,7 @@ def _divided(
 
 
 def _axis_of_parts() -> int:
-    """Where devices have some examples each, every part is to be of all devices."""
+    """Return 1 if devices share the examples, so that each part uses all devices."""
     return 1 if is_spread() else 0
 
 
@@ -110,18 +108,19 @@ def _number(examples: PyTree[Array]) -> int:
 
 
 class OfExamples(AbstractJacobian):
-    """As many reverse passes as one example has outputs, some arrays of parameters or
-    some examples at a time; dense and convolutional layers by their factors."""
+    """A Jacobian that takes as many reverse passes as one example has outputs, for some
+    arrays of parameters or some examples at a time. The blocks of dense and
+    convolutional layers are stored as factors."""
 
     _passes: ByPasses
-    _of_one: PerExample
+    function: PerExample
     _point: PyTree[Array]
     _args: PyTree[Array]
 
     def __init__(self, passes: ByPasses, fn: PerExample, point: PyTree, args: PyTree):
-        """The Jacobian `passes` of `fn(y, args)`, at a point."""
+        """`passes` is the Jacobian of `fn(y, args)` at `point`."""
         self._passes = passes
-        self._of_one = fn
+        self.function = fn
         self._point = point
         self._args = args
         self.domain = passes.domain
@@ -135,7 +134,7 @@ class OfExamples(AbstractJacobian):
         return self._passes.rmv(vector)
 
     def curvature_mv(self, vector: PyTree[Array]) -> PyTree[Array]:
-        if self._of_one.part_size is None:
+        if self.function.part_size is None:
             return self.rmv(self.mv(vector))
 
         def of_part(args):
@@ -144,7 +143,7 @@ class OfExamples(AbstractJacobian):
             (found,) = jax.linear_transpose(jvp, self.domain.tree)(jvp(vector))
             return found
 
-        return self._sum_of_parts(channels_last(of_part), self._of_one.part_size)
+        return self._sum_of_parts(channels_last(of_part), self.function.part_size)
 
     def a_product(self) -> Passes:
         return Passes(1, 1)
@@ -157,15 +156,15 @@ class OfExamples(AbstractJacobian):
         outputs = self._outputs_of_one()
         if is_by_forward(self._passes.jac, (outputs.size, self.domain.size)):
             of_example = functools.partial(_rows_forward, self._fn, point)
-            rows = jax.tree.leaves(by_parts(of_example, args, self._of_one.part_size))
+            rows = jax.tree.leaves(by_parts(of_example, args, self.function.part_size))
             found = [rows[leaf] for leaf in wanted]
         else:
             program = self._program()
-            passed = program.num_bytes_passed(outputs.size)
-            most = self._of_one.part_size or self._num_examples()
-            batch_size = min(most, max(1, self.memory_budget // passed))
+            example_bytes = program.num_bytes_passed(outputs.size)
+            most = self.function.part_size or self._num_examples()
+            batch_size = min(most, max(1, self.memory_budget // example_bytes))
             found = _program.blocks(program, point, args, wanted, batch_size)
-        # (n, c, ...) -> (m, ...), one output leaf after the other
+        # (n, c, ...) -> (m, ...): outputs are ordered by array first, then by example.
         ends = np.cumsum([leaf.size for leaf in outputs.leaves])[:-1]
 
         def stacked(rows: Array) -> Rows:
@@ -179,21 +178,21 @@ class OfExamples(AbstractJacobian):
 
     def in_turn(self, array: Array) -> tuple["OfExamples", Array]:
         point, array = jax.lax.optimization_barrier((self._point, array))
-        return OfExamples(self._passes, self._of_one, point, self._args), array
+        return OfExamples(self._passes, self.function, point, self._args), array
 
     def summed(
         self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
     ) -> Of:
         n = self._num_examples()
         most = min(self.memory_budget, part_bytes)
-        of_one = self._outputs_of_one().size * self.domain.nbytes
-        size = min(n, max(1, most // max(1, of_one)))
-        every = range(len(self.domain.leaves))
+        example_bytes = self._outputs_of_one().size * self.domain.nbytes
+        size = min(n, max(1, most // max(1, example_bytes)))
+        all_leaves = range(len(self.domain.leaves))
 
-        def part(args):
-            return of_blocks(self._blocks_of(self._point, args, every))
+        def of_part(args):
+            return of_blocks(self._blocks_of(self._point, args, all_leaves))
 
-        return part(self._args) if is_spread() else self._sum_of_parts(part, size)
+        return of_part(self._args) if is_spread() else self._sum_of_parts(of_part, size)
 
     def _sum_of_parts(self, of_part: Callable[[PyTree[Array]], Of], size: int) -> Of:
         if size >= self._num_examples():
@@ -213,14 +212,14 @@ class OfExamples(AbstractJacobian):
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "OfExamples":
         return OfExamples(
             self._passes.transformed(matrices, codomain),
-            PerExample(eqx.Partial(_transformed_fn, self._fn), self._of_one.part_size),
+            PerExample(eqx.Partial(_transformed_fn, self._fn), self.function.part_size),
             self._point,
             (self._args, matrices),
         )
 
     def within(self, memory_budget: int) -> "OfExamples":
         passes = self._passes.within(memory_budget)
-        return OfExamples(passes, self._of_one, self._point, self._args)
+        return OfExamples(passes, self.function, self._point, self._args)
 
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
@@ -228,10 +227,8 @@ class OfExamples(AbstractJacobian):
         rows = Passes(jvps=p) if forward else Passes(vjps=c)
         sizes = self.block_bytes()
         groups, left = grouped(sizes, self.memory_budget)
-        shape = self._num_examples(), c
-        multiplications = _program.num_gram_multiplications(
-            self._program(), self._point, shape
-        )
+        program, shape = self._program(), (self._num_examples(), c)
+        multiplications = _program.num_gram_multiplications(program, self._point, shape)
         return self._passes.cost()._replace(
             rows=rows,
             gram=rows * len(groups) + (Passes(m, m) if left else Passes()),
@@ -242,39 +239,32 @@ class OfExamples(AbstractJacobian):
         )
 
     @property
-    def function(self) -> PerExample:
-        """That it is the Jacobian of."""
-        return self._of_one
-
-    @property
     def _fn(self) -> Callable[[Any, Any], PyTree[Array]]:
-        return self._of_one.fn
+        return self.function.fn
 
     def _num_examples(self) -> int:
         return _number(self._args)
 
     def _example(self) -> PyTree[jax.ShapeDtypeStruct]:
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._args
-        )
+        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        return jax.tree.map(one, self._args)
 
     def _outputs_of_one(self) -> Structure:
         return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
 
     def _program(self) -> _program.Program:
-        # Over devices the rows are divided by columns, which factors do not have.
+        # Devices share the rows' columns, and factored blocks have no such columns.
         layers = not is_spread()
         return _program.find(self._fn, self._point, self._example(), layers=layers)
 
     def block_bytes(self) -> list[int]:
-        """What the block of each array of parameters takes in memory."""
         c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
         sizes = _program.num_numbers(self._program(), self._point, c)
         return [self._num_examples() * size * itemsize for size in sizes]
 
 
 def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
-    """The Jacobian of one example, as parameters with a leading axis of outputs."""
+    """Return the rows of one example by forward mode."""
     flat, unravel = ravel_pytree(y)
 
     def push(v):

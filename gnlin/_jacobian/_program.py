@@ -1,7 +1,7 @@
-"""A function's program: the dense and convolutional layers in it, and passes through it.
+"""Finds the dense and convolutional layers in a function's jaxpr, and makes their blocks.
 
-Found in the program, a layer is one whatever library it was written with, and whether
-it is called on one vector or on many.
+Because layers are found in the jaxpr, it does not matter with which library they were
+written.
 """
 
 import functools
@@ -23,7 +23,7 @@ from ._layer import gram_multiplications, Layer
 
 
 class _Use(NamedTuple):
-    """An equation that takes parameters, and as which of its operands."""
+    """An equation that has an array of parameters as one of its operands."""
 
     equation: JaxprEqn
     operand: int
@@ -43,7 +43,7 @@ class _Use(NamedTuple):
 
     @property
     def out_axes(self) -> tuple[int, ...]:
-        """The axes of the weights that are axes of the output."""
+        """The axes of the weights that are also axes of the output."""
         dimensions = self.equation.params["dimension_numbers"]
         if self.is_convolution:
             return (dimensions.rhs_spec[0],)
@@ -53,7 +53,7 @@ class _Use(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Those of the weights, first the output's, then the others in their order."""
+        """All axes of the weights: first `out_axes`, then those of the input."""
         dimensions = self.equation.params["dimension_numbers"]
         if self.is_convolution:
             return tuple(dimensions.rhs_spec)
@@ -61,7 +61,7 @@ class _Use(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """(o, t, q) of the layer."""
+        """(o, t, q): see [`Layer`][]."""
         o = math.prod(self.weights.shape[axis] for axis in self.out_axes)
         return o, self.output.size // o, self.weights.size // o
 
@@ -71,14 +71,14 @@ def _struct(atom: Any) -> jax.ShapeDtypeStruct:
 
 
 class Program(NamedTuple):
-    """A function of parameters and one example, and the layers in it."""
+    """The jaxpr of a function of parameters and one example, and the layers in it."""
 
     jaxpr: ClosedJaxpr
-    layers: dict[int, list[Any]]  # by the parameters' leaf, all their uses
+    layers: dict[int, list[Any]]  # index of a leaf of parameters -> its uses
 
     def num_bytes_passed(self, num_outputs: int) -> int:
-        """What passing one example there and back takes: all that the way there leaves,
-        and for each output the most that the way back has at once."""
+        """Return the bytes that one example takes in reverse mode: all values that the
+        forward pass makes, and the largest one once more for each output."""
         made, largest = bytes_made(self.jaxpr.jaxpr)
         return made + num_outputs * max(largest, 1)
 
@@ -86,36 +86,34 @@ class Program(NamedTuple):
 def find(
     fn: Callable, y: PyTree[Array], example: PyTree, *, layers: bool = True
 ) -> Program:
-    """`fn(y, example)`, with `example` by its shapes. There are no layers for more than
-    one array of outputs, or where a program does more than compute."""
+    """Return the program of `fn(y, example)`; `example` may hold shapes only. No layers
+    are reported if there is more than one array of outputs, or if there are effects."""
     leaves, structure = jax.tree.flatten(y)
     parts, of_example = jax.tree.flatten(example)
 
-    def flat(*args):
-        y_, example_ = args[: len(leaves)], args[len(leaves) :]
-        return jax.tree.leaves(
-            fn(structure.unflatten(y_), of_example.unflatten(example_))
-        )
+    def flat(leaves, parts):
+        out = fn(structure.unflatten(leaves), of_example.unflatten(parts))
+        return jax.tree.leaves(out)
 
-    closed = jax.make_jaxpr(flat)(*leaves, *parts)
+    closed = jax.make_jaxpr(flat)(leaves, parts)
     if not layers or closed.effects or len(closed.out_avals) > 1:
         return Program(closed, {})
     names = dict(zip(closed.jaxpr.invars, range(len(leaves)), strict=False))
     uses: dict[int, list[_Use | None]] = {leaf: [] for leaf in range(len(leaves))}
     _note_uses(closed.jaxpr, names, uses)
-    alike = {leaf: found for leaf, found in uses.items() if _is_one_layer(found)}
-    return Program(closed, alike)
+    found = {leaf: each for leaf, each in uses.items() if _is_one_layer(each)}
+    return Program(closed, found)
 
 
 def _is_one_layer(uses: Sequence[_Use | None]) -> bool:
-    """Whether all uses multiply by one matrix: then they are positions of a layer."""
+    """Whether all uses multiply by the same matrix, as positions of one layer do."""
     axes = {None if use is None else use.axes for use in uses}
     return len(axes) == 1 and None not in axes
 
 
 def _note_uses(jaxpr: Jaxpr, names: dict[Var, int], uses: dict[int, list]) -> None:
-    """Of each leaf of parameters, the equations that take it; `None` for those that are
-    no layer's."""
+    """Append to `uses` the equations that take each leaf of parameters, or `None` for an
+    equation that is not a layer."""
     for atom in jaxpr.outvars:
         if not isinstance(atom, Literal) and atom in names:
             uses[names[atom]].append(None)
@@ -132,7 +130,7 @@ def _note_uses(jaxpr: Jaxpr, names: dict[Var, int], uses: dict[int, list]) -> No
 
 
 def _taken(equation: JaxprEqn, names: dict[Var, int]) -> dict[int, int]:
-    """The operands that are parameters, and which."""
+    """Map positions of operands that are parameters to their leaves."""
     return {
         k: names[atom]
         for k, atom in enumerate(equation.invars)
@@ -141,10 +139,9 @@ def _taken(equation: JaxprEqn, names: dict[Var, int]) -> dict[int, int]:
 
 
 def _inlined(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """The program of a `jax.jit` within."""
-    return (
-        equation.params["jaxpr"] if equation.primitive.name in ("jit", "pjit") else None
-    )
+    """Return the program inside a nested `jax.jit`, else `None`."""
+    is_jit = equation.primitive.name in ("jit", "pjit")
+    return equation.params["jaxpr"] if is_jit else None
 
 
 def _is_layer(use: _Use) -> bool:
@@ -155,19 +152,14 @@ def _is_layer(use: _Use) -> bool:
             return not batch and 0 not in (use.weights.size, use.output.size)
         case "conv_general_dilated":
             ungrouped = params["feature_group_count"] == params["batch_group_count"] == 1
-            spread = any(d != 1 for d in params["lhs_dilation"])
+            dilated = any(d != 1 for d in params["lhs_dilation"])
             cropped = any(low < 0 or high < 0 for low, high in params["padding"])
             axis = params["dimension_numbers"].lhs_spec[0]
             (image, _) = map(_struct, use.equation.invars)
-            plain = ungrouped and not spread and not cropped
+            plain = ungrouped and not dilated and not cropped
             plain = plain and 0 not in (use.weights.size, use.output.size)
             return plain and use.operand == 1 and image.shape[axis] == 1
     return False
-
-
-#
-# Passing through a program
-#
 
 
 def evaluate(
@@ -176,10 +168,9 @@ def evaluate(
     example: Sequence[Array],
     added: dict[int, list[Array]],
 ) -> tuple[list[Array], dict[int, list[Array]]]:
-    """The outputs with something added to those of each use of a layer's weights, and
-    what goes into it."""
+    """Return the outputs, with `added` added to the output of each use of each layer, and
+    the layers' inputs. Derivatives with respect to `added` are the backward signals."""
     activations = {leaf: [] for leaf in added}
-
     if not added:
         return jaxpr_as_fun(program.jaxpr)(*leaves, *example), activations
 
@@ -196,12 +187,10 @@ def evaluate(
             else:
                 outs = _apply(jaxpr, equation, values)
                 for operand, leaf in taken.items():
-                    entered = _read(values, equation.invars[1 - operand])
-                    weights = _struct(equation.invars[operand])
-                    dtype = _tree.dtype((entered, weights))
-                    use = len(activations[leaf])
-                    activations[leaf].append(entered.astype(dtype))
-                    outs = [outs[0] + added[leaf][use]]
+                    x = _read(values, equation.invars[1 - operand])
+                    dtype = _tree.dtype((x, _struct(equation.invars[operand])))
+                    outs = [outs[0] + added[leaf][len(activations[leaf])]]
+                    activations[leaf].append(x.astype(dtype))
             values.update(zip(equation.outvars, outs, strict=True))
         return [_read(values, atom) for atom in jaxpr.outvars]
 
@@ -216,7 +205,7 @@ def _read(values: dict[Var, Array], atom) -> Array:
 
 
 def _apply(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, Array]) -> list[Array]:
-    """One equation, as a program of its own."""
+    """Evaluate one equation."""
     operands = [atom for atom in equation.invars if not isinstance(atom, Literal)]
     operands = list(dict.fromkeys(operands))
     alone = jaxpr.replace(
@@ -226,13 +215,13 @@ def _apply(jaxpr: Jaxpr, equation: JaxprEqn, values: dict[Var, Array]) -> list[A
 
 
 def _sizes(uses: Sequence[_Use]) -> tuple[int, int, int]:
-    """(o, t, q) of the layer, with the positions of all uses."""
+    """Return (o, t, q) of a layer, where t counts the positions of all uses."""
     o, _, q = uses[0].sizes
     return o, sum(use.sizes[1] for use in uses), q
 
 
 def num_numbers(program: Program, y: PyTree[Array], num_outputs: int) -> list[int]:
-    """That an example's block takes in memory, for each leaf of the parameters."""
+    """Return the numbers stored for one example's block, for each leaf of parameters."""
     sizes = []
     for k, leaf in enumerate(jax.tree.leaves(y)):
         sizes.append(num_outputs * leaf.size)
@@ -245,15 +234,15 @@ def num_numbers(program: Program, y: PyTree[Array], num_outputs: int) -> list[in
 def num_gram_multiplications(
     program: Program, y: PyTree[Array], shape: tuple[int, int]
 ) -> float:
-    """Of the blocks of n examples with c outputs each, all leaves together."""
+    """Return the multiplications that the kernel takes, for n examples of c outputs."""
     n, c = shape
     total = 0.0
     for k, leaf in enumerate(jax.tree.leaves(y)):
-        by_rows = float(n * c) ** 2 * leaf.size
+        of_leaf = float(n * c) ** 2 * leaf.size
         if k in program.layers:
             o, t, q = _sizes(program.layers[k])
-            by_rows = min(gram_multiplications((n, c, t), (n, c, t), o, q))
-        total += by_rows
+            of_leaf = min(gram_multiplications((n, c, t), (n, c, t), o, q))
+        total += of_leaf
     return total
 
 
@@ -264,14 +253,12 @@ def blocks(
     wanted: Sequence[int],
     batch_size: int,
 ) -> list[Any]:
-    """The Jacobian of a batch of n examples by the `wanted` leaves of the parameters: for
-    each a [`Layer`][], or its rows, (n, c, ...).
-
-    - `batch_size`: how many examples are passed at once.
+    """Return the blocks of n examples for the `wanted` leaves of the parameters, each a
+    [`Layer`][] or rows of shape (n, c, ...), by passes for `batch_size` examples at once.
     """
     leaves = jax.tree.leaves(y)
     layers = {leaf: program.layers[leaf] for leaf in wanted if leaf in program.layers}
-    empty = [leaf for leaf in wanted if leaves[leaf].size == 0]  # no part of the loop
+    empty = [leaf for leaf in wanted if leaves[leaf].size == 0]  # kept out of the loop
     plain = [leaf for leaf in wanted if leaf not in (*layers, *empty)]
 
     def of_example(example):
@@ -281,12 +268,12 @@ def blocks(
                 all_leaves[leaf] = value
             return evaluate(program, all_leaves, example, added)
 
-        nothing = {
+        zeros = {
             leaf: [jnp.zeros(use.output.shape, use.output.dtype) for use in uses]
             for leaf, uses in layers.items()
         }
         chosen = [leaves[leaf] for leaf in plain]
-        outputs, pull, activations = jax.vjp(run, nothing, chosen, has_aux=True)
+        outputs, pull, activations = jax.vjp(run, zeros, chosen, has_aux=True)
         flat, unravel = ravel_pytree(outputs)
         basis = jnp.eye(flat.size, dtype=flat.dtype)
         return activations, *jax.vmap(lambda u: pull(unravel(u)))(basis)
@@ -303,17 +290,14 @@ def blocks(
         found[leaf] = jnp.zeros((n, c, *leaves[leaf].shape), leaves[leaf].dtype)
     for leaf, uses in layers.items():
         layer = _layer(uses, activations[leaf], signals[leaf])
-        found[leaf] = layer if layer.is_smaller() else _by_example(layer)
+        dense = not layer.is_smaller()
+        found[leaf] = layer.rows().reshape(n, c, *layer.shape) if dense else layer
     return [found[leaf] for leaf in wanted]
 
 
-def _by_example(layer: Layer) -> Float[Array, "n c ..."]:
-    n, c, _, _ = layer.signals.shape
-    return layer.rows().reshape(n, c, *layer.shape)
-
-
 def _layer(uses: Sequence[_Use], xs: Sequence[Array], backs: Sequence[Array]) -> Layer:
-    """From what went into each use, (n, ...), and what came back, (n, c, ...)."""
+    """Return the block, given the input `xs` (n, ...) and the backward signals `backs`
+    (n, c, ...) of each use."""
     parts = [_factors(*each) for each in zip(uses, xs, backs, strict=True)]
     signals, activations = zip(*parts, strict=True)
     return Layer(
@@ -350,7 +334,7 @@ def _factors(
 def _patches(
     x: Float[Array, "n i ..."], size: Sequence[int], positions: Sequence[int], params
 ) -> Float[Array, "n t q"]:
-    """What each position of a convolution's output sees, channel by channel."""
+    """Return the input patch of each position of a convolution's output."""
     padding = [(0, 0, 0), (0, 0, 0), *((a, b, 0) for a, b in params["padding"])]
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), padding)
     strides, dilations = params["window_strides"], params["rhs_dilation"]

@@ -1,4 +1,4 @@
-"""A Jacobian by the steps of a retraction."""
+"""The Jacobian with respect to steps along a retraction."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ._stacked_block import StackedBlock
 
 
 class Retracted(ChangeOfVariables):
-    r"""$\phi T$, with a $T$ of a block for each row of some arrays of parameters."""
+    r"""$\phi T$, where $T$ has a $d \times d$ block for each row of some arrays."""
 
     matrices: list[Float[Array, "k d d"] | None]
 

@@ -1,4 +1,4 @@
-"""A Jacobian by variables in other units."""
+"""The Jacobian with respect to scaled parameters."""
 
 import jax
 from jaxtyping import Array, PyTree
@@ -9,7 +9,7 @@ from ._change_of_variables import ChangeOfVariables
 
 
 class ScaledColumns(ChangeOfVariables):
-    r"""$\phi D^{-1}$, with a diagonal $D$ of the parameters' structure."""
+    r"""$\phi D^{-1}$, where `scale` is the diagonal of $D$, as a pytree of parameters."""
 
     scale: PyTree[Array]
 

@@ -1,4 +1,4 @@
-"""The Jacobian of several groups of independent examples, one above the other."""
+"""The Jacobian of several groups of residuals, stacked."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from ._stacked_block import StackedBlock
 
 
 class AtOnce(eqx.Module):
-    """A function of all that it is given, as of one example."""
+    """A function whose outputs depend on all of `args`, treated as one example."""
 
     fn: Callable[[Any, Any], PyTree[Array]]
     sparsity: Sparsity | None = None
@@ -29,8 +29,8 @@ class AtOnce(eqx.Module):
 
 
 class PerGroup(eqx.Module):
-    """Functions of one example each, lifted to groups of independent ones: a
-    [`gnlin.PerExample`][] for each name, of the arrays of that name."""
+    """A function of several groups of examples: for each name, a [`gnlin.PerExample`][]
+    (or [`AtOnce`][]) that is called with `args[name]`."""
 
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
     part_size: int | None = eqx.field(default=None, static=True)
@@ -46,12 +46,12 @@ class PerGroup(eqx.Module):
 
 
 class Stacked(AbstractJacobian):
-    """A Jacobian for each name, of the same parameters, each of its own kind."""
+    """Jacobians of named groups with the same parameters, stacked; kinds may differ."""
 
     parts: Mapping[str, AbstractJacobian]
 
     def __init__(self, parts: Mapping[str, AbstractJacobian]):
-        # In the order of the leaves of what they are to
+        # Sorted, as are the leaves of a dictionary of outputs
         self.parts = {name: parts[name] for name in sorted(parts)}
         first, *_ = self.parts.values()
         self.domain = first.domain
@@ -121,7 +121,7 @@ class Stacked(AbstractJacobian):
             rows=_most(cost.rows for cost in costs),
             gram=_most(cost.gram for cost in costs),
             one_pass=sum(cost.one_pass for cost in costs),
-            # Of two groups about the mean of theirs
+            # Products between two groups cost about the geometric mean of their own.
             gram_operations=sum(cost.gram_operations**0.5 for cost in costs) ** 2,
             num_bytes=sum(cost.num_bytes for cost in costs),
             in_parts=all(cost.in_parts for cost in costs),
@@ -134,7 +134,7 @@ def _sum(trees: Iterable[Of]) -> Of:
 
 
 def _most(passes) -> Passes:
-    """Of groups that are passed together."""
+    """Return the passes that the groups take if they are passed through together."""
     counts = [(each.jvps, each.vjps) for each in passes]
     jvps, vjps = zip(*counts, strict=True)
     return Passes(max(jvps), max(vjps))

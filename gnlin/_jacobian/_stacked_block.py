@@ -1,4 +1,4 @@
-"""A block that several groups of rows make."""
+"""Blocks of several groups of residuals, stacked."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ._block import AbstractBlock
 
 
 class StackedBlock(AbstractBlock):
-    """Blocks by the same array of parameters, one above the other, each of its kind."""
+    """Stacked blocks of the same array of parameters; their kinds may differ."""
 
     parts: Sequence[AbstractBlock]
 
@@ -64,7 +64,7 @@ class StackedBlock(AbstractBlock):
         return functools.reduce(jnp.add, promoted([b.pull_back(x) for b, x in pairs]))
 
     def transformed(self, transform: Callable[[Array], Array]) -> AbstractBlock:
-        raise NotImplementedError("Each group of rows is transformed by itself.")
+        raise NotImplementedError("Transform the blocks of each group instead.")
 
     def scaled(self, scale: Float[Array, "..."]) -> "StackedBlock":
         return StackedBlock([part.scaled(scale) for part in self.parts])

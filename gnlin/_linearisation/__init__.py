@@ -1,1 +1,1 @@
-"""A function at a point, and the linearised problem of a loss on it."""
+"""Linearisations of functions, and the quadratic problems made from them."""

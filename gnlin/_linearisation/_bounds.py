@@ -1,4 +1,4 @@
-"""Bounds on the parameters: where a point may be, and what of it is free to move."""
+"""Bounds on the parameters."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,23 +16,23 @@ from .._common._sharding import is_here
 
 
 class Box(eqx.Module):
-    """All points between two, which have the parameters' structure."""
+    """All points between `lower` and `upper`, which have the parameters' structure."""
 
     lower: PyTree[Array]
     upper: PyTree[Array]
 
     @staticmethod
     def of(bounds: Any, y: PyTree[Array]) -> "Box":
-        """From `(lower, upper)` as a user gives them, each a number, a tree whose leaves
-        are for whole parts of the parameters, or `None`, as is any part of it."""
+        """Return the box of a pair `(lower, upper)`. Each bound is a number, `None`, or a
+        prefix tree of the parameters with such leaves."""
         check_pair(bounds)
         lower = _spread(bounds[0], y, -jnp.inf, "lower")
         upper = _spread(bounds[1], y, jnp.inf, "upper")
         return Box(lower, upper)
 
     def clip(self, y: PyTree[Array]) -> PyTree[Array]:
-        """The nearest point; NaN where a lower bound is above the upper one, as is not
-        known of traced ones before the program runs."""
+        """Return the nearest point in the box. Entries are NaN if their lower bound is
+        above the upper one, since traced bounds cannot be checked earlier."""
 
         def each(x, low, high):
             return jnp.where(low <= high, jnp.clip(x, low, high), jnp.nan)
@@ -40,7 +40,7 @@ class Box(eqx.Module):
         return jax.tree.map(each, y, self.lower, self.upper)
 
     def moved(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
-        """A step further, as far as there is room: at a bound it is exactly there."""
+        """Return `y + step` clipped to the box, with exact values at the bounds."""
 
         def each(x, low, high, d):
             inside = jnp.where(d <= low - x, low, x + d.astype(x.dtype))
@@ -49,8 +49,8 @@ class Box(eqx.Module):
         return jax.tree.map(each, y, self.lower, self.upper, step)
 
     def blocked(self, y: PyTree[Array], slope: PyTree[Array]) -> PyTree[Array]:
-        """Which parameters are at a bound that the way down leads beyond, or have no
-        room at all."""
+        """Return which parameters are at a bound that descent along `-slope` would cross,
+        or have equal bounds."""
 
         def each(x, low, high, g):
             return (x <= low) & ((g > 0) | (low == high)) | (x >= high) & (g < 0)
@@ -58,7 +58,7 @@ class Box(eqx.Module):
         return jax.tree.map(each, y, self.lower, self.upper, slope)
 
     def without(self, blocked: PyTree[Array], y: PyTree[Array]) -> "Box":
-        """The part of it in which some parameters are as at a point."""
+        """Return the box with `blocked` parameters fixed at their values in `y`."""
 
         def narrowed(limits):
             return jax.tree.map(jnp.where, blocked, y, limits)
@@ -66,7 +66,7 @@ class Box(eqx.Module):
         return Box(narrowed(self.lower), narrowed(self.upper))
 
     def within(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
-        """A step's part along the faces that a point is on: what is at a bound stays."""
+        """Return the step with zeros for parameters that are at a bound."""
 
         def each(x, low, high, d):
             return jnp.where((low < x) & (x < high), d, 0)
@@ -74,7 +74,7 @@ class Box(eqx.Module):
         return jax.tree.map(each, y, self.lower, self.upper, step)
 
     def is_left(self, y: PyTree[Array], step: PyTree[Array]) -> Bool[Array, ""]:
-        """Whether a step leads beyond."""
+        """Whether a step leaves the box."""
 
         def each(x, low, high, d):
             return jnp.any((d < low - x) | (d > high - x))
@@ -85,8 +85,8 @@ class Box(eqx.Module):
     def followed(
         self, y: PyTree[Array], step: PyTree[Array]
     ) -> tuple[PyTree[Array], PyTree[Array]]:
-        """Where a step comes to the first bound, and which parameters are at theirs
-        there."""
+        """Return the point where a step reaches the first bound, and which parameters
+        are at a bound there."""
 
         def part(x, low, high, d):
             room = jnp.where(d < 0, x - low, high - x)
@@ -116,7 +116,7 @@ def check_pair(bounds: Any) -> None:
 
 
 def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
-    """Raises `ValueError` if a known lower bound is above a known upper one."""
+    """Raise `ValueError` if a concrete lower bound is above its upper bound."""
 
     def known(bound):
         leaves = jax.tree_util.tree_leaves_with_path(bound)
@@ -125,16 +125,15 @@ def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
     lows, highs = known(lower), known(upper)
     for path in lows.keys() | highs.keys():
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        # Either may be one number for a whole part of the parameters.
+        # Either bound may be given for a prefix of this path.
         parts = [path[:k] for k in range(len(path) + 1)]
         low, high = ([v[k] for k in parts if k in v] for v in (lows, highs))
         if not low or not high:
             continue
         are_alike = low[-1].shape == high[-1].shape
         if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
-            _refuse_empty(
-                low[-1], high[-1], f" of the parameter `{name}`" if name else ""
-            )
+            of = f" of the parameter `{name}`" if name else ""
+            _refuse_empty(low[-1], high[-1], of)
 
 
 def _is_known(value: Any) -> bool:
@@ -154,8 +153,8 @@ def _refuse_empty(low: np.ndarray, high: np.ndarray, of: str) -> None:
 
 
 def check_start(bounds: Any, y: PyTree[Array]) -> None:
-    """Raises `ValueError` if these are no bounds, or the start is not between them.
-    Traced ones pass."""
+    """Raise `ValueError` if the bounds are invalid, or the start is outside them. Traced
+    values are not checked."""
     if bounds is None:
         return
     given = jax.tree.leaves((bounds, y))
@@ -181,7 +180,7 @@ def check_start(bounds: Any, y: PyTree[Array]) -> None:
 def _spread(
     bound: PyTree[ArrayLike | None], y: PyTree[Array], none: float, which: str
 ) -> PyTree[Array]:
-    """A bound for each of the parameters; `none` for those without."""
+    """Broadcast a bound to the parameters; those without a bound get `none`."""
     if isinstance(bound, Mapping) and isinstance(y, Mapping):
         check_names(bound, y, f"to have a {which} bound")
         return {k: _spread(bound.get(k), part, none, which) for k, part in y.items()}
@@ -205,5 +204,5 @@ def _spread(
 
 
 def free_scale(blocked: PyTree[Bool[Array, "..."]], y: PyTree[Array]) -> PyTree[Array]:
-    """By which a Jacobian's columns are divided, so that what is blocked has none."""
+    """Return divisors of the Jacobian's columns that make blocked columns zero."""
     return jax.tree.map(lambda b, x: jnp.where(b, jnp.inf, 1).astype(x.dtype), blocked, y)

@@ -1,4 +1,4 @@
-"""A function's linearisation at a point: the one object that every solver starts from."""
+"""The linearisation of a function at a point, from which every solver starts."""
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -38,13 +38,13 @@ from ._spectrum import Spectrum, spectrum_of, svd_is_cheap
 class Linearisation(eqx.Module):
     r"""A function linearised at a point: $f(y_s) + \phi\,(y - y_s)$.
 
-    Made by [`gnlin.linearise`][]. The forward pass at the linearisation point is made
-    once; products with $\phi$ and $\phi^\top$ do not repeat it.
+    Made by [`gnlin.linearise`][]. Products with $\phi$ and $\phi^\top$ do not repeat the
+    forward pass at the linearisation point.
 
     **Attributes:**
 
-    - `point`: the linearisation point, a pytree of p parameters in all.
-    - `outputs`: the function's outputs there, a pytree of m numbers in all.
+    - `point`: the linearisation point, a pytree of p parameters.
+    - `outputs`: the function's outputs at that point, a pytree of m numbers.
     - `jacobian`: $\phi$, a [lineax](https://docs.kidger.site/lineax) operator from the
         parameters' structure to the outputs', matrix-free.
     """
@@ -52,10 +52,8 @@ class Linearisation(eqx.Module):
     point: PyTree[Array]
     outputs: PyTree[Array]
     jacobian: AbstractJacobian
-    # Where a point may move to; None for anywhere
-    box: Box | None = None
-    # How it moves; None for straight on
-    retraction: Retraction | None = None
+    box: Box | None = None  # bounds on the parameters
+    retraction: Retraction | None = None  # None if steps are added
 
     def __repr__(self) -> str:
         m, p = self.shape
@@ -67,48 +65,50 @@ class Linearisation(eqx.Module):
         return self.jacobian.shape
 
     def __call__(self, y: PyTree[ArrayLike]) -> PyTree[Array]:
-        """The linearised function at other parameters: one Jacobian-vector product."""
+        """Evaluate the linearised function at `y`, by one Jacobian-vector product."""
         difference = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype) - b, y, self.point)
         return jax.tree.map(jnp.add, self.outputs, self.jvp(difference))
 
     def jvp(self, tangent: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi\,v$: a Jacobian-vector product."""
+        r"""Return the Jacobian-vector product $\phi\,v$."""
         return self.jacobian.mv(tangent)
 
     def vjp(self, cotangent: PyTree[Array]) -> PyTree[Array]:
-        r"""$\phi^\top u$: a vector-Jacobian product."""
+        r"""Return the vector-Jacobian product $\phi^\top u$."""
         return self.jacobian.rmv(cotangent)
 
     def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
-        r"""$\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
+        r"""Return $\phi\,v$ as a flat vector, in `ravel_pytree` order of the outputs."""
         return self.jacobian.push_forward(tangent)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
-        r"""$\phi^\top a$ for a flat vector, in `ravel_pytree` order of the outputs."""
+        r"""Return $\phi^\top a$ for a flat vector $a$ in `ravel_pytree` order."""
         return self.jacobian.pull_back(cotangent)
 
     def rows(self) -> PyTree[Array]:
-        r"""The dense Jacobian, as the parameters' structure with a leading axis of
-        length m: m x p numbers. By forward mode if p < m, else by reverse mode, unless
-        `jac` was given or the function has one direction only; of a
-        [`gnlin.PerExample`][] (a model is one) likewise, an example by itself."""
+        """Return the dense Jacobian: the parameters' structure, with a leading axis of
+        length m on each array.
+
+        It is made by forward mode if p < m, else by reverse mode, unless `jac` or the
+        function allows only one. For a [`gnlin.PerExample`][], such as a model, m counts
+        the outputs of one example."""
         return self.jacobian.rows()
 
     def matrix(self) -> Float[Array, "m p"]:
-        r"""The dense Jacobian as one m x p matrix, parameters in `ravel_pytree` order."""
+        """Return the dense Jacobian as one m x p matrix, in `ravel_pytree` order."""
         return self.jacobian.as_matrix()
 
     def kernel(self, other: "Linearisation | None" = None) -> Float[Array, "m k"]:
-        r"""The empirical neural tangent kernel $\phi\phi^\top$; with another
-        linearisation, of the same parameters on other data, that between the two sets,
-        $\phi\phi'^\top$, as in `test.kernel(train)`.
+        r"""Return the empirical neural tangent kernel $\phi\phi^\top$, or the kernel
+        $\phi\phi'^\top$ between two data sets, as in `test.kernel(train)`, if `other` is
+        a linearisation with the same parameters on other data.
 
-        Of a [`gnlin.PerExample`][] it takes as many reverse passes as one example has
-        outputs, and for dense and convolutional layers no rows of the Jacobian: products
-        of what went into a layer and what came back. The memory budget is kept by some
-        arrays of parameters at a time; for an array whose part is too large by itself, or
-        another function whose m x p Jacobian is, each chunk of rows is pulled back and
-        pushed forward again, m passes each way.
+        For a [`gnlin.PerExample`][], this takes as many reverse passes as one example has
+        outputs. Dense and convolutional layers need no rows of the Jacobian: their kernel
+        is made from activations and backward signals. Arrays of parameters are processed
+        in groups that fit in the memory budget. If one array alone, or the m x p Jacobian
+        of another kind of function, does not fit, m forward and m reverse passes are made
+        in chunks instead.
         """
         if other is None:
             return self.jacobian.gram()
@@ -116,21 +116,21 @@ class Linearisation(eqx.Module):
         return self.jacobian.gram_with(other.jacobian)
 
     def curvature(self) -> Float[Array, "p p"]:
-        r"""$\phi^\top\phi$, parameters in `ravel_pytree` order; of a
-        [`gnlin.PerExample`][] by some examples at a time."""
+        r"""Return $\phi^\top\phi$, parameters in `ravel_pytree` order. For a
+        [`gnlin.PerExample`][], it is summed over batches of examples."""
         return self.jacobian.curvature()
 
     def spectrum(self, method: Literal["svd", "eigh"] | None = None) -> Spectrum:
-        r"""The eigenpairs of the kernel and the residual in them, for any filter.
+        """Return the kernel's spectrum, from which any filter's step is cheap.
 
         The outputs are taken as the residual of a least-squares problem.
 
         **Arguments:**
 
         - `method`: `"svd"` factorises the m x p Jacobian, and resolves singular values
-            down to rounding; `"eigh"` the kernel or the curvature, whichever is
-            smaller, which is many times faster, but resolves them to the square root of
-            rounding only. The default takes the first while it is cheap.
+            down to rounding. `"eigh"` factorises the kernel or the curvature, whichever
+            is smaller: it is many times faster, but resolves singular values only down
+            to the square root of rounding. By default, `"svd"` for small problems.
 
         **Raises:** `ValueError` for another method.
         """
@@ -143,50 +143,49 @@ class Linearisation(eqx.Module):
         return spectrum_of(self.jacobian, self.outputs, method)
 
     def materialise(self) -> "Linearisation":
-        """The same linearisation with its Jacobian at hand, so that products with it are
-        products with matrices."""
+        """Return the linearisation with its Jacobian in memory: products then need no
+        passes through the function."""
         return self.with_jacobian(self.jacobian.at_hand())
 
-    def in_one_array(
-        self,
-    ) -> "tuple[Linearisation, Callable[[Array], PyTree[Array]]]":
-        """The same of a function of all parameters in one array, and how they become
-        their tree again. What loops over parameters compiles faster for one array than
-        for the many of a network. Only where the matrix is in memory, the parameters are
-        of one dtype, on one device, and nothing but added to: else itself."""
+    def in_one_array(self) -> "tuple[Linearisation, Callable[[Array], PyTree[Array]]]":
+        """Return the linearisation with respect to the raveled parameters, and a function
+        that unravels them. Loops over parameters compile faster for one array than for
+        the many arrays of a network. Returns `self` and the identity unless the Jacobian
+        is a matrix in memory, the parameters have one dtype and are on one device, and
+        there are no bounds and no retraction."""
         jacobian, leaves = self.jacobian, jax.tree.leaves(self.point)
         alike = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
-        added = self.box is None and self.retraction is None and not is_spread()
-        if not (isinstance(jacobian, AtHand) and jacobian.is_matrix and alike and added):
+        plain = self.box is None and self.retraction is None and not is_spread()
+        if not (isinstance(jacobian, AtHand) and jacobian.is_matrix and alike and plain):
             return self, lambda parameters: parameters
         point, unravel = ravel_pytree(self.point)
         return Linearisation(point, self.outputs, jacobian.of_one_array()), unravel
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
-        """The same Jacobian with other outputs, of the same structure."""
+        """Return the linearisation with its outputs replaced."""
         fixed = self.box, self.retraction
         return Linearisation(self.point, outputs, self.jacobian, *fixed)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Linearisation":
-        """The same, with the Jacobian in another form."""
+        """Return the linearisation with its Jacobian replaced."""
         fixed = self.box, self.retraction
         return Linearisation(self.point, self.outputs, jacobian, *fixed)
 
     def along(self, retraction: Retraction) -> "Linearisation":
-        """The same by the steps of a retraction."""
+        """Return the linearisation with respect to steps along a retraction."""
         jacobian = Retracted(self.jacobian, retraction.tangents(self.point))
         return Linearisation(self.point, self.outputs, jacobian, self.box, retraction)
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
-        """The same between bounds, at which the `blocked` parameters stay: their columns
-        are zero."""
+        """Return the linearisation with bounds, and with zero columns for the `blocked`
+        parameters, which stay where they are."""
         jacobian = ScaledColumns(self.jacobian, free_scale(blocked, self.point))
         box = box.without(blocked, self.point)
         return Linearisation(self.point, self.outputs, jacobian, box)
 
     def moved(self, step: PyTree[Array], length: ScalarLike = 1.0) -> PyTree[Array]:
-        r"""$\theta + \delta$, or so much of it, between the bounds, or by a retraction:
-        where a point moves, it moves here."""
+        """Return the point after `length` times `step`, clipped to the bounds or moved
+        by the retraction. All solvers move points here."""
         if self.retraction is not None:
             return self.retraction.moved(self.point, _tree.scale(length, step))
         if self.box is None:
@@ -231,25 +230,25 @@ def linearise(
 
     **Arguments:**
 
-    - `fn`: `fn(y, args)` returning a pytree of floating-point arrays (of residuals, for
-        least squares); a [`gnlin.PerExample`][] makes its dense Jacobian cheaper.
+    - `fn`: `fn(y, args)` returning a pytree of floating-point arrays (the residuals, in
+        least squares). A [`gnlin.PerExample`][] has a cheaper dense Jacobian.
     - `y`: the linearisation point, any pytree of floating-point arrays.
     - `args`: passed on, not differentiated.
-    - `has_aux`: whether `fn` returns a pair, the second of auxiliary data.
-    - `jac`: whether the dense Jacobian is made by forward mode, `"fwd"`, or by reverse
-        mode, `"bwd"`. By default by whichever takes fewer passes.
-    - `memory_budget`: bytes that the largest matrix made of it may take.
+    - `has_aux`: whether `fn` returns a pair `(outputs, auxiliary data)`.
+    - `jac`: the mode by which the dense Jacobian is made: `"fwd"` (forward) or `"bwd"`
+        (reverse). By default the mode that takes fewer passes.
+    - `memory_budget`: limit, in bytes, on the largest matrix made from the Jacobian.
 
-    A function may have one direction only: a `jax.custom_vjp` has no forward mode, a
-    `lax.while_loop` no reverse mode. Its dense Jacobian is then made at once, by the mode
-    that there is, and products are with that.
+    A function may be differentiable in one mode only: a `jax.custom_vjp` has no forward
+    mode, a `lax.while_loop` no reverse mode. Its dense Jacobian is then made at once, in
+    that mode, and used for all products.
 
-    **Returns:** a [`gnlin.Linearisation`][]; with `has_aux`, a pair of it and the
+    **Returns:** a [`gnlin.Linearisation`][], or, with `has_aux`, a pair of it and the
     auxiliary data.
 
     **Raises:** `ValueError` if `y` has no entries, or is not real floating-point; if the
-    function has no derivative of the direction `jac`, or one direction only and a dense
-    Jacobian beyond the memory budget.
+    function cannot be differentiated in the mode `jac`; if it has one mode only and its
+    dense Jacobian exceeds the memory budget.
 
     !!! example
 
@@ -291,7 +290,7 @@ def linearise(
             fn = PerExample(eqx.Partial(_without_aux, fn.fn), fn.part_size)
         jacobian = OfExamples(jacobian, fn, y, args)
     if only is not None:
-        # Products of the other direction are with its rows.
+        # Products in the missing mode need the dense Jacobian.
         check_at_hand(jacobian, only)
         jacobian = jacobian.at_hand()
     lin = Linearisation(y, outputs, jacobian)
@@ -318,8 +317,8 @@ def check_at_hand(jacobian: AbstractJacobian, only: Direction) -> None:
 def check_same_parameters(one: Linearisation, other: Linearisation) -> None:
     if one.jacobian.domain != other.jacobian.domain:
         raise ValueError(
-            "The kernel between two linearisations is of the same parameters, but "
-            "theirs have other shapes or dtypes."
+            "The kernel between two linearisations needs parameters of the same shapes "
+            "and dtypes, but theirs differ."
         )
 
 

@@ -1,4 +1,4 @@
-"""What is minimised, as a function of the outputs, and its second-order expansion."""
+"""Objectives: losses as functions of all outputs, and their second-order expansions."""
 
 import abc
 import functools
@@ -22,68 +22,68 @@ from ._quadratic import Quadratic
 
 
 class AbstractObjective(eqx.Module):
-    """A function of the outputs of all examples together, as solvers see it.
+    """The function of the outputs of all examples that a solver minimises.
 
-    `is_sample`: whether they are some of the examples, and other steps see others.
+    - `is_sample`: whether each step sees a different sample of the examples.
     """
 
     is_sample: AbstractVar[bool]
 
     @property
     def is_noisy(self) -> bool:
-        """Whether examples were measured, with noise that differs between samples. Points
-        that are drawn for a differential equation have none."""
+        """Whether examples carry noise that differs between samples. Measured data do;
+        points that are drawn for a differential equation do not."""
         return True
 
     @property
     @abc.abstractmethod
     def is_quadratic(self) -> bool:
-        """Whether the second-order expansion is the objective itself."""
+        """Whether the objective equals its second-order expansion in the outputs."""
 
     @abc.abstractmethod
     def value(self, outputs: PyTree[Array]) -> Scalar:
-        """The objective."""
+        """Return the objective."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of its parts, if it has several."""
+        """The names of the objective's parts, if it has several."""
         return ()
 
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
-        """Of the parts, by their names."""
+        """Return the value of each part by name."""
         return {}
 
     @abc.abstractmethod
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
-        """By how much it falls from one point to another."""
+        """Return by how much the objective falls, to rounding of the change."""
 
     @abc.abstractmethod
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        """Its derivative by the outputs."""
+        """Return the derivative with respect to the outputs."""
 
     @abc.abstractmethod
     def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        """Products with a factor of its second derivative by the outputs."""
+        """Return products with R, where the Hessian in the outputs is R^T R."""
 
     @abc.abstractmethod
     def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
-        """Products with its second derivative by the outputs."""
+        """Return products with the Hessian in the outputs."""
 
     @abc.abstractmethod
     def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        """What has to settle for a run to have converged."""
+        """Return the quantity that must settle for a run to have converged."""
 
     def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        """Residuals of which half the sum of squares is the objective."""
+        """Return residuals such that half their sum of squares is the objective."""
         raise NotImplementedError
 
     @abc.abstractmethod
     def expand(self, lin: Linearisation) -> Quadratic:
-        """The second-order expansion in the outputs of a linearisation."""
+        """Return the second-order expansion in the outputs at a linearisation."""
 
 
 class SumOfSquares(AbstractObjective):
-    """Half the sum of squares of residuals, which have no targets."""
+    """Half the sum of squares of residuals; there are no targets."""
 
     is_sample: bool = eqx.field(static=True, default=False)
 
@@ -97,7 +97,7 @@ class SumOfSquares(AbstractObjective):
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         change = jax.tree.map(jnp.subtract, outputs, new_outputs)
         both = jax.tree.map(jnp.add, outputs, new_outputs)
-        return 0.5 * _tree.dot(change, both)  # to rounding of the change
+        return 0.5 * _tree.dot(change, both)
 
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return outputs
@@ -118,13 +118,13 @@ class SumOfSquares(AbstractObjective):
 class BatchLoss(AbstractObjective):
     """A loss on the targets of a batch, reduced over its examples.
 
-    With `num_leading` it is the loss of so many examples at the front, with a curvature
-    that all of them estimate together.
+    With `num_leading`, the loss is that of the first `num_leading` examples, and all
+    examples together estimate its curvature.
     """
 
     loss: AbstractLoss
     targets: PyTree[Array]
-    # With the reduction; None for ones.
+    # Weights of the examples, including the reduction; None if all are one.
     weights: Float[Array, " n"] | None
     curvature_weights: Float[Array, " n"] | None
     is_sample: bool = eqx.field(static=True)
@@ -139,8 +139,8 @@ class BatchLoss(AbstractObjective):
         is_sample: bool = False,
         factor: ScalarLike | None = None,
     ):
-        """`outputs`: their shapes, and the dtypes in which the loss is computed.
-        `factor`: of the loss, as reduced."""
+        """`outputs` gives shapes, and the dtypes in which the loss is computed. `factor`
+        multiplies the reduced loss."""
         self.is_sample = is_sample
         dtype = _tree.dtype(outputs)
         self.loss = loss.reduced("sum")
@@ -154,17 +154,17 @@ class BatchLoss(AbstractObjective):
             return
         num_examples = jax.tree.leaves(outputs)[0].shape[0]
         given = jnp.ones(num_examples) if weights is None else weights
-        every = leading = given.astype(dtype)
+        of_all = leading = given.astype(dtype)
         if num_leading is not None:
-            leading = jnp.where(jnp.arange(num_examples) < num_leading, every, 0)
+            leading = jnp.where(jnp.arange(num_examples) < num_leading, of_all, 0)
         counts = counted(loss, self.targets).astype(dtype)
-        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, every))
+        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, of_all))
         unit = jnp.where(total > 0, total, 1) if self.loss.reduction == "mean" else 1
         if factor is not None:
             unit = unit / nan_unless(nonnegative(factor), factor).astype(dtype)
         self.weights = leading / unit
         share = total / jnp.where(total_of_all > 0, total_of_all, 1)
-        self.curvature_weights = every * share / unit
+        self.curvature_weights = of_all * share / unit
 
     @property
     def is_quadratic(self) -> bool:
@@ -204,7 +204,6 @@ class BatchLoss(AbstractObjective):
         return self.gradient(outputs) if self.is_quadratic else outputs
 
     def plain(self, outputs: PyTree[Array]) -> PyTree[Array]:
-        """Residuals of which half the sum of squares is the loss, if there are any."""
         each = jax.vmap(self.loss.plain)(outputs, self.targets)
         return each if self.weights is None else _by_example(jnp.sqrt(self.weights), each)
 
@@ -212,8 +211,8 @@ class BatchLoss(AbstractObjective):
         return _expanded(lin, *self.whitened(lin.outputs))
 
     def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
-        """A factor of the second derivative, `None` for the identity; the residual that
-        it makes of the gradient; and what of that it does not reach."""
+        """Return the factor R of the Hessian (`None` for the identity), the whitened
+        residual, and the part of the gradient outside the Hessian's range."""
 
         def whiten(outputs, target):
             factor = self.loss.factor(outputs, target)
@@ -244,8 +243,7 @@ def _expanded(
 class GroupLosses(eqx.Module):
     """A loss for each group of residuals, and its weight.
 
-    - `is_drawn`: whether examples are drawn anew for each step, and none is chosen from
-        data.
+    - `is_drawn`: whether the examples of each step are drawn, not taken from data.
     """
 
     losses: Mapping[str, AbstractLoss]
@@ -288,7 +286,6 @@ class GroupLoss(AbstractObjective):
         return _names(self.parts)
 
     def values(self, outputs: PyTree[Array]) -> dict[str, Scalar]:
-        """Of each group, weighted."""
         return {name: part.value(outputs[name]) for name, part in self.parts.items()}
 
     @property
@@ -340,7 +337,7 @@ def objective_of(
     num_leading: int | None = None,
     is_sample: bool = False,
 ) -> BatchLoss | GroupLoss:
-    """The loss on a batch, whose outputs have these shapes."""
+    """Return the objective of a batch, given the shapes of its outputs."""
     _, targets, weights = data
     if isinstance(loss, AbstractLoss):
         return BatchLoss(loss, outputs, targets, weights, num_leading, is_sample)
@@ -358,7 +355,7 @@ def objective_of(
 
 
 def _names(groups: Mapping[str, Any]) -> tuple[str, ...]:
-    """A single group is the whole."""
+    """Return the groups' names, or nothing for a single group."""
     return tuple(sorted(groups)) if len(groups) > 1 else ()
 
 
@@ -373,15 +370,15 @@ def _sum(values: Iterable[Scalar]) -> Scalar:
 
 
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:
-    """What each example counts in a mean."""
+    """Return the weight of each example in a mean."""
     return jax.vmap(lambda target: jnp.sum(loss.target_weights(target)))(targets)
 
 
 class _Weighted(eqx.Module):
-    """The factor of a weighted example."""
+    """The factor of a weighted example: `root` times `factor`."""
 
     factor: AbstractFactor
-    root: Array  # of the weight
+    root: Array  # square root of the weight
 
     def mv(self, v: PyTree[Array]) -> PyTree[Array]:
         return _tree.scale(self.root, self.factor.mv(v))
@@ -392,7 +389,7 @@ def _by_example(weights: Float[Array, " n"], tree: PyTree[Array]) -> PyTree[Arra
 
 
 def _pulled_back_if_any(lin: Linearisation, rest: PyTree[Array]) -> PyTree[Array]:
-    """phi^T e. Mostly there is nothing left, and a pass to be saved."""
+    """Return phi^T rest. Usually `rest` is zero, and the pass is skipped."""
     return jax.lax.cond(
         _tree.any_nonzero(rest),
         lambda e: lin.vjp(e),

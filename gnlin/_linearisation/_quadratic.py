@@ -1,4 +1,4 @@
-"""The linearised problem, expanded to second order: a value."""
+"""The linearised problem with its loss expanded to second order."""
 
 import equinox as eqx
 import jax
@@ -11,13 +11,14 @@ from .._jacobian import AbstractJacobian, ScaledColumns
 
 
 class Quadratic(eqx.Module):
-    r"""A linearised problem with the loss expanded to second order: least squares,
-    $\frac12\lVert R\phi\,\delta + \tilde r\rVert^2 + g_0^\top\delta$.
+    r"""The least-squares problem
+    $\frac12\lVert R\phi\,\delta + \tilde r\rVert^2 + g_0^\top\delta$, where the loss has
+    Hessian $R^\top R$ in the outputs.
 
-    - `jacobian`: whitened, $R\phi$.
-    - `residual`: whitened, $\tilde r = R^{-\top}\nabla L$.
-    - `rest`: $g_0$, the part of the gradient that the curvature does not reach; `None`
-        where there cannot be any.
+    - `jacobian`: the whitened Jacobian, $R\phi$.
+    - `residual`: the whitened residual, $\tilde r = R^{-\top}\nabla L$.
+    - `rest`: $g_0$, the part of the gradient outside the range of the curvature; `None`
+        if it is always zero.
     """
 
     jacobian: AbstractJacobian
@@ -25,37 +26,37 @@ class Quadratic(eqx.Module):
     rest: PyTree[Array] | None = None
 
     def gradient(self) -> PyTree[Array]:
-        r"""$\phi^\top r + g_0$."""
+        r"""Return $\phi^\top r + g_0$."""
         gradient = self.jacobian.rmv(self.residual)
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
     def curvature_along(self, vector: PyTree[Array]) -> Scalar:
-        r"""$\lVert\phi v\rVert^2 / \lVert v\rVert^2$."""
+        r"""Return $\lVert\phi v\rVert^2 / \lVert v\rVert^2$."""
         pushed, norm = self.jacobian.mv(vector), _tree.norm(vector)
         return _tree.dot(pushed, pushed).astype(norm.dtype) / norm**2
 
     def flat_residual(self) -> Float[Array, " m"]:
-        """In `ravel_pytree` order."""
+        """Return the residual as one vector, in `ravel_pytree` order."""
         return ravel_pytree(self.residual)[0]
 
     def with_residual(self, residual: PyTree[Array]) -> "Quadratic":
-        """The same Jacobian with another residual, and nothing besides."""
+        """Return the problem with another residual, and without `rest`."""
         return Quadratic(self.jacobian, residual)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Quadratic":
-        """The same, with the Jacobian in another form."""
+        """Return the problem with its Jacobian replaced."""
         return Quadratic(jacobian, self.residual, self.rest)
 
     def at_hand(self) -> "Quadratic":
-        """The same, with the Jacobian in memory."""
+        """Return the problem with its Jacobian in memory."""
         return self.with_jacobian(self.jacobian.at_hand())
 
     def at_hand_if_it_fits(self) -> "Quadratic":
-        """The same, where its blocks stay within the memory budget."""
+        """Return the problem with its Jacobian in memory if the memory budget allows."""
         return self.with_jacobian(self.jacobian.at_hand_if_it_fits())
 
     def scaled(self, scale: PyTree[Array]) -> "Quadratic":
-        r"""In the variables $D\delta$."""
+        r"""Return the problem in the variables $D\delta$; `scale` is D's diagonal."""
         rest = self.rest
         if rest is not None:
             rest = jax.tree.map(jnp.divide, rest, scale)

@@ -1,8 +1,8 @@
-"""Functions that a solver knows for what they are, also where it is handed a program.
+"""Functions that gnlin's solvers recognise after optimistix has traced them.
 
-Optimistix traces the function that it is given, and its solvers see the program alone.
-A call of what is known is one equation of it, from which gnlin's solvers take it again,
-with its groups and its losses; to any others it is the arithmetic of plain residuals.
+Optimistix traces its function, so that a solver sees only a jaxpr. A call of an
+`AbstractRecognised` is one equation of that jaxpr. gnlin's solvers read the function, its
+groups and its losses from the equation; other solvers evaluate it as plain residuals.
 """
 
 import abc
@@ -27,10 +27,10 @@ class AbstractRecognised(eqx.Module):
 
     @abc.abstractmethod
     def posed(self, y: PyTree[Array], args: Any) -> Posed:
-        """What is minimised: `fn`, its `args`, and an objective of what it returns."""
+        """Return `fn`, its `args`, and the objective of the outputs of `fn(y, args)`."""
 
     def __call__(self, y: PyTree[Array], args: Any = None) -> PyTree[Array]:
-        """Residuals of which half the sum of squares is the objective."""
+        """Return residuals such that half their sum of squares is the objective."""
         leaves, structure = jax.tree.flatten(y)
         rest, static = eqx.partition((self, args), eqx.is_array)
         others, structure_of_rest = jax.tree.flatten(rest)
@@ -40,7 +40,7 @@ class AbstractRecognised(eqx.Module):
 
 
 class _Call:
-    """What of a call is no array."""
+    """The parts of a call that are not arrays."""
 
     def __init__(self, structure: Any, structure_of_rest: Any, static: Any):
         self._structure = structure
@@ -52,7 +52,7 @@ class _Call:
         return self._structure.num_leaves
 
     def posed(self, leaves: Sequence[Any]) -> tuple[PyTree, Posed]:
-        """The parameters, and what is minimised."""
+        """Return the parameters, and the result of `AbstractRecognised.posed`."""
         k = self.num_parameters
         y = jax.tree.unflatten(self._structure, leaves[:k])
         rest = jax.tree.unflatten(self._structure_of_rest, leaves[k:])
@@ -60,7 +60,7 @@ class _Call:
         return y, function.posed(y, args)
 
     def shapes(self, leaves: Sequence[Any], others: Sequence[Any]) -> PyTree:
-        """Of the residuals, which are those of the outputs."""
+        """Return the shapes of the residuals, which have the outputs' structure."""
 
         def outputs(*all_leaves):
             y, (fn, args, _) = self.posed(all_leaves)
@@ -115,8 +115,8 @@ mlir.register_lowering(_residuals, mlir.lower_fun(_impl, multiple_results=True))
 def recognised(
     fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any
 ) -> Posed | None:
-    """What `fn` is, a function of optimistix's that returns residuals and auxiliary data;
-    `None` of one that is only a program."""
+    """Return the function, `args` and objective behind optimistix's traced `fn`, which
+    returns residuals and auxiliary data; `None` if `fn` is not recognised."""
     closed, (outputs, _), _ = eqx.filter_make_jaxpr(fn)(y, args)
     program = closed.jaxpr
     given = jax.tree.leaves(eqx.filter((y, args), eqx.is_array))
@@ -141,7 +141,7 @@ def recognised(
 
 
 def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:
-    """Outputs that are inputs, of optimistix's conversion of what is an array already."""
+    """Map the outputs of a nested jaxpr without equations to the inputs they copy."""
     inner = equation.params.get("call_jaxpr")
     if inner is None or inner.jaxpr.eqns:
         return {}
@@ -151,6 +151,6 @@ def _passed_on(equation: JaxprEqn) -> dict[Any, Any]:
 
 
 def aux_of(fn: Callable[[PyTree, Any], Any], y: PyTree[Array], args: Any) -> Any:
-    """The auxiliary data of such a function, which is asked only if it has any."""
+    """Return the auxiliary data of `fn`, which is called only if there are any."""
     _, aux = eqx.filter_eval_shape(fn, y, args)
     return fn(y, args)[1] if jax.tree.leaves(aux) else aux

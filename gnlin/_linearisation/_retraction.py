@@ -1,4 +1,4 @@
-"""Where a point moves on a curved space: by a function, row by row."""
+"""Retractions: how parameters on a curved space move along a step."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,10 +14,11 @@ from .._common._checks import check_callable
 
 
 class Retraction(eqx.Module):
-    """By arrays of parameters: a function of one row and its step, to the row that it
-    leads to; `None` where they are added.
+    """A map from parameters and a step to new parameters, row by row.
 
-    - `whole`: which arrays are one row by themselves, such as a single pose.
+    - `fns`: for each array of parameters, a function `(row, step) -> new row`, or `None`
+        if steps are added.
+    - `whole`: for each array, whether it is a single row, such as one pose.
     """
 
     fns: list[Callable[[Array, Array], Array] | None]
@@ -25,7 +26,7 @@ class Retraction(eqx.Module):
 
     @staticmethod
     def of(given: Any, y: PyTree[Array]) -> "Retraction":
-        """From a function for all arrays, or a tree with the parameters' structure."""
+        """Return the retraction of a function, or of a prefix tree of functions."""
 
         def spread(fn, part):
             return jax.tree.map(lambda _: fn, part)
@@ -44,7 +45,7 @@ class Retraction(eqx.Module):
         return Retraction(fns, [fn is not None and _is_a_row(fn, x) for fn, x in pairs])
 
     def moved(self, y: PyTree[Array], step: PyTree[Array]) -> PyTree[Array]:
-        """A step further."""
+        """Return the parameters moved by a step."""
 
         def each(fn, whole, x, d):
             if fn is None:
@@ -57,7 +58,7 @@ class Retraction(eqx.Module):
         return structure.unflatten(list(map(each, self.fns, self.whole, leaves, steps)))
 
     def tangents(self, y: PyTree[Array]) -> list[Float[Array, "k d d"] | None]:
-        """The derivatives of rows by their steps, where these are zero."""
+        """Return the derivatives of new rows with respect to steps, at zero steps."""
 
         def each(fn, whole, x):
             if fn is None:
@@ -71,17 +72,17 @@ class Retraction(eqx.Module):
 
 
 def _is_a_row(fn: Any, x: Array) -> bool:
-    """Whether an array is one row by itself: it has one axis, and the function is not of
-    its entries one by one, such as angles."""
+    """Whether an array is a single row: it has one axis, and `fn` does not accept single
+    entries (as it would for angles)."""
     check_callable("retraction", fn, "a function of a row and its step", "lambda y, d:")
     if x.ndim == 0:
         raise ValueError(
-            "`retraction` moves rows of arrays, and a parameter is a number: pass `None` "
+            "`retraction` moves rows of arrays, but a parameter is a scalar: pass `None` "
             "for it."
         )
     row = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
     if x.ndim == 1:
-        with contextlib.suppress(Exception):  # of a function of the whole array
+        with contextlib.suppress(Exception):  # `fn` may need the whole array
             if _returned(fn, row) == row.shape:
                 return False
         row = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -89,8 +90,8 @@ def _is_a_row(fn: Any, x: Array) -> bool:
     if found != row.shape:
         returned = "no array" if found is None else f"the shape {found}"
         raise ValueError(
-            f"`retraction` must return a row of the shape {row.shape}, as it is given "
-            f"one and its step, but returned {returned}."
+            f"`retraction` must return a row of the shape {row.shape}, like the row and "
+            f"the step that it is given, but returned {returned}."
         )
     return x.ndim == 1
 

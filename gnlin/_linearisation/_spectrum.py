@@ -1,4 +1,4 @@
-"""The spectrum of a linearisation: one factorisation, then any filter for a matvec."""
+"""The spectrum of a linearisation: one factorisation serves all filters."""
 
 import types
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Spectrum(eqx.Module):
     r"""Eigenpairs of the kernel $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$.
 
     Made by [`gnlin.Linearisation.spectrum`][]. All filters at one linearisation point
-    share it:
+    share one spectrum:
 
     !!! example
 
@@ -40,10 +40,9 @@ class Spectrum(eqx.Module):
 
     **Attributes:**
 
-    - `eigenvalues`: `w`, k = min(m, p) of them (m, where only the kernel fits into the
-        memory budget), none negative. Those that rounding
-        cannot tell from zero are exactly zero. All are NaN if the Jacobian was not
-        finite.
+    - `eigenvalues`: $w \ge 0$, of which there are k = min(m, p), or m if only the kernel
+        fits in the memory budget. Values indistinguishable from zero at working precision
+        are exactly zero. All are NaN if the Jacobian is not finite.
     - `coefficients`: $U^\top r$, the residual in the kernel's eigenvectors.
     """
 
@@ -51,9 +50,9 @@ class Spectrum(eqx.Module):
     coefficients: Float[Array, " k"]
     _project: Callable[[Float[Array, " m"]], Float[Array, " k"]]  # r -> U^T r
     _lift: Callable[[Float[Array, " k"]], PyTree[Array]]  # z -> phi^T U z
-    # Of eigenvectors of phi phi^T or phi^T phi: their products with phi themselves
+    # z -> phi V z or phi^T U z, with the eigenvectors V or U; None after an SVD
     _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
-    # What the step is a function of, for its derivative; `None` for some of the pairs
+    # Needed for derivatives of the step; None if only some eigenpairs are known
     _origin: "_Origin | None"
 
     def __init__(
@@ -66,8 +65,7 @@ class Spectrum(eqx.Module):
         origin: "_Origin | None" = None,
     ):
         self.eigenvalues = eigenvalues
-        # As precise as the Jacobian: residuals in double precision may be those of
-        # parameters in single.
+        # Residuals may be in double precision while the Jacobian is in single precision.
         self.coefficients = project(residual).astype(eigenvalues.dtype)
         self._project = project
         self._lift = lift
@@ -85,24 +83,24 @@ class Spectrum(eqx.Module):
         return f"Spectrum({w.size} eigenvalues from {least:.3g} to {most:.3g}{zeros})"
 
     def step(self, filter: Filter) -> PyTree[Array]:
-        r"""The step $\delta = -\phi^\top U g(w) U^\top r$, in the parameters' structure.
+        r"""Return the step $\delta = -\phi^\top U g(w) U^\top r$.
 
-        Its derivative is that of a function of $\phi$ and r, and exists where g has one,
-        also where eigenvalues are equal, and their eigenvectors have none.
+        The step is differentiable in $\phi$ and r wherever g is, even where eigenvalues
+        coincide and eigenvectors are not differentiable.
 
         **Arguments:**
 
-        - `filter`: any function of the eigenvalues; see `gnlin.filters`.
+        - `filter`: g, any function of the eigenvalues; see `gnlin.filters`.
         """
         step = self._lift(-filter(self.eigenvalues) * self.coefficients)
         if self._origin is None:
             return step
-        if isinstance(filter, types.FunctionType):  # it may close over what is moved
+        if isinstance(filter, types.FunctionType):  # it may close over traced arrays
             filter = eqx.filter_closure_convert(filter, self.eigenvalues)
         return with_derivative_of(_step, step, filter, self.eigenvalues, self._origin)
 
     def with_residual(self, residual: PyTree[Array]) -> "Spectrum":
-        """The same eigenpairs, for other residuals of the same structure."""
+        """Return the spectrum with another residual of the same structure."""
         flat, _ = ravel_pytree(residual)
         origin = self._origin
         if origin is not None:
@@ -111,13 +109,13 @@ class Spectrum(eqx.Module):
         return Spectrum(self.eigenvalues, flat, *parts)
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
-        r"""The same without the eigenvalues that squaring the Jacobian has made of
-        rounding, and whether these are zero: whether there is nothing that singular
-        values would tell.
+        r"""Return the spectrum without eigenvalues below $\varepsilon^{1/2}$ of the
+        largest one, and whether their true values are zero (an SVD tells no more then).
 
-        What is left is known to $\varepsilon^{1/2}$ relatively. With the eigenvectors of
-        the rest, in random sums, the Jacobian itself is multiplied: it says to
-        $\varepsilon^{3/4}$ of the largest singular value whether theirs are zero.
+        Eigenvalues of a Gram matrix below that threshold are rounding errors; those above
+        it have a relative error of at most $\varepsilon^{1/2}$. To test the small ones,
+        the Jacobian is applied to random sums of their eigenvectors, which resolves
+        singular values down to $\varepsilon^{3/4}$ of the largest one.
         """
         w, push = self.eigenvalues, self._pushed
         if push is None:
@@ -131,30 +129,29 @@ class Spectrum(eqx.Module):
             size = jnp.sqrt(_tree.dot(pushed, pushed) / (_NUM_PROBES * largest))
             return size <= _ZERO * w.size**0.5 * eps ** (3 / 4)
 
-        # Of no small ones the products are zero, and take as long.
         zero = jax.lax.cond(jnp.any(small), are_zero, lambda: jnp.array(True))
         kept = eqx.tree_at(lambda s: s.eigenvalues, self, jnp.where(small, 0, w))
         return kept, zero | ~self.finite()
 
     def project(self, residual: Float[Array, " m"]) -> Float[Array, " k"]:
-        r"""$U^\top r$, of other residuals."""
+        r"""Return $U^\top r$ for another residual."""
         return self._project(residual).astype(self.eigenvalues.dtype)
 
     def lift(self, coefficients: Float[Array, " k"]) -> PyTree[Array]:
-        r"""$\phi^\top U z$, in the parameters' structure."""
+        r"""Return $\phi^\top U z$ as a pytree of parameters."""
         return self._lift(coefficients)
 
     def gradient(self) -> PyTree[Array]:
-        r"""The gradient of the loss at the linearisation point, $\phi^\top r$."""
+        r"""Return the gradient of the loss at the linearisation point, $\phi^\top r$."""
         return self._lift(self.coefficients)
 
     def gradient_norm(self) -> Scalar:
-        r"""$\lVert\phi^\top r\rVert$, from the eigenvalues alone."""
+        r"""Return $\lVert\phi^\top r\rVert$, computed from the eigenvalues."""
         return _tree.norm(jnp.sqrt(self.eigenvalues) * self.coefficients)
 
     def effective_dimension(self, damping: ScalarLike) -> Scalar:
-        r"""$d(\lambda) = \sum_i w_i/(w_i + \lambda)$: how many directions a damping
-        leaves free. Without damping it is the rank.
+        r"""Return $d(\lambda) = \sum_i w_i/(w_i + \lambda)$, the number of directions
+        that the damping leaves free. Without damping it is the rank.
 
         **Arguments:**
 
@@ -168,9 +165,9 @@ class Spectrum(eqx.Module):
         return jnp.sum(self.eigenvalues * Tikhonov(damping)(self.eigenvalues))
 
     def condition_number(self, damping: ScalarLike = 0.0) -> Scalar:
-        r"""$(w_1 + \lambda)/(w_k + \lambda)$, of the largest eigenvalue and the least:
-        how much longer the slowest of them takes to learn than the fastest. Without
-        damping, of those that are not zero.
+        r"""Return $(w_1 + \lambda)/(w_k + \lambda)$, where $w_1$ is the largest
+        eigenvalue and $w_k$ the smallest (without damping, the smallest that is not
+        zero): how much longer the slowest eigenvector takes to learn than the fastest.
 
         **Arguments:**
 
@@ -181,9 +178,10 @@ class Spectrum(eqx.Module):
         return jnp.max(damped) * jnp.max(inverse)
 
     def steps_to_half(self, learning_rate: ScalarLike) -> Float[Array, " k"]:
-        r"""After how many steps of gradient descent each part of the residual is half of
-        what it was: $\log\frac12/\log|1 - \eta w|$, a real number; infinite where w is
-        zero, and where it is too large for that learning rate.
+        r"""Return, for each eigenvector, the number of gradient descent steps (a real
+        number) after which the residual along it has halved,
+        $\log\frac12/\log|1 - \eta w|$. It is infinite if w is zero, or too large for the
+        learning rate.
 
         **Arguments:**
 
@@ -195,13 +193,13 @@ class Spectrum(eqx.Module):
         return jnp.where(falls, half / jnp.where(falls, growth, 1), jnp.inf)
 
     def shares(self, of: PyTree[Array]) -> Float[Array, " k"]:
-        r"""$(u_i^\top r)^2/\lVert r\rVert^2$: what share of some outputs, such as the
-        targets or the residual, is along each eigenvector. What is missing from 1 in all
-        is along none of them; of zeros all shares are zero.
+        r"""Return $(u_i^\top v)^2/\lVert v\rVert^2$, the share of a vector $v$, such as
+        the targets or the residual, along each eigenvector. The shares sum to less than 1
+        if part of $v$ is orthogonal to all eigenvectors, and are zero if $v$ is zero.
 
         **Arguments:**
 
-        - `of`: of the outputs' structure.
+        - `of`: $v$, a pytree like the outputs.
 
         ??? cite "Reference"
 
@@ -214,18 +212,18 @@ class Spectrum(eqx.Module):
         return self.project(unit) ** 2
 
     def finite(self) -> Array:
-        """Whether the Jacobian and the residual that went in were finite."""
+        """Whether the Jacobian and the residual were finite."""
         return _tree.all_finite((self.eigenvalues, self.coefficients))
 
 
-# Random sums of eigenvectors: eight miss one that is a part of them once in a million
-# times, to a tenth of its size.
+# Number of random sums of eigenvectors. With eight, the probability that all of them
+# contain less than a tenth of a given eigenvector is one in a million.
 _NUM_PROBES = 8
-# What rounding makes of eigenvectors that the Jacobian takes to zero.
+# Products of the Jacobian with vectors count as zero below this multiple of rounding.
 _ZERO = 3.0
 
-# An SVD is dearer than `eigh` of the smaller Gram matrix, and far more accurate. Below
-# this many multiplications (about a tenth of a millisecond) accuracy is taken for free.
+# An SVD is slower than `eigh` of the smaller Gram matrix, but far more accurate. It is
+# preferred up to this number of multiplications (about a tenth of a millisecond).
 _CHEAP_SVD = 50_000
 
 
@@ -236,8 +234,8 @@ def svd_is_cheap(m: int, p: int) -> bool:
 def spectrum_of(
     jacobian: AbstractJacobian, residual: PyTree[Array], method: Literal["svd", "eigh"]
 ) -> Spectrum:
-    """The spectrum of a Jacobian; `eigh` of the smaller Gram matrix, or of the kernel
-    where the Jacobian does not fit into the memory budget."""
+    """Return the spectrum of a Jacobian. `"eigh"` factorises the smaller Gram matrix, or
+    the kernel if the Jacobian does not fit in the memory budget."""
     flat, _ = ravel_pytree(residual)
     if method == "svd":
         return from_svd(jacobian.at_hand(), flat)
@@ -248,18 +246,18 @@ def spectrum_of(
 
 
 def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """By singular values: the condition number is the Jacobian's own.
+    """Return the spectrum from an SVD, which does not square the condition number.
 
-    With its columns in descending order LAPACK resolves singular values that are small
-    because some columns are, to rounding relative to these columns (as in J. Demmel et
-    al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
+    Columns are sorted by descending norm. If singular values are small because some
+    columns are small, LAPACK then resolves them to rounding relative to these columns
+    (as in J. Demmel et al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
     """
     phi = jacobian.as_matrix()
     norms = jnp.linalg.norm(phi, axis=0)
     order = jnp.argsort(-norms)
     u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
-    # The rounding of phi v, by columns.
+    # |phi| |v| bounds the rounding error of phi v for each singular vector v.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
     s = jnp.where(s <= _rounding(phi) * sizes, 0, s)
     m, p = phi.shape
@@ -273,7 +271,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
 
 
 def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """By eigenvalues on the output side."""
+    """Return the spectrum from eigenpairs of the kernel."""
     kernel = jacobian.gram()
     w, u = _lapack.eigh(kernel)
     w = jnp.where(w <= _rounding(kernel) * w[-1], 0, w)
@@ -283,7 +281,7 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
 
 
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
-    """By eigenvalues on the parameter side, where u_i = phi v_i / sqrt(w_i)."""
+    """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
     phi = jacobian.as_matrix()
     w, v = _lapack.eigh(gram_of_columns(phi))
     w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
@@ -299,8 +297,8 @@ def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> 
 
 
 class _Origin(eqx.Module):
-    """What a step is a function of, and the eigenvectors of the smaller of
-    phi phi^T and phi^T phi."""
+    """The Jacobian and the residual that determine a step, and the eigenvectors of the
+    smaller of phi phi^T and phi^T phi."""
 
     jacobian: AbstractJacobian
     residual: Float[Array, " m"]
@@ -313,8 +311,9 @@ class _Origin(eqx.Module):
 
 @eqx.filter_custom_jvp
 def with_derivative_of(formula, value, *args):
-    """A value, and the derivative of a formula of the same that is smooth where the way
-    to this value is not. Only its derivative is ever computed."""
+    """Return `value`, with the derivative of `formula(*args)`, which must be equal to it.
+    Use this if `value` was computed in a way that is not differentiable; `formula` is
+    only ever differentiated."""
     return value
 
 
@@ -327,7 +326,7 @@ def _(primals, tangents):
 
 
 def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
-    """The step of a filter, of eigenvectors whose derivative is not needed."""
+    """Return the step as a formula that needs no derivatives of the eigenvectors."""
     jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
     if origin.on_outputs:
         return jacobian.pull_back(-_of_matrix(filter, jacobian.gram(), r, *pairs))
@@ -337,14 +336,14 @@ def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
 
 @eqx.filter_custom_jvp
 def _of_matrix(filter, matrix, vector, w, vectors):
-    r"""$g(A) b$ for a symmetric A with known eigenpairs."""
+    r"""Return $g(A) b$ for a symmetric matrix A with known eigenpairs."""
     return matmul(vectors, filter(w) * matmul(vectors.T, vector))
 
 
 @_of_matrix.def_jvp
 def _(primals, tangents):
-    r"""$dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
-    $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ where $w_i = w_j$.
+    r"""Use $dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
+    $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ if $w_i = w_j$.
 
     ??? cite "Reference"
 
@@ -367,8 +366,8 @@ def _(primals, tangents):
 
 
 def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, "k k"]:
-    """Of nearly equal eigenvalues the mean of their derivatives, whose error is the
-    square of their relative distance; that of the difference is eps over it."""
+    """Return the divided differences of the filter. At relative distances d below
+    eps^(1/3), use the mean of both derivatives: its error d^2 is below eps / d."""
     g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
     gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
     near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size

@@ -1,1 +1,1 @@
-"""A model and its data as a problem for a solver, and one training step."""
+"""Models and data as problems for a solver, and a single training step."""

@@ -1,4 +1,4 @@
-"""Batches of examples: what a user may pass, as arrays, or a sentence why not."""
+"""Conversion of a user's data to batches of arrays, with checks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,24 +15,20 @@ from .._common._sharding import automatic, is_here
 def as_batch(
     data: object, name: str = "data"
 ) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
-    """(inputs, targets, weights or None) of one batch, checked."""
+    """Return (inputs, targets, weights or None) of one batch, checked."""
     if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
         raise ValueError(
-            f"`{name}` must be a pair, `(inputs, targets)`, or with weights of the "
-            f"examples `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
+            f"`{name}` must be a pair `(inputs, targets)`, or, with weights of the "
+            f"examples, `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
         )
     inputs, targets = map(as_arrays, ("inputs", "targets"), data)
-    lengths = {
-        "inputs": _lengths("inputs", inputs),
-        "targets": _lengths("targets", targets),
-    }
-    if len(lengths["inputs"] | lengths["targets"]) > 1:
+    n_inputs, n_targets = _lengths("inputs", inputs), _lengths("targets", targets)
+    if len(n_inputs | n_targets) > 1:
         raise ValueError(
             "Inputs and targets must have the same number of examples, but there are "
-            f"{_listed(lengths['inputs'])} inputs and {_listed(lengths['targets'])} "
-            "targets."
+            f"{_listed(n_inputs)} inputs and {_listed(n_targets)} targets."
         )
-    (num_examples,) = lengths["inputs"]
+    (num_examples,) = n_inputs
     if num_examples == 0:
         raise ValueError("There is no data: inputs and targets hold 0 examples.")
     if len(data) == 2 or data[2] is None:
@@ -42,13 +38,13 @@ def as_batch(
 
 
 def as_tuple(data: Any) -> Any:
-    """`[inputs, targets]`, which is no list of batches, since no batch is an array."""
+    """Convert a list `[inputs, targets]` to a tuple; lists of batches hold no arrays."""
     is_list = isinstance(data, list) and len(data) in (2, 3)
     return tuple(data) if is_list and any(hasattr(x, "shape") for x in data) else data
 
 
 def a_kind_of(data: object) -> str:
-    """Of what cannot be meant, in words."""
+    """Return a short description of `data`, for error messages."""
     if isinstance(data, Mapping):
         names = ", ".join(map(repr, data))
         return f"a dictionary of {names}" if names else "an empty dictionary"
@@ -60,8 +56,8 @@ def a_kind_of(data: object) -> str:
 def not_finite(
     inputs: PyTree[Array], targets: PyTree[Array], weights: Array | None = None
 ) -> str:
-    """Which example has an input or a target that is not finite, in a sentence; or "".
-    For a run that has failed: it looks at all data."""
+    """Return a sentence that names an example with a non-finite input or target, or "".
+    This looks at all data, so it is used only after a run has failed."""
     for name, tree in (("input", inputs), ("target", targets)):
         for bad in rows_not_finite(tree):
             others = f", and {bad.size - 1} more" if bad.size > 1 else ""
@@ -71,8 +67,8 @@ def not_finite(
 
 
 def rows_not_finite(tree: PyTree[Array]) -> Iterator[np.ndarray]:
-    """Of each leaf that has any, those examples that are not finite, as far as they are
-    known here."""
+    """Yield, for each leaf with non-finite entries, the indices of their examples. Leaves
+    that are traced, or not addressable by this process, are skipped."""
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, Tracer) or not is_here(leaf):
             continue
@@ -87,7 +83,7 @@ def as_arrays(name: str, tree: PyTree) -> PyTree[Array]:
 
 
 def as_inputs(inputs: PyTree) -> PyTree:
-    """Of examples, checked; NumPy arrays, which memory may not hold, as they are."""
+    """Return checked inputs. NumPy arrays are not copied: they may exceed the memory."""
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
     inputs = jax.tree.map(lambda x: x if is_array(x) else _as_array("inputs", x), inputs)
     for x in jax.tree.leaves(inputs):
@@ -151,8 +147,8 @@ def _as_weights(weights: object, num_examples: int) -> Float[Array, " n"]:
 
 
 def _unmasked(tree: PyTree[Array], weights: Float[Array, " n"]) -> PyTree[Array]:
-    """An example that counts in place of each that does not and is not finite: zero times
-    what is no number is none either."""
+    """Replace non-finite examples of weight zero by an example of positive weight,
+    because 0 * NaN is NaN."""
     if not isinstance(weights, Tracer) and is_here(weights) and np.all(weights > 0):
         return tree
     first = jnp.argmax(weights > 0)

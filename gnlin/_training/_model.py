@@ -1,4 +1,4 @@
-"""A model as trainable parameters and the rest."""
+"""Models as functions of their trainable parameters."""
 
 import dataclasses
 import functools
@@ -24,30 +24,29 @@ _HALF = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 
 
 class Frozen(eqx.Module):
-    """What of a model is not trained: with the parameters it is the model again."""
+    """The part of a model that is not trained."""
 
     rest: PyTree
-    # Of the parameters as they came: those in half precision are trained in single, since
-    # rounding would hide what a step gains.
+    # Original dtypes of the parameters. Half precision is trained in single precision,
+    # because rounding would hide the progress of a step.
     dtypes: tuple[np.dtype, ...] = eqx.field(static=True)
-    # Of a model that is a pair, `(fn, parameters)`
-    fn: Callable | None
+    fn: Callable | None  # None unless the model is a pair `(fn, parameters)`
 
     def with_parameters(self, parameters: PyTree) -> PyTree:
-        """The model, as it was given."""
+        """Return the model with `parameters` in their original dtypes."""
         leaves, structure = jax.tree.flatten(parameters)
         pairs = zip(leaves, self.dtypes, strict=True)
         leaves = [x.astype(d) if d in _HALF else x for x, d in pairs]
         return self.in_training(structure.unflatten(leaves))
 
     def in_training(self, parameters: PyTree) -> PyTree:
-        """The same with the parameters as they are trained."""
+        """Return the model with `parameters` in the dtypes in which they are trained."""
         model = eqx.combine(parameters, self.rest)
         return model if self.fn is None else (self.fn, model)
 
 
 class _ByProgram(eqx.Module):
-    """In place of what of a model is not trained."""
+    """A stand-in for `Frozen` that calls a canonical program instead of a model."""
 
     fn: Callable[..., PyTree[Array]]
 
@@ -66,14 +65,15 @@ def _of_one(frozen: Frozen, parameters: PyTree, x: PyTree, *keys: Array) -> PyTr
 def partition(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool], *, called: bool = True
 ) -> tuple[PyTree, Frozen]:
-    """(parameters, frozen), as `equinox.partition`; checked. `called`: whether on the
-    input of one example, and not by functions of their own."""
+    """Split a model into (parameters, frozen) as `equinox.partition` does, with checks.
+    `called` says whether the model itself is called on the input of one example; groups
+    of residuals have their own functions instead."""
     fn, trained = model if called and _is_pair(model) else (None, model)
     if fn is not None or not called:
         trained = _with_arrays(trained)
     if called and fn is None and not callable(model):
         raise ValueError(
-            "The model must be callable, on one example's input, or a pair "
+            "The model must be callable on one example's input, or a pair "
             f"`(fn, parameters)` with `fn(parameters, x)`, but a {type(model).__name__} "
             "was given."
         )
@@ -89,13 +89,13 @@ def partition(
         if inspect.isroutine(model):
             raise ValueError(
                 "A plain function has no trainable array: pass it with its parameters, "
-                "as `(fn, parameters)` with `fn(parameters, x)` of one example."
+                "as a pair `(fn, parameters)` with `fn(parameters, x)`."
             )
         given = jax.tree.leaves(trained)
         if any(isinstance(x, float) for x in given) and not any(map(eqx.is_array, given)):
             raise ValueError(
-                "The model has no trainable array, but Python's numbers: make arrays of "
-                "those that are to be trained, as by `jnp.asarray`."
+                "The model has Python floats, but no trainable array: convert those that "
+                "are to be trained to arrays, for example by `jnp.asarray`."
             )
         raise ValueError(
             "The model has no trainable array: `filter_spec` selects none of its leaves."
@@ -112,8 +112,9 @@ def partition(
 
 
 def _with_arrays(parameters: PyTree) -> PyTree:
-    """Python's floats in dictionaries, lists and tuples are trained, too; so are whole
-    numbers if there is nothing else. Those in a model, such as of dropout, are not."""
+    """Convert Python floats in dictionaries, lists and tuples to arrays, so that they are
+    trained, and integers too if all leaves are numbers. Numbers inside a module, such as
+    the rate of dropout, are left alone."""
     of_path = jax.tree_util.tree_flatten_with_path(parameters)[0]
     plain = jax.tree_util.DictKey, jax.tree_util.SequenceKey
     numbers = all(_is_number(leaf) for _, leaf in of_path)
@@ -145,21 +146,21 @@ def _in_single(x: Array) -> Array:
 
 
 def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
-    """What a model returns for one example's input, or a sentence why it cannot."""
+    """Call a model on one example's input, and explain its errors."""
     try:
         return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
         if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
             raise ValueError(
-                "The model needs a `key`, as for dropout, and is given none here: pass "
-                "`equinox.nn.inference_mode(model)`."
+                "The model needs a `key`, for example for dropout, but has none here: "
+                "pass `equinox.nn.inference_mode(model)`."
             ) from error
         if is_own(error) or not isinstance(error, TypeError | ValueError):
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
-            f"axis; on this one, {_shapes(x)}, it failed: {said.rstrip('.')}."
+            f"axis, but on an input {_shapes(x)} it failed: {said.rstrip('.')}."
         ) from error
 
 
@@ -183,26 +184,26 @@ def _shapes(x: PyTree) -> str:
 class Network(eqx.Module):
     """A model as a function of its parameters, a batch of inputs, keys and its state.
 
-    Without a state the examples are independent, and the function is a
-    [`gnlin.PerExample`][]; with one, such as the statistics of batch normalisation, it is
-    of the whole batch, and returns the new state beside the outputs.
+    Without state, examples are independent and the function is a [`gnlin.PerExample`][].
+    With state, such as the statistics of batch normalisation, it is a function of the
+    whole batch, and returns (outputs, new state).
     """
 
-    frozen: Any  # `Frozen`, or `_ByProgram` in its place
+    frozen: Any  # `Frozen` or `_ByProgram`
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
     part_size: int | None = eqx.field(static=True, default=None)
 
     def function(self) -> Callable[[PyTree, Any], Any]:
-        """`fn(parameters, args)`, with `args` from `args`."""
+        """Return `fn(parameters, args)`, where `args` is made by the method `args`."""
         if self.has_state:
             return eqx.Partial(_apply_with_state, self)
         return PerExample(eqx.Partial(_apply, self), self.part_size)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "Network":
-        """The same, known by what it computes of examples such as these: a model is not
-        compiled again where its functions are written anew."""
+        """Return an equivalent network, compared by what it computes from inputs of these
+        shapes, so that redefining a model's functions causes no recompilation."""
         if self.has_state:
             return self
         given = [parameters, of_one_example(inputs)]
@@ -211,12 +212,12 @@ class Network(eqx.Module):
         return dataclasses.replace(self, frozen=_ByProgram(fn))
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
-        """Without the new state."""
+        """Return the outputs alone."""
         found = self.function()(parameters, args)
         return found[0] if self.has_state else found
 
     def is_random(self, parameters: PyTree, args: tuple) -> bool:
-        """Whether the outputs depend on the keys, by the function's program."""
+        """Whether the outputs depend on the keys, according to the jaxpr."""
         if not self.takes_key:
             return False
         inputs, keys, *state = args
@@ -235,24 +236,24 @@ class Network(eqx.Module):
         return (inputs, keys, state) if self.has_state else (inputs, keys)
 
     def drawn(self, data: tuple, key: Array) -> tuple:
-        """A step's own examples: those that it is given."""
+        """Return the examples of a step, which here are all of `data`."""
         return data
 
     def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """Targets of as many examples as a step has."""
+        """Return the targets of a step, which here are all of them."""
         return targets
 
     def keywords(self, key: Array | None) -> dict[str, Array | None]:
         return {"key": key} if self.takes_key else {}
 
     def in_inference(self) -> "Network":
-        """Without dropout, and with the statistics that training has gathered."""
+        """Return the network without dropout and with fixed batch statistics."""
         frozen = eqx.nn.inference_mode(self.frozen)
         return eqx.tree_at(lambda network: network.frozen, self, frozen)
 
 
 def is_of_model(fn: Callable) -> bool:
-    """Whether a function is that of a model, as `Network.function` makes it."""
+    """Whether `fn` was made by `Network.function`."""
     of_one = fn.fn if isinstance(fn, PerExample) else None
     return isinstance(of_one, eqx.Partial) and of_one.func is _apply
 
@@ -264,7 +265,7 @@ def make_network(
     axis_name: str = "batch",
     part_size: int | None = None,
 ) -> tuple[PyTree, Network]:
-    """(parameters, the function of them)."""
+    """Return (parameters, network)."""
     if not isinstance(axis_name, str):
         raise ValueError(
             '`axis_name` must be the name of the batch\'s axis, such as "batch", but '
@@ -272,15 +273,15 @@ def make_network(
         )
     if part_size is not None and state is not None:
         raise ValueError(
-            "`part_size` is for independent examples, and the statistics of the model's "
-            "batch normalisation are of all: leave it out."
+            "`part_size` is for independent examples, but the model's batch "
+            "normalisation couples them: leave it out."
         )
     parameters, frozen = partition(model, filter_spec)
     if state is None and _has_state(model):
         raise ValueError(
             "The model has state, such as batch normalisation's: make it by "
-            "`model, state = equinox.nn.make_with_state(Model)(...)`, and pass `state`; "
-            "or leave its statistics as they are, "
+            "`model, state = equinox.nn.make_with_state(Model)(...)` and pass `state`; "
+            "or, to keep its statistics fixed, pass the pair "
             "`(lambda m, x: m(x, state)[0], equinox.nn.inference_mode(model))`."
         )
     if state is not None and not _has_state(model):
@@ -310,12 +311,12 @@ def _apply_with_state(
     )
     try:
         return channels_last(batched)(inputs, keys, state)
-    except NameError as error:  # JAX's, of an axis that is not there
+    except NameError as error:  # JAX raises it for an unknown axis name
         if "axis name" not in str(error):
             raise
         raise ValueError(
-            "The model normalises over another axis than "
-            f"{network.axis_name!r}: pass its `axis_name`."
+            f"The model normalises over another axis than {network.axis_name!r}: pass "
+            "its `axis_name`."
         ) from error
 
 
@@ -324,7 +325,7 @@ def _is_variable(atom: Any) -> bool:
 
 
 def _has_state(model: PyTree) -> bool:
-    if _is_pair(model):  # whose function has to know about it
+    if _is_pair(model):  # its function handles any state
         return False
     index = lambda x: isinstance(x, eqx.nn.StateIndex)
     return any(map(index, jax.tree.leaves(model, is_leaf=index)))

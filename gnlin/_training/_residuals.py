@@ -1,4 +1,4 @@
-"""Groups of residuals: functions of a model and one example each, of different kinds."""
+"""Groups of residuals, each with its own function, examples and loss."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -29,43 +29,43 @@ from ._model import Frozen, partition
 
 
 class Residuals(AbstractRecognised):
-    r"""A group of residuals: a function of the model and of one example, and examples.
+    r"""A group of residuals: a function of the model and one example, with its examples.
 
-    What is minimised is the sum over groups of `weight` times the `loss` of the residuals
-    of all its examples; with squared error
+    The objective is the sum over groups of `weight` times the `loss` of the residuals of
+    all examples. With squared error it is
 
     $$\sum_g w_g\,\tfrac12 \sum_n \lVert f_g(\theta, x_n)\rVert^2.$$
 
-    It is also a function that `optimistix.least_squares` takes, as are several in
-    [`gnlin.Groups`][]. The solvers of gnlin then know its examples and its loss; any
-    other is given residuals of which half the sum of squares is the objective.
+    A group can also be passed to `optimistix.least_squares` as the function, and several
+    groups as [`gnlin.Groups`][]. The solvers of gnlin then see its examples and its loss.
+    Other solvers see residuals such that half their sum of squares is the objective.
 
     **Arguments:**
 
     - `fn`: `fn(model, example)`, the residuals of one example: an array, or a pytree of
-        arrays. It may differentiate the model by its input.
-    - `data`: the examples, a pytree of arrays with a leading axis over them; or, in
-        [`gnlin.fit`][], a function `points(key)` that returns such, drawn anew for each
-        step. Left out, `fn` is of everything at once: `fn(y, args)` with optimistix's
-        `args`; elsewhere these are `None`, and it is a function of the model alone, such
-        as a penalty.
-    - `weight`: of the group, finite and not negative; such as a volume over the number of
-        its points.
-    - `loss`: of the residuals, [`gnlin.SquaredError`][] by default; a robust one, such as
-        [`gnlin.losses.Huber`][], or one on `targets`, such as
+        arrays. It may differentiate the model with respect to its input.
+    - `data`: the examples, a pytree of arrays with a leading axis over examples. In
+        [`gnlin.fit`][], it may be a function `points(key)` that draws such arrays for
+        each step. Without data, `fn` returns all residuals at once: it is called as
+        `fn(y, args)` with optimistix's `args`, or with `args=None` elsewhere, where it is
+        a function of the model alone, such as a penalty.
+    - `weight`: the weight of the group, finite and not negative; for example, a volume
+        divided by the number of points.
+    - `loss`: the loss of the residuals, [`gnlin.SquaredError`][] by default. It may be
+        robust, such as [`gnlin.losses.Huber`][], or compare with `targets`, such as
         [`gnlin.SoftmaxCrossEntropy`][].
-    - `select`: where each example depends on few of the parameters: `select(example)` is,
-        in the model's structure, for each of its arrays the rows (whole numbers, of any
-        shape; none by an empty array) that the example reads, and `fn` is called with
-        these rows alone. The Jacobian then is sparse, and products with it cost what is
-        not zero.
-    - `sparsity`: of a group without data, a [`gnlin.Sparsity`][]: which parameters each
-        residual reads, where nobody says it by `select`.
-    - `targets`: what the loss compares with, zeros by default; arrays with a leading axis
-        over the examples.
+    - `select`: a function that says which parameters an example reads, if these are few.
+        `select(example)` has the model's structure, and holds for each array the indices
+        of the rows that are read (integers of any shape; an empty array for none). `fn`
+        is called with these rows instead of the model. The Jacobian is then sparse, and
+        products cost only its nonzero entries.
+    - `sparsity`: a [`gnlin.Sparsity`][], for a group without data whose residuals each
+        read few parameters.
+    - `targets`: the targets of the loss, zeros by default: arrays with a leading axis
+        over examples.
 
-    **Raises:** `ValueError` if there are no examples, or the weight cannot be meant; and
-    from a solver other than gnlin's for a loss that is neither squared nor robust.
+    **Raises:** `ValueError` if there are no examples, or the weight is invalid; also if
+    the solver is not gnlin's and the loss is neither squared nor robust.
 
     !!! example
 
@@ -102,8 +102,8 @@ class Residuals(AbstractRecognised):
             )
             if self.data is None:
                 raise ValueError(
-                    "`select` is of one example, and without `data` there is none: pass "
-                    "`data`, or leave `select` out."
+                    "`select` is a function of one example, but there are no examples: "
+                    "pass `data`, or leave `select` out."
                 )
         if self.sparsity is not None:
             _check_sparsity(self.sparsity, self.data, self.loss)
@@ -122,29 +122,29 @@ def _check_sparsity(sparsity: Any, data: Any, loss: AbstractLoss) -> None:
         )
     if data is not None:
         raise ValueError(
-            "`sparsity` is of a function of everything at once: leave `data` out, or say "
-            "by `select` what an example reads."
+            "`sparsity` is for a group without data: leave `data` out, or pass `select` "
+            "to say what an example reads."
         )
     if not isinstance(loss, SquaredError | AbstractElementwiseLoss):
         raise ValueError(
-            "With `sparsity` the loss must be of each residual by itself, squared or a "
-            f"robust one, but {type(loss).__name__} was given."
+            "With `sparsity` the loss must be a sum over residuals, squared or robust, "
+            f"but {type(loss).__name__} was given."
         )
 
 
 class Groups(AbstractRecognised):
-    """Groups of residuals as one function, for `optimistix.least_squares`.
+    """Several groups of residuals as one function for `optimistix.least_squares`.
 
-    The solvers of gnlin know each group's examples and its loss; any other is given
-    residuals of which half the sum of squares is the objective.
+    The solvers of gnlin see each group's examples and loss. Other solvers see residuals
+    such that half their sum of squares is the objective.
 
     **Arguments:**
 
-    - `groups`: [`gnlin.Residuals`][] in a dictionary or a list, as [`gnlin.solve`][]
-        has them. Those without data are called with optimistix's `args`.
+    - `groups`: [`gnlin.Residuals`][] in a dictionary or a list, as for
+        [`gnlin.solve`][]. Groups without data are called with optimistix's `args`.
 
-    **Raises:** `ValueError` if these are no groups; and from a solver other than gnlin's
-    for a loss that is neither squared nor robust.
+    **Raises:** `ValueError` if `groups` is anything else; also if the solver is not
+    gnlin's and a loss is neither squared nor robust.
 
     !!! example
 
@@ -168,9 +168,9 @@ class Groups(AbstractRecognised):
         groups: GroupsByName = as_groups(self.groups)  # type: ignore[assignment]
         refuse_samplers(groups)
         if args is not None and all(group.data is not None for group in groups.values()):
-            raise ValueError("The residuals have their data: leave `args` out.")
-        every = lambda _: True
-        _, network, (inputs, targets, _), losses = of_groups(y, groups, every)
+            raise ValueError("The groups have their own data: leave `args` out.")
+        _, network, data, losses = of_groups(y, groups, lambda _: True)
+        inputs, targets, _ = data
         inputs = {k: args if groups[k].data is None else x for k, x in inputs.items()}
         outputs = eqx.filter_eval_shape(network.outputs, y, inputs)
         losses.check(outputs, targets)
@@ -182,11 +182,11 @@ GroupsByName = Mapping[str, Residuals]
 
 
 def as_groups(data: Any) -> GroupsByName | None:
-    """Of a dictionary or a list of groups, or a single one; `None` of anything else."""
+    """Return groups by name from a dictionary, a list or a single group; else `None`."""
     if isinstance(data, Groups):
         data = data.groups
     if isinstance(data, Residuals):
-        return _checked({"residuals": data})
+        return {"residuals": _with_arrays("residuals", data)}
     pairs: list = []
     if isinstance(data, Mapping):
         pairs = list(data.items())
@@ -197,15 +197,10 @@ def as_groups(data: Any) -> GroupsByName | None:
     for name, group in pairs:
         if not isinstance(name, str) or not isinstance(group, Residuals):
             raise ValueError(
-                f"A group of residuals must be a `gnlin.Residuals` under its name, but "
+                f"Each group must be a `gnlin.Residuals` under a name, but "
                 f"{a_kind_of(group)} was given under {name!r}."
             )
-    return _checked(dict(pairs))
-
-
-def _checked(groups: GroupsByName) -> GroupsByName:
-    """With its arrays as JAX's."""
-    return {name: _with_arrays(name, group) for name, group in groups.items()}
+    return {name: _with_arrays(name, group) for name, group in pairs}
 
 
 def _with_arrays(name: str, group: Residuals) -> Residuals:
@@ -213,7 +208,7 @@ def _with_arrays(name: str, group: Residuals) -> Residuals:
         return _sampled(name, group)
     trees = {"data": group.data, "targets": group.targets}
     trees = as_arrays(f"data of the group {name!r}", trees)
-    if group.data is None:  # one example, of everything
+    if group.data is None:  # all residuals form one example
         targets = jax.tree.map(lambda x: x[None], trees["targets"])
         return _with(group, None, targets)
     leaves = jax.tree.leaves(trees)
@@ -237,31 +232,31 @@ def _with(group: Residuals, data: PyTree, targets: PyTree) -> Residuals:
 
 
 def _sampled(name: str, group: Residuals) -> Residuals:
-    """Checked, as far as one draw says."""
+    """Check a group that draws its examples, by the shapes of one draw."""
     if group.targets is not None:
         raise ValueError(
-            f"The group {name!r} draws its data: leave its `targets` out, and let `fn` "
-            "compare."
+            f"The group {name!r} draws its data: leave its `targets` out, and subtract "
+            "them in `fn`."
         )
     try:
         drawn = jax.eval_shape(group.data, jax.random.key(0))
     except TypeError as error:
         raise ValueError(
-            f"The data of the group {name!r} is a function: it is called with a key, and "
-            f"must return arrays, but failed: {str(error).splitlines()[0]}."
+            f"The `data` function of the group {name!r} is called with a key and must "
+            f"return arrays, but failed: {str(error).splitlines()[0]}."
         ) from error
     sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
     if len(sizes) != 1 or sizes & {None, 0}:
         found = ", ".join(str(x.shape) for x in jax.tree.leaves(drawn))
         raise ValueError(
-            f"What the group {name!r} draws must be arrays with a leading axis over its "
-            f"examples, the same and at least one, but has the shapes {found or 'none'}."
+            f"The group {name!r} must draw arrays with a leading axis over the same "
+            f"number of examples, at least one, but draws the shapes {found or 'none'}."
         )
     return group
 
 
 class GroupNetwork(eqx.Module):
-    """What `Network` is of a model and its inputs, of a model and groups."""
+    """The counterpart of `Network` for a model and groups of residuals."""
 
     frozen: Frozen
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
@@ -281,12 +276,12 @@ class GroupNetwork(eqx.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether each step has examples of its own."""
+        """Whether examples are drawn or chosen for each step."""
         chosen = (*self.samplers.values(), *self.batch_sizes.values())
         return any(x is not None for x in chosen)
 
     def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
-        """(inputs, targets, None) of a step: sampled, or some of them."""
+        """Return the data of a step, with examples drawn or chosen by `key`."""
         inputs, targets, weights = data
         found = {}
         for k, name in enumerate(sorted(self.fns)):
@@ -303,7 +298,7 @@ class GroupNetwork(eqx.Module):
         return inputs, targets, weights
 
     def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
-        """The first targets, as many as a step has."""
+        """Return the first targets, one for each example of a step."""
         sizes = {name: self.batch_sizes.get(name) for name in targets}
         return {
             name: jax.tree.map(lambda x, k=size: x[:k], targets[name])
@@ -322,8 +317,8 @@ class GroupNetwork(eqx.Module):
         return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
-        """The same, its groups known by what they compute of examples such as these: not
-        where a group reads some rows of the parameters only, as its function says."""
+        """Return an equivalent network, compared by what the groups compute from inputs
+        of these shapes. Unchanged if a group has a `select`."""
         if any(select is not None for select in self.selections.values()):
             return self
         found = {}
@@ -376,10 +371,9 @@ def _residuals(
 
 
 def _failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
-    """Of a function of one example, or of everything."""
     said = str(error).strip().partition("\n")[0].rstrip(".")
     how = "" if at_once else ", without the data's leading axis"
-    return ValueError(f"{what}{how}, and failed: {said}.")
+    return ValueError(f"{what}{how}, but failed: {said}.")
 
 
 def of_groups(
@@ -389,7 +383,7 @@ def of_groups(
     batch_size: Mapping[str, int | None] | int | None = None,
     part_size: int | None = None,
 ) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
-    """(parameters, their function, its data, the losses)."""
+    """Return (parameters, network, data, losses)."""
     parameters, frozen = partition(model, filter_spec, called=False)
     sampled = {name: callable(group.data) for name, group in groups.items()}
     for name, group in groups.items():
@@ -410,7 +404,7 @@ def of_groups(
     losses = GroupLosses(
         {name: group.loss for name, group in groups.items()},
         {name: group.weight for name, group in groups.items()},
-        # Examples that are chosen from data, by a batch size, may be noisy.
+        # Examples that are chosen from data by a batch size may be noisy.
         is_drawn=any(sampled.values())
         and all(size is None for size in network.batch_sizes.values()),
     )
@@ -418,36 +412,34 @@ def of_groups(
 
 
 def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> None:
-    """Rows that are there, of each array; as far as they are known here."""
+    """Raise `ValueError` if `select` fails, or selects invalid rows of concrete data."""
     select: Callable = group.select  # type: ignore[assignment]
     data = group.data
     if callable(data):
         data = jax.eval_shape(data, jax.random.key(0))
-    known = not any(
-        isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in jax.tree.leaves(data)
-    )
-    every = jax.vmap(select)
+    unknown = Tracer | jax.ShapeDtypeStruct
+    known = not any(isinstance(x, unknown) for x in jax.tree.leaves(data))
+    select_all = jax.vmap(select)
     try:
-        rows = jax.eval_shape(every, data)
+        rows = jax.eval_shape(select_all, data)
         if known:
-            with jax.ensure_compile_time_eval():  # within a program, too
-                rows = every(data)
+            with jax.ensure_compile_time_eval():  # concrete even while tracing
+                rows = select_all(data)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         what = f"`select` of the group {name!r} is called with one example"
         raise _failed(what, error) from error
     structure = jax.tree.structure(parameters)
     if jax.tree.structure(rows) != structure:
         raise ValueError(
-            f"What `select` of the group {name!r} returns must have the structure of the "
-            f"model's trained arrays, {structure}, but has {jax.tree.structure(rows)}."
+            f"`select` of the group {name!r} must return the structure of the model's "
+            f"trained arrays, {structure}, but returns {jax.tree.structure(rows)}."
         )
-    for chosen, array in zip(
-        jax.tree.leaves(rows), jax.tree.leaves(parameters), strict=True
-    ):
+    leaves = jax.tree.leaves(rows), jax.tree.leaves(parameters)
+    for chosen, array in zip(*leaves, strict=True):
         if not jnp.issubdtype(chosen.dtype, jnp.integer) or array.ndim == 0:
             raise ValueError(
-                f"What `select` of the group {name!r} returns must be whole numbers, the "
-                f"rows of each array, but for one of the shape {array.shape} it returned "
+                f"`select` of the group {name!r} must return whole numbers, the rows of "
+                f"each array, but for an array of the shape {array.shape} it returns "
                 f"numbers of dtype {chosen.dtype}."
             )
         if not isinstance(chosen, Array) or isinstance(chosen, Tracer):
@@ -458,32 +450,32 @@ def _check_selection(name: str, group: Residuals, parameters: PyTree[Array]) -> 
             wrong, each = chosen.ravel()[bad[0]], max(1, chosen.size // len(chosen))
             raise ValueError(
                 f"Example {bad[0] // each} of the group {name!r} selects row {wrong} of "
-                f"an array that has {array.shape[0]}."
+                f"an array that has {array.shape[0]} rows."
             )
 
 
 def _batch_sizes(
     groups: GroupsByName, batch_size: Mapping[str, int | None] | int | None
 ) -> dict[str, int | None]:
-    """Of each group; a number is for all that have as many examples."""
+    """Return the batch size of each group; a number is for all groups with arrays."""
     if not isinstance(batch_size, Mapping):
         arrays = lambda g: g.data is not None and not callable(g.data)
-        every = {name: batch_size for name, g in groups.items() if arrays(g)}
+        sizes = {name: batch_size for name, g in groups.items() if arrays(g)}
     else:
-        every = dict(batch_size)
-        if unknown := sorted(set(every) - set(groups)):
+        sizes = dict(batch_size)
+        if unknown := sorted(set(sizes) - set(groups)):
             raise ValueError(
                 f"`batch_size` names {', '.join(map(repr, unknown))}, but the groups are "
                 f"{', '.join(map(repr, groups))}."
             )
-    for name, size in every.items():
+    for name, size in sizes.items():
         if size is None:
             continue
         check_count(f"batch_size[{name!r}]", size)
         if callable(groups[name].data):
             raise ValueError(
-                f"The group {name!r} draws its data, as many as it likes: leave its "
-                "`batch_size` out."
+                f"The group {name!r} draws its data and sets their number itself: leave "
+                "its `batch_size` out."
             )
         if groups[name].data is None:
             raise ValueError(
@@ -494,20 +486,20 @@ def _batch_sizes(
             raise ValueError(
                 f"The group {name!r} has {n} examples, but its `batch_size` is {size}."
             )
-    return every
+    return sizes
 
 
 def refuse_samplers(groups: GroupsByName) -> None:
     for name, group in groups.items():
         if callable(group.data):
             raise ValueError(
-                f"The group {name!r} draws its data anew for each step, as only "
-                "`gnlin.fit` can: use that, or pass arrays."
+                f"The group {name!r} draws its data for each step, as only `gnlin.fit` "
+                "can: use it, or pass arrays."
             )
 
 
 def refuse_for_groups(**options: Any) -> None:
-    """What is of one model on one batch."""
+    """Raise `ValueError` if an option that groups do not have was given."""
     defaults = {"loss": SquaredError(), "state": None, "key": None}
     for name, value in options.items():
         if not eqx.tree_equal(value, defaults.get(name)):
@@ -516,7 +508,7 @@ def refuse_for_groups(**options: Any) -> None:
 
 
 def where_not_finite(groups: GroupsByName) -> str:
-    """Which example of which group is not finite, in a sentence; or ""."""
+    """Return a sentence that names a non-finite example and its group, or ""."""
     for name, group in groups.items():
         for bad in rows_not_finite(eqx.filter(group.data, eqx.is_array)):
             return f"Example {bad[0]} of the group {name!r} is not finite."

@@ -1,4 +1,4 @@
-"""What a run leaves: the model, how it ended, and a table with one row a step."""
+"""The result of a run: the model, how the run ended, and a table of its steps."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -27,35 +27,33 @@ COLUMNS = (
 )
 
 COUNTS = ("step", "epoch", "num_feature_updates")
-"""Those of whole numbers."""
+"""The columns that hold integers."""
 
 
 class History(eqx.Module, Mapping[str, Any]):
-    r"""What happened in a run, one row a step, by columns.
-
-    Each row is of one point: the loss there and its gradient, on the examples of the step
-    that is then taken.
+    r"""A table of a run, with one row for each step. The loss and its gradient in a row
+    are evaluated before the step, on the examples of the step.
 
     | column | |
     |---|---|
     | `step` | 1, 2, ... |
-    | `epoch` | 0, 1, ...: the one that the step belongs to, in [`gnlin.fit`][] |
-    | `loss` | on the step's examples, as reduced, before the step |
-    | `loss/...` | of each group of residuals, where there are several |
-    | `gradient_norm` | 2-norm of that loss's gradient |
-    | `step_norm` | 2-norm of the step; 0 where none was taken |
-    | `damping` | of the step; 0 for a solver without one |
-    | `num_inner_steps` | steps on the subproblem |
+    | `epoch` | the epoch of the step, 0, 1, ..., in [`gnlin.fit`][] |
+    | `loss` | reduced loss on the step's examples, before the step |
+    | `loss/...` | loss of each group of residuals, if there are several |
+    | `gradient_norm` | 2-norm of the gradient of `loss` |
+    | `step_norm` | 2-norm of the step; 0 if none was taken |
+    | `damping` | damping of the step; 0 if the solver has none |
+    | `num_inner_steps` | inner steps, on the subproblem |
     | `num_feature_updates` | linearisations so far |
-    | `validation_loss` | mean over the validation examples, after the step |
-    | `validation_...` | each of `metrics`, likewise |
-    | `validation_..._linearised` | the same, of the linearised model |
-    | others | of the callbacks, such as [`gnlin.callbacks.Measure`][] |
+    | `validation_loss` | mean loss over the validation examples, after the step |
+    | `validation_...` | each of `metrics` on the validation examples, after the step |
+    | `validation_..._linearised` | the same for the linearised model |
+    | others | columns of callbacks, such as [`gnlin.callbacks.Measure`][] |
 
-    The columns are NumPy arrays. Under `jax.jit` and `jax.vmap` they are JAX's, and rows
-    of steps that were not made are NaN, as are validation and callbacks' columns where
-    nothing was looked at. Where iterative linearisation keeps $\theta_s$ across batches,
-    `loss` and `gradient_norm` are of the linearised model.
+    Columns are NumPy arrays. Under `jax.jit` and `jax.vmap` they are JAX arrays, and rows
+    of steps that were not made are NaN. Columns of validation and of callbacks are NaN
+    for steps at which nothing was measured. If iterative linearisation keeps $\theta_s$
+    across batches, `loss` and `gradient_norm` are those of the linearised model.
 
     !!! example
 
@@ -80,7 +78,7 @@ class History(eqx.Module, Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names:
             raise KeyError(
-                f"The history has no column {name!r}, but {', '.join(self._names)}."
+                f"The history has no column {name!r}; it has {', '.join(self._names)}."
             )
         return self._arrays[self._names.index(name)]
 
@@ -104,11 +102,11 @@ class History(eqx.Module, Mapping[str, Any]):
 
     @property
     def columns(self) -> list[str]:
-        """The columns' names."""
+        """The names of the columns."""
         return list(self._names)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row a step."""
+        """Return a `pandas.DataFrame` with one row for each step."""
         try:
             import pandas
         except ImportError as error:
@@ -119,7 +117,7 @@ class History(eqx.Module, Mapping[str, Any]):
         return pandas.DataFrame(self._of_one_run())
 
     def to_csv(self, path: str | os.PathLike) -> None:
-        """Write it as comma-separated values, with a first row of names."""
+        """Write comma-separated values, with the names in the first row."""
         table = np.stack(list(self._of_one_run().values()), axis=1)
         header = ",".join(self._names)
         np.savetxt(path, table, "%.17g", delimiter=",", header=header, comments="")
@@ -127,42 +125,41 @@ class History(eqx.Module, Mapping[str, Any]):
     def _of_one_run(self) -> dict[str, np.ndarray]:
         if np.ndim(self["step"]) != 1:
             raise ValueError(
-                "A table is of one run, and this history of several: take one of them, "
+                "A table holds one run, but this history holds several: select one by "
                 "`jax.tree.map(lambda column: column[0], history)`."
             )
         return {name: np.asarray(column) for name, column in self.items()}
 
 
 class Solution(eqx.Module, Generic[Model]):
-    r"""What [`gnlin.solve`][] and [`gnlin.fit`][] return.
+    r"""The result of [`gnlin.solve`][] and [`gnlin.fit`][].
 
     **Attributes:**
 
-    - `model`: the trained model: the last finite one, or the best, if the run diverged or
-        a callback has asked for it.
+    - `model`: the trained model: the last finite one, or the best one if the run diverged
+        or a callback asked for it.
     - `state`: the model's state; `None` if it has none.
-    - `loss`: the model's, on all examples, as the last step left it; `None` where nothing
-        has computed it: after mini-batches, and of a model that a callback chose.
-    - `result`: an `optimistix.RESULTS`. `successful` if it has converged or a callback
-        has stopped it, `nonlinear_max_steps_reached` if all steps were made or the run
-        was interrupted, `stagnation` if it stood still away from a solution, `nonfinite`
-        or `nonlinear_divergence` if it ended early.
-    - `reason`: the same in words; empty under `jax.jit` and `jax.vmap`.
+    - `loss`: the model's loss on all examples; `None` if it was not computed, as after
+        mini-batches, or for a model that a callback chose.
+    - `result`: an `optimistix.RESULTS`: `successful` if the run converged or a callback
+        stopped it; `nonlinear_max_steps_reached` if all steps were made or the run was
+        interrupted; `stagnation` if no step reduced the loss any further, but the
+        gradient is not small; `nonfinite` or `nonlinear_divergence` if it failed.
+    - `reason`: the result in words; empty under `jax.jit` and `jax.vmap`.
     - `history`: a [`gnlin.History`][].
     - `stats`: `num_steps`, `num_feature_updates`, `num_inner_steps`, `num_jvps` and
-        `num_vjps` (passes of the whole batch through the model, tangent and transposed),
-        `num_accepted_steps`, `num_rejected_steps`; `max_steps` of `solve`, `num_epochs`
-        of `fit`.
-    - `linearisation_point`: the model at $\theta_s$, where iterative linearisation has
-        kept it across batches; else `None`.
+        `num_vjps` (tangent and transposed passes of the whole batch through the model),
+        `num_accepted_steps`, `num_rejected_steps`; also `max_steps` from `solve`, or
+        `num_epochs` from `fit`.
+    - `linearisation_point`: the model at $\theta_s$ if iterative linearisation kept it
+        across batches, else `None`.
     """
 
     model: Model
     state: PyTree
     loss: Any
     result: optx.RESULTS
-    # No leaf: a solution may come out of `jax.jit`.
-    reason: str = eqx.field(static=True)
+    reason: str = eqx.field(static=True)  # no leaf, so that `jax.jit` can return it
     history: History
     stats: dict[str, Any]
     linearisation_point: Model | None = None
@@ -186,12 +183,12 @@ NO_GRADIENT = (
 
 
 def on_host(tree: PyTree) -> PyTree:
-    """The Python numbers in a tree of scalar arrays."""
+    """Convert scalar arrays to Python numbers."""
     return jax.tree.map(lambda x: np.asarray(x).item(), tree)
 
 
 def in_words(result: str, num_steps: int, why: str = "") -> str:
-    """A `reason`; `why` is that of a failure."""
+    """Return `Solution.reason`; `why` explains a failure."""
     if result == "nonlinear_max_steps_reached":
         return f"all {num_steps} steps were made"
     ended = "converged" if result == "successful" else why.split(";")[0]

@@ -1,4 +1,4 @@
-"""One step of a run, whichever driver makes it: of a network, on a batch."""
+"""One training step of a network on a batch, used by both drivers."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ Shapes = PyTree[jax.ShapeDtypeStruct]
 
 
 class Carry(NamedTuple):
-    """What a step hands to the next."""
+    """The state that one step passes to the next."""
 
     parameters: PyTree[Array]
     solver_state: State
@@ -40,30 +40,28 @@ class Carry(NamedTuple):
 
     @property
     def loss(self) -> Scalar:
-        """At the parameters, after an outer step on all examples."""
+        """The loss at `parameters`, if each step sees all examples."""
         loss, watch = self.solver_state.report.loss, self.watch
         return loss if watch is None else jnp.where(watch.diverges, watch.best, loss)
 
 
 class StepSettings(NamedTuple):
-    """What stays the same for the whole run."""
+    """The settings of a whole run."""
 
     solver: AbstractGaussNewton
     loss: AbstractLoss | GroupLosses
     network: Network | GroupNetwork
-    key: Key[Array, ""] | None  # as from `key_of_steps`; None for that of no key
-    # Of how many times the first loss, for some steps, a run diverges
-    divergence: float | None = None
+    key: Key[Array, ""] | None  # from `key_of_steps`; None for the default key
+    divergence: float | None = None  # largest loss, in multiples of the first one
     augment: Callable[..., PyTree[Array]] | None = None
     batch_size: int | None = None
     curvature_batch_size: int | None = None
-    # Whether it sees one batch after another, not the same examples every time
-    streaming: bool = False
+    streaming: bool = False  # whether each step sees another batch
     places: Places = Places()
 
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
-        """What the network's function is given in a step: what is random is drawn anew,
-        and is the same for all that the step asks."""
+        """Return the network's `args` for step `number`. Keys and augmentation differ
+        between steps, and are the same in all evaluations within a step."""
         key = key_of_steps(jax.random.key(0)) if self.key is None else self.key
         key, augment_key = jax.random.split(jax.random.fold_in(key, number))
 
@@ -76,26 +74,26 @@ class StepSettings(NamedTuple):
         return self.network.args(inputs, keys, state)
 
     def drawn(self, data: tuple, number: ScalarLike) -> tuple:
-        """A step's own examples, of groups that have new ones in each."""
+        """Return the data of step `number`, for which groups may draw new examples."""
         key = jax.random.key(0) if self.key is None else self.key
         return self.network.drawn(data, jax.random.fold_in(key, number))
 
     def is_random(self, parameters: PyTree[Array], args: Any) -> bool:
-        """Whether the same examples have other outputs in each step."""
+        """Whether outputs of the same examples differ between steps."""
         return self.augment is not None or self.network.is_random(parameters, args)
 
 
 def key_of_steps(key: Key[Array, ""]) -> Key[Array, ""]:
-    """Its other half is the shuffling's."""
+    """Return the key of the steps; the other half of the split shuffles the data."""
     return jax.random.split(key)[1]
 
 
 def checked_outputs(
     setting: StepSettings, parameters: PyTree, model_state: PyTree, example: tuple
 ) -> Shapes:
-    """The outputs' shapes, which the targets fit."""
+    """Return the shapes of the outputs, after checking the targets against them."""
     inputs, *_ = jax.eval_shape(setting.drawn, example, 0)
-    # Whose values can be checked
+    # Unlike drawn targets, which are traced here, these have values to check.
     targets = setting.network.as_many(example[1])
 
     def forward(parameters, inputs, state):
@@ -112,7 +110,7 @@ def all_checked(
     model_state: PyTree,
     batches: Iterable[tuple],
 ) -> Shapes:
-    """The outputs' shapes of the first of some batches, all of whose targets fit."""
+    """Check the targets of all batches, and return the first batch's output shapes."""
     outputs: dict[tuple, Shapes] = {}
     for batch in batches:
         kind = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves(batch[0]))
@@ -126,7 +124,7 @@ def all_checked(
 def begin(
     setting: StepSettings, parameters: PyTree[Array], model_state: PyTree, outputs: Shapes
 ) -> Carry:
-    """Before the first step; nothing is evaluated."""
+    """Return the state before the first step; evaluates nothing."""
     solver = setting.solver
     start = solver.start_stream if setting.streaming else solver.start
     state, watch = start(parameters, outputs), None
@@ -146,10 +144,10 @@ def advanced(
     *,
     is_random: bool,
 ) -> tuple[Carry, dict[str, Array], Bool[Array, ""]]:
-    """One step, its row of the history, and whether there was one: a run that has
-    arrived makes none.
+    """Make one step. Return the new state, its row of the history, and whether a step was
+    made, which is false if the run has ended.
 
-    - `is_random`: whether the same examples have other outputs in each step.
+    - `is_random`: whether outputs of the same examples differ between steps.
     """
     solver, network = setting.solver, setting.network
     fn, has_aux = network.function(), network.has_state
@@ -161,22 +159,18 @@ def advanced(
         now = network.outputs(carry.parameters, args) if objective.names else None
     else:
         evaluate = lambda y: network.outputs(y, args)
-        budget = solver.memory_budget
+        budget, begun = solver.memory_budget, carry.solver_state
         lin, aux = linearised(fn, carry.parameters, args, has_aux, budget)
         with spread(setting.places):
             y, state = solver.advance(
-                objective,
-                lin,
-                evaluate,
-                carry.solver_state,
-                same_examples=not is_random,
+                objective, lin, evaluate, begun, same_examples=not is_random
             )
         loss, now = objective.value(lin.outputs), lin.outputs
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch
     if watch is not None:
         assert setting.divergence is not None
-        # Where the loss is known: a step may have been taken back before this one.
+        # `loss` belongs to this point, which is not `parameters` if a step was undone.
         point = carry.parameters if state.stride is None else state.stride.point
         first = Watch.start(objective, watch.y, outputs, loss)
         watch = _tree.where(number == 0, first, watch)
@@ -203,19 +197,19 @@ def advanced(
 
 
 def columns_of(names: tuple[str, ...]) -> dict[str, str]:
-    """Of the history, for the parts of an objective."""
+    """Return the names of the history's columns for the parts of an objective."""
     return {name: f"loss/{name}" for name in names}
 
 
 def why_it_failed(setting: StepSettings, carry: Carry) -> str:
-    """In words."""
+    """Return the reason of a failure in words."""
     state = carry.solver_state
     if result_name(state.result) == "nonfinite":
         report = state.report
         what = "the step" if jnp.isfinite(report.loss) else "the loss"
         what += " is not finite"
         if jnp.isfinite(report.loss + report.gradient_norm) & jnp.isnan(report.damping):
-            what = "its damping, or another of the solver's numbers, is out of its range"
+            what = "its damping, or another setting of the solver, is out of range"
         return f"{what}; {LAST_FINITE}."
     far = carry.watch is not None and bool(carry.watch.diverges)
     return why_it_ended(state.result, setting.divergence if far else None)

@@ -1,4 +1,4 @@
-"""Losses of a model's outputs, each with a factor of its Hessian."""
+"""Losses of a model's outputs."""
 
 from ._accuracy import accuracy
 from ._base import AbstractElementwiseLoss, AbstractLoss

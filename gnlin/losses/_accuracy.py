@@ -1,4 +1,4 @@
-"""How much a classifier gets right."""
+"""Classification accuracy."""
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +11,18 @@ from ._cross_entropy import is_label
 def accuracy(
     outputs: ArrayLike, targets: ArrayLike, *, ignore_index: int | None = None
 ) -> Scalar:
-    """The part of the targets whose class is the likeliest one.
+    """Return the fraction of targets whose class is the most likely one.
 
     **Arguments:**
 
-    - `outputs`: of many examples, with the classes along the last axis; or of shape
-        `(n, 1)` or `(n,)`, of two classes, positive for the second.
-    - `targets`: integer labels, of the outputs' shape without the last axis, so that a
-        sequence has one at each position; or probabilities, of the outputs' shape.
-    - `ignore_index`: a label that does not count. Negative labels never do.
+    - `outputs`: the outputs of many examples, with classes along the last axis. With the
+        shape `(n, 1)` or `(n,)` there are two classes: positive outputs are the second.
+    - `targets`: integer labels, with the outputs' shape without the last axis (one label
+        for each position of a sequence), or probabilities, with the outputs' shape.
+    - `ignore_index`: a label that does not count. Negative labels never count.
 
-    **Returns:** a number between 0 and 1; NaN where nothing counts, or where an output
-    that counts is NaN.
+    **Returns:** a number between 0 and 1, or NaN if no target counts, or if the outputs
+    of one that counts are NaN.
 
     !!! example
 
@@ -38,8 +38,8 @@ def accuracy(
     labels = is_label(targets) and targets.shape == outputs.shape[:-1] != outputs.shape
     if not (probabilities or labels):
         raise ValueError(
-            f"Targets of outputs of the shape {outputs.shape} must be integer labels of "
-            f"the shape {outputs.shape[:-1]}, or probabilities of that of the outputs, "
+            f"With outputs of the shape {outputs.shape}, targets must be integer labels "
+            f"of the shape {outputs.shape[:-1]}, or probabilities of the outputs' shape, "
             f"but are {targets.dtype.name} of the shape {targets.shape}."
         )
     if probabilities and (outputs.ndim == 1 or outputs.shape[-1] == 1):

@@ -1,6 +1,7 @@
-"""What a loss gives: a value, a gradient, and a factor of its Hessian, of one example."""
+"""The interface of losses: value, gradient and a factor of the Hessian."""
 
 import abc
+from collections.abc import Callable
 from typing import ClassVar, get_args, Literal
 
 import equinox as eqx
@@ -21,19 +22,19 @@ Reduction = Literal["sum", "mean"]
 
 
 class AbstractLoss(eqx.Module):
-    r"""A loss of a model's outputs, of *one example*, convex in them.
+    """A convex loss of a model's outputs for *one example*.
 
-    A loss of your own needs the function `value`, and the field `reduction`; gradient and
-    Hessian come by automatic differentiation. Then a Hessian of c x c numbers is built
-    and factorised for each example of c outputs: for a loss that is a sum over its
-    outputs subclass [`gnlin.authoring.AbstractElementwiseLoss`][], or give `gradient` and
-    `factor` in closed form. Where the loss is not convex its negative curvature counts as
-    none.
+    A subclass must define the method `value` and the field `reduction`. By default,
+    gradient and Hessian come from automatic differentiation, and a c x c Hessian is
+    factorised for each example with c outputs. To avoid this, define `gradient` and
+    `factor` in closed form, or subclass [`gnlin.authoring.AbstractElementwiseLoss`][] if
+    the loss is a sum over outputs. If the loss is not convex, negative curvature is
+    replaced by zero.
 
     **Attributes:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"` (with weights: the weighted
-        mean); by default the mean in [`gnlin.fit`][], and the sum of least squares in
+    - `reduction`: the `"sum"` or the `"mean"` over examples (the weighted mean, if there
+        are weights). By default the mean in [`gnlin.fit`][] and the sum in
         [`gnlin.solve`][]. Damping and learning rate refer to the loss as reduced.
 
     !!! example
@@ -50,7 +51,7 @@ class AbstractLoss(eqx.Module):
     """
 
     reduction: AbstractVar[Reduction | None]
-    # Whether the second-order expansion is the loss itself.
+    # Whether the loss equals its second-order expansion in the outputs
     is_quadratic: ClassVar[bool] = False
 
     def __check_init__(self):
@@ -61,7 +62,7 @@ class AbstractLoss(eqx.Module):
             )
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
-        """The same loss, with a `reduction` where it has none."""
+        """Return the loss with `default` as its reduction if it has none."""
         if self.reduction is not None:
             return self
         return eqx.tree_at(
@@ -70,14 +71,14 @@ class AbstractLoss(eqx.Module):
 
     @abc.abstractmethod
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
-        """The loss of one example."""
+        """Return the loss of one example."""
 
     def gradient(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
-        """Its derivative by the outputs."""
+        """Return the derivative with respect to the outputs."""
         return jax.grad(self.value)(outputs, target)
 
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> AbstractFactor:
-        r"""A factor $R$ of its second derivative by the outputs, $R^\top R$."""
+        r"""Return a factor $R$ of the Hessian in the outputs, $R^\top R$."""
         flat, unravel = ravel_pytree(outputs)
         hessian = jax.hessian(lambda o: self.value(unravel(o), target))(flat)
         return DenseFactor(hessian, jnp.abs(self.value(outputs, target)))
@@ -85,34 +86,34 @@ class AbstractLoss(eqx.Module):
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
-        """By how much the loss falls from one output to another; where both nearly agree
-        a closed form may know it to more digits than the difference of the values."""
+        """Return by how much the loss falls. For nearly equal outputs, a closed form can
+        be more precise than the difference of the values."""
         return self.value(outputs, target) - self.value(new_outputs, target)
 
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
-        """Residuals, in the outputs' structure, of which half the sum of squares is the
-        loss; `ValueError` if there are none."""
+        """Return residuals, with the outputs' structure, such that half their sum of
+        squares is the loss; raise `ValueError` if there are none."""
         raise ValueError(
-            f"`gnlin.{type(self).__name__}` is no sum of squares, which is all that "
-            "solvers other than gnlin's know: use one of gnlin's."
+            f"`{type(self).__name__}` is not a sum of squares, which solvers of other "
+            "libraries require: use one of gnlin's solvers."
         )
 
     def target_weights(self, target: PyTree[Array]) -> Float[Array, "..."]:
-        """What each target of one example counts in a mean: an example as one, unless it
-        is a sequence."""
+        """Return the weight in a mean of each target of one example. By default, the
+        example is one target of weight 1."""
         return jnp.ones(())
 
     def check(
         self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]
     ) -> None:
-        """Raise `ValueError` if these cannot be targets of a batch of such outputs."""
+        """Raise `ValueError` if the targets do not suit outputs of these shapes."""
 
 
 class AbstractElementwiseLoss(AbstractLoss):
-    """A loss that is a sum over the outputs of a function of each and its target.
+    """A loss that is a sum over outputs: each output has its own target.
 
-    A loss of your own needs that function, `elementwise`, and the field `reduction`.
-    Targets have the outputs' structure and shapes.
+    A subclass must define the method `elementwise` and the field `reduction`. Targets
+    have the outputs' structure and shapes.
 
     !!! example
 
@@ -127,20 +128,20 @@ class AbstractElementwiseLoss(AbstractLoss):
 
     @abc.abstractmethod
     def elementwise(self, output: Array, target: Array) -> Array:
-        """The loss of each output."""
+        """Return the loss of each output."""
 
     def derivative(self, output: Array, target: Array) -> Array:
-        """Its first derivative by the output."""
+        """Return the first derivative with respect to each output."""
         return _derivative(lambda o: self.elementwise(o, target), output)
 
     def root(self, output: Array, target: Array) -> Array:
-        """The square root of its second derivative."""
+        """Return the square root of the second derivative."""
         curvature = _derivative(lambda o: self.derivative(o, target), output)
         return jnp.sqrt(jnp.maximum(curvature, 0))
 
     @property
     def unit(self) -> float:
-        """What counts as one unit of the loss."""
+        """The scale of the loss, used to recognise steep outputs with tiny curvature."""
         return 1.0
 
     def value(self, outputs: PyTree[Array], target: PyTree[Array]) -> Scalar:
@@ -168,8 +169,19 @@ class AbstractElementwiseLoss(AbstractLoss):
 
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
-    """Whole counts of 64 bits would make everything double precision."""
+    """Cast targets to the outputs' dtypes: 64-bit integers would promote to float64."""
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
+
+
+def summed(
+    fn: Callable[[Array, Array, Array], Array],
+    outputs: PyTree[Array],
+    new_outputs: PyTree[Array],
+    target: PyTree[Array],
+) -> Scalar:
+    """Return the sum over all outputs of `fn(output, new_output, target)`."""
+    each = jax.tree.map(fn, outputs, new_outputs, as_outputs(target, outputs))
+    return _tree.total(each, _tree.dtype(outputs))
 
 
 def check_loss(loss: object) -> None:
@@ -181,14 +193,15 @@ def check_loss(loss: object) -> None:
 
 
 def _derivative(fn, x: Array) -> Array:
-    """Of a function that acts on each element by itself."""
+    """Return the derivative of an elementwise function."""
     return jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
 def check_between(
     name: str, values: PyTree, least: float | int, most: float | int
 ) -> None:
-    """Traced values pass: they are not known yet. So do those of another process."""
+    """Raise `ValueError` for values out of range. Traced values, and arrays that are not
+    fully addressable by this process, are not checked."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, Tracer) or not is_here(leaf):
             continue

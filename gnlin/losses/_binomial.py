@@ -1,4 +1,4 @@
-"""Successes among trials, and counts that spread more than Poisson's."""
+"""Losses for successes among trials, and for overdispersed counts."""
 
 from typing import Any
 
@@ -10,14 +10,13 @@ from jax.core import Tracer
 from jax.scipy.special import xlogy
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._common import _tree
 from .._common._checks import check_finite_positive, check_scalar
 from .._common._sharding import is_here
-from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
+from ._base import AbstractElementwiseLoss, check_between, Reduction, summed
 
 
 def _as_trials(given: Any) -> Array:
-    """Traced values pass: they are not known yet."""
+    """Check and convert `trials`; traced values are not checked."""
     if isinstance(given, Tracer):
         return given
     try:
@@ -34,17 +33,17 @@ def _as_trials(given: Any) -> Array:
 
 class BinomialNLL(AbstractElementwiseLoss):
     r"""The binomial negative log-likelihood of $y$ successes among $n$ trials, each with
-    the probability $\sigma(f) = 1/(1 + e^{-f})$: the outputs $f$ are log-odds. Its least
-    value for these successes is subtracted, so a perfect fit has the loss zero (half the
-    deviance). The curvature, $n\sigma(f)\sigma(-f)$, is both the observed and the
-    expected one.
+    the probability $\sigma(f) = 1/(1 + e^{-f})$: the outputs $f$ are log-odds. Its
+    smallest value for these successes is subtracted, so that a perfect fit has the loss
+    zero (half the deviance). The curvature, $n\sigma(f)\sigma(-f)$, is both observed and
+    expected.
 
     **Arguments:**
 
-    - `trials`: $n$, one number, or an array: of y's shape in [`gnlin.curve_fit`][],
-        elsewhere of the shape of one example's outputs.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `trials`: $n$, a number or an array. An array has y's shape in
+        [`gnlin.curve_fit`][], and the shape of one example's outputs elsewhere.
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     !!! example
 
@@ -68,20 +67,16 @@ class BinomialNLL(AbstractElementwiseLoss):
         return _value(output, target, self._of(output))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return _slope(output, target, self._of(output))
+        return binomial_slope(output, target, self._of(output))
 
     def root(self, output: Array, target: Array) -> Array:
-        return jnp.sqrt(self._of(output)) * _half_width(output)
+        return jnp.sqrt(self._of(output)) * binomial_root(output)
 
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
-        def each(f, g, y):
-            return jnp.sum(_decrease(f, g, y, self._of(f)))
-
-        target = as_outputs(target, outputs)
-        parts = jax.tree.map(each, outputs, new_outputs, target)
-        return _tree.total(parts, _tree.dtype(outputs))
+        each = lambda f, g, y: _decrease(f, g, y, self._of(f))
+        return summed(each, outputs, new_outputs, target)
 
     def _of(self, output: Array) -> Array:
         trials = jnp.asarray(self.trials)
@@ -91,9 +86,8 @@ class BinomialNLL(AbstractElementwiseLoss):
         super().check(outputs, targets)
         check_between("successes", targets, 0.0, np.inf)
         for leaf in jax.tree.leaves(targets):
-            if isinstance(leaf, Tracer) or isinstance(self.trials, Tracer):
-                continue
-            if not is_here(leaf):
+            is_traced = isinstance(leaf, Tracer) or isinstance(self.trials, Tracer)
+            if is_traced or not is_here(leaf):
                 continue
             shape = np.shape(self.trials)
             if shape and shape != leaf.shape[leaf.ndim - len(shape) :]:
@@ -113,16 +107,16 @@ class BinomialNLL(AbstractElementwiseLoss):
 
 class NegativeBinomialNLL(AbstractElementwiseLoss):
     r"""The negative binomial's negative log-likelihood of counts $y$ with the mean
-    $\mu = e^f$ and the variance $\mu + \alpha\mu^2$: counts that spread more than
-    Poisson's. Its least value for that count is subtracted (half the deviance). The
-    curvature is the expected one, $\mu/(1 + \alpha\mu)$.
+    $\mu = e^f$ and the variance $\mu + \alpha\mu^2$, which is larger than Poisson's. Its
+    smallest value for that count is subtracted (half the deviance). The curvature is the
+    expected one, $\mu/(1 + \alpha\mu)$.
 
     **Arguments:**
 
-    - `dispersion`: $\alpha > 0$, which must be known. It is no parameter of a fit: of an
-        unknown one compare fits, by how near Pearson's `fit.reduced_chi_squared` is to 1.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `dispersion`: $\alpha > 0$, which must be known and is not fitted. To find it,
+        compare fits: Pearson's `fit.reduced_chi_squared` should be near 1.
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     !!! example
 
@@ -144,14 +138,14 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         check_scalar("dispersion", self.dispersion)
         check_finite_positive("dispersion", self.dispersion)
 
-    # Given the count, its distribution is that of y successes among y + 1/alpha trials,
-    # with the log-odds f + log(alpha).
+    # The likelihood equals the binomial one of y successes among y + 1/alpha trials, with
+    # the log-odds f + log(alpha).
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return _value(self._odds(output), target, self._trials(target))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return _slope(self._odds(output), target, self._trials(target))
+        return binomial_slope(self._odds(output), target, self._trials(target))
 
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(jax.nn.sigmoid(self._odds(output)) / self.dispersion)
@@ -160,12 +154,9 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
         def each(f, g, y):
-            odds, new_odds = self._odds(f), self._odds(g)
-            return jnp.sum(_decrease(odds, new_odds, y, self._trials(y)))
+            return _decrease(self._odds(f), self._odds(g), y, self._trials(y))
 
-        target = as_outputs(target, outputs)
-        parts = jax.tree.map(each, outputs, new_outputs, target)
-        return _tree.total(parts, _tree.dtype(outputs))
+        return summed(each, outputs, new_outputs, target)
 
     def _odds(self, output: Array) -> Array:
         return output + jnp.log(jnp.asarray(self.dispersion, output.dtype))
@@ -179,26 +170,27 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
 
 
 def _value(odds: Array, successes: Array, trials: Array) -> Array:
-    r"""$-y\log p - (n - y)\log(1 - p)$, less the same at $p = y/n$."""
+    r"""Return $-y\log p - (n - y)\log(1 - p)$ minus its value at $p = y/n$."""
     failures, safe = trials - successes, jnp.where(trials > 0, trials, 1)
     of_each = successes * jax.nn.softplus(-odds) + failures * jax.nn.softplus(odds)
     least = xlogy(successes, successes / safe) + xlogy(failures, failures / safe)
     return of_each + least
 
 
-def _slope(odds: Array, successes: Array, trials: Array) -> Array:
+def binomial_slope(odds: Array, successes: Array, trials: Array | int) -> Array:
+    """Return the derivative of `_value` with respect to the log-odds."""
     sigmoid = jax.nn.sigmoid
     return (trials - successes) * sigmoid(odds) - successes * sigmoid(-odds)
 
 
-def _half_width(odds: Array) -> Array:
-    """The root of p (1 - p), 1 / (2 cosh(f / 2))."""
+def binomial_root(odds: Array) -> Array:
+    """Return sqrt(p (1 - p)) = 1 / (2 cosh(f / 2))."""
     x = jnp.abs(odds)
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
 
 
 def _decrease(odds: Array, new_odds: Array, successes: Array, trials: Array) -> Array:
-    r"""$y d - n\log(1 + p(e^d - 1))$ for odds that have moved by d."""
+    r"""Return $y d - n\log(1 + p(e^d - 1))$, the decrease if log-odds change by d."""
     change = new_odds - odds
     near = jnp.abs(change) < 1
     small = jnp.where(near, change, 0)

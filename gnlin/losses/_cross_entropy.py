@@ -1,4 +1,4 @@
-"""Classes: cross-entropy with the softmax or the logistic function."""
+"""Cross-entropy losses for classification."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from .._common import _tree
 from .._common._checks import check_less_than_one, is_whole
 from .._common._sharding import is_here
 from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, Reduction
+from ._binomial import binomial_root, binomial_slope
 from ._factors import AbstractFactor, SoftmaxFactor
 
 
@@ -21,7 +22,7 @@ def is_label(target: Array) -> bool:
 
 
 def _as_class_weights(given: Any) -> Array | None:
-    """Traced values pass: they are not known yet."""
+    """Check and convert `class_weights`; traced values are not checked."""
     if given is None or isinstance(given, Tracer):
         return given
     known = np.asarray(given)
@@ -38,21 +39,20 @@ class SoftmaxCrossEntropy(AbstractLoss):
     r"""$-\sum_j w_j y_j \log p_j$ with $p = \mathrm{softmax}(f)$, over the outputs' last
     axis of c classes.
 
-    Targets are integer labels, of the outputs' shape without the last axis, or
-    probabilities, of the outputs' shape. An example may be a sequence, of outputs of
-    shape `(length, c)`, or an image of them: then it has many targets, and the mean is
-    over all those of all examples that count, not over examples.
+    Targets are integer labels, with the outputs' shape without the last axis, or
+    probabilities, with the outputs' shape. An example may be a sequence, with outputs of
+    shape `(length, c)`, or an image: it then has many targets, and the mean is over all
+    targets that count, not over examples.
 
     **Arguments:**
 
-    - `label_smoothing`: the part of the probability that is spread evenly over all
-        classes.
-    - `reduction`: over the targets, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
-    - `ignore_index`: a label, such as -1 or that of the padding, of targets that do not
-        count: they have no loss, whatever the outputs there, and no share in the mean.
-    - `class_weights`: $w$, c numbers, all one by default. In a mean each target counts as
-        the weight of its class.
+    - `label_smoothing`: the probability that is spread evenly over all classes.
+    - `reduction`: the `"sum"` or the `"mean"` over targets. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `ignore_index`: a label, such as -1 or the padding's, that marks targets that do not
+        count: whatever their outputs, they add nothing to the loss or the mean.
+    - `class_weights`: $w$, c numbers, all one by default. In a mean, each target has the
+        weight of its class.
 
     !!! example
 
@@ -87,10 +87,10 @@ class SoftmaxCrossEntropy(AbstractLoss):
     def _of_target(
         self, outputs: Float[Array, "*k c"], target: Num[Array, "..."]
     ) -> tuple[Float[Array, "*k c"], Float[Array, "*k c"], Float[Array, "*k 1"]]:
-        """The outputs, the weighted probabilities of the target, and their sum.
+        """Return the outputs, the target's weighted probabilities, and their sum.
 
-        A label that is no class is NaN, and so is the loss. One that is ignored has
-        probabilities of zero, and outputs of zero in place of what may be no number.
+        A label out of range gives NaN, also in the loss. An ignored target gets zero
+        probabilities, and zero outputs in case they are NaN.
         """
         num_classes = outputs.shape[-1]
         if is_label(target):
@@ -124,8 +124,8 @@ class SoftmaxCrossEntropy(AbstractLoss):
         outputs, y, total = self._of_target(outputs, target)
         log_p, top = _log_softmax(outputs)
         p = jnp.exp(log_p)
-        # t p_k - y_k of the likeliest class without a difference of nearly equal numbers:
-        # of both, what the other classes have.
+        # For the likeliest class, t p_k - y_k would cancel. All components sum to zero,
+        # so sum those of the other classes instead.
         others = jnp.sum(jnp.where(top, 0, y - total * p), axis=-1, keepdims=True)
         return jnp.where(top, others, total * p - y)
 
@@ -202,31 +202,27 @@ class SoftmaxCrossEntropy(AbstractLoss):
 
 
 class SigmoidCrossEntropy(AbstractElementwiseLoss):
-    r"""$-y\log\sigma(f) - (1 - y)\log\sigma(-f)$ of each output by itself: for several
-    labels that do not exclude each other. Targets are probabilities, of the outputs'
-    shape.
+    r"""$-y\log\sigma(f) - (1 - y)\log\sigma(-f)$, summed over outputs: for labels that
+    do not exclude each other. Targets are probabilities, with the outputs' shape.
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     """
 
     reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
-        # Each in a form that stays exact where the other vanishes.
+        # Both terms stay accurate where the other one vanishes.
         wrong = (1 - target) * jnp.maximum(output, 0) - target * jnp.minimum(output, 0)
         return wrong + jnp.log1p(jnp.exp(-jnp.abs(output)))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        sigmoid = jax.nn.sigmoid
-        return (1 - target) * sigmoid(output) - target * sigmoid(-output)
+        return binomial_slope(output, target, 1)
 
     def root(self, output: Array, target: Array) -> Array:
-        # sqrt(sigma(f) sigma(-f)) = 1 / (2 cosh(f / 2))
-        x = jnp.abs(output)
-        return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
+        return binomial_root(output)
 
     def check(self, outputs, targets) -> None:
         super().check(outputs, targets)
@@ -236,7 +232,7 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
 def _log_softmax(
     outputs: Float[Array, "*k c"],
 ) -> tuple[Float[Array, "*k c"], Array]:
-    """log p, of the likeliest class too to full relative precision; and which that is."""
+    """Return log p, accurate also for the likeliest class, and a mask of that class."""
     likeliest = jnp.argmax(outputs, axis=-1, keepdims=True)
     top = jax.nn.one_hot(likeliest[..., 0], outputs.shape[-1], dtype=bool)
     z = outputs - jnp.take_along_axis(outputs, likeliest, axis=-1)

@@ -1,7 +1,7 @@
-r"""Factors $R$ of a loss's Hessian in the outputs, $H = R^\top R$, of one example.
+r"""Factors $R$ of the Hessian of one example's loss in its outputs, $H = R^\top R$.
 
-With one the quadratic problem is a least-squares problem: whitened Jacobian $R\phi$,
-whitened residual $R^{-\top}\nabla L$.
+They turn the quadratic problem into a least-squares problem with the whitened Jacobian
+$R\phi$ and the whitened residual $R^{-\top}\nabla L$.
 """
 
 import abc
@@ -16,37 +16,35 @@ from .._linear_algebra._lapack import eigh
 
 
 class AbstractFactor(eqx.Module):
-    r"""A matrix $R$ with $R^\top R$ the Hessian of one example's loss in its outputs.
-
-    It is known by its products. All of them take and give the outputs' structure.
-    """
+    r"""A matrix $R$ such that $R^\top R$ is the Hessian of one example's loss in its
+    outputs. Arguments and results of its products have the outputs' structure."""
 
     @abc.abstractmethod
     def mv(self, v: PyTree[Array]) -> PyTree[Array]:
-        """$R v$."""
+        """Return $R v$."""
 
     @abc.abstractmethod
     def transpose_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        r"""$R^\top u$."""
+        r"""Return $R^\top u$."""
 
     @abc.abstractmethod
     def pseudo_inverse_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        """$R^+ u$."""
+        """Return $R^+ u$."""
 
     @abc.abstractmethod
     def whiten(
         self, gradient: PyTree[Array]
     ) -> tuple[PyTree[Array], PyTree[Array] | None]:
-        r"""The gradient as $R^\top \tilde r + e$, in the outputs: `(r~, e)`.
+        r"""Return $(\tilde r, e)$ such that the gradient is $R^\top \tilde r + e$.
 
-        The remainder $e$ is what $R^\top$ does not reach, because the loss is flat
-        there, or reaches only with an $\tilde r$ so large that all else is lost beside it
-        to rounding. `None` where that cannot be.
+        The remainder $e$ is the part of the gradient outside the range of $R^\top$, or so
+        steep that its $\tilde r$ would drown all others in rounding errors. It is `None`
+        if there can be no such part.
         """
 
 
 class IdentityFactor(AbstractFactor):
-    """Of squared error: the gradient is the residual."""
+    """The factor of squared error, whose gradient is the residual."""
 
     def mv(self, v: PyTree[Array]) -> PyTree[Array]:
         return v
@@ -62,9 +60,8 @@ class IdentityFactor(AbstractFactor):
 
 
 def _is_steep(gradient: Array, root: Array, unit: float | Array) -> Array:
-    """Whether `gradient / root` has the square of a loss greater than 1/eps units, and a
-    Newton step would be longer than 1/sqrt(eps): a slope with next to no curvature. (Or
-    is not a number.)"""
+    """Whether the curvature is negligible for this gradient, or NaN: `(gradient/root)**2`
+    exceeds `unit / eps`, and the Newton step exceeds 1/sqrt(eps)."""
     eps = jnp.finfo(gradient.dtype).eps
     slope = jnp.abs(gradient) * eps**0.5
     return ~((slope <= root * unit**0.5) | (slope <= root**2))
@@ -75,12 +72,12 @@ def _quotient(x: Array, y: Array, where: Array) -> Array:
 
 
 class DiagonalFactor(AbstractFactor):
-    """Of a loss that is a sum over the outputs.
+    """The factor of a loss that is a sum over outputs.
 
     **Arguments:**
 
-    - `root`: the square roots of the second derivatives, in the outputs' structure.
-    - `unit`: what counts as one unit of the loss.
+    - `root`: square roots of the second derivatives, with the outputs' structure.
+    - `unit`: the scale of the loss.
     """
 
     root: PyTree[Array]
@@ -105,28 +102,28 @@ class DiagonalFactor(AbstractFactor):
 
 
 class SoftmaxFactor(AbstractFactor):
-    r"""$R = \sqrt t\,(I - s s^\top)\,\mathrm{diag}(s)$ with $s = \sqrt p$, of
-    $H = t\,(\mathrm{diag}(p) - p p^\top)$.
+    r"""$R = \sqrt t\,(I - s s^\top)\,\mathrm{diag}(s)$ with $s = \sqrt p$, the factor
+    of $H = t\,(\mathrm{diag}(p) - p p^\top)$.
 
-    No difference of nearly equal numbers is taken where one probability is close to 1,
-    and $s$ is kept where its square underflows.
+    Products avoid cancellation when one probability is close to 1, and $s$ is stored
+    because $p$ may underflow.
 
     **Arguments:**
 
     - `s`: square roots of the probabilities, along the last axis.
-    - `total`: $t$, the sum of the target, with a last axis of length 1.
+    - `total`: $t$, the sum of the target's probabilities; its last axis has length 1.
     """
 
     s: Float[Array, "*k c"]
     total: Float[Array, "*k 1"]
 
     def _relative(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        """v less the component of the most probable class."""
+        """Return v minus the component of the likeliest class."""
         likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
         return v - jnp.take_along_axis(v, likeliest, axis=-1)
 
     def _centred(self, v: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        """$v - p^\top v$: the differences to the likeliest class are exact."""
+        r"""Return $v - p^\top v$, exact in differences from the likeliest class."""
         v = self._relative(v)
         return v - jnp.sum(self.s**2 * v, axis=-1, keepdims=True)
 
@@ -137,8 +134,8 @@ class SoftmaxFactor(AbstractFactor):
         return jnp.sqrt(self.total) * self.s * self._across(u)
 
     def _across(self, u: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        r"""$(I - s s^\top) u$: of the likeliest class k, $u_k \sum_{j \ne k} s_j^2
-        - s_k \sum_{j \ne k} s_j u_j$."""
+        r"""Return $(I - s s^\top) u$, which for the likeliest class k is
+        $u_k \sum_{j \ne k} s_j^2 - s_k \sum_{j \ne k} s_j u_j$."""
         likeliest = jnp.argmax(self.s, axis=-1, keepdims=True)
         top = jax.nn.one_hot(likeliest[..., 0], self.s.shape[-1], dtype=bool)
         s_top = jnp.take_along_axis(self.s, likeliest, axis=-1)
@@ -160,9 +157,9 @@ class SoftmaxFactor(AbstractFactor):
     def whiten(
         self, gradient: Float[Array, "*k c"]
     ) -> tuple[Float[Array, "*k c"], Float[Array, "*k c"]]:
-        # The gradient sums to zero, and so g / s is at right angles to s: it is the
-        # shortest solution of R^T r~ = g. A steep component is left out of it, and what
-        # R^T then misses is the component itself and its share of the others.
+        # The gradient g sums to zero, so g / s is orthogonal to s, and g / (sqrt(t) s) is
+        # the minimum-norm solution of R^T r~ = g. Steep components are left out of it;
+        # the remainder is then diag(s) (I - s s^T) diag(1/s) times these components.
         root = jnp.sqrt(self.total) * self.s
         steep = _is_steep(gradient, root, 1.0)
         residual = _quotient(gradient, root, ~steep & (root > 0))
@@ -172,13 +169,13 @@ class SoftmaxFactor(AbstractFactor):
 
 
 class DenseFactor(AbstractFactor):
-    r"""$R = \mathrm{diag}(\sqrt w)\,V^\top$ from the eigenpairs of any Hessian: c x c
-    numbers an example. Negative curvature counts as none.
+    r"""$R = \mathrm{diag}(\sqrt w)\,V^\top$ from the eigenpairs of a dense Hessian.
+    Negative eigenvalues are replaced by zero.
 
     **Arguments:**
 
-    - `hessian`: c x c, of the outputs in `ravel_pytree` order.
-    - `unit`: what counts as one unit of the loss.
+    - `hessian`: the c x c Hessian, with outputs in `ravel_pytree` order.
+    - `unit`: the scale of the loss.
     """
 
     root: Float[Array, " c"]
@@ -209,7 +206,7 @@ class DenseFactor(AbstractFactor):
         curved = (self.root > 0) & ~_is_steep(along, self.root, self.unit)
         residual = _quotient(along, self.root, curved)
         remainder = matmul(self.vectors, jnp.where(curved, 0, along))
-        # The rounding of the rest is no gradient.
+        # A remainder below the rounding error counts as zero.
         rounding = g.size * jnp.finfo(g.dtype).eps * jnp.max(jnp.abs(g))
         remainder = jnp.where(jnp.max(jnp.abs(remainder)) > rounding, remainder, 0)
         return unravel(residual), unravel(remainder)

@@ -1,30 +1,27 @@
-"""Counts."""
+"""The Poisson loss for counts."""
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import xlogy
 from jaxtyping import Array, PyTree, Scalar
 
-from .._common import _tree
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, as_outputs, check_between, Reduction
+from ._base import AbstractElementwiseLoss, check_between, Reduction, summed
 
 
 class PoissonNLL(AbstractElementwiseLoss):
     r"""Poisson's negative log-likelihood of counts $y$ at the rate $\mu = e^f$,
-    $\mu - y\log\mu$, less its least value for that count, $y - y\log y$: so a perfect fit
-    has the loss zero (half the deviance).
-
-    Its curvature is the expected one, $\mu$ by the outputs $f$, or $1/\mu$ by the rate.
+    $\mu - y\log\mu$, minus its smallest value for that count, $y - y\log y$, so that a
+    perfect fit has the loss zero (half the deviance). The curvature is the expected one:
+    $\mu$ with respect to $f$, or $1/\mu$ with respect to the rate.
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     - `log_input`: whether the outputs are logarithms of the rate. If not, they are the
-        rate itself, which must be positive: where it is not, the loss is NaN.
+        rate itself, and the loss is NaN if it is not positive.
 
     !!! example
 
@@ -58,17 +55,15 @@ class PoissonNLL(AbstractElementwiseLoss):
     ) -> Scalar:
         def each(f, g, y):
             if self.log_input:
-                return jnp.sum(y * (g - f) - jnp.exp(f) * jnp.expm1(g - f))
+                return y * (g - f) - jnp.exp(f) * jnp.expm1(g - f)
             valid = (f > 0) & (g > 0)
             change = xlogy(y, g) - xlogy(y, f)
             near = jnp.abs(g - f) < f
             closer = y * jnp.log1p(jnp.where(near & valid, (g - f) / f, 0))
             change = jnp.where(near, closer, change)
-            return jnp.sum(jnp.where(valid, change - (g - f), jnp.nan))
+            return jnp.where(valid, change - (g - f), jnp.nan)
 
-        target = as_outputs(target, outputs)
-        parts = jax.tree.map(each, outputs, new_outputs, target)
-        return _tree.total(parts, _tree.dtype(outputs))
+        return summed(each, outputs, new_outputs, target)
 
     def derivative(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target if self.log_input else 1 - target / output

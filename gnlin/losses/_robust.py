@@ -1,4 +1,4 @@
-"""Losses that grow linearly, or less, so that no outlier has the last word."""
+"""Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
 import functools
 
@@ -12,7 +12,8 @@ from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
 class AbstractRobust(AbstractElementwiseLoss):
-    """Half the square of a residual that is small beside `delta`, and less of others."""
+    """A loss that is half the square of residuals much smaller than `delta`, and less
+    than half the square of larger ones."""
 
     delta: AbstractVar[float]
 
@@ -32,8 +33,8 @@ class AbstractRobust(AbstractElementwiseLoss):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _signed_root(loss: AbstractRobust, output: Array, target: Array) -> Array:
-    r"""$z = \pm\sqrt{2\rho(r)}$, with the sign of the residual r: smooth where the loss
-    is, and like r where that is small."""
+    r"""Return $z = \pm\sqrt{2\rho(r)}$ with the sign of the residual r, which is smooth
+    in r, and close to r if r is small."""
     root = jnp.sqrt(2 * loss.elementwise(output, target))
     return jnp.where(output < target, -root, root)
 
@@ -42,24 +43,22 @@ def _signed_root(loss: AbstractRobust, output: Array, target: Array) -> Array:
 def _(loss: AbstractRobust, primals, tangents):
     output, target = primals
     z = _signed_root(loss, output, target)
-    # z dz = rho'(r) dr; of an r whose square is no number any more they are the same.
-    seen = z != 0
-    slope = loss.derivative(output, target) / jnp.where(seen, z, 1)
-    return z, jnp.where(seen, slope, 1) * (tangents[0] - tangents[1])
+    # z dz = rho'(r) dr. If r^2 underflows, z is 0 and dz = dr.
+    normal = z != 0
+    slope = loss.derivative(output, target) / jnp.where(normal, z, 1)
+    return z, jnp.where(normal, slope, 1) * (tangents[0] - tangents[1])
 
 
 class Huber(AbstractRobust):
     r"""$\frac12 r^2$ up to $|r| = \delta$, and $\delta(|r| - \frac12\delta)$ beyond, with
-    $r = f - y$.
-
-    An outlier has no curvature: it pulls with the force $\delta$, and only a damped step
-    can follow it, best that of [`gnlin.LevenbergMarquardt`][].
+    $r = f - y$. An outlier has the gradient $\delta$ but no curvature, so that undamped
+    steps ignore it: use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -83,15 +82,15 @@ class Huber(AbstractRobust):
 
 
 class PseudoHuber(AbstractRobust):
-    r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: like Huber's loss, and
-    smooth. An outlier has next to no curvature, so that an undamped step overshoots: take
-    [`gnlin.LevenbergMarquardt`][].
+    r"""$\delta^2(\sqrt{1 + (r/\delta)^2} - 1)$ with $r = f - y$: a smooth version of
+    Huber's loss. An outlier has almost no curvature, so that undamped steps overshoot:
+    use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -117,14 +116,14 @@ class PseudoHuber(AbstractRobust):
 
 
 class LogCosh(AbstractRobust):
-    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has next to no
-    curvature, so that an undamped step overshoots: take [`gnlin.LevenbergMarquardt`][].
+    r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has almost no
+    curvature, so that undamped steps overshoot: use [`gnlin.LevenbergMarquardt`][].
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     """
 
     delta: float = 1.0
@@ -145,14 +144,15 @@ class LogCosh(AbstractRobust):
 
 
 class Cauchy(AbstractRobust):
-    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. The farther an outlier
-    is the less it pulls: not convex, so that where a run ends depends on its start.
+    r"""$\frac12\delta^2\log(1 + (r/\delta)^2)$ with $r = f - y$. The gradient of an
+    outlier decreases with its distance. The loss is not convex, so that the solution
+    depends on the start.
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -178,14 +178,14 @@ class Cauchy(AbstractRobust):
 
 class Tukey(AbstractRobust):
     r"""$\frac16\delta^2(1 - (1 - (r/\delta)^2)^3)$ up to $|r| = \delta$, and
-    $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier does not pull
-    at all: start near the solution, such as that of [`gnlin.losses.Huber`][].
+    $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier has no
+    gradient, so start near the solution, for example from [`gnlin.losses.Huber`][]'s.
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 
@@ -211,14 +211,14 @@ class Tukey(AbstractRobust):
 
 
 class Arctan(AbstractRobust):
-    r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`: of
-    no more than $\frac\pi4\delta^2$ however far an outlier is. Not convex.
+    r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`.
+    The loss is bounded by $\frac\pi4\delta^2$, and not convex.
 
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     ??? cite "Reference"
 

@@ -2,23 +2,20 @@
 
 from typing import ClassVar
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, PyTree, Scalar
 
-from .._common import _tree
-from ._base import AbstractElementwiseLoss, as_outputs, Reduction
+from ._base import AbstractElementwiseLoss, Reduction, summed
 from ._factors import AbstractFactor, IdentityFactor
 
 
 class SquaredError(AbstractElementwiseLoss):
-    r"""$\frac12\sum_j (f_j - y_j)^2$: the curvature of its damped problem is
-    $\phi^\top\phi + \lambda I$, with no stray factor.
+    r"""$\frac12\sum_j (f_j - y_j)^2$. Its damped curvature is exactly
+    $\phi^\top\phi + \lambda I$.
 
     **Arguments:**
 
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
     """
 
     reduction: Reduction | None = None
@@ -39,11 +36,6 @@ class SquaredError(AbstractElementwiseLoss):
     def decrease(
         self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
     ) -> Scalar:
-        # (|r|^2 - |r'|^2) / 2, to rounding of the change
-        each = jax.tree.map(
-            lambda f, g, y: 0.5 * jnp.sum((f - g) * ((f - y) + (g - y))),
-            outputs,
-            new_outputs,
-            as_outputs(target, outputs),
-        )
-        return _tree.total(each, _tree.dtype(outputs))
+        # (|r|^2 - |r'|^2) / 2 without cancellation
+        each = lambda f, g, y: 0.5 * (f - g) * ((f - y) + (g - y))
+        return summed(each, outputs, new_outputs, target)

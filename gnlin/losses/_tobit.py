@@ -1,4 +1,4 @@
-"""Values of which some are only known to lie beyond a limit."""
+"""The Tobit loss for censored values."""
 
 from typing import Any
 
@@ -13,33 +13,33 @@ from ._base import AbstractElementwiseLoss, Reduction
 
 
 def _as_sides(given: Any) -> Array:
-    """Traced values pass: they are not known yet."""
+    """Check and convert `censored`; traced values are not checked."""
     if isinstance(given, Tracer):
         return given
     known = np.asarray(given)
     if known.dtype.kind not in "iuf" or not np.all(np.isin(known, (-1, 0, 1))):
         raise ValueError(
-            "`censored` must hold 0 for a value that was measured, 1 for one that is "
-            f"above its limit and -1 for one that is below, but {given!r} was given."
+            "`censored` must hold 0 for a measured value, 1 for a value above its limit "
+            f"and -1 for a value below its limit, but {given!r} was given."
         )
     return jnp.asarray(known, int)
 
 
 class TobitNLL(AbstractElementwiseLoss):
-    r"""The negative log-likelihood of normal values of which some are censored: there y
-    is a limit, and the true value is only known to lie above or below it.
+    r"""The negative log-likelihood of normally distributed values, some of which are
+    censored: for these, y is a limit, and the true value lies above or below it.
 
-    With $z = f - y$ in units of the standard deviation it is $\frac12 z^2$ for a value
-    that was measured, $-\log\Phi(z)$ for one above its limit, and $-\log\Phi(-z)$ for one
-    below. It is convex; the curvature is the observed one.
+    With $z = f - y$ in units of the standard deviation, the loss is $\frac12 z^2$ for a
+    measured value, $-\log\Phi(z)$ for a value above its limit, and $-\log\Phi(-z)$ for a
+    value below its limit. It is convex; the curvature is the observed one.
 
     **Arguments:**
 
-    - `censored`: for each value 0 if it was measured, 1 if the true value is above y, -1
-        if it is below: an array of y's shape in [`gnlin.curve_fit`][], elsewhere of the
-        shape of one example's outputs.
-    - `reduction`: over the examples, `"sum"` or `"mean"`; by default the mean in
-        [`gnlin.fit`][], the sum in [`gnlin.solve`][].
+    - `censored`: 0 for each measured value, 1 if the true value is above y, -1 if it is
+        below. The array has y's shape in [`gnlin.curve_fit`][], and the shape of one
+        example's outputs elsewhere.
+    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
+        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
 
     In [`gnlin.curve_fit`][] the standard deviation is `sigma`, which must be given and is
     not estimated; elsewhere it is 1.
@@ -94,12 +94,12 @@ class TobitNLL(AbstractElementwiseLoss):
                 )
 
 
-# Beyond this many standard deviations the series in 1/z is more accurate.
+# Beyond this many standard deviations (by bits of precision), use the series in 1/z.
 _FAR = {32: 10.0, 64: 30.0}
 
 
 def _hazard(z: Array) -> tuple[Array, Array]:
-    r"""$h = \varphi(z)/\Phi(z)$ and $h + z$, which vanishes far below zero."""
+    r"""Return $h = \varphi(z)/\Phi(z)$ and $h + z$, which vanishes as z falls."""
     far = _FAR.get(jnp.finfo(z.dtype).bits, 10.0)
     near = jnp.maximum(z, -far)
     log_density = -0.5 * near**2 - 0.5 * jnp.log(2 * jnp.pi).astype(z.dtype)
