@@ -1,4 +1,4 @@
-"""What the end of a fit is in the parameters' structure."""
+"""The results of a fit in the structure of the parameters."""
 
 from typing import Any, TYPE_CHECKING
 
@@ -49,8 +49,8 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
 
 
 class _Every:
-    """All parameters: what is of those that are free in their structure, with zeros for
-    those that are fixed."""
+    """All parameters. Its methods put vectors and matrices over the free parameters into
+    the structure of all, with zeros for the fixed ones."""
 
     def __init__(self, setting: FitSettings, free: PyTree[Array]):
         merged, fixed = setting.curve.merged, setting.fixed
@@ -68,7 +68,7 @@ class _Every:
         return self.like.unravel(zeros.at[self.places].set(values))
 
     def blocks(self, matrix: Array) -> PyTree[Array]:
-        """One for each two leaves."""
+        """Return a block of the matrix for each pair of leaves."""
         zeros = jnp.zeros((self.like.size, matrix.shape[0]), matrix.dtype)
         rows = jax.vmap(self.vector)(zeros.at[self.places].set(matrix))
         ends = np.cumsum([leaf.size for leaf in self.like.leaves])
