@@ -146,7 +146,9 @@ def curve_fit(
         absolute_sigma, loss = True, in_one_row(loss, values.of_one())
         check_targets(loss, data, axes_of_data, values.tree)
     many, axis_of_start = values.many, values.axis_of_start
-    each_start = [free] if axis_of_start is None else _unstacked(free, len(data.y))
+    each_start = [free]
+    if axis_of_start is not None:
+        each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(len(data.y))]
     box = limits(bounds, start, kept)
     for one in each_start:
         check_start(box, one)
@@ -175,10 +177,6 @@ def curve_fit(
     if complaint:
         warnings.warn(complaint, stacklevel=2)
     return fit
-
-
-def _unstacked(tree: PyTree[Array], number: int) -> list[PyTree[Array]]:
-    return [jax.tree.map(lambda s, k=k: s[k], tree) for k in range(number)]
 
 
 def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:

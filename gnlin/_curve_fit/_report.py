@@ -79,8 +79,7 @@ def _how_well(fit: "CurveFit") -> list[str]:
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
     def flat(tree: Any) -> np.ndarray:
-        leaves = [np.ravel(np.asarray(x)) for x in jax.tree.leaves(tree)]
-        return np.concatenate(leaves)
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
     columns = (
         names_of(fit.parameters),
@@ -100,9 +99,8 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         if name in fixed:
             known, note = "", "fixed"
         elif side != 0:
-            known = ""
             which = "upper" if side > 0 else "lower"
-            note = f"at its {which} bound, multiplier {multiplier:.3g}"
+            known, note = "", f"at its {which} bound, multiplier {multiplier:.3g}"
         elif name in undetermined:
             known, note = "", "not determined"
         elif not np.isfinite(error):

@@ -207,21 +207,20 @@ class CurveFit(eqx.Module):
         if isinstance(self.chi_squared, Tracer):
             return ""
         if self._setting.many:
-            failed = np.asarray(~(self.result == optx.RESULTS.successful))
-            poorly = ~self._are_determined()
-            said = []
-            if failed.any():
-                said.append("have not converged (see `fit.result`)")
-            if poorly.any():
-                said.append(
-                    "do not determine all parameters (see infinite `fit.standard_errors`)"
-                )
-            counts = [x.sum() for x in (failed, poorly) if x.any()]
-            each = (
-                f"{count} of {failed.size} data sets {what}"
-                for count, what in zip(counts, said, strict=True)
-            )
-            return f"`gnlin.curve_fit`: {', and '.join(each)}." if said else ""
+            which = {
+                "have not converged (see `fit.result`)": np.asarray(
+                    self.result != optx.RESULTS.successful
+                ),
+                "do not determine all parameters (see infinite `fit.standard_errors`)": (
+                    ~self._are_determined()
+                ),
+            }
+            said = [
+                f"{flags.sum()} of {flags.size} data sets {what}"
+                for what, flags in which.items()
+                if flags.any()
+            ]
+            return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
         is_finite = int(self._end.nonfinite.point) < 0
         if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
@@ -280,8 +279,7 @@ class CurveFit(eqx.Module):
         hold the intervals of the real and the imaginary part.
         """
         check_fraction("confidence", confidence)
-        if self._setting.many:
-            raise ValueError("`band` needs one data set: fit each separately.")
+        self._check_is_one("band")
         x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
@@ -321,11 +319,12 @@ class CurveFit(eqx.Module):
             criterion*, Biometrika 67 (1980).
         """
         check_fraction("confidence", confidence)
-        if self._setting.many:
-            raise ValueError(
-                "`confidence_intervals` needs one data set: fit each separately."
-            )
+        self._check_is_one("confidence_intervals")
         return Interval(*profiles(self, self._quantile(confidence)))
+
+    def _check_is_one(self, method: str) -> None:
+        if self._setting.many:
+            raise ValueError(f"`{method}` needs one data set: fit each separately.")
 
     def _quantile(self, confidence: float) -> float:
         from scipy.stats import norm, t  # slow to import
@@ -357,8 +356,7 @@ class CurveFit(eqx.Module):
         A small value means that neighbours deviate alike: the curve misses a feature of
         the data. The residuals are sorted by x if x is one vector, else in the order of
         the points. The value is NaN if all residuals have one sign."""
-        if self._setting.many:
-            raise ValueError("`runs_test` needs one data set: fit each separately.")
+        self._check_is_one("runs_test")
         residuals, leaves = np.asarray(self.residuals), jax.tree.leaves(self._data.x)
         if len(leaves) == 1 and leaves[0].shape == residuals.shape:
             residuals = residuals[np.argsort(np.asarray(leaves[0]), kind="stable")]
