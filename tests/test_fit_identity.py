@@ -481,7 +481,7 @@ def sentence(folder, arguments):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     message = str(caught.value)
     assert message.startswith(
-        f"{folder}{os.sep}step-000000000000.gnlin is of another run"
+        f"{folder}{os.sep}step-000000000000.gnlin belongs to another run"
     )
     assert message.endswith("; pass what that run was given, or another folder.")
     assert "\n" not in message
