@@ -83,17 +83,17 @@ def curve_fit(
         upper)` of numbers or of pytrees like `start`. `None` or an infinite number means
         no bound.
     - `fixed`: the names of parameters that stay at their start, if it is a dictionary.
-    - `loss`: [`gnlin.SquaredError`][]; or a robust loss, [`gnlin.losses.Huber`][],
-        [`gnlin.losses.PseudoHuber`][], [`gnlin.losses.LogCosh`][],
-        [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][] or [`gnlin.losses.Tukey`][],
-        whose `delta` is in units of `sigma`, or, without `sigma`, of a scale estimated
-        by the median absolute deviation of the residuals; or a negative log-likelihood of
-        each point, whose sum is minimised: [`gnlin.losses.PoissonNLL`][],
+    - `loss`: [`gnlin.SquaredError`][], a robust loss, or a negative log-likelihood. The
+        robust losses are [`gnlin.losses.Huber`][], [`gnlin.losses.PseudoHuber`][],
+        [`gnlin.losses.LogCosh`][], [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][]
+        and [`gnlin.losses.Tukey`][]. Their `delta` is in units of `sigma`, or, without
+        `sigma`, of a scale estimated by the residuals' median absolute deviation. The
+        likelihoods of each point are [`gnlin.losses.PoissonNLL`][],
         [`gnlin.losses.BinomialNLL`][], [`gnlin.losses.NegativeBinomialNLL`][],
-        [`gnlin.losses.TobitNLL`][], which needs `sigma`, or a
-        [`gnlin.authoring.AbstractLoss`][] of your own. With a likelihood the covariance
-        is the inverse of the curvature $\sum_i J_i^\top\rho''_i J_i$, and no factor is
-        estimated. Here $\rho''$ is the expected second derivative for gnlin's counts and
+        [`gnlin.losses.TobitNLL`][], which needs `sigma`, or your own
+        [`gnlin.authoring.AbstractLoss`][]. With a likelihood the covariance is the
+        inverse of the curvature $\sum_i J_i^\top\rho''_i J_i$, without an estimated
+        factor; $\rho''$ is the expected second derivative for gnlin's counts and
         successes, and the observed one for other losses.
     - `starts`: the number of starts: `start` and points of a Sobol sequence between the
         bounds, which must be finite. All run in one program; the best fit is returned.

@@ -232,7 +232,7 @@ def _wholly_missing(value: Array) -> Array:
 
 
 def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values]:
-    """Mark points whose x is missing as missing in y, and fill in x a number there."""
+    """Mark points of missing x as missing in y, and replace their x by another's."""
     leaves, structure = jax.tree.flatten(x)
     floats = [jnp.issubdtype(value.dtype, jnp.inexact) for value in leaves]
     known = not any(isinstance(value, Tracer) for value in leaves)
@@ -261,8 +261,7 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
     for value, is_missing in zip(leaves, missing, strict=True):
         if is_missing:
             rows |= np.isnan(value).reshape(len(rows), -1).any(axis=1)
-    # Fill in the x of a point that is there, because `f` is finite at it.
-    other = int(np.argmin(rows))
+    other = int(np.argmin(rows))  # a point whose x is not missing
 
     def filled(value, is_missing):
         return value.at[np.flatnonzero(rows)].set(value[other]) if is_missing else value
@@ -344,7 +343,7 @@ def data_of(
 class _Errors(NamedTuple):
     """The errors of y.
 
-    - `numbers`: standard deviations, one or one a point, or a factor of the covariance.
+    - `numbers`: one or more standard deviations, or a factor of the covariance.
     - `are_own`: whether each data set has its own, on a leading axis.
     - `left_out`: whether each is infinite, if any may be.
     """
@@ -445,7 +444,7 @@ def _broadcast(sigma: Array, like: Any) -> Array:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether NumPy makes a numeric array of it, unlike of a dictionary or a model."""
+    """Whether NumPy converts it to a numeric array, unlike a dictionary or a model."""
     if isinstance(value, Tracer):
         return True
     try:

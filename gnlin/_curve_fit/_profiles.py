@@ -86,12 +86,9 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
         near, far = np.where(below, step, near), np.where(below, far, step)
         with np.errstate(all="ignore"):
             secant = step * quantile / distance
-        middle = np.where(
-            np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far)
-        )
-        inside = (secant > near) & (
-            secant < np.minimum(far, 4 * np.maximum(near, quantile))
-        )
+        widest = 4 * np.maximum(near, quantile)
+        middle = np.where(np.isinf(far), widest, 0.5 * (near + far))
+        inside = (secant > near) & (secant < np.minimum(far, widest))
         step = np.where(found, step, np.where(inside, secant, middle))
     met = np.abs(distance - quantile) <= 1e-3 * quantile
     met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound

@@ -161,29 +161,27 @@ def _fitted(
         jacobian, moved = root[:, None] * jacobian, lambda y: root * unscaled(y)
         outputs *= root
         residuals = -jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
-    of_seen = parameters, start, outputs, outputs + residuals, jacobian, bounds
-    is_seen = seen(moved, *of_seen)
+    expected = outputs + residuals
+    is_seen = seen(moved, parameters, start, outputs, expected, jacobian, bounds)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(others)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     errors = covariance(jacobian, ~blocked, is_seen)
     num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
-    if isinstance(setting.loss, Likelihood):
-        chi_squared = _tree.dot(residuals, residuals)
-        variance = bend = noise = jnp.ones_like(chi_squared)
-    elif isinstance(loss, SquaredError):
-        chi_squared = _tree.dot(residuals, residuals)
+    if data.spread is not None:  # of a robust loss: back to units of sigma
+        residuals = data.spread * residuals
+    chi_squared = _tree.dot(residuals, residuals)
+    variance = bend = noise = jnp.ones_like(chi_squared)
+    if isinstance(loss, SquaredError):
         variance = chi_squared / (num_points - num_free)
-        bend, noise = jnp.ones_like(variance), jnp.sqrt(variance)
-    else:
+        noise = jnp.sqrt(variance)
+    elif isinstance(loss, AbstractRobust):
         derivative = lambda outputs: loss.derivative(outputs, target)
         ones = jnp.ones_like(lin.outputs)
         slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
         variance = robust_variance(pull, slopes, counted, num_free)
         bend = jnp.sum(slopes) / num_points
-        residuals = residuals if data.spread is None else data.spread * residuals
         noise = spread(residuals, counted)
-        chi_squared = _tree.dot(residuals, residuals)
     return Fitted(
         parameters,
         end.loss,

@@ -124,7 +124,7 @@ class CurveFit(eqx.Module):
         if name == "successful":
             return f"converged in {steps} steps"
         if name == "nonlinear_max_steps_reached":
-            return f"all {steps} steps were made: raise `max_steps`, or start nearer"
+            return f"all {steps} steps were made: raise `max_steps`, or start closer"
         if int(self._end.nonfinite.point) >= 0:
             return self._what_is_not_finite()
         if name == "nonfinite" and not np.isfinite(self._end.loss):
@@ -335,9 +335,9 @@ class CurveFit(eqx.Module):
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
     def outliers(self) -> np.ndarray:
-        """Return the indices of outliers of a robust loss, with several data sets as rows
-        `(data set, point)`. At an outlier the loss pulls less than a third as much as
-        squared error, and the residual exceeds three standard deviations of the noise."""
+        """Return the indices of outliers; with several data sets, rows `(set, point)`. At
+        an outlier a robust loss pulls less than a third as much as squared error, and the
+        residual exceeds three standard deviations of the noise."""
         loss, residuals = self._setting.loss, np.asarray(self.residuals)
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)

@@ -25,11 +25,9 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
     dof = end.num_points - end.num_free
-    residual = end.chi_squared / end.num_points
-    twice_loss = 2 * end.loss
-    likelihood = end.num_points * jnp.log(residual)
+    misfit = end.num_points * jnp.log(end.chi_squared / end.num_points)
     if isinstance(setting.loss, Likelihood):
-        likelihood = twice_loss
+        misfit = 2 * end.loss
     every = _Every(setting, end.parameters)
     return {
         "parameters": every.parameters,
@@ -37,14 +35,14 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
         "covariance": every.blocks(matrix),
         "covariance_matrix": matrix,
         "correlation": every.blocks(correlation),
-        "deviance": twice_loss,
+        "deviance": 2 * end.loss,
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,
         "scale": jnp.ones_like(end.noise) if setting.absolute_sigma else end.noise,
         "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
         "multipliers": every.vector(jnp.where(held, end.pull, 0)),
-        "aic": likelihood + 2 * end.num_free,
-        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
+        "aic": misfit + 2 * end.num_free,
+        "bic": misfit + jnp.log(end.num_points) * end.num_free,
     }
 
 

@@ -61,11 +61,8 @@ def seen(
         return (change <= _UNMOVED * promised) & _is_inside(bounds, moved)
 
     def of_all():
-        one_by_one = jnp.diag(steps)
-        down, up = jax.lax.map(stays, jnp.concatenate([-one_by_one, one_by_one])).reshape(
-            2, -1
-        )
-        return down | up
+        moves = jnp.concatenate([-jnp.diag(steps), jnp.diag(steps)])
+        return jnp.any(jax.lax.map(stays, moves).reshape(2, -1), axis=0)
 
     stay = jax.lax.cond(jnp.any(asked), of_all, lambda: jnp.zeros(y.size, bool))
     return ~is_rounding & ~(asked & stay)

@@ -110,13 +110,13 @@ def gradient_descent(
     check_flag("nesterov", nesterov)
     check_scalar("learning_rate", learning_rate)
     check_scalar("momentum", momentum)
-    kind: Any = Nesterov if nesterov else HeavyBall
-    plain = isinstance(momentum, int | float) and momentum == 0 and not nesterov
     steps: AbstractFilter
-    if plain:
+    if nesterov:
+        steps = Nesterov(_SOME_STEPS, learning_rate, momentum)
+    elif isinstance(momentum, int | float) and momentum == 0:
         steps = GradientDescent(_SOME_STEPS, learning_rate)
     else:
-        steps = kind(_SOME_STEPS, learning_rate, momentum)
+        steps = HeavyBall(_SOME_STEPS, learning_rate, momentum)
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero
     )

@@ -212,13 +212,10 @@ class Posterior(eqx.Module):
                 f"`gnlin.SoftmaxCrossEntropy()`, but the loss is {type(loss).__name__}: "
                 "use mean and variance instead."
             )
-        squash = (
-            jax.nn.softmax if isinstance(loss, SoftmaxCrossEntropy) else jax.nn.sigmoid
-        )
-        mean, variance = self(inputs)
-        return jax.tree.map(
-            lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v)), mean, variance
-        )
+        of_classes = isinstance(loss, SoftmaxCrossEntropy)
+        squash = jax.nn.softmax if of_classes else jax.nn.sigmoid
+        moderated = lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v))
+        return jax.tree.map(moderated, *self(inputs))
 
     def at(
         self, *, noise: ScalarLike | None = None, prior: ScalarLike | None = None
