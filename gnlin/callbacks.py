@@ -317,7 +317,7 @@ def _check_every(every: object) -> None:
 
 
 class Measure(_Looks):
-    """Adds figures of the model, such as those of `gnlin.features`, to the history.
+    """Adds figures of the model, such as measures of `gnlin.features`, to the history.
 
     **Arguments:**
 
@@ -359,7 +359,7 @@ class Measure(_Looks):
 class KernelVelocity(_Looks):
     r"""Adds a column `kernel_velocity` to the history: the speed at which the kernel
     changes. It is the [`gnlin.features.kernel_distance`][] from the previous kernel,
-    divided by the number of steps. The first kernel is that of the initial model.
+    divided by the number of steps. The first kernel belongs to the initial model.
 
     **Arguments:**
 

@@ -106,7 +106,7 @@ def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
     ??? cite "Reference"
 
         C. Cortes, M. Mohri and A. Rostamizadeh, *Algorithms for Learning Kernels Based on
-        Centered Alignment*, JMLR 13, 2012, definition 4; of tangent kernels: A. Baratin
+        Centered Alignment*, JMLR 13, 2012, definition 4; for tangent kernels: A. Baratin
         et al., *Implicit Regularization via Neural Feature Alignment*, 2021.
     """
     _check_kernels(a, b)

@@ -54,8 +54,8 @@ def curve_fit(
     it compiles again.
 
     The result can be differentiated, for example with respect to `y` by `jax.jacfwd` or
-    `jax.jacrev`. The derivative is that of the minimum, by the implicit function theorem;
-    it accounts for parameters at their bounds.
+    `jax.jacrev`. The implicit function theorem gives the derivative of the minimum, also
+    if parameters are at their bounds.
 
     **Arguments:**
 

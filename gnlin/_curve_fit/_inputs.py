@@ -254,8 +254,8 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
     }
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
-            "`x` has a missing value (NaN), and its leading axis differs from that of "
-            "`y`: leave these points out."
+            "`x` has a missing value (NaN), and its leading axis differs from `y`'s: "
+            "leave these points out."
         )
     rows = np.zeros(lengths.pop(), bool)
     for value, is_missing in zip(leaves, missing, strict=True):

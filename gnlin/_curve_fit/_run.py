@@ -28,8 +28,8 @@ class Run(NamedTuple):
 
 @eqx.filter_custom_jvp
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
-    """Run the solver to the minimum. The derivative of this function is that of the
-    minimum, not of the steps."""
+    """Run the solver to the minimum. This function is differentiated by the implicit
+    function theorem, not through the steps."""
     posed, bounds = Posed.of(setting, data), setting.solver.bounds
     of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
     # `solve` takes real inputs.
@@ -60,9 +60,8 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
 
 @run.def_jvp
 def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
-    """Differentiate by the implicit function theorem: the gradient stays zero, and
-    parameters at a bound stay there. In directions that the data do not determine, the
-    derivative is taken as zero."""
+    """Differentiate the minimum: the gradient stays zero, and parameters at a bound stay
+    there. In directions that the data do not determine, the derivative is zero."""
     setting, data, start = primals
     end = run(setting, data, start, history=history)
     here, unravel = ravel_pytree(end.variables)

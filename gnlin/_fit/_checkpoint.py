@@ -222,8 +222,8 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _temporary(path: Path) -> Path:
-    # The name is unique, so that of two runs in one folder neither can move the other's
-    # half-written file into place.
+    # The name is unique, so that no other run in this folder can move a half-written file
+    # into place.
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
 
 

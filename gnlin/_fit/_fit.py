@@ -79,25 +79,25 @@ def fit(
         the mean, so that damping and learning rate do not depend on the batch size.
     - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
         shuffles the examples and leaves out an incomplete last batch. For groups it is a
-        number, or a dictionary of numbers by name: each step draws as many examples, and
-        counts as an epoch.
+        number, or a dictionary of numbers by name: each step draws that many examples of
+        a group, and counts as an epoch.
     - `epochs`, `steps`: the length of the run; give one of the two.
-    - `key`: the key of shuffling, augmentation and dropout; `jax.random.key(0)` by
-        default.
+    - `key`: the key of shuffling, augmentation and dropout, by default
+        `jax.random.key(0)`.
     - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
         The linearisation includes the statistics of the batch.
     - `validation`: validation data, in the form of `data`. They are evaluated in
         inference mode, on the network and, if a linearisation is trained across batches,
         on this too.
-    - `validate_every`: the number of steps between validations; by default an epoch.
+    - `validate_every`: the number of steps between validations; by default one epoch.
     - `metrics`: functions of `(outputs, targets)` of many examples, by name, such as
         [`gnlin.losses.accuracy`][]. Their means over the validation data enter the
-        history; each batch counts by its number of targets that enter a mean. Weights of
-        examples affect the loss only.
+        history; each batch is weighted by its number of targets that the loss does not
+        ignore. Weights of examples affect the loss only.
     - `augment`: a function `augment(inputs, key)` of one example.
     - `curvature_batch_size`: the number of examples, more than `batch_size`, from which
-        the curvature is estimated; the gradient stays that of the batch. This needs the
-        quadratic form.
+        the curvature is estimated, while the gradient comes from the batch. This needs
+        the quadratic form.
     - `filter_spec`: the leaves to train, as for `equinox.partition`.
     - `axis_name`: the name of the batch axis in the model's batch normalisation.
     - `part_size`: the number of examples (of each group) whose activations are in memory
@@ -108,8 +108,8 @@ def fit(
     - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder, to which a checkpoint is
         written every ten minutes.
     - `resume`: whether to resume from the folder's latest checkpoint, if there is one.
-        With the same arguments, history and parameters are then bit for bit those of an
-        uninterrupted run.
+        With the same arguments, history and parameters are then bit for bit the same as
+        without the interruption.
     - `divergence`: end the run and return the best model if the loss exceeds this
         multiple of the first loss for five steps in a row; `None` for never.
 

@@ -28,7 +28,7 @@ class Saver:
 
     def start(self, resume: bool) -> None:
         """Check that a checkpoint can be written, and resume from the latest if asked."""
-        self._settings = self._run.settings()  # asked for before the run changes
+        self._settings = self._run.settings()  # before the run changes
         latest = _checkpoint.latest(self._folder)
         if latest is not None and not resume:
             raise CheckpointError(
@@ -84,8 +84,8 @@ class Saver:
         return every_seconds is not None and elapsed >= every_seconds
 
     def save(self) -> bool:
-        """Write a checkpoint if the run has moved on; return whether one was written. If
-        writing fails, warn and let the run continue."""
+        """Write a checkpoint if the run has moved or ended since the last; return whether
+        one was written. If writing fails, warn and let the run continue."""
         settled = self._run.settled
         if settled.now[:3] == self._saved and not settled.reason:
             return False

@@ -182,8 +182,7 @@ class IterableStream:
 def make_stream(
     data: Any, batch_size: int | None, key: Key[Array, ""] | None, name: str = "data"
 ):
-    """Return an `ArrayStream` for a tuple, or a list that `as_tuple` makes one, and an
-    `IterableStream` for any other iterable or function of the epoch."""
+    """Return a stream of the examples of arrays, or of an iterable's batches."""
     data = as_tuple(data)
     if isinstance(data, tuple):
         return ArrayStream(data, batch_size, key, name)

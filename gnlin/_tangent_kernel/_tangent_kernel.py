@@ -68,7 +68,7 @@ class TangentKernel(eqx.Module):
     ??? cite "Reference"
 
         A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
-        Generalization in Neural Networks*, NeurIPS (2018), equation 4; of its layers as
+        Generalization in Neural Networks*, NeurIPS (2018), equation 4; for layers as
         products: R. Novak, J. Sohl-Dickstein and S. Schoenholz, *Fast Finite Width Neural
         Tangent Kernel*, ICML (2022), section 3.3.
     """

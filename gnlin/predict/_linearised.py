@@ -65,7 +65,7 @@ class LinearisedModel(eqx.Module):
         )
 
     def on(self, inputs: PyTree | None) -> Linearisation:
-        """Linearise on other inputs; `None` for those of training."""
+        """Linearise on other inputs; `None` for the training inputs."""
         if inputs is None:
             return self.train
         start = self.about if self.loss.is_quadratic else None

@@ -90,8 +90,8 @@ def gradient_descent(
 
     **Returns:** a [`gnlin.predict.Descent`][].
 
-    **Raises:** `ValueError` if the data or a hyperparameter make no sense, if anything is
-    not finite, or if the descent diverges.
+    **Raises:** `ValueError` if the data or a hyperparameter makes no sense, if anything
+    is not finite, or if the descent diverges.
 
     !!! example
 
@@ -225,7 +225,7 @@ class Descent(AbstractPath):
 
         **Arguments:**
 
-        - `inputs`: n inputs, with a leading axis; `None` for those of training.
+        - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
         - `steps`: the number of steps, or a list of numbers; `math.inf` for the limit.
 
         **Returns:** an array of the shape `(n, ...)`, or `(len(steps), n, ...)`.
@@ -260,7 +260,7 @@ class Flow(AbstractPath):
 
         **Arguments:**
 
-        - `inputs`: n inputs, with a leading axis; `None` for those of training.
+        - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
         - `times`: the time, or a list of times; `math.inf` for the limit.
 
         **Returns:** an array of the shape `(n, ...)`, or `(len(times), n, ...)`.

@@ -48,9 +48,9 @@ def posterior(
     r"""Compute the posterior of a linearised model's outputs, given data (linearised
     Laplace).
 
-    If the parameters have a normal prior of standard deviation $s$ about those of the
-    model, and the noise is normal of standard deviation $\sigma$, the linearised model is
-    a Gaussian process with the kernel $s^2\Theta$. On inputs x its mean and variance are
+    With a normal prior of standard deviation $s$ about the model's parameters, and normal
+    noise of standard deviation $\sigma$, the linearised model is a Gaussian process with
+    the kernel $s^2\Theta$. On inputs x its mean and variance are
 
     $$\mu = f(x) - \Theta(x, X)(\Theta + \lambda I)^{-1}(f(X) - Y), \qquad
     v = s^2\bigl(\Theta(x, x) - \Theta(x, X)(\Theta + \lambda I)^{-1}\Theta(X, x)\bigr),$$
@@ -72,8 +72,8 @@ def posterior(
     - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
     - `prior`: $s$, in units of the parameters.
-    - `about`: a model whose parameters are the prior's mean, if not those of `model`. For
-        a trained `model`, pass the model before training: a prior about parameters that
+    - `about`: a model whose parameters are the prior's mean, if it is not `model`. For a
+        trained `model`, pass the model before training: a prior about parameters that
         were fitted to the data would count the data twice.
     - `loss`: the loss of one example. Its sum over the examples is the negative
         log-likelihood, whatever its `reduction`.
@@ -84,7 +84,7 @@ def posterior(
 
     **Returns:** a [`gnlin.predict.Posterior`][].
 
-    **Raises:** `ValueError` if the data or an argument make no sense, if anything is not
+    **Raises:** `ValueError` if the data or an argument makes no sense, if anything is not
     finite, or if the matrix does not fit into the memory budget.
 
     !!! example
@@ -141,7 +141,7 @@ def posterior(
             "effect: leave one of them out."
         )
     _check_deviation("prior", prior)
-    # The likelihood is that of all examples, however the loss was reduced in training.
+    # The likelihood sums over all examples, however the loss was reduced in training.
     loss = dataclasses.replace(loss, reduction="sum")
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about
@@ -202,7 +202,7 @@ class Posterior(eqx.Module):
         ??? cite "Reference"
 
             D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
-            Computation 4 (1992), equation 11; of several classes: Z. Lu, E. Ie and F.
+            Computation 4 (1992), equation 11; for several classes: Z. Lu, E. Ie and F.
             Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
         """
         loss = self._linearised.loss
