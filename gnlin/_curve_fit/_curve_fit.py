@@ -79,9 +79,9 @@ def curve_fit(
     - `absolute_sigma`: whether `sigma` and `sigma_x` are known absolutely. By default
         they are known up to a common factor, which is estimated from the residuals, as in
         SciPy. With a robust loss, standard errors always come from the residuals.
-    - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, or a pair `(lower,
-        upper)` of numbers or of pytrees like `start`. `None` or an infinite number means
-        no bound.
+    - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, or a pair
+        `(lower, upper)` of numbers or of pytrees like `start`. `None` or an infinite
+        number means no bound.
     - `fixed`: the names of parameters that stay at their start, if it is a dictionary.
     - `loss`: [`gnlin.SquaredError`][], a robust loss, or a negative log-likelihood. The
         robust losses are [`gnlin.losses.Huber`][], [`gnlin.losses.PseudoHuber`][],

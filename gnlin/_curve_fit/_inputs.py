@@ -246,21 +246,17 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
         raise ValueError(
             '`x` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
         )
+    wrong = [leaf for leaf, is_so in zip(leaves, missing, strict=True) if is_so]
     lengths = {v.shape[int(y.many) :][:1] for v in jax.tree.leaves(y.tree)}
-    lengths |= {
-        value.shape[:1]
-        for value, is_missing in zip(leaves, missing, strict=True)
-        if is_missing
-    }
+    lengths |= {leaf.shape[:1] for leaf in wrong}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             "`x` has a missing value (NaN), and its leading axis differs from `y`'s: "
             "leave these points out."
         )
     rows = np.zeros(lengths.pop(), bool)
-    for value, is_missing in zip(leaves, missing, strict=True):
-        if is_missing:
-            rows |= np.isnan(value).reshape(len(rows), -1).any(axis=1)
+    for leaf in wrong:
+        rows |= np.isnan(leaf).reshape(len(rows), -1).any(axis=1)
     other = int(np.argmin(rows))  # a point whose x is not missing
 
     def filled(value, is_missing):

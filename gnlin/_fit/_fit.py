@@ -64,9 +64,9 @@ def fit(
 
     **Arguments:**
 
-    - `model`: a callable pytree from one input to one output, or a pair `(fn,
-        parameters)` with `fn(parameters, x)`. If it has a `key` argument (for dropout),
-        each example gets its own key.
+    - `model`: a callable pytree from one input to one output, or a pair
+        `(fn, parameters)` with `fn(parameters, x)`. If it has a `key` argument (for
+        dropout), each example gets its own key.
     - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, of arrays (or pytrees,
         such as a dictionary of inputs) with a leading axis over examples; or an iterable
         of such batches, such as a list or a loader of tf.data, grain or torch; or a
@@ -236,14 +236,14 @@ def fit(
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
-    where = places(carry, stream.example())
-    if isinstance(stream, IterableStream):  # its batches keep their own sharding
-        where = where._replace(batch=())
-    setting = setting._replace(places=where)
-    looks = None
+    shardings = places(carry, stream.example())
+    if isinstance(stream, IterableStream):  # its batches keep their own
+        shardings = shardings._replace(batch=())
+    setting = setting._replace(places=shardings)
+    evaluation = None
     if validation is not None:
         linearised = solver.linearisation_point(carry.solver_state) is not None
-        looks = Validation(setting, carry, validation, metrics, linearised)
+        evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())
     names = losses.names if isinstance(losses, GroupLosses) else ()
@@ -255,7 +255,7 @@ def fit(
         epochs,
         steps,
         callbacks,
-        looks,
+        evaluation,
         validate_every,
         checkpoint,
         parts,

@@ -242,8 +242,7 @@ class Run(AbstractRun):
         Each step is started before the previous one is recorded, so that host and device
         work at the same time.
         """
-        now, row = self._now, None
-        whole = True
+        now, row, whole = self._now, None, True
         for batch in self._stream.epoch(now.epoch, now.index):
             arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
             advance = self._advance or self._compile(batch)

@@ -67,8 +67,8 @@ def posterior(
     **Arguments:**
 
     - `model`: a model of one example's input, as for [`gnlin.solve`][].
-    - `data`: `(inputs, targets)`, or with weights of the examples `(inputs, targets,
-        weights)`: inverse variances in units of the noise's.
+    - `data`: `(inputs, targets)`, or `(inputs, targets, weights)` with weights of the
+        examples, which are inverse variances in units of the noise's.
     - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
     - `prior`: $s$, in units of the parameters.
