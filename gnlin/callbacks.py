@@ -1,6 +1,6 @@
-"""What happens beside training: progress, logging, an early stop; or your own.
+"""Callbacks of training: progress, logging, early stopping; or your own.
 
-A callback is told of the events of a run, and given the run, a [`gnlin.callbacks.Run`][].
+Each event of a run calls a method of every callback with a [`gnlin.callbacks.Run`][].
 """
 
 import abc
@@ -43,17 +43,17 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def step(self) -> int:
-        """Steps made so far."""
+        """The number of steps made so far."""
 
     @property
     @abc.abstractmethod
     def num_steps(self) -> int | None:
-        """Steps that there will be at most; `None` where the data do not say."""
+        """The maximum number of steps, or `None` if the data do not tell it."""
 
     @property
     @abc.abstractmethod
     def epoch(self) -> int:
-        """Epochs made so far."""
+        """The number of epochs made so far."""
 
     @property
     @abc.abstractmethod
@@ -63,49 +63,49 @@ class Run(abc.ABC):
     @property
     @abc.abstractmethod
     def history(self) -> "History":
-        """All rows so far."""
+        """The history so far."""
 
     @property
     @abc.abstractmethod
     def model(self) -> PyTree:
-        """The model, as trained so far."""
+        """The model as trained so far."""
 
     @property
     @abc.abstractmethod
     def model_state(self) -> PyTree:
-        """Its state; `None` if it has none."""
+        """The model's state, or `None` if it has none."""
 
     @property
     @abc.abstractmethod
     def reason(self) -> str:
-        """Why it has ended, as `result.reason`; empty while it goes on, and where all
+        """Why the run ended, as in `result.reason`. It is empty during the run and if all
         steps were made."""
 
     @property
     @abc.abstractmethod
     def linearisation_point(self) -> PyTree:
-        """The model last linearised at, where it stays across batches; else `None`."""
+        """The model at the linearisation point, if it stays across batches; or `None`."""
 
     @abc.abstractmethod
     def record(self, figures: Mapping[str, float]) -> None:
-        """Put figures into the latest row, by column, of the callback's `columns`."""
+        """Put figures into the latest row of the history, in the callback's `columns`."""
 
     @abc.abstractmethod
     def stop(self, reason: str, *, failed: bool = False) -> None:
-        """End the run after this event, if it has not ended for another reason; with
-        `failed` as one that is no success, with a warning."""
+        """End the run after this event, unless it has already ended. With `failed` the
+        run warns and does not count as successful."""
 
     @abc.abstractmethod
     def arrays(self) -> list[np.ndarray]:
-        """Copies of the parameters and the model's state, for `set_arrays`."""
+        """Return copies of the model's parameters and state, for `set_arrays`."""
 
     @abc.abstractmethod
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
-        """Hand these back at the end, in place of the last."""
+        """Make the run return these parameters and state instead of the last."""
 
 
 class Callback:
-    """Told of a run's events; override those that you want.
+    """Base class of callbacks. Override the methods of the events that you need.
 
     !!! example
 
@@ -117,55 +117,55 @@ class Callback:
 
     **Attributes:**
 
-    - `columns`: of the history, which it fills.
+    - `columns`: the columns of the history that the callback fills.
     """
 
     columns: tuple[str, ...] = ()
 
     def on_start(self, run: Run) -> None:
-        """Before the first step, or the first after a resumption."""
+        """Called before the first step of a new or resumed run."""
 
     def on_step(self, run: Run) -> None:
-        """After each step."""
+        """Called after each step."""
 
     def on_feature_update(self, run: Run) -> None:
-        """After a step that linearised anew."""
+        """Called after each step that linearised at a new point."""
 
     def on_validation(self, run: Run) -> None:
-        """After the validation data have been looked at; `run.row` has the figures."""
+        """Called after each validation; `run.row` has its figures."""
 
     def on_epoch(self, run: Run) -> None:
-        """After each epoch."""
+        """Called after each epoch."""
 
     def on_checkpoint(self, run: Run) -> None:
-        """After a checkpoint has been written."""
+        """Called after a checkpoint was written."""
 
     def on_end(self, run: Run) -> None:
-        """After the last step, however the run has ended."""
+        """Called at the end of the run, whatever the reason."""
 
     def state(self) -> PyTree:
-        """Arrays, numbers and strings that a checkpoint is to carry, in the same places
-        and of the same shapes always; asked for after each step. An array must not be
-        changed later, but replaced."""
+        """Return arrays, numbers and strings to keep in checkpoints. This is called after
+        each step. Structure and shapes must always be the same, and arrays must be
+        replaced rather than changed in place."""
         return None
 
     def restore(self, state: PyTree) -> None:
-        """Given back by a resumed run, what `state` has returned, types and all. For a
-        state of `None` it is not called."""
+        """Restore what `state` returned, in a resumed run. It is not called if that was
+        `None`."""
 
 
 class EarlyStop(Callback):
-    """Stops when a validation figure has not improved for a while, and hands back the
-    best model.
+    """Ends the run when a validation figure stops improving, and returns the best model.
 
     **Arguments:**
 
     - `monitor`: a column of the history, such as `"validation_loss"`.
-    - `patience`: so many validations in a row without an improvement end the run.
-    - `mode`: whether `"min"` or `"max"` is better; by default the larger is, unless the
-        column's name ends with `loss` or `error`.
-    - `min_change`: what counts as an improvement must be greater.
-    - `restore_best`: whether the run hands back the best model rather than the last.
+    - `patience`: the number of validations in a row without improvement that ends the
+        run.
+    - `mode`: `"min"` if smaller is better, `"max"` if larger is. The default is `"min"`
+        for names that end with `loss` or `error`, and `"max"` for others.
+    - `min_change`: the change that an improvement must exceed.
+    - `restore_best`: whether the run returns the best model rather than the last.
 
     !!! example
 
@@ -203,12 +203,12 @@ class EarlyStop(Callback):
     def on_start(self, run: Run) -> None:
         if "validation_loss" not in run.history.columns:
             raise ValueError(
-                "`EarlyStop` looks when validation data are looked at: pass `validation`."
+                "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`."
             )
         if self.monitor not in run.history.columns:
             raise ValueError(
-                f"`EarlyStop` was to watch {self.monitor!r}, but the history's columns "
-                f"are {', '.join(run.history.columns)}."
+                f"`EarlyStop` cannot monitor {self.monitor!r}: the history's columns are "
+                f"{', '.join(run.history.columns)}."
             )
         self.best, self.num_worse = np.array(np.inf), np.array(0)
         self.best_arrays = run.arrays() if self.restore_best else None
@@ -223,8 +223,8 @@ class EarlyStop(Callback):
         self.num_worse = self.num_worse + 1
         if self.num_worse >= self.patience:
             finite = bool(np.isfinite(self.best))
-            what = f"has not improved on {self.sign * float(self.best):.4g}"
-            what = what if finite else "has not been finite"
+            best = f"has not improved on {self.sign * float(self.best):.4g}"
+            what = best if finite else "has not been finite"
             why = f"{self.monitor} {what} in {self.patience} validations"
             run.stop(why, failed=not finite)
 
@@ -240,12 +240,13 @@ class EarlyStop(Callback):
 
 
 class Log(Callback):
-    """Writes the history's figures as they come, to TensorBoard or any other writer.
+    """Writes the history to TensorBoard, or any other writer, during the run.
 
     **Arguments:**
 
-    - `write`: `write(name, value, step)`, such as a TensorBoard writer's `add_scalar`.
-    - `every`: steps between two rows; rows with validation figures are always written.
+    - `write`: a function `write(name, value, step)`, such as a TensorBoard writer's
+        `add_scalar`.
+    - `every`: the number of steps between rows. Validation figures are always written.
 
     !!! example
 
@@ -279,7 +280,7 @@ class Log(Callback):
 
 
 class _Looks(Callback):
-    """Looks at the model at one kind of event."""
+    """A callback that calls `look` at one kind of event."""
 
     every: Literal["step", "feature_update", "validation", "epoch"] | int
 
@@ -316,14 +317,13 @@ def _check_every(every: object) -> None:
 
 
 class Measure(_Looks):
-    """Puts figures of the model into the history, each a column of its own, such as those
-    of `gnlin.features`.
+    """Adds figures of the model, such as measures of `gnlin.features`, to the history.
 
     **Arguments:**
 
-    - `measures`: names, and functions of the model.
-    - `every`: when: after each `"step"`, `"feature_update"`, `"validation"` or `"epoch"`,
-        or after each so many steps. In between the columns are NaN.
+    - `measures`: functions of the model, by name. Each name becomes a column.
+    - `every`: the event to measure at: `"step"`, `"feature_update"`, `"validation"` or
+        `"epoch"`; or a number of steps. In other rows the columns are NaN.
 
     !!! example
 
@@ -351,22 +351,22 @@ class Measure(_Looks):
         self.columns = tuple(measures)
 
     def look(self, run: Run) -> None:
-        """Measure the model, and write the figures to the history's row."""
+        """Measure the model, and write the figures to the latest row."""
         model = run.model
         run.record({name: float(f(model)) for name, f in self.measures.items()})
 
 
 class KernelVelocity(_Looks):
-    r"""How fast the kernel moves, in the history's column `kernel_velocity`: by how much
-    a step, as its [`gnlin.features.kernel_distance`][] from that of the last look. The
-    first look is at the model as it comes.
+    r"""Adds a column `kernel_velocity` to the history: the speed at which the kernel
+    changes. It is the [`gnlin.features.kernel_distance`][] from the previous kernel,
+    divided by the number of steps. The first kernel belongs to the initial model.
 
     **Arguments:**
 
-    - `inputs`: a batch of n, whose kernel is looked at: `(n c)^2` numbers, which are kept
-        to the next look, and in checkpoints.
-    - `every`: when, as of [`gnlin.callbacks.Measure`][].
-    - `filter_spec`: of which parameters, as of [`gnlin.TangentKernel`][].
+    - `inputs`: a batch of n inputs. Their kernel of `(n c)^2` numbers is kept until the
+        next event, and in checkpoints.
+    - `every`: the event to measure at, as in [`gnlin.callbacks.Measure`][].
+    - `filter_spec`: the parameters of the kernel, as in [`gnlin.TangentKernel`][].
 
     !!! example
 
@@ -396,7 +396,7 @@ class KernelVelocity(_Looks):
         self._keep(self._kernel(run), run)
 
     def look(self, run: Run) -> None:
-        """Compare the kernel with the one of the last look, and write its velocity."""
+        """Compare the kernel with the previous one, and write its velocity."""
         now, num_steps = self._kernel(run), run.step - int(self.last_step)
         if num_steps > 0:
             distance = float(features.kernel_distance(now, jnp.asarray(self.last)))
@@ -417,7 +417,7 @@ class KernelVelocity(_Looks):
 
 
 class Progress(Callback):
-    """A bar with the loss and the rate, on the standard error; by tqdm."""
+    """Draws a tqdm progress bar with the loss and the rate on the standard error."""
 
     def on_start(self, run: Run) -> None:
         from tqdm.auto import tqdm
@@ -434,7 +434,7 @@ class Progress(Callback):
         self._drawn_at = -math.inf
 
     def on_step(self, run: Run) -> None:
-        # Now and then only: its text takes longer than many a step.
+        # Drawing is limited, because it takes longer than a fast step.
         if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWINGS:
             self._draw(run)
 

@@ -1,8 +1,8 @@
-r"""How far the features of a network have moved: measures of its kernel, parameters and
-activations.
+r"""Measures of feature learning: how far a network's kernel, parameters and activations
+have moved.
 
-Each is a function of models or of kernels, and any function of a model goes into the
-history of a training run by [`gnlin.callbacks.Measure`][]:
+Each is a function of models or of kernels. [`gnlin.callbacks.Measure`][] adds any
+function of a model to the history of a training run:
 
 ```python
 first = gnlin.TangentKernel(model)(inputs)
@@ -15,8 +15,8 @@ measures = {
 gnlin.fit(..., callbacks=gnlin.callbacks.Measure(measures, every="feature_update"))
 ```
 
-A kernel here is an array of shape `(n, c, n, c)`, by examples and outputs, as
-[`gnlin.TangentKernel`][] makes it.
+A kernel is an array of shape `(n, c, n, c)`, for n examples and c outputs, as
+[`gnlin.TangentKernel`][] returns it.
 """
 
 from collections.abc import Callable
@@ -61,20 +61,20 @@ def linearise_model(
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> Linearisation:
-    """The outputs of an Equinox model, linearised at its parameters.
+    """Linearise the outputs of an Equinox model at its parameters.
 
     **Arguments:**
 
-    - `model`: as in [`gnlin.solve`][].
-    - `inputs`: a batch of them; or groups of [`gnlin.Residuals`][], whose residuals, by
-        name, are then the outputs. Weights and losses are not in them.
-    - `filter_spec`: which leaves are parameters, as in [`gnlin.solve`][].
-    - `memory_budget`: bytes that the largest matrix made of it may take.
+    - `model`: a model as in [`gnlin.solve`][].
+    - `inputs`: a batch of inputs; or groups of [`gnlin.Residuals`][], whose residuals, by
+        name and without weights and losses, are then the outputs.
+    - `filter_spec`: the leaves that are parameters, as in [`gnlin.solve`][].
+    - `memory_budget`: the maximum bytes of a matrix that is computed from it.
 
     **Returns:** a [`gnlin.Linearisation`][].
 
-    **Raises:** `ValueError` if there is no parameter, or a group draws its data,
-        or the inputs are not arrays of as many examples each.
+    **Raises:** `ValueError` if there is no parameter, if a group draws its data, or if
+    the inputs are not arrays of the same number of examples.
 
     !!! example
 
@@ -96,16 +96,17 @@ def linearise_model(
 
 
 def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
-    r"""The centred alignment of two kernels, 1 where they are multiples of each other:
+    r"""Return the centred alignment of two kernels,
 
     $$\frac{\langle HaH, HbH\rangle}{\lVert HaH\rVert\,\lVert HbH\rVert},$$
 
-    with Frobenius' inner product, and H taking away the features' means over examples.
+    with Frobenius' inner product, where H subtracts the features' means over examples. It
+    is 1 if the kernels are multiples of each other.
 
     ??? cite "Reference"
 
         C. Cortes, M. Mohri and A. Rostamizadeh, *Algorithms for Learning Kernels Based on
-        Centered Alignment*, JMLR 13, 2012, definition 4; of tangent kernels: A. Baratin
+        Centered Alignment*, JMLR 13, 2012, definition 4; for tangent kernels: A. Baratin
         et al., *Implicit Regularization via Neural Feature Alignment*, 2021.
     """
     _check_kernels(a, b)
@@ -113,8 +114,8 @@ def kernel_alignment(a: Kernel, b: Kernel) -> Scalar:
 
 
 def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
-    r"""$1 - \langle a, b\rangle / (\lVert a\rVert\,\lVert b\rVert)$: 0 where they are
-    multiples of each other.
+    r"""Return $1 - \langle a, b\rangle / (\lVert a\rVert\,\lVert b\rVert)$, which is 0 if
+    the kernels are multiples of each other.
 
     ??? cite "Reference"
 
@@ -127,9 +128,10 @@ def kernel_distance(a: Kernel, b: Kernel) -> Scalar:
 def target_alignment(
     kernel: Kernel, targets: Float[Array, "n c"] | Num[Array, " n"]
 ) -> Scalar:
-    """The centred alignment of a kernel with that of its targets, $y y^T$ over examples:
-    how much of what the kernel can learn fast is what is to be learnt. Labels count as
-    one-hot targets; of one output, targets may have the shape `(n,)`.
+    """Return the centred alignment of a kernel with the kernel of its targets, $y y^T$
+    over examples. It measures how well the directions that the kernel learns fast match
+    the targets. Labels count as one-hot targets; for one output, targets may have the
+    shape `(n,)`.
 
     ??? cite "Reference"
 
@@ -144,7 +146,7 @@ def target_alignment(
         targets = jax.nn.one_hot(targets, num_outputs, dtype=kernel.dtype)
     if targets.shape != (num_examples, num_outputs):
         raise ValueError(
-            f"Targets of a kernel of the shape {kernel.shape} must have the shape "
+            f"Targets for a kernel of the shape {kernel.shape} must have the shape "
             f"{(num_examples, num_outputs)}, or be integer labels of the shape "
             f"{(num_examples,)}, but are {targets.dtype.name} of the shape "
             f"{targets.shape}."
@@ -156,13 +158,13 @@ def target_alignment(
 def kernel_drift(
     now: Linearisation, then: Linearisation, *, key: Key[Array, ""], num_probes: int = 1
 ) -> Scalar:
-    r"""How far the kernel has moved, relative to what it was, without forming it:
+    r"""Estimate the relative change of the kernel, without forming it:
 
-    $$\frac{\lVert\Theta - \Theta_s\rVert_F}{\lVert\Theta_s\rVert_F},$$
+    $$\frac{\lVert\Theta - \Theta_s\rVert_F}{\lVert\Theta_s\rVert_F}.$$
 
-    each norm estimated by $E\,\lVert\Theta u\rVert^2 = \lVert\Theta\rVert_F^2$ with
-    standard normal probes u, the same in both. A probe takes a transposed and a tangent
-    pass of each linearisation.
+    Both norms are estimated by $E\,\lVert\Theta u\rVert^2 = \lVert\Theta\rVert_F^2$ with
+    the same standard normal probes u. A probe takes a transposed and a tangent pass of
+    each linearisation.
 
     ??? cite "Reference"
 
@@ -186,8 +188,8 @@ def kernel_drift(
 
 
 def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
-    """The 2-norm of the difference of two models' parameters, all their floating-point
-    arrays: how far one has travelled from the other."""
+    """Return the 2-norm of the difference of two models' parameters, which are all their
+    floating-point arrays."""
     a, b = (eqx.filter(model, eqx.is_inexact_array) for model in (a, b))
     _check_alike("models' parameters", a, b)
     a, b = _tree.promoted((a, b))
@@ -195,9 +197,9 @@ def parameter_distance(a: PyTree, b: PyTree) -> Scalar:
 
 
 def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
-    r"""Which layers have moved: $\lVert\theta - \theta_s\rVert/\lVert\theta_s\rVert$ of
-    each array of parameters, in the models' structure. Zero for one that is as it was,
-    and infinite for one that was zero and is not, such as many a bias.
+    r"""Return $\lVert\theta - \theta_s\rVert/\lVert\theta_s\rVert$ for each array of
+    parameters, in the models' structure, to see which layers have moved. It is 0 for an
+    unchanged array, and infinite for a changed one that was zero, such as a bias.
 
     !!! example
 
@@ -226,9 +228,8 @@ def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
 def direction_alignment(
     rows: Float[Array, "rows d"], directions: Float[Array, "k d"]
 ) -> Float[Array, " rows"]:
-    r"""How well each row, such as a hidden unit's weights, points along one of some given
-    directions: $\max_c \cos(w, c)$. A row of zeros points nowhere, and has 0."""
-
+    r"""Return how well each row, such as a hidden unit's weights, points along one of the
+    directions: $\max_c \cos(w, c)$. It is 0 for a row of zeros."""
     if rows.ndim != 2 or directions.ndim != 2 or rows.shape[1] != directions.shape[1]:
         raise ValueError(
             "Rows and directions must be matrices with the same number of columns, but "
@@ -247,8 +248,8 @@ def _check_kernels(*kernels: Kernel) -> None:
     n, c = (*shapes[0], 0, 0)[:2]
     if any(shape != (n, c, n, c) for shape in shapes):
         raise ValueError(
-            "Kernels must have the shape `(n, c, n, c)`, and those that are compared the "
-            f"same one, but given are {' and '.join(map(str, shapes))}."
+            "Kernels must have the shape `(n, c, n, c)`, the same if two are compared, "
+            f"but have the shapes {' and '.join(map(str, shapes))}."
         )
 
 

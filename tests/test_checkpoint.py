@@ -35,7 +35,7 @@ from gnlin._fit._checkpoint import (
 
 
 ARRAYS = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([True, False, True])]
-ANEW = "; delete it to start anew, or pass another folder."
+ANEW = "; delete it to start over, or pass another folder."
 NAN = np.frombuffer(bytes.fromhex("0100c07f"), "<f4")  # with a payload of its own
 
 
@@ -445,7 +445,7 @@ def test_truth_values_that_are_none_are_refused(tmp_path):
 def test_a_pipe_is_not_waited_for(tmp_path):
     path = tmp_path / "step-000000000001.gnlin"
     os.mkfifo(path)
-    assert "it is no file" in refusal(path)
+    assert "it is not a file" in refusal(path)
 
 
 def test_what_cannot_be_read(tmp_path):

@@ -625,7 +625,7 @@ def test_many_starts_find_the_global_minimum():
     np.testing.assert_allclose(values(fit.parameters), [2.0, 0.4, 3.3], rtol=1e-6)
     assert fit.losses.shape == (32,)
     assert fit.losses[-1] > 1
-    assert "of 32 starts came to the best loss" in str(fit)
+    assert "of 32 starts reached the best loss" in str(fit)
 
 
 def test_complex_values_and_arrays():
@@ -836,7 +836,7 @@ def test_an_undetermined_direction_has_no_derivative():
 
 
 def test_what_is_not_determined_is_told():
-    with pytest.warns(UserWarning, match=r"to move a by -?1 and b by -?1 leaves the"):
+    with pytest.warns(UserWarning, match=r"moving a by -?1 and b by -?1 does not change"):
         fit = gnlin.curve_fit(
             lambda p, x: (p["a"] + p["b"]) * x, X, Y, {"a": 1.0, "b": 2.0}
         )
@@ -864,7 +864,7 @@ def test_a_parameter_that_changes_the_curve_by_rounding_is_told():
 def test_a_plateau_is_told():
     x = np.arange(36.0, 73)
     y = 371 + np.cos(x)
-    with pytest.warns(UserWarning, match="to move b by 1; or a by 1 leaves the curve"):
+    with pytest.warns(UserWarning, match="moving b by 1; or a by 1 does not change"):
         fit = gnlin.curve_fit(
             lambda p, x: p["a"] * jnp.exp(-p["b"] * x) + p["c"],
             x,
@@ -898,7 +898,7 @@ def test_a_derivative_that_is_not_finite_is_placed_and_named():
         fit = gnlin.curve_fit(hill, x, y, start)
     assert np.isnan(values(fit.standard_errors)).all()
     assert fit.degrees_of_freedom == 1
-    assert "of unknown error" in str(fit)
+    assert "error unknown" in str(fit)
 
 
 def test_where_f_is_not_finite():
@@ -930,7 +930,7 @@ def test_fewer_points_than_parameters():
 def test_as_many_points_as_parameters():
     with pytest.warns(UserWarning, match="no more points than parameters"):
         fit = gnlin.curve_fit(decay, X[[0, 20, 49]], Y[[0, 20, 49]], START)
-    assert "of unknown error" in str(fit)
+    assert "error unknown" in str(fit)
 
 
 def test_a_run_that_has_not_converged_says_so():
@@ -961,7 +961,7 @@ def test_the_picture():
         ({"sigma_x": {"t": 1.0}}, "`sigma_x` must be one number, or have the structure"),
         (
             {"sigma_x": 0.1, "loss": gnlin.losses.Huber(1.0)},
-            "`sigma_x` is for squared error",
+            "`sigma_x` needs squared error",
         ),
         ({"bounds": {"rate": (1.0, 2.0)}}, "start of the parameter .*rate.* is 0.5"),
         ({"bounds": {"rate": (2.0, 1.0)}}, "lower bound of the parameter .*rate"),
@@ -975,8 +975,8 @@ def test_the_picture():
         ({"starts": 8}, "`starts` are drawn between the bounds"),
         ({"start": {"a": np.nan, "rate": 1.0, "c": 0.0}}, "`start` must be finite"),
         ({"start": {"a": "one"}}, "`start` must hold numbers or arrays"),
-        ({"start": {}}, "`start` holds no parameter"),
-        ({"start": {"a": jnp.exp}}, "of a model those that `eqx.partition` finds"),
+        ({"start": {}}, "`start` must hold a parameter"),
+        ({"start": {"a": jnp.exp}}, "for a model, those from `eqx.partition`"),
         ({"f": lambda p, x: p["c"]}, "is one number, and `y` has the shape \\(50,\\)"),
         (
             {"f": lambda p, x: jax.lax.complex(p["c"] * x, x)},
@@ -985,14 +985,14 @@ def test_the_picture():
         ({"y": 1j * Y}, "is real, and `y` is complex"),
         ({"y": np.array([object()] * 50)}, "`y` must hold numbers or arrays"),
         ({"y": np.ma.masked_less(Y, 0.5)}, "`y` is a masked array, .*y.filled.np.nan"),
-        ({"x": np.ma.masked_less(X, 0.5)}, "`x` is a masked array, and a mask would be"),
+        ({"x": np.ma.masked_less(X, 0.5)}, "`x` is a masked array, whose mask would be"),
         ({"x": np.datetime64("2020-01-01") + np.arange(50)}, "`x` holds dates or times"),
         ({"x": [datetime.date(2020, 1, 1 + k % 9) for k in range(50)]}, "holds dates"),
         ({"x": np.array(["a"] * 50)}, "numbers or arrays, but an array of <U1 was given"),
         ({"x": np.where(X[3] == X, np.nan, X)}, "`x` has a missing value"),
         ({"sigma": {"a": 1.0}}, "`sigma` must be one number, have the shape of `y`"),
-        ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "of JAX's operations, and"),
-        ({"f": lambda x, a, b: a * x}, "is called as `f.parameters, x.`, of JAX"),
+        ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "and use JAX's operations"),
+        ({"f": lambda x, a, b: a * x}, "`f.parameters, x.` failed .it must take these"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
         ({"starts": 0, "bounds": (-9.0, 9.0)}, "`starts` must be a whole number"),
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),

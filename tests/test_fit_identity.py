@@ -481,9 +481,9 @@ def sentence(folder, arguments):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     message = str(caught.value)
     assert message.startswith(
-        f"{folder}{os.sep}step-000000000000.gnlin is of another run"
+        f"{folder}{os.sep}step-000000000000.gnlin belongs to another run"
     )
-    assert message.endswith("; pass what that run was given, or another folder.")
+    assert message.endswith("; pass the arguments of that run, or another folder.")
     assert "\n" not in message
     assert len(message) < 600
     return message

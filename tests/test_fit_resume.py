@@ -436,7 +436,7 @@ OTHERS = {
         {"augment": lambda x, key: x + 1e-3},
         "its augmentation is None, and here it is",
     ),
-    "batches": ({"data": BATCHES, "batch_size": None}, "is of another run: its "),
+    "batches": ({"data": BATCHES, "batch_size": None}, "belongs to another run: its "),
     "metrics": (
         {"validation": (X, T), "metrics": {"spread": lambda f, t: jnp.std(f)}},
         "its list of columns is",
@@ -453,7 +453,7 @@ def test_another_run_is_refused(name, tmp_path):
     changes, words = OTHERS[name]
     fit(checkpoint=tmp_path)
     message = refused(tmp_path, 6, **changes)
-    assert "is of another run" in message
+    assert "belongs to another run" in message
     assert words in message
 
 
@@ -471,7 +471,7 @@ def test_other_callbacks_are_refused(tmp_path):
 def test_a_folder_in_use_is_refused(tmp_path):
     fit(checkpoint=tmp_path)
     message = refused(tmp_path, 6, resume=False)
-    assert "pass `resume=True` to go on with it, or another folder" in message
+    assert "pass `resume=True` to resume it, or another folder" in message
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
@@ -496,7 +496,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 def test_a_sound_file_that_is_no_run_is_refused(tmp_path):
     _checkpoint.save(tmp_path, 3, [np.zeros(2)], {"step": 3}, 1)
-    assert "is not what a run of `gnlin.fit` leaves; delete it" in refused(tmp_path, 3)
+    assert "was not written by a run of `gnlin.fit`; delete it" in refused(tmp_path, 3)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_training(
@@ -539,7 +539,7 @@ def test_a_disk_that_fills_up_later_is_no_reason_to_lose_the_run(tmp_path, monke
 
     saving = gnlin.Checkpoint(tmp_path, every_steps=2)
     words = re.escape(str(tmp_path)) + r"/step-\d+\.gnlin could not be written: No space "
-    words += "left on device; .* The run goes on without it"
+    words += "left on device; .* The run continues without it"
     with pytest.warns(UserWarning, match=words):
         result = fit(steps=7, checkpoint=saving, callbacks=Told())
     assert_same_run(result, fit(steps=7))

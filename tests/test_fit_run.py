@@ -434,11 +434,11 @@ def test_an_early_stop_hands_back_the_state_of_the_best():
 
 @pytest.mark.usefixtures("unchecked")
 def test_an_early_stop_that_is_mistaken():
-    with pytest.raises(ValueError, match=r"'validation_f1', but the history's .* are st"):
+    with pytest.raises(ValueError, match=r"'validation_f1': the history's .* are st"):
         fit(validation=(X, T), callbacks=EarlyStop("validation_f1"))
-    with pytest.raises(ValueError, match="looks when validation data are looked at"):
+    with pytest.raises(ValueError, match="`EarlyStop` needs validation data"):
         fit(callbacks=EarlyStop())
-    with pytest.raises(ValueError, match="looks when validation data are looked at"):
+    with pytest.raises(ValueError, match="`EarlyStop` needs validation data"):
         fit(callbacks=EarlyStop("loss"))
     with pytest.raises(ValueError, match='`mode` must be "min" or "max"'):
         EarlyStop(mode="best")

@@ -107,7 +107,7 @@ def other_key():
 def test_states_of_other_callbacks_are_refused(kind, tmp_path):
     arguments = {"validation": (X, T), "checkpoint": tmp_path}
     fit(steps=1, callbacks=Keeps(), **arguments)
-    with pytest.raises(CheckpointError, match="is of a run with other callbacks: pass"):
+    with pytest.raises(CheckpointError, match="belongs to a run with other callbacks"):
         fit(steps=2, callbacks=kind(), resume=True, **arguments)
 
 
@@ -156,7 +156,7 @@ def refused(folder, arrays, meta, **arguments):
     assert message.startswith(f"{path} ")
     assert message.endswith(".")
     assert "\n" not in message
-    assert "delete it" in message or "pass what that run was given" in message
+    assert "delete it" in message or "pass the arguments of that run" in message
     return message
 
 
@@ -193,7 +193,7 @@ def test_crafted_meta_is_refused(name, left, tmp_path):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("meta", [None, [], 3, "meta", {}, {"step": 5}], ids=repr)
 def test_a_meta_that_is_none_is_refused(meta, left, tmp_path):
-    assert "is not what a run of `gnlin.fit` leaves" in refused(tmp_path, left[0], meta)
+    assert "was not written by a run of `gnlin.fit`" in refused(tmp_path, left[0], meta)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_too_few_and_too_many_arrays_are_refused(left, tmp_path):
 def test_another_name_is_refused(left, tmp_path):
     arrays, meta = left
     _checkpoint.save(tmp_path, 6, arrays, meta, 1)
-    with pytest.raises(CheckpointError, match="is of step 5, and not of its name's"):
+    with pytest.raises(CheckpointError, match="holds step 5, not the step in its name"):
         fit(steps=9, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
 
 
@@ -342,7 +342,7 @@ def test_a_run_whose_solver_has_failed_does_not_go_on(tmp_path):
         fit(data=data, checkpoint=tmp_path)
     arrays, meta = _checkpoint.load(tmp_path / "step-000000000004.gnlin")
     _checkpoint.save(tmp_path, 4, arrays, {**meta, "reason": ""}, 1)
-    with pytest.raises(CheckpointError, match="goes on after its solver has failed"):
+    with pytest.raises(CheckpointError, match="continues after its solver has failed"):
         fit(data=data, checkpoint=tmp_path, resume=True)
 
 

@@ -310,8 +310,8 @@ def test_the_report_and_the_picture():
             "no more successes than trials, but",
         ),
         (SUCCESSES, {"loss": gnlin.losses.BinomialNLL([3, 4])}, "shape of the successes"),
-        (COUNTS, {"sigma": 1.0}, "says by itself how y spreads: leave `sigma` out"),
-        (COUNTS, {"sigma_x": 1.0}, "`sigma_x` is for squared error"),
+        (COUNTS, {"sigma": 1.0}, "already implies the spread of y: leave `sigma` out"),
+        (COUNTS, {"sigma_x": 1.0}, "`sigma_x` needs squared error"),
         (COUNTS, {"loss": gnlin.losses.TobitNLL(0)}, "Censored values need `sigma`"),
         (
             COUNTS,
@@ -352,7 +352,7 @@ def test_what_cannot_be_meant(y, options, message, unchecked):
         (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold 0 for a meas"),
         (
             lambda: fit_of("poisson").band(X, sigma=1.0),
-            "`sigma` of a band is of normal noise",
+            "`sigma` of a band is for normal noise",
         ),
     ],
 )

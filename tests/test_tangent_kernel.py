@@ -327,7 +327,7 @@ def test_files_that_are_something_else(tmp_path):
         with pytest.raises(ValueError, match=f"a kernel of {what}"):
             call()
     (tmp_path / "text.npy").write_text("no array")
-    with pytest.raises(ValueError, match="no kernel"):
+    with pytest.raises(ValueError, match="not a kernel"):
         kernel(x, file=tmp_path / "text")
     record = (tmp_path / "k.npy.json").read_text()
     for wrong in ("", "{}", "[]", record[:30]):

@@ -1,4 +1,4 @@
-"""Fits of a curve to data, with errors."""
+"""Curve fitting with standard errors."""
 
 from ._curve_fit import curve_fit as curve_fit
 from ._result import CurveFit as CurveFit

@@ -1,4 +1,4 @@
-"""A data set, and the function that is fitted to it, as numbers in one row."""
+"""The data set of a fit and the function that is fitted, both flattened to vectors."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ from .._common._tree import ravel_pytree
 
 
 class Data(NamedTuple):
-    """A data set, its y as m numbers.
+    """A data set whose y is flattened to m real numbers.
 
-    - `sigma`: of each, or a lower triangular factor of their covariance.
-    - `counted`: 1, and 0 for those that are missing.
-    - `sigma_x`: of each x, if those have errors, too.
-    - `spread`: of the residuals, in units of sigma, if a robust loss is in units of that.
+    - `sigma`: the standard deviations of y, or a lower triangular factor of a covariance.
+    - `counted`: 1 for each point of the data, 0 for each missing point.
+    - `sigma_x`: the standard deviations of x, if x has errors too.
+    - `spread`: the estimated scale of the residuals, in units of sigma, by which a robust
+        loss divides them if the user gave no `sigma`.
     """
 
     x: PyTree[Array]
@@ -30,40 +31,42 @@ class Data(NamedTuple):
     spread: Scalar | None = None
 
     def moved(self, shift: PyTree[Array] | None) -> PyTree[Array]:
-        """The x's, so many of their standard deviations further."""
+        """Return x moved by `shift`, which is in units of `sigma_x`."""
         if self.sigma_x is None:
             return self.x
         return jax.tree.map(lambda x, s, d: x + s * d, self.x, self.sigma_x, shift)
 
 
 class Curve(eqx.Module):
-    """A function of the free parameters, as a user's function of all of them."""
+    """The user's function of all parameters, as a function of the free ones."""
 
     f: Callable[[Any, Any], PyTree]
-    names: tuple[str, ...] = eqx.field(static=True)  # of those that are fixed
+    fixed_names: tuple[str, ...] = eqx.field(static=True)
 
     def __call__(self, free: PyTree, fixed: dict, x: PyTree) -> Float[Array, " m"]:
         return flat(self.f(self.merged(free, fixed), x))
 
     def on(self, free: PyTree, fixed: dict, x: PyTree) -> "Curve":
-        """The same, of such arrays only: compiled once for all functions that compute
-        the same of them. A function with leaves, such as a model, is known by these."""
+        """Trace the curve for arguments of these shapes, so that functions which compute
+        the same share one compilation. A function with leaves, such as a model, does so
+        already, and is returned unchanged."""
         if jax.tree.leaves(self.f) != [self.f]:
             return self
-        return Curve(program_of(self.f, self.merged(free, fixed), x), self.names)
+        program = program_of(self.f, self.merged(free, fixed), x)
+        return Curve(program, self.fixed_names)
 
     def shapes(self, free: PyTree, fixed: dict, x: PyTree) -> PyTree:
-        """Those of what the user's function returns."""
+        """Return the shapes and types of what the user's function returns."""
         if isinstance(self.f, Program):
             return self.f.outputs
         return jax.eval_shape(self.f, self.merged(free, fixed), x)
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
-        return {**free, **fixed} if self.names else free
+        return {**free, **fixed} if self.fixed_names else free
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:
-    """As real numbers in one row."""
+    """Flatten a pytree to one vector of real numbers; a complex number becomes two."""
 
     def real(value):
         value = jnp.asarray(value)
@@ -75,7 +78,7 @@ def flat(values: PyTree) -> Float[Array, " m"]:
 
 
 def unflattened(values: Float[Array, " m"], like: PyTree) -> PyTree:
-    """Such numbers in the shapes of what they were."""
+    """Invert `flat`: return the values in the structure and shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     sizes = [2 * x.size if jnp.iscomplexobj(x) else x.size for x in leaves]
     parts = jnp.split(values, np.cumsum(sizes)[:-1])
@@ -91,7 +94,7 @@ def unflattened(values: Float[Array, " m"], like: PyTree) -> PyTree:
 
 
 def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:
-    """In units of what is known of each."""
+    """Divide by the standard deviations, or by the factor of the covariance."""
     if data.sigma.ndim == 2:
         values = jnp.where(data.counted > 0, values, 0)
         return jax.scipy.linalg.solve_triangular(data.sigma, values, lower=True)

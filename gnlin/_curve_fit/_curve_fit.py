@@ -1,4 +1,4 @@
-"""A curve's parameters from data: what the user calls."""
+"""`curve_fit`, the function that users call to fit a curve."""
 
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,15 +16,15 @@ from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..losses import AbstractLoss, SquaredError
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data
-from ._inputs import as_start, as_x, data_of, errors_of_x, limits, parted, several, with_x
+from ._inputs import as_start, as_x, as_y, data_of, errors_of_x, limits, parted, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
 from ._problem import FitSettings, with_bounds
 from ._program import Fitted, fitted, spread
-from ._result import CurveFit, made
+from ._result import as_curve_fit, CurveFit
 
 
-# Rounds of a robust loss after one of squared error, each with the scale that the last
-# one's residuals have.
+# Number of robust fits after a first fit by squared error. Each takes its scale from the
+# residuals of the fit before it.
 _ROUNDS = 5
 
 
@@ -45,65 +45,66 @@ def curve_fit(
     nan_policy: str = "raise",
     max_steps: int = 256,
 ) -> CurveFit:
-    r"""Fit a function's parameters to data: their values, and how well they are known.
+    r"""Fit the parameters of a function to data, with standard errors.
 
-    Minimises $\sum_i\rho((y_i - f(\theta, x)_i)/\sigma_i)$, with $\rho(r) = \frac12 r^2$
-    unless a `loss` says otherwise. The program is compiled once for each `f` and all
-    shapes; another `f` that computes the same, such as a lambda made in a loop, is not
-    compiled again. It may close over other arrays, but not over other Python numbers.
+    Minimises $\sum_i\rho((y_i - f(\theta, x)_i)/\sigma_i)$, where $\rho$ is the `loss`:
+    $\rho(r) = \frac12 r^2$ by default. The fit is compiled once for each `f` and set of
+    shapes. A new `f` that computes the same, such as a lambda made in a loop, is not
+    compiled again, even if it closes over different arrays; a different Python number in
+    it compiles again.
 
-    Derivatives of what is returned, as by `jax.jacfwd` or `jax.jacrev` with respect to
-    `y`, are those of the minimum (by the implicit function theorem), also where a
-    parameter is at its bound.
+    The result can be differentiated, for example with respect to `y` by `jax.jacfwd` or
+    `jax.jacrev`. The implicit function theorem gives the derivative of the minimum, also
+    if parameters are at their bounds.
 
     **Arguments:**
 
-    - `f`: `f(parameters, x)`, all of y at once, in any JAX operations; complex ones have
-        their real and imaginary parts fitted.
-    - `x`: passed on, a pytree of arrays; a data frame as a dictionary of its columns.
-    - `y`: what `f` should be. With one axis more than `f` returns: several data sets,
-        fitted in one program; all results then have this axis in front.
-    - `start`: a pytree of numbers and arrays, such as a dictionary; or an array. Of
-        several data sets each may have its own, on a leading axis.
+    - `f`: a function `f(parameters, x)` of JAX operations, which returns all of y at
+        once. If it is complex, the real and imaginary parts are fitted.
+    - `x`: a pytree of arrays, which is passed to `f`. A data frame becomes a dictionary
+        of its columns.
+    - `y`: the data, of the shape that `f` returns. With one more leading axis, `y` is
+        several data sets: one program fits them all, and every result has this axis too.
+    - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
+        With several data sets, each may have its own start on a leading axis.
     - `solver`: any least-squares solver of gnlin.
-    - `sigma`: the standard deviations of y, in its structure and shapes (of one data set,
-        or of all), or as one number; or their m x m covariance. By default all are 1, and
-        unknown. A point is left out where it is infinite.
-    - `sigma_x`: the standard deviations of x, if they were measured, too: one number, or
-        in the structure of `x`, with 0 for what is exact. The true ones are then fitted
-        as well, with $\frac12((x - x_i)/\sigma_{x,i})^2$ added (orthogonal distance
-        regression); they are `fit.x`. Of squared error only, and for up to some hundreds
-        of points: the Jacobian is dense.
-    - `absolute_sigma`: whether `sigma` (and `sigma_x`) is known, and not only up to a
-        factor, which else is estimated from the residuals, as SciPy has it. The standard
-        errors of a robust loss depend on how the residuals are distributed, and are
-        estimated from them in either case.
-    - `bounds`: of a dictionary `{name: (lower, upper)}`; else `(lower, upper)`, numbers
-        or trees of `start`'s structure, as solvers have them. Infinite ones, and `None`,
-        are none.
-    - `fixed`: names of those of a dictionary that stay as they are.
-    - `loss`: [`gnlin.SquaredError`][], or a robust one, [`gnlin.losses.Huber`][],
-        [`gnlin.losses.PseudoHuber`][], [`gnlin.losses.LogCosh`][],
-        [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][] or [`gnlin.losses.Tukey`][],
-        whose `delta` is in units of `sigma`; without `sigma` of a scale that is
-        estimated, by the median absolute deviation of the residuals. Or a negative
-        log-likelihood of each point, whose sum is minimised:
-        [`gnlin.losses.PoissonNLL`][], [`gnlin.losses.BinomialNLL`][],
-        [`gnlin.losses.NegativeBinomialNLL`][], [`gnlin.losses.TobitNLL`][], which needs
-        `sigma`, or a [`gnlin.authoring.AbstractLoss`][] of your own. Then the covariance
-        is the inverse of the curvature $\sum_i J_i^\top\rho''_i J_i$ and no factor is
-        estimated. The second derivative $\rho''$ is the expected one of gnlin's counts
-        and successes, the observed one of other losses.
-    - `starts`: so many starts, this one and others between the bounds, which are to be
-        finite: points of a Sobol sequence. All run in one program; the best is returned.
+    - `sigma`: the standard deviations of y, as one number or in the structure and shapes
+        of `y` (of one data set or of all); or the m x m covariance of y. By default all
+        are equal and unknown. A point of infinite `sigma` is left out.
+    - `sigma_x`: the standard deviations of x, if x was measured too: one number, or a
+        pytree like `x`, with 0 for an exact x. The true x are then fitted as well, with
+        $\frac12((x - x_i)/\sigma_{x,i})^2$ added to the objective (orthogonal distance
+        regression), and returned as `fit.x`. This needs squared error and suits up to
+        some hundreds of points, since the Jacobian is dense.
+    - `absolute_sigma`: whether `sigma` and `sigma_x` are known absolutely. By default
+        they are known up to a common factor, which is estimated from the residuals, as in
+        SciPy. With a robust loss, standard errors always come from the residuals.
+    - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, or a pair
+        `(lower, upper)` of numbers or of pytrees like `start`. `None` or an infinite
+        number means no bound.
+    - `fixed`: the names of parameters that stay at their start, if it is a dictionary.
+    - `loss`: [`gnlin.SquaredError`][], a robust loss, or a negative log-likelihood. The
+        robust losses are [`gnlin.losses.Huber`][], [`gnlin.losses.PseudoHuber`][],
+        [`gnlin.losses.LogCosh`][], [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][]
+        and [`gnlin.losses.Tukey`][]. Their `delta` is in units of `sigma`, or, without
+        `sigma`, of a scale estimated by the residuals' median absolute deviation. The
+        likelihoods of each point are [`gnlin.losses.PoissonNLL`][],
+        [`gnlin.losses.BinomialNLL`][], [`gnlin.losses.NegativeBinomialNLL`][],
+        [`gnlin.losses.TobitNLL`][], which needs `sigma`, or your own
+        [`gnlin.authoring.AbstractLoss`][]. With a likelihood the covariance is the
+        inverse of the curvature $\sum_i J_i^\top\rho''_i J_i$, without an estimated
+        factor; $\rho''$ is the expected second derivative for gnlin's counts and
+        successes, and the observed one for other losses.
+    - `starts`: the number of starts: `start` and points of a Sobol sequence between the
+        bounds, which must be finite. All run in one program; the best fit is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
-        `"omit"` them, with their rows and columns of a covariance.
-    - `max_steps`: the most outer steps.
+        `"omit"` the points and their rows and columns of a covariance.
+    - `max_steps`: the maximum number of outer steps.
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
 
-    **Raises:** `ValueError` in one sentence, for what cannot be meant. It warns if the
-    run has not converged, or if the data do not determine all parameters.
+    **Raises:** `ValueError` for arguments that make no sense. It warns if the run has not
+    converged, or if the data do not determine all parameters.
 
     !!! example
 
@@ -134,32 +135,34 @@ def curve_fit(
         )
     loss = as_loss(loss, sigma, sigma_x)
     if solver.bounds is not None:
-        raise ValueError("Pass `bounds` to `curve_fit`, and not to the solver.")
+        raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
-    x, values = with_x(x, several(curve, free, kept, x, y), nan_policy)
+    x, values = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
     if isinstance(loss, Likelihood):
         absolute_sigma, loss = True, in_one_row(loss, values.of_one())
         check_targets(loss, data, axes_of_data, values.tree)
     many, axis_of_start = values.many, values.axis_of_start
-    of_each = [free] if axis_of_start is None else _unstacked(free, len(data.y))
+    each_start = [free]
+    if axis_of_start is not None:
+        each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(len(data.y))]
     box = limits(bounds, start, kept)
-    for one in of_each:
+    for one in each_start:
         check_start(box, one)
     solver = with_bounds(solver, box)
     levels = ((axes_of_data, axis_of_start, None),) if many else ()
     if starts is not None:
         if many and axis_of_start is None:
-            of_each *= len(data.y)
-        free = _sobol(starts, of_each, box)
+            each_start *= len(data.y)
+        free = _sobol(starts, each_start, box)
         free = jax.tree.map(lambda s: s if many else s[0], free)
         levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
 
-    program = curve.on(of_each[0], kept, x)
-    check_rates(loss, lambda: program(of_each[0], kept, x))
+    program = curve.on(each_start[0], kept, x)
+    check_rates(loss, lambda: program(each_start[0], kept, x))
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
         first = setting._replace(loss=SquaredError())
@@ -169,32 +172,27 @@ def curve_fit(
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)
-    fit = made(setting, curve, data, end, parts)
+    fit = as_curve_fit(setting, curve, data, end, parts)
     complaint = fit.complaint()
     if complaint:
         warnings.warn(complaint, stacklevel=2)
     return fit
 
 
-def _unstacked(tree: PyTree[Array], number: int) -> list[PyTree[Array]]:
-    return [jax.tree.map(lambda s, k=k: s[k], tree) for k in range(number)]
-
-
 def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
-    """Of each data set its start, and others between the bounds."""
+    """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
     first = starts[0]
     box = Box.of((None, None) if limits is None else limits, first)
     low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
     if not bool(jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
         raise ValueError(
-            "`starts` are drawn between the bounds: give each parameter that is free a "
-            "finite lower and upper one."
+            "`starts` are drawn between the bounds: give each free parameter a finite "
+            "lower and upper bound."
         )
-    from scipy.stats.qmc import Sobol  # dear to import
+    from scipy.stats.qmc import Sobol  # slow to import
 
-    # Its first point is a corner.
-    sequence = Sobol(low.size, scramble=False).fast_forward(1)
+    sequence = Sobol(low.size, scramble=False).fast_forward(1)  # the first is a corner
     drawn = sequence.random(number - 1) if number > 1 else np.zeros((0, low.size))
     points = low[None] + jnp.asarray(drawn, low.dtype) * (high - low)[None]
     unravel = _tree.Structure.of(first).unravel
@@ -208,9 +206,9 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
 
 
 def _spread(data: Data, end: Fitted) -> Array:
-    """That of the residuals, in units of sigma, of each data set."""
-    # Where most points are met exactly there is none.
+    """Estimate the standard deviation of each data set's residuals, in units of sigma."""
+    # The estimate is zero if the curve meets most points exactly.
     least = jnp.finfo(data.y.dtype).eps * jnp.max(jnp.abs(data.y), axis=-1)
     least = jnp.where(least > 0, least, 1)
-    of_each = spread if data.y.ndim == 1 else jax.vmap(spread)
-    return jnp.maximum(of_each(end.residuals, data.counted), least)
+    mapped = spread if data.y.ndim == 1 else jax.vmap(spread)
+    return jnp.maximum(mapped(end.residuals, data.counted), least)

@@ -1,4 +1,4 @@
-"""What a user gives for a fit, checked and in one form."""
+"""Checks of the arguments of `curve_fit`, and their conversion to one form."""
 
 import datetime
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ _TIMES = datetime.date, datetime.time, datetime.timedelta
 
 
 def as_start(value: Any) -> Array:
-    """One of the parameters, a number or an array."""
+    """Convert one leaf of `start`, a number or an array, to a finite array."""
     value = _as_floats(value, "start")
     if not isinstance(value, Tracer) and not np.all(np.isfinite(value)):
         raise ValueError(f"`start` must be finite, but {value} was given.")
@@ -26,7 +26,8 @@ def as_start(value: Any) -> Array:
 
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
-    """Of a list of numbers their array, of a data frame a dictionary of its columns."""
+    """Convert x to a pytree of arrays: a data frame becomes a dictionary of its columns,
+    a list of numbers one array."""
     if hasattr(x, "columns") and hasattr(x, "to_numpy"):
         x = {str(name): x[name].to_numpy() for name in x.columns}
     if isinstance(x, list) and all(isinstance(value, int | float) for value in x):
@@ -37,8 +38,8 @@ def as_x(x: PyTree[Any]) -> PyTree[Array]:
 def _as_array(value: Any, name: str) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         raise ValueError(
-            f"`{name}` is a masked array, and a mask would be lost: pass "
-            f"`{name}.filled(np.nan)`, of floating-point numbers, and "
+            f"`{name}` is a masked array, whose mask would be lost: pass "
+            f"`{name}.filled(np.nan)` as floating-point numbers, and "
             '`nan_policy="omit"`.'
         )
     try:
@@ -48,10 +49,10 @@ def _as_array(value: Any, name: str) -> Array:
         first = known.ravel()[0] if known.size else None
         if known.dtype.kind in "mM" or isinstance(first, _TIMES):
             raise ValueError(
-                f"`{name}` holds dates or times: pass numbers, such as days by "
-                f'`({name} - {name}[0]) / np.timedelta64(1, "D")` of a NumPy array.'
+                f"`{name}` holds dates or times: pass numbers, such as days, which for a "
+                f'NumPy array are `({name} - {name}[0]) / np.timedelta64(1, "D")`.'
             ) from error
-        of_model = " (of a model those that `eqx.partition` finds)" * callable(value)
+        of_model = " (for a model, those from `eqx.partition`)" * callable(value)
         given = f"an array of {known.dtype}" if hasattr(value, "dtype") else repr(value)
         raise ValueError(
             f"`{name}` must hold numbers or arrays{of_model}, but {given} was given."
@@ -64,22 +65,22 @@ def _as_floats(value: Any, name: str) -> Array:
         raise ValueError(
             f"`{name}` must be real: fit real and imaginary parts as two parameters."
         )
-    # Of no weak type: that of a Python number would be compiled apart.
+    # An explicit dtype avoids a weak type, which would trigger a second compilation.
     kind = value.dtype if jnp.issubdtype(value.dtype, jnp.floating) else float
     return jnp.asarray(value, kind)
 
 
 def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
-    """Those that are free, and the others."""
+    """Split the parameters into the free ones and the fixed ones."""
     if not jax.tree.leaves(start):
-        raise ValueError(f"`start` holds no parameter, but {start!r}.")
+        raise ValueError(f"`start` must hold a parameter, but {start!r} was given.")
     names = [fixed] if isinstance(fixed, str) else list(fixed)
     if not names:
         return start, {}
     if not isinstance(start, Mapping):
         raise ValueError(
-            "`fixed` is for parameters with names, in a dictionary; of others make the "
-            "lower and the upper bound equal."
+            "`fixed` needs parameters in a dictionary: for others, make the lower and "
+            "upper bounds equal."
         )
     check_names(names, start, "to be fixed")
     free = {k: value for k, value in start.items() if k not in names}
@@ -89,13 +90,13 @@ def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
 
 
 def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
-    """`(lower, upper)` of those that are free, for a solver."""
+    """Return the bounds `(lower, upper)` of the free parameters, for a solver."""
     if bounds is None:
         return None
     if isinstance(bounds, Mapping):
         if not isinstance(start, Mapping):
             raise ValueError(
-                "`bounds` by names are for parameters in a dictionary: pass a pair "
+                "`bounds` by name need parameters in a dictionary: pass a pair "
                 "`(lower, upper)`."
             )
         check_names(bounds, start, "to have bounds")
@@ -122,7 +123,7 @@ def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
 
 
 def _like(start: PyTree[Array], bound: Any) -> Any:
-    """A list of bounds for an array of parameters, or an array for a list of numbers."""
+    """Convert a list of bounds to an array if `start` is an array, and vice versa."""
     structure = jax.tree.structure(start)
     if isinstance(start, Array) and isinstance(bound, list | tuple):
         return np.asarray(bound)
@@ -132,10 +133,10 @@ def _like(start: PyTree[Array], bound: Any) -> Any:
 
 
 class Values(NamedTuple):
-    """y as it was given, and how it is to be read.
+    """y as given, and the meaning of its leading axis.
 
-    - `many`: whether its leading axis is over data sets.
-    - `axis_of_start`: of their starts, if each has its own.
+    - `many`: whether the leading axis is over data sets.
+    - `axis_of_start`: 0 if each data set has its own start, else `None`.
     """
 
     tree: PyTree[Array]
@@ -143,19 +144,19 @@ class Values(NamedTuple):
     axis_of_start: int | None
 
     def of_one(self) -> PyTree[jax.ShapeDtypeStruct]:
-        """What one data set looks like."""
+        """Return the shapes and types of one data set."""
         skip = int(self.many)
         return jax.tree.map(
             lambda v: jax.ShapeDtypeStruct(v.shape[skip:], v.dtype), self.tree
         )
 
     def flat(self) -> Float[Array, "*sets m"]:
-        """As numbers in a row, or in one for each data set."""
+        """Return y as one vector, or as one vector for each data set."""
         return jax.vmap(flat)(self.tree) if self.many else flat(self.tree)
 
 
-def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Values:
-    """y, and whether it is of several data sets."""
+def as_y(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Values:
+    """Decide whether y is one data set or several, by the shapes that `f` returns."""
     failures: list[Exception] = []
 
     def called(free):
@@ -179,7 +180,7 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
     numbers = {shape[:1] for shape in of_y}
     of_one = structure, [shape[1:] for shape in of_y]
     if own_shapes == (structure, of_y):
-        return _of_one_kind(called(free), Values(given, False, None))
+        return _same_kind(called(free), Values(given, False, None))
     if len(numbers) == 1 and numbers != {()}:
         (number,) = numbers.pop()
         own = all(s.shape[:1] == (number,) for s in jax.tree.leaves(free))
@@ -187,12 +188,12 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
         if of_one[1] == [()] and own_shapes == of_one:
             raise ValueError(
                 f"`f(start, x)` is one number, and `y` has the shape {of_y[0]}: return a "
-                "value for each, as by `jnp.broadcast_to`."
+                "value for each point, for example by `jnp.broadcast_to`."
             )
         if own and shapes(first) == of_one:
-            return _of_one_kind(called(first), Values(given, True, 0))
+            return _same_kind(called(first), Values(given, True, 0))
         if own_shapes == of_one:
-            return _of_one_kind(called(free), Values(given, True, None))
+            return _same_kind(called(free), Values(given, True, None))
     if failures:
         of_numpy = isinstance(failures[0], jax.errors.TracerArrayConversionError)
         about_types = isinstance(failures[0], TypeError | ValueError)
@@ -200,8 +201,8 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
             raise failures[0]
         said = str(failures[0]).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
-            "`f` is called as `f(parameters, x)`, of JAX's operations, and failed: "
-            f"{type(failures[0]).__name__}: {said}."
+            "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
+            f"operations): {type(failures[0]).__name__}: {said}."
         ) from failures[0]
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "
@@ -210,27 +211,28 @@ def several(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Val
     )
 
 
-def _of_one_kind(out: PyTree, values: Values) -> Values:
-    """Both real, or both complex."""
+def _same_kind(out: PyTree, values: Values) -> Values:
+    """Return y after a check that it is complex exactly where `f` is."""
     pairs = zip(jax.tree.leaves(out), jax.tree.leaves(values.tree), strict=True)
     for kinds in pairs:
         of_f, of_y = ("complex" if jnp.iscomplexobj(v) else "real" for v in kinds)
         if of_f != of_y:
             raise ValueError(
-                f"`f(start, x)` is {of_f}, and `y` is {of_y}: both must be of one kind."
+                f"`f(start, x)` is {of_f}, and `y` is {of_y}: both must be of the same "
+                "kind."
             )
     return values
 
 
 def _wholly_missing(value: Array) -> Array:
-    """Of a complex number of which one part is missing, the other is, too."""
+    """Make both parts of a complex number NaN if one of them is."""
     if not jnp.iscomplexobj(value):
         return value
     return jnp.where(jnp.isnan(value), jnp.nan * (1 + 1j), value)
 
 
 def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values]:
-    """The data without the points whose x is missing: these are missing in y."""
+    """Mark points of missing x as missing in y, and replace their x by another's."""
     leaves, structure = jax.tree.flatten(x)
     floats = [jnp.issubdtype(value.dtype, jnp.inexact) for value in leaves]
     known = not any(isinstance(value, Tracer) for value in leaves)
@@ -244,23 +246,18 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
         raise ValueError(
             '`x` has a missing value (NaN): leave it out, or pass `nan_policy="omit"`.'
         )
+    wrong = [leaf for leaf, is_so in zip(leaves, missing, strict=True) if is_so]
     lengths = {v.shape[int(y.many) :][:1] for v in jax.tree.leaves(y.tree)}
-    lengths |= {
-        value.shape[:1]
-        for value, is_missing in zip(leaves, missing, strict=True)
-        if is_missing
-    }
+    lengths |= {leaf.shape[:1] for leaf in wrong}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
-            "`x` has a missing value (NaN), and its leading axis is not that of `y`: "
+            "`x` has a missing value (NaN), and its leading axis differs from `y`'s: "
             "leave these points out."
         )
     rows = np.zeros(lengths.pop(), bool)
-    for value, is_missing in zip(leaves, missing, strict=True):
-        if is_missing:
-            rows |= np.isnan(value).reshape(len(rows), -1).any(axis=1)
-    # Any numbers at which `f` is finite, such as those of another point.
-    other = int(np.argmin(rows))
+    for leaf in wrong:
+        rows |= np.isnan(leaf).reshape(len(rows), -1).any(axis=1)
+    other = int(np.argmin(rows))  # a point whose x is not missing
 
     def filled(value, is_missing):
         return value.at[np.flatnonzero(rows)].set(value[other]) if is_missing else value
@@ -276,7 +273,7 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
 
 
 def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
-    """The x's as floats, and the standard deviation of each; `None` of none."""
+    """Return x as floats and the standard deviation of each entry, if there are any."""
     if sigma_x is None:
         return x, None
     leaves, structure = jax.tree.flatten(x)
@@ -296,9 +293,7 @@ def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
 def _error_of_x(x: Array, given: Any) -> Array:
     known = not isinstance(given, Tracer)
     if known and not np.all((np.asarray(given) >= 0) & np.isfinite(given)):
-        raise ValueError(
-            "`sigma_x` must be finite, and positive, or 0 for an x that is exact."
-        )
+        raise ValueError("`sigma_x` must be finite, and positive, or 0 for an exact x.")
     try:
         return jnp.broadcast_to(jnp.asarray(given, x.dtype), x.shape)
     except ValueError as error:
@@ -311,10 +306,10 @@ def _error_of_x(x: Array, given: Any) -> Array:
 def data_of(
     x: PyTree, values: Values, sigma: Any, sigma_x: PyTree, nan_policy: str
 ) -> tuple[Data, Any]:
-    """The data, and which of it is of one data set."""
+    """Return the data, and the axes of its fields over data sets, for `jax.vmap`."""
     y = values.flat()
     known = not isinstance(y, Tracer)
-    numpy: Any = np if known else jnp  # in which each operation takes less
+    numpy: Any = np if known else jnp  # NumPy has less overhead per operation
     missing = numpy.isnan(y)
     if known:
         if np.any(np.isinf(y)):
@@ -325,7 +320,7 @@ def data_of(
                 '`nan_policy="omit"`.'
             )
         if np.all(missing):
-            raise ValueError("There is no data: all of `y` is missing, or it is empty.")
+            raise ValueError("There is no data: all of `y` is missing, or `y` is empty.")
     errors = _errors(sigma, y, values, missing)
     if errors.left_out is not None:
         missing = missing | errors.left_out
@@ -342,10 +337,11 @@ def data_of(
 
 
 class _Errors(NamedTuple):
-    """Of all points of a data set, or of each, or a factor of their covariance.
+    """The errors of y.
 
-    - `are_own`: whether they are of each data set, on a leading axis.
-    - `left_out`: which are infinite, if any may be.
+    - `numbers`: one or more standard deviations, or a factor of the covariance.
+    - `are_own`: whether each data set has its own, on a leading axis.
+    - `left_out`: whether each is infinite, if any may be.
     """
 
     numbers: Array
@@ -364,12 +360,11 @@ def _errors(
     numbers, are_own = _deviations(sigma, y, values)
     if values.many and not are_own:
         missing = missing.all(axis=0)
-    # Within a compiled function the arrays are traced even where `sigma` is a number.
+    # Inside a compiled function `numbers` is traced even if `sigma` is a plain number.
     known = not isinstance(missing, Tracer) and not isinstance(numbers, Tracer)
     if known and not np.all(missing | (numbers > 0)):
         raise ValueError(
-            "`sigma` must be positive at every point, and infinite for those that are to "
-            "be left out."
+            "`sigma` must be positive at every point, and infinite at those to leave out."
         )
     infinite = np.isinf(numbers) if known else jnp.isinf(numbers)
     left_out = None if known and not np.any(infinite) else infinite
@@ -377,20 +372,21 @@ def _errors(
 
 
 def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
-    """A lower triangular factor of a covariance; `None` of standard deviations. Missing
-    points have neither row nor column: that of the identity, and no value."""
+    """Return the Cholesky factor of a covariance, or `None` for standard deviations. The
+    rows and columns of missing points are replaced by those of the identity."""
     m, shape = y.shape[-1], np.shape(sigma) if _is_array(sigma) else ()
     (of_y, *others) = [v.shape for v in jax.tree.leaves(values.of_one())]
     if shape != (m, m) or (not others and of_y == shape):
         return None
-    # Of m data sets of m points each may have its deviations: those are no covariance.
+    # With m data sets of m points, an m x m array may be one or the other: it is taken as
+    # a covariance if it is symmetric and positive definite.
     unclear = y.shape == shape
     are_traced = isinstance(sigma, Tracer) or isinstance(missing, Tracer)
     if are_traced and unclear:
         return None
     numpy: Any = jnp if are_traced else np
     given = numpy.asarray(sigma, y.dtype)
-    # Data sets that miss the same points, or none, have one factor.
+    # Data sets that miss the same points share one factor.
     if missing.ndim == 2 and not are_traced and np.all(missing == missing[:1]):
         missing = missing[0]
     unknown = missing[..., :, None] | missing[..., None, :]
@@ -405,11 +401,11 @@ def _factor(sigma: Any, y: Array, values: Values, missing: Any) -> Array | None:
     if unclear:
         return None
     must = "positive definite" if symmetric else "symmetric and finite"
-    raise ValueError(f"`sigma`, a covariance, must be {must}.")
+    raise ValueError(f"`sigma` is a covariance and must be {must}.")
 
 
 def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
-    """In the shapes of y, of one data set or of all; and whether each has its own."""
+    """Return the standard deviations, flat, and whether each data set has its own."""
     tree, of_one, m = values.tree, values.of_one(), y.shape[-1]
     structure = jax.tree.structure(tree)
     if _is_array(sigma):
@@ -437,17 +433,17 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
 
 
 def _broadcast(sigma: Array, like: Any) -> Array:
-    """The same of a real and an imaginary part."""
+    """Broadcast to the shape of y, with the same sigma for real and imaginary parts."""
     sigma = jnp.broadcast_to(sigma, like.shape)
     is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
     return jax.lax.complex(sigma, sigma) if is_complex else sigma
 
 
 def _is_array(value: Any) -> bool:
-    """Or what NumPy makes one of: no dictionary, and no model."""
+    """Whether NumPy converts it to a numeric array, unlike a dictionary or a model."""
     if isinstance(value, Tracer):
         return True
     try:
         return np.asarray(value).dtype.kind in "biufc"
-    except ValueError:  # of arrays of different shapes
+    except ValueError:  # a list of arrays of different shapes
         return False

@@ -1,5 +1,4 @@
-"""Losses that are negative log-likelihoods, other than of normal noise, and what is told
-of such a fit."""
+"""Negative log-likelihoods as losses of a fit, and what such a fit reports."""
 
 import math
 from typing import Any
@@ -26,7 +25,7 @@ from ._curve import Data
 
 
 class Likelihood(AbstractElementwiseLoss):
-    """A loss whose sum is a negative log-likelihood, on all points in one row."""
+    """A loss whose sum over the flattened points is a negative log-likelihood."""
 
     loss: AbstractElementwiseLoss
     reduction: Reduction | None = "sum"
@@ -45,7 +44,7 @@ class Likelihood(AbstractElementwiseLoss):
 
 
 class PerPoint(AbstractElementwiseLoss):
-    """A loss that is known for one example only, on points of one number each."""
+    """A loss of one example, mapped over points of one number each."""
 
     loss: AbstractLoss
     reduction: Reduction | None = "sum"
@@ -58,7 +57,7 @@ class PerPoint(AbstractElementwiseLoss):
 
 
 class Counted(AbstractElementwiseLoss):
-    """A likelihood without the points that are missing."""
+    """A likelihood that ignores missing points."""
 
     loss: Likelihood
     counted: Float[Array, " m"]
@@ -81,29 +80,23 @@ class Counted(AbstractElementwiseLoss):
         return jnp.where(self.counted > 0, found, 0)
 
     def _or_one(self, values: Array) -> Array:
-        """1 for a missing point, where losses are finite."""
+        """Replace missing points by 1, where every loss is finite."""
         return jnp.where(self.counted > 0, values, 1)
 
 
 def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
-    """As it is used on points in a row: squared error and robust losses as they are."""
-    if isinstance(loss, SquaredError | AbstractRobust):
-        if sigma_x is not None and not isinstance(loss, SquaredError):
-            raise ValueError(
-                "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
-            )
-        return loss
+    """Return the loss of the flattened points: a likelihood is wrapped, and squared error
+    and robust losses are returned unchanged."""
     if not isinstance(loss, AbstractLoss):
         raise ValueError(
             "`loss` must be one of gnlin's, such as `gnlin.losses.PoissonNLL()` or "
             f"`gnlin.losses.Huber(2.0)`, or your own `gnlin.authoring.AbstractLoss`, but "
             f"{loss!r} was given."
         )
-    name = type(loss).__name__
-    if sigma_x is not None:
-        raise ValueError(
-            "`sigma_x` is for squared error: leave `loss` out, or `sigma_x`."
-        )
+    if sigma_x is not None and not isinstance(loss, SquaredError):
+        raise ValueError("`sigma_x` needs squared error: leave `loss` or `sigma_x` out.")
+    if isinstance(loss, SquaredError | AbstractRobust):
+        return loss
     if isinstance(loss, TobitNLL) and sigma is None:
         raise ValueError(
             "Censored values need `sigma`, the standard deviation of y, which this fit "
@@ -111,8 +104,8 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
         )
     if sigma is not None and not isinstance(loss, TobitNLL):
         raise ValueError(
-            f"`sigma` is for normal noise, and `{name}` says by itself how y spreads: "
-            "leave `sigma` out."
+            f"`sigma` is for normal noise, and `{type(loss).__name__}` already implies "
+            "the spread of y: leave `sigma` out."
         )
     if not isinstance(loss, AbstractElementwiseLoss):
         loss = PerPoint(loss=loss)
@@ -120,7 +113,7 @@ def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:
 
 
 def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
-    """With its own arrays, such as numbers of trials, in a row as the points are."""
+    """Flatten the loss's own arrays, such as numbers of trials, like the points."""
     leaves = jax.tree.leaves(of_y)
     if len(leaves) != 1:
         return loss
@@ -133,13 +126,13 @@ def in_one_row(loss: Likelihood, of_y: PyTree) -> Likelihood:
 
 
 def check_targets(loss: Likelihood, data: Data, axes: Any, y: PyTree) -> None:
-    """Whether these can be values of y. Missing ones are zero."""
+    """Check that the values of y are possible under the likelihood."""
     if any(jnp.iscomplexobj(leaf) for leaf in jax.tree.leaves(y)):
-        raise ValueError("Complex values are for squared error and robust losses.")
+        raise ValueError("Complex values need squared error or a robust loss as `loss`.")
     if data.sigma.ndim - (axes.sigma == 0) == 2:
         raise ValueError(
-            "Censored values are independent: pass standard deviations as `sigma`, not a "
-            "covariance."
+            "Censored values must be independent: pass standard deviations as `sigma`, "
+            "not a covariance."
         )
     rows = data.y if data.y.ndim == 2 else data.y[None]
     outputs = jax.ShapeDtypeStruct(data.y.shape[-1:], data.y.dtype)
@@ -148,7 +141,10 @@ def check_targets(loss: Likelihood, data: Data, axes: Any, y: PyTree) -> None:
 
 
 def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
-    """Of a likelihood by the rate itself, which `rates()` evaluates at the start."""
+    """Check that the rates of a Poisson loss with `log_input=False` are positive.
+
+    - `rates`: returns `f(start, x)`; called only for this loss.
+    """
     if not isinstance(loss, Likelihood) or not isinstance(loss.loss, PoissonNLL):
         return
     if loss.loss.log_input:
@@ -162,12 +158,12 @@ def check_rates(loss: AbstractElementwiseLoss, rates: Any) -> None:
         raise ValueError(
             "`f` is the rate of the counts, which must be positive, but `f(start, x)` is "
             f"{float(known[point]):.4g} at point {point}: start elsewhere, or let `f` "
-            "return its logarithm, for `gnlin.losses.PoissonNLL()`."
+            "return the logarithm of the rate, and use `gnlin.losses.PoissonNLL()`."
         )
 
 
 def in_units_of_y(loss: AbstractElementwiseLoss, outputs: Array) -> Array:
-    """What y is expected to be, of trials the share of successes."""
+    """Return the expected y; for a binomial loss, the expected share of successes."""
     of = loss.loss if isinstance(loss, Likelihood) else loss
     if isinstance(of, PoissonNLL) and of.log_input:
         return jnp.exp(outputs)
@@ -177,7 +173,7 @@ def in_units_of_y(loss: AbstractElementwiseLoss, outputs: Array) -> Array:
 
 
 def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
-    """The data in the same units."""
+    """Return y in the units of `in_units_of_y`."""
     of = loss.loss if isinstance(loss, Likelihood) else loss
     if not isinstance(of, BinomialNLL):
         return y
@@ -186,8 +182,8 @@ def shown(loss: AbstractElementwiseLoss, y: np.ndarray) -> np.ndarray:
 
 
 def runs_test(signs: np.ndarray) -> float:
-    """The p-value of as few, or as many, runs of one sign: normal, with a correction for
-    continuity.
+    """Return the two-sided p-value for the number of runs of equal signs, by the normal
+    approximation with a correction for continuity.
 
     ??? cite "Reference"
 

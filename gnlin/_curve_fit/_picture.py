@@ -1,4 +1,4 @@
-"""A fit as a picture."""
+"""The plot of a fit."""
 
 from typing import Any, TYPE_CHECKING
 
@@ -35,7 +35,7 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
     fine = jnp.linspace(x.min(), x.max(), num_points, dtype=kind)
 
     def drawn(k, leaf):
-        """There; what is the same at all points stays so."""
+        """Return the plotted x, or a leaf of x that is constant over the points."""
         if k in along:
             return fine
         constant = jnp.shape(leaf) == y.shape
@@ -48,18 +48,19 @@ def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
     if ax is None:
         _, ax = plt.subplots()
     sigma = np.asarray(data.sigma)
-    if sigma.ndim == 2:  # a factor of the covariance
+    if sigma.ndim == 2:  # the norms of a factor's rows are the standard deviations
         sigma = np.linalg.norm(sigma, axis=1)
     bars = None
     is_of_y = not isinstance(loss, Likelihood) or isinstance(loss.loss, TobitNLL)
     if is_of_y and (sigma.size > 1 or fit._setting.absolute_sigma):
         bars = np.broadcast_to(float(fit.scale) * sigma, y.shape)[counted]
-    of_x = [
+    bars_of_x = [
         float(fit.scale) * np.asarray(jax.tree.leaves(data.sigma_x)[k])[counted]
         for k in along
         if data.sigma_x is not None
     ]
-    ax.errorbar(x[counted], y[counted], bars, *of_x, fmt=".", color="black", label="data")
+    style: Any = {"fmt": ".", "color": "black", "label": "data"}
+    ax.errorbar(x[counted], y[counted], bars, *bars_of_x, **style)
     ax.plot(fine, mean, color="C0", label="fit")
     label = f"{100 * confidence:g} % confidence"
     ax.fill_between(fine, low, high, color="C0", alpha=0.25, linewidth=0, label=label)

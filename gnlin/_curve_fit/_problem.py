@@ -1,4 +1,4 @@
-"""A fit as a problem for a solver, and its bounds."""
+"""A fit as a least-squares problem for a solver, and its bounds."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from ._likelihood import Counted, Likelihood
 
 
 class FitSettings(NamedTuple):
-    """What a fit was asked for, but its data and its start."""
+    """The settings of a fit: everything but its data and its start."""
 
     curve: Curve
     solver: AbstractGaussNewton
@@ -25,7 +25,7 @@ class FitSettings(NamedTuple):
     max_steps: int
     fixed: dict
     absolute_sigma: bool
-    many: bool  # data sets
+    many: bool  # whether there are several data sets
 
 
 def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton:
@@ -33,11 +33,11 @@ def with_bounds(solver: AbstractGaussNewton, bounds: Any) -> AbstractGaussNewton
 
 
 class Posed(NamedTuple):
-    """A fit as least squares: residuals are `outputs` less `target`.
+    """A fit as a least-squares problem with the residuals `outputs - target`.
 
-    - `given`: what the outputs depend on, besides the variables.
-    - `loss`: of the outputs on the target; without missing points if it is a likelihood.
-    - `counted`: 1, and 0 for missing points.
+    - `given`: the data and the fixed parameters, on which the outputs depend too.
+    - `loss`: the loss of outputs and target; a likelihood ignores missing points.
+    - `counted`: 1, or 0 for missing points.
     """
 
     curve: Curve
@@ -48,7 +48,8 @@ class Posed(NamedTuple):
 
     @staticmethod
     def of(setting: "FitSettings", data: Data) -> "Posed":
-        # The x's that have errors are variables, too, in units of these, and residuals.
+        # Each x with an error is a variable too. Its shift, in units of sigma_x, is one
+        # more residual.
         shift = no_shift(data)
         target = _joined(whitened(data.y, data), shift)
         counted = _joined(data.counted, jax.tree.map(jnp.ones_like, shift))
@@ -69,7 +70,7 @@ def no_shift(data: Data) -> PyTree[Array]:
 
 
 def _joined(values: Float[Array, " m"], shift: PyTree[Array] | None) -> Array:
-    """Of y, and then of the x's, if they have errors."""
+    """Append the residuals of x, if x has errors, to the values of y."""
     others = [s.ravel().astype(values.dtype) for s in jax.tree.leaves(shift)]
     return jnp.concatenate([values, *others])
 
@@ -77,6 +78,8 @@ def _joined(values: Float[Array, " m"], shift: PyTree[Array] | None) -> Array:
 def at_bounds(
     bounds: Any, y: PyTree[Array], slope: PyTree[Array]
 ) -> tuple[Int[Array, " k"], Bool[Array, " k"]]:
+    """Return for each parameter -1 if it is held at its lower bound, 1 at its upper, and
+    0 elsewhere; and whether it is held."""
     if bounds is None:
         none = jnp.zeros(_tree.size(y), int)
         return none, none != 0

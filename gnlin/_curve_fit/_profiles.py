@@ -1,4 +1,4 @@
-"""Profile likelihoods: where the best fit of the others is so much worse."""
+"""Confidence intervals from the profile likelihood."""
 
 from typing import TYPE_CHECKING
 
@@ -18,18 +18,20 @@ if TYPE_CHECKING:
     from ._result import CurveFit
 
 
-# Residuals of so many roundings of y have no profile.
+# Residuals below this multiple of the rounding of y are noise: they have no profile.
 _ROUNDINGS = 100
-# A root is found when the distance is met to this part.
+# Relative tolerance at which an end of an interval counts as found.
 _NEAR = 1e-5
 _MOST_REFITS = 30
-# Farther than so many standard errors there is none.
+# The search for an end stops this many standard errors from the best fit.
 _FARTHEST = 1e4
 
 
 def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
-    """The ends of all intervals, each by a secant on the signed root of what the loss has
-    risen by, in standard errors, which is nearly a straight line."""
+    """Return the lower and upper ends of all intervals.
+
+    Each end is found by the secant method on the square root of the loss's rise, which is
+    nearly linear in the parameter. All ends are refitted at the same time."""
     setting, end = fit._setting, fit._end
     best, unravel = _tree.ravel_pytree(end.parameters)
     k, dtype = best.size, best.dtype
@@ -51,7 +53,8 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
     levels = ((None, 0, 0),)
 
     def risen(at: np.ndarray) -> np.ndarray:
-        """How far, with one parameter of each refit held there."""
+        """Return the square root of the rise of the loss, in standard errors, for refits
+        that each hold one parameter at the value given."""
         rows = jnp.arange(2 * k)
         starts = jnp.tile(best, (2 * k, 1)).at[rows, which].set(jnp.asarray(at, dtype))
         lower = jnp.tile(low, (2 * k, 1)).at[rows, which].set(starts[rows, which])
@@ -67,7 +70,8 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
     reach = np.where(
         sign < 0, centre - np.asarray(low)[which], np.asarray(high)[which] - centre
     )
-    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)  # in standard errors
+    # Brackets of the ends, and the steps between them, in standard errors.
+    near, far = np.zeros(2 * k), np.full(2 * k, np.inf)
     step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
     found = ~known[which]
     for _ in range(_MOST_REFITS):
@@ -82,12 +86,9 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
         near, far = np.where(below, step, near), np.where(below, far, step)
         with np.errstate(all="ignore"):
             secant = step * quantile / distance
-        middle = np.where(
-            np.isinf(far), 4 * np.maximum(near, quantile), 0.5 * (near + far)
-        )
-        inside = (secant > near) & (
-            secant < np.minimum(far, 4 * np.maximum(near, quantile))
-        )
+        widest = 4 * np.maximum(near, quantile)
+        middle = np.where(np.isinf(far), widest, 0.5 * (near + far))
+        inside = (secant > near) & (secant < np.minimum(far, widest))
         step = np.where(found, step, np.where(inside, secant, middle))
     met = np.abs(distance - quantile) <= 1e-3 * quantile
     met |= np.isfinite(reach) & (step >= reach / unit)  # at a bound

@@ -1,4 +1,4 @@
-"""What of a fit is compiled: the run, and what its end says of the parameters."""
+"""The compiled part of a fit: the run to the minimum, and the statistics there."""
 
 import functools
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from ._undetermined import NonFinite, seen
 class Fitted(NamedTuple):
     """The end of a run.
 
-    - `parameters`: those that are free.
-    - `residuals`: y - f, in units of sigma; Pearson's of a likelihood.
-    - `at_bound`: -1 at a lower bound that the way down leads beyond, 1 at an upper.
-    - `pull`: the loss's derivative along each parameter, to be held by a multiplier.
-    - `variance`: the covariance's factor, as estimated.
-    - `bend`: the loss's mean second derivative, 1 of squared error.
-    - `noise`: the residuals' standard deviation in units of sigma, as estimated.
-    - `nonfinite`: where the curve or its derivative is no finite number.
+    - `parameters`: the free parameters.
+    - `residuals`: y - f, in units of sigma; Pearson's residuals with a likelihood.
+    - `at_bound`: -1 if a parameter is held at its lower bound, 1 at its upper, else 0.
+    - `pull`: the derivative of the loss with respect to each parameter.
+    - `variance`: the estimated factor of the covariance.
+    - `bend`: the mean second derivative of the loss, which is 1 for squared error.
+    - `noise`: the estimated standard deviation of the residuals, in units of sigma.
+    - `nonfinite`: where the curve or its derivative is not finite.
     """
 
     parameters: PyTree[Array]
@@ -54,12 +54,12 @@ class Fitted(NamedTuple):
     history: Any
     result: optx.RESULTS
     num_steps: Int[Array, ""]
-    x: PyTree[Array] | None = None  # as fitted, if they have errors
-    losses: Float[Array, " starts"] | None = None  # of all starts, the best first
+    x: PyTree[Array] | None = None  # the fitted x, if x has errors
+    losses: Float[Array, " starts"] | None = None  # of all starts, in ascending order
 
     def factor(self, setting: FitSettings) -> Scalar:
-        """Of the covariance. That of a robust loss depends on how the residuals are
-        distributed, and is estimated from them even where sigma is absolute."""
+        """Return the factor of the covariance. For a robust loss it depends on the
+        distribution of the residuals, so it is estimated even if sigma is absolute."""
         known = setting.absolute_sigma and not isinstance(setting.loss, AbstractRobust)
         return jnp.ones_like(self.variance) if known else self.variance
 
@@ -67,11 +67,11 @@ class Fitted(NamedTuple):
 def fitted(
     setting: FitSettings, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
 ) -> tuple[Fitted, dict[str, Any]]:
-    """The end of a run, and what it is in the parameters' structure.
+    """Run a fit; return its end, and the results in the structure of the parameters.
 
-    - `levels`: of what to map over, one in the other: axes of the data, the start and the
-        bounds. One more than is for several data sets is over starts, of which the best
-        is chosen.
+    - `levels`: nested `jax.vmap` axes of the data, the start and the bounds, outermost
+        first: a level for several data sets, then one for several starts, of which the
+        best is chosen.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
     quickly = not levels and not inside and _is_known()
@@ -80,12 +80,13 @@ def fitted(
     except ValueError as error:
         if not quickly or "compiler_options" not in str(error):
             raise
-        # `f` closes over what is being differentiated.
+        # JAX rejects compiler options in an inner program, which this is if `f` closes
+        # over traced values.
         return _program(False)(setting, data, start, levels)
 
 
-# The older of XLA's two ways to write loops for the CPU. A fit by itself is compiled for
-# longer than it runs: so in half of the time, and it runs as long.
+# Options that select the older of XLA's two CPU emitters. A single fit takes longer to
+# compile than to run; these halve the compilation and do not slow the run.
 _QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
@@ -94,7 +95,7 @@ _QUICKLY = {
 
 @functools.cache
 def _is_known() -> bool:
-    """Whether this version of XLA has these options."""
+    """Whether this version of XLA accepts the options."""
     try:
         jax.jit(jnp.negative, compiler_options=_QUICKLY).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
@@ -127,7 +128,7 @@ def _all_fitted(
 
 
 def _best(end: Fitted, many: bool) -> Fitted:
-    """Of all starts, of each data set."""
+    """Choose the start of least loss, for each data set."""
 
     def of_one(end: Fitted) -> Fitted:
         losses = jnp.where(jnp.isnan(end.loss), jnp.inf, end.loss)
@@ -155,34 +156,32 @@ def _fitted(
     moved = lambda y: posed.outputs(variables | {"curve": y}, posed.given)
     outputs, residuals = lin.outputs, target - lin.outputs
     if isinstance(setting.loss, Likelihood):
-        # In units in which the curvature is 1, residuals are Pearson's.
-        root = loss.root(outputs, target)
-        jacobian, moved = root[:, None] * jacobian, _scaled(root, moved)
+        # Scaled so that the curvature is 1, the residuals are Pearson's.
+        root, unscaled = loss.root(outputs, target), moved
+        jacobian, moved = root[:, None] * jacobian, lambda y: root * unscaled(y)
         outputs *= root
         residuals = -jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
-    of_seen = parameters, start, outputs, outputs + residuals, jacobian, bounds
-    is_seen = seen(moved, *of_seen)
-    if data.sigma_x is not None:  # What the x's cannot make up for is left.
+    expected = outputs + residuals
+    is_seen = seen(moved, parameters, start, outputs, expected, jacobian, bounds)
+    if data.sigma_x is not None:  # Project out what a shift of x can compensate.
         q, _ = jnp.linalg.qr(others)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
     errors = covariance(jacobian, ~blocked, is_seen)
     num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
-    if isinstance(setting.loss, Likelihood):
-        chi_squared = _tree.dot(residuals, residuals)
-        variance = bend = noise = jnp.ones_like(chi_squared)
-    elif isinstance(loss, SquaredError):
-        chi_squared = _tree.dot(residuals, residuals)
+    if data.spread is not None:  # of a robust loss: back to units of sigma
+        residuals = data.spread * residuals
+    chi_squared = _tree.dot(residuals, residuals)
+    variance = bend = noise = jnp.ones_like(chi_squared)
+    if isinstance(loss, SquaredError):
         variance = chi_squared / (num_points - num_free)
-        bend, noise = jnp.ones_like(variance), jnp.sqrt(variance)
-    else:
+        noise = jnp.sqrt(variance)
+    elif isinstance(loss, AbstractRobust):
         derivative = lambda outputs: loss.derivative(outputs, target)
         ones = jnp.ones_like(lin.outputs)
         slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
         variance = robust_variance(pull, slopes, counted, num_free)
         bend = jnp.sum(slopes) / num_points
-        residuals = residuals if data.spread is None else data.spread * residuals
         noise = spread(residuals, counted)
-        chi_squared = _tree.dot(residuals, residuals)
     return Fitted(
         parameters,
         end.loss,
@@ -204,14 +203,10 @@ def _fitted(
     )
 
 
-def _scaled(root: Array, outputs_at: Callable[[PyTree], Array]) -> Callable:
-    return lambda y: root * outputs_at(y)
-
-
-# The median absolute deviation of a normal distribution, over its standard deviation.
+# Ratio of median absolute deviation to standard deviation in a normal distribution.
 _MAD = 0.6744897501960817
 
 
 def spread(residuals: Float[Array, " m"], counted: Float[Array, " m"]) -> Scalar:
-    """Their standard deviation, by their median absolute deviation."""
+    """Estimate the residuals' standard deviation by their median absolute deviation."""
     return jnp.nanmedian(jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)) / _MAD

@@ -1,4 +1,4 @@
-"""A fit in words."""
+"""The report that a fit prints."""
 
 from typing import Any, TYPE_CHECKING
 
@@ -13,13 +13,13 @@ from ._likelihood import Likelihood
 if TYPE_CHECKING:
     from ._result import CurveFit
 
-# Correlations below this are not told.
+# Correlations below this are not reported.
 _LEAST_CORRELATION = 0.1
 _MOST_OUTLIERS = 10
 
 
 def names_of(tree: PyTree) -> tuple[str, ...]:
-    """Of all entries, as `rate`, or `rate[0]`."""
+    """Return the names of all entries, such as `rate` or `rate[0]`."""
     names = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator=".") or "p"
@@ -29,7 +29,7 @@ def names_of(tree: PyTree) -> tuple[str, ...]:
 
 
 def report(fit: "CurveFit") -> str:
-    """A table, one row a parameter."""
+    """Return a summary, with a table of the parameters."""
     points = int(fit._end.num_points)
     lines = [
         f"{fit.reason}: {points} points, {len(fit.names)} free parameters",
@@ -51,8 +51,8 @@ def report(fit: "CurveFit") -> str:
         same = int(np.sum(losses <= losses[0] * (1 + 1e-3) + 1e-300))
         lines += [
             "",
-            f"{same} of {losses.size} starts came to the best loss, {losses[0]:.6g}; the "
-            f"worst to {losses[-1]:.6g}",
+            f"{same} of {losses.size} starts reached the best loss, {losses[0]:.6g}; the "
+            f"worst loss is {losses[-1]:.6g}",
         ]
     undetermined = fit.undetermined()
     if undetermined:
@@ -73,14 +73,13 @@ def _how_well(fit: "CurveFit") -> list[str]:
     reduced = float(fit.reduced_chi_squared)
     lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}, {criteria}"]
     if isinstance(fit._setting.loss, AbstractRobust):
-        lines.append("standard errors by Huber's sandwich, from how the residuals spread")
+        lines.append("standard errors by Huber's sandwich estimator from the residuals")
     return lines
 
 
 def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
     def flat(tree: Any) -> np.ndarray:
-        leaves = [np.ravel(np.asarray(x)) for x in jax.tree.leaves(tree)]
-        return np.concatenate(leaves)
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
 
     columns = (
         names_of(fit.parameters),
@@ -100,13 +99,12 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         if name in fixed:
             known, note = "", "fixed"
         elif side != 0:
-            known = ""
             which = "upper" if side > 0 else "lower"
-            note = f"at its {which} bound, multiplier {multiplier:.3g}"
+            known, note = "", f"at its {which} bound, multiplier {multiplier:.3g}"
         elif name in undetermined:
             known, note = "", "not determined"
         elif not np.isfinite(error):
-            known, note = "", "of unknown error"
+            known, note = "", "error unknown"
         else:
             part = f"{100 * error / abs(value):.2g} %" if value != 0 else ""
             known, note = f"± {error:.3g}", f"({part})" if part else ""

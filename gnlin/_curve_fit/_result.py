@@ -1,4 +1,4 @@
-"""What a fit returns: parameters, how well they are known, and a report."""
+"""`CurveFit`, the result of a fit: parameters, their errors, and a report."""
 
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ._report import names_of, report
 
 
 class Interval(NamedTuple):
-    """Between two ends, in the parameters' structure."""
+    """The ends of confidence intervals, in the structure of the parameters."""
 
     low: PyTree
     high: PyTree
@@ -43,38 +43,40 @@ class Band(NamedTuple):
 
 
 class CurveFit(eqx.Module):
-    r"""What [`gnlin.curve_fit`][] returns; of several data sets each array has an axis
-    over them in front. It prints as a report.
+    r"""The result of [`gnlin.curve_fit`][], which prints as a report. With several data
+    sets each array has a leading axis over them.
 
     **Attributes:**
 
-    - `parameters`: in the structure of `start`.
-    - `standard_errors`: likewise: 0 for those that are fixed, NaN for those at a bound
-        (the others' are then at given values of these), infinite for those that the data
-        do not determine; all are NaN where a derivative of `f` is not finite.
-    - `covariance`, `correlation`: a block for each two of `start`'s leaves, as in
-        `fit.covariance["a"]["rate"]`; of an array the matrix. 0 beside what is fixed, NaN
-        beside what is at a bound.
-    - `covariance_matrix`: of those that are free, in the order of `names`.
-    - `chi_squared`: of the residuals in units of `sigma`, and of x in units of `sigma_x`;
-        `reduced_chi_squared`, by degrees of freedom. With a likelihood Pearson's.
-    - `deviance`: twice the loss; of gnlin's likelihoods the deviance, since their least
-        loss is zero at each point.
-    - `degrees_of_freedom`: points, less parameters that are free and at no bound.
-    - `residuals`: y - f, in units of `sigma`, in one row; 0 for missing points. With a
-        likelihood Pearson's, the loss's negative slope over the root of its curvature.
-    - `x`: the true x's, as fitted, where `sigma_x` was given.
-    - `scale`: what `sigma` is times, as estimated: the residuals' standard deviation in
-        units of it, of a robust loss by their median absolute deviation; 1 if it is
-        absolute.
-    - `at_bound`: of each parameter -1 if it is held at its lower bound, 1 at its upper.
-    - `multipliers`: the derivative of the objective by those, 0 for others.
+    - `parameters`: the fitted parameters, in the structure of `start`.
+    - `standard_errors`: in the same structure. They are 0 for fixed parameters, NaN for
+        parameters at a bound (the other errors then hold for given values of these),
+        infinite for parameters that the data do not determine, and all NaN if a
+        derivative of `f` is not finite.
+    - `covariance`, `correlation`: a block for each pair of leaves of `start`, as in
+        `fit.covariance["a"]["rate"]`; the matrix if `start` is an array. Entries are 0
+        for fixed parameters and NaN for parameters at a bound.
+    - `covariance_matrix`: of the free parameters, in the order of `names`.
+    - `chi_squared`: the sum of squared residuals, in units of `sigma` and `sigma_x`; with
+        a likelihood, Pearson's. `reduced_chi_squared` is divided by the degrees of
+        freedom.
+    - `deviance`: twice the loss. For gnlin's likelihoods it is the deviance, since their
+        least loss is zero at each point.
+    - `degrees_of_freedom`: points minus free parameters that are not at a bound.
+    - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
+        likelihood, Pearson's: the loss's negative slope over the root of its curvature.
+    - `x`: the fitted true x, if `sigma_x` was given.
+    - `scale`: the estimated factor on `sigma`: the standard deviation of the residuals
+        in units of `sigma`, for a robust loss by their median absolute deviation. It is 1
+        if `sigma` is absolute.
+    - `at_bound`: -1 for parameters held at their lower bound, 1 at their upper, else 0.
+    - `multipliers`: the derivative of the objective by parameters at a bound, else 0.
     - `aic`, `bic`: Akaike's and the Bayesian information criterion, up to a constant of
-        the data; with a likelihood by the deviance.
-    - `losses`: of all `starts`, the best first.
-    - `result`, `reason`, `history`, `num_steps`: as of [`gnlin.Solution`][]; of several
-        data sets or starts there is no history, which would take longer than their steps,
-        and of several data sets no reason.
+        the data; with a likelihood they use the deviance.
+    - `losses`: the losses of all `starts`, in ascending order.
+    - `result`, `reason`, `history`, `num_steps`: as in [`gnlin.Solution`][]. With several
+        data sets or starts there is no history, which would take longer than the steps;
+        with several data sets there is no reason.
     """
 
     parameters: PyTree
@@ -115,14 +117,14 @@ class CurveFit(eqx.Module):
 
     @property
     def reason(self) -> str:
-        """Why it ended, in words."""
+        """Why the run ended, in words."""
         if self._setting.many or isinstance(self.chi_squared, Tracer):
             return ""
         name, steps = result_name(self.result), int(self.num_steps)
         if name == "successful":
             return f"converged in {steps} steps"
         if name == "nonlinear_max_steps_reached":
-            return f"all {steps} steps were made: raise `max_steps`, or start nearer"
+            return f"all {steps} steps were made: raise `max_steps`, or start closer"
         if int(self._end.nonfinite.point) >= 0:
             return self._what_is_not_finite()
         if name == "nonfinite" and not np.isfinite(self._end.loss):
@@ -143,18 +145,18 @@ class CurveFit(eqx.Module):
         if not where.of_curve:
             return (
                 f"the derivative of `f` by {self._by(entry)} is not finite {place}, "
-                "where `f` itself is: leave this out, or write `f` so that no value on "
-                "the way to it is infinite there, and no root or power is of 0"
+                "although `f` is: leave this point out, or rewrite `f` so that no "
+                "intermediate value is infinite there and no root or power of 0 is taken"
             )
         if number == self._data.y.size:
             return "`f` is not finite at the start: start elsewhere, or set bounds"
         return (
-            f"`f` is not finite at the start {place}: leave out what `f` is not defined "
-            "for, or start elsewhere"
+            f"`f` is not finite at the start {place}: leave out points where `f` is not "
+            "defined, or start elsewhere"
         )
 
     def _place(self, entry: int) -> str:
-        """An entry of y, as a user counts them, and its x."""
+        """Describe an entry of the flattened y by its index in y and its x."""
         curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
         like = curve.shapes(self._free, fixed, x)
         index: tuple[Any, ...] = ()
@@ -176,8 +178,9 @@ class CurveFit(eqx.Module):
         return place + (f" ({', '.join(values)})" if values else "")
 
     def _by(self, entry: int) -> str:
-        """The parameters by which the derivative of an entry of y is not finite, each
-        asked by itself: a zero for one of the others may become a NaN, too."""
+        """Name the parameters by which an entry of `f` has a derivative that is not
+        finite. Each is differentiated separately: in a joint derivative, a zero for one
+        parameter may become NaN because of another."""
         curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
         leaves, structure = jax.tree.flatten(self._free)
         found: list[np.ndarray] = []
@@ -196,50 +199,48 @@ class CurveFit(eqx.Module):
         return " and ".join(named) or "its parameters"
 
     def _are_determined(self) -> np.ndarray:
-        """Whether all parameters are, of each data set."""
+        """Whether each data set determines all parameters."""
         return np.all(np.asarray(self._end.covariance.determined), axis=-1)
 
     def complaint(self) -> str:
-        """What a user has to know, if anything."""
+        """Return the warning that the user should see, or an empty string."""
         if isinstance(self.chi_squared, Tracer):
             return ""
         if self._setting.many:
-            failed = np.asarray(~(self.result == optx.RESULTS.successful))
-            poorly = ~self._are_determined()
-            said = []
-            if failed.any():
-                said.append("have not converged; `fit.result` says which")
-            if poorly.any():
-                said.append(
-                    "do not determine all parameters; of these `fit.standard_errors` are "
-                    "infinite"
-                )
-            counts = [x.sum() for x in (failed, poorly) if x.any()]
-            each = (
-                f"{count} of {failed.size} data sets {what}"
-                for count, what in zip(counts, said, strict=True)
-            )
-            return f"`gnlin.curve_fit`: {', and '.join(each)}." if said else ""
+            which = {
+                "have not converged (see `fit.result`)": np.asarray(
+                    self.result != optx.RESULTS.successful
+                ),
+                "do not determine all parameters (see infinite `fit.standard_errors`)": (
+                    ~self._are_determined()
+                ),
+            }
+            said = [
+                f"{flags.sum()} of {flags.size} data sets {what}"
+                for what, flags in which.items()
+                if flags.any()
+            ]
+            return f"`gnlin.curve_fit`: {', and '.join(said)}." if said else ""
         is_finite = int(self._end.nonfinite.point) < 0
         if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
-        if np.all(np.asarray(self._end.covariance.determined)):
+        if self._are_determined():
             if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
                 return ""
             return (
-                "`gnlin.curve_fit`: there are no more points than parameters, so that "
-                "nothing says how large the errors are: pass `sigma` and "
-                "`absolute_sigma=True`, or more points."
+                "`gnlin.curve_fit`: there are no more points than parameters, so the "
+                "errors cannot be estimated: pass `sigma` and `absolute_sigma=True`, or "
+                "more points."
             )
         return (
-            "`gnlin.curve_fit`: the data do not determine all parameters: to move "
-            f"{'; or '.join(self.undetermined())} leaves the curve as it is there. Fix "
-            "one of them, pass more points, or start elsewhere."
+            "`gnlin.curve_fit`: the data do not determine all parameters: moving "
+            f"{'; or '.join(self.undetermined())} does not change the curve. Fix one of "
+            "them, pass more points, or start elsewhere."
         )
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parameters that are free, entry by entry."""
+        """The names of the free parameters, one for each entry."""
         return names_of(self._free)
 
     @property
@@ -247,7 +248,7 @@ class CurveFit(eqx.Module):
         return self._end.parameters
 
     def undetermined(self) -> list[str]:
-        """Directions in which the parameters may move without a change of the curve."""
+        """Describe the directions in which the parameters do not change the curve."""
         found = []
         for direction in np.asarray(self._end.covariance.directions):
             size = direction[np.argmax(np.abs(direction))]
@@ -262,22 +263,23 @@ class CurveFit(eqx.Module):
         return found
 
     def band(self, x: PyTree, confidence: float = 0.95, *, sigma: Any = None) -> Band:
-        """The curve at any x, with its confidence interval, by the curve's derivatives.
+        """Return the curve at any x with its confidence interval, by linear propagation
+        of the covariance.
 
         **Arguments:**
 
-        - `x`: as `f` takes it.
-        - `confidence`: between 0 and 1, at each point by itself, by Student's
-            distribution, or the normal one where `sigma` was absolute.
-        - `sigma`: of a new measurement there, in units of those of the fit (1 is like
-            the others, where it had none): then the interval is that of its result.
+        - `x`: the points, in the form that `f` takes.
+        - `confidence`: the probability, between 0 and 1, of each pointwise interval, by
+            Student's distribution, or the normal one if `sigma` was absolute.
+        - `sigma`: the standard deviation of a new measurement, in the units of the fit's
+            `sigma` (if the fit had none, 1 is like the others). If given, the interval is
+            for the measurement instead of the curve.
 
-        **Returns:** `(mean, low, high)`, of the shapes that `f` returns; of complex
-        numbers an interval of the real part and one of the imaginary part.
+        **Returns:** `(mean, low, high)`, of the shapes that `f` returns; complex numbers
+        hold the intervals of the real and the imaginary part.
         """
         check_fraction("confidence", confidence)
-        if self._setting.many:
-            raise ValueError("A band is of one data set: fit it by itself.")
+        self._check_is_one("band")
         x = as_x(x)
         fixed = self._setting.fixed
         curve = self._curve.on(self._free, fixed, x)
@@ -289,7 +291,7 @@ class CurveFit(eqx.Module):
         if sigma is not None:
             if isinstance(loss, Likelihood) and not isinstance(loss.loss, TobitNLL):
                 raise ValueError(
-                    "`sigma` of a band is of normal noise: leave it out, and take the "
+                    "`sigma` of a band is for normal noise: leave it out, and take the "
                     "spread of a new value from its distribution."
                 )
             variance += (self.scale * jnp.asarray(sigma, mean.dtype)) ** 2
@@ -299,15 +301,15 @@ class CurveFit(eqx.Module):
         return Band(*(unflattened(end, like) for end in ends))
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
-        r"""The profile likelihood's: each parameter is moved to where the best fit of the
-        others is as much worse as the confidence allows, by refits in one program.
+        r"""Return the confidence intervals of the profile likelihood.
 
-        By an F-test with the fit's own variance, or, where `sigma` was absolute, by
-        $\chi^2$ with one degree of freedom. Of a robust loss the rise is in units of the
-        residuals' mean squared pull over the loss's mean second derivative. Infinite
-        where no such point is found, or the bound if that is nearer; of what is fixed or
-        at a bound NaN. Of data that are met to rounding, and of what cannot be
-        told from it, the standard errors'.
+        An interval ends where the best fit of the other parameters is worse than the
+        confidence allows: by an F-test with the fit's own variance, or, if `sigma` was
+        absolute, by $\chi^2$ with one degree of freedom. For a robust loss the rise is in
+        units of the residuals' mean squared pull over the loss's mean second derivative.
+        An end is at the bound if that is nearer, infinite if none is found, and NaN for
+        parameters that are fixed or at a bound. If the fit is exact to rounding, the
+        intervals come from the standard errors instead.
 
         ??? cite "Reference"
 
@@ -317,12 +319,15 @@ class CurveFit(eqx.Module):
             criterion*, Biometrika 67 (1980).
         """
         check_fraction("confidence", confidence)
-        if self._setting.many:
-            raise ValueError("Profiles are of one data set: fit it by itself.")
+        self._check_is_one("confidence_intervals")
         return Interval(*profiles(self, self._quantile(confidence)))
 
+    def _check_is_one(self, method: str) -> None:
+        if self._setting.many:
+            raise ValueError(f"`{method}` needs one data set: fit each separately.")
+
     def _quantile(self, confidence: float) -> float:
-        from scipy.stats import norm, t  # dear to import
+        from scipy.stats import norm, t  # slow to import
 
         both = 0.5 + 0.5 * confidence
         if self._setting.absolute_sigma:
@@ -330,9 +335,9 @@ class CurveFit(eqx.Module):
         return float(t.ppf(both, np.asarray(self.degrees_of_freedom)))
 
     def outliers(self) -> np.ndarray:
-        """Where a robust loss pulls less than a third as much as squared error would,
-        and the residual is more than three of the noise's standard deviations: the
-        points, and of several data sets rows of a data set and a point."""
+        """Return the indices of outliers; with several data sets, rows `(set, point)`. At
+        an outlier a robust loss pulls less than a third as much as squared error, and the
+        residual exceeds three standard deviations of the noise."""
         loss, residuals = self._setting.loss, np.asarray(self.residuals)
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)
@@ -346,24 +351,23 @@ class CurveFit(eqx.Module):
         return found if self._setting.many else found[:, 0]
 
     def runs_test(self) -> float:
-        """The p-value of Wald and Wolfowitz's test for the signs of the residuals.
+        """Return the p-value of Wald and Wolfowitz's test of the residuals' signs.
 
-        A small one says that neighbours deviate alike, and the curve misses something.
-        The residuals are in the order of x where that is one row of numbers, else in the
-        order of the points. NaN where all have one sign."""
-        if self._setting.many:
-            raise ValueError("A runs test is of one data set: fit it by itself.")
+        A small value means that neighbours deviate alike: the curve misses a feature of
+        the data. The residuals are sorted by x if x is one vector, else in the order of
+        the points. The value is NaN if all residuals have one sign."""
+        self._check_is_one("runs_test")
         residuals, leaves = np.asarray(self.residuals), jax.tree.leaves(self._data.x)
         if len(leaves) == 1 and leaves[0].shape == residuals.shape:
             residuals = residuals[np.argsort(np.asarray(leaves[0]), kind="stable")]
         return runs_test(np.sign(residuals))
 
     def plot(self, ax: Any = None, *, confidence: float = 0.95, num_points: int = 300):
-        """Data with their errors, the curve, and its confidence band; needs matplotlib.
+        """Plot the data with their errors, the curve, and its confidence band.
 
-        It is drawn over x, or over the only one of a dictionary's arrays that has y's
-        shape and is not the same at all points. With a likelihood it is in units of y; of
-        trials as the share of successes.
+        This needs matplotlib. The horizontal axis is x; if x has several arrays, it is
+        the only one that has the shape of y and is not constant. With a likelihood the
+        vertical axis is in units of y, and for trials the share of successes.
 
         **Returns:** the axes.
         """
@@ -372,10 +376,10 @@ class CurveFit(eqx.Module):
         return plot(self, ax, confidence, num_points)
 
 
-def made(
+def as_curve_fit(
     setting: FitSettings, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
 ) -> CurveFit:
-    """Of the end of a run, and what it is in the parameters' structure."""
+    """Build the result from the end of a run and its `parts` from `in_structure`."""
     history = end.history
     if history is not None and not is_traced((end.num_steps, history)):
         steps = int(end.num_steps)
@@ -396,13 +400,13 @@ def made(
     )
 
 
-# An outlier has a residual of so many standard deviations.
+# The least residual of an outlier, in standard deviations of the noise.
 _OUTLYING = 3
 
 
 @eqx.filter_jit
 def _curve_and_errors(curve, free, fixed, x, errors: Covariance):
-    """The curve, and its variance in units of the residuals'."""
+    """Return the curve and its variance in units of the residuals' variance."""
     lin = linearise(lambda p, given: curve(p, *given), free, (fixed, x))
     pushed = _tree.matmul(lin.matrix(), errors.factor)
     return lin.outputs, jnp.sum(pushed**2, axis=1)

@@ -1,4 +1,4 @@
-"""The steps to the minimum, and how it moves with what it depends on."""
+"""The run to the minimum, and the derivative of the minimum."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ class Run(NamedTuple):
 
 @eqx.filter_custom_jvp
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
-    """The steps to the minimum, whose derivative is that of the minimum and not that of
-    the steps."""
+    """Run the solver to the minimum. This function is differentiated by the implicit
+    function theorem, not through the steps."""
     posed, bounds = Posed.of(setting, data), setting.solver.bounds
     of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
     # `solve` takes real inputs.
     (data, fixed), complex_again = _as_real(posed.given)
-    # One example, of which the residuals are the outputs.
+    # The whole data set is one example for `solve`, whose outputs are the curve.
     inputs = jax.tree.map(lambda x: jnp.asarray(x)[None], (data, fixed))
     solution = solve(
         (
@@ -60,8 +60,8 @@ def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
 
 @run.def_jvp
 def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
-    """The gradient stays zero, and what is at a bound stays there (the implicit function
-    theorem). A direction that the data do not determine has no derivative: zero."""
+    """Differentiate the minimum: the gradient stays zero, and parameters at a bound stay
+    there. In directions that the data do not determine, the derivative is zero."""
     setting, data, start = primals
     end = run(setting, data, start, history=history)
     here, unravel = ravel_pytree(end.variables)
@@ -90,7 +90,7 @@ def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
         _, moved = eqx.filter_jvp(ends, (bounds,), (changes[0].solver.bounds,))
         if moved is not None:
             at_ends = at_ends.at[: side.size].set(moved)
-    change = 0 if change is None else change  # where only the start is differentiated
+    change = 0 if change is None else change  # if only the start is differentiated
     change += _tree.matmul(curvature, at_ends)
     moved = jnp.where(held, at_ends, -_solved(curvature, change, ~held))
     nothing = jax.tree.map(lambda _: None, end)
@@ -98,8 +98,8 @@ def _(primals: tuple, tangents: tuple, *, history: bool) -> tuple[Run, Run]:
 
 
 def _solved(matrix: Array, right: Array, free: Array) -> Array:
-    """By eigenvalues, of what is free; the least solution in units of the diagonal where
-    the matrix is singular."""
+    """Solve the linear system of the free parameters by eigenvalues. If it is singular,
+    return the solution of least norm, in units of the diagonal's root."""
     matrix = 0.5 * (matrix + matrix.T)
     units = jnp.sqrt(jnp.abs(jnp.diagonal(matrix)))
     units = jnp.where(free & (units > 0), units, 1)
@@ -113,7 +113,7 @@ def _solved(matrix: Array, right: Array, free: Array) -> Array:
 
 
 def _as_real(tree: PyTree[Array]) -> tuple[PyTree[Array], Callable[[PyTree], PyTree]]:
-    """Complex arrays as their real and imaginary parts; and the way back."""
+    """Split complex arrays into real and imaginary parts; also return the inverse."""
     leaves, structure = jax.tree.flatten(tree)
     are_complex = [jnp.iscomplexobj(x) for x in leaves]
 

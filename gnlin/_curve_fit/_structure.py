@@ -1,4 +1,4 @@
-"""What the end of a fit is in the parameters' structure."""
+"""The results of a fit in the structure of the parameters."""
 
 from typing import Any, TYPE_CHECKING
 
@@ -25,11 +25,9 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
     correlation = jnp.where(jnp.eye(held.size, dtype=bool), 1.0, matrix / outer)
     correlation = jnp.where(held[:, None] | held[None], jnp.nan, correlation)
     dof = end.num_points - end.num_free
-    residual = end.chi_squared / end.num_points
-    twice_loss = 2 * end.loss
-    likelihood = end.num_points * jnp.log(residual)
+    misfit = end.num_points * jnp.log(end.chi_squared / end.num_points)
     if isinstance(setting.loss, Likelihood):
-        likelihood = twice_loss
+        misfit = 2 * end.loss
     every = _Every(setting, end.parameters)
     return {
         "parameters": every.parameters,
@@ -37,20 +35,20 @@ def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
         "covariance": every.blocks(matrix),
         "covariance_matrix": matrix,
         "correlation": every.blocks(correlation),
-        "deviance": twice_loss,
+        "deviance": 2 * end.loss,
         "reduced_chi_squared": end.chi_squared / dof,
         "degrees_of_freedom": dof,
         "scale": jnp.ones_like(end.noise) if setting.absolute_sigma else end.noise,
         "at_bound": jax.tree.map(lambda x: x.astype(int), every.vector(end.at_bound)),
         "multipliers": every.vector(jnp.where(held, end.pull, 0)),
-        "aic": likelihood + 2 * end.num_free,
-        "bic": likelihood + jnp.log(end.num_points) * end.num_free,
+        "aic": misfit + 2 * end.num_free,
+        "bic": misfit + jnp.log(end.num_points) * end.num_free,
     }
 
 
 class _Every:
-    """All parameters: what is of those that are free in their structure, with zeros for
-    those that are fixed."""
+    """All parameters. Its methods put vectors and matrices over the free parameters into
+    the structure of all, with zeros for the fixed ones."""
 
     def __init__(self, setting: FitSettings, free: PyTree[Array]):
         merged, fixed = setting.curve.merged, setting.fixed
@@ -68,7 +66,7 @@ class _Every:
         return self.like.unravel(zeros.at[self.places].set(values))
 
     def blocks(self, matrix: Array) -> PyTree[Array]:
-        """One for each two leaves."""
+        """Return a block of the matrix for each pair of leaves."""
         zeros = jnp.zeros((self.like.size, matrix.shape[0]), matrix.dtype)
         rows = jax.vmap(self.vector)(zeros.at[self.places].set(matrix))
         ends = np.cumsum([leaf.size for leaf in self.like.leaves])

@@ -1,4 +1,4 @@
-"""Whether each parameter makes a difference, and where the curve is not finite."""
+"""Whether each parameter affects the curve, and where the curve is not finite."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,9 +11,10 @@ from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
 
 
-# A parameter is not seen that, moved so far that the residuals should change by their
-# noise, changes them by less than this part of it.
+# A parameter has no effect if, moved by its standard error, it changes the curve by less
+# than this part of the change that the linearisation predicts.
 _UNMOVED = 1e-6
+# Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
 
 
@@ -26,14 +27,14 @@ def seen(
     jacobian: Float[Array, "m k"],
     bounds: Any,
 ) -> Bool[Array, " k"]:
-    """Whether each parameter makes a difference to the curve, in any units.
+    """Whether each parameter affects the curve; independent of the parameters' units.
 
-    One does not if all of its value, or of its start, changes the residuals by less than
-    their rounding. Nor does one that is moved by its standard error (with the others
-    held) while the curve stays as it is: the linearisation promises a change of the size
-    of the noise, and on a plateau there is none. This is asked of parameters whose
-    standard error is more than a tenth of them; of these only, since it evaluates the
-    curve.
+    A parameter has no effect if a change by its whole value, or by its start, changes the
+    residuals by less than their rounding. It also has none if the curve stays constant
+    when the parameter moves by its standard error and the others are held: the
+    linearisation predicts a change of the size of the noise, but on a plateau there is
+    none. This second test evaluates the curve, so it is made only for parameters whose
+    standard error exceeds a tenth of their value.
     """
     everything = parameters, start, outputs, target, jacobian, bounds
     everything = jax.lax.stop_gradient(everything)
@@ -49,7 +50,7 @@ def seen(
     num_others = max(outputs.size - y.size, 1)
     noise = jnp.linalg.norm(target - outputs) / num_others**0.5
     errors = jnp.maximum(noise, eps**0.5 * size) / units
-    # Moved by less, the curve may change by nothing but rounding.
+    # A smaller step may change the curve by rounding alone.
     steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
     asked = (steps > _ASKED * own) & (norms > 0) & ~is_rounding
 
@@ -60,11 +61,8 @@ def seen(
         return (change <= _UNMOVED * promised) & _is_inside(bounds, moved)
 
     def of_all():
-        one_by_one = jnp.diag(steps)
-        down, up = jax.lax.map(stays, jnp.concatenate([-one_by_one, one_by_one])).reshape(
-            2, -1
-        )
-        return down | up
+        moves = jnp.concatenate([-jnp.diag(steps), jnp.diag(steps)])
+        return jnp.any(jax.lax.map(stays, moves).reshape(2, -1), axis=0)
 
     stay = jax.lax.cond(jnp.any(asked), of_all, lambda: jnp.zeros(y.size, bool))
     return ~is_rounding & ~(asked & stay)
@@ -81,11 +79,11 @@ def _is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
 
 
 class NonFinite(NamedTuple):
-    """Where the curve, or its derivative, is no finite number.
+    """Where the curve, or its derivative, is not finite.
 
     - `point`: the first such entry of the outputs; -1 if there is none.
     - `number`: how many such entries there are.
-    - `of_curve`: whether it is the curve itself; else a derivative.
+    - `of_curve`: whether the curve itself is not finite there, or only a derivative.
     """
 
     point: Int[Array, ""]

@@ -1,13 +1,12 @@
-r"""The files under `gnlin.fit`: a list of arrays and a JSON-able `meta`, no model.
-
-A file is
+r"""The checkpoint files of `gnlin.fit`, which hold arrays and a dictionary `meta` of JSON
+values, but no model. A file consists of
 
     gnlin checkpoint 2\n
     <length of the payload, 20 digits> <SHA-256 of the payload, 64 digits>\n
     <length of the header, 8 bytes><header, JSON><the arrays, one after the other>
 
-of which the third line is the payload. The header holds `meta`, and each array's dtype
-and shape. Numbers are little-endian, arrays in C order.
+The third line is the payload. Its header holds `meta` and the dtype and shape of each
+array. Numbers are little-endian, arrays in C order.
 """
 
 import errno
@@ -28,30 +27,32 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from .._common._checks import check_count
+
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or cannot be used."""
+    """Raised if a checkpoint cannot be written or cannot be used."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where, and how often, a run is saved.
+    """Where and how often a run is saved.
 
     A checkpoint is also written before the first step and after the last. If neither
     `every_steps` nor `every_seconds` is given, one is written every 600 seconds; if both
-    are, whenever either is due.
-
-    A run that is killed while it writes leaves the earlier checkpoints as they were.
+    are, whenever either is due. A run that is killed while it writes a checkpoint leaves
+    the earlier ones intact.
 
     **Arguments:**
 
-    - `folder`: of the checkpoints, and of one run alone. It is created if need be.
-    - `every_steps`: steps from one checkpoint to the next.
-    - `every_seconds`: seconds from one checkpoint to the next.
-    - `keep`: how many of the latest checkpoints are kept.
+    - `folder`: the folder of the checkpoints. It holds those of one run only, and is
+        created if it does not exist.
+    - `every_steps`: the number of steps between checkpoints.
+    - `every_seconds`: the number of seconds between checkpoints.
+    - `keep`: the number of latest checkpoints to keep.
 
-    **Raises:** `ValueError` if `folder` is no path, or an empty one, if `every_steps` or
-    `keep` is not a whole number of at least 1, or `every_seconds` is not positive and
+    **Raises:** `ValueError` if `folder` is not a path or is empty, if `every_steps` or
+    `keep` is not a whole number of at least 1, or if `every_seconds` is not positive and
     finite.
 
     !!! example
@@ -74,23 +75,16 @@ class Checkpoint:
             )
         every_steps, every_seconds = self.every_steps, self.every_seconds
         if every_steps is not None:
-            every_steps = _whole("every_steps", every_steps)
+            check_count("every_steps", every_steps)
+            every_steps = int(every_steps)
         if every_seconds is not None:
             every_seconds = _seconds("every_seconds", every_seconds)
         if every_steps is None and every_seconds is None:
             every_seconds = 600.0
         object.__setattr__(self, "every_steps", every_steps)
         object.__setattr__(self, "every_seconds", every_seconds)
-        object.__setattr__(self, "keep", _whole("keep", self.keep))
-
-
-def _whole(name: str, value) -> int:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ValueError(
-            f"`{name}` must be a whole number of at least 1, but {value!r} was given."
-        )
-    return int(value)
+        check_count("keep", self.keep)
+        object.__setattr__(self, "keep", int(self.keep))
 
 
 def _seconds(name: str, value) -> float:
@@ -118,8 +112,8 @@ _CHUNK = 2**20
 def save(
     folder: Path, step: int, arrays: Sequence[np.ndarray], meta: dict, keep: int
 ) -> Path:
-    """Writes a checkpoint, whole or not at all, then deletes all but the latest `keep` up
-    to this step. Later ones are not touched."""
+    """Write a checkpoint atomically, then delete all but the latest `keep` up to this
+    step. Checkpoints of later steps are not touched."""
     path = _path(folder, step)
     header = _header(arrays, meta)
     _remove(_leftovers(folder))
@@ -130,8 +124,8 @@ def save(
         _synchronise(folder)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {path} could not be written: {_reason(error)}; the earlier "
-            "ones are as they were."
+            f"The checkpoint {path} could not be written: {_reason(error)}; earlier "
+            "checkpoints are unchanged."
         ) from error
     finally:
         _remove([temporary])
@@ -142,11 +136,10 @@ def save(
 
 
 def load(path: Path) -> tuple[list[np.ndarray], dict]:
-    """The arrays and `meta` of a checkpoint that is as it was written; refuses any
-    other."""
+    """Return the arrays and `meta` of a checkpoint; raise if it is damaged."""
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise _Fault("is not a gnlin checkpoint: it is no file")  # but a pipe, say
+        if path.exists() and not (path.is_file() or path.is_dir()):  # such as a pipe
+            raise _Fault("is not a gnlin checkpoint: it is not a file")
         with path.open("rb") as file:
             return _decode(file, _verify(file))
     except _Fault as error:
@@ -157,26 +150,25 @@ def load(path: Path) -> tuple[list[np.ndarray], dict]:
 
 
 def refusal(path: Path, fault: str) -> CheckpointError:
-    """Of a file with which something is wrong: a predicate, of which it is the
-    subject."""
+    """Return the error for a file. `fault` is a predicate whose subject is the file."""
     return CheckpointError(f"{path} {fault}{_way_out(path)}.")
 
 
 def step_of(path: Path) -> int:
-    """By its name."""
+    """Return the step in a checkpoint's name."""
     name = _NAME.fullmatch(path.name)
     assert name is not None
     return int(name[1])
 
 
 def storable(dtype: np.dtype) -> bool:
-    """Whether its name and an array's bytes are all that there is to it: numbers."""
+    """Whether arrays of this dtype can be restored from its name and their bytes."""
     numbers = dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
     return numbers and not dtype.hasobject
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the largest step, sound or not; None if there is none."""
+    """Return the checkpoint of the largest step, even a damaged one, or `None`."""
     try:
         checkpoints = _checkpoints(folder)
     except FileNotFoundError:
@@ -189,8 +181,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def check_writable(folder: Path, num_bytes: int, keep: int) -> None:
-    """Creates the folder, and refuses one that cannot take `keep` checkpoints of
-    `num_bytes` and the next."""
+    """Create the folder, and check that `keep` + 1 checkpoints of `num_bytes` fit."""
     probe = _temporary(_path(folder, 0))
     try:
         if folder.is_file():
@@ -203,23 +194,23 @@ def check_writable(folder: Path, num_bytes: int, keep: int) -> None:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(
-            f"No checkpoint can be written to {folder}: {_reason(error)}; give another "
+            f"No checkpoint can be written to {folder}: {_reason(error)}; pass another "
             "folder."
         ) from error
     finally:
         _remove([probe])
-    # A run that goes on replaces its own checkpoints: their room counts, but for that of
-    # the next one, which is there before the oldest is gone.
+    # A resumed run replaces its own checkpoints, so the space that they hold counts as
+    # free. The next checkpoint still needs space before the oldest is deleted.
     needed = max((keep + 1) * num_bytes - held, num_bytes)
     if free < needed:
         raise CheckpointError(
             f"The checkpoints in {folder} need {needed} more bytes, but only {free} are "
-            "free; make room, give another folder, or keep fewer."
+            "free; free some space, pass another folder, or keep fewer checkpoints."
         )
 
 
 class _Fault(Exception):
-    """What is wrong with a file: a predicate, of which its path is the subject."""
+    """A fault of a file, as a predicate whose subject is the file's path."""
 
 
 def _reason(error: OSError) -> str:
@@ -231,19 +222,19 @@ def _path(folder: Path, step: int) -> Path:
 
 
 def _temporary(path: Path) -> Path:
-    # A name of its own: of two runs in one folder, neither can move the other's half
-    # written file into place.
+    # The name is unique, so that no other run in this folder can move a half-written file
+    # into place.
     return path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:
-    """By step, in ascending order."""
+    """Return the checkpoints by step, in ascending order."""
     named = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return dict(sorted((int(name[1]), path) for name, path in named if name))
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    """Of runs that were killed while they wrote."""
+    """Return the temporary files of runs that were killed while they wrote."""
     try:
         return [p for p in folder.iterdir() if _TEMPORARY_NAME.fullmatch(p.name)]
     except OSError:
@@ -251,7 +242,7 @@ def _leftovers(folder: Path) -> list[Path]:
 
 
 def _remove(paths: Iterable[Path]) -> None:
-    """As far as the system lets us."""
+    """Delete the files, and ignore errors."""
     for path in paths:
         with suppress(OSError):
             path.unlink()
@@ -267,7 +258,7 @@ def _way_out(path: Path) -> str:
     if earlier:
         return f"; delete it to go on from {earlier[-1].name}"
     known = path in checkpoints.values()
-    return "; delete it to start anew, or pass another folder" if known else ""
+    return "; delete it to start over, or pass another folder" if known else ""
 
 
 def _header(arrays: Sequence[np.ndarray], meta: dict) -> bytes:
@@ -298,8 +289,8 @@ def _payload(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | me
 
 
 def _synchronise(folder: Path) -> None:
-    """Makes a new name in the folder last, where a folder can be synchronised: on Windows
-    it cannot be opened, and some file systems refuse."""
+    """Flush the folder's entries to disk, if the system can: on Windows a folder cannot
+    be opened, and some file systems refuse."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -314,20 +305,19 @@ def _synchronise(folder: Path) -> None:
 
 
 def _verify(file: BufferedReader) -> int:
-    """The length of the payload, at whose beginning the file is left."""
+    """Check a file's integrity. Return the length of the payload, and leave the file
+    positioned at its beginning."""
     head = file.read(len(_MAGIC) + _SEAL_SIZE)
     if not head:
         raise _Fault("is not a gnlin checkpoint: it is empty")
-    version = _ANY_MAGIC.match(head)
-    if version and int(version[1]) > _VERSION:
+    found = _ANY_MAGIC.match(head)
+    version = int(found[1]) if found else _VERSION
+    if version != _VERSION:
+        newer = version > _VERSION
         raise _Fault(
-            f"is a checkpoint of format {int(version[1])}, written by a newer gnlin, "
-            f"and this one reads format {_VERSION} only (update gnlin)"
-        )
-    if version and int(version[1]) < _VERSION:
-        raise _Fault(
-            f"is a checkpoint of format {int(version[1])}, written by an older gnlin, "
-            f"and this one reads format {_VERSION} only"
+            f"is a checkpoint of format {version}, written by "
+            f"{'a newer' if newer else 'an older'} gnlin, and this one reads format "
+            f"{_VERSION} only" + " (update gnlin)" * newer
         )
     if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
         raise _Fault("is not a gnlin checkpoint: it does not begin like one")
@@ -352,8 +342,8 @@ def _verify(file: BufferedReader) -> int:
 
 
 def _decode(file: BufferedReader, length: int) -> tuple[list[np.ndarray], dict]:
-    # The checksum is right: what fails here was written by something other than `save`,
-    # or has a dtype that came with a newer ml_dtypes.
+    # The checksum is right, so a failure means that the file was not written by `save`,
+    # or that it has a dtype of a newer ml_dtypes.
     try:
         header_length = int.from_bytes(file.read(_HEADER_LENGTH_SIZE), "little")
         rest = length - _HEADER_LENGTH_SIZE - header_length
@@ -376,17 +366,18 @@ def _read(file: BufferedReader, dtype: np.dtype, shape: tuple[int, ...]) -> np.n
     if file.readinto(_bytes(array)) < array.nbytes:
         raise ValueError("it became shorter while it was read")
     if dtype.kind == "b" and np.any(array.view(np.uint8) > 1):
-        raise ValueError("an array of truth values holds others")
+        raise ValueError("an array of truth values holds other values")
     return array.astype(dtype, copy=False)
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """A contiguous array's own memory. NumPy exports no buffer of ml_dtypes' types."""
+    """Return a contiguous array's memory as bytes: NumPy exports no buffers of the types
+    of ml_dtypes."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def _dtype(name: Any) -> np.dtype:
-    """By its name, if that and an array's bytes are all that there is to it."""
+    """Return the dtype of a name; raise if it is not storable."""
     try:
         dtype = np.dtype(getattr(ml_dtypes, name, name))
     except TypeError:
@@ -399,7 +390,7 @@ def _dtype(name: Any) -> np.dtype:
 def _shape(sizes: Any) -> tuple[int, ...]:
     natural = lambda size: type(size) is int and 0 <= size < 2**63
     if not isinstance(sizes, list) or not all(map(natural, sizes)):
-        raise ValueError("an array has no shape")
+        raise ValueError("the header of an array holds no shape")
     return tuple(sizes)
 
 

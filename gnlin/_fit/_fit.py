@@ -1,4 +1,4 @@
-"""Training on batches, as the user calls it."""
+"""`fit`, the function that users call to train on batches."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -54,68 +54,71 @@ def fit(
     resume: bool = False,
     divergence: float | None = 100.0,
 ) -> Solution[Model]:
-    r"""Train an Equinox model on batches of data by a solver of this library.
+    r"""Train an Equinox model on batches of data with a solver of this library.
 
-    One step of a Gauss-Newton solver is an outer step on the batch: it linearises there,
-    solves as far as it does, and steps. One step of [`gnlin.IterativeLinearisation`][] is
-    an inner step on the batch: $\theta_s$ stays for K of them, across batches, each of
-    whose linearised outputs take one forward, one tangent and one transposed pass. On the
+    One step of a Gauss-Newton solver is an outer step on the batch: it linearises, solves
+    the subproblem, and steps. One step of [`gnlin.IterativeLinearisation`][] is an inner
+    step on the batch: the linearisation point $\theta_s$ stays for K steps across
+    batches, and each step takes one forward, one tangent and one transposed pass. On the
     full batch (`batch_size=None`) one step of any solver is an outer step.
 
     **Arguments:**
 
-    - `model`: any callable pytree from one input to one output, or a pair
-        `(fn, parameters)` with `fn(parameters, x)`. A `key` argument, if it has one (for
-        dropout), is given a key of its own for each example.
+    - `model`: a callable pytree from one input to one output, or a pair
+        `(fn, parameters)` with `fn(parameters, x)`. If it has a `key` argument (for
+        dropout), each example gets its own key.
     - `data`: `(inputs, targets)` or `(inputs, targets, weights)`, of arrays (or pytrees,
-        such as a dictionary of inputs) with a leading axis over examples; or any iterable
+        such as a dictionary of inputs) with a leading axis over examples; or an iterable
         of such batches, such as a list or a loader of tf.data, grain or torch; or a
-        function of the epoch (0, 1, ...) that returns an iterable. Or groups of
-        [`gnlin.Residuals`][], in a dictionary, a list, or a single one, whose data may be
-        drawn anew for each step.
-    - `solver`: any solver of gnlin, of which [`gnlin.LevenbergMarquardt`][] needs no
-        number; or an optimiser of optax, whose steps are then the model's own.
-    - `loss`: of the outputs, on the targets; unless its `reduction` says otherwise the
-        mean, so that damping and learning rate mean the same on batches of any size.
-    - `batch_size`: examples a step, drawn anew each epoch without replacement; what is
-        left of an epoch, less than a batch, is left out. `None` for all of them. Of
-        groups a number, or numbers by their names: so many are drawn in each step, which
-        counts as an epoch.
-    - `epochs`, `steps`: how long to train; one of the two.
-    - `key`: of shuffling, augmentation and dropout; `jax.random.key(0)` by default.
+        function of the epoch (0, 1, ...) that returns an iterable. It may also be groups
+        of [`gnlin.Residuals`][], in a dictionary, a list, or a single one, whose data may
+        be drawn again for each step.
+    - `solver`: any solver of gnlin, such as [`gnlin.LevenbergMarquardt`][], which needs
+        no settings; or an optimiser of optax, which then trains the model itself.
+    - `loss`: the loss of outputs and targets. Unless its `reduction` says otherwise it is
+        the mean, so that damping and learning rate do not depend on the batch size.
+    - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
+        shuffles the examples and leaves out an incomplete last batch. For groups it is a
+        number, or a dictionary of numbers by name: each step draws that many examples of
+        a group, and counts as an epoch.
+    - `epochs`, `steps`: the length of the run; give one of the two.
+    - `key`: the key of shuffling, augmentation and dropout, by default
+        `jax.random.key(0)`.
     - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
         The linearisation includes the statistics of the batch.
-    - `validation`: data to look at, likewise; in inference mode, on the network and,
-        where one is trained across batches, on its linearisation.
-    - `validate_every`: steps from one look to the next; by default once an epoch.
-    - `metrics`: names and functions of `(outputs, targets)`, of many examples, such as
-        [`gnlin.losses.accuracy`][]; means over the validation data go to the history,
-        with each batch by the number of its targets that count. Weights of the examples
-        are the loss's only.
-    - `augment`: `augment(inputs, key)` of one example.
-    - `curvature_batch_size`: examples, more than the batch, from which the curvature is
-        estimated, while the gradient is the batch's; quadratic form only.
-    - `filter_spec`: which leaves to train, as for `equinox.partition`.
-    - `axis_name`: of the batch, as the model's batch normalisation was given it.
-    - `part_size`: how many examples (of each group) have their activations in memory at
-        once; those of the rest are made anew in each product, at some 4/3 of its time.
-        `None` for all of them.
-    - `callbacks`: of `gnlin.callbacks`, or your own.
-    - `progress`: whether to draw a bar, where there is a terminal. Without it and without
-        callbacks nothing is printed or called.
-    - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder to write one to every ten
-        minutes.
-    - `resume`: whether to go on from the folder's latest checkpoint, if it has one. Then
-        the history and the parameters become, bit for bit, what they had been without the
-        interruption, if `data`, `solver` and the rest are what they were.
-    - `divergence`: a loss of more than so many times the first, for five steps in a row,
-        ends the run, which hands back the best model; `None` for no such end.
+    - `validation`: validation data, in the form of `data`. They are evaluated in
+        inference mode, on the network and, if a linearisation is trained across batches,
+        on this too.
+    - `validate_every`: the number of steps between validations; by default one epoch.
+    - `metrics`: functions of `(outputs, targets)` of many examples, by name, such as
+        [`gnlin.losses.accuracy`][]. Their means over the validation data enter the
+        history; each batch is weighted by its number of targets that the loss does not
+        ignore. Weights of examples affect the loss only.
+    - `augment`: a function `augment(inputs, key)` of one example.
+    - `curvature_batch_size`: the number of examples, more than `batch_size`, from which
+        the curvature is estimated, while the gradient comes from the batch. This needs
+        the quadratic form.
+    - `filter_spec`: the leaves to train, as for `equinox.partition`.
+    - `axis_name`: the name of the batch axis in the model's batch normalisation.
+    - `part_size`: the number of examples (of each group) whose activations are in memory
+        at the same time, or `None` for all. The other activations are recomputed in each
+        product, which then takes about 4/3 of the time.
+    - `callbacks`: callbacks of `gnlin.callbacks`, or your own.
+    - `progress`: whether to draw a progress bar, if there is a terminal.
+    - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder, to which a checkpoint is
+        written every ten minutes.
+    - `resume`: whether to resume from the folder's latest checkpoint, if there is one.
+        With the same arguments, history and parameters are then bit for bit the same as
+        without the interruption.
+    - `divergence`: end the run and return the best model if the loss exceeds this
+        multiple of the first loss for five steps in a row; `None` for never.
 
     **Returns:** a [`gnlin.Solution`][]. Non-finite numbers and divergence end the run at
     the last finite point, with a warning; so does Ctrl-C.
 
-    **Raises:** `ValueError` if an argument cannot be meant; [`gnlin.CheckpointError`][],
-    before training, if a checkpoint cannot be written, is damaged, or is another run's.
+    **Raises:** `ValueError` if an argument makes no sense; [`gnlin.CheckpointError`][],
+    before training, if a checkpoint cannot be written, is damaged, or belongs to another
+    run.
 
     !!! example
 
@@ -151,7 +154,7 @@ def fit(
         if value is not None:
             check_count(name, value)
     if (epochs is None) == (steps is None):
-        raise ValueError("Pass one of `epochs` and `steps`: how long to train.")
+        raise ValueError("Pass exactly one of `epochs` and `steps`.")
     if augment is not None and not callable(augment):
         raise ValueError("`augment` must be a function, `augment(inputs, key)`.")
     metrics = {} if metrics is None else metrics
@@ -159,11 +162,11 @@ def fit(
         raise ValueError("`metrics` must be functions of `(outputs, targets)`, by name.")
     if (metrics or validate_every) and validation is None:
         raise ValueError(
-            "`metrics` and `validate_every` are of validation data: pass `validation`."
+            "`metrics` and `validate_every` need validation data: pass `validation`."
         )
     if "loss" in metrics:
         raise ValueError(
-            "The validation loss has a column of its own: call the metric other than "
+            "The validation loss already has a column: give the metric a name other than "
             '"loss".'
         )
     callbacks = _as_list(callbacks)
@@ -184,8 +187,8 @@ def fit(
     in_memory = groups is not None or isinstance(data, tuple)
     if is_traced((model, solver, data if in_memory else None)):
         raise ValueError(
-            "`gnlin.fit` is a loop over compiled steps: inside of a compiled program, as "
-            "under `jax.jit` or `jax.vmap`, use `gnlin.solve`."
+            "`gnlin.fit` is a Python loop over compiled steps: use `gnlin.solve` inside "
+            "of a compiled program, such as under `jax.jit` or `jax.vmap`."
         )
     mesh = mesh_of((model, data) if in_memory else model)
     key = jax.random.key(0) if key is None else as_key(key)
@@ -195,7 +198,9 @@ def fit(
     losses: AbstractLoss | GroupLosses = loss
     if groups is None:
         if isinstance(batch_size, Mapping):
-            raise ValueError("A `batch_size` by names is for groups of residuals.")
+            raise ValueError(
+                "`batch_size` by name needs groups of residuals: pass one number."
+            )
         size, stream = batch_size, make_stream(data, batch_size, data_key)
         streaming = size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
@@ -216,7 +221,7 @@ def fit(
     check_start(solver.bounds, parameters)
     if solver.retraction is not None:
         raise ValueError(
-            "`retraction` is for full batches: use `gnlin.solve`, or leave it out."
+            "`retraction` needs full batches: use `gnlin.solve`, or leave it out."
         )
     setting = StepSettings(
         solver,
@@ -231,14 +236,14 @@ def fit(
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
-    where = places(carry, stream.example())
-    if isinstance(stream, IterableStream):  # whose batches are as they are
-        where = where._replace(batch=())
-    setting = setting._replace(places=where)
-    looks = None
+    shardings = places(carry, stream.example())
+    if isinstance(stream, IterableStream):  # its batches keep their own
+        shardings = shardings._replace(batch=())
+    setting = setting._replace(places=shardings)
+    evaluation = None
     if validation is not None:
         linearised = solver.linearisation_point(carry.solver_state) is not None
-        looks = Validation(setting, carry, validation, metrics, linearised)
+        evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())
     names = losses.names if isinstance(losses, GroupLosses) else ()
@@ -250,7 +255,7 @@ def fit(
         epochs,
         steps,
         callbacks,
-        looks,
+        evaluation,
         validate_every,
         checkpoint,
         parts,
@@ -279,6 +284,6 @@ def _check_curvature_batch(size, stream, solver) -> None:
     if stream.batch_size is None or not stream.batch_size < size <= stream.num_examples:
         raise ValueError(
             f"`curvature_batch_size` is {size}, but must be more than `batch_size` and "
-            "at most the number of examples, which must be arrays."
+            "at most the number of examples, and the data must be arrays."
         )
     solver.check_curvature_batch()

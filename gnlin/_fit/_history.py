@@ -1,4 +1,4 @@
-"""The history of a run as it comes in, row by row."""
+"""The history of a run while it grows."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from .._training._solution import History
 
 
 class Rows:
-    """Rows as they come in, as floats."""
+    """A growing table of floats."""
 
     def __init__(self, columns: list[str]):
         self.columns = columns
@@ -21,7 +21,7 @@ class Rows:
         self._rows.append(row + [np.nan] * (len(self.columns) - len(row)))
 
     def amend(self, figures: Mapping[str, float]) -> None:
-        """Figures of the latest row that were not known yet."""
+        """Fill in columns of the latest row."""
         for name, value in figures.items():
             self._rows[-1][self.columns.index(name)] = value
 
@@ -35,7 +35,7 @@ class Rows:
         return [row[i] for row in self._rows]
 
     def cut(self, num_rows: int) -> None:
-        """Leave out what came after so many."""
+        """Keep the first `num_rows` rows only."""
         del self._rows[num_rows:]
 
     def as_array(self) -> np.ndarray:

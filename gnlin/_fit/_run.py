@@ -1,4 +1,4 @@
-"""The loop on the host: steps, history, callbacks."""
+"""The training loop on the host: steps, history and callbacks."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -38,16 +38,17 @@ from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
 
-# A run has come to nothing, and says so, where the mean of its last so many losses is
-# this many times the first one; or above it, and this part of all pairs with the first
-# so many has risen. Of a run of so many steps at least.
+# A run that made all its steps warns that the loss rose if the mean of this many last
+# losses exceeds `_WORSE` times the first loss; or if it exceeds the first loss and more
+# than a part `_RISEN` of all pairs of an early and a late loss rise. A run of fewer steps
+# is not judged.
 _LOOKED_BACK = 10
 _WORSE = 2.0
 _RISEN = 0.9
 
 
 class _Now(NamedTuple):
-    """Where the run stands."""
+    """The position of a run, and its arrays."""
 
     step: int
     epoch: int
@@ -56,8 +57,8 @@ class _Now(NamedTuple):
 
 
 class _Settled(NamedTuple):
-    """Where the run stood when all callbacks had been told of all events: what a
-    checkpoint holds. Replaced as a whole, so that no interruption can tear it."""
+    """The state of a run after all callbacks were told of all events, which checkpoints
+    save. It is replaced as a whole, so that an interruption cannot leave a mixture."""
 
     now: _Now
     states: list[CallbackState]
@@ -65,16 +66,16 @@ class _Settled(NamedTuple):
     reason: str
 
 
-# A step's row has neither number nor epoch.
+# Index into the row of a compiled step, which lacks the columns `step` and `epoch`.
 _UPDATES = COLUMNS.index("num_feature_updates") - 2
 
 
 class _Stopped(Exception):
-    """Raised inside the loop, when the run is over before its time."""
+    """Raised inside the loop if the run ends early."""
 
 
 class Run(AbstractRun):
-    """One run, as its callbacks see it."""
+    """A run of `fit`."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Run(AbstractRun):
         checkpoint: Checkpoint | None,
         parts: list[str],
     ):
-        """`parts`: columns of the loss's parts, in the order of a step's row."""
+        """`parts`: the history's columns of the parts of the loss."""
         self._setting = setting
         arrays, self._static = split(_as_handed_out(carry))
         self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
@@ -111,7 +112,7 @@ class Run(AbstractRun):
         self.complaint = ""
 
     #
-    # What callbacks may use
+    # The interface to callbacks
     #
 
     @property
@@ -153,7 +154,7 @@ class Run(AbstractRun):
         return None if point is None else self._with_frozen(point)
 
     def record(self, figures: Mapping[str, float]) -> None:
-        """Figures of the latest row."""
+        """Put figures into the latest row."""
         if self._rows:
             self._rows.amend(figures)
 
@@ -167,13 +168,13 @@ class Run(AbstractRun):
             self.complaint = f"`gnlin.fit` stopped at step {self.step}: {reason}."
 
     def arrays(self) -> list[np.ndarray]:
-        """The model's parameters and state, as arrays."""
+        """Return copies of the model's parameters and state."""
         carry = self._carry()
         arrays, _ = split((carry.parameters, carry.model_state))
         return [as_numpy(x) for x in arrays]
 
     def set_arrays(self, arrays: list[np.ndarray]) -> None:
-        """The parameters and state to hand back in place of the last."""
+        """Return these parameters and state at the end instead of the last."""
         self._chosen = arrays
 
     #
@@ -215,11 +216,11 @@ class Run(AbstractRun):
         self._tell("on_end")
 
     def _train(self, first: int) -> None:
-        if self._reason:  # of a run that had ended before it was resumed
+        if self._reason:  # The run had ended before it was resumed.
             raise _Stopped
         try:
             if self._now.index == self._stream.num_batches:
-                self._end_epoch()  # which had not been told of when it was saved
+                self._end_epoch()  # It was saved between the last step and this event.
             while not self._enough(self._now):
                 if self._train_epoch():
                     self._end_epoch()
@@ -236,13 +237,12 @@ class Run(AbstractRun):
         return now.epoch >= self._num_epochs
 
     def _train_epoch(self) -> bool:
-        """The epoch's batches from here on; whether it was trained to its end.
+        """Train on the rest of the epoch; return whether its end was reached.
 
-        A step is started before the one before it is taken note of, so that the host's
-        work is done while the device does its own.
+        Each step is started before the previous one is recorded, so that host and device
+        work at the same time.
         """
-        now, row = self._now, None
-        whole = True
+        now, row, whole = self._now, None, True
         for batch in self._stream.epoch(now.epoch, now.index):
             arrays, numbers = split(batch.arrays())[0], [batch.index, now.step]
             advance = self._advance or self._compile(batch)
@@ -251,7 +251,7 @@ class Run(AbstractRun):
                 self._settle(now, row)
             now = _Now(now.step + 1, now.epoch, now.index + 1, new)
             row = new_row
-            # Before another batch is asked for, which may take its time.
+            # Stop before asking for another batch, which may take long.
             if self._enough(now):
                 whole = now.index == self._stream.num_batches
                 break
@@ -263,15 +263,15 @@ class Run(AbstractRun):
         numbers = [np.zeros(2, np.int32)]
         carry = self._carry()
         advance = Compiled(step, (self._setting,), carry, batch.arrays(), numbers)
-        # Batches of an iterable may differ in what they hold.
+        # Batches of an iterable may differ in structure.
         if isinstance(self._stream, ArrayStream):
             self._advance = advance
         return advance
 
     def _settle(self, now: _Now, row: Array) -> None:
-        """Take note of a step that has been made."""
+        """Record a step that was made, and tell the callbacks."""
         *figures, failed, converged, moved = map(float, np.asarray(row))
-        if not moved:  # It had arrived before this step.
+        if not moved:  # The run had converged before this step.
             self._now = self._now._replace(arrays=now.arrays)
             self.stop("converged")
             self._go_on()
@@ -307,7 +307,7 @@ class Run(AbstractRun):
             raise _Stopped
         if self._saver is not None and self._saver.is_due(self.step):
             self._save()
-            if self._reason:  # of a callback that was told of it
+            if self._reason:  # A callback stopped the run when told of the checkpoint.
                 raise _Stopped
 
     def _fail(self) -> None:
@@ -326,7 +326,7 @@ class Run(AbstractRun):
         checked_outputs(self._setting, carry.parameters, carry.model_state, batch)
 
     def _look_back(self) -> None:
-        """All steps were made: has it come to anything?"""
+        """Warn if a run that made all its steps has not decreased the loss."""
         losses = self._rows.column("loss")
         if np.any(losses) and not np.any(self._rows.column("gradient_norm")):
             self.complaint = f"`gnlin.fit` made no step: {NO_GRADIENT}"
@@ -336,7 +336,7 @@ class Run(AbstractRun):
         some = min(_LOOKED_BACK, len(losses) // 2)
         early, late = np.array(losses[:some]), np.array(losses[-some:])
         first, last = losses[0], np.mean(late)
-        # Where losses only hover half of the pairs rise, whatever the noise.
+        # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
         risen = last > first and np.mean(late > early[:, None]) > _RISEN
         if risen or last > _WORSE * first:
             self.complaint = (
@@ -380,7 +380,7 @@ class Run(AbstractRun):
         )
 
     #
-    # What a checkpoint carries
+    # Checkpoints
     #
 
     def snapshot(self, settings: dict[str, str]) -> Snapshot:
@@ -398,8 +398,8 @@ class Run(AbstractRun):
         )
 
     def settings(self) -> dict[str, str]:
-        """What must be the same for a run to be continued. Asked for before the first
-        step: the parameters are still those that were passed in."""
+        """Describe everything that must be the same in a resumed run. This is called
+        before the first step, while the parameters are still the initial ones."""
         setting, carry, arrays = self._setting, self._carry(), self._now.arrays
         validation = self._validation
         return {
@@ -421,10 +421,7 @@ class Run(AbstractRun):
         }
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on from there.
-
-        **Raises:** `Unsound` if no run like this one has been there.
-        """
+        """Resume from a snapshot; raise `Unsound` if this run cannot have left it."""
         now, num_batches = self._now, self._stream.num_batches
         check_fits(snapshot, now.arrays, self._rows.columns, num_batches, RESULT_NAMES)
         own = list(map(like_array, snapshot.carry, now.arrays))
@@ -434,16 +431,16 @@ class Run(AbstractRun):
         self.result = getattr(optx.RESULTS, snapshot.result)
         solver_result = self._carry().solver_state.result
         if not self._reason and solver_result != optx.RESULTS.successful:
-            raise Unsound("goes on after its solver has failed")
+            raise Unsound("continues after its solver has failed")
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
-        """Whether they are these callbacks'."""
+        """Restore the callbacks' states; return whether they fit the callbacks."""
         own = give_back(states, self._callbacks, like_array)
         self._all_told()
         return own
 
     def num_bytes(self) -> int:
-        """Of a checkpoint at the end, callbacks apart."""
+        """Return the size of the last checkpoint, without the callbacks' states."""
         table = 8 * len(self._rows.columns) * (self.num_steps or 0)
         return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
 
@@ -453,17 +450,17 @@ def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
     for i, name in enumerate(columns):
         if name in columns[:i]:
             raise ValueError(
-                f"The history would have two columns {name!r}: give a metric, or what a "
-                "callback measures, another name."
+                f"The history would have two columns {name!r}: rename a metric or the "
+                "column of a callback."
             )
     return columns
 
 
 def _as_handed_out(carry: Carry) -> Carry:
-    """With the types that a step leaves: else the second step would be compiled once
-    more. A weak type is left to the counters of the model's state alone: where a float
-    is made of one, as in batch normalisation, it must not lift single precision to
-    double."""
+    """Give the carry the types that a step returns, so that the second step is not
+    compiled again: all become strong, except for integers of the model's state. A strong
+    integer would promote single precision to double where a float is computed from it, as
+    in batch normalisation."""
 
     def strong(x):
         if not isinstance(x, AnyArray) or is_key(x):

@@ -1,4 +1,4 @@
-"""When a run is saved, and what it goes on from."""
+"""The saving of a run, and its resumption."""
 
 import time
 import warnings
@@ -15,26 +15,25 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """When a run is saved, and where."""
+    """Saves a run to checkpoints, and resumes it from the latest."""
 
     def __init__(self, checkpoint: Checkpoint, run: "Run"):
         self._checkpoint = checkpoint
         self._run = run
         self._folder = Path(checkpoint.folder)
-        self._saved: tuple[int, ...] = ()  # where the run stood
+        self._saved: tuple[int, ...] = ()  # the run's position in the latest checkpoint
         self._saved_at = time.monotonic()
-        # What is to be given back to the callbacks, once they have started
+        # Kept because callbacks are restored later, after they have started.
         self._resumed: tuple[Path, Snapshot] | None = None
 
     def start(self, resume: bool) -> None:
-        """Go on from the latest, if asked to; else make sure that one can be written."""
-        # Before anything of the run changes.
-        self._settings = self._run.settings()
+        """Check that a checkpoint can be written, and resume from the latest if asked."""
+        self._settings = self._run.settings()  # before the run changes
         latest = _checkpoint.latest(self._folder)
         if latest is not None and not resume:
             raise CheckpointError(
                 f"{self._folder} holds the checkpoints of a run, the latest "
-                f"{latest.name}: pass `resume=True` to go on with it, or another folder."
+                f"{latest.name}: pass `resume=True` to resume it, or another folder."
             )
         num_bytes, keep = self._run.num_bytes(), self._checkpoint.keep
         _checkpoint.check_writable(self._folder, num_bytes, keep)
@@ -47,22 +46,22 @@ class Saver:
             snapshot = unpack(*_checkpoint.load(path))
             self._check_same(path, snapshot.settings)
             if snapshot.step != _checkpoint.step_of(path):
-                raise Unsound(f"is of step {snapshot.step}, and not of its name's")
+                raise Unsound(f"holds step {snapshot.step}, not the step in its name")
             self._run.restore(snapshot)
         except Unsound as error:
             raise _checkpoint.refusal(path, str(error)) from error
         return snapshot
 
     def begin(self) -> None:
-        """The callbacks' part of the same."""
+        """Restore the callbacks of a resumed run, or write the first checkpoint."""
         if self._resumed is None:
             self._write()
             return
         path, snapshot = self._resumed
         if not self._run.restore_callbacks(snapshot.callbacks):
             raise CheckpointError(
-                f"{path} is of a run with other callbacks: pass what that run was given, "
-                "or another folder."
+                f"{path} belongs to a run with other callbacks: pass the arguments of "
+                "that run, or another folder."
             )
 
     def _check_same(self, path: Path, settings: dict[str, str]) -> None:
@@ -70,8 +69,8 @@ class Saver:
             there, here = (of.get(name) for of in (settings, self._settings))
             if there != here:
                 raise CheckpointError(
-                    f"{path} is of another run: its {name} is {there}, and here it is "
-                    f"{here}; pass what that run was given, or another folder."
+                    f"{path} belongs to another run: its {name} is {there}, and here it "
+                    f"is {here}; pass the arguments of that run, or another folder."
                 )
 
     def is_due(self, step: int) -> bool:
@@ -85,14 +84,15 @@ class Saver:
         return every_seconds is not None and elapsed >= every_seconds
 
     def save(self) -> bool:
-        """Whether it was written. One that fails is no reason to lose the run."""
+        """Write a checkpoint if the run has moved or ended since the last; return whether
+        one was written. If writing fails, warn and let the run continue."""
         settled = self._run.settled
         if settled.now[:3] == self._saved and not settled.reason:
             return False
         try:
             self._write()
         except CheckpointError as error:
-            warnings.warn(f"{error} The run goes on without it.", stacklevel=5)
+            warnings.warn(f"{error} The run continues without it.", stacklevel=5)
             self._saved_at = time.monotonic()
             return False
         return True

@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a run: taken apart into arrays and JSON, and put together
-again where it is what a run could have left."""
+"""The content of a checkpoint: its conversion to arrays and JSON and back, and checks
+that a run could have left it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,12 +17,11 @@ from ._checkpoint import CheckpointError, storable
 
 
 class Unsound(Exception):
-    """What is wrong with a snapshot: a predicate, of which its file is the subject."""
+    """A fault of a snapshot, as a predicate whose subject is the file."""
 
 
 class CallbackState(NamedTuple):
-    """The leaves of what a callback's `state` has returned; where each is in it; and
-    whose it is."""
+    """The state of a callback: the class's name, and each leaf with its path."""
 
     callback: str
     paths: list[str]
@@ -30,7 +29,7 @@ class CallbackState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All of a run that is not passed to it anew."""
+    """Everything of a run that is not among its arguments."""
 
     settings: dict[str, str]
     step: int
@@ -51,7 +50,7 @@ _NUMBERS = ("settings", "step", "epoch", "index", "result", "reason")
 
 
 def pack(snapshot: Snapshot) -> tuple[list[np.ndarray], dict]:
-    """Arrays, and a JSON-able `meta`."""
+    """Return the snapshot as arrays and a dictionary `meta` of JSON values."""
     arrays, callbacks = [*snapshot.carry], []
     for name, paths, leaves in snapshot.callbacks:
         packed = [_pack_leaf(leaf, name) for leaf in leaves]
@@ -63,10 +62,7 @@ def pack(snapshot: Snapshot) -> tuple[list[np.ndarray], dict]:
 
 
 def unpack(arrays: Sequence[np.ndarray], meta: Any) -> Snapshot:
-    """What `pack` was given.
-
-    **Raises:** `Unsound`, of anything else.
-    """
+    """Invert `pack`; raise `Unsound` if `pack` cannot have returned this."""
     try:
         of_callbacks = meta["callbacks"]
         num_arrays = sum(k in _ARRAYS for _, _, kinds in of_callbacks for k, _ in kinds)
@@ -94,7 +90,7 @@ def unpack(arrays: Sequence[np.ndarray], meta: Any) -> Snapshot:
         texts = [*snapshot.settings.keys(), *snapshot.settings.values()]
         _require(all(isinstance(text, str) for text in texts))
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise Unsound("is not what a run of `gnlin.fit` leaves") from error
+        raise Unsound("was not written by a run of `gnlin.fit`") from error
     return snapshot
 
 
@@ -105,28 +101,25 @@ def check_fits(
     num_batches: int | None,
     results: Sequence[str],
 ) -> None:
-    """Whether this run could have been there.
-
-    **Raises:** `Unsound`.
-    """
+    """Raise `Unsound` if this run cannot have left the snapshot."""
     step, epoch, index = snapshot.position
-    if num_batches is None:  # each epoch has at least one
+    if num_batches is None:  # each epoch has at least one batch
         possible = epoch + index <= step
     else:
         possible = index <= num_batches and step == epoch * num_batches + index
     if not possible:
         raise Unsound(f"cannot be at step {step}, epoch {epoch}, batch {index}")
     if snapshot.result not in results:
-        raise Unsound(f"has ended as {snapshot.result!r}, which no run does")
+        raise Unsound(f"has the unknown result {snapshot.result!r}")
     own = [as_numpy(x) for x in carry]
     if list(map(_kind, own)) != list(map(_kind, snapshot.carry)):
-        raise Unsound("holds arrays other than its own settings say")
+        raise Unsound("holds arrays that do not match its own settings")
     table = snapshot.table
     if _kind(table) != ((step, len(columns)), np.dtype(float)):
         raise Unsound(f"has no history of {step} steps")
     counts = table[:, [name in COUNTS for name in columns]]
     if not np.all((counts >= 0) & (counts == np.floor(counts)) & np.isfinite(counts)):
-        raise Unsound("has a history whose counts are no whole numbers")
+        raise Unsound("has a history whose counts are not whole numbers")
     steps, epochs = (table[:, columns.index(name)] for name in ("step", "epoch"))
     in_order = np.all(np.diff(epochs) >= 0) and np.all(epochs <= epoch)
     if not (in_order and np.array_equal(steps, np.arange(1, step + 1))):
@@ -134,7 +127,7 @@ def check_fits(
 
 
 #
-# What callbacks keep
+# The states of callbacks
 #
 
 
@@ -149,8 +142,8 @@ def give_back(
     callbacks: Sequence[Callback],
     like_array: Callable[[np.ndarray, Array], Array],
 ) -> bool:
-    """To each of the callbacks what it has kept; whether it was theirs."""
-    # Those that keep nothing may come and go.
+    """Restore the callbacks' states; return whether they fit the callbacks."""
+    # Callbacks without a state may be added or removed.
     callbacks = [callback for callback in callbacks if state_of(callback).leaves]
     states = [state for state in states if state.leaves]
     own = [state_of(callback) for callback in callbacks]
@@ -167,13 +160,13 @@ def give_back(
 
 
 class _Key(NamedTuple):
-    """A random key, of which only the run's own knows the kind."""
+    """A random key whose implementation is known only by the run that is resumed."""
 
     numbers: np.ndarray
 
 
 def _form(state: CallbackState) -> tuple:
-    """What stays the same of it during a run."""
+    """Return the part of a state that stays the same during a run."""
     forms = []
     for leaf in state.leaves:
         key = isinstance(leaf, _Key) or is_key(leaf)
@@ -183,7 +176,7 @@ def _form(state: CallbackState) -> tuple:
 
 
 def _like(leaf: Any, own: Any, like_array: Callable[[np.ndarray, Array], Array]) -> Any:
-    """As it was saved; an array of JAX also where it was."""
+    """Return a saved leaf; JAX arrays get the sharding of the run's `own` leaf."""
     if isinstance(leaf, _Key):
         return like_array(leaf.numbers, own)
     if isinstance(leaf, jax.Array) and isinstance(own, jax.Array):
@@ -196,7 +189,7 @@ _PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 def _pack_leaf(leaf: Any, callback: str) -> tuple[str, Any]:
-    """Its kind, and what there is of it: an array, or what JSON can hold."""
+    """Return the kind of a leaf, and its value as an array or a JSON value."""
     if isinstance(leaf, jax.Array):
         return "key" if is_key(leaf) else "jax", as_numpy(leaf)
     if isinstance(leaf, np.ndarray | np.generic) and storable(leaf.dtype):
@@ -209,7 +202,7 @@ def _pack_leaf(leaf: Any, callback: str) -> tuple[str, Any]:
         return "complex", [leaf.real, leaf.imag]
     raise CheckpointError(
         f"The state of the callback `{callback}` holds a {type(leaf).__name__}, which a "
-        "checkpoint cannot carry: let `state` return arrays, numbers and strings."
+        "checkpoint cannot hold: let `state` return arrays, numbers and strings."
     )
 
 

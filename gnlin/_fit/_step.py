@@ -1,4 +1,4 @@
-"""The compiled parts of a run: one step, and a look at the validation data."""
+"""The compiled parts of a run: a step, and the evaluation of validation data."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,10 +22,11 @@ AnyArray = jax.Array | np.ndarray | np.generic
 
 
 def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
-    """One step, `(carry, row)`: after one that has failed nothing changes.
+    """Make one step; return the carry and a row of the history. After a failed step the
+    carry does not change any more.
 
-    - `batch`: the data, and the order in which to take them.
-    - `numbers`: an array of the batch's index in it, and the number of the step.
+    - `batch`: the data, and the order of the examples.
+    - `numbers`: one array of the batch's index in this order and the step's number.
     """
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
@@ -54,9 +55,9 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
 
 
 def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry, data):
-    """Sums over some validation examples: of what their targets count in a mean, of the
-    number that count, of the losses and each metric; the latter again of the linearised
-    model, where one is trained."""
+    """Return sums over some validation examples: the targets' weights in a mean, the
+    number of targets with a weight, the losses, and each metric; and again the losses and
+    metrics of the linearised model, if one is trained."""
     inputs, targets, weights = data
     loss, network = setting.loss, setting.network.in_inference()
     assert isinstance(loss, AbstractLoss)  # groups have no validation
@@ -90,9 +91,9 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
 
 
 class Compiled:
-    """A function of (fixed, changing...), called with the changing part as lists of
-    arrays: what a call costs beside its computation is the dispatch of a flat list. It
-    is compiled once for all runs that differ in numbers only."""
+    """A compiled function `fn(*fixed, *changing)` that is called with the arrays of each
+    changing argument as a flat list, which is fast to dispatch. Runs that differ only in
+    the values of arrays share one compilation."""
 
     def __init__(self, fn: Callable, fixed: tuple, *changing: PyTree):
         arrays, static = split(fixed)
@@ -118,11 +119,11 @@ def _jitted(fn: Callable, fixed_static: "Static", changing_static: tuple) -> Cal
 
 
 class Static(NamedTuple):
-    """A tree without its arrays; hashable."""
+    """A tree without its arrays, which is hashable."""
 
     structure: Any
     leaves: tuple
-    types: tuple[type, ...]  # of the leaves: 3 and 3.0 are equal, and not the same
+    types: tuple[type, ...]  # of the leaves, to distinguish 3 from 3.0
 
 
 _AN_ARRAY = object()
@@ -130,8 +131,8 @@ _AN_ARRAY = object()
 
 def split(tree: PyTree) -> tuple[list[AnyArray], Static]:
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    rest = tuple(_AN_ARRAY if _is_array(leaf) else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, AnyArray)]
+    rest = tuple(_AN_ARRAY if isinstance(leaf, AnyArray) else leaf for leaf in leaves)
     return arrays, Static(structure, rest, tuple(map(type, rest)))
 
 
@@ -139,7 +140,3 @@ def join(arrays: Sequence[AnyArray], static: Static) -> PyTree:
     remaining = iter(arrays)
     leaves = [next(remaining) if x is _AN_ARRAY else x for x in static.leaves]
     return jax.tree.unflatten(static.structure, leaves)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, AnyArray)

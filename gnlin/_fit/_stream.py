@@ -1,4 +1,4 @@
-"""Where batches come from: arrays, shuffled anew each epoch, or the user's iterable."""
+"""The sources of batches: arrays, shuffled in each epoch, or the user's iterable."""
 
 import functools
 import itertools
@@ -20,18 +20,18 @@ Data = tuple[PyTree[Array], PyTree[Array], Array | None]
 
 
 class Batch(NamedTuple):
-    """What the compiled step is handed: arrays, and which examples of them to take."""
+    """The data of a compiled step, and the choice of its examples."""
 
     data: Data
-    order: Array | None = None  # all examples of an epoch, as shuffled
-    index: int = 0  # of the batch in it
+    order: Array | None = None  # the shuffled order of all examples in the epoch
+    index: int = 0  # of the batch in that order
 
     def arrays(self) -> tuple:
         return self.data, self.order
 
 
 class DataEnded(ValueError):
-    """There are no more batches, and there should have been."""
+    """Raised if the data end before the run does."""
 
 
 class ArrayStream:
@@ -45,7 +45,7 @@ class ArrayStream:
         if batch_size is not None and batch_size > self.num_examples:
             raise ValueError(
                 f"`batch_size` is {batch_size}, but there are {self.num_examples} "
-                "examples: for all of them in one batch pass `batch_size=None`."
+                "examples: pass `batch_size=None` to use all of them in each step."
             )
         self.batch_size = batch_size
         self.num_batches = self.num_examples // (batch_size or self.num_examples)
@@ -55,11 +55,11 @@ class ArrayStream:
         return self.data
 
     def at_hand(self) -> Iterator[Data]:
-        """What there is to see before the first step, so that targets can be checked."""
+        """Return the batches known before the first step, to check their targets."""
         yield self.data
 
     def epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        """The batches of an epoch, from the `first` on."""
+        """Return the batches of an epoch, starting with the `first`."""
         order = None
         if self.batch_size is not None:
             assert self._key is not None
@@ -68,9 +68,9 @@ class ArrayStream:
             yield Batch(self.data, order, index)
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
-        """Which example is not finite, in a sentence; or "".
+        """Say which example is not finite, in a sentence; or return "".
 
-        - `check`: raises `ValueError` where the targets of a batch do not fit.
+        - `check`: raises `ValueError` if the targets of a batch do not fit.
         """
         return not_finite(*self.data)
 
@@ -83,8 +83,8 @@ class ArrayStream:
 
 
 class GroupStream(ArrayStream):
-    """Groups of residuals, all of them in each step, or as many of each as are drawn in
-    it: one step an epoch."""
+    """Groups of residuals. A step takes all residuals or draws some of each group, and
+    counts as an epoch."""
 
     num_batches = 1
 
@@ -105,7 +105,7 @@ class GroupStream(ArrayStream):
 
 
 class IterableStream:
-    """Batches that come from elsewhere: a list, a loader, or a function of the epoch."""
+    """Batches of the user's: a list, a loader, or a function of the epoch."""
 
     batch_size = None
     num_batches = None
@@ -127,7 +127,7 @@ class IterableStream:
             )
         self._example = as_batch(first, name)
         self._latest: deque[Data] = deque(maxlen=2)
-        # The first batch may not come a second time.
+        # The iterable may not yield its first batch a second time.
         self._begun: Iterator | None = itertools.chain([first], batches)
 
     def _iterable(self, epoch: int) -> Any:
@@ -137,7 +137,7 @@ class IterableStream:
         return self._example
 
     def at_hand(self) -> Iterator[Data]:
-        """All batches of a list; of anything else the first."""
+        """Return all batches of a list, or the first of any other iterable."""
         batches = self._data if isinstance(self._data, list) else [self._example]
         return (as_batch(batch, self._name) for batch in batches)
 
@@ -151,8 +151,8 @@ class IterableStream:
         if num_batches < max(first, 1):
             raise DataEnded(
                 f"The data ended in epoch {epoch} after {num_batches} batches: pass "
-                "something that can be iterated again and again, such as a list, a "
-                "loader, or a function of the epoch that returns an iterable."
+                "something that can be iterated repeatedly, such as a list, a loader, or "
+                "a function of the epoch that returns an iterable."
             )
 
     def _from_the_beginning(self, epoch: int) -> Iterator:
@@ -160,7 +160,8 @@ class IterableStream:
         return begun if begun and epoch == 0 else iter(self._iterable(epoch))
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
-        """Of the latest two batches: one is asked for before the last step is judged."""
+        """Look at the latest two batches: the next batch has already been taken when a
+        step is judged."""
         for batch in self._latest:
             try:
                 check(batch)
@@ -172,7 +173,7 @@ class IterableStream:
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
         settings = {"shapes": shapes, "batch_size": None}
-        # Of a loader only itself knows what it will yield.
+        # Other iterables cannot be described before they yield their batches.
         if isinstance(self._data, list | types.FunctionType | types.MethodType):
             settings["data"] = described(self._data)
         return settings
@@ -181,7 +182,7 @@ class IterableStream:
 def make_stream(
     data: Any, batch_size: int | None, key: Key[Array, ""] | None, name: str = "data"
 ):
-    """A tuple is arrays, and so is a list that holds one; anything else is batches."""
+    """Return a stream of the examples of arrays, or of an iterable's batches."""
     data = as_tuple(data)
     if isinstance(data, tuple):
         return ArrayStream(data, batch_size, key, name)
@@ -204,7 +205,7 @@ def _permutation(key: Key[Array, ""], epoch: ScalarLike, num_examples: int) -> A
 
 
 def gather(data, order: Array | None, index: Array, size: int, wider: int):
-    """The examples of a batch, and with `wider` more of them behind."""
+    """Return the batch `index` of `size` examples, extended to `wider` examples."""
     if order is None:
         return data
     positions = index * size + jnp.arange(wider, dtype=index.dtype)

@@ -1,4 +1,4 @@
-"""Looks at data that are not trained on."""
+"""The evaluation of validation data."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,12 +13,12 @@ from ._step import Compiled, evaluate, split
 from ._stream import ArrayStream, make_stream
 
 
-# Examples that are looked at together, where there is no batch size to go by.
+# Number of examples that are evaluated together if there is no batch size.
 _VALIDATION_BATCH = 1000
 
 
 class Validation:
-    """Data that are not trained on, and the figures that are asked of them."""
+    """Validation data, and the loss and metrics to evaluate on them."""
 
     def __init__(
         self, setting: StepSettings, carry: Carry, data, metrics, linearised: bool
@@ -33,9 +33,8 @@ class Validation:
             self.columns += [f"validation_{name}_linearised" for name in names]
         if isinstance(data, Iterator):
             raise ValueError(
-                "`validation` is looked at again and again, but can be iterated only "
-                "once: pass a list, a loader, or a function of the epoch that returns an "
-                "iterable."
+                "`validation` is an iterator, which can be iterated only once: pass a "
+                "list, a loader, or a function of the epoch that returns an iterable."
             )
         self._stream = make_stream(data, None, None, "validation")
         seen = setting._replace(network=setting.network.in_inference(), augment=None)
@@ -49,11 +48,11 @@ class Validation:
             self._chunks = _chunks(example, setting.batch_size)
 
     def settings(self) -> dict[str, str]:
-        """What its columns are of, whatever the data."""
+        """Describe the metrics, which must be the same in a resumed run."""
         return {f"metric {name}": described(f) for name, f in self._metrics.items()}
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
-        """The means over all targets that count, of a carry."""
+        """Return the means of the loss and metrics for the arrays of a carry."""
         batches = self._chunks
         if batches is None:
             batches = (batch.data for batch in self._stream.epoch(epoch, 0))
@@ -77,8 +76,8 @@ def _check_metric(name: str, metric: Callable, outputs: Shapes, targets: PyTree)
         found = jax.eval_shape(metric, outputs, targets)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         raise ValueError(
-            f"The metric {name!r} is compiled, and cannot look at values, as NumPy, "
-            "Python's numbers and boolean indices do: use `jax.numpy`, and `jnp.where`."
+            f"The metric {name!r} is compiled, so it cannot use NumPy, Python's `float` "
+            "or boolean indices: use `jax.numpy` and `jnp.where`."
         ) from error
     if getattr(found, "shape", None) != ():
         what = f"a {type(found).__name__}"

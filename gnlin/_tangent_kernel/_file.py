@@ -1,4 +1,4 @@
-"""A matrix on disk that is filled a tile at a time, and gone on from after a kill."""
+"""A matrix on disk that is filled tile by tile, and can be resumed after a kill."""
 
 import contextlib
 import json
@@ -15,9 +15,12 @@ Size = tuple[int, int]
 
 
 class Tiles(Sequence):
-    """Of a matrix of so many examples by so many, as slices of rows and of columns; of a
-    symmetric one those on and above the diagonal. All are of one size: the last overlap
-    with those before them."""
+    """The tiles of a matrix, as slices of rows and of columns; for a symmetric matrix
+    those on and above the diagonal. All have the same size, so the last tile of a row or
+    column overlaps with the one before it.
+
+    - `shape`, `size`: of the matrix and of a tile, in examples.
+    """
 
     def __init__(self, shape: Size, size: Size, symmetric: bool):
         rows, columns = map(_slices, shape, size)
@@ -42,11 +45,11 @@ def _slices(n: int, size: int) -> list[slice]:
 
 
 class KernelFile(NamedTuple):
-    """A NumPy file, and beside it one that says of what it is, and how much is done.
+    """A NumPy file, and a JSON file beside it with its origin and its progress.
 
-    - `path`: of the array, `.npy`.
-    - `shape`, `dtype`: of it.
-    - `identity`: of what it is made of, by checksums.
+    - `path`: the path of the array, with the suffix `.npy`.
+    - `shape`, `dtype`: the shape and type of the array.
+    - `identity`: checksums of everything that determines the array.
     """
 
     path: Path
@@ -55,8 +58,8 @@ class KernelFile(NamedTuple):
     identity: Mapping[str, str]
 
     def begin(self, tile: Size) -> tuple[Size, int]:
-        """(the size of a tile, how many are done): as they are in the file, or of a new
-        one."""
+        """Return the size of a tile and the number that are done. For an existing file
+        both are read from it; else a new file is created."""
         if self.path.exists():
             return self._found()
         new = _beside(self.path, ".new")
@@ -75,7 +78,7 @@ class KernelFile(NamedTuple):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """No other process writes the file in the meantime."""
+        """Keep other processes from writing the file in the meantime."""
         lock = _beside(self.path, ".lock")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +89,7 @@ class KernelFile(NamedTuple):
             if not _locked(file):
                 raise ValueError(
                     f"`file` is {str(self.path)!r}, which another process is writing: "
-                    "wait for it, or give another name."
+                    "wait for it, or pass another name."
                 )
             yield
             lock.unlink(missing_ok=True)
@@ -97,8 +100,8 @@ class KernelFile(NamedTuple):
     def _found(self) -> tuple[Size, int]:
         if not self._record.exists():
             raise ValueError(
-                f"`file` is {str(self.path)!r}, which is there already and is no kernel "
-                "that was made here: give another name."
+                f"`file` is {str(self.path)!r}, which exists and is not a kernel written "
+                "by gnlin: pass another name."
             )
         try:
             found = json.loads(self._record.read_text())
@@ -111,7 +114,7 @@ class KernelFile(NamedTuple):
             if identity.get(what) != ours:
                 raise ValueError(
                     f"`file` is {str(self.path)!r}, which has a kernel of other {what}: "
-                    f"give another name, or delete it and {self._record.name!r}."
+                    f"pass another name, or delete it and {self._record.name!r}."
                 )
         if (array.shape, array.dtype) != (self.shape, self.dtype):
             raise self._damaged()
@@ -119,12 +122,12 @@ class KernelFile(NamedTuple):
 
     def _damaged(self) -> ValueError:
         return ValueError(
-            f"`file` is {str(self.path)!r}, which is damaged, or {self._record.name!r} "
-            "is: delete both."
+            f"`file` is {str(self.path)!r}, but it or {self._record.name!r} is damaged: "
+            "delete both."
         )
 
     def put(self, parts: Iterable[tuple[Place, np.ndarray]], tile: Size, num_done: int):
-        """Parts of the array, after which so many tiles are done."""
+        """Write parts of the array, and record that `num_done` tiles are done."""
         array = np.load(self.path, mmap_mode="r+")
         for place, part in parts:
             array[place] = part
@@ -132,7 +135,7 @@ class KernelFile(NamedTuple):
         self._note(tile, num_done)
 
     def read(self) -> np.ndarray:
-        """The array, on disk still."""
+        """Return the array, memory-mapped."""
         return np.load(self.path, mmap_mode="r")
 
     @property
@@ -147,15 +150,15 @@ class KernelFile(NamedTuple):
 
 
 def _reserve(path: Path) -> None:
-    """All of its room on the disk: without it, a memory map that meets a full disk ends
-    the process."""
+    """Reserve the file's space: writing to a memory map on a full disk would kill the
+    process."""
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _locked(file: IO) -> bool:
-    """Released when it is closed, or its process killed."""
+    """Lock the file until it is closed or the process ends; return whether it worked."""
     try:
         import fcntl
     except ImportError:  # as on Windows

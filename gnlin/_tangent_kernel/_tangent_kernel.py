@@ -36,22 +36,22 @@ class TangentKernel(eqx.Module):
     $$\Theta_{ic,jd} = \sum_k \frac{\partial f_c(x_i)}{\partial\theta_k}
     \frac{\partial f_d(x'_j)}{\partial\theta_k}.$$
 
-    It takes as many reverse passes through one example as that has outputs, and of dense
-    and convolutional layers no rows of the Jacobian. The trace and the diagonal over
-    outputs are made by themselves, not taken from all of it.
+    The kernel takes one reverse pass through an example for each of its outputs. For
+    dense and convolutional layers no rows of the Jacobian are formed. The trace and the
+    diagonal over outputs are computed without the full kernel.
 
     **Arguments:**
 
-    - `model`: of one example's input, as for [`gnlin.solve`][]: an Equinox model or a
-        pair `(fn, parameters)`; or the [`gnlin.Linearisation`][] of a
-        [`gnlin.PerExample`][], whose inputs then are those examples.
+    - `model`: a model of one example's input, as for [`gnlin.solve`][]: an Equinox model
+        or a pair `(fn, parameters)`; or the [`gnlin.Linearisation`][] of a
+        [`gnlin.PerExample`][], whose examples are then the inputs.
     - `outputs`: `"all"`; `"trace"`, the sum over outputs $\sum_c\Theta_{ic,jc}$;
         `"diagonal"`, each output with itself; or the index of one output.
-    - `filter_spec`: which parameters, as for `equinox.partition`: a function of a leaf,
-        or a pytree of booleans. The default has all floating-point arrays.
-    - `state`: of a model with batch normalisation, whose statistics stay as they are.
-    - `memory_budget`: bytes that a kernel, and all that it is made of, may take. One
-        that takes more is made in tiles, on all devices that there are.
+    - `filter_spec`: the parameters, as for `equinox.partition`: a function of a leaf, or
+        a pytree of booleans. By default they are all floating-point arrays.
+    - `state`: the state of a model with batch normalisation, which stays constant.
+    - `memory_budget`: the maximum bytes of a kernel with all that it is computed from. A
+        kernel that takes more is computed in tiles, on all devices.
 
     **Raises:** `ValueError` if the model has no such parameters, or if `outputs` is none
     of these.
@@ -68,7 +68,7 @@ class TangentKernel(eqx.Module):
     ??? cite "Reference"
 
         A. Jacot, F. Gabriel and C. Hongler, *Neural Tangent Kernel: Convergence and
-        Generalization in Neural Networks*, NeurIPS (2018), equation 4; of its layers as
+        Generalization in Neural Networks*, NeurIPS (2018), equation 4; for layers as
         products: R. Novak, J. Sohl-Dickstein and S. Schoenholz, *Fast Finite Width Neural
         Tangent Kernel*, ICML (2022), section 3.3.
     """
@@ -92,8 +92,8 @@ class TangentKernel(eqx.Module):
         named = isinstance(outputs, str) and outputs in get_args(get_args(Outputs)[0])
         if not (named or is_whole(outputs)):
             raise ValueError(
-                '`outputs` must be "all", "trace", "diagonal", or the index of one, but '
-                f"{outputs!r} was given."
+                '`outputs` must be "all", "trace", "diagonal", or the index of one '
+                f"output, but {outputs!r} was given."
             )
         self.outputs = outputs if isinstance(outputs, str) else int(outputs)
         self.memory_budget = memory_budget
@@ -101,13 +101,13 @@ class TangentKernel(eqx.Module):
         if isinstance(model, Linearisation):
             if state is not None or filter_spec is not eqx.is_inexact_array:
                 raise ValueError(
-                    "A linearisation has its parameters and its state: leave "
+                    "A linearisation already has parameters and state: leave "
                     "`filter_spec` and `state` out, or pass the model."
                 )
             if not isinstance(model.jacobian, OfExamples):
                 raise ValueError(
-                    "The tangent kernel is a function of one example's input, and the "
-                    "linearisation is of a function of all of them: linearise a "
+                    "The tangent kernel needs a function of one example, but the "
+                    "linearisation is of a function of all examples: linearise a "
                     "`gnlin.PerExample`, or pass the model."
                 )
             self._fn, self._point = model.jacobian.function, model.point
@@ -152,25 +152,25 @@ class TangentKernel(eqx.Module):
         file: str | os.PathLike | None = None,
         progress: bool = False,
     ) -> Float[Array, "..."] | np.ndarray:
-        """The kernel between two sets of n1 and n2 inputs of c outputs.
+        """Compute the kernel between two sets of n1 and n2 inputs, for c outputs.
 
         **Arguments:**
 
-        - `x1`, `x2`: inputs, with a leading axis over examples; without `x2` it is the
-            kernel of `x1`, of which each pair is made once.
-        - `file`: where to write it, as a NumPy file of any size, a tile at a time. A run
-            that is killed goes on where it was when it is called again, in tiles of the
-            same size, to the same bytes; a file that is done is read.
-        - `progress`: whether to show a bar, a tile at a time.
+        - `x1`, `x2`: inputs, with a leading axis over examples. Without `x2` the result
+            is the kernel of `x1` with itself, and each pair is computed once.
+        - `file`: the path of a NumPy file, to which the kernel is written tile by tile,
+            so that it may exceed the memory. If a run was killed, the next call with the
+            same file resumes it, to the same bytes; a file that is complete is read.
+        - `progress`: whether to show a progress bar, which advances with each tile.
 
         **Returns:** an array of the shape `(n1, c, n2, c)`; `(n1, n2)` for the trace or
         one output, `(n1, n2, c)` for the diagonal. With `file` it is a NumPy array that
         stays on disk.
 
         **Raises:** `ValueError` if the model cannot be called on such inputs, needs a
-        key, or has several arrays of outputs; if the kernel is larger than the memory
-        budget and no file is given; if the file cannot be written, has another kernel, or
-        is being written.
+        key, or has several arrays of outputs; if the kernel exceeds the memory budget and
+        there is no `file`; or if the file cannot be written, holds another kernel, or is
+        being written by another process.
         """
         check_flag("progress", progress)
         sets = self._checked(x1, x2)
@@ -178,7 +178,7 @@ class TangentKernel(eqx.Module):
             return self._in_file(_npy(file), sets, progress)
         shape = self._shape(sets.n1, sets.n2, sets.c)
         self._check_budget(
-            shape, sets.dtype, "pass `file`, in which it is made a tile at a time, or"
+            shape, sets.dtype, "pass `file`, to which it is written tile by tile, or"
         )
         whole = sets.n1, sets.n2
         inside = is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
@@ -194,8 +194,8 @@ class TangentKernel(eqx.Module):
     def _in_file(self, path: Path, sets: "_Sets", progress: bool) -> np.ndarray:
         if is_traced((self, sets)):
             raise ValueError(
-                "A kernel is not written to a `file` from inside a compiled function: "
-                "call it outside, or leave `file` out."
+                "A kernel cannot be written to a `file` inside a compiled function: call "
+                "it outside, or leave `file` out."
             )
         identity = {
             "parameters": checksum(self._point),
@@ -213,8 +213,8 @@ class TangentKernel(eqx.Module):
         return kept.read()
 
     def by_parameter(self, x1: PyTree, x2: PyTree | None = None) -> PyTree[Array]:
-        """The part of each array of parameters, in the structure of the model; their sum
-        is the kernel."""
+        """Return the contribution of each array of parameters to the kernel, in the
+        structure of the model."""
         sets = self._checked(x1, x2)
         shape = self._shape(sets.n1, sets.n2, sets.c)
         shape = len(jax.tree.leaves(self._point)), *shape
@@ -225,16 +225,16 @@ class TangentKernel(eqx.Module):
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > self.memory_budget:
             raise ValueError(
-                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, and the "
+                f"The kernel, of the shape {shape}, takes {num_bytes:,} bytes, but the "
                 f"memory budget is {self.memory_budget:,}: {do} raise `memory_budget`."
             )
 
     def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
-        r"""$\Theta_{ic,ic}$, of each input and output with itself, without the kernel."""
+        r"""Return $\Theta_{ic,ic}$ for each input and output, without the full kernel."""
         return _diagonal(self, self._checked(x, None).x1)
 
     #
-    # What it is made of
+    # The parts of the kernel
     #
 
     def _linearise(self, x: PyTree) -> Linearisation:
@@ -250,7 +250,7 @@ class TangentKernel(eqx.Module):
         return _Blocks(tuple(lin.jacobian.blocks()), n, lin.shape[0] // n)
 
     def _parts(self, these: "_Blocks", those: "_Blocks | None") -> list[Array]:
-        """By array of parameters."""
+        """Return the part of the kernel for each array of parameters."""
         others = these if those is None else those
         shape = self._shape(these.n, others.n, these.c)
         pairs = zip(these.blocks, others.blocks, strict=True)
@@ -286,7 +286,7 @@ class TangentKernel(eqx.Module):
         c = math.prod(shapes[0])
         if not isinstance(self.outputs, str) and not 0 <= self.outputs < c:
             raise ValueError(
-                f"`outputs` is {self.outputs}, and the model has outputs 0 to {c - 1}."
+                f"`outputs` is {self.outputs}, but the model has outputs 0 to {c - 1}."
             )
         return _Sets(x1, x2, n1, n2, c, dtype, num_bytes)
 
@@ -303,15 +303,16 @@ class TangentKernel(eqx.Module):
     #
 
     def _tile(self, sets: "_Sets") -> tuple[int, int]:
-        """Its rows and columns: as few tiles as take a quarter of the memory budget each,
-        since what the passes leave takes as much again, and one for each device."""
+        """Return the rows and columns of a tile. Each takes at most a quarter of the
+        memory budget, because intermediate results of the passes take as much again, and
+        there is at least one for each device."""
 
         def sides(number: int) -> tuple[int, int]:
             size = math.ceil(max(sets.n1, sets.n2) / number)
             return min(size, sets.n1), min(size, sets.n2)
 
         def num_bytes(rows: int, columns: int) -> int:
-            # The kernel, and the part of it that is added to it
+            # The kernel, and one part that is added to it
             entries = 2 * math.prod(self._shape(rows, columns, sets.c))
             return (rows + columns) * sets.bytes_of_one + entries * sets.dtype.itemsize
 
@@ -323,7 +324,8 @@ class TangentKernel(eqx.Module):
     def _tiles(
         self, sets: "_Sets", tile: tuple[int, int], num_done: int, progress: bool
     ) -> Iterator[list[tuple[Place, np.ndarray]]]:
-        """Those that are not done, a device ahead of what is asked for."""
+        """Yield the parts of each tile that is not done. Each device computes its next
+        tile in the meantime."""
         from tqdm.auto import tqdm
 
         symmetric = sets.x2 is None
@@ -332,7 +334,7 @@ class TangentKernel(eqx.Module):
         several = len(devices) > 1
         here = [_put(self, device) for device in devices] if several else [self]
         waiting: collections.deque = collections.deque()
-        # On each device the blocks of the rows that it is at.
+        # The blocks of the latest rows on each device.
         made: dict[int, tuple[slice, _Blocks]] = {}
 
         def blocks_of(x, at, k):
@@ -379,7 +381,7 @@ class TangentKernel(eqx.Module):
 
 
 class _Blocks(eqx.Module):
-    """The rows of n examples of c outputs, by array of parameters."""
+    """The Jacobian's rows for n examples of c outputs, by array of parameters."""
 
     blocks: tuple[AbstractBlock, ...]
     n: int = eqx.field(static=True)
@@ -387,9 +389,9 @@ class _Blocks(eqx.Module):
 
 
 class _Sets(NamedTuple):
-    """Two sets of inputs, or one; what the model makes of them.
+    """One or two sets of inputs, and facts about the model's outputs for them.
 
-    - `bytes_of_one`: what the blocks of one example take.
+    - `bytes_of_one`: the bytes of the blocks of one example.
     """
 
     x1: PyTree
@@ -405,9 +407,8 @@ class _Sets(NamedTuple):
 def _look(
     kernel: TangentKernel, one: PyTree, other: PyTree | None
 ) -> tuple[list[tuple[int, ...]], np.dtype, int]:
-    """What is to be known before any work, of the first example of each set: the shapes
-    of its outputs, the kernel's dtype, and what its blocks take. Compiled, so that it is
-    found once."""
+    """Return, from the first example of each set, the shapes of its outputs, the kernel's
+    dtype, and the bytes of its blocks. This is compiled only to cache the result."""
     shapes = []
     for x in (one, other):
         if x is None:
@@ -416,13 +417,13 @@ def _look(
         leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
         if len(leaves) != 1:
             raise ValueError(
-                f"A tangent kernel is of one array of outputs, and the model has "
-                f"{len(leaves)}: pass a function that returns one of them, such as "
+                f"A tangent kernel needs a model of one array of outputs, but this model "
+                f"has {len(leaves)}: pass a function that returns one of them, such as "
                 "`(lambda model, x: model(x)[0], model)`."
             )
         shapes.append(leaves[0].shape[1:])
-    if shapes[0] != shapes[-1]:
-        other = None  # of which there is no kernel
+    if shapes[0] != shapes[-1]:  # The caller raises an error.
+        other = None
     dtype = eqx.filter_eval_shape(_tile, kernel, one, other).dtype
     num_bytes = sum(kernel._linearise(one).jacobian.block_bytes())
     return shapes, np.dtype(dtype), num_bytes

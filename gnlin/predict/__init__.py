@@ -1,10 +1,10 @@
-r"""What a linearised model predicts after training: at any number of steps, after any
-time, and with what uncertainty.
+r"""Predictions of a linearised model after any number of training steps or any training
+time, and their uncertainty.
 
 The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
-squared error all that training makes of it is in the singular values of its Jacobian, or
-the eigenpairs of the kernel or the curvature: one factorisation, when the predictor is
-made, and every time, damping and input after that is a product.
+squared error, one factorisation of its Jacobian, kernel or curvature determines the
+result of training. It is computed when the predictor is made; each time, damping and
+input after that costs a product.
 """
 
 from ._gaussian import Gaussian as Gaussian

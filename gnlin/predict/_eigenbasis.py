@@ -1,4 +1,4 @@
-"""Eigenpairs of the kernel or of the curvature, and how other outputs see them."""
+"""Eigenpairs of the kernel or of the curvature, and their effect on other outputs."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,21 +12,21 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 
 
-# Singular values take up to some tens of times as long as eigenvalues, and resolve
-# eigenvalues down to eps^2 of the largest in place of eps. They are worth so many times
-# the time, and always so many seconds.
+# Singular values take up to some tens of times as long as eigenvalues, but resolve
+# eigenvalues down to eps^2 of the largest instead of eps. They are used if they take at
+# most `_WORTH` times as long, or at most `_SECONDS`.
 _WORTH, _SECONDS = 10.0, 1.0
-# Seconds for an operation of the orthogonal factorisation that comes first: 47 for
-# 66,561 x 400 numbers (jax 0.10, on a CPU), a hundred times those of a product.
+# Seconds for each operation of the orthogonal factorisation before the singular values,
+# measured as 47 s for 66,561 x 400 numbers (jax 0.10, on a CPU): 100 times a product's.
 _ORTHOGONALISED = 1e-9
-# LAPACK returns at most 0.8 eps of the largest singular value for one that is zero
-# (measured on repeated examples, 14 to 200 of them).
+# Singular values below this multiple of eps times the largest count as zero. LAPACK
+# returned at most 0.8 for repeated examples, 14 to 200 of them.
 _ZERO = 2.0
-# A filter is asked for its value next to zero, at this multiple of the rounding. At zero
-# itself a pseudo-inverse is 0.
+# Multiple of the rounding at which a filter is evaluated to see how it treats eigenvalues
+# next to zero. At zero itself a pseudo-inverse would be 0.
 _NEXT_TO_ZERO = 1e-2
-# With less damping than this multiple of the rounding, rounding decides some of the
-# prediction. At a hundred times the error was measured at up to 1 %.
+# Least damping, as a multiple of the rounding, at which rounding does not dominate the
+# prediction. At this damping its error was measured as up to 1 %.
 _LEAST_DAMPING = 100.0
 
 
@@ -36,11 +36,9 @@ class Eigenbasis(eqx.Module):
 
     The step of a filter $g$ changes outputs with the Jacobian $\phi_*$ by
     $-B\,(g(w)\,c)$, where $B = \phi_*\phi^\top U$ and $c = U^\top r$, or $B = \phi_* V$
-    and $c = V^\top\phi^\top r$.
-
-    Singular values of the Jacobian give both $U$ and $V$, and small eigenvalues
-    accurately. They are used where the Jacobian fits into the memory budget and they do
-    not take too long.
+    and $c = V^\top\phi^\top r$. Singular values of the Jacobian give $V$, and small
+    eigenvalues more accurately. They are used if the Jacobian fits into the memory budget
+    and they do not take too long.
 
     - `coefficients`: $c$.
     - `squares`: $(U^\top r)^2$.
@@ -60,20 +58,20 @@ class Eigenbasis(eqx.Module):
 
     @staticmethod
     def fits(jacobian: AbstractJacobian) -> bool:
-        """Whether the matrix stays within the memory budget."""
+        """Whether the smaller of kernel and curvature fits into the memory budget."""
         smaller = min(jacobian.shape)
         return smaller**2 * jacobian.domain.dtype.itemsize <= jacobian.memory_budget
 
     @staticmethod
     def of(problem: Quadratic) -> "Eigenbasis":
         m, p = problem.jacobian.shape
-        if _are_worth_it(problem.jacobian.cost()):
+        if _singular_values_pay(problem.jacobian.cost()):
             return _by_singular_values(problem)
         return _by_kernel(problem) if m <= p else _by_curvature(problem)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
-        """-g(w) c. Eigenvalues that are rounding are left out where the filter would
-        tell them from zero, as gradient flow to its end does."""
+        """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
+        would not treat them like zero, as is so for gradient flow of infinite time."""
         w = self.eigenvalues
         g = filter(jnp.concatenate([_NEXT_TO_ZERO * self.rounding[None], w]))
         same_as_zero = g[0] * self.rounding <= 1
@@ -81,16 +79,16 @@ class Eigenbasis(eqx.Module):
 
     @property
     def cutoff(self) -> Scalar:
-        """Eigenvalues up to this are rounding."""
+        """The largest eigenvalue that may be only rounding."""
         return self.eigenvalues.size * self.rounding
 
     @property
     def least_damping(self) -> Scalar:
-        """With less of it rounding decides what is predicted."""
+        """The least damping at which rounding does not dominate the prediction."""
         return _LEAST_DAMPING * self.rounding
 
     def seen_from(self, other: AbstractJacobian) -> Float[Array, "n k"]:
-        """B."""
+        """Return B for the outputs of another Jacobian."""
         if self.on_outputs:
             return matmul(other.gram_with(self.jacobian), self.vectors)
         if other.cost().rows_fit:
@@ -102,8 +100,8 @@ class Eigenbasis(eqx.Module):
     def variance(
         self, other: AbstractJacobian, seen: Float[Array, "n k"], damping: Scalar
     ) -> Float[Array, " n"]:
-        r"""$\lambda\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top$, its diagonal,
-        given B."""
+        r"""Return the diagonal of
+        $\lambda\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top$; `seen` is B."""
         w = self.eigenvalues
         if self.on_outputs:
             gained = jnp.sum(seen**2 / (w + damping)[None], axis=1)
@@ -119,7 +117,8 @@ class Eigenbasis(eqx.Module):
         return left + jnp.maximum(unseen, 0)
 
     def inverse_norm(self, vector: PyTree[Array], damping: Scalar) -> Scalar:
-        r"""$\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for parameters g."""
+        r"""Return $\lambda\,g^\top(\phi^\top\phi + \lambda I)^{-1} g$ for a `vector` $g$
+        like the parameters."""
         flat, _ = ravel_pytree(vector)
         w = self.eigenvalues
         if self.on_outputs:
@@ -132,13 +131,13 @@ class Eigenbasis(eqx.Module):
         return jnp.maximum(_squared_norm(flat, w.dtype) - inside, 0)
 
     def misfit(self, damping: Scalar) -> Scalar:
-        r"""$r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
+        r"""Return $r^\top(\phi\phi^\top + \lambda I)^{-1} r$."""
         inside = jnp.sum(self.squares / (self.eigenvalues + damping))
         return self.outside / damping + inside
 
 
-def _are_worth_it(cost: Cost) -> bool:
-    """Whether singular values are worth their time; not if they do not fit."""
+def _singular_values_pay(cost: Cost) -> bool:
+    """Whether singular values fit into memory and are worth their time."""
     m, p = cost.shape
     few, many = sorted(cost.shape)
     first = 4.0 * many * float(few) ** 2 * _ORTHOGONALISED
@@ -191,7 +190,7 @@ def _by_curvature(problem: Quadratic) -> Eigenbasis:
     rounding = jnp.finfo(w.dtype).eps * w[-1]
     gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
     coefficients = matmul(v.T, gradient).astype(w.dtype)
-    # What of the residual is along an eigenvalue that is rounding counts as outside.
+    # Components along eigenvalues that are only rounding count as outside.
     known = w > w.size * rounding
     inside = jnp.where(known, coefficients / jnp.where(known, w, 1), 0)
     reached = jacobian.push_forward(unravel(matmul(v, inside)))

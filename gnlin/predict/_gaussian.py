@@ -1,4 +1,4 @@
-"""A normal distribution of each output by itself."""
+"""Normal distributions of the outputs."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from .._common._checks import check_finite_nonnegative, check_fraction, check_sc
 
 
 class Gaussian(NamedTuple):
-    """A normal distribution of each output by itself.
+    """A normal distribution of each output, without their correlations.
 
     - `mean`, `variance`: in the structure of the outputs.
     """
@@ -26,8 +26,8 @@ class Gaussian(NamedTuple):
     def interval(
         self, confidence: float = 0.95, noise: ScalarLike = 0.0
     ) -> tuple[PyTree[Array], PyTree[Array]]:
-        """(low, high), about the mean. With the standard deviation of the noise it is the
-        interval of a new measurement."""
+        """Return the ends `(low, high)` of a central interval about the mean. With the
+        standard deviation of the `noise` it is the interval of a new measurement."""
         check_fraction("confidence", confidence)
         check_scalar("noise", noise)
         check_finite_nonnegative("noise", noise)

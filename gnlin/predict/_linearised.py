@@ -1,4 +1,4 @@
-"""A model linearised on its training data, and on whatever else it is asked about."""
+"""A model linearised on its training data and on other inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +21,13 @@ from ..losses._base import check_loss
 
 
 class LinearisedModel(eqx.Module):
-    """- `train`: its linearisation on the training inputs.
+    """A linearised model with its training data.
+
+    - `train`: the linearisation on the training inputs.
     - `objective`: the loss on the training data.
     - `from_zero`: whether the outputs at the linearisation point count as zero.
-    - `about`: parameters that the prior is about, if not those linearised at. With
-        squared error the linearised model starts there.
+    - `about`: the mean of the prior, if it is not the linearisation point. With squared
+        error the linearised model starts there.
     """
 
     network: Network
@@ -63,7 +65,7 @@ class LinearisedModel(eqx.Module):
         )
 
     def on(self, inputs: PyTree | None) -> Linearisation:
-        """On other inputs; `None` for those of training."""
+        """Linearise on other inputs; `None` for the training inputs."""
         if inputs is None:
             return self.train
         start = self.about if self.loss.is_quadratic else None
@@ -71,7 +73,7 @@ class LinearisedModel(eqx.Module):
         return _linearise(self.network, self.train.point, as_inputs(inputs), *fixed)
 
     def on_data(self, data: Any) -> tuple[Linearisation, BatchLoss]:
-        """On other data, and their loss."""
+        """Linearise on the inputs of other data; also return their loss."""
         batch = as_batch(data)
         on = self.on(batch[0])
         outputs = Structure.of(on.outputs).tree
@@ -80,7 +82,7 @@ class LinearisedModel(eqx.Module):
 
 
 def check_finite(numbers: PyTree[Array]) -> None:
-    """What predictions are made of, where it is known."""
+    """Raise if some of the numbers are not finite, unless they are traced."""
     finite = _tree.all_finite(numbers)
     if not isinstance(finite, Tracer) and not finite:
         raise ValueError(
@@ -96,7 +98,7 @@ def _parameters_of(
     if not eqx.tree_equal(*(jax.tree.map(jnp.shape, x) for x in (parameters, like))):
         raise ValueError(
             "`about` must be a model of the same structure and shapes as `model`, such "
-            "as the one that it was trained from."
+            "as `model` before training."
         )
     return parameters
 

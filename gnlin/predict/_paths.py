@@ -39,10 +39,10 @@ from ._linearised import check_finite, LinearisedModel
 
 
 _NO_LIMIT = (
-    "No minimum was found that training converges to, such as of classes that can be "
-    "separated: ask for a finite number, or add `damping`."
+    "Training converges to no minimum that was found, as with separable classes: pass a "
+    "finite number, or add `damping`."
 )
-# How a problem of many steps is set up does not depend on how many.
+# A placeholder for the number of steps, on which the setup does not depend.
 _SOME_STEPS = 10_000
 
 
@@ -59,37 +59,38 @@ def gradient_descent(
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "Descent":
-    r"""Gradient descent on a linearised model, by the full batch: its outputs after any
-    number of steps.
+    r"""Train a linearised model by full-batch gradient descent, and predict its outputs
+    after any number of steps.
 
-    For squared error they are those of a filter of the kernel,
+    For squared error the outputs after $K$ steps are
 
     $$f_K(x) = f(x) - \Theta(x, X)\,U g_K(w)\,U^\top (f(X) - Y),$$
 
-    [`gnlin.filters.GradientDescent`][] or one with momentum: one factorisation, here, and
-    all numbers of steps after it, infinity too. With another loss the steps are taken,
-    from each number to the next.
+    with the filter $g_K$ of [`gnlin.filters.GradientDescent`][] or one with momentum.
+    This function factorises once; then any number of steps, even infinity, costs a
+    product. With another loss the steps are made one by one.
 
     **Arguments:**
 
-    - `model`: of one example's input, as for [`gnlin.solve`][].
-    - `data`: `(inputs, targets)`, or with weights of the examples `(inputs, targets,
-        weights)`, trained on.
+    - `model`: a model of one example's input, as for [`gnlin.solve`][].
+    - `data`: the training data, `(inputs, targets)`, or with weights of the examples
+        `(inputs, targets, weights)`.
     - `learning_rate`: $\eta$, for the loss as reduced (by default the sum over examples).
-    - `momentum`, `nesterov`: heavy ball, or Nesterov's, as `optax.sgd` has them.
-    - `damping`: $\lambda$ of $\frac\lambda2\lVert\theta - \theta_0\rVert^2$, added to the
-        loss.
-    - `loss`: of one example.
-    - `from_zero`: take the model's own outputs for zero, and have a regression with its
-        kernel alone: the mean over initialisations that are centred; of a trained model
-        the regression with its *after-kernel*.
-    - `filter_spec`: which parameters are trained, as for [`gnlin.solve`][].
-    - `memory_budget`: bytes that the largest matrix may take; where the smaller of
-        kernel and curvature takes more, steps are taken with squared error too.
+    - `momentum`, `nesterov`: the momentum, of heavy ball or of Nesterov, as in
+        `optax.sgd`.
+    - `damping`: $\lambda$ of $\frac\lambda2\lVert\theta - \theta_0\rVert^2$, which is
+        added to the loss.
+    - `loss`: the loss of one example.
+    - `from_zero`: whether to replace the model's own outputs by zero. The prediction is
+        then a regression with the model's kernel alone: the mean over centred
+        initialisations, or, for a trained model, regression with the *after-kernel*.
+    - `filter_spec`: the parameters to train, as for [`gnlin.solve`][].
+    - `memory_budget`: the maximum bytes of a matrix. If the smaller of kernel and
+        curvature takes more, steps are made one by one with squared error too.
 
     **Returns:** a [`gnlin.predict.Descent`][].
 
-    **Raises:** `ValueError` if the data or a hyperparameter cannot be meant, if anything
+    **Raises:** `ValueError` if the data or a hyperparameter makes no sense, if anything
     is not finite, or if the descent diverges.
 
     !!! example
@@ -109,13 +110,13 @@ def gradient_descent(
     check_flag("nesterov", nesterov)
     check_scalar("learning_rate", learning_rate)
     check_scalar("momentum", momentum)
-    kind: Any = Nesterov if nesterov else HeavyBall
-    plain = isinstance(momentum, int | float) and momentum == 0 and not nesterov
     steps: AbstractFilter
-    if plain:
+    if nesterov:
+        steps = Nesterov(_SOME_STEPS, learning_rate, momentum)
+    elif isinstance(momentum, int | float) and momentum == 0:
         steps = GradientDescent(_SOME_STEPS, learning_rate)
     else:
-        steps = kind(_SOME_STEPS, learning_rate, momentum)
+        steps = HeavyBall(_SOME_STEPS, learning_rate, momentum)
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero
     )
@@ -132,14 +133,16 @@ def gradient_flow(
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "Flow":
-    r"""Gradient flow on a linearised model: its outputs after any time,
+    r"""Train a linearised model by gradient flow, and predict its outputs after any time.
 
-    $$f_T(x) = f(x) - \Theta(x, X)\,U\,\tfrac{1 - e^{-wT}}{w}\,U^\top (f(X) - Y)$$
+    Gradient flow is the limit of gradient descent for small steps, with $T = \eta K$. For
+    squared error the outputs after a time $T$ are
 
-    for squared error; for another loss by a stabilised method for the differential
-    equation. It is what many very small steps do, with $T = \eta K$.
+    $$f_T(x) = f(x) - \Theta(x, X)\,U\,\tfrac{1 - e^{-wT}}{w}\,U^\top (f(X) - Y).$$
 
-    **Arguments:** those of [`gnlin.predict.gradient_descent`][].
+    With another loss a stabilised method solves the differential equation.
+
+    **Arguments:** as in [`gnlin.predict.gradient_descent`][].
 
     **Returns:** a [`gnlin.predict.Flow`][].
 
@@ -163,7 +166,7 @@ def gradient_flow(
 
 
 class AbstractPath(eqx.Module):
-    """A linearised model, trained for as long as is asked."""
+    """A linearised model that can be trained for any number of steps, or any time."""
 
     _linearised: LinearisedModel = eqx.field(repr=False)
     _way: Eigenbasis | OnSpace = eqx.field(repr=False)
@@ -174,11 +177,11 @@ class AbstractPath(eqx.Module):
 
     @abc.abstractmethod
     def _for(self, filter: AbstractFilter, amount: ScalarLike) -> AbstractFilter:
-        """The filter of so many steps, or of such a time."""
+        """Return the filter for this number of steps, or this time."""
 
     @abc.abstractmethod
     def _failed(self, amount: str) -> str:
-        """Why there is no number after so many steps, or such a time: not infinity."""
+        """Return the error for outputs that are not finite after a finite `amount`."""
 
     def _filter_of(self, amount: ScalarLike) -> AbstractFilter:
         if isinstance(self._filter, Damped):
@@ -186,7 +189,7 @@ class AbstractPath(eqx.Module):
         return self._for(self._filter, amount)
 
     def _outputs(self, on: Linearisation, amounts: np.ndarray) -> PyTree[Array]:
-        """With a leading axis, if `amounts` have one."""
+        """Return the outputs, with a leading axis if `amounts` have one."""
         check_finite(on.outputs)
         changes = _changes(self, on, amounts.ravel())
         finite = isinstance(changes, Tracer) or bool(jnp.all(jnp.isfinite(changes)))
@@ -218,23 +221,22 @@ class Descent(AbstractPath):
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, steps: ArrayLike | list = math.inf
     ) -> PyTree[Array]:
-        """The outputs.
+        """Return the outputs after some numbers of steps.
 
         **Arguments:**
 
-        - `inputs`: n of them, with a leading axis; `None` for those of training.
-        - `steps`: how many; several, along a new leading axis; `math.inf` for where the
-            steps converge to.
+        - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
+        - `steps`: the number of steps, or a list of numbers; `math.inf` for the limit.
 
         **Returns:** an array of the shape `(n, ...)`, or `(len(steps), n, ...)`.
 
-        **Raises:** `ValueError` if `steps` are not whole and at least 0, or if they
-        diverge.
+        **Raises:** `ValueError` if `steps` are not whole numbers of at least 0, or if the
+        descent diverges.
         """
         return self._outputs(self._linearised.on(inputs), _amounts("steps", steps))
 
     def loss(self, steps: ArrayLike | list = math.inf, data: Any = None) -> Array:
-        """The loss after so many steps, on the training data or on others."""
+        """Return the loss after some numbers of steps, on the training or other data."""
         return self._loss(data, _amounts("steps", steps))
 
     def _for(self, filter, amount):
@@ -242,8 +244,8 @@ class Descent(AbstractPath):
 
     def _failed(self, amount):
         return (
-            f"Gradient descent has diverged by step {amount}: lower the learning rate, "
-            "or add `damping`."
+            f"Gradient descent diverged by step {amount}: lower the learning rate, or "
+            "add `damping`."
         )
 
 
@@ -254,13 +256,12 @@ class Flow(AbstractPath):
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, times: ArrayLike | list = math.inf
     ) -> PyTree[Array]:
-        """The outputs.
+        """Return the outputs after some times.
 
         **Arguments:**
 
-        - `inputs`: n of them, with a leading axis; `None` for those of training.
-        - `times`: how long; several, along a new leading axis; `math.inf` for where the
-            flow ends.
+        - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
+        - `times`: the time, or a list of times; `math.inf` for the limit.
 
         **Returns:** an array of the shape `(n, ...)`, or `(len(times), n, ...)`.
 
@@ -269,7 +270,7 @@ class Flow(AbstractPath):
         return self._outputs(self._linearised.on(inputs), _amounts("times", times))
 
     def loss(self, times: ArrayLike | list = math.inf, data: Any = None) -> Array:
-        """The loss after such times, on the training data or on others."""
+        """Return the loss after some times, on the training or other data."""
         return self._loss(data, _amounts("times", times))
 
     def _for(self, filter, amount):
@@ -277,15 +278,15 @@ class Flow(AbstractPath):
 
     def _failed(self, amount):
         return (
-            f"Gradient flow could not be followed to the time {amount}: ask for shorter "
-            "ones, for `math.inf`, or add `damping`."
+            f"Gradient flow could not be solved up to the time {amount}: pass shorter "
+            "times or `math.inf`, or add `damping`."
         )
 
 
 def _way(
     linearised: LinearisedModel, filter: AbstractFilter, damping: ScalarLike
 ) -> tuple[Eigenbasis | OnSpace, AbstractFilter]:
-    """How it is trained, set up; and the filter, damped."""
+    """Return the way to train, set up, and the filter with its damping."""
     check_scalar("damping", damping)
     check_finite_nonnegative("damping", damping)
     undamped = isinstance(damping, int | float) and damping == 0
@@ -313,7 +314,7 @@ def _set_up(linearised: LinearisedModel, filter: AbstractFilter) -> Eigenbasis |
 def _changes(
     path: AbstractPath, on: Linearisation, amounts: Float[np.ndarray, " s"]
 ) -> Float[Array, "s n"]:
-    """By how much the outputs have changed after each of some amounts, flat."""
+    """Return the changes of the flat outputs after each number of steps, or time."""
     if isinstance(path._way, Eigenbasis):
         return _in_closed_form(path, on, jnp.asarray(amounts, float))
     distinct, where = np.unique(amounts, return_inverse=True)
@@ -376,8 +377,8 @@ def _amounts(name: str, given: Any) -> np.ndarray:
     wrong = f"`{name}` must be {what}, or `math.inf`, but {given!r} was given."
     if is_traced(given):
         raise ValueError(
-            f"`{name}` must be known when the program is made: call the predictor with "
-            "numbers, all at once."
+            f"`{name}` must be known when the program is compiled: pass numbers instead "
+            "of traced values."
         )
     try:
         amounts = np.asarray(given, float)
@@ -392,7 +393,7 @@ def _amounts(name: str, given: Any) -> np.ndarray:
 
 
 def _check_convergence(largest: Scalar, filter: Any, damping: Any) -> None:
-    """Of squared error, by the largest eigenvalue, where the numbers are known."""
+    """Raise if gradient descent on squared error diverges, unless numbers are traced."""
     if isinstance(filter, GradientFlow) or is_traced((largest, filter, damping)):
         return
     curvature = float(largest) + float(damping)

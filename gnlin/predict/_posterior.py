@@ -1,4 +1,4 @@
-"""What is known of a linearised model's outputs: mean, variance, and evidence."""
+"""The posterior of a linearised model's outputs, and the evidence."""
 
 import dataclasses
 import math
@@ -23,12 +23,13 @@ from ._gaussian import Gaussian
 from ._linearised import check_finite, LinearisedModel
 
 
-# The damping of most evidence is looked for among so many at a time, in so many rounds,
-# over so many decades around the eigenvalues.
+# The search for the damping of most evidence: points of a grid, the number of its
+# refinements, and its upper end as a multiple of the largest eigenvalue.
 _TRIED, _ROUNDS, _BEYOND = 65, 5, 1e4
-# No output is off by more than this many of its standard deviations where the model is
-# that many from the minimum. Trained with its prior a model was 1e-5 away, and 0.2 after
-# the prior was tuned; trained without it 3 to 40 (150 points, 522 parameters).
+# A prediction warns if the model is farther from the minimum, in standard deviations of
+# the posterior; no output is off by more of its own. Measured on 150 points and 522
+# parameters: 1e-5 if trained with the prior, 0.2 after the prior was tuned, 3 to 40 if
+# trained without it.
 _AT_MINIMUM = 1.0
 
 
@@ -44,47 +45,47 @@ def posterior(
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
 ) -> "Posterior":
-    r"""The posterior of a linearised model's outputs, given data (linearised Laplace).
+    r"""Compute the posterior of a linearised model's outputs, given data (linearised
+    Laplace).
 
-    With normal parameters of standard deviation $s$ about those of the model, and normal
+    With a normal prior of standard deviation $s$ about the model's parameters, and normal
     noise of standard deviation $\sigma$, the linearised model is a Gaussian process with
-    the kernel $s^2\Theta$, and on inputs x
+    the kernel $s^2\Theta$. On inputs x its mean and variance are
 
     $$\mu = f(x) - \Theta(x, X)(\Theta + \lambda I)^{-1}(f(X) - Y), \qquad
     v = s^2\bigl(\Theta(x, x) - \Theta(x, X)(\Theta + \lambda I)^{-1}\Theta(X, x)\bigr),$$
 
-    with $\lambda = \sigma^2/s^2$: the damping that finds this mean. It is exact, by one
-    factorisation: singular values of the Jacobian where they fit and are cheap enough,
-    or eigenvalues of the kernel or of the curvature, whichever is smaller.
+    where $\lambda = \sigma^2/s^2$ is the damping that finds this mean. They are exact, by
+    one factorisation: singular values of the Jacobian if they fit into memory and are
+    cheap enough, or eigenvalues of the smaller of kernel and curvature.
 
-    With another loss it is Laplace's approximation about the model, which is to be
-    trained: the mean is the model's output, and $\Theta$ is weighted by the loss's second
-    derivative. It holds where the model is at the minimum of loss plus prior, so train it
-    with the prior, as a group of residuals (below). The prior is about zero unless
-    `about` says otherwise.
+    With another loss this is Laplace's approximation about a trained model: the mean is
+    the model's output, and $\Theta$ is weighted by the loss's second derivative. It holds
+    at the minimum of loss plus prior, so train the model with the prior, as a group of
+    residuals (see below). The prior is about zero, unless `about` is given.
 
     **Arguments:**
 
-    - `model`: of one example's input, as for [`gnlin.solve`][].
-    - `data`: `(inputs, targets)`, or with weights of the examples, which are inverse
-        variances in units of the noise's.
-    - `noise`: $\sigma$, in units of the targets; of squared error only, and needed there.
+    - `model`: a model of one example's input, as for [`gnlin.solve`][].
+    - `data`: `(inputs, targets)`, or `(inputs, targets, weights)` with weights of the
+        examples, which are inverse variances in units of the noise's.
+    - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
     - `prior`: $s$, in units of the parameters.
-    - `about`: a model whose parameters the prior is about, if not those of `model`: of a
-        trained one the one that it was trained from. A prior about parameters that know
-        the data already would count them twice.
-    - `loss`: of one example; its sum over the examples is the negative log-likelihood,
-        whatever its `reduction`.
-    - `from_zero`: take the model's own outputs for zero: a Gaussian process with the
-        tangent kernel, and nothing of the initialisation in its mean.
-    - `filter_spec`: which parameters are uncertain, as for [`gnlin.solve`][].
-    - `memory_budget`: bytes that the largest matrix may take.
+    - `about`: a model whose parameters are the prior's mean, if it is not `model`. For a
+        trained `model`, pass the model before training: a prior about parameters that
+        were fitted to the data would count the data twice.
+    - `loss`: the loss of one example. Its sum over the examples is the negative
+        log-likelihood, whatever its `reduction`.
+    - `from_zero`: whether to replace the model's own outputs by zero. The result is a
+        Gaussian process with the tangent kernel, independent of the initial outputs.
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][].
+    - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.Posterior`][].
 
-    **Raises:** `ValueError` if the data or an argument cannot be meant, if anything is
-    not finite, or if the matrix does not fit into the memory budget.
+    **Raises:** `ValueError` if the data or an argument makes no sense, if anything is not
+    finite, or if the matrix does not fit into the memory budget.
 
     !!! example
 
@@ -127,7 +128,7 @@ def posterior(
         if noise is None:
             raise ValueError(
                 "Squared error needs `noise`, the targets' standard deviation about the "
-                "model: pass a guess, and `.tuned()` finds the one of most evidence."
+                "model: pass a guess, which `.tuned()` can improve."
             )
         _check_deviation("noise", noise)
     elif noise is not None:
@@ -136,11 +137,11 @@ def posterior(
         raise ValueError("`from_zero` is for squared error only: leave it out.")
     if about is not None and from_zero:
         raise ValueError(
-            "With `from_zero` the outputs at the start are zero, whatever the prior is "
-            "`about`: leave one of them out."
+            "With `from_zero` the outputs at the start are zero and `about` has no "
+            "effect: leave one of them out."
         )
     _check_deviation("prior", prior)
-    # A likelihood is of all examples, whichever way the loss was reduced in training.
+    # The likelihood sums over all examples, however the loss was reduced in training.
     loss = dataclasses.replace(loss, reduction="sum")
     linearised = LinearisedModel.of(
         model, data, loss, filter_spec, memory_budget, from_zero, about
@@ -159,18 +160,17 @@ def posterior(
 
 
 class Posterior(eqx.Module):
-    """Of a linearised model's outputs; made by [`gnlin.predict.posterior`][].
+    """The posterior of a linearised model's outputs, from [`gnlin.predict.posterior`][].
 
     **Attributes:**
 
-    - `noise`, `prior`: the standard deviations; the noise is 1 where the loss is not
-        squared error.
+    - `noise`, `prior`: the standard deviations. The noise is 1 if the loss is not squared
+        error.
     """
 
     _linearised: LinearisedModel = eqx.field(repr=False)
     _basis: Eigenbasis = eqx.field(repr=False)
-    # The loss's gradient, where the model is to be at a minimum
-    _slope: PyTree[Array] = eqx.field(repr=False)
+    _slope: PyTree[Array] = eqx.field(repr=False)  # the gradient of the loss
     noise: Scalar
     prior: Scalar
 
@@ -179,50 +179,48 @@ class Posterior(eqx.Module):
 
     @property
     def damping(self) -> Scalar:
-        r"""$\lambda = \sigma^2/s^2$."""
+        r"""The damping $\lambda = \sigma^2/s^2$."""
         return (self.noise / self.prior) ** 2
 
     def __call__(self, inputs: PyTree[ArrayLike] | None = None) -> Gaussian:
-        """Mean and variance of the outputs, without noise, on n inputs with a leading
-        axis; `None` for those of training.
+        """Return the mean and variance of the outputs, without noise, on n inputs with a
+        leading axis; `None` for the training inputs.
 
-        It warns if the noise is so small beside the prior that rounding decides the mean;
-        and, if the loss is not squared error, if the model is not at the minimum of loss
-        plus prior, to one standard deviation of the posterior."""
+        This warns if the noise is so small compared to the prior that rounding dominates
+        the mean. For losses other than squared error it warns if the model is more than
+        one standard deviation of the posterior from the minimum of loss plus prior."""
         _warn_of_rounding(self)
         _warn_of_slope(self, stacklevel=3)
         return _predicted(self, inputs)
 
     def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
-        r"""Of classes, on n inputs: $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$, or the
-        sigmoid where the loss has one.
+        r"""Return the probabilities of classes on n inputs,
+        $\mathrm{softmax}(\mu / \sqrt{1 + \pi v/8})$, or the sigmoid if the loss has one.
 
-        **Raises:** `ValueError` for a loss that is not of classes.
+        **Raises:** `ValueError` if the loss is not one of classes.
 
         ??? cite "Reference"
 
             D. MacKay, *The Evidence Framework Applied to Classification Networks*, Neural
-            Computation 4 (1992), equation 11; of several classes: Z. Lu, E. Ie and F.
+            Computation 4 (1992), equation 11; for several classes: Z. Lu, E. Ie and F.
             Sha, *Mean-Field Approximation to Gaussian-Softmax Integral* (2020).
         """
         loss = self._linearised.loss
         if not isinstance(loss, SoftmaxCrossEntropy | SigmoidCrossEntropy):
             raise ValueError(
-                "Probabilities are of classes, as with `gnlin.SoftmaxCrossEntropy()`, "
-                f"and the loss is {type(loss).__name__}: take mean and variance."
+                "`probabilities` needs a loss of classes, such as "
+                f"`gnlin.SoftmaxCrossEntropy()`, but the loss is {type(loss).__name__}: "
+                "use mean and variance instead."
             )
-        squash = (
-            jax.nn.softmax if isinstance(loss, SoftmaxCrossEntropy) else jax.nn.sigmoid
-        )
-        mean, variance = self(inputs)
-        return jax.tree.map(
-            lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v)), mean, variance
-        )
+        of_classes = isinstance(loss, SoftmaxCrossEntropy)
+        squash = jax.nn.softmax if of_classes else jax.nn.sigmoid
+        moderated = lambda m, v: squash(m / jnp.sqrt(1 + math.pi / 8 * v))
+        return jax.tree.map(moderated, *self(inputs))
 
     def at(
         self, *, noise: ScalarLike | None = None, prior: ScalarLike | None = None
     ) -> "Posterior":
-        """The same with another noise or prior: nothing is factorised again.
+        """Return the posterior with another noise or prior, without factorising again.
 
         !!! example
 
@@ -248,14 +246,14 @@ class Posterior(eqx.Module):
         return eqx.tree_at(lambda p: (p.noise, p.prior), self, tuple(new))
 
     def log_evidence(self) -> Scalar:
-        r"""The logarithm of the marginal likelihood, $\log p(Y \mid \sigma, s)$, from the
-        eigenvalues alone: another noise or prior costs next to nothing, and so does its
-        derivative.
+        r"""Return the logarithm of the marginal likelihood, $\log p(Y \mid \sigma, s)$.
+        It needs the eigenvalues only, so it is cheap for another noise or prior, and so
+        is its derivative.
 
-        For squared error $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
-        \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss
+        For squared error it is $-\frac12 r^\top(s^2\Theta + \sigma^2 I)^{-1} r -
+        \frac12\log\det 2\pi(s^2\Theta + \sigma^2 I)$; with another loss it is
         $-L - \frac{1}{2s^2}\lVert\theta\rVert^2 - \frac12\log\det(I + s^2\Theta)$,
-        with $\theta$ taken from what the prior is about.
+        with $\theta$ relative to the mean of the prior.
 
         ??? cite "Reference"
 
@@ -278,13 +276,13 @@ class Posterior(eqx.Module):
         return -0.5 * (misfit / scale + log_det + m * math.log(2 * math.pi))
 
     def _moved(self) -> PyTree[Array]:
-        """The parameters, from what the prior is about."""
+        """Return the parameters relative to the mean of the prior."""
         point, about = self._linearised.train.point, self._linearised.about
         return point if about is None else _tree.axpy(-1, about, point)
 
     def _counted(self) -> tuple[Scalar, Scalar]:
-        """How many targets count, and the sum of their weights' logarithms: a weight is
-        an inverse variance, of which the noise is the unit."""
+        """Return the number of targets of positive weight, and the sum of the logarithms
+        of their weights, which are inverse variances in units of the noise's."""
         linearised, dtype = self._linearised, self._basis.eigenvalues.dtype
         m, weights = linearised.train.shape[0], linearised.objective.weights
         if weights is None:
@@ -295,19 +293,19 @@ class Posterior(eqx.Module):
         return of_each * jnp.sum(counts).astype(dtype), of_each * jnp.sum(logs)
 
     def tuned(self) -> "Posterior":
-        """With the noise and the prior of most evidence; of a loss that is not squared
-        error the prior alone.
+        """Return the posterior with the noise and prior of most evidence; for losses
+        other than squared error, with the prior of most evidence.
 
         For each damping the best scale of both is known,
-        $s^2 = r^\\top(\\Theta + \\lambda I)^{-1} r / m$; the damping is looked for on a
-        grid, and on a finer one about its best.
+        $s^2 = r^\\top(\\Theta + \\lambda I)^{-1} r / m$. The damping is found on a grid
+        that is refined about its best point.
 
-        Of a loss that is not squared error the model is at a minimum for another prior
-        than the tuned one: it warns if that is too far, as a prediction does. Train
-        again with the tuned prior, and compare the evidence of both.
+        For losses other than squared error the model was trained with another prior than
+        the tuned one. This warns, as a prediction does, if the model is then too far from
+        the minimum: train again with the tuned prior, and compare the evidence of both.
         """
         tuned = _tuned(self)
-        _warn_of_slope(tuned, stacklevel=4)  # of a method that Equinox wraps
+        _warn_of_slope(tuned, stacklevel=4)  # one more level: Equinox wraps the method
         return tuned
 
     @property
@@ -315,7 +313,7 @@ class Posterior(eqx.Module):
         return self._linearised.objective.is_quadratic
 
     def _scaled(self) -> "Posterior":
-        """At this damping, with the scale of most evidence."""
+        """Return the posterior with the same damping and the scale of most evidence."""
         if not self._is_quadratic:
             return self
         scale = jnp.sqrt(self._basis.misfit(self.damping) / self._counted()[0])
@@ -334,7 +332,7 @@ def _check_deviation(name: str, value: ScalarLike) -> None:
 
 
 def _warn_of_rounding(posterior: Posterior) -> None:
-    """Where the numbers are known."""
+    """Warn if rounding dominates the mean, unless the numbers are traced."""
     damping, least = posterior.damping, posterior._basis.least_damping
     if is_traced((damping, least)) or not posterior._is_quadratic or damping >= least:
         return
@@ -348,7 +346,7 @@ def _warn_of_rounding(posterior: Posterior) -> None:
 
 
 def _warn_of_slope(posterior: Posterior, stacklevel: int) -> None:
-    """Where the numbers are known."""
+    """Warn if the model is not at the minimum, unless the numbers are traced."""
     if posterior._is_quadratic or is_traced(posterior):
         return
     distance = float(_distance(posterior))
@@ -364,9 +362,9 @@ def _warn_of_slope(posterior: Posterior, stacklevel: int) -> None:
 
 @eqx.filter_jit
 def _distance(posterior: Posterior) -> Scalar:
-    r"""$\sqrt{g^\top H^{-1} g}$ with the gradient and the curvature of loss plus prior:
-    how far a Newton step leads, in standard deviations of the posterior. No output moves
-    by more of its own."""
+    r"""Return the length of a Newton step in standard deviations of the posterior,
+    $\sqrt{g^\top H^{-1} g}$ with the gradient and curvature of loss plus prior. No output
+    moves by more of its own standard deviations."""
     scale = posterior.prior**2
     slope = _tree.axpy(1 / scale, posterior._moved(), posterior._slope)
     return jnp.sqrt(scale * posterior._basis.inverse_norm(slope, 1 / scale))

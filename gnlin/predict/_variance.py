@@ -1,5 +1,5 @@
-"""What a fit knows: the covariance of its parameters, from singular values, and the
-variance of a linearised model's predictions."""
+"""The covariance of a fit's parameters, from singular values, and the variance of a
+linearised model's predictions."""
 
 from typing import NamedTuple
 
@@ -13,18 +13,19 @@ from .._linear_algebra import _small_svd
 from .._linearisation._linearisation import check_same_parameters, Linearisation
 
 
-# A parameter is not determined that has this part, or more, in a direction that leaves
-# the residuals as they are, and a part of less than rounding's root in no such.
+# A parameter is undetermined if more than this part of it lies in directions that do not
+# change the residuals. Rounding is less, about the root of eps.
 _PART = 1e-6
 
 
 class Covariance(NamedTuple):
-    """Of k parameters, in units of the residuals' variance.
+    """The covariance of k parameters, in units of the residuals' variance.
 
-    - `factor`: $V S^{-1}$, of which $F F^\\top$ is the covariance.
-    - `rank`: of the Jacobian, how many are.
-    - `determined`: whether the residuals say anything of each.
-    - `directions`: along which they stay as they are, a row each; else zero.
+    - `factor`: $F = V S^{-1}$, where $F F^\\top$ is the covariance.
+    - `rank`: the rank of the Jacobian.
+    - `determined`: whether the residuals determine each parameter.
+    - `directions`: the directions that do not change the residuals, one in a row; the
+        other rows are zero.
     """
 
     factor: Float[Array, "k k"]
@@ -33,7 +34,8 @@ class Covariance(NamedTuple):
     directions: Float[Array, "k k"]
 
     def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
-        """Infinite on the diagonal for what is not determined, and NaN beside it."""
+        """Return the covariance. For undetermined parameters it is infinite on the
+        diagonal and NaN elsewhere."""
         known = variance * matmul(self.factor, self.factor.T)
         both = self.determined[:, None] & self.determined[None, :]
         unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
@@ -45,20 +47,19 @@ def covariance(
     free: Bool[Array, " k"],
     seen: Bool[Array, " k"] | None = None,
 ) -> Covariance:
-    r"""$(J^\top J)^{-1}$ of the free parameters, by $J = U S V^\top$: no matrix is
-    inverted, nor squared.
+    r"""Compute $(J^\top J)^{-1}$ of the free parameters from the singular values
+    $J = U S V^\top$, without forming $J^\top J$.
 
-    The columns are scaled to length 1 first, so that neither the answer nor what counts
-    as zero depends on the parameters' units. A column that is only rounding would be
-    scaled to length 1, too: `seen` says which are more than that, and the parameters of
-    the others are not determined. All is NaN where an entry of the Jacobian is not
-    finite.
+    The columns are first scaled to length 1, so that neither the result nor the threshold
+    for zero depends on the parameters' units. This would scale up a column that is only
+    rounding: `seen` is false for such columns, and their parameters are undetermined. The
+    result is NaN if an entry of the Jacobian is not finite.
     """
     m, k = jacobian.shape
     finite = jnp.all(jnp.isfinite(jacobian))
     used = free if seen is None else free & seen
     jacobian = jnp.where(used[None] & finite, jacobian, 0)
-    if m < k:  # All right singular vectors are wanted.
+    if m < k:  # Pad, to get all k right singular vectors.
         jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
     norms = jax.lax.stop_gradient(jnp.linalg.norm(jacobian, axis=0))
     units = jnp.where(norms > 0, norms, 1)
@@ -77,8 +78,8 @@ def covariance(
 def _inverse_factor(
     matrix: Float[Array, "m k"],
 ) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
-    r"""$V S^{-1}$ on the numerical range, the singular values, 0 off it, and
-    $V^\top$."""
+    r"""Return $V S^{-1}$ on the numerical range, the singular values (0 off the range),
+    and $V^\top$."""
     m, k = matrix.shape
     _, s, vt = _small_svd.svd(matrix)
     s = jnp.where(s > max(m, k) * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
@@ -88,10 +89,11 @@ def _inverse_factor(
 
 @_inverse_factor.defjvp
 def _(primals, tangents):
-    r"""Where singular values are equal, $F$ has no derivative, but
-    $F F^\top = (A^\top A)^{-1}$ has: $-F M F^\top$, with
-    $M = F^\top(\dot A^\top A + A^\top\dot A)F$. So $\dot F = -F M/2$ is right for what
-    depends on $F F^\top$ alone."""
+    r"""Differentiate so that functions of $F F^\top$ alone get the right derivative.
+
+    If singular values are equal, $F$ has no derivative, but $F F^\top = (A^\top A)^{-1}$
+    has: $-F M F^\top$, with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. Hence
+    $\dot F = -F M/2$."""
     (matrix,), (change,) = primals, tangents
     factor, s, vt = _inverse_factor(matrix)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))
@@ -105,9 +107,12 @@ def robust_variance(
     counted: Float[Array, " m"],
     num_parameters: Scalar,
 ) -> Scalar:
-    r"""The factor of $(J^\top J)^{-1}$ for a robust loss $\rho$, of the residuals' pulls
-    $\psi = \rho'$ and their slopes $\psi'$, where `counted` is 1; for squared error it is
-    $\chi^2/(n-k)$.
+    r"""Return the factor of $(J^\top J)^{-1}$ in the covariance for a robust loss $\rho$.
+    For squared error it would be $\chi^2/(n-k)$.
+
+    - `pull`: $\psi = \rho'$ of each residual.
+    - `curvature`: the slopes $\psi'$.
+    - `counted`: 1 for each point, 0 for missing points.
 
     ??? cite "Reference"
 
@@ -127,25 +132,25 @@ def predictive_variance(
     damping: ScalarLike,
     variance: ScalarLike = 1.0,
 ) -> PyTree[Array]:
-    r"""The variance of a linearised model's outputs on test inputs, given training data
-    (the linearised Laplace approximation, for squared error):
+    r"""Return the variance of a linearised model's outputs on test inputs, given training
+    data (the linearised Laplace approximation for squared error): the diagonal of
 
     $$\sigma^2\,\phi_*(\phi^\top\phi + \lambda I)^{-1}\phi_*^\top =
-    \tfrac{\sigma^2}{\lambda}(K_{**} - K_{*}(K + \lambda I)^{-1}K_{*}^\top),$$
+    \tfrac{\sigma^2}{\lambda}(K_{**} - K_{*}(K + \lambda I)^{-1}K_{*}^\top).$$
 
-    its diagonal, on the side that is smaller: with more parameters than outputs it takes
-    kernels only, by layers where there are any, and m x m numbers.
+    The side with the smaller matrix is used. With more parameters than outputs this needs
+    only kernels, which are computed layer by layer if possible, and m x m numbers.
 
     **Arguments:**
 
     - `test`, `train`: linearisations of one model at one point, on the two sets of
         inputs, as from [`gnlin.features.linearise_model`][].
-    - `damping`: $\lambda > 0$, as the model was trained with: the prior precision of the
-        parameters, in units of the noise's.
-    - `variance`: $\sigma^2$, of the noise.
+    - `damping`: the $\lambda > 0$ that the model was trained with: the prior precision of
+        the parameters, in units of the noise's.
+    - `variance`: the variance $\sigma^2$ of the noise.
 
-    **Returns:** the variances, in the structure of the outputs; the noise of a new
-    measurement is not in them.
+    **Returns:** the variances, in the structure of the outputs, without the noise of a
+    new measurement.
 
     **Raises:** `ValueError` if `damping` is not positive, or if the parameters are not
     the same.
