@@ -251,8 +251,7 @@ class Log(Callback):
     !!! example
 
         ```python
-        writer = tensorboardX.SummaryWriter("runs/digits")  # or torch's
-        gnlin.callbacks.Log(writer.add_scalar, every=100)
+        gnlin.callbacks.Log(lambda name, value, step: print(step, name, value), every=100)
         ```
     """
 

@@ -447,6 +447,23 @@ def test_a_nonfinite_jacobian_gives_nan(shape, bad, method):
     assert np.all(np.isnan(w))
 
 
+@pytest.mark.parametrize("with_a_nan", [False, True])
+def test_a_tall_jacobian_of_graded_columns(with_a_nan):
+    """QR comes first, and small columns are resolved relative to themselves."""
+    generator = np.random.default_rng(0)
+    scale = np.array([1e-4, 1.0, 1e-12, 1e-8])
+    columns = generator.normal(size=(5000, 4))
+    a = jnp.asarray(columns * scale)
+    if with_a_nan:
+        a = a.at[7, 2].set(jnp.nan)
+    lin = linearise(lambda y, a: a @ y - columns.sum(axis=1), jnp.zeros(4), a)
+    step = lin.spectrum("svd").step(gnlin.filters.PseudoInverse())
+    if with_a_nan:
+        assert np.all(np.isnan(step))
+    else:
+        np.testing.assert_allclose(step * scale, np.ones(4), rtol=1e-9)
+
+
 def test_lapack_is_guarded(monkeypatch):
     """Not by luck: what LAPACK is given is looked at."""
     given = []

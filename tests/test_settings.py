@@ -144,6 +144,7 @@ class OfATuple(gnlin.authoring.AbstractGaussNewton):
 @pytest.mark.usefixtures("unchecked")
 def test_an_update_that_is_none():
     with pytest.raises(
-        TypeError, match=r"OfATuple must return a `gnlin.authoring.Update`, as .* a"
+        TypeError,
+        match=r"OfATuple must return a .*, but returns a tuple",
     ):
         gnlin.solve(NET, DATA, OfATuple())

@@ -56,7 +56,8 @@ class AtHand(AbstractJacobian):
         return is_small or all(isinstance(block, Rows) for block in self._blocks)
 
     def of_one_array(self) -> "AtHand":
-        """Return the Jacobian with respect to the raveled parameters (one array)."""
+        if not self.is_matrix:
+            return self
         matrix = self.as_matrix()
         domain = Structure.of(matrix[0])
         return AtHand(domain, self.codomain, self.memory_budget, [Rows(matrix)])

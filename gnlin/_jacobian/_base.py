@@ -321,6 +321,11 @@ class AbstractJacobian(lx.AbstractLinearOperator):
     def at_hand(self) -> "AbstractJacobian":
         """Return the same Jacobian with its blocks in memory."""
 
+    def of_one_array(self) -> "AbstractJacobian":
+        """Return the Jacobian with respect to the raveled parameters (one array), or
+        `self` if its blocks are more than rows."""
+        return self
+
     def at_hand_if_it_fits(self) -> "AbstractJacobian":
         """Return `at_hand()` if the blocks fit in the memory budget, else `self`."""
         return self.at_hand() if self.fits() else self

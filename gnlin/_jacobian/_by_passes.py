@@ -11,12 +11,19 @@ from jaxtyping import Array, Float, PyTree
 from .._common._convolutions import channels_last
 from .._common._cost import num_flops
 from .._common._passes import Passes
-from .._common._tree import Structure
+from .._common._tree import on_one_cpu, Structure
 from ._at_hand import AtHand
 from ._base import AbstractJacobian, Cost, multiplied
 from ._block import AbstractBlock
 from ._directions import Direction
 from ._rows import Rows
+
+
+# On a CPU, columns of at least this length are made one after the other. XLA would copy
+# the tangent passes, with what the forward pass had left, into each use of the columns.
+# With 5 and 20 parameters, an outer step of Levenberg-Marquardt takes 0.5 to 0.65 of the
+# time for 300 residuals, and 0.4 to 0.9 for 3,000 to 300,000.
+_LONG = 256
 
 
 class ByPasses(AbstractJacobian):
@@ -40,10 +47,10 @@ class ByPasses(AbstractJacobian):
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         if is_by_forward(self.jac, self.shape):
             p = self.domain.size
-            columns = self.chunked(
-                lambda v: self.push_forward(self.domain.unravel(v)),
-                jnp.eye(p, dtype=self.domain.dtype),
-            )
+            column = lambda v: self.push_forward(self.domain.unravel(v))
+            basis = jnp.eye(p, dtype=self.domain.dtype)
+            in_turn = self.codomain.size >= _LONG and on_one_cpu()
+            columns = (jax.lax.map if in_turn else self.chunked)(column, basis)
             rows = jax.vmap(self.domain.unravel)(columns.T)
         else:
             basis = jnp.eye(self.codomain.size, dtype=self.codomain.dtype)
@@ -60,6 +67,12 @@ class ByPasses(AbstractJacobian):
 
     def at_hand(self) -> AtHand:
         return AtHand.of(self, self.blocks())
+
+    def of_one_array(self) -> "ByPasses":
+        flat = jax.ShapeDtypeStruct((self.domain.size,), self.domain.dtype)
+        jvp = Partial(_of_raveled, self._jvp, Partial(self.domain.unravel))
+        fixed = self.codomain, self.memory_budget, jvp, self.jac
+        return ByPasses(Structure.of(flat), *fixed)
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)
@@ -94,6 +107,10 @@ def is_by_forward(jac: Direction | None, shape: tuple[int, int]) -> bool:
     `None`, if forward mode takes fewer passes."""
     num_outputs, num_parameters = shape
     return num_parameters < num_outputs if jac is None else jac == "fwd"
+
+
+def _of_raveled(jvp, unravel, tangent):
+    return jvp(unravel(tangent))
 
 
 def _transformed(matrices, jvp, tangent):

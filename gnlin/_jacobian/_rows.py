@@ -70,7 +70,7 @@ class Rows(AbstractBlock):
         return jnp.sum(self.array**2, axis=tuple(range(1, self.array.ndim)))
 
     def squared_columns(self) -> Float[Array, "..."]:
-        return jnp.sum(self.array**2, axis=0)
+        return jnp.einsum("m...,m...->...", self.array, self.array)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         precise = jax.lax.Precision.HIGHEST

@@ -38,9 +38,22 @@ def svd(
 _OBLONG, _LARGE = 8, 2**14
 
 
+def is_oblong(m: int, n: int) -> bool:
+    """Whether an orthogonal factorisation should come before singular values."""
+    return max(m, n) >= _OBLONG * min(m, n) and m * n >= _LARGE
+
+
+def qr(matrix: Float[Array, "m n"]) -> tuple[Float[Array, "m k"], Float[Array, "k n"]]:
+    """The thin QR factorisation. Only the small factor is NaN if the matrix is not
+    finite: to overwrite the large one would be another pass over its memory."""
+    finite = jnp.all(jnp.isfinite(matrix))
+    q, r = jnp.linalg.qr(jnp.where(finite, matrix, jnp.zeros_like(matrix)))
+    return q, jnp.where(finite, r, jnp.nan)
+
+
 def _thin_svd(matrix: Float[Array, "m n"]):
     m, n = matrix.shape
-    if max(m, n) < _OBLONG * min(m, n) or m * n < _LARGE:
+    if not is_oblong(m, n):
         return jnp.linalg.svd(matrix, full_matrices=False)
     q, r = jnp.linalg.qr(matrix if m > n else matrix.T)
     u, s, vt = jnp.linalg.svd(r if m > n else r.T, full_matrices=False)

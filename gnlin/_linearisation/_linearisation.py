@@ -14,7 +14,6 @@ from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
     AbstractJacobian,
-    AtHand,
     AtOnce,
     ByPasses,
     check_jac,
@@ -148,18 +147,21 @@ class Linearisation(eqx.Module):
         return self.with_jacobian(self.jacobian.at_hand())
 
     def in_one_array(self) -> "tuple[Linearisation, Callable[[Array], PyTree[Array]]]":
-        """Return the linearisation with respect to the raveled parameters, and a function
-        that unravels them. Loops over parameters compile faster for one array than for
-        the many arrays of a network. Returns `self` and the identity unless the Jacobian
-        is a matrix in memory, the parameters have one dtype and are on one device, and
-        there are no bounds and no retraction."""
-        jacobian, leaves = self.jacobian, jax.tree.leaves(self.point)
+        """Return the linearisation with its Jacobian in memory and with respect to the
+        raveled parameters, and a function that unravels them. Loops over parameters
+        compile faster for one array than for the many arrays of a network. The parameters
+        keep their structure if they have several dtypes or are on several devices, if
+        there are bounds or a retraction, or if the Jacobian is more than a matrix."""
+        leaves = jax.tree.leaves(self.point)
         alike = len(leaves) > 1 and len({x.dtype for x in leaves}) == 1
         plain = self.box is None and self.retraction is None and not is_spread()
-        if not (isinstance(jacobian, AtHand) and jacobian.is_matrix and alike and plain):
-            return self, lambda parameters: parameters
+        if not (alike and plain):
+            return self.materialise(), lambda parameters: parameters
+        jacobian = self.jacobian.of_one_array().at_hand().of_one_array()
+        if len(jacobian.domain.leaves) > 1:
+            return self.with_jacobian(jacobian), lambda parameters: parameters
         point, unravel = ravel_pytree(self.point)
-        return Linearisation(point, self.outputs, jacobian.of_one_array()), unravel
+        return Linearisation(point, self.outputs, jacobian), unravel
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with its outputs replaced."""

@@ -253,18 +253,20 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     (as in J. Demmel et al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
     """
     phi = jacobian.as_matrix()
+    m, p = phi.shape
+    # QR rounds each column relative to its norm, so that R may be sorted in its place.
+    q, phi = _lapack.qr(phi) if m > p and _lapack.is_oblong(m, p) else (None, phi)
     norms = jnp.linalg.norm(phi, axis=0)
     order = jnp.argsort(-norms)
     u, s, sorted_vt = _small_svd.svd(phi[:, order])
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # |phi| |v| bounds the rounding error of phi v for each singular vector v.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
-    s = jnp.where(s <= _rounding(phi) * sizes, 0, s)
-    m, p = phi.shape
+    s = jnp.where(s <= max(m, p) * float(jnp.finfo(phi.dtype).eps) * sizes, 0, s)
     return Spectrum(
         s**2,
         residual,
-        Partial(matmul, u.T),
+        Partial(_project_singular, q, u),
         Partial(_lift_singular, Partial(jacobian.domain.unravel), s, vt),
         origin=_Origin(jacobian, residual, u if m <= p else vt.T),
     )
@@ -373,6 +375,10 @@ def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, 
     near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size
     mean = 0.5 * (slope[:, None] + slope[None])
     return jnp.where(near, mean, (g[:, None] - g[None]) / jnp.where(near, 1, gap))
+
+
+def _project_singular(q, u, residual):
+    return matmul(residual if q is None else matmul(residual, q), u)
 
 
 def _lift_singular(unravel, s, vt, z):

@@ -238,8 +238,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
             acceleration = self.form == "quadratic" and not way.solves_anew
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
-            rows, lin = cost.rows, lin.materialise()
-            if scaling != "more":
+            rows = cost.rows
+            if scaling == "more":
+                lin = lin.materialise()
+            else:
                 lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
