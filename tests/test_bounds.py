@@ -261,7 +261,7 @@ def decay_with(bounds, start=1.0):
         ((np.nan, 0.5), 0.2, "lower bound must not be above"),
         (({"a": 1.0}, 0.5), 1.0, "lower bound of the parameter `a` must not be above"),
         ((0.0, np.array([2.0])), 1.0, "upper bounds must be a number, or have"),
-        (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound, but 'a'"),
+        (({"b": 0.0}, None), 1.0, "no parameter 'b' to have a lower bound: .* are 'a'"),
         ((None, {"a": np.ones(3)}), 1.0, "upper bounds must be a number, or have"),
         ((0.0, 1.0, 2.0), 1.0, "must be a pair"),
         (3.0, 1.0, "must be a pair"),

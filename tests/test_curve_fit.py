@@ -1138,7 +1138,7 @@ def test_data_of_which_nothing_is_left():
 
 def test_predictions_of_another_model():
     two = (gnlin.linearise(lambda y, _: y**2, jnp.ones(n)) for n in (3, 4))
-    with pytest.raises(ValueError, match="of the same parameters"):
+    with pytest.raises(ValueError, match="parameters of the same shapes"):
         gnlin.predict.predictive_variance(*two, 0.1)
 
 

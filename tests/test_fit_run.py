@@ -232,7 +232,9 @@ def test_the_table(tmp_path):
 
 
 def test_a_column_that_is_not_there():
-    with pytest.raises(KeyError, match=r"no column 'accuracy', but step, epoch, loss, "):
+    with pytest.raises(
+        KeyError, match=r"no column 'accuracy'; it has step, epoch, loss, "
+    ):
         fit(steps=1).history["accuracy"]
 
 

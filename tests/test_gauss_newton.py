@@ -348,7 +348,7 @@ def test_what_was_made_ready_for_other_filters_says_so():
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     damped, pseudo = gnlin.filters.Tikhonov(1.0), gnlin.filters.PseudoInverse()
     for method in ("kernel", "curvature", "products-first"):
-        with pytest.raises(ValueError, match="choose a way for this filter"):
+        with pytest.raises(ValueError, match="choose another method for this filter"):
             gnlin.authoring.choose(problem, damped, method=method).solve(pseudo)
-    with pytest.raises(ValueError, match="choose a way for this filter"):
+    with pytest.raises(ValueError, match="choose another method for this filter"):
         gnlin.authoring.choose(problem, pseudo, method=gnlin.methods.MixedPrecision())

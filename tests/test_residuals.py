@@ -194,7 +194,9 @@ def test_a_model_linearised_on_groups(wrapped):
 
 def test_groups_that_draw_their_data_have_no_linearisation():
     drawn = gnlin.Residuals(boundary, lambda key: EDGES)
-    with pytest.raises(ValueError, match="group 'residuals' draws its data anew"):
+    with pytest.raises(
+        ValueError, match="group 'residuals' draws its data for each step"
+    ):
         gnlin.features.linearise_model(NET, drawn)
 
 
@@ -362,11 +364,11 @@ MISTAKES = {
     ),
     "a sampler": (
         lambda: {"a": gnlin.Residuals(boundary, lambda key: EDGES)},
-        "group 'a' draws its data anew",
+        "group 'a' draws its data for each step",
     ),
     "a sampler of nothing": (
         lambda: {"a": gnlin.Residuals(boundary, lambda key: jnp.array(1.0))},
-        "What the group 'a' draws",
+        "group 'a' must draw arrays",
     ),
 }
 

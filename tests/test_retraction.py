@@ -232,7 +232,7 @@ def test_what_is_no_retraction_is_told():
         solve({"a": 3.0, "b": None})
     with pytest.raises(ValueError, match="does not stay between `bounds`"):
         gnlin.LevenbergMarquardt(retraction=add, bounds=(0.0, None))
-    with pytest.raises(ValueError, match="`retraction` is for full batches"):
+    with pytest.raises(ValueError, match="`retraction` needs full batches"):
         gnlin.fit(
             jnp.ones((2, 3)),
             {"a": gnlin.Residuals(lambda y, x: y[0] - x, jnp.ones((4, 3)))},

@@ -389,7 +389,7 @@ def test_the_table_of_a_run(tmp_path):
     read = np.genfromtxt(tmp_path / "history.csv", delimiter=",", names=True)
     for name in history:
         np.testing.assert_array_equal(read[name], history[name])
-    with pytest.raises(AttributeError, match="no column 'epoch', but step, loss, "):
+    with pytest.raises(AttributeError, match="no column 'epoch'; it has step, loss, "):
         _ = history.epoch
     assert pickle.loads(pickle.dumps(history)).columns == history.columns
 

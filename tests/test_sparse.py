@@ -193,9 +193,9 @@ def test_what_is_large_is_solved_without_a_matrix():
     [
         (lambda e: e["ends"] + 5, "Example 2 of the group 'edges' selects row 13 of"),
         (lambda e: e["ends"] - 1, "Example 0 of the group 'edges' selects row -1 of"),
-        (lambda e: e["ends"].astype(float), "'edges' returns must be whole numbers"),
+        (lambda e: e["ends"].astype(float), "'edges' must return whole numbers"),
         (lambda e: e["end"], "`select` of the group 'edges' is called with one example"),
-        (lambda e: {"poses": e["ends"]}, "'edges' returns must have the structure"),
+        (lambda e: {"poses": e["ends"]}, "'edges' must return the structure"),
     ],
 )
 def test_what_cannot_be_selected_is_told(select, said):
