@@ -293,9 +293,31 @@ def linearise(
     if only is not None:
         # Products of the other direction are with its rows.
         check_at_hand(jacobian, only)
-        jacobian = jacobian.at_hand()
+        few = jacobian.passes_at_once(domain.dtype.itemsize) >= domain.size
+        if only == "fwd" and type(jacobian) is ByPasses and few:
+            outputs, jacobian, aux = _by_tangents(with_aux, jacobian, y)
+        else:
+            jacobian = jacobian.at_hand()
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
+
+
+def _by_tangents(
+    with_aux: Callable[[PyTree], tuple[PyTree, Any]], jacobian: ByPasses, y: PyTree[Array]
+) -> tuple[PyTree[Array], AtHand, Any]:
+    """The outputs, the Jacobian at hand, and the auxiliary data, by one program. Between
+    `jax.linearize` and its tangents a loop of unknown length would be there twice, and
+    compiled twice."""
+
+    def along(tangent):
+        tangent = jacobian.domain.unravel(tangent)
+        outputs, change, aux = jax.jvp(with_aux, (y,), (tangent,), has_aux=True)
+        return outputs, ravel_pytree(change)[0], aux
+
+    basis = jnp.eye(jacobian.domain.size, dtype=jacobian.domain.dtype)
+    outputs, columns, aux = jax.vmap(along)(basis)
+    outputs, aux = jax.tree.map(lambda x: x[0], (outputs, aux))
+    return outputs, AtHand.of_columns(jacobian, columns), aux
 
 
 def _without_aux(fn, y, example):

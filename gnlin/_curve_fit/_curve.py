@@ -7,10 +7,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import primitives
 from jaxtyping import Array, Float, PyTree, Scalar
 
+from .._cost import primitives_of
 from .._tree import ravel_pytree
 from .._written_anew import Program, program_of
+
+
+_LOOPS = primitives.while_p, primitives.scan_p
 
 
 class Data(NamedTuple):
@@ -20,6 +25,8 @@ class Data(NamedTuple):
     - `counted`: 1, and 0 for those that are missing.
     - `sigma_x`: of each x, if those have errors, too.
     - `spread`: of the residuals, in units of sigma, if a robust loss is in units of that.
+    - `held`: which of the free parameters are held, as booleans, and the values at which.
+        Of a fit by itself none are; those of its profiles are then the same program.
     """
 
     x: PyTree[Array]
@@ -28,6 +35,11 @@ class Data(NamedTuple):
     counted: Float[Array, " m"]
     sigma_x: PyTree[Array] | None = None
     spread: Scalar | None = None
+    held: tuple[PyTree[Array], PyTree[Array]] | None = None
+
+    def with_held(self, free: PyTree[Array]) -> PyTree[Array]:
+        """Those that are held in their place."""
+        return free if self.held is None else jax.tree.map(jnp.where, *self.held, free)
 
     def moved(self, shift: PyTree[Array] | None) -> PyTree[Array]:
         """The x's, so many of their standard deviations further."""
@@ -57,6 +69,13 @@ class Curve(eqx.Module):
         if isinstance(self.f, Program):
             return self.f.outputs
         return jax.eval_shape(self.f, self.merged(free, fixed), x)
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether the function has loops of its own."""
+        if not isinstance(self.f, Program):
+            return False
+        return not primitives_of(self.f.traced.jaxpr).isdisjoint(_LOOPS)
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
         return {**free, **fixed} if self.names else free

@@ -64,23 +64,56 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    setting: Setting, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
+    setting: Setting,
+    data: Data,
+    start: PyTree[Array],
+    levels: tuple[Any, ...] = (),
+    held: tuple[PyTree[Array], PyTree[Array]] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """The end of a run, and what it is in the parameters' structure.
 
     - `levels`: of what to map over, one in the other: axes of the data, the start and the
         bounds. One more than is for several data sets is over starts, of which the best
-        is chosen.
+        is chosen. Few starts are run one after another, by the program of a fit by
+        itself: to compile another takes longer.
+    - `held`: of a fit by itself, as `Data` has it.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
-    quickly = not levels and not inside and _is_known()
+    if levels == _OF_STARTS and not inside:
+        number = len(jax.tree.leaves(start)[0])
+        if number <= _FEW_STARTS:
+            each = [jax.tree.map(lambda s, k=k: s[k], start) for k in range(number)]
+            return _best_of([fitted(setting, data, one) for one in each])
+    alone = not levels and not inside
+    if alone:
+        data = data._replace(held=_none_held(start) if held is None else held)
+    quickly = alone and _is_known()
+    program = _program(quickly, quickly and setting.curve.has_loops)
     try:
-        return _program(quickly)(setting, data, start, levels)
+        return program(setting, data, start, levels)
     except ValueError as error:
         if not quickly or "compiler_options" not in str(error):
             raise
         # `f` closes over what is being differentiated.
-        return _program(False)(setting, data, start, levels)
+        return _program(False, False)(setting, data, start, levels)
+
+
+# The levels of one data set with several starts
+_OF_STARTS = ((None, 0, None),)
+_FEW_STARTS = 64
+
+
+def _none_held(start: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start), start
+
+
+def _best_of(
+    ends: list[tuple[Fitted, dict[str, Any]]],
+) -> tuple[Fitted, dict[str, Any]]:
+    losses = jnp.stack([end.loss for end, _ in ends])
+    losses = jnp.where(jnp.isnan(losses), jnp.inf, losses)
+    end, parts = ends[int(jnp.argmin(losses))]
+    return end._replace(losses=jnp.sort(losses), history=None), parts
 
 
 # The older of XLA's two ways to write loops for the CPU. A fit by itself is compiled for
@@ -89,22 +122,28 @@ _QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# Of a function with loops, such as the solution of a differential equation, XLA otherwise
+# spends half of the time on moving what does not change out of loops within loops.
+_OF_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 @functools.cache
 def _is_known() -> bool:
     """Whether this version of XLA has these options."""
+    options = _QUICKLY | _OF_LOOPS
     try:
-        jax.jit(jnp.negative, compiler_options=_QUICKLY).lower(0.0).compile()
+        jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
 
 
 @functools.cache
-def _program(quickly: bool) -> Callable:
-    options: Any = {"compiler_options": _QUICKLY} if quickly else {}
-    return eqx.filter_jit(_all_fitted, **options)
+def _program(quickly: bool, has_loops: bool) -> Callable:
+    if not quickly:
+        return eqx.filter_jit(_all_fitted)
+    options: Any = _QUICKLY | (_OF_LOOPS if has_loops else {})
+    return eqx.filter_jit(_all_fitted, compiler_options=options)
 
 
 def _all_fitted(

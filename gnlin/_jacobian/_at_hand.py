@@ -30,6 +30,12 @@ class AtHand(AbstractJacobian):
         fixed = jacobian.domain, jacobian.codomain, jacobian.memory_budget
         return AtHand(*fixed, blocks)
 
+    @staticmethod
+    def of_columns(jacobian: AbstractJacobian, columns: Float[Array, "p m"]) -> "AtHand":
+        """By its columns, one below the other."""
+        rows = jax.vmap(jacobian.domain.unravel)(columns.T)
+        return AtHand.of(jacobian, [Rows(x) for x in jax.tree.leaves(rows)])
+
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self.codomain.unravel(self.push_forward(vector))
 
