@@ -753,6 +753,23 @@ def test_profiles_and_starts_are_by_the_program_of_the_fit(f):
         )
 
 
+def test_a_loop_that_ends_too_early_and_one_that_raises_are_told():
+    def rough(p, x):
+        """With steps, as by a loop that takes one more."""
+        found = with_a_loop(p, x)
+        return found + 1e-5 * jnp.sin(1e7 * jax.lax.stop_gradient(found))
+
+    with pytest.warns(UserWarning, match="lower the tolerances"):
+        gnlin.curve_fit(rough, X, Y, START)
+
+    def raising(p, x):
+        return eqx.error_if(decay(p, x), p["rate"] > 0, "too far")
+
+    with pytest.raises(Exception, match="too far") as raised:
+        gnlin.curve_fit(raising, X, Y, START | {"rate": -0.1})
+    assert "throw=False" in raised.value.__notes__[0]
+
+
 def written_anew(shift, power=1.0):
     return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x**power) + shift
 

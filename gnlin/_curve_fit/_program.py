@@ -91,6 +91,13 @@ def fitted(
     program = _program(quickly, quickly and setting.curve.has_loops)
     try:
         return program(setting, data, start, levels)
+    except eqx.EquinoxRuntimeError as error:
+        error.add_note(
+            "`f` raised this at parameters that the fit tried. Let it return numbers "
+            "that are not finite instead, by `throw=False` of diffrax's `diffeqsolve`: "
+            "the fit then takes a shorter step."
+        )
+        raise
     except ValueError as error:
         if not quickly or "compiler_options" not in str(error):
             raise

@@ -131,6 +131,12 @@ class CurveFit(eqx.Module):
                     "bounds"
                 )
             return "`f` is not finite at the start: start elsewhere, or set bounds"
+        if name == "stagnation" and self._setting.curve.has_loops:
+            return (
+                "it stands still: the steps are small and the gradient is not. `f` has "
+                "loops, such as the solution of a differential equation: lower the "
+                "tolerances at which they end"
+            )
         return why_it_ended(self.result).rstrip(".")
 
     def _what_is_not_finite(self) -> str:
