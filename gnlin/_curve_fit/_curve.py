@@ -7,15 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import primitives
 from jaxtyping import Array, Float, PyTree, Scalar
 
-from .._cost import primitives_of
 from .._tree import ravel_pytree
 from .._written_anew import Program, program_of
-
-
-_LOOPS = primitives.while_p, primitives.scan_p
 
 
 class Data(NamedTuple):
@@ -73,9 +68,7 @@ class Curve(eqx.Module):
     @property
     def has_loops(self) -> bool:
         """Whether the function has loops of its own."""
-        if not isinstance(self.f, Program):
-            return False
-        return not primitives_of(self.f.traced.jaxpr).isdisjoint(_LOOPS)
+        return isinstance(self.f, Program) and self.f.traced.has_loops
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
         return {**free, **fixed} if self.names else free
