@@ -93,7 +93,8 @@ def curve_fit(
         $\rho''$ is the expected one of gnlin's counts and successes, the observed one of
         other losses.
     - `starts`: so many starts, this one and others between the bounds, which are to be
-        finite: points of a Sobol sequence. All run in one program; the best is returned.
+        finite: points of a Sobol sequence. Up to 64 run by the program of a fit by
+        itself, more in one of their own; the best is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` them, with their rows and columns of a covariance.
     - `max_steps`: the most outer steps.

@@ -305,7 +305,7 @@ class CurveFit(eqx.Module):
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
         r"""The profile likelihood's: each parameter is moved to where the best fit of the
-        others is as much worse as the confidence allows, by refits in one program.
+        others is as much worse as the confidence allows, by refits in the fit's program.
 
         By an F-test with the fit's own variance, or, where `sigma` was absolute, by
         $\chi^2$ with one degree of freedom. Of a robust loss the rise is in units of the
