@@ -710,6 +710,66 @@ def num_compiled(call):
     return sum("backend_compile" in name for name in names)
 
 
+def names_compiled(call):
+    """Those of the programs that a call compiles."""
+    names = []
+
+    def note(event, *_, **about):
+        if "backend_compile" in event:
+            names.append(about.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        call()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    return names
+
+
+def with_a_loop(p, x):
+    """By a loop of unknown length, as a differential equation's solution is."""
+    most = jnp.max(x) + 5
+    step = lambda s: (s[0] + 1, s[1] * jnp.exp(-p["rate"] * x / most))
+    begin = jnp.zeros_like(most), jnp.ones_like(x)
+    _, decayed = jax.lax.while_loop(lambda s: s[0] < most, step, begin)
+    return p["a"] * decayed + p["c"]
+
+
+@pytest.mark.parametrize("f", [decay, with_a_loop])
+def test_profiles_and_starts_are_by_the_program_of_the_fit(f):
+    bounds = {"a": (0.0, 9.0), "rate": (0.0, 5.0), "c": (-1.0, 2.0)}
+    given = lambda p, x: f(p, x)
+    fit = gnlin.curve_fit(given, X, Y, START, bounds=bounds)
+    others = names_compiled(fit.confidence_intervals)
+    many = lambda: gnlin.curve_fit(given, X, Y, START, bounds=bounds, starts=4)
+    others += names_compiled(many)
+    assert not [name for name in others if "fitted" in name]
+    of_another = lambda: gnlin.curve_fit(lambda p, x: 2 * f(p, x), X, Y, START)
+    assert [name for name in names_compiled(of_another) if "fitted" in name]
+    interval, plain = fit.confidence_intervals(), gnlin.curve_fit(decay, X, Y, START)
+    for ends, others in zip(interval, plain.confidence_intervals(), strict=True):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), ends, others
+        )
+
+
+def test_a_loop_that_ends_too_early_and_one_that_raises_are_told():
+    def rough(p, x):
+        """With steps, as by a loop that takes one more."""
+        found = with_a_loop(p, x)
+        return found + 1e-5 * jnp.sin(1e7 * jax.lax.stop_gradient(found))
+
+    with pytest.warns(UserWarning, match="lower the tolerances"):
+        gnlin.curve_fit(rough, X, Y, START)
+
+    def raising(p, x):
+        return eqx.error_if(decay(p, x), p["rate"] > 0, "too far")
+
+    with pytest.raises(Exception, match="too far") as raised:
+        gnlin.curve_fit(raising, X, Y, START | {"rate": -0.1})
+    assert "throw=False" in raised.value.__notes__[0]
+
+
 def written_anew(shift, power=1.0):
     return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x**power) + shift
 

@@ -400,3 +400,16 @@ def test_differential_equations_by_each_adjoint(name):
     for name, rate in TRUE.items():
         np.testing.assert_allclose(rows[name], expected[name], rtol=1e-10)
         np.testing.assert_allclose(found[name], rate, rtol=1e-6)
+
+
+def test_a_loop_of_unknown_length_is_compiled_once():
+    def both(y):
+        lin = gnlin.linearise(lambda y, _: jax.vmap(looped_cube)(y), y)
+        return lin.outputs, lin.matrix()
+
+    y = jnp.array([0.5, 1.5])
+    compiled = jax.jit(both).lower(y).compile()
+    outputs, matrix = compiled(y)
+    np.testing.assert_allclose(outputs, y**3, rtol=1e-12)
+    np.testing.assert_allclose(matrix, jnp.diag(3 * y**2), rtol=1e-12)
+    assert compiled.as_text().count(" while(") == 1

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import optax
 import optimistix as optx
 import pytest
+import scipy.integrate
+import scipy.optimize
 import sklearn.datasets
 
 import gnlin
@@ -30,6 +33,51 @@ PAGES = [
 def _python_blocks(text: str) -> list[str]:
     blocks = re.findall(r"^( *)```python\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
     return [inspect.cleandoc("\n" + block) for _, block in blocks]
+
+
+def _is_near(fit, true) -> bool:
+    """Whether it is within three standard errors of the truth."""
+    return all(
+        abs(fit.parameters[name] - true[name]) < 3 * fit.standard_errors[name]
+        for name in true
+    )
+
+
+def _is_scipys(fit, curve, x, y) -> bool:
+    start, unravel = jax.flatten_util.ravel_pytree(fit.parameters)
+    residuals = jax.jit(lambda p: (curve(unravel(p), x) - y).ravel())
+    jacobian = jax.jit(jax.jacfwd(residuals))
+    found = scipy.optimize.least_squares(residuals, 1.1 * start, jacobian, x_scale="jac")
+    return np.allclose(start, found.x, rtol=1e-5)
+
+
+def _difference(of_data, data, entry, size=1e-4) -> float:
+    ends = [float(of_data(data.at[entry].add(s * size))) for s in (1, -1)]
+    return (ends[0] - ends[1]) / (2 * size)
+
+
+def _robertson(n) -> np.ndarray:
+    """By SciPy's implicit solver."""
+    slow, fast, back = (np.exp(n["true_logs"][name]) for name in ("slow", "fast", "back"))
+
+    def rates(t, y):
+        a, b, c = y
+        terms = slow * a, fast * b**2, back * b * c
+        return [terms[2] - terms[0], terms[0] - terms[2] - terms[1], terms[1]]
+
+    when = np.asarray(n["when"])
+    options = {"method": "Radau", "t_eval": when, "rtol": 1e-9, "atol": 1e-13}
+    solved = scipy.integrate.solve_ivp(rates, (0, when[-1]), [1, 0, 0], **options)
+    return solved.y.T
+
+
+def _doses(p, x) -> np.ndarray:
+    """The closed form, one dose upon the other."""
+    slow, fast = p["clearance"] / p["volume"], p["absorption"]
+    since = np.subtract.outer(x["times"], x["doses"]["time"])
+    height = x["doses"]["size"] * fast / (p["volume"] * (fast - slow))
+    since = np.maximum(since, 0)
+    return np.sum(height * (np.exp(-slow * since) - np.exp(-fast * since)), axis=1)
 
 
 # What the examples of a page have reached in the end, by the names that they use.
@@ -109,6 +157,26 @@ REACHED = {
         abs(n["fit"].parameters["growth"] - 0.1) < 3 * n["fit"].standard_errors["growth"]
         and np.isclose(n["fit"].parameters["birth"], 1.165832, rtol=1e-4)
         and n["lin"].shape == (40, 6)
+        and _is_scipys(n["epidemic"], n["cities"], n["days"], n["counted"])
+        and n["interval"].low["contact"] < 0.5 < n["interval"].high["contact"]
+        and np.isclose(n["best"].losses[0], n["epidemic"].chi_squared / 2)
+        and np.isclose(
+            n["influence"][1, 5],
+            _difference(n["contact"], n["counted"], (1, 5)),
+            rtol=1e-2,
+        )
+        and _is_near(n["stiff"], n["true_logs"])
+        and np.allclose(n["concentrations"](n["true_logs"], n["when"]), _robertson(n))
+    ),
+    "docs/ode-further.md": lambda n: (
+        np.allclose(n["exact"], _doses(n["true"], n["x"]), rtol=1e-5)
+        and _is_near(n["doses"], n["true"])
+        and np.all(np.abs(n["together"].model["shared"] - n["mean"]) < 3 * n["of_shared"])
+        and n["together"].reason.endswith("converged")
+        and np.std(n["together"].model["own"] - n["truth"]["own"]) < 0.3 * n["SPREAD"]
+        and np.linalg.norm(n["found"] - n["wanted"]) < 0.05 * np.linalg.norm(n["wanted"])
+        and np.all(np.abs(n["state"]["rates"] / n["true_rates"] - 1) < 0.02)
+        and abs(n["shooting"].loss / 600 - 1) < 0.15
     ),
     "docs/uncertainty.md": lambda n: (
         abs(n["posterior"].noise - 0.15) < 0.05

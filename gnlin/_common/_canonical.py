@@ -12,10 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun, JaxprEqn, Literal
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    jaxpr_as_fun,
+    JaxprEqn,
+    Literal,
+    primitives,
+)
 from jaxtyping import Array, PyTree
 
+from ._cost import primitives_of
 
+
+_LOOPS = primitives.while_p, primitives.scan_p
 # Constants of a program up to this many bytes are compared by their values.
 _FEW_BYTES = 2**16
 _MOST_PROGRAMS = 1024
@@ -50,6 +60,10 @@ class _Traced:
     def __init__(self, jaxpr: Jaxpr, out_structure: Any, key: Hashable):
         self.jaxpr, self.out_structure = jaxpr, out_structure
         self._key, self._hash = key, hash(key)
+
+    @functools.cached_property
+    def has_loops(self) -> bool:
+        return not primitives_of(self.jaxpr).isdisjoint(_LOOPS)
 
     def __hash__(self) -> int:
         return self._hash

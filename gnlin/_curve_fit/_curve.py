@@ -21,6 +21,8 @@ class Data(NamedTuple):
     - `sigma_x`: the standard deviations of x, if x has errors too.
     - `spread`: the estimated scale of the residuals, in units of sigma, by which a robust
         loss divides them if the user gave no `sigma`.
+    - `held`: which free parameters are held, as booleans, and their values. A single fit
+        holds none, so that its profiles, which hold one, run the same program.
     """
 
     x: PyTree[Array]
@@ -29,6 +31,11 @@ class Data(NamedTuple):
     counted: Float[Array, " m"]
     sigma_x: PyTree[Array] | None = None
     spread: Scalar | None = None
+    held: tuple[PyTree[Array], PyTree[Array]] | None = None
+
+    def with_held(self, free: PyTree[Array]) -> PyTree[Array]:
+        """Return the free parameters with the held ones at their values."""
+        return free if self.held is None else jax.tree.map(jnp.where, *self.held, free)
 
     def moved(self, shift: PyTree[Array] | None) -> PyTree[Array]:
         """Return x moved by `shift`, which is in units of `sigma_x`."""
@@ -60,6 +67,11 @@ class Curve(eqx.Module):
         if isinstance(self.f, Program):
             return self.f.outputs
         return jax.eval_shape(self.f, self.merged(free, fixed), x)
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether the function has loops of its own."""
+        return isinstance(self.f, Program) and self.f.traced.has_loops
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
         return {**free, **fixed} if self.fixed_names else free

@@ -96,7 +96,8 @@ def curve_fit(
         factor; $\rho''$ is the expected second derivative for gnlin's counts and
         successes, and the observed one for other losses.
     - `starts`: the number of starts: `start` and points of a Sobol sequence between the
-        bounds, which must be finite. All run in one program; the best fit is returned.
+        bounds, which must be finite. Up to 64 run the program of a single fit, more run
+        in a program of their own; the best fit is returned.
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` the points and their rows and columns of a covariance.
     - `max_steps`: the maximum number of outer steps.

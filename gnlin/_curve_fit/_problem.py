@@ -61,7 +61,8 @@ class Posed(NamedTuple):
     def outputs(self, variables: PyTree, given: tuple[Data, dict]) -> Array:
         data, fixed = given
         x = data.moved(variables["x"])
-        values = whitened(self.curve(variables["curve"], fixed, x), data)
+        free = data.with_held(variables["curve"])
+        values = whitened(self.curve(free, fixed, x), data)
         return _joined(values, variables["x"])
 
 

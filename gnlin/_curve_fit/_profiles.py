@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 from .._common import _tree
 from .._linearisation._bounds import Box
 from ._curve import whitened
-from ._problem import with_bounds
 from ._program import fitted
 
 
@@ -50,21 +49,24 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
     factor = end.factor(setting)
     which = np.concatenate([np.arange(k), np.arange(k)])
     sign = np.concatenate([-np.ones(k), np.ones(k)])
-    levels = ((None, 0, 0),)
+    # The end of the last refit of each row, where its next refit starts.
+    latest = np.tile(np.asarray(best), (2 * k, 1))
+    found, distance = ~known[which], np.zeros(2 * k)
 
-    def risen(at: np.ndarray) -> np.ndarray:
-        """Return the square root of the rise of the loss, in standard errors, for refits
-        that each hold one parameter at the value given."""
-        rows = jnp.arange(2 * k)
-        starts = jnp.tile(best, (2 * k, 1)).at[rows, which].set(jnp.asarray(at, dtype))
-        lower = jnp.tile(low, (2 * k, 1)).at[rows, which].set(starts[rows, which])
-        upper = jnp.tile(high, (2 * k, 1)).at[rows, which].set(starts[rows, which])
-        tree = jax.vmap(unravel)
-        solver = with_bounds(setting.solver, (tree(lower), tree(upper)))
-        refits = setting._replace(solver=solver, many=True)
-        refit, _ = fitted(refits, fit._data, tree(starts), levels)
-        rise = 2 * (refit.loss - end.loss) / (end.bend * factor)
-        return np.sqrt(np.maximum(np.asarray(rise), 0))
+    def risen(at: np.ndarray) -> None:
+        """Refit with one parameter of each row held at the value given, and note how far
+        the loss has risen, as a square root, in standard errors. The refits run the
+        program of the fit, because one program for all takes longer to compile."""
+        for row in np.flatnonzero(~found):
+            latest[row, which[row]] = at[row]
+            start = unravel(jnp.asarray(latest[row], dtype))
+            one = unravel(jnp.zeros(k, dtype).at[which[row]].set(1))
+            held = jax.tree.map(lambda x: x != 0, one), start
+            refit, _ = fitted(setting, fit._data, start, held=held)
+            rise = float(2 * (refit.loss - end.loss) / (end.bend * factor))
+            distance[row] = np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5
+            if np.isfinite(rise):
+                latest[row] = np.asarray(_tree.ravel_pytree(refit.parameters)[0])
 
     centre, unit = np.asarray(best)[which], np.asarray(jnp.where(known, errors, 1))[which]
     reach = np.where(
@@ -72,12 +74,10 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
     )
     # Brackets of the ends, and the steps between them, in standard errors.
     near, far = np.zeros(2 * k), np.full(2 * k, np.inf)
-    step, distance = np.full(2 * k, quantile), np.zeros(2 * k)
-    found = ~known[which]
+    step = np.full(2 * k, quantile)
     for _ in range(_MOST_REFITS):
         step = np.minimum(step, reach / unit)
-        distance = risen(centre + sign * step * unit)
-        distance = np.where(np.isnan(distance), np.inf, distance)
+        risen(centre + sign * step * unit)
         found |= np.abs(distance - quantile) <= _NEAR * quantile
         found |= (distance < quantile) & (step >= np.minimum(reach / unit, _FARTHEST))
         if found.all():

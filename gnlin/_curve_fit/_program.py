@@ -65,24 +65,64 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    setting: FitSettings, data: Data, start: PyTree[Array], levels: tuple[Any, ...] = ()
+    setting: FitSettings,
+    data: Data,
+    start: PyTree[Array],
+    levels: tuple[Any, ...] = (),
+    held: tuple[PyTree[Array], PyTree[Array]] | None = None,
 ) -> tuple[Fitted, dict[str, Any]]:
     """Run a fit; return its end, and the results in the structure of the parameters.
 
     - `levels`: nested `jax.vmap` axes of the data, the start and the bounds, outermost
         first: a level for several data sets, then one for several starts, of which the
-        best is chosen.
+        best is chosen. Up to 64 starts of one data set run one after the other instead,
+        by the program of a single fit, because another program takes longer to compile.
+    - `held`: the held parameters of a single fit, as in `Data`.
     """
     inside = is_traced([jnp.zeros(()), *jax.tree.leaves((setting, data, start))])
-    quickly = not levels and not inside and _is_known()
+    if levels == _OF_STARTS and not inside:
+        number = len(jax.tree.leaves(start)[0])
+        if number <= _FEW_STARTS:
+            each = [jax.tree.map(lambda s, k=k: s[k], start) for k in range(number)]
+            return _best_of([fitted(setting, data, one) for one in each])
+    alone = not levels and not inside
+    if alone:
+        data = data._replace(held=_none_held(start) if held is None else held)
+    quickly = alone and _is_known()
+    program = _program(quickly, quickly and setting.curve.has_loops)
     try:
-        return _program(quickly)(setting, data, start, levels)
+        return program(setting, data, start, levels)
+    except eqx.EquinoxRuntimeError as error:
+        error.add_note(
+            "`f` raised this at parameters that the fit tried. Let it return numbers "
+            "that are not finite instead, by `throw=False` of diffrax's `diffeqsolve`: "
+            "the fit then takes a shorter step."
+        )
+        raise
     except ValueError as error:
         if not quickly or "compiler_options" not in str(error):
             raise
         # JAX rejects compiler options in an inner program, which this is if `f` closes
         # over traced values.
-        return _program(False)(setting, data, start, levels)
+        return _program(False, False)(setting, data, start, levels)
+
+
+# The levels of one data set with several starts
+_OF_STARTS = ((None, 0, None),)
+_FEW_STARTS = 64
+
+
+def _none_held(start: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start), start
+
+
+def _best_of(
+    ends: list[tuple[Fitted, dict[str, Any]]],
+) -> tuple[Fitted, dict[str, Any]]:
+    losses = jnp.stack([end.loss for end, _ in ends])
+    losses = jnp.where(jnp.isnan(losses), jnp.inf, losses)
+    end, parts = ends[int(jnp.argmin(losses))]
+    return end._replace(losses=jnp.sort(losses), history=None), parts
 
 
 # Options that select the older of XLA's two CPU emitters. A single fit takes longer to
@@ -91,22 +131,27 @@ _QUICKLY = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
+# For a function with loops, such as the solution of a differential equation, XLA spends
+# half of the compilation on moving invariant code out of nested loops.
+_OF_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 @functools.cache
 def _is_known() -> bool:
     """Whether this version of XLA accepts the options."""
+    options = _QUICKLY | _OF_LOOPS
     try:
-        jax.jit(jnp.negative, compiler_options=_QUICKLY).lower(0.0).compile()
+        jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
 
 
 @functools.cache
-def _program(quickly: bool) -> Callable:
-    options: Any = {"compiler_options": _QUICKLY} if quickly else {}
-    return eqx.filter_jit(_all_fitted, **options)
+def _program(quickly: bool, has_loops: bool) -> Callable:
+    options = (_QUICKLY if quickly else {}) | (_OF_LOOPS if has_loops else {})
+    settings: Any = {"compiler_options": options} if options else {}
+    return eqx.filter_jit(_all_fitted, **settings)
 
 
 def _all_fitted(

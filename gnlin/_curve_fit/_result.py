@@ -134,6 +134,12 @@ class CurveFit(eqx.Module):
                     "bounds"
                 )
             return "`f` is not finite at the start: start elsewhere, or set bounds"
+        if name == "stagnation" and self._setting.curve.has_loops:
+            return (
+                "it stands still: the steps are small and the gradient is not. `f` has "
+                "loops, such as the solution of a differential equation: lower the "
+                "tolerances at which they end"
+            )
         return why_it_ended(self.result).rstrip(".")
 
     def _what_is_not_finite(self) -> str:
@@ -301,7 +307,8 @@ class CurveFit(eqx.Module):
         return Band(*(unflattened(end, like) for end in ends))
 
     def confidence_intervals(self, confidence: float = 0.95) -> Interval:
-        r"""Return the confidence intervals of the profile likelihood.
+        r"""Return the confidence intervals of the profile likelihood. The refits run the
+        program of the fit.
 
         An interval ends where the best fit of the other parameters is worse than the
         confidence allows: by an F-test with the fit's own variance, or, if `sigma` was

@@ -30,6 +30,12 @@ class AtHand(AbstractJacobian):
         """Return blocks of `jacobian` as a Jacobian in memory."""
         return AtHand(jacobian.domain, jacobian.codomain, jacobian.memory_budget, blocks)
 
+    @staticmethod
+    def of_columns(jacobian: AbstractJacobian, columns: Float[Array, "p m"]) -> "AtHand":
+        """Return the Jacobian with these columns, which are the rows of an array."""
+        rows = jax.vmap(jacobian.domain.unravel)(columns.T)
+        return AtHand.of(jacobian, [Rows(x) for x in jax.tree.leaves(rows)])
+
     def mv(self, vector: PyTree[Array]) -> PyTree[Array]:
         return self.codomain.unravel(self.push_forward(vector))
 

@@ -51,11 +51,11 @@ class ByPasses(AbstractJacobian):
             basis = jnp.eye(p, dtype=self.domain.dtype)
             in_turn = self.codomain.size >= _LONG and on_one_cpu()
             columns = (jax.lax.map if in_turn else self.chunked)(column, basis)
-            rows = jax.vmap(self.domain.unravel)(columns.T)
+            blocks = AtHand.of_columns(self, columns).blocks()
         else:
             basis = jnp.eye(self.codomain.size, dtype=self.codomain.dtype)
             rows = self.chunked(self.pull_back, basis)
-        blocks = [Rows(x) for x in jax.tree.leaves(rows)]
+            blocks = [Rows(x) for x in jax.tree.leaves(rows)]
         return blocks if wanted is None else [blocks[k] for k in wanted]
 
     def gram_with(self, other: AbstractJacobian) -> Float[Array, "m k"]:

@@ -14,6 +14,7 @@ from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
     AbstractJacobian,
+    AtHand,
     AtOnce,
     ByPasses,
     check_jac,
@@ -294,9 +295,30 @@ def linearise(
     if only is not None:
         # Products in the missing mode need the dense Jacobian.
         check_at_hand(jacobian, only)
-        jacobian = jacobian.at_hand()
+        few = jacobian.passes_at_once(domain.dtype.itemsize) >= domain.size
+        if only == "fwd" and type(jacobian) is ByPasses and few:
+            outputs, jacobian, aux = _by_tangents(with_aux, jacobian, y)
+        else:
+            jacobian = jacobian.at_hand()
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
+
+
+def _by_tangents(
+    with_aux: Callable[[PyTree], tuple[PyTree, Any]], jacobian: ByPasses, y: PyTree[Array]
+) -> tuple[PyTree[Array], AtHand, Any]:
+    """Return the outputs, the Jacobian in memory, and the auxiliary data. `jax.linearize`
+    and its tangents would each hold a copy of a loop of unknown length; this holds one."""
+
+    def along(tangent):
+        tangent = jacobian.domain.unravel(tangent)
+        outputs, change, aux = jax.jvp(with_aux, (y,), (tangent,), has_aux=True)
+        return outputs, ravel_pytree(change)[0], aux
+
+    basis = jnp.eye(jacobian.domain.size, dtype=jacobian.domain.dtype)
+    outputs, columns, aux = jax.vmap(along)(basis)
+    outputs, aux = jax.tree.map(lambda x: x[0], (outputs, aux))
+    return outputs, AtHand.of_columns(jacobian, columns), aux
 
 
 def _without_aux(fn, y, example):
