@@ -125,14 +125,14 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     name, other = f"K = {last.point['period']:,}", f"K = {first.point['period']}"
     stopped = training.early_stopped
     finished = lambda values: training.where_trained(values, first, last)
-    untested = training.untrained(settings, first.final("test_accuracy"))
+    ceiling = training.at_ceiling
     return [
         judge(
             f"{name} ends nearly as accurate as {other}",
             "final test accuracy of the one less that of the other, a seed",
             finished(last.final("test_accuracy") - first.final("test_accuracy")),
             thresholds.NO_LESS_ACCURATE,
-            untested=untested,
+            untested=ceiling(*(runs.final("test_accuracy") for runs in (first, last))),
         ),
         judge(
             f"Stopped early, {name} is nearly as accurate as {other}",
@@ -140,7 +140,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "other, a seed",
             finished(stopped(last) - stopped(first)),
             thresholds.NO_LESS_ACCURATE,
-            untested=untested,
+            untested=ceiling(stopped(first), stopped(last)),
         ),
         judge(
             "8 to 12 feature updates suffice",
@@ -148,7 +148,6 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             "early; one more than all where it never is, a seed",
             finished(training.updates_to(last, stopped(first) - 0.01)),
             thresholds.ENOUGH_UPDATES,
-            untested=untested,
         ),
     ]
 

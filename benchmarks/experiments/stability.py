@@ -78,11 +78,8 @@ def train(settings: Stability, point: Point, place: Place) -> Columns:
     return training.full_batch(settings, place, solver, num_updates)
 
 
-def diverged(settings: Stability, runs: Runs) -> Bool[ndarray, " seeds"]:
-    # On the full batch the loss is the sum, on mini-batches the mean.
-    size = 1 if settings.batch_size else settings.num_train or 1
-    silent = size * np.log(training.NUM_CLASSES)
-    loss = runs.final("train_loss")
+def diverged(runs: Runs) -> Bool[ndarray, " seeds"]:
+    loss, silent = runs.final("train_loss"), runs.final("guessing_loss")
     return ~(runs.final("stable").astype(bool) & (loss < 0.99 * silent))
 
 
@@ -90,7 +87,7 @@ def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]
     return np.array(
         [
             [
-                diverged(settings, only(all_runs, period=period, learning_rate=rate))
+                diverged(only(all_runs, period=period, learning_rate=rate))
                 for rate in settings.learning_rates
             ]
             for period in settings.periods

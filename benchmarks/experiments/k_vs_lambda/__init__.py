@@ -27,7 +27,7 @@ import gnlin
 from ...experiment import Columns, Experiment, Place, Point
 from ...linear_theory import linear_problem, ridge_and_flow
 from ...networks.mlp import dead_units
-from ...training import FLOW_FROM
+from ...training import FLOW_FROM, guessing_loss
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
 from ._tasks import EMBEDDED, FULL, KVsLambda, make_task, NUM_TEST, QUICK, Task, TASKS
@@ -75,7 +75,11 @@ def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Colu
 
     found = sweep((seeds, jnp.asarray(all_periods.ravel())), draws)
     dampings = [task.damping(period) for period in periods.tolist()]
+    guessed = [
+        [guessing_loss(task.loss, task.drawn(seed)[0][1])] for seed in range(num_seeds)
+    ]
     return {
+        "guessing_loss": np.broadcast_to(guessed, shape),
         "period": all_periods,
         "damping": np.broadcast_to(dampings, shape),
         **{k: np.reshape(v, (*shape, *v.shape[1:])) for k, v in found.items()},

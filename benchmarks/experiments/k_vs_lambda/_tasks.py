@@ -40,6 +40,9 @@ class KVsLambda(Settings):
     digits_rate: float = 1e-5
     digits_steps: int = 20
     images_per_class: int = 4
+    few_per_class: int = 2
+    wide: int = 160
+    """Hidden units of the wider network for the digits; the other has 40."""
 
 
 EMBEDDED = KVsLambda()
@@ -50,6 +53,8 @@ QUICK = dataclasses.replace(
     quintic_steps=20,
     digits_steps=5,
     images_per_class=2,
+    few_per_class=1,
+    wide=80,
 )
 FULL = dataclasses.replace(
     EMBEDDED, seeds=10, periods=_periods(per_decade=4), images_per_class=10
@@ -136,7 +141,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
 def _digits(settings: KVsLambda) -> Task:
     return Task(
         "Digits, squared error",
-        drawn=lambda seed: _digits_of(settings, seed, one_hot=True),
+        drawn=lambda seed: _digits_of(settings.images_per_class, seed),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
         test_error=_error_rate,
@@ -150,14 +155,33 @@ def _digits_classes(settings: KVsLambda) -> Task:
     return dataclasses.replace(
         _digits(settings),
         title="Digits, cross-entropy",
-        drawn=lambda seed: _digits_of(settings, seed, one_hot=False),
+        drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         test_error=lambda outputs, labels: 1 - gnlin.accuracy(outputs, labels),
     )
 
 
-def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Data]:
-    number = digits.NUM_CLASSES * settings.images_per_class
+def _fewer(task: Task, settings: KVsLambda) -> Task:
+    one_hot, number = task.loss.is_quadratic, settings.few_per_class
+    return dataclasses.replace(
+        task,
+        title=f"{task.title}, {digits.NUM_CLASSES * number} images",
+        drawn=lambda seed: _digits_of(number, seed, one_hot),
+    )
+
+
+def _wider(task: Task, settings: KVsLambda) -> Task:
+    return dataclasses.replace(
+        task,
+        title=f"{task.title}, {settings.wide} units",
+        make_model=functools.partial(digits_mlp, width=settings.wide),
+    )
+
+
+def _digits_of(
+    images_per_class: int, seed: int, one_hot: bool = True
+) -> tuple[Data, Data]:
+    number = digits.NUM_CLASSES * images_per_class
     train, _, test = map(_on_device, digits.draw(number, seed))
     if not one_hot:
         return train, test
@@ -166,13 +190,23 @@ def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Dat
 
 
 RELU, SMOOTH = "quintic", "quintic-tanh"
-TASKS: dict[str, Callable[[KVsLambda], Task]] = {
+SQUARED, CLASSES = "digits", "digits-cross-entropy"
+DRAWN: dict[str, Callable[[KVsLambda], Task]] = {
     RELU: _quintic,
     SMOOTH: _smooth_quintic,
     "quintic-cross-entropy": _quintic_sign,
-    "digits": _digits,
-    "digits-cross-entropy": _digits_classes,
+    SQUARED: _digits,
+    CLASSES: _digits_classes,
 }
+"""Those whose sweeps are drawn."""
+OTHERS: dict[str, Callable[[KVsLambda], Task]] = {
+    f"{name}-{how}": lambda settings, of=of, change=change: change(of(settings), settings)
+    for name, of in ((SQUARED, _digits), (CLASSES, _digits_classes))
+    for how, change in (("few", _fewer), ("wide", _wider))
+}
+"""The digits at another size and another width."""
+TASKS = DRAWN | OTHERS
+DIGITS = tuple(name for name in TASKS if name.startswith(SQUARED))
 
 
 def _on_device(data: tuple[np.ndarray, np.ndarray]) -> Data:
