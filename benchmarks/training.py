@@ -41,7 +41,7 @@ from .networks.cnn import (
 )
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
-from .thresholds import CEILING, PART_OF_GUESSING, TRAINED_LOSS
+from .thresholds import PART_OF_GUESSING, TRAINED_LOSS
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -662,12 +662,6 @@ def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " 
     if "unsolved" in runs.columns:
         usable &= runs.final("unsolved") == 0
     return np.where(usable, accuracy, np.nan)
-
-
-def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
-    """Why these accuracies cannot be told apart; empty if they can."""
-    lowest = min((float(np.nanmean(each)) for each in accuracies), default=0.0)
-    return f"all accuracies are at the ceiling, {lowest:.1%}" if lowest >= CEILING else ""
 
 
 def updates_to(

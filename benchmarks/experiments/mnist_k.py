@@ -18,7 +18,7 @@ from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
 from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 ALIKE = 100
@@ -98,7 +98,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
             else [],
             thresholds.WITHIN_MNIST,
             statistic=lambda finals: float(np.ptp(finals.mean(axis=0))),
-            untested=training.at_ceiling(*(final[k] for k in periods)),
+            untested=at_ceiling(*(final[k] for k in periods)),
         )
 
     verdicts = [

@@ -8,7 +8,7 @@ from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 PLAIN, NORMALISED = "plain", "normalised and augmented"
@@ -95,7 +95,7 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "K = 1, a seed",
                 training.where_trained(best(last) - best(first), first),
                 thresholds.NO_LESS_ACCURATE,
-                untested=training.at_ceiling(best(first), best(last)),
+                untested=at_ceiling(best(first), best(last)),
             )
         )
     shortest, (plain, normalised) = zip(

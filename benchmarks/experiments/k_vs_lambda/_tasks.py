@@ -12,9 +12,11 @@ from jaxtyping import Array, Key, Scalar
 
 import gnlin
 
+from ... import thresholds
 from ...data import digits, quintic
 from ...experiment import Settings
 from ...networks.mlp import digits_mlp, quintic_mlp
+from ...thresholds import Threshold
 
 
 Data = tuple[Array, Array]
@@ -82,6 +84,22 @@ class Task:
     """Its hidden units, which are ReLUs."""
     more_seeds: int = 1
     """So many times the settings' seeds, where runs are cheap and vary much."""
+
+    @property
+    def in_decades(self) -> bool:
+        """Whether test errors are compared by their ratio."""
+        return "RMSE" in self.error_label
+
+    @property
+    def difference(self) -> str:
+        if self.in_decades:
+            return "log10 of test RMSE after K steps over that by damping"
+        return "test error after K steps less that by damping"
+
+    @property
+    def margin(self) -> Threshold:
+        """Within which two are alike."""
+        return thresholds.SAME_RMSE if self.in_decades else thresholds.SAME_ERROR
 
     @property
     def train(self) -> Data:
