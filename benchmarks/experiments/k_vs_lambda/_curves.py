@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy import ndarray
-from scipy import optimize
 
 from gnlin import filters
 
@@ -54,7 +53,7 @@ def filters_differ(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
     return np.fmax.reduce(largest, axis=0) > ALIKE * a["damping"][0]
 
 
-def tested(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
+def compared(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
     return both_train(a, b) & filters_differ(a, b)
 
 
@@ -65,18 +64,20 @@ def difference(task: Task, a: Runs, b: Runs) -> PerRun:
     if task.in_decades:
         with np.errstate(divide="ignore", invalid="ignore"):
             first, second = np.log10(first), np.log10(second)
-    return np.where(trained(a) & trained(b) & tested(a, b), first - second, np.nan)
+    return np.where(trained(a) & trained(b) & compared(a, b), first - second, np.nan)
 
 
 def more_thrown_off(a: Runs, b: Runs) -> PerRun:
-    """1 where the first alone is not trained, -1 where the second alone is not."""
+    """1 where the first alone is not trained, -1 where the second alone is not: at the
+    strengths at which most runs of one of them are, and the filters differ."""
+    most = [trained(runs).mean(axis=0) >= 1 - MOST_UNFINISHED for runs in (a, b)]
     apart = trained(b).astype(float) - trained(a)
-    return np.where(tested(a, b), apart, np.nan)
+    return np.where((most[0] | most[1]) & filters_differ(a, b), apart, np.nan)
 
 
 def apart(a: Runs, b: Runs, name: str) -> PerRun:
     """Where the difference of test errors is known, of another quantity."""
-    both = trained(a) & trained(b) & tested(a, b)
+    both = trained(a) & trained(b) & compared(a, b)
     return np.where(both, a[name] - b[name], np.nan)
 
 
@@ -91,7 +92,7 @@ def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
 def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
     """Of both, at the strengths that are tested."""
     both = np.stack([a["test_mse"], b["test_mse"]], axis=1)
-    return np.where(tested(a, b), both, np.nan)
+    return np.where(compared(a, b), both, np.nan)
 
 
 def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
@@ -113,39 +114,46 @@ def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
 #
 
 
-def _solved(filter: filters.AbstractFilter, w: Float[ndarray, " m"]) -> ndarray:
-    """The fraction of each component."""
-    return np.asarray(jnp.maximum(w, 0) * filter(jnp.maximum(w, 0)))
+PerComponent = Float[ndarray, "seeds strengths m"]
+
+
+def _spectrum(runs: Runs) -> PerComponent:
+    return np.maximum(runs["spectrum"], 0)
+
+
+def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
+    """The fraction of each component of the kernel in the end."""
+    filters_of = [
+        filters.GradientDescent(period, task.learning_rate)
+        for period in runs["period"][0]
+    ]
+    w = _spectrum(runs)
+    of_strength = [w[:, i] * filter(w[:, i]) for i, filter in enumerate(filters_of)]
+    return np.stack(of_strength, axis=1)
 
 
 def solves_more(task: Task, runs: Runs) -> PerRun:
-    """By how much of the outputs K steps solve more than damping of the same strength, on
-    the kernel in the end: the mean over its components."""
-    found = np.full(runs["damping"].shape, np.nan)
-    for run in np.ndindex(found.shape):
-        w, damping = runs["spectrum"][run], runs["damping"][run]
-        if np.isfinite(w).all():
-            descent = filters.GradientDescent(runs["period"][run], task.learning_rate)
-            more = _solved(descent, w) - _solved(filters.Tikhonov(damping), w)
-            found[run] = more.mean()
-    return found
+    """By how much more of the components K steps solve than damping of equal strength, on
+    the kernel in the end: the mean over them."""
+    w = _spectrum(runs)
+    damped = w / (w + runs["damping"][..., None])
+    return np.mean(_solved_by_steps(task, runs) - damped, axis=-1)
 
 
 def equal_damping(task: Task, runs: Runs) -> PerRun:
     """The damping that solves as much of the kernel in the end, in the sum over its
-    components, as K steps do."""
-    found = np.full(runs["damping"].shape, np.nan)
-    for run in np.ndindex(found.shape):
-        w, damping = runs["spectrum"][run], runs["damping"][run]
-        if not np.isfinite(w).all():
-            continue
-        descent = filters.GradientDescent(runs["period"][run], task.learning_rate)
-        as_much, w = _solved(descent, w).sum(), np.maximum(w, 0)
-        lacks = lambda log, w=w, s=as_much: np.sum(w / (w + 10**log)) - s
-        low, high = np.log10(damping) - 6, np.log10(damping) + 1
-        if lacks(low) > 0 > lacks(high):
-            found[run] = 10 ** optimize.brentq(lacks, low, high)
-    return found
+    components, as K steps do: by bisection. NaN where none down to a thousandth of that
+    of equal strength does."""
+    w, as_much = _spectrum(runs), np.sum(_solved_by_steps(task, runs), axis=-1)
+    solves = lambda log: np.sum(w / (w + 10.0 ** log[..., None]), axis=-1)
+    high = np.log10(runs["damping"]) + 1
+    low = lowest = high - 4
+    for _ in range(50):
+        middle = (low + high) / 2
+        more = solves(middle) > as_much
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+    found = solves(lowest) > as_much
+    return np.where(found, 10.0**low, np.nan)
 
 
 def difference_at_equal_solution(task: Task, a: Runs, b: Runs) -> PerRun:

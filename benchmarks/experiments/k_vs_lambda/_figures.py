@@ -23,6 +23,7 @@ from ...training import flow_error, FLOW_FROM
 from ...verdicts import interval
 from ._curves import (
     both_train,
+    compared,
     DAMPED,
     DESCENT,
     difference,
@@ -32,7 +33,6 @@ from ._curves import (
     num_diverged,
     SOLVERS,
     squared_errors,
-    tested,
     where_stable,
 )
 from ._tasks import CLASSES, DRAWN, KVsLambda, make_task, NUM_TEST, RELU, Task, TASKS
@@ -372,7 +372,7 @@ def _draw_theory(
 def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     """Of the networks, and of the linear problems at the end of the damped runs."""
     damping, errors = damped["damping"][0], squared_errors(descent, damped)
-    shown = np.flatnonzero(tested(descent, damped))
+    shown = np.flatnonzero(compared(descent, damped))
     ratios = median_ratio(errors)[shown]
     ends = [interval(errors[:, :, i], lambda x: float(median_ratio(x))) for i in shown]
     low, high = np.array(ends).reshape(-1, 2).T

@@ -93,16 +93,15 @@ def _better(task: Task, parts: PerRun) -> Verdict:
 
 
 def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
-    parts = difference(task, *both)
-    left = mean_of_seed(difference_at_equal_solution(task, *both))
-    found = np.isfinite(mean_of_seed(parts))
+    parts, left = difference(task, *both), difference_at_equal_solution(task, *both)
+    whole = mean_of_seed(np.where(np.isfinite(left), parts, np.nan))
     untested = "" if better.outcome == CONFIRMED else "no excess is confirmed"
     return [
         judge(
             f"{task.title}: K steps are nearly as good as damping that solves as much",
-            f"{task.difference}, less twice the size of what is left of its mean "
-            f"when damping solves as much of the kernel in the end, {WHERE}",
-            np.where(found, mean_of_seed(parts) - 2 * np.abs(left), np.nan),
+            f"{task.difference}, less twice the size of what is left of it from damping "
+            f"that solves as much of the kernel in the end, each the {WHERE}",
+            whole - 2 * np.abs(mean_of_seed(left)),
             thresholds.MOST_OF_IT,
             untested=untested,
         ),
@@ -120,8 +119,9 @@ def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
 def _thrown_off(task: Task, both: Both) -> Verdict:
     return judge(
         f"{task.title}: K steps throw more runs off than damping",
-        "share of the runs that are not trained after K steps less that by damping, "
-        f"{WHERE}",
+        "share of the runs that are not trained after K steps less that by damping, mean "
+        "over the strengths at which one of the two trains and the filters differ, a "
+        "seed",
         mean_of_seed(more_thrown_off(*both)),
         thresholds.RISES,
     )
