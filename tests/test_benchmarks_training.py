@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+import math
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from scipy import optimize
 
 import gnlin
 from benchmarks import solved, training
@@ -106,6 +108,24 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     resumed = run(SETTINGS, Place(checkpoints=tmp_path, resume=True))
     for name in ("test_accuracy", "train_loss", "inner_steps"):
         np.testing.assert_array_equal(resumed[name], whole[name])
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "expected"),
+    [
+        (gnlin.SoftmaxCrossEntropy(), [0, 0, 1, 2], 2 * math.log(2) + 2 * math.log(4)),
+        (gnlin.SigmoidCrossEntropy(), [[0.0], [1.0]], 2 * math.log(2)),
+        (gnlin.SquaredError(), [[0.0, 3.0], [2.0, 3.0]], 1.0),
+    ],
+)
+def test_the_loss_of_guessing_is_the_least_of_constant_outputs(loss, targets, expected):
+    targets = np.array(targets)
+    assert training.guessing_loss(loss, targets) == pytest.approx(expected)
+    outputs = np.zeros((len(targets), 3 if targets.ndim == 1 else targets.shape[1]))
+    objective = gnlin.BatchLoss(loss, outputs, jnp.asarray(targets))
+    of = lambda constant: objective.value(jnp.broadcast_to(constant, outputs.shape))
+    best = optimize.minimize(lambda c: float(of(c)), np.zeros(outputs.shape[1]))
+    assert best.fun == pytest.approx(expected, rel=1e-6)
 
 
 def test_each_seed_draws_images_of_its_own_and_fewer_are_among_more():
