@@ -133,7 +133,8 @@ def test_alignment_falls_as_k_grows(tmp_path):
 
 def test_what_parts_k_steps_from_damping(tmp_path):
     descent, damped = "iterative-linearisation", "damped-gauss-newton"
-    shape = SEEDS, 5
+    seeds = 8
+    shape = seeds, 5
     generator = np.random.default_rng(11)
 
     def runs(task, solver):
@@ -186,17 +187,18 @@ def test_what_parts_k_steps_from_damping(tmp_path):
     ]
     check(on_digits, (k - damping).mean(axis=1), above=0)
     correlations = [
-        stats.spearmanr(dead.loc[seed], relu.loc[seed]).statistic for seed in range(SEEDS)
+        stats.spearmanr(dead.loc[seed], relu.loc[seed]).statistic for seed in range(seeds)
     ]
     check(by_dead, correlations, above=0.5)
     k_loss, damped_loss = both("train_loss", "quintic")
     loss = k_loss / damped_loss
     correlations = [
-        stats.spearmanr(loss.loc[seed], relu.loc[seed]).statistic for seed in range(SEEDS)
+        stats.spearmanr(loss.loc[seed], relu.loc[seed]).statistic for seed in range(seeds)
     ]
     check(by_loss, correlations, above=0.5)
-    left = np.abs(tanh.mean(axis=1))
-    check(smooth, relu.mean(axis=1) - 2 * left, above=0)
+    of_seed = np.stack([relu.mean(axis=1), tanh.mean(axis=1)], axis=1)
+    left = lambda both: both[:, 0].mean() - 2 * np.abs(both[:, 1].mean())
+    check(smooth, of_seed, above=0, statistic=left, tolerance=0.2)
 
     def largest(errors):
         return np.median(errors[:, 0] / errors[:, 1], axis=0).max()

@@ -19,6 +19,7 @@ from gnlin import filters
 from ... import thresholds
 from ...experiment import only, Runs
 from ...figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from ...thresholds import MOST_UNFINISHED
 from ...training import flow_error, FLOW_FROM
 from ...verdicts import interval
 from ._curves import (
@@ -98,15 +99,15 @@ def _caption(settings: KVsLambda, tasks, by_task) -> str:
     return (
         "Test error, training loss, kernel alignment with initialisation, and the share "
         "of hidden units that are off on all training inputs, against effective damping, "
-        f"lambda = 1/(eta K), means and ranges of {settings.seeds} seeds, of the quintic "
-        f"with squared error {settings.seeds * tasks[RELU].more_seeds}. Quintic: 20 "
-        "points, a 5-layer network with ReLU, or with tanh, whose units cannot die, "
+        f"lambda = 1/(eta K), medians and ranges of {settings.seeds} seeds, of the "
+        f"quintic with squared error {settings.seeds * tasks[RELU].more_seeds}. Quintic: "
+        "20 points, a 5-layer network with ReLU, or with tanh, whose units cannot die, "
         f"{settings.quintic_steps} outer steps, eta = {settings.quintic_rate:g}. Digits: "
         f"{10 * settings.images_per_class} images, a 64-40-10 network, "
         f"{settings.digits_steps} outer steps, eta = {settings.digits_rate:g}. With "
         f"cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow, which on "
         f"the digits ends {error:.1e} of a step from {_CHECKED:,} literal ones. "
-        f"{diverged} of {number} runs diverged; where one did, no mean is drawn. Grey "
+        f"{diverged} of {number} runs diverged; where one did, no median is drawn. Grey "
         f"are the strengths at which most runs of one of the two are not trained, to "
         f"{thresholds.PART_OF_GUESSING:.0%} of the loss of the best constant outputs: "
         f"{_untrained(tasks, by_task)}."
@@ -140,7 +141,8 @@ def _difference_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task)
         f"means and 95 % bootstrap intervals of {settings.seeds} seeds, of the quintic "
         f"with squared error {settings.seeds * tasks[RELU].more_seeds}. Between the "
         "grey lines the two are alike. Dotted: from damping that solves as much of the "
-        "kernel as K steps do. The numbers of strengths at which the interval lies "
+        "kernel as K steps do, where most seeds have one. The numbers of strengths at "
+        "which the interval lies "
         f"between the lines, above zero and below it: {listed}."
     )
 
@@ -210,13 +212,13 @@ def _draw_sweeps(
             labels,
             loc="outside lower center",
             ncols=len(labels),
-            title="Line: mean over the seeds; band: their range",
+            title="Line: median of the seeds; band: their range",
         )
 
 
 def _draw_curve(axes: Axes, runs: Runs, column: str, look: dict[str, Any]) -> None:
     damping, values = runs["damping"][0], runs[column]
-    axes.plot(damping, where_stable(runs, values.mean(axis=0)), **look)
+    axes.plot(damping, where_stable(runs, np.median(values, axis=0)), **look)
     lowest, highest = (
         where_stable(runs, bound(values, axis=0)) for bound in (np.min, np.max)
     )
@@ -269,7 +271,10 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     parts = scale * difference(task, a, b)
     low, high = _intervals(parts)
     known = np.isfinite(low)
-    label = task.title.partition(", ")[2] if not task.in_decades else task.title
+    label = task.title.partition(", ")[0]
+    if label == "Digits":
+        width = task.make_model(jax.random.key(0)).width_size
+        label = f"{len(task.train[0])} images, {width} units"
     mean = np.nanmean(parts[:, known], axis=0)
     axes.plot(dampings[known], mean, "o-", color=colour, label=label)
     axes.fill_between(
@@ -277,7 +282,7 @@ def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> N
     )
     if task.loss.is_quadratic and not task.in_decades:
         left = scale * difference_at_equal_solution(task, a, b)
-        some = np.isfinite(left).any(axis=0)
+        some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
         axes.plot(dampings[some], np.nanmean(left[:, some], axis=0), ":", color=colour)
 
 
@@ -345,7 +350,7 @@ def _draw_theory(
             damped = both[DAMPED]
             error.plot(
                 damped["damping"][0],
-                where_stable(damped, damped["squared_bias_repeated"].mean(axis=0)),
+                where_stable(damped, np.median(damped["squared_bias_repeated"], axis=0)),
                 ":",
                 color=BLACK,
                 label="the last kernel, as often",
@@ -398,7 +403,7 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
 def _theory_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> str:
     of_quintic = settings.seeds * tasks[RELU].more_seeds
     return (
-        f"Tasks with squared error, means and ranges of {settings.seeds} seeds, of the "
+        f"Tasks with squared error, medians and ranges of {settings.seeds} seeds, of the "
         f"quintic {of_quintic}: the networks' mean squared test error, and (dotted) what "
         "as many damped steps come to if the linearisation is the last one from the "
         "start. Of the kernel at the end of each run, with eigenvalues w, the effective "
