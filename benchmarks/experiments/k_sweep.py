@@ -234,7 +234,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
         in_units = f"K = {longest:g}, {longest / length:.2g} times the training,"
         verdicts += [
             _like_first(
-                f"K up to {SHORT:g} of the training is like K = 1, {which}",
+                f"K up to {SHORT:.0%} of the training is like K = 1, {which}",
                 first,
                 _together(apart, 0, SHORT * length),
             ),
@@ -245,7 +245,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 _together(apart, 0, LITERALLY),
             ),
             judge(
-                f"Beyond {SHORT:g} of the training accuracy first rises above that of "
+                f"Beyond {SHORT:.0%} of the training accuracy first rises above that of "
                 f"K = 1, {which}",
                 "test accuracy at the K between that is best in the other seeds, less "
                 "that of K = 1, a seed",
@@ -421,7 +421,7 @@ def _caption(settings: KSweep, all_runs: Sequence[Runs]) -> str:
         f"{settings.num_steps:,} inner steps or {settings.most_updates} feature updates: "
         f"{left_out} of {number} are not, and left out. The steps it takes are in the "
         f"last panel; the median of inner steps is {', '.join(ends)}: a K of "
-        f"{SHORT * training_length(settings, line):,.0f} is {SHORT:g} of the training. "
+        f"{SHORT * training_length(settings, line):,.0f} is {SHORT:.0%} of the training. "
         f"From K = {training.FLOW_FROM:g} on the steps are gradient flow, which ends "
         f"{_flow_error(settings):.1e} of a step from 10,000 literal ones."
     )
