@@ -351,7 +351,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
         "figures": dict(captions),
         "num_runs": num_runs,
         "run_seconds": round(seconds, 1),
-        "commits": sorted({each.commit for each in made}),
+        "commits": sorted({each.commit for each in made} - {""}),
         "borrowed": borrowed == len(points),
     }
     folder.write_settings(results)

@@ -325,11 +325,16 @@ def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
                 "that, of the signs of the seeds, could give. The thresholds are those "
                 "of ",
                 Code("benchmarks/thresholds.py"),
-                f", set on {thresholds.DATE}, or on the later day that stands there, "
-                "each before the runs that it judges.",
+                f", set on {thresholds.DATE}, or on the later day that stands there.",
             ]
         ),
     ]
+    if kept and not all(result.commits for result in found):
+        unknown = (
+            "Experiments whose commit is not known were run before results were kept in "
+            "the repository: what their page said is all that is left of them."
+        )
+        blocks.append(Paragraph([unknown]))
     if len(scales) > 1:
         counts = Counter(result.scale for result in found)
         of_each = ", ".join(f"{number} at '{name}'" for name, number in counts.items())
@@ -458,7 +463,7 @@ def _of(result: Found, usual: Found, images: Path) -> list[Block]:
 
 def _made_by(result: Found) -> list[str]:
     if not result.commits:
-        return [". It was run before results were kept: the page alone is left of it."]
+        return [", commit not known."]
     each = ", ".join(commit[:7] + commit[40:] for commit in result.commits)
     return [f", commit {each}."]
 

@@ -250,6 +250,8 @@ class _Run(NamedTuple):
     """Of the last linearisation."""
     state: PyTree
     stable: Array
+    moving: Array
+    """Whether the last call made a feature update: at a stationary point none does."""
     trained: Array
     gradient: Array
     """The largest so far that a solved problem was left with."""
@@ -282,13 +284,14 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         lin = gnlin.linearise(fn, run.y, inputs)
         y, state = solver.advance(objective, lin, evaluate, run.state)
         stable = state.result == optx.RESULTS.successful
+        made = state.counts.num_feature_updates - run.state.counts.num_feature_updates
         gradient = jnp.maximum(run.gradient, left_by(y, lin))
-        return _Run(y, run.y, state, stable, is_trained(y), gradient)
+        return _Run(y, run.y, state, stable, made > 0, is_trained(y), gradient)
 
     def until(run, updates):
         def unfinished(run):
             more = run.state.counts.num_feature_updates < updates
-            return run.stable & ~run.trained & more
+            return run.stable & run.moving & ~run.trained & more
 
         run = jax.lax.while_loop(unfinished, step, run)
         y, point, state = run.y, run.point, run.state
@@ -321,6 +324,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         parameters,
         parameters,
         state,
+        jnp.array(True),
         jnp.array(True),
         jnp.array(False),
         jnp.zeros((), dtype),

@@ -242,6 +242,19 @@ def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
 
 
 @pytest.mark.slow
+def test_a_run_that_has_come_to_a_stationary_point_ends_there():
+    """At this rate all hidden units are off after some steps, and nothing moves."""
+    settings = Images(seeds=1, num_train=50, num_looks=3)
+    solver = gnlin.IterativeLinearisation(
+        jnp.asarray(1.0), jnp.asarray(0.0464), method="matrix-free"
+    )
+    columns = training.full_batch(settings, Place(), solver, 300)
+    assert columns["feature_updates"][0, -1] <= 300
+    guessed = columns["guessing_loss"][0, 0]
+    assert columns["train_loss"][0, -1] == pytest.approx(guessed, rel=0.01)
+
+
+@pytest.mark.slow
 def test_a_run_ends_at_the_first_update_that_has_trained_it():
     settings = dataclasses.replace(
         SETTINGS, seeds=2, num_train=20, batch_size=None, num_looks=5

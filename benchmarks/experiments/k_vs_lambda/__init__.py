@@ -8,12 +8,15 @@ Tasks: a quintic by a 5-layer network and 40 handwritten digits by a small one, 
 squared error, where K steps are one formula; the quintic by a network whose units cannot
 die, tanh in place of ReLU; and the digits' classes and the quintic's sign with
 cross-entropy, where few steps are taken literally, and many as gradient flow.
-Full batch, a fixed number of outer steps, and several initialisations and draws of the
-digits, from each of which both solvers start. Where a run diverges no mean is taken. What
-is judged is over how much of the range they agree; where lambda is many times the largest
-eigenvalue both filters are one by construction, and that range does not count. And what
-parts them, and whether the networks' risks keep to a bound that theory has of one linear
-problem's (`benchmarks/linear_theory.py`).
+The digits also with fewer images and with a wider network. Full batch, a fixed number of
+outer steps, and several initialisations and draws of the digits, from each of which both
+solvers start.
+
+They are compared in units of the task (points of test error, decades of RMSE), at the
+strengths at which both train. Where lambda is many times the largest eigenvalue both
+filters are one by construction, and those strengths do not count. Judged are whether the
+two end alike, which is better, what parts them, and whether the networks' risks keep to a
+bound that theory has of one linear problem's (`benchmarks/linear_theory.py`).
 """
 
 import jax
