@@ -2,7 +2,7 @@
 
 Set on the date below: after the runs of 2026-11-21, an audit of them, and trials of two
 to eight seeds of `lambda-sweep` and `provable-features`; before the runs that they judge.
-A threshold changes only in a commit that says why, and carries a later date here.
+Where a threshold changes, the day and the reason stand here.
 
 2026-11-26, after a second audit of the runs of 2026-11-23, and before the runs that they
 judge: what counts as trained is one rule for every task (`PART_OF_GUESSING`); K steps and

@@ -1,8 +1,8 @@
 """Alignment of the kernel with the first, and with the last, as training goes on.
 
 How far the kernel turns is measured in equal parts of the training, as the angle between
-the kernels at the ends of each. A sum over looks would depend on how often one looks: of
-1 - cos, which is quadratic in the angle, ten looks as many leave a tenth.
+the kernels at the ends of each. A sum over looks would depend on how often one looks: the
+sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten times as many.
 """
 
 import dataclasses

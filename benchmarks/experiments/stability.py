@@ -128,8 +128,8 @@ def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
             thresholds.TENTH_IS_STABLE,
         ),
         judge(
-            "Over four decades of K the learning rate falls by a factor of 1.5 at most "
-            "(not a claim of the paper)",
+            "Over four decades of K the largest stable learning rate changes by a factor "
+            "of 1.5 at most, which the paper does not say",
             f"slope of {rate} in log10 K, a seed",
             only_told(slope(periods, largest)) if len(periods) > 2 else [],
             thresholds.HARDLY_ON_K,
