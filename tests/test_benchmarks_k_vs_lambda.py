@@ -26,6 +26,7 @@ from benchmarks.experiments.k_vs_lambda._curves import (
     squared_errors,
     trained,
 )
+from benchmarks.experiments.k_vs_lambda._figures import _draw_differences
 from benchmarks.experiments.k_vs_lambda._tasks import (
     DRAWN,
     KVsLambda,
@@ -246,6 +247,14 @@ def test_k_steps_that_end_like_the_damping_that_solves_as_much_leave_nothing(tas
     assert np.isfinite(left).sum() >= 3
     np.testing.assert_allclose(left[np.isfinite(left)], 0, atol=1e-9)
     assert (np.abs(difference(task, a, b)) > 0.005).all()
+
+
+def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
+    tasks = {name: make_task(QUICK, name) for name in TASKS}
+    untrained = runs_of(DESCENT, np.full((2, 4), 0.2), train_loss=1.0)
+    by_task = {name: {DESCENT: untrained, DAMPED: untrained} for name in TASKS}
+    _draw_differences(tmp_path / "difference.png", tasks, by_task)
+    assert (tmp_path / "difference.png").stat().st_size > 0
 
 
 def of_tasks(seeds, changed):

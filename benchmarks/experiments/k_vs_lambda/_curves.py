@@ -160,13 +160,15 @@ def difference_at_equal_solution(task: Task, a: Runs, b: Runs) -> PerRun:
     """As `difference`, from damping that solves as much: its errors are interpolated, in
     the logarithm of the damping, between those that are there."""
     found, dampings = difference(task, a, b), equal_damping(task, a)
-    for seed, strengths in enumerate(dampings):
-        usable = trained(b)[seed]
+    errors = np.log10(b["test_error"]) if task.in_decades else b["test_error"]
+    for seed, usable in enumerate(trained(b)):
         order = np.flatnonzero(usable)[np.argsort(b["damping"][seed][usable])]
-        errors = b["test_error"][seed]
-        errors = np.log10(errors) if task.in_decades else errors
-        known = np.log10(b["damping"][seed][order])
-        there = errors[order]
-        at = np.interp(np.log10(strengths), known, there, left=np.nan, right=np.nan)
-        found[seed] += errors - at
+        if len(order):
+            found[seed] += errors[seed] - np.interp(
+                np.log10(dampings[seed]),
+                np.log10(b["damping"][seed][order]),
+                errors[seed][order],
+                left=np.nan,
+                right=np.nan,
+            )
     return found

@@ -261,7 +261,11 @@ def _draw_differences(
             for end in ends:
                 panel.axhline(scale * end, color="#888888", linewidth=1)
             panel.axhline(0, color=BLACK, linewidth=0.8)
-            panel.set(xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$")
+            dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
+            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # also where none is tested
+            panel.set(
+                xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
+            )
             panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
             panel.legend(fontsize="small")
 
