@@ -177,7 +177,7 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     return np.array(found, float)
 
 
-def guessing_loss(loss: gnlin.AbstractLoss, targets: ndarray) -> float:
+def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ndarray) -> float:
     """The least sum over the examples of outputs that are the same for all of them."""
     targets = np.asarray(targets)
     mean = targets.mean(axis=0)

@@ -122,7 +122,7 @@ def test_the_loss_of_guessing_is_the_least_of_constant_outputs(loss, targets, ex
     targets = np.array(targets)
     assert training.guessing_loss(loss, targets) == pytest.approx(expected)
     outputs = np.zeros((len(targets), 3 if targets.ndim == 1 else targets.shape[1]))
-    objective = gnlin.BatchLoss(loss, outputs, jnp.asarray(targets))
+    objective = gnlin.authoring.BatchLoss(loss, outputs, jnp.asarray(targets))
     of = lambda constant: objective.value(jnp.broadcast_to(constant, outputs.shape))
     best = optimize.minimize(lambda c: float(of(c)), np.zeros(outputs.shape[1]))
     assert best.fun == pytest.approx(expected, rel=1e-6)

@@ -307,7 +307,7 @@ def linearise(
 def _by_tangents(
     with_aux: Callable[[PyTree], tuple[PyTree, Any]], jacobian: ByPasses, y: PyTree[Array]
 ) -> tuple[PyTree[Array], AtHand, Any]:
-    """Return the outputs, the Jacobian in memory, and the auxiliary data. `jax.linearize`
+    """Return the outputs, the Jacobian in memory and the auxiliary data. `jax.linearize`
     and its tangents would each hold a copy of a loop of unknown length; this holds one."""
 
     def along(tangent):
