@@ -22,6 +22,7 @@ DEFAULT = "k-vs-lambda"
 COMMANDS = {
     "all": "Every experiment, one after another, and then the report.",
     "report": "One page, as HTML and Markdown, of what the experiments have found.",
+    "keep": "The results and that page into the repository, in place of those kept.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
     "list": "What can be run.",
 }
@@ -80,6 +81,11 @@ def _dispatch(given: argparse.Namespace) -> int:
         _prepare(None)
         folder = given.out or Path("results")
         return _report(folder) or _against(folder, given.against)
+    if name == "keep":
+        from .kept import keep
+
+        keep(given.out or Path("results"), list(EXPERIMENTS))
+        return 0
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
     options = Options(
@@ -123,7 +129,12 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 def _taken(name: str) -> tuple[str, ...]:
     """What a benchmark or a command takes."""
-    options = {"list": (), "data": ("part", "data_dir"), "report": ("out", "against")}
+    options = {
+        "list": (),
+        "data": ("part", "data_dir"),
+        "report": ("out", "against"),
+        "keep": ("out",),
+    }
     return "name", *options.get(name, ("part", "quick", "device", "out"))
 
 

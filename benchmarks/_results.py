@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -148,6 +149,26 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         package: version(package) for package in PACKAGES
     }
+
+
+def commit() -> str:
+    """Of the code that runs, if it is in a repository; empty otherwise. Changes that are
+    not committed are said."""
+    here = Path(__file__).parents[1]
+    head = git(here, "rev-parse", "HEAD")
+    changed = git(here, "status", "--porcelain", "--", "gnlin", "benchmarks")
+    return f"{head} with changes" if head and changed else head
+
+
+def git(folder: Path, *words: str) -> str:
+    """What it prints; empty where there is no git, no repository, or nothing to say."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True
+        )
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def circumstances() -> dict[str, Any]:

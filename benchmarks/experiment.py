@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Shaped
@@ -94,6 +94,15 @@ def select(all_runs: Sequence[Runs], **at: Any) -> list[Runs]:
 def only(all_runs: Sequence[Runs], **at: Any) -> Runs:
     (runs,) = select(all_runs, **at)
     return runs
+
+
+class Made(NamedTuple):
+    """Runs, and what was needed for them."""
+
+    runs: Runs
+    seconds: float
+    commit: str
+    """Of the code that made them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,11 +271,10 @@ class Folder:
         content = {**self.described, **more, **self.circumstances}
         _results.write_json(self.path / "settings.json", content)
 
-    def load(self, point: Point) -> tuple[Runs, float] | None:
-        """And the seconds that they took."""
+    def load(self, point: Point) -> Made | None:
         return _load(self.path / "runs", point, self._stamp(self.name))
 
-    def borrow(self, other: str, point: Point) -> tuple[Runs, float] | None:
+    def borrow(self, other: str, point: Point) -> Made | None:
         """From another experiment's folder beside this one, if its settings are the
         same, and what made them."""
         folder = self.path.parent / other
@@ -284,12 +292,13 @@ class Folder:
         made_with = [name, self.described["settings"], circumstances]
         return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
 
-    def save(self, runs: Runs, seconds: float) -> None:
+    def save(self, runs: Runs, seconds: float, commit: str) -> None:
         self._begin()
         path = _path(self.path / "runs", runs.point)
         path.parent.mkdir(exist_ok=True)
         columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(seconds)}
         columns["_stamp"] = np.array(self._stamp(self.name))
+        columns["_commit"] = np.array(commit)
 
         def write(part: Path) -> None:
             with part.open("wb") as file:
@@ -311,7 +320,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     settings = experiment.settings(options)
     points = experiment.points(settings)
     folder = Folder(options.out, name, settings, options)
-    all_runs, seconds, borrowed = [], 0.0, 0
+    made, borrowed, commit = [], 0, _results.commit()
     # LAPACK's threads and XLA's wait for each other on matrices as small as these.
     threads = None if options.scale == "full" else 1
     with threadpool_limits(threads, user_api="blas"):
@@ -321,10 +330,13 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
                 found = folder.borrow(experiment.runs_of, point)
                 borrowed += found is not None
             if found is None:
-                found = _train(experiment, settings, point, folder, options)
+                found = Made(
+                    *_train(experiment, settings, point, folder, options), commit
+                )
                 folder.save(*found)
-            all_runs.append(found[0])
-            seconds += found[1]
+            made.append(found)
+    all_runs = [each.runs for each in made]
+    seconds = sum(each.seconds for each in made)
     verdicts = experiment.judge(settings, all_runs)
     captions = experiment.draw(settings, all_runs, options.out)
     stem = name.replace("-", "_")
@@ -339,6 +351,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
         "figures": dict(captions),
         "num_runs": num_runs,
         "run_seconds": round(seconds, 1),
+        "commits": sorted({each.commit for each in made} - {""}),
         "borrowed": borrowed == len(points),
     }
     folder.write_settings(results)
@@ -365,9 +378,7 @@ def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
     return Runs(point, columns), time.perf_counter() - start
 
 
-def _load(
-    folder: Path, point: Point, stamp: str | None = None
-) -> tuple[Runs, float] | None:
+def _load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
     """`Refusal` for runs with another stamp than this."""
     path = _path(folder, point)
     if not path.exists():
@@ -377,6 +388,7 @@ def _load(
             columns = {name: archive[name] for name in archive.files}
         seconds = float(columns.pop("_seconds"))
         found = str(columns.pop("_stamp", ""))
+        commit = str(columns.pop("_commit", ""))
     except _DAMAGED as error:
         raise Refusal(
             f"'{path}' cannot be read ({error}); delete it, to make those runs again."
@@ -386,7 +398,7 @@ def _load(
             f"'{path}' holds runs with other settings or versions; delete it, to make "
             "those runs again."
         )
-    return Runs(point, columns), seconds
+    return Made(Runs(point, columns), seconds, commit)
 
 
 def _path(folder: Path, point: Point) -> Path:

@@ -26,16 +26,17 @@ from ._page import (
     Link,
     markdown,
     Outcome,
-    page,
+    page as as_html,
     Paragraph,
     Table,
     Text,
 )
-from ._results import claim_folder, read_settings, write_json, write_whole
+from ._results import claim_folder, git, read_settings, write_json, write_whole
 from .verdicts import (
     after_holm,
     CONFIDENCE,
     CONFIRMED,
+    least_exact,
     NOT_TESTED,
     Outcome as Judged,
     REFUTED,
@@ -70,6 +71,10 @@ class Found:
     borrowed: bool
     command: str
     date: str
+    commits: Sequence[str]
+    """Of the code that made the runs; none where they are not known."""
+    older: bool
+    """Whether the solvers have changed since."""
     circumstances: Mapping[str, str]
     verdicts: Sequence[Verdict]
     after_holm: Sequence[Judged] = ()
@@ -85,35 +90,38 @@ class Lacking:
     command: str
 
 
-def write(folder: Path, names: Sequence[str]) -> None:
-    """`report.md` with its figures in `report/`, and `report.html`."""
-    results = [_result(folder, name) for name in names]
+def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
+    """`report.md` with its figures in `report/`, and `report.html`; or, for results that
+    are kept without their figures, the former alone beside these."""
+    kept = page is not None
+    results = [_result(folder, name, kept) for name in names]
     if not any((folder / name / "settings.json").exists() for name in names):
         raise Refusal(
             f"'{folder}' has no results of an experiment in a folder of its own; make "
             "some by `python -m benchmarks all`, or name another folder with --out."
         )
     results = _corrected(results)
-    blocks = _page(folder, results)
+    there = page or folder
+    blocks = _page(folder, results, there / "report", kept)
     images = [block for block in blocks if isinstance(block, Image)]
-    claim_folder(folder / "report")
+    claim_folder(there / "report")
     for image in images:
+        target = there / "report" / image.name
+        if image.source != target:
+            copy = lambda part, image=image: shutil.copyfile(image.source, part)
+            write_whole(target, copy)
+    texts = {"report.md": markdown(blocks)}
+    if page is None:
+        texts["report.html"] = as_html(blocks, TITLE)
+    for name, text in texts.items():
         write_whole(
-            folder / "report" / image.name,
-            lambda part, image=image: shutil.copyfile(image.source, part),
-        )
-    for name, text in (
-        ("report.md", markdown(blocks)),
-        ("report.html", page(blocks, TITLE)),
-    ):
-        write_whole(
-            folder / name, lambda part, text=text: part.write_text(text, encoding="utf-8")
+            there / name, lambda part, text=text: part.write_text(text, encoding="utf-8")
         )
     write_json(folder / "report.json", _as_json(results))
     num_found = sum(isinstance(result, Found) for result in results)
     print(
-        f"{num_found} of {len(results)} experiments, {len(images)} figures. In {folder}: "
-        "report.html, report.md, report.json, report/"
+        f"{num_found} of {len(results)} experiments, {len(images)} figures. In {there}: "
+        f"{', '.join(texts)}, report/; in {folder}: report.json"
     )
 
 
@@ -151,8 +159,9 @@ def _number(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _result(folder: Path, name: str) -> Found | Lacking:
-    out = [] if folder == Path("results") else ["--out", str(folder / name)]
+def _result(folder: Path, name: str, kept: bool) -> Found | Lacking:
+    usual = kept or folder == Path("results")
+    out = [] if usual else ["--out", str(folder / name)]
     anew = shlex.join(["python", "-m", "benchmarks", name, *out])
     try:
         content = read_settings(folder / name)
@@ -181,9 +190,21 @@ def _found(folder: Path, content: Mapping[str, Any]) -> Found:
         bool(content["borrowed"]),
         shlex.join(_command(content["experiment"], content["command"])),
         str(content["date"])[:10],
+        content.get("commits", []),
+        _is_older(content),
         _circumstances(content),
         _verdicts(folder / "verdicts.csv"),
     )
+
+
+def _is_older(content: Mapping[str, Any]) -> bool:
+    """Whether `gnlin` has changed since, as far as the repository can tell: since the
+    oldest commit, or since the day of results that name none."""
+    here = Path(__file__).parents[1]
+    since = [[f"{word.split()[0]}..HEAD"] for word in content.get("commits", []) if word]
+    since = since or [[f"--since={str(content['date'])[:10]}T23:59:59", "HEAD"]]
+    counts = (git(here, "rev-list", "--count", *words, "--", "gnlin") for words in since)
+    return any(count not in ("", "0") for count in counts)
 
 
 def _verdicts(path: Path) -> list[Verdict]:
@@ -238,27 +259,32 @@ def _circumstances(content: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _page(folder: Path, results: Sequence[Found | Lacking]) -> list[Block]:
+def _page(
+    folder: Path, results: Sequence[Found | Lacking], images: Path, kept: bool
+) -> list[Block]:
+    """`images`: where those are that are not in the folders of their experiments."""
     found = [result for result in results if isinstance(result, Found)]
     groups = _groups(found)
     blocks: list[Block] = [
         Heading(1, TITLE),
-        *_opening(folder, found),
+        *_opening(folder, found, kept),
         Heading(2, "Summary"),
         _overview(results),
         Paragraph([_totals(results, found)]),
+        *_older(found),
         *_where(groups),
     ]
     for result in results:
         if isinstance(result, Lacking):
             blocks += _lacking(result)
         else:
-            blocks += _of(result, groups[0][0])
+            blocks += _of(result, groups[0][0], images)
     return blocks
 
 
-def _opening(folder: Path, found: Sequence[Found]) -> list[Block]:
-    out = [] if folder == Path("results") else ["--out", str(folder)]
+def _opening(folder: Path, found: Sequence[Found], kept: bool) -> list[Block]:
+    made_by = "keep" if kept else "report"
+    out = [] if folder == Path("results") or kept else ["--out", str(folder)]
     scales = {result.scale for result in found}
     (scale,) = scales if len(scales) == 1 else {"embedded"}
     everything = ["python", "-m", "benchmarks", "all", *SCALES.get(scale, [])]
@@ -266,8 +292,14 @@ def _opening(folder: Path, found: Sequence[Found]) -> list[Block]:
         Paragraph(
             [
                 "Made by ",
-                Code(shlex.join(["python", "-m", "benchmarks", "report", *out])),
-                " from the results that each experiment left in its folder; ",
+                Code(shlex.join(["python", "-m", "benchmarks", made_by, *out])),
+                " from the results that each experiment left in its folder",
+                *(
+                    [" (", Code("benchmarks/results"), " in the repository)"]
+                    if kept
+                    else []
+                ),
+                "; ",
                 Code(shlex.join([*everything, *out])),
                 " runs them all.",
             ]
@@ -288,12 +320,21 @@ def _opening(folder: Path, found: Sequence[Found]) -> list[Block]:
                 " where the runs cannot tell: at a ceiling, on a network that is not "
                 "trained, or where a claim holds by construction. What is decided on its "
                 "own and no longer after Holm's correction over the verdicts of all "
-                "experiments is said. The thresholds are those of ",
+                "experiments is said. The p-values are Student's: they take the mean of "
+                "the seeds for normal. Beside each stands the least that a test without "
+                "that, of the signs of the seeds, could give. The thresholds are those "
+                "of ",
                 Code("benchmarks/thresholds.py"),
-                f", set on {thresholds.DATE}.",
+                f", set on {thresholds.DATE}, or on the later day that stands there.",
             ]
         ),
     ]
+    if kept and not all(result.commits for result in found):
+        unknown = (
+            "Experiments whose commit is not known were run before results were kept in "
+            "the repository: what their page said is all that is left of them."
+        )
+        blocks.append(Paragraph([unknown]))
     if len(scales) > 1:
         counts = Counter(result.scale for result in found)
         of_each = ", ".join(f"{number} at '{name}'" for name, number in counts.items())
@@ -348,6 +389,14 @@ def _groups(found: Sequence[Found]) -> list[list[Found]]:
     return sorted(groups.values(), key=len, reverse=True)
 
 
+OLDER = "Older than the last change of gnlin: "
+
+
+def _older(found: Sequence[Found]) -> list[Block]:
+    names = [result.name for result in found if result.older]
+    return [Paragraph([f"{OLDER}{', '.join(names)}."])] if names else []
+
+
 def _where(groups: Sequence[Sequence[Found]]) -> list[Block]:
     if not groups:
         return []
@@ -382,7 +431,7 @@ def _head(name: str) -> list[Block]:
     return [Heading(2, name), *([Paragraph([line])] if line else [])]
 
 
-def _of(result: Found, usual: Found) -> list[Block]:
+def _of(result: Found, usual: Found, images: Path) -> list[Block]:
     """Said of it is where it differs from the usual one."""
     blocks = _head(result.name)
     if result.paper:
@@ -396,6 +445,7 @@ def _of(result: Found, usual: Found) -> list[Block]:
                 f"Scale '{result.scale}', {result.num_runs:,} runs {time}, "
                 f"{result.date}: ",
                 Code(result.command),
+                *_made_by(result),
             ]
         )
     )
@@ -404,20 +454,33 @@ def _of(result: Found, usual: Found) -> list[Block]:
     if other:
         listed = ", ".join(f"{name} {value}" for name, value in other.items())
         blocks.append(Paragraph([f"Made otherwise than {usual.name}: {listed}."]))
-    blocks += [_figure(result, stem, text) for stem, text in result.figures.items()]
+    blocks += [_figure(result, *figure, images) for figure in result.figures.items()]
     blocks += _judged(result)
     settings = {key: _shown(value) for key, value in result.settings.items()}
     blocks.append(Details("Settings", settings))
     return blocks
 
 
-def _figure(result: Found, stem: str, caption: str) -> Block:
+def _made_by(result: Found) -> list[str]:
+    if not result.commits:
+        return [", commit not known."]
+    each = ", ".join(commit[:7] + commit[40:] for commit in result.commits)
+    return [f", commit {each}."]
+
+
+def picture(name: str, stem: str) -> str:
+    """On the page, of a figure of an experiment."""
+    own = name.replace("-", "_")
+    return f"{stem}.png" if stem.startswith(own) else f"{own}_{stem}.png"
+
+
+def _figure(result: Found, stem: str, caption: str, images: Path) -> Block:
+    name = picture(result.name, stem)
     source = result.folder / f"{stem}.png"
+    source = source if source.is_file() else images / name
     if not source.is_file():
         return Paragraph([f"The figure {stem}.png is not in its folder. {caption}"])
-    own = result.name.replace("-", "_")
-    name = stem if stem.startswith(own) else f"{own}_{stem}"
-    return Image(source, f"{name}.png", f"Figure {stem} of {result.name}", caption)
+    return Image(source, name, f"Figure {stem} of {result.name}", caption)
 
 
 def _judged(result: Found) -> list[Block]:
@@ -425,7 +488,7 @@ def _judged(result: Found) -> list[Block]:
         return [Paragraph(["It judges no claim."])]
     header = "claim", "quantity", "claimed", "estimate", f"{CONFIDENCE:.0%} interval"
     table = Table(
-        [*header, "seeds", "p", "outcome", "after Holm"],
+        [*header, "seeds", "p (Student's)", "exact p", "outcome", "after Holm"],
         [
             [
                 [f"{v.claim} ({v.note})" if v.note else v.claim],
@@ -435,6 +498,7 @@ def _judged(result: Found) -> list[Block]:
                 [_interval(v)],
                 [f"{v.num_seeds}" + (f" of {_all_seeds(v)}" if v.num_left_out else "")],
                 [f"{v.p:.1g}"],
+                [f"≥ {least_exact(v.num_seeds):.1g}"],
                 [Outcome(OUTCOMES[v.outcome])],
                 [Outcome(OUTCOMES[corrected])],
             ]

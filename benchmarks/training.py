@@ -22,6 +22,7 @@ import optax
 import optimistix as optx
 from jaxtyping import Array, Float, Int, Key, PyTree, ScalarLike
 from numpy import ndarray
+from scipy import special
 
 import gnlin
 
@@ -40,7 +41,7 @@ from .networks.cnn import (
 )
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
-from .thresholds import TRAINED, TRAINED_BATCH_LOSS, TRAINED_LOSS
+from .thresholds import PART_OF_GUESSING, TRAINED_LOSS
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -176,6 +177,18 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     return np.array(found, float)
 
 
+def guessing_loss(loss: gnlin.AbstractLoss, targets: ndarray) -> float:
+    """The least sum over the examples of outputs that are the same for all of them."""
+    targets = np.asarray(targets)
+    mean = targets.mean(axis=0)
+    if loss.is_quadratic:
+        return float(np.sum((targets - mean) ** 2) / 2)
+    if targets.dtype.kind in "iu":
+        shares = np.unique(targets, return_counts=True)[1] / len(targets)
+        return float(len(targets) * special.entr(shares).sum())
+    return float(len(targets) * np.sum(special.entr(mean) + special.entr(1 - mean)))
+
+
 def described(settings: Images) -> str:
     """The network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
@@ -217,10 +230,12 @@ def full_batch(
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
     make_model, seeds = model_of(settings), range(settings.seeds)
     draws = [load(settings, place, seed) for seed in seeds]
+    guessed = [guessing_loss(LOSS, draw.train[1]) for draw in draws]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
     options = padded, until_trained, damping
     found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), options)
-    return {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
+    columns = {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
+    return columns | {"guessing_loss": np.array(guessed)[:, None]}
 
 
 @eqx.filter_jit
@@ -235,6 +250,8 @@ class _Run(NamedTuple):
     """Of the last linearisation."""
     state: PyTree
     stable: Array
+    moving: Array
+    """Whether the last call made a feature update: at a stationary point none does."""
     trained: Array
     gradient: Array
     """The largest so far that a solved problem was left with."""
@@ -267,13 +284,14 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         lin = gnlin.linearise(fn, run.y, inputs)
         y, state = solver.advance(objective, lin, evaluate, run.state)
         stable = state.result == optx.RESULTS.successful
+        made = state.counts.num_feature_updates - run.state.counts.num_feature_updates
         gradient = jnp.maximum(run.gradient, left_by(y, lin))
-        return _Run(y, run.y, state, stable, is_trained(y), gradient)
+        return _Run(y, run.y, state, stable, made > 0, is_trained(y), gradient)
 
     def until(run, updates):
         def unfinished(run):
             more = run.state.counts.num_feature_updates < updates
-            return run.stable & ~run.trained & more
+            return run.stable & run.moving & ~run.trained & more
 
         run = jax.lax.while_loop(unfinished, step, run)
         y, point, state = run.y, run.point, run.state
@@ -310,6 +328,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         parameters,
         parameters,
         state,
+        jnp.array(True),
         jnp.array(True),
         jnp.array(False),
         jnp.zeros((), dtype),
@@ -475,6 +494,8 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         ours |= {name: history[name] for name in callback.columns}
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
     columns["validation_accuracy"] = np.nan_to_num(columns.pop("held_out_accuracy"))
+    guessed = guessing_loss(LOSS, train[1]) / num_train
+    columns["guessing_loss"] = np.full(num_looks, guessed)
     columns["stable"] = np.ones(num_looks)
     well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
     if not any(bool(result.result == each) for each in well):
@@ -632,13 +653,13 @@ def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
 def where_trained(
     values: Float[ndarray, "seeds ..."], *all_runs: Runs
 ) -> Float[ndarray, "seeds ..."]:
-    """NaN for the seeds of which a run on mini-batches has not reached the training loss:
-    the mean over the last tenth of its looks, for that of one batch is noisy."""
+    """NaN for the seeds of which a run on mini-batches is not trained: the loss is the
+    mean over the last tenth of the looks, for that of one batch is noisy."""
     finished = np.ones(len(values), bool)
     for runs in all_runs:
         loss = runs["train_loss"]
         last = loss[:, -max(loss.shape[1] // 10, 1) :].mean(axis=1)
-        finished &= last < TRAINED_BATCH_LOSS
+        finished &= last <= PART_OF_GUESSING * runs.final("guessing_loss")
     return np.where(finished.reshape(-1, *(1,) * (values.ndim - 1)), values, np.nan)
 
 
@@ -651,13 +672,6 @@ def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " 
     if "unsolved" in runs.columns:
         usable &= runs.final("unsolved") == 0
     return np.where(usable, accuracy, np.nan)
-
-
-def untrained(settings: Images, accuracy: Float[ndarray, " seeds"]) -> str:
-    """Why runs on digits of such test accuracies cannot tell; empty if they can."""
-    if settings.data != "digits" or accuracy.mean() >= TRAINED:
-        return ""
-    return f"the network is not trained: its accuracy is {accuracy.mean():.1%}"
 
 
 def updates_to(

@@ -7,7 +7,8 @@ resampled; what is measured more than once at a seed is a row, and is resampled 
 The interval is the percentile interval, widened to what it would be if the resampled
 means were normal and Student's quantile were taken for them (Hesterberg): as honest with
 a few seeds as Student's, and within the statistic's own bounds. The p-value inverts it;
-further out than resamples reach it is Student's, to which it comes near there.
+further out than resamples reach it is Student's, to which it comes near there. It is less
+than an exact test of so few seeds could give, and is named Student's on the page.
 
 ??? cite "References"
 
@@ -28,7 +29,7 @@ from numpy import ndarray
 from rich.console import Console
 from scipy import special, stats
 
-from .thresholds import MOST_LEFT_OUT, Threshold
+from .thresholds import CEILING, MOST_LEFT_OUT, Threshold
 
 
 CONFIDENCE = 0.95
@@ -116,6 +117,13 @@ def judge(
         outcome,
         untested or _note(found, threshold, outcome, statistic is None),
     )
+
+
+def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
+    """Why these accuracies cannot be told apart; empty if they can."""
+    known = [each[np.isfinite(each)] for each in accuracies]
+    lowest = min((each.mean() for each in known if len(each)), default=0.0)
+    return f"all accuracies are at the ceiling, {lowest:.1%}" if lowest >= CEILING else ""
 
 
 def interval(
@@ -227,6 +235,11 @@ def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
         return f"more than {_MANY_SEEDS:,} seeds would decide it"
     number = max(int(np.ceil(number)), found.num_seeds + 1)
     return f"about {number} seeds would decide it"
+
+
+def least_exact(num_seeds: int) -> float:
+    """The least two-sided p-value of a test of the seeds' signs."""
+    return min(2.0 ** (1 - num_seeds), 1.0)
 
 
 def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import training
-from benchmarks.experiment import Runs
+from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import (
     batch,
     data_scaling,
@@ -36,9 +36,10 @@ def looks(*finals, start=0.1):
 
 
 def trained(point, columns):
-    """Runs that have reached the training loss."""
+    """Runs that are trained, as far as the columns do not say otherwise."""
     shape = next(x.shape[:2] for x in columns.values())
-    return Runs(point, {"train_loss": np.zeros(shape), **columns})
+    loss = {"train_loss": np.zeros(shape), "guessing_loss": np.full(shape, 2.0)}
+    return Runs(point, loss | columns)
 
 
 def test_runs_that_have_not_reached_the_training_loss_say_nothing():
@@ -117,13 +118,42 @@ def test_filters_travel_and_are_compared_at_the_end():
 
 def test_the_kernel_that_changes_early_and_the_one_that_does_not():
     settings = dataclasses.replace(kernel_drift.QUICK, periods=(1, 10))
-    early, late = np.full((7, 10), 1.0), np.full((7, 10), 1.0)
-    early[:, :2], late[:, 5] = 0.9, 0.5
+    angles = {1: [1.0, 0.2, 0.2, 0.2, 0.2], 10: [0.1, 0.1, 0.4, 0.1, 0.1]}
     runs = [
-        trained({"period": 1}, {"alignment_with_before": early}),
-        trained({"period": 10}, {"alignment_with_before": late}),
+        trained(
+            {"period": period},
+            {
+                name: np.full((7, 1), angle)
+                for name, angle in zip(kernel_drift.ANGLES, of_period, strict=True)
+            },
+        )
+        for period, of_period in angles.items()
     ]
-    assert outcomes(kernel_drift.judge_all(settings, runs)) == ["confirmed", "refuted"]
+    verdicts = kernel_drift.judge_all(settings, runs)
+    assert [v.estimate for v in verdicts] == pytest.approx(
+        [np.log2(5), 1 / 1.8, -2, 1 / 8]
+    )
+    assert outcomes(verdicts) == 2 * ["confirmed"] + 2 * ["refuted"]
+
+
+@pytest.mark.slow
+def test_how_far_the_kernel_turns_does_not_depend_on_how_often_one_looks():
+    settings = dataclasses.replace(kernel_drift.QUICK, learning_rate=1e-2)
+    found = [
+        kernel_drift.angles(
+            Runs(
+                {},
+                kernel_drift.train(
+                    dataclasses.replace(settings, num_looks=num_looks),
+                    {"period": 1},
+                    Place(),
+                ),
+            )
+        )
+        for num_looks in (5, 25)
+    ]
+    assert found[0].min() > 1e-3
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_what_infinity_lacks_is_followed_along_each_axis():
@@ -240,17 +270,26 @@ def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
 
 
 def test_the_sweep_over_k_leaves_out_what_is_untrained_or_unsolved():
-    settings = dataclasses.replace(k_sweep.QUICK, periods=(1.0, 1e4, 1e6, 1e8))
-    final = {1.0: 0.80, 1e4: 0.78, 1e6: 0.83, 1e8: 0.6}
+    settings = dataclasses.replace(k_sweep.QUICK, periods=(1.0, 100.0, 1e4, 1e6, 1e8))
+    final = {1.0: 0.80, 100.0: 0.805, 1e4: 0.78, 1e6: 0.83, 1e8: 0.6}
     runs = [
         Runs(
             {"solver": k_sweep.DESCENT, "learning_rate": 1e-3, "period": period},
             {
                 "test_accuracy": looks(*8 * [end]),
                 "trained": looks(*7 * [1], 1 if period != 1e4 else 0),
+                "inner_steps": looks(*8 * [max(2_000, period)]),
             },
         )
         for period, end in final.items()
+    ]
+    runs += [
+        Runs(
+            {"solver": k_sweep.DAMPED, "learning_rate": 1e-3, "period": period},
+            {"test_accuracy": looks(*8 * [end + 0.02]), "trained": looks(*8 * [1])},
+        )
+        for period, end in final.items()
+        if period > 1
     ]
     runs += [
         Runs(
@@ -265,9 +304,39 @@ def test_the_sweep_over_k_leaves_out_what_is_untrained_or_unsolved():
     ]
     verdicts = k_sweep.judge_all(settings, runs)
     estimates = [v.estimate for v in verdicts]
-    assert estimates == pytest.approx(2 * [0.02, 0.03, -0.2, -0.01])
-    assert [v.num_left_out for v in verdicts] == 2 * [1, 0, 0, 1]
-    assert outcomes(verdicts[:4]) == ["refuted", *3 * ["confirmed"]]
+    # The training takes 2,000 steps: a tenth of it is longer than 100.
+    assert estimates == pytest.approx(2 * [0.005, 0.02, 0.03, -0.2, -0.01, 0.02])
+    assert [v.num_left_out for v in verdicts] == 2 * [0, 1, 0, 0, 1, 1]
+    assert outcomes(verdicts[:6]) == ["confirmed", "refuted", *4 * ["confirmed"]]
+    assert "K = 1e+08, 5e+04 times the training," in verdicts[3].claim
+
+
+def test_a_period_longer_than_a_run_is_not_tested():
+    settings = dataclasses.replace(
+        k_sweep.QUICK, periods=(1.0, 10.0, 1e6), batch_size=16, num_steps=1_000
+    )
+    final = {1.0: 0.80, 10.0: 0.80, 1e6: 0.3}
+    runs = [
+        Runs(
+            {"solver": solver, "learning_rate": 1e-3, "period": period},
+            {"test_accuracy": looks(*8 * [end])},
+        )
+        for solver in (k_sweep.DESCENT, k_sweep.DAMPED)
+        for period, end in final.items()
+    ]
+    runs += [
+        Runs(
+            {"solver": k_sweep.SOLVED, "tolerance": tolerance},
+            {"test_accuracy": looks(*8 * [0.3]), "unsolved": looks(*8 * [0])},
+        )
+        for tolerance in settings.solved_to
+    ]
+    verdicts = k_sweep.judge_all(settings, runs)[:6]
+    of_longest = [v for v in verdicts if v.claim.startswith("K = 1e+06")]
+    assert outcomes(of_longest) == 2 * [NOT_TESTED]
+    assert of_longest[0].note == "K is longer than the 1,000 steps of a run"
+    assert verdicts[0].outcome == "confirmed"
+    assert verdicts[1].estimate == pytest.approx(0)  # without the longest
 
 
 def test_updates_that_suffice():
@@ -345,10 +414,10 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
     assert worse.estimate == pytest.approx(-0.38)
     assert NOT_TESTED not in outcomes([alike, within, worse])
     for finite in runs[:2]:
-        finite.columns["test_accuracy"] -= 0.5
-    assert set(outcomes(mnist_k.judge_all(settings, runs))) == {NOT_TESTED}
-    on_mnist = dataclasses.replace(settings, data="mnist")
-    assert NOT_TESTED not in outcomes(mnist_k.judge_all(on_mnist, runs))
+        finite.columns["train_loss"] += 1.0
+    for data in ("digits", "mnist"):
+        of_data = dataclasses.replace(settings, data=data)
+        assert set(outcomes(mnist_k.judge_all(of_data, runs))) == {NOT_TESTED}
 
 
 def test_what_a_period_learns_is_compared_just_before_the_first_update():
@@ -380,17 +449,16 @@ def test_residual_networks_are_judged_by_their_best_and_their_fall():
         (resnet.NORMALISED, 3): [0.7, 0.2],
     }
     runs = [
-        Runs({"network": n, "period": k}, {"test_accuracy": np.tile(a, (7, 1))})
+        trained({"network": n, "period": k}, {"test_accuracy": np.tile(a, (7, 1))})
         for (n, k), a in best.items()
     ]
     verdicts = resnet.judge_all(settings, runs)
     assert [v.estimate for v in verdicts] == pytest.approx([-0.005, -0.25, 0.5])
     assert outcomes(verdicts) == ["confirmed", "refuted", "confirmed"]
-    for runs_of_one in runs[:2]:
-        runs_of_one.columns["test_accuracy"][:] = 0.4
+    runs[0].columns["train_loss"][:] = 1.0
     plain, _, stable = resnet.judge_all(settings, runs)
     assert plain.outcome == stable.outcome == NOT_TESTED
-    assert plain.note == "the network is not trained: its accuracy is 40.0%"
+    assert plain.note == "7 of 7 seeds say nothing"
 
 
 def test_solved_problems_are_judged_by_the_closest_solution():
@@ -434,7 +502,11 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     runs = [
         Runs(
             {"period": period, "learning_rate": rate},
-            {"stable": np.ones((2, 2)), "train_loss": looks(loss, loss)},
+            {
+                "stable": np.ones((2, 2)),
+                "train_loss": looks(loss, loss),
+                "guessing_loss": looks(silent, silent),
+            },
         )
         for period, of_period in losses.items()
         for rate, loss in zip(settings.learning_rates, of_period, strict=True)
@@ -456,19 +528,44 @@ def test_divergence_that_depends_on_k_is_found():
             {
                 "stable": np.full((7, 2), period * rate < 0.05),
                 "train_loss": looks(*[1] * 7),
+                "guessing_loss": looks(*[20] * 7),
             },
         )
         for period in settings.periods
         for rate in settings.learning_rates
     ]
-    slope, depends, tenth = stability.judge_all(settings, runs)
+    depends, tenth, slope = stability.judge_all(settings, runs)
     assert slope.estimate == pytest.approx(-1)
     assert depends.estimate == tenth.estimate == pytest.approx(-2)
-    assert outcomes([slope, depends, tenth]) == ["refuted", "confirmed", "refuted"]
+    assert outcomes([depends, tenth, slope]) == ["confirmed", "refuted", "refuted"]
+
+
+def test_a_largest_stable_rate_that_rises_with_k_refutes_that_it_falls():
+    settings = dataclasses.replace(
+        stability.QUICK,
+        num_train=10,
+        periods=(1, 10, 100),
+        learning_rates=(1e-3, 1e-2, 1e-1),
+    )
+    runs = [
+        Runs(
+            {"period": period, "learning_rate": rate},
+            {
+                "stable": np.full((7, 2), rate < 0.005 * period**0.5),
+                "train_loss": looks(*[1] * 7),
+                "guessing_loss": looks(*[20] * 7),
+            },
+        )
+        for period in settings.periods
+        for rate in settings.learning_rates
+    ]
+    depends, tenth, _ = stability.judge_all(settings, runs)
+    assert depends.estimate == pytest.approx(1)
+    assert outcomes([depends, tenth]) == ["refuted", "confirmed"]
 
 
 def test_a_run_that_was_not_stable_has_diverged():
     stable = np.array([[1, 1], [1, 0]])
-    columns = {"stable": stable, "train_loss": looks(1.0, 1.0)}
-    diverged = stability.diverged(stability.QUICK, Runs({}, columns))
+    columns = {"train_loss": looks(1.0, 1.0), "guessing_loss": looks(9.0, 9.0)}
+    diverged = stability.diverged(Runs({}, columns | {"stable": stable}))
     np.testing.assert_array_equal(diverged, [False, True])

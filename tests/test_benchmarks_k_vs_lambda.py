@@ -15,15 +15,20 @@ from benchmarks._results import PACKAGES
 from benchmarks.experiment import Place, Runs
 from benchmarks.experiments import k_vs_lambda
 from benchmarks.experiments.k_vs_lambda._curves import (
-    agreeing,
+    compared,
     DAMPED,
     DESCENT,
-    intervals_of_ends,
-    mean_error,
-    share_agreeing,
-    where_tested,
+    difference,
+    difference_at_equal_solution,
+    equal_damping,
+    largest_ratio,
+    more_thrown_off,
+    squared_errors,
+    trained,
 )
+from benchmarks.experiments.k_vs_lambda._figures import _draw_differences
 from benchmarks.experiments.k_vs_lambda._tasks import (
+    DRAWN,
     KVsLambda,
     make_task,
     QUICK,
@@ -44,6 +49,8 @@ def results(tmp_path_factory):
 @pytest.mark.slow
 def test_nothing_else_is_left_in_the_folder(results):
     assert {path.name for path in results.iterdir()} == {
+        "difference.pdf",
+        "difference.png",
         "filters.pdf",
         "filters.png",
         "k_vs_lambda.csv",
@@ -116,18 +123,20 @@ def test_settings_say_what_the_numbers_depend_on(results):
 
 
 @pytest.mark.slow
-def test_the_captions_say_where_the_curves_agree(results):
+def test_the_captions_say_where_runs_are_not_trained(results):
     captions = json.loads((results / "settings.json").read_text())["figures"]
-    assert set(captions) == {"k_vs_lambda", "filters", "theory"}
+    assert set(captions) == {"k_vs_lambda", "difference", "filters", "theory"}
     for name in TASKS:
         title = make_task(QUICK, name).title
-        assert f"{title}: lambda = " in captions["k_vs_lambda"]
+        where = "k_vs_lambda" if name in DRAWN else "difference"
+        assert f"{title}: " in captions[where]
     assert "0 of 104 runs diverged" in captions["k_vs_lambda"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "width"), [("k_vs_lambda", 2550), ("filters", 2250), ("theory", 1950)]
+    ("name", "width"),
+    [("k_vs_lambda", 2550), ("difference", 2250), ("filters", 2250), ("theory", 1950)],
 )
 def test_figures_are_pictures(name, width, results):
     from matplotlib.image import imread
@@ -137,91 +146,115 @@ def test_figures_are_pictures(name, width, results):
     assert pixels[..., :3].std() > 0.05
 
 
-def runs_of(solver, error, stable=True):
-    error = np.array(error)
+def runs_of(solver, error, **changes):
+    """At four strengths, trained at the last three."""
+    error = np.array(error, float)
     columns = {
+        "period": np.broadcast_to([1e6, 1e5, 1e4, 1e3], error.shape),
         "damping": np.broadcast_to([0.1, 1.0, 10.0, 100.0], error.shape),
         "test_error": error,
-        "stable": np.broadcast_to(stable, error.shape),
-        "largest_eigenvalue": np.full(error.shape, 5.0),
+        "test_mse": error**2,
+        "train_loss": np.broadcast_to([1.0, 0.01, 0.01, 0.01], error.shape),
+        "guessing_loss": np.ones(error.shape),
+        "dead": np.full(error.shape, 0.2),
+        "stable": np.ones(error.shape, bool),
+        "largest_eigenvalue": np.full(error.shape, 1e3),
+        "spectrum": np.broadcast_to(np.logspace(-2, 3, 6), (*error.shape, 6)),
     }
-    return Runs({"task": "quintic", "solver": solver}, columns)
+    given = {key: np.broadcast_to(x, error.shape) for key, x in changes.items()}
+    return Runs({"task": "digits", "solver": solver}, columns | given)
 
 
 @pytest.fixture
-def curves():
-    error = np.array([[9.0, 0.2, 0.3, 0.6], [0.1, 0.2, 0.3, 0.6]])
-    stable = [[False, True, True, True], [True, True, True, True]]
-    return runs_of(DESCENT, error, stable), runs_of(DAMPED, error + 0.1)
+def task():
+    return make_task(QUICK, "digits")
 
 
-def test_what_diverged_is_in_no_mean(curves):
-    mean = mean_error(curves[0])
-    assert np.isnan(mean[0])
-    np.testing.assert_allclose(mean[1:], [0.2, 0.3, 0.6])
+def test_strengths_are_tested_where_both_train_and_the_filters_differ():
+    error = np.full((4, 4), 0.2)
+    most = [[1, 0.01, 0.01, 0.01], [1, 0.01, 1, 0.01], [1, 1, 1, 0.01], [1, 1, 1, 0.01]]
+    a, b = runs_of(DESCENT, error, train_loss=most), runs_of(DAMPED, error)
+    np.testing.assert_array_equal(compared(a, b), [False, True, False, True])
+    np.testing.assert_array_equal(compared(b, a), compared(a, b))
+    # The largest eigenvalue is 5, less than a tenth of the last damping.
+    one = runs_of(DAMPED, error, largest_eigenvalue=5.0)
+    np.testing.assert_array_equal(compared(one, one), [False, True, True, False])
 
 
-def test_the_share_of_the_strengths_that_agree_is_of_mean_curves():
-    error = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 0.7, 1.0]])
-    # Apart in each seed, and in the mean at the last strength alone.
-    apart = np.array([[0.1, 0.1, 0.1, 0.1], [-0.1, -0.1, -0.1, 0.1]])
-    errors = np.stack([error, error + apart], axis=1)
-    assert share_agreeing(errors) == 3 / 4
+def test_what_diverged_is_not_trained():
+    stable = [[True, True, False, True]] * 2
+    runs = runs_of(DESCENT, np.full((2, 4), 0.2), stable=stable)
+    np.testing.assert_array_equal(trained(runs), [[False, True, False, True]] * 2)
 
 
-def test_strengths_that_diverged_or_are_one_by_construction_are_not_tested(curves):
-    descent, damped = curves
-    errors = where_tested(descent, damped)
-    assert np.isnan(errors[:, :, 0]).all()
-    assert np.isfinite(errors[:, :, 1:3]).all()
-    # The largest eigenvalue is 5 and lambda 100.
-    assert np.isnan(errors[:, :, 3]).all()
-    assert np.isnan(share_agreeing(np.full((2, 2, 4), np.nan)))
+def test_untrained_runs_do_not_set_the_scale_of_a_difference(task):
+    error = np.array([[0.9, 0.2, 0.3, 0.1]] * 2)
+    a, b = runs_of(DESCENT, error + 0.02), runs_of(DAMPED, error)
+    expected = [[np.nan, 0.02, 0.02, 0.02]] * 2
+    np.testing.assert_allclose(difference(task, a, b), expected)
+    # However badly the untrained ones do.
+    b.columns["test_error"][:, 0] = 100.0
+    np.testing.assert_allclose(difference(task, a, b), expected)
 
 
-def test_where_all_diverged_or_all_is_flat_nothing_agrees():
-    flat, gone = (
-        runs_of(DESCENT, np.ones((2, 4))),
-        runs_of(DAMPED, np.ones((2, 4)), False),
-    )
-    assert np.isnan(share_agreeing(where_tested(flat, gone)))
-    assert agreeing(flat, gone) is None
+def test_the_difference_of_a_regression_is_in_decades():
+    error = np.array([[1.0, 0.1, 0.01, 0.01]])
+    a, b = runs_of(DESCENT, 10 * error), runs_of(DAMPED, error)
+    in_decades = difference(make_task(QUICK, RELU), a, b)
+    np.testing.assert_allclose(in_decades, [[np.nan, 1, 1, 1]])
 
 
-@pytest.mark.parametrize(
-    ("apart", "found"),
-    [
-        ([0, 0, 0, 0], (0.1, 100)),
-        ([0, 1, 0, 0], (10, 100)),
-        ([0, 0.04, 1, 0], (0.1, 1)),
-        ([1, 0, 1, 1], (1, 1)),
-        ([1, 1, 1, 1], None),
-    ],
-)
-def test_the_longest_run_of_strengths_is_found(apart, found):
-    error = np.array([[0.0, 1, 0, 1]])
-    both = runs_of(DESCENT, error), runs_of(DAMPED, error + np.array(apart))
-    assert agreeing(*both) == found
+def test_a_run_that_is_thrown_off_is_counted_and_sets_no_mean(task):
+    error, loss = np.full((5, 4), 0.2), np.tile([1.0, 0.01, 0.01, 0.01], (5, 1))
+    thrown = error.copy()
+    thrown[0, 2], loss[0, 2] = 1e4, 1e8
+    a, b = runs_of(DESCENT, thrown, train_loss=loss), runs_of(DAMPED, error)
+    assert np.nanmax(difference(task, a, b)) == 0
+    assert np.nansum(more_thrown_off(a, b)) == 1
+    assert np.nansum(more_thrown_off(b, a)) == -1
+    assert largest_ratio(squared_errors(a, b)) == 1  # of medians
 
 
-def test_a_strength_that_diverged_ends_the_range(curves):
-    descent, _ = curves
-    stable = [[True, False, True, True]] * 2
-    assert agreeing(descent, descent) == (1, 100)
-    other = runs_of(DAMPED, descent["test_error"], stable)
-    assert agreeing(descent, other) == (10, 100)
+def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
+    error = np.full((3, 4), 0.2)
+    a = runs_of(DESCENT, error, train_loss=1.0)
+    counted = more_thrown_off(a, runs_of(DAMPED, error))
+    np.testing.assert_array_equal(counted, [[np.nan, 1, 1, 1]] * 3)
 
 
-def test_ends_of_the_range_are_as_uncertain_as_the_seeds_that_they_hang_on():
-    error = np.array([[0.0, 1, 0, 1]] * 6)
-    apart = np.zeros((6, 4))
-    both = lambda: (runs_of(DESCENT, error), runs_of(DAMPED, error + apart))
-    apart[:, 0] = 1
-    assert intervals_of_ends(*both()) == [(1, 1), (100, 100)]
-    # The mean difference is a twentieth of the range with three such seeds of six.
-    apart[:, 1] = [0.12, 0.12, 0.12, 0, 0, 0]
-    assert agreeing(*both()) == (10, 100)
-    assert intervals_of_ends(*both()) == [(1, 10), (100, 100)]
+def test_damping_that_solves_as_much_is_smaller_and_solves_as_much(task):
+    runs = runs_of(DESCENT, np.full((1, 4), 0.2))
+    rate = task.learning_rate
+    runs.columns["period"] = np.round(1 / (rate * runs["damping"]))
+    found = equal_damping(task, runs)
+    assert (found < runs["damping"]).all()
+    w = runs["spectrum"][0, 0]
+    for period, damping in zip(runs["period"][0], found[0], strict=True):
+        by_steps = np.sum(1 - (1 - rate * w) ** period)
+        assert np.sum(w / (w + damping)) == pytest.approx(by_steps, rel=1e-6)
+
+
+def test_k_steps_that_end_like_the_damping_that_solves_as_much_leave_nothing(task):
+    """The error of the damped network is a function of log10 lambda, and that after K
+    steps is the same function at the damping that solves as much."""
+    dampings = np.logspace(-1, 2, 4)[None].repeat(3, 0)
+    b = runs_of(DAMPED, 0.1 * np.log10(dampings) + 0.3, train_loss=0.01)
+    a = runs_of(DESCENT, np.zeros((3, 4)), train_loss=0.01)
+    a.columns["period"] = np.round(1 / (task.learning_rate * dampings))
+    there = np.log10(equal_damping(task, a))
+    a.columns["test_error"] = 0.1 * there + 0.3
+    left = difference_at_equal_solution(task, a, b)
+    assert np.isfinite(left).sum() >= 3
+    np.testing.assert_allclose(left[np.isfinite(left)], 0, atol=1e-9)
+    assert (np.abs(difference(task, a, b)) > 0.005).all()
+
+
+def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
+    tasks = {name: make_task(QUICK, name) for name in TASKS}
+    untrained = runs_of(DESCENT, np.full((2, 4), 0.2), train_loss=1.0)
+    by_task = {name: {DESCENT: untrained, DAMPED: untrained} for name in TASKS}
+    _draw_differences(tmp_path / "difference.png", tasks, by_task)
+    assert (tmp_path / "difference.png").stat().st_size > 0
 
 
 def of_tasks(seeds, changed):
@@ -231,18 +264,16 @@ def of_tasks(seeds, changed):
     all_runs = []
     for name in TASKS:
         error = generator.uniform(0.1, 1, (seeds, 4))
-        columns = runs_of(DAMPED, error).columns | {
-            "damping": np.broadcast_to([1.0, 2.0, 3.0, 4.0], error.shape),
-            "dead": np.full(error.shape, 0.2),
-            "test_mse": error**2,
-            "train_loss": error**2,
-        }
+        loss = 1e-3 * error**2
+        same = {"train_loss": loss, "period": np.full((seeds, 4), 1e5)}
+        columns = runs_of(DAMPED, error, **same).columns
         for solver in (DESCENT, DAMPED):
             more = changed(name, generator) if solver == DESCENT else {}
             moved = {
                 key: columns[key] * more.get("factor", 1) ** power
                 for key, power in (("test_error", 1), ("test_mse", 2), ("train_loss", 2))
             }
+            moved["test_error"] = moved["test_error"] + more.get("points", 0)
             dead = columns["dead"] + more.get("dead", 0)
             runs = columns | moved | {"dead": dead}
             all_runs.append(Runs({"task": name, "solver": solver}, runs))
@@ -250,10 +281,34 @@ def of_tasks(seeds, changed):
 
 
 def outcomes(all_runs):
-    verdicts = k_vs_lambda.judge_all(QUICK, all_runs)
-    assert len(verdicts) == len(TASKS) + 5 + 3
-    explained, bounded = verdicts[len(TASKS) : -3], verdicts[-3:]
-    return [v.outcome for v in explained], [v.outcome for v in bounded]
+    found = {v.claim: v.outcome for v in k_vs_lambda.judge_all(QUICK, all_runs)}
+    assert len(found) == len(DRAWN) + len(TASKS) + 2 * 3 + 2 + 4 + 3
+    return found
+
+
+def explained(found):
+    return [
+        outcome
+        for claim, outcome in found.items()
+        if claim.startswith(("On the quintic", "With tanh"))
+    ]
+
+
+def bounded(found):
+    return [outcome for claim, outcome in found.items() if "linear problem" in claim]
+
+
+def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
+    by = {"digits": 0.005, "digits-cross-entropy": 0.03}
+    found = outcomes(of_tasks(8, lambda name, generator: {"points": by.get(name, 0)}))
+    alike = {k: v for k, v in found.items() if "end alike" in k}
+    better = {k: v for k, v in found.items() if "damping is better" in k}
+    assert list(alike.values()) == [*4 * ["confirmed"], "refuted"]
+    decided = [k for k, v in better.items() if v == "confirmed"]
+    assert [k.partition(":")[0] for k in decided] == [
+        "Digits, squared error",
+        "Digits, cross-entropy",
+    ]
 
 
 def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
@@ -263,9 +318,9 @@ def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
         dead = generator.uniform(0, 0.5, (8, 4))
         return {"dead": dead, "factor": 10**dead}
 
-    explained, bounded = outcomes(of_tasks(8, changed))
-    assert explained == ["confirmed"] * 5
-    assert bounded == ["refuted", "confirmed", "confirmed"]
+    found = outcomes(of_tasks(8, changed))
+    assert explained(found) == 4 * ["confirmed"]
+    assert bounded(found) == ["refuted", "confirmed", "confirmed"]
 
 
 def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
@@ -274,18 +329,17 @@ def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
             return {}
         return {"factor": 10 ** generator.uniform(0.1, 0.5, (8, 4))}
 
-    explained, bounded = outcomes(of_tasks(8, changed))
+    found = outcomes(of_tasks(8, changed))
     # As many are dead by both solvers, in all runs.
     untested = "not tested at this scale"
-    assert explained == ["confirmed", "undecided", untested, "confirmed", "refuted"]
-    assert bounded == ["refuted", "refuted", "confirmed"]
+    assert explained(found) == ["undecided", untested, "confirmed", "refuted"]
+    assert bounded(found) == ["refuted", "refuted", "confirmed"]
 
 
 def test_without_an_excess_there_is_nothing_of_it_to_be_left():
     changed = lambda name, generator: {"factor": 10 ** generator.normal(0, 0.1, (8, 4))}
-    explained, _ = outcomes(of_tasks(8, changed))
-    assert explained[0] == "undecided"
-    assert explained[4] == "not tested at this scale"
+    found = outcomes(of_tasks(8, changed))
+    assert explained(found)[3] == "not tested at this scale"
 
 
 def test_dampings_are_as_round_as_their_periods():
@@ -373,6 +427,8 @@ def test_what_diverged_is_told_and_drawn(tmp_path):
     shape = 2, 4
     some = np.random.default_rng(0).uniform(0.1, 1, shape)
     columns = {
+        "period": np.broadcast_to(settings.periods, shape),
+        "guessing_loss": np.broadcast_to([1.0, 1.0, 100.0, 100.0], shape),
         "damping": np.broadcast_to([1e5, 1e4, 1e2, 1.0], shape),
         "stable": np.broadcast_to([False, True, True, True], shape),
         "spectrum": np.broadcast_to(np.logspace(-3, 3, 5), (*shape, 5)),
@@ -382,5 +438,5 @@ def test_what_diverged_is_told_and_drawn(tmp_path):
     all_runs = [Runs(point, columns) for point in k_vs_lambda.points(settings)]
     captions = k_vs_lambda.EXPERIMENT.draw(settings, all_runs, tmp_path)
     assert "20 of 80 runs diverged" in captions["k_vs_lambda"]
-    assert "lambda = 1 [1, 1] to 1e+04 [1e+04, 1e+04]" in captions["k_vs_lambda"]
+    assert "Digits, squared error: 1e+04, 1e+05;" in captions["k_vs_lambda"]
     assert (tmp_path / "k_vs_lambda.png").stat().st_size > 0

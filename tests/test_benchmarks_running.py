@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from benchmarks import __main__ as command_line, experiment
+from benchmarks import __main__ as command_line, _results, experiment
 from benchmarks.__main__ import BENCHMARKS, EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Experiment, only, Runs, select, Settings
@@ -317,13 +317,13 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
 @given(st.data())
 def test_a_changed_archive_is_refused_or_as_it_was(archive, data):
     whole = archive.read_bytes()
-    known, _ = experiment._load(archive.parent, {"period": 10.0})
+    known, *_ = experiment._load(archive.parent, {"period": 10.0})
     changed = bytearray(whole)
     place = data.draw(st.integers(0, len(whole) - 1))
     changed[place] ^= data.draw(st.integers(1, 255))
     try:
         archive.write_bytes(changed)
-        found, _ = experiment._load(archive.parent, {"period": 10.0})
+        found, *_ = experiment._load(archive.parent, {"period": 10.0})
     except Refusal:
         return
     finally:
@@ -341,6 +341,32 @@ def test_damaged_runs_are_refused_and_made_again_once_deleted(calls, tmp_path):
     path.unlink()
     calls.run(tmp_path, resume=True)
     assert calls.trained == {1.0: 1, 10.0: 2, 1e6: 1}
+
+
+def test_runs_keep_the_commit_that_made_them(calls, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment._results, "commit", lambda: "a" * 40)
+    calls.interrupt_at = 1e6
+    with pytest.raises(KeyboardInterrupt):
+        calls.run(tmp_path)
+    monkeypatch.setattr(experiment._results, "commit", lambda: "b" * 40)
+    calls.interrupt_at = None
+    calls.run(tmp_path, resume=True)
+    assert settings_of(tmp_path)["commits"] == ["a" * 40, "b" * 40]
+
+
+def test_the_commit_says_what_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr(_results, "__file__", str(tmp_path / "benchmarks" / "x.py"))
+    assert _results.commit() == ""
+    (tmp_path / "benchmarks").mkdir()
+    write = lambda text: (tmp_path / "benchmarks" / "x.py").write_text(text)
+    write("1")
+    who = ["-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    commit = _results.commit()
+    assert len(commit) == 40
+    write("2")
+    assert _results.commit() == f"{commit} with changes"
 
 
 def test_runs_of_a_sibling_are_borrowed(calls, tmp_path):

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+import math
 
 import equinox as eqx
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
+from scipy import optimize
 
 import gnlin
 from benchmarks import solved, training
@@ -106,6 +108,24 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     resumed = run(SETTINGS, Place(checkpoints=tmp_path, resume=True))
     for name in ("test_accuracy", "train_loss", "inner_steps"):
         np.testing.assert_array_equal(resumed[name], whole[name])
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "expected"),
+    [
+        (gnlin.SoftmaxCrossEntropy(), [0, 0, 1, 2], 2 * math.log(2) + 2 * math.log(4)),
+        (gnlin.SigmoidCrossEntropy(), [[0.0], [1.0]], 2 * math.log(2)),
+        (gnlin.SquaredError(), [[0.0, 3.0], [2.0, 3.0]], 1.0),
+    ],
+)
+def test_the_loss_of_guessing_is_the_least_of_constant_outputs(loss, targets, expected):
+    targets = np.array(targets)
+    assert training.guessing_loss(loss, targets) == pytest.approx(expected)
+    outputs = np.zeros((len(targets), 3 if targets.ndim == 1 else targets.shape[1]))
+    objective = gnlin.BatchLoss(loss, outputs, jnp.asarray(targets))
+    of = lambda constant: objective.value(jnp.broadcast_to(constant, outputs.shape))
+    best = optimize.minimize(lambda c: float(of(c)), np.zeros(outputs.shape[1]))
+    assert best.fun == pytest.approx(expected, rel=1e-6)
 
 
 def test_each_seed_draws_images_of_its_own_and_fewer_are_among_more():
@@ -219,6 +239,19 @@ def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
     # Nothing of this is solved in no steps.
     impossible = solved.train_solving(settings, Place(), 2, tolerance=0.0)
     assert impossible["unsolved"][0, 0] == 1
+
+
+@pytest.mark.slow
+def test_a_run_that_has_come_to_a_stationary_point_ends_there():
+    """At this rate all hidden units are off after some steps, and nothing moves."""
+    settings = Images(seeds=1, num_train=50, num_looks=3)
+    solver = gnlin.IterativeLinearisation(
+        jnp.asarray(1.0), jnp.asarray(0.0464), method="matrix-free"
+    )
+    columns = training.full_batch(settings, Place(), solver, 300)
+    assert columns["feature_updates"][0, -1] <= 300
+    guessed = columns["guessing_loss"][0, 0]
+    assert columns["train_loss"][0, -1] == pytest.approx(guessed, rel=0.01)
 
 
 @pytest.mark.slow

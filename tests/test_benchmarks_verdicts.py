@@ -282,3 +282,16 @@ def test_what_hardly_any_seeds_would_decide():
     seeds = [1.0, -1.0, 1.0, -1.0, 1e-3]
     assert judged(seeds, above=0.0).note == "more than 1,000 seeds would decide it"
     assert judged([1.0], above=0.0).note == "more seeds would decide it"
+
+
+def test_accuracies_are_at_the_ceiling_if_all_are():
+    at, below = np.full(5, 0.99), np.full(5, 0.97)
+    assert "99.0%" in verdicts.at_ceiling(at, at)
+    assert verdicts.at_ceiling(at, below) == ""
+    assert verdicts.at_ceiling(np.append(at, np.nan), at)
+    assert verdicts.at_ceiling() == ""
+
+
+def test_no_test_of_signs_gives_less_than_if_all_are_one():
+    for n in (1, 5, 8):
+        assert verdicts.least_exact(n) == stats.binomtest(n, n).pvalue

@@ -22,7 +22,7 @@ from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 FIXED = "fixed period"
@@ -139,6 +139,10 @@ def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
             "a seed",
             difference,
             thresholds.TRIGGER_AS_ACCURATE,
+            untested=at_ceiling(
+                accuracy_after(ahead, settings.after),
+                accuracy_after(default, settings.after),
+            ),
         ),
     ]
 

@@ -14,7 +14,7 @@ from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLUE, figure, shades, VERMILION
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 FULL_BATCH, MINI_BATCHES = "full batch", "mini-batches"
@@ -82,12 +82,14 @@ def judge_all(settings: Batch, all_runs: Sequence[Runs]) -> list[Verdict]:
     }
     apart = np.abs(accuracy[FULL_BATCH] - accuracy[MINI_BATCHES])
     finished = lambda values: training.where_trained(values, *all_runs)
+    finals = [runs.final("test_accuracy") for runs in all_runs]
     return [
         judge(
             "Full batch and mini-batches end alike",
             "difference of final test accuracies, its size, mean over K, a seed",
             finished(apart[:, :, -1].mean(axis=0)),
             thresholds.SAME_PICTURE,
+            untested=at_ceiling(*finals),
         ),
         judge(
             "Full batch and mini-batches are alike throughout training",

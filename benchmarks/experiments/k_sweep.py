@@ -4,8 +4,13 @@ On the full batch every run is trained to the same mean training loss, in as man
 it takes, and all claims are of such runs: those that have not come there are left out and
 counted. Few steps are taken literally, more of them with the kernel, and from 10^4 on as
 gradient flow for the time K eta, whose error against literal steps is measured. On
-mini-batches, at the full scale, all K take equally many steps; its first version's curves
-are those of `--grid 1,10,100,1000,10000,20000`.
+mini-batches, at the full scale, all K take equally many steps, and a longer K, which ends
+in the midst of its first problem, is not tested; its first version's curves are those of
+`--grid 1,10,100,1000,10000,20000`.
+
+How long K is, is a matter of how long the training is. The unit is the steps that K = 1
+takes, and the claims are in it: the paper's K of 10^4 is of runs of millions of steps,
+and here a few thousand train the network.
 
 Beside them, on the same axes, damped Gauss-Newton at lambda = 1/(eta K), the same by
 conjugate gradients that stop early, and the paper's truncated Gauss-Newton: each problem
@@ -13,7 +18,7 @@ solved, to a gradient tolerance. Other learning rates on a coarser grid of K.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +34,9 @@ from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from ..solved import described, MOST_STEPS, train_solving
-from ..thresholds import MOST_UNFINISHED, TRAINED_LOSS
+from ..thresholds import MOST_UNFINISHED, SHORT, TRAINED_LOSS
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 DESCENT = "iterative linearisation"
@@ -44,8 +49,8 @@ STATISTICS = {
     ),
 }
 UPDATES = "feature_updates"
-SMALL = 1e4
-"""K up to here is claimed to be like K = 1."""
+LITERALLY = 1e4
+"""K up to here is claimed to be like K = 1, on the paper's task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +190,19 @@ def _line(settings: KSweep, all_runs: Sequence[Runs], solver: str) -> list[Runs]
     return select(all_runs, solver=solver, learning_rate=settings.learning_rate)
 
 
+def training_length(settings: KSweep, line: Sequence[Runs]) -> float:
+    """The steps that the shortest period takes, the median of the seeds."""
+    if settings.batch_size is not None:
+        return settings.num_steps
+    first = min(line, key=lambda runs: runs.point["period"])
+    return float(np.median(first.final("inner_steps")))
+
+
+def is_tested(settings: KSweep, period: float) -> bool:
+    """Whether a run solves at least one problem with so many steps."""
+    return settings.batch_size is None or period <= settings.num_steps
+
+
 def rise(apart: Float[ndarray, "seeds periods"]) -> Float[ndarray, " seeds"]:
     """At the period that is best in the mean of the *other* seeds, each seed's own value:
     the best of all would be above zero by chance alone. Periods that half of them have
@@ -203,46 +221,98 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
     """By the paper's statistic, optimal early stopping, and where training ends."""
     solved = only(all_runs, solver=SOLVED, tolerance=min(settings.solved_to))
     line = _line(settings, all_runs, DESCENT)
+    length = training_length(settings, line)
     verdicts = []
     for which, of in STATISTICS.items():
         by_k = {runs.point["period"]: of(runs) for runs in line}
-        first, last = by_k[min(by_k)], by_k[max(by_k)]
-        small = [by_k[k] - first for k in by_k if min(by_k) < k <= SMALL]
-        # A seed counts if all its runs do.
-        together = np.stack(small, axis=1) if small else np.zeros((0, 0))
-        together[~np.isfinite(together).all(axis=1)] = np.nan
-        between = [by_k[k] - first for k in by_k if SMALL < k < max(by_k)]
+        first, longest = by_k[min(by_k)], max(by_k)
+        untested = ""
+        if not is_tested(settings, longest):
+            untested = f"K is longer than the {settings.num_steps:,} steps of a run"
+        apart = {
+            k: by_k[k] - first for k in by_k if k > min(by_k) and is_tested(settings, k)
+        }
+        between = {k: values for k, values in apart.items() if k < longest}
+        in_units = f"K = {longest:g}, {longest / length:.2g} times the training,"
         verdicts += [
-            judge(
-                f"K up to {SMALL:g} is like K = 1, {which}",
-                "difference of mean test accuracies from that of K = 1, the largest of "
-                "all K",
-                together,
-                thresholds.LIKE_FIRST,
-                statistic=lambda apart: float(np.abs(apart.mean(axis=0)).max()),
+            _like_first(
+                f"K up to {SHORT:.0%} of the training is like K = 1, {which}",
+                first,
+                _together(apart, 0, SHORT * length),
+            ),
+            _like_first(
+                f"K up to {LITERALLY:g}, {LITERALLY / length:.2g} times the training, is "
+                f"like K = 1, {which}",
+                first,
+                _together(apart, 0, LITERALLY),
             ),
             judge(
-                f"Beyond {SMALL:g} accuracy first rises above that of K = 1, {which}",
+                f"Beyond {SHORT:.0%} of the training accuracy first rises above that of "
+                f"K = 1, {which}",
                 "test accuracy at the K between that is best in the other seeds, less "
                 "that of K = 1, a seed",
-                rise(np.stack(between, axis=1)) if between else [],
+                rise(_together(between, SHORT * length, longest)),
                 thresholds.RISES,
             ),
             judge(
-                f"K = {max(by_k):g} is worse than K = 1, {which}",
+                f"{in_units} is worse than K = 1, {which}",
                 "test accuracy of the one less that of the other, a seed",
-                last - first,
+                by_k[longest] - first,
                 thresholds.FALLS,
+                untested=untested,
             ),
             judge(
-                f"K = {max(by_k):g} approaches truncated Gauss-Newton, {which}",
+                f"{in_units} approaches truncated Gauss-Newton, {which}",
                 "test accuracy of the one less that of each problem solved, to a "
                 f"gradient of {min(settings.solved_to):g}, a seed",
-                last - of(solved),
+                by_k[longest] - of(solved),
                 thresholds.REACHED_BY_TRUNCATED,
+                untested=untested,
+            ),
+            judge(
+                f"Damping is better than K steps of equal strength, {which}",
+                "test accuracy by damping 1/(eta K) less that after K steps, mean over "
+                "K, a seed",
+                _of_equal_strength(settings, all_runs, of),
+                thresholds.RISES,
             ),
         ]
     return verdicts
+
+
+def _together(
+    apart: Mapping[float, Float[ndarray, " seeds"]], above: float, up_to: float
+) -> Float[ndarray, "seeds periods"]:
+    """At the periods in a range."""
+    some = [values for period, values in apart.items() if above < period <= up_to]
+    return np.stack(some, axis=1) if some else np.zeros((0, 0))
+
+
+def _like_first(
+    claim: str, first: Float[ndarray, " seeds"], apart: Float[ndarray, "seeds periods"]
+) -> Verdict:
+    # A seed counts if all its runs do.
+    whole = np.isfinite(apart).all(axis=1, keepdims=True)
+    return judge(
+        claim,
+        "difference of mean test accuracies from that of K = 1, the largest of all K",
+        np.where(whole, apart, np.nan),
+        thresholds.LIKE_FIRST,
+        statistic=lambda apart: float(np.abs(apart.mean(axis=0)).max()),
+        untested=at_ceiling(first, *(first + each for each in apart.T)),
+    )
+
+
+def _of_equal_strength(
+    settings: KSweep, all_runs: Sequence[Runs], of: Callable[[Runs], ndarray]
+) -> Float[ndarray, " seeds"]:
+    """Of a seed that is trained at all of them."""
+    by_descent, damped = (
+        {runs.point["period"]: of(runs) for runs in _line(settings, all_runs, solver)}
+        for solver in (DESCENT, DAMPED)
+    )
+    better = [damped[k] - by_descent[k] for k in damped if is_tested(settings, k)]
+    return np.mean(better, axis=0) if better else np.zeros(0)
 
 
 def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
@@ -294,7 +364,10 @@ def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
             axes.set_xticks([0, *10.0 ** decades[:: 1 + len(decades) // 6]])
             axes.set_xlim(left=0)
         over_k.set(xscale="log", xlabel="Period $K$", ylabel="Test accuracy (%)")
-        over_k.set_title("In the end")
+        unit = training_length(settings, line)
+        in_units = lambda k: np.asarray(k) / unit, lambda share: np.asarray(share) * unit
+        top = over_k.secondary_xaxis("top", functions=in_units)
+        top.set_xlabel("In the end; $K$ in units of the training of $K = 1$")
         length.set(xscale="log", yscale="log", xlabel="Period $K$")
         length.set(title="Until trained", ylabel="Feature updates")
         for axes in (over_steps, over_updates, over_k):
@@ -333,25 +406,25 @@ def _caption(settings: KSweep, all_runs: Sequence[Runs]) -> str:
     )
     if settings.batch_size is not None:
         return caption + (
-            f"{settings.num_steps:,} inner steps for all K: a longer one is one "
-            f"linearisation; {settings.damped_steps:,} of the Gauss-Newton methods, and "
+            f"{settings.num_steps:,} inner steps for all K: a longer one ends in the "
+            "midst of its first problem, and is not judged; "
+            f"{settings.damped_steps:,} of the Gauss-Newton methods, and "
             f"at most {settings.most_updates} problems solved."
         )
+    line = _line(settings, all_runs, DESCENT)
     trained = [runs for runs in all_runs if "trained" in runs.columns]
     left_out = sum(int(np.sum(runs.final("trained") == 0)) for runs in trained)
     number = sum(len(runs.final("trained")) for runs in trained)
-    steps = {
-        runs.point["period"]: np.median(runs.final("inner_steps"))
-        for runs in _line(settings, all_runs, DESCENT)
-    }
+    steps = {runs.point["period"]: np.median(runs.final("inner_steps")) for runs in line}
     of_all = [f"{count:,.0f} at K = {k:g}" for k, count in steps.items()]
     ends = [of_all[0], of_all[-1]]
     return caption + (
         f"Every run is trained to a mean training loss of {TRAINED_LOSS:g}, in at most "
         f"{settings.num_steps:,} inner steps or {settings.most_updates} feature updates: "
         f"{left_out} of {number} are not, and left out. The steps it takes are in the "
-        f"last panel; the median of inner steps is {', '.join(ends)}. From K = "
-        f"{training.FLOW_FROM:g} on the steps are gradient flow, which ends "
+        f"last panel; the median of inner steps is {', '.join(ends)}: a K of "
+        f"{SHORT * training_length(settings, line):,.0f} is {SHORT:.0%} of the training. "
+        f"From K = {training.FLOW_FROM:g} on the steps are gradient flow, which ends "
         f"{_flow_error(settings):.1e} of a step from 10,000 literal ones."
     )
 

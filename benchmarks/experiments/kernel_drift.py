@@ -1,6 +1,12 @@
-"""Alignment of the kernel with the first, and with the last, as training goes on."""
+"""Alignment of the kernel with the first, and with the last, as training goes on.
+
+How far the kernel turns is measured in equal parts of the training, as the angle between
+the kernels at the ends of each. A sum over looks would depend on how often one looks: the
+sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten times as many.
+"""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,8 +25,9 @@ from ..training import Columns, Images
 from ..verdicts import judge, Verdict
 
 
-EARLY = 0.2
-"""The share of the steps in which the kernel is claimed to change fastest."""
+PARTS = 5
+"""Of the training, equally long; in the first the kernel is claimed to change fastest."""
+ANGLES = tuple(f"angle_{part}" for part in range(1, PARTS + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +75,12 @@ def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
     columns = training.mini_batches(settings, place, solver, callbacks)
     kernels = columns.pop("kernels")
     num_looks = kernels.shape[1] - 1
-    before = {
-        "alignment_with_first": [0] * num_looks,
-        "alignment_with_last": [num_looks] * num_looks,
-        "alignment_with_before": range(num_looks),
-    }
+    ends = np.linspace(0, num_looks, PARTS + 1).round().astype(int)
+    turned = np.array([_angles(of_seed[ends]) for of_seed in kernels])
     return columns | {
-        name: np.array([_alignment(of_seed, list(others)) for of_seed in kernels])
-        for name, others in before.items()
+        "alignment_with_first": _alignment(kernels, 0),
+        "alignment_with_last": _alignment(kernels, num_looks),
+        **{name: turned[:, [part]] for part, name in enumerate(ANGLES)},
     }
 
 
@@ -84,33 +89,46 @@ def _aligned(pair):
     return gnlin.features.kernel_alignment(*pair)
 
 
-def _alignment(kernels: ndarray, others: list[int]) -> list[float]:
+def _alignment(kernels: ndarray, other: int) -> Float[ndarray, "seeds looks"]:
     """Of each kernel but the first with another."""
-    pairs = enumerate(others, start=1)
-    return [float(_aligned((kernels[i], kernels[j]))) for i, j in pairs]
+    return np.array([[float(_aligned((k, of[other]))) for k in of[1:]] for of in kernels])
 
 
-def early_share(runs: Runs) -> Float[ndarray, " seeds"]:
-    """Of all the kernel's change, look by look, what happens early."""
-    change = 1 - runs["alignment_with_before"]
-    early = round(EARLY * change.shape[1])
-    return change[:, :early].sum(axis=1) / change.sum(axis=1)
+def _angles(kernels: ndarray) -> list[float]:
+    """Between each kernel and the next."""
+    pairs = itertools.pairwise(kernels.astype(float))
+    return [float(np.arccos(np.clip(_aligned(pair), -1, 1))) for pair in pairs]
+
+
+def angles(runs: Runs) -> Float[ndarray, "seeds parts"]:
+    return np.concatenate([runs[name] for name in ANGLES], axis=1)
 
 
 def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
-    return [
-        judge(
-            f"With K = {period:,} the kernel changes fastest early",
-            f"share of its change (1 - alignment, summed over looks) in the first "
-            f"{EARLY:.0%} of the steps, a seed",
-            training.where_trained(
-                early_share(only(all_runs, period=period)),
-                only(all_runs, period=period),
+    verdicts = []
+    for period in settings.periods:
+        runs = only(all_runs, period=period)
+        turned = angles(runs)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.log2(turned[:, 0] / turned[:, 1:].max(axis=1))
+            share = turned[:, 0] / turned.sum(axis=1)
+        verdicts += [
+            judge(
+                f"With K = {period:,} the kernel changes fastest early",
+                f"log2 of the angle by which it turns in the first {1 / PARTS:.0%} of "
+                f"the steps over the largest in any other {1 / PARTS:.0%}, a seed",
+                training.where_trained(ratio, runs),
+                thresholds.RISES,
             ),
-            thresholds.FASTEST_EARLY,
-        )
-        for period in settings.periods
-    ]
+            judge(
+                f"With K = {period:,} most of its change is early",
+                f"share of the first {1 / PARTS:.0%} of the steps in the sum of the "
+                f"angles of all {PARTS} parts, a seed",
+                training.where_trained(share, runs),
+                thresholds.FASTEST_EARLY,
+            ),
+        ]
+    return verdicts
 
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:

@@ -103,18 +103,22 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
     solver = gnlin.DampedGaussNewton(damping, search=None)
 
     def unfinished(carry):
-        y, state = carry
+        y, state, moving = carry
         fitted = _rms(fn(y, x) - targets) <= TRAINED_RMSE
         stable = state.result == optx.RESULTS.successful
-        return stable & ~fitted & (state.counts.num_feature_updates < num_steps)
+        more = state.counts.num_feature_updates < num_steps
+        return stable & ~fitted & moving & more
 
     def step(carry):
-        y, state = carry
+        y, state, _ = carry
         lin = gnlin.linearise(fn, y, x)
-        return solver.advance(objective, lin, lambda y: fn(y, x), state)
+        y, new = solver.advance(objective, lin, lambda y: fn(y, x), state)
+        # At a stationary point no update is made, and none ever will be.
+        made = new.counts.num_feature_updates - state.counts.num_feature_updates
+        return y, new, made > 0
 
-    start = parameters, solver.start(parameters, outputs)
-    y, state = jax.lax.while_loop(unfinished, step, start)
+    start = parameters, solver.start(parameters, outputs), jnp.array(True)
+    y, state, _ = jax.lax.while_loop(unfinished, step, start)
     learnt = fn(y, test_x)
     second = jnp.diff(learnt[:, 0], 2) / (test_x[1, 0] - test_x[0, 0]) ** 2
     return {

@@ -25,7 +25,7 @@ from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, BLACK, BLUE, figure, ORANGE, VERMILION
 from ..networks.mlp import scaled
 from ..training import Columns, Images
-from ..verdicts import judge, slope, Verdict
+from ..verdicts import at_ceiling, judge, slope, Verdict
 from .regimes import as_regression, descended, largest_eigenvalue, LOSS, rmse
 
 
@@ -183,6 +183,7 @@ def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"largest over the {axis} of the mean difference of test error, its size",
                 whole(apart["large_k"]),
                 thresholds.LIKE_FIRST,
+                untested=at_ceiling(1 - of("network_error"), 1 - of("large_k_error")),
                 statistic=largest,
             ),
             judge(
@@ -190,6 +191,7 @@ def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"largest over the {axis} of the mean difference of test error, its size",
                 whole(apart["by damping"]),
                 thresholds.LIKE_FIRST,
+                untested=at_ceiling(1 - of("damped_error"), 1 - of("large_k_error")),
                 statistic=largest,
             ),
         ]

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
-from numpy import ndarray
 
 from .. import thresholds, training
 from ..experiment import Runs
 from ..figures import figure
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 from . import large_k_augmented
 from .large_k_augmented import (
     caption,
@@ -41,14 +39,14 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "K = 1, a seed",
                 np.mean(of_last[:, :half] - of_first[:, :half], axis=1),
                 thresholds.FALLS,
-                untested=_at_ceiling(of_first[:, 0]),
+                untested=at_ceiling(of_first[:, 0]),
             ),
             judge(
                 f"Probes of layer {layer} end lower with large K",
                 "final probe accuracy less that of K = 1, a seed",
                 finished(of_last[:, -1] - of_first[:, -1]),
                 thresholds.FALLS,
-                untested=_at_ceiling(of_first[:, 0]),
+                untested=at_ceiling(of_first[:, 0]),
             ),
         ]
     behind = lambda name: first.final(name) - last.final(name)
@@ -66,7 +64,7 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
             ),
             thresholds.FIFTH_OF_THE_WAY,
             statistic=lambda ways: float(np.median(ways)),
-            untested=_at_ceiling(first[deepest][:, 0]),
+            untested=at_ceiling(first[deepest][:, 0]),
         ),
         judge(
             "Fewer features are no large hindrance",
@@ -77,13 +75,6 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
         ),
     ]
     return verdicts
-
-
-def _at_ceiling(start: Float[ndarray, " seeds"]) -> str:
-    """Of a probe's accuracies at the first look."""
-    if start.mean() < thresholds.CEILING:
-        return ""
-    return f"the probe is at its ceiling from the start, {start.mean():.1%}"
 
 
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:

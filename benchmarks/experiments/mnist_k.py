@@ -18,7 +18,7 @@ from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import band, figure, shades, VERMILION
 from ..solved import solved_accuracy, TOLERANCE, train_endlessly
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 ALIKE = 100
@@ -87,8 +87,6 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     of = {k: only(all_runs, period=k) for k in finite}
     final = {k: runs.final("test_accuracy") for k, runs in of.items()}
 
-    untested = training.untrained(settings, final[min(finite)]) if finite else ""
-
     def alike(claim, periods):
         return judge(
             claim,
@@ -100,7 +98,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
             else [],
             thresholds.WITHIN_MNIST,
             statistic=lambda finals: float(np.ptp(finals.mean(axis=0))),
-            untested=untested,
+            untested=at_ceiling(*(final[k] for k in periods)),
         )
 
     verdicts = [
@@ -111,6 +109,7 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
     every = math.ceil(settings.num_steps / settings.num_looks)
     if first < longest and 4 * every <= longest <= settings.num_steps // 2:
         of_longest = levelling(of[longest], longest)
+        trained = lambda values: training.where_trained(values, of[first], of[longest])
         look = int(longest // every) - 2  # the last before the first feature update
         verdicts += [
             judge(
@@ -118,19 +117,19 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                 "how much faster the linearised network's accuracy rises, a look, in the "
                 "first half of a period than in the second, mean over periods, less the "
                 f"same of K = {first:g} in those steps, a seed",
-                of_longest - levelling(of[first], longest),
+                trained(of_longest - levelling(of[first], longest)),
                 thresholds.RISES,
-                untested=untested,
             ),
             judge(
                 f"{longest:,.0f} steps on the linearised network learn less than as many "
                 "on the network",
                 "test accuracy of the linearised network just before the first feature "
                 f"update less that of the network with K = {first:g} then, a seed",
-                of[longest]["test_accuracy_linearised"][:, look]
-                - of[first]["test_accuracy"][:, look],
+                trained(
+                    of[longest]["test_accuracy_linearised"][:, look]
+                    - of[first]["test_accuracy"][:, look]
+                ),
                 thresholds.FALLS,
-                untested=untested,
             ),
         ]
     if math.inf in settings.periods and finite:
@@ -143,7 +142,6 @@ def judge_all(settings: MnistK, all_runs: Sequence[Runs]) -> list[Verdict]:
                     endless - np.min(list(final.values()), axis=0), *of.values()
                 ),
                 thresholds.FALLS,
-                untested=untested,
             )
         )
     return verdicts

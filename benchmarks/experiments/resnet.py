@@ -8,7 +8,7 @@ from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs
 from ..figures import BLUE, figure, VERMILION
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 PLAIN, NORMALISED = "plain", "normalised and augmented"
@@ -93,22 +93,22 @@ def judge_all(settings: ResNets, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"The {network} network reaches about the same accuracy with large K",
                 f"best test accuracy with K = {last.point['period']:,} less that with "
                 "K = 1, a seed",
-                best(last) - best(first),
+                training.where_trained(best(last) - best(first), first),
                 thresholds.NO_LESS_ACCURATE,
-                untested=training.untrained(settings, best(first)),
+                untested=at_ceiling(best(first), best(last)),
             )
         )
-    plain, normalised = (
-        both(settings, all_runs, network)[1] for network in (PLAIN, NORMALISED)
+    shortest, (plain, normalised) = zip(
+        *(both(settings, all_runs, network) for network in (PLAIN, NORMALISED)),
+        strict=True,
     )
     verdicts.append(
         judge(
             "With normalisation large K is less stable",
             "fall of the test accuracy from its best to its last, less that without "
             "normalisation, a seed",
-            fall(normalised) - fall(plain),
+            training.where_trained(fall(normalised) - fall(plain), *shortest),
             thresholds.RISES,
-            untested=training.untrained(settings, best(plain)),
         )
     )
     return verdicts

@@ -23,7 +23,7 @@ from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..solved import described, train_solving
 from ..thresholds import TRAINED_LOSS
 from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 SOLVED, SGD, ADAM = "each problem solved", "SGD, K = 1", "Adam"
@@ -134,6 +134,7 @@ def judge_all(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> list[Verd
             f"final {less}",
             final[ADAM] - final[SGD],
             thresholds.ADAM_NO_WORSE,
+            untested=at_ceiling(final[ADAM], final[SGD]),
         ),
     ]
 

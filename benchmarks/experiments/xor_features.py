@@ -27,7 +27,7 @@ from ..data import xor
 from ..experiment import Columns, Experiment, Place, Point, Runs, select, Settings
 from ..figures import band, BLUE, figure, ORANGE
 from ..networks.mlp import xor_mlp
-from ..verdicts import judge, rank_correlation, Verdict
+from ..verdicts import at_ceiling, judge, rank_correlation, Verdict
 
 
 CORNERS = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
@@ -168,6 +168,7 @@ def _judge(
             f"test accuracy at the largest {over} less that at the smallest, a seed",
             last - first,
             thresholds.NOT_LOST,
+            untested=at_ceiling(first, last),
         ),
     ]
 

@@ -15,9 +15,9 @@ def quintic_mlp(
     return eqx.nn.MLP(1, 1, width_size=50, depth=4, activation=activation, key=key)
 
 
-def digits_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
+def digits_mlp(key: Key[Array, ""], width: int = 40) -> eqx.nn.MLP:
     """64-40-10: 3,010 parameters, the least that is many for a few hundred outputs."""
-    return eqx.nn.MLP(64, 10, width_size=40, depth=1, key=key)
+    return eqx.nn.MLP(64, 10, width_size=width, depth=1, key=key)
 
 
 def mnist_mlp(key: Key[Array, ""]) -> eqx.nn.Sequential:

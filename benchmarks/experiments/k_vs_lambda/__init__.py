@@ -8,12 +8,15 @@ Tasks: a quintic by a 5-layer network and 40 handwritten digits by a small one, 
 squared error, where K steps are one formula; the quintic by a network whose units cannot
 die, tanh in place of ReLU; and the digits' classes and the quintic's sign with
 cross-entropy, where few steps are taken literally, and many as gradient flow.
-Full batch, a fixed number of outer steps, and several initialisations and draws of the
-digits, from each of which both solvers start. Where a run diverges no mean is taken. What
-is judged is over how much of the range they agree; where lambda is many times the largest
-eigenvalue both filters are one by construction, and that range does not count. And what
-parts them, and whether the networks' risks keep to a bound that theory has of one linear
-problem's (`benchmarks/linear_theory.py`).
+The digits also with fewer images and with a wider network. Full batch, a fixed number of
+outer steps, and several initialisations and draws of the digits, from each of which both
+solvers start.
+
+They are compared in units of the task (points of test error, decades of RMSE), at the
+strengths at which both train. Where lambda is many times the largest eigenvalue both
+filters are one by construction, and those strengths do not count. Judged are whether the
+two end alike, which is better, what parts them, and whether the networks' risks keep to a
+bound that theory has of one linear problem's (`benchmarks/linear_theory.py`).
 """
 
 import jax
@@ -27,7 +30,7 @@ import gnlin
 from ...experiment import Columns, Experiment, Place, Point
 from ...linear_theory import linear_problem, ridge_and_flow
 from ...networks.mlp import dead_units
-from ...training import FLOW_FROM
+from ...training import FLOW_FROM, guessing_loss
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
 from ._tasks import EMBEDDED, FULL, KVsLambda, make_task, NUM_TEST, QUICK, Task, TASKS
@@ -75,7 +78,11 @@ def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Colu
 
     found = sweep((seeds, jnp.asarray(all_periods.ravel())), draws)
     dampings = [task.damping(period) for period in periods.tolist()]
+    guessed = [
+        [guessing_loss(task.loss, task.drawn(seed)[0][1])] for seed in range(num_seeds)
+    ]
     return {
+        "guessing_loss": np.broadcast_to(guessed, shape),
         "period": all_periods,
         "damping": np.broadcast_to(dampings, shape),
         **{k: np.reshape(v, (*shape, *v.shape[1:])) for k, v in found.items()},

@@ -1,23 +1,25 @@
-"""How well the two curves agree, and by how much they part."""
+"""Where the two can be compared, and by how much they part."""
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 from numpy import ndarray
 
+from gnlin import filters
+
 from ...experiment import Runs
-from ...verdicts import interval
+from ...thresholds import MOST_UNFINISHED, PART_OF_GUESSING
+from ._tasks import Task
 
 
 DESCENT, DAMPED = "iterative-linearisation", "damped-gauss-newton"
 SOLVERS = (DESCENT, DAMPED)
-CLOSE = 0.05
-"""Of the range of the curves: what they differ by where they agree."""
 ALIKE = 0.1
 """Where the largest eigenvalue is less of lambda, 1 - exp(-x) and x / (1 + x) differ by
 less than 5 %, and the filters are one by construction."""
 
 PerStrength = Float[ndarray, " strengths"]
+PerRun = Float[ndarray, "seeds strengths"]
 
 
 def eigenvalues(kernel: Float[Array, "n c n c"]) -> Float[Array, " m"]:
@@ -35,55 +37,51 @@ def where_stable(runs: Runs, values: PerStrength) -> PerStrength:
     return np.where(num_diverged(runs) == 0, values, np.nan)
 
 
-def mean_error(runs: Runs) -> PerStrength:
-    return where_stable(runs, runs["test_error"].mean(axis=0))
+def trained(runs: Runs) -> Bool[ndarray, "seeds strengths"]:
+    small = runs["train_loss"] <= PART_OF_GUESSING * runs["guessing_loss"]
+    return small & (runs["stable"] != 0)
 
 
-def _usable(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
-    return (num_diverged(a) == 0) & (num_diverged(b) == 0)
+def both_train(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
+    """Most runs of the one and most of the other."""
+    enough = 1 - MOST_UNFINISHED
+    return (trained(a).mean(axis=0) >= enough) & (trained(b).mean(axis=0) >= enough)
 
 
-def _both(
-    a: Runs, b: Runs, name: str, where: Bool[ndarray, " strengths"]
-) -> Float[ndarray, "seeds 2 strengths"]:
-    return np.where(where, np.stack([a[name], b[name]], axis=1), np.nan)
+def filters_differ(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
+    largest = np.fmax(a["largest_eigenvalue"], b["largest_eigenvalue"])
+    return np.fmax.reduce(largest, axis=0) > ALIKE * a["damping"][0]
 
 
-def where_tested(
-    a: Runs, b: Runs, name: str = "test_error"
-) -> Float[ndarray, "seeds 2 strengths"]:
-    """Of both; NaN where a run diverged, and where the filters are one by
-    construction."""
-    largest = np.maximum(a["largest_eigenvalue"], b["largest_eigenvalue"]).max(axis=0)
-    tested = _usable(a, b) & (largest > ALIKE * a["damping"][0])
-    return _both(a, b, name, tested)
+def compared(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
+    return both_train(a, b) & filters_differ(a, b)
 
 
-def share_agreeing(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
-    """Of the strengths that are tested, those in the longest stretch without a gap at
-    which the mean curves agree."""
-    means = errors.mean(axis=0)
-    tested = np.isfinite(means).all(axis=0)
-    if not tested.any():
-        return np.nan
-    close = np.abs(means[0] - means[1]) <= CLOSE * np.ptp(means[:, tested])
-    return len(range(*_longest(close).indices(len(close)))) / tested.sum()
+def difference(task: Task, a: Runs, b: Runs) -> PerRun:
+    """Of test errors, in the task's unit, at the strengths that are tested; NaN where one
+    of two runs is not trained."""
+    first, second = a["test_error"], b["test_error"]
+    if task.in_decades:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            first, second = np.log10(first), np.log10(second)
+    return np.where(trained(a) & trained(b) & compared(a, b), first - second, np.nan)
 
 
-def excess(
-    a: Runs, b: Runs, name: str = "test_error"
-) -> Float[ndarray, "seeds strengths"]:
-    """log10 of the first's over the second's, where that is tested."""
-    with np.errstate(divide="ignore"):
-        return -np.diff(np.log10(where_tested(a, b, name)), axis=1)[:, 0]
+def more_thrown_off(a: Runs, b: Runs) -> PerRun:
+    """1 where the first alone is not trained, -1 where the second alone is not: at the
+    strengths at which most runs of one of them are, and the filters differ."""
+    most = [trained(runs).mean(axis=0) >= 1 - MOST_UNFINISHED for runs in (a, b)]
+    apart = trained(b).astype(float) - trained(a)
+    return np.where((most[0] | most[1]) & filters_differ(a, b), apart, np.nan)
 
 
-def more_dead(a: Runs, b: Runs) -> Float[ndarray, "seeds strengths"]:
-    """The share of the first's hidden units that are dead less that of the second's."""
-    return -np.diff(where_tested(a, b, "dead"), axis=1)[:, 0]
+def apart(a: Runs, b: Runs, name: str) -> PerRun:
+    """Where the difference of test errors is known, of another quantity."""
+    both = trained(a) & trained(b) & compared(a, b)
+    return np.where(both, a[name] - b[name], np.nan)
 
 
-def mean_of_seed(values: Float[ndarray, "seeds strengths"]) -> Float[ndarray, " seeds"]:
+def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
     """Over what is known."""
     known = np.isfinite(values)
     number = known.sum(axis=1)
@@ -91,51 +89,86 @@ def mean_of_seed(values: Float[ndarray, "seeds strengths"]) -> Float[ndarray, " 
     return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
 
-def ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
-    """Of the means."""
-    means = errors.mean(axis=0)
-    return means[0] / means[1]
+def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
+    """Of both, at the strengths that are tested."""
+    both = np.stack([a["test_mse"], b["test_mse"]], axis=1)
+    return np.where(compared(a, b), both, np.nan)
+
+
+def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
+    """Of the first to the second, in a seed."""
+    ratios = errors[:, 0] / errors[:, 1]
+    known = np.isfinite(ratios)
+    return np.where(
+        known.any(axis=0), np.nanmedian(np.where(known, ratios, 0), axis=0), np.nan
+    )
 
 
 def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
-    known = ratio(errors)[np.isfinite(ratio(errors))]
+    known = median_ratio(errors)[np.isfinite(median_ratio(errors))]
     return float(known.max()) if len(known) else np.nan
 
 
-def agreeing(a: Runs, b: Runs) -> tuple[float, float] | None:
-    """The range of damping, of all without a gap the one with the most strengths, in
-    which the mean curves agree; `None` if they do so nowhere."""
-    low, high = _ends(a["damping"][0], _both(a, b, "test_error", _usable(a, b)))
-    return None if np.isnan(low) else (low, high)
+#
+# What the filters do
+#
 
 
-def intervals_of_ends(a: Runs, b: Runs) -> list[tuple[float, float]]:
-    """Of that range's ends, over the seeds; NaN where in a resample nothing agrees."""
-    errors = _both(a, b, "test_error", _usable(a, b))
-    dampings = a["damping"][0]
-    return [interval(errors, lambda x, i=i: _ends(dampings, x)[i]) for i in (0, 1)]
+PerComponent = Float[ndarray, "seeds strengths m"]
 
 
-def _ends(
-    dampings: PerStrength, errors: Float[ndarray, "seeds 2 strengths"]
-) -> tuple[float, float]:
-    means = errors.mean(axis=0)
-    known = means[np.isfinite(means)]
-    span = np.ptp(known) if len(known) else 0
-    found = dampings[_longest(np.abs(means[0] - means[1]) <= CLOSE * span)]
-    if span == 0 or len(found) == 0:
-        return np.nan, np.nan
-    return float(found.min()), float(found.max())
+def _spectrum(runs: Runs) -> PerComponent:
+    return np.maximum(runs["spectrum"], 0)
 
 
-def _longest(close: Bool[ndarray, " strengths"]) -> slice:
-    """Stretch without a gap; the first of several."""
-    best, start = slice(0, 0), None
-    for i, here in enumerate([*close, False]):
-        if here and start is None:
-            start = i
-        if not here and start is not None:
-            if i - start > best.stop - best.start:
-                best = slice(start, i)
-            start = None
-    return best
+def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
+    """The fraction of each component of the kernel in the end."""
+    filters_of = [
+        filters.GradientDescent(period, task.learning_rate)
+        for period in runs["period"][0]
+    ]
+    w = _spectrum(runs)
+    of_strength = [w[:, i] * filter(w[:, i]) for i, filter in enumerate(filters_of)]
+    return np.stack(of_strength, axis=1)
+
+
+def solves_more(task: Task, runs: Runs) -> PerRun:
+    """By how much more of the components K steps solve than damping of equal strength, on
+    the kernel in the end: the mean over them."""
+    w = _spectrum(runs)
+    damped = w / (w + runs["damping"][..., None])
+    return np.mean(_solved_by_steps(task, runs) - damped, axis=-1)
+
+
+def equal_damping(task: Task, runs: Runs) -> PerRun:
+    """The damping that solves as much of the kernel in the end, in the sum over its
+    components, as K steps do: by bisection. NaN where none down to a thousandth of that
+    of equal strength does."""
+    w, as_much = _spectrum(runs), np.sum(_solved_by_steps(task, runs), axis=-1)
+    solves = lambda log: np.sum(w / (w + 10.0 ** log[..., None]), axis=-1)
+    high = np.log10(runs["damping"]) + 1
+    low = lowest = high - 4
+    for _ in range(50):
+        middle = (low + high) / 2
+        more = solves(middle) > as_much
+        low, high = np.where(more, middle, low), np.where(more, high, middle)
+    found = solves(lowest) > as_much
+    return np.where(found, 10.0**low, np.nan)
+
+
+def difference_at_equal_solution(task: Task, a: Runs, b: Runs) -> PerRun:
+    """As `difference`, from damping that solves as much: its errors are interpolated, in
+    the logarithm of the damping, between those that are there."""
+    found, dampings = difference(task, a, b), equal_damping(task, a)
+    errors = np.log10(b["test_error"]) if task.in_decades else b["test_error"]
+    for seed, usable in enumerate(trained(b)):
+        order = np.flatnonzero(usable)[np.argsort(b["damping"][seed][usable])]
+        if len(order):
+            found[seed] += errors[seed] - np.interp(
+                np.log10(dampings[seed]),
+                np.log10(b["damping"][seed][order]),
+                errors[seed][order],
+                left=np.nan,
+                right=np.nan,
+            )
+    return found

@@ -1,5 +1,5 @@
-"""Three figures: both sweeps on one axis, the filters behind them, and what theory says
-of the kernels that the networks have in the end."""
+"""Four figures: both sweeps on one axis, what parts them, the filters behind them, and
+what theory says of the kernels that the networks have in the end."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,23 +18,25 @@ from gnlin import filters
 
 from ... import thresholds
 from ...experiment import only, Runs
-from ...figures import BLACK, BLUE, figure, GREEN, PURPLE, SKY, VERMILION
+from ...figures import BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from ...thresholds import MOST_UNFINISHED
 from ...training import flow_error, FLOW_FROM
 from ...verdicts import interval
 from ._curves import (
-    agreeing,
-    CLOSE,
+    both_train,
+    compared,
     DAMPED,
     DESCENT,
+    difference,
+    difference_at_equal_solution,
     eigenvalues,
-    intervals_of_ends,
+    median_ratio,
     num_diverged,
-    ratio,
     SOLVERS,
+    squared_errors,
     where_stable,
-    where_tested,
 )
-from ._tasks import KVsLambda, make_task, NUM_TEST, RELU, Task, TASKS
+from ._tasks import CLASSES, DRAWN, KVsLambda, make_task, NUM_TEST, RELU, Task, TASKS
 
 
 _ROUNDING = 1e-13
@@ -66,14 +68,17 @@ def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         name: {solver: only(all_runs, task=name, solver=solver) for solver in SOLVERS}
         for name in TASKS
     }
-    _draw_sweeps(out / "k_vs_lambda.png", tasks, by_task)
-    squared = {name: task for name, task in tasks.items() if task.loss.is_quadratic}
+    drawn = {name: tasks[name] for name in DRAWN}
+    _draw_sweeps(out / "k_vs_lambda.png", drawn, by_task)
+    _draw_differences(out / "difference.png", tasks, by_task)
+    squared = {name: task for name, task in drawn.items() if task.loss.is_quadratic}
     spectra = {name: by_task[name][DESCENT]["spectrum"][0] for name in squared}
     shown = _shown(settings)
     _draw_filters(out / "filters.png", squared, settings.periods, shown, spectra)
     _draw_theory(out / "theory.png", squared, by_task)
     return {
-        "k_vs_lambda": _caption(settings, tasks, by_task),
+        "k_vs_lambda": _caption(settings, drawn, by_task),
+        "difference": _difference_caption(settings, tasks, by_task),
         "filters": (
             "The fraction of each eigencomponent of a linearised problem with squared "
             f"error that is solved, by K steps and by damping at {len(shown)} matched "
@@ -85,41 +90,75 @@ def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[st
 
 
 def _caption(settings: KVsLambda, tasks, by_task) -> str:
-    digits = tasks["digits-cross-entropy"]
+    digits = tasks[CLASSES]
     model = digits.make_model(jax.random.key(0))
     error = flow_error(model, digits.train, digits.loss, digits.learning_rate, _CHECKED)
-    all_runs = [runs for both in by_task.values() for runs in both.values()]
+    all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
-    agreement = "; ".join(
-        f"{task.title}: {_agreement(by_task[name])}" for name, task in tasks.items()
-    )
     return (
         "Test error, training loss, kernel alignment with initialisation, and the share "
         "of hidden units that are off on all training inputs, against effective damping, "
-        f"lambda = 1/(eta K), means and ranges of {settings.seeds} seeds, of the quintic "
-        f"with squared error {settings.seeds * tasks[RELU].more_seeds}. Quintic: 20 "
-        "points, a 5-layer network with ReLU, or with tanh, whose units cannot die, "
+        f"lambda = 1/(eta K), medians and ranges of {settings.seeds} seeds, of the "
+        f"quintic with squared error {settings.seeds * tasks[RELU].more_seeds}. Quintic: "
+        "20 points, a 5-layer network with ReLU, or with tanh, whose units cannot die, "
         f"{settings.quintic_steps} outer steps, eta = {settings.quintic_rate:g}. Digits: "
         f"{10 * settings.images_per_class} images, a 64-40-10 network, "
         f"{settings.digits_steps} outer steps, eta = {settings.digits_rate:g}. With "
         f"cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow, which on "
         f"the digits ends {error:.1e} of a step from {_CHECKED:,} literal ones. "
-        f"{diverged} of {number} runs diverged; where one did, no mean is drawn. The "
-        f"mean errors agree to {CLOSE:.0%} of their range (in brackets, 95 % bootstrap "
-        f"intervals of the ends): {agreement}."
+        f"{diverged} of {number} runs diverged; where one did, no median is drawn. Grey "
+        f"are the strengths at which most runs of one of the two are not trained, to "
+        f"{thresholds.PART_OF_GUESSING:.0%} of the loss of the best constant outputs: "
+        f"{_untrained(tasks, by_task)}."
     )
 
 
-def _agreement(both: dict[str, Runs]) -> str:
-    found = agreeing(both[DESCENT], both[DAMPED])
-    if found is None:
-        return "nowhere"
-    dampings = both[DESCENT]["damping"][0]
-    everywhere = found == (dampings.min(), dampings.max())
-    ends = zip(found, intervals_of_ends(both[DESCENT], both[DAMPED]), strict=True)
-    low, high = (f"{end:.3g} [{a:.3g}, {b:.3g}]" for end, (a, b) in ends)
-    return f"lambda = {low} to {high}" + (", everywhere" if everywhere else "")
+def _untrained(tasks: Mapping[str, Task], by_task) -> str:
+    def of(both):
+        dampings = both[DESCENT]["damping"][0]
+        left_out = dampings[~both_train(both[DESCENT], both[DAMPED])]
+        return ", ".join(f"{damping:.3g}" for damping in np.sort(left_out)) or "none"
+
+    return "; ".join(f"{task.title}: {of(by_task[name])}" for name, task in tasks.items())
+
+
+def _difference_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> str:
+    def of(name, task):
+        low, high = _intervals(difference(task, *_pair(by_task[name])))
+        known = np.isfinite(low)
+        inside = (low > task.margin.above) & (high < task.margin.below)
+        above, below = low > 0, high < 0
+        return (
+            f"{task.title}: {inside[known].sum()}, {above[known].sum()} and "
+            f"{below[known].sum()} of {known.sum()}"
+        )
+
+    listed = "; ".join(of(name, task) for name, task in tasks.items())
+    return (
+        "By how much K steps err more than damping of equal strength, at the strengths "
+        "at which both train and their filters differ, of the runs that are trained: "
+        f"means and 95 % bootstrap intervals of {settings.seeds} seeds, of the quintic "
+        f"with squared error {settings.seeds * tasks[RELU].more_seeds}. Between the "
+        "grey lines the two are alike. Dotted: from damping that solves as much of the "
+        "kernel as K steps do, where most seeds have one. The numbers of strengths at "
+        "which the interval lies "
+        f"between the lines, above zero and below it: {listed}."
+    )
+
+
+def _pair(both: dict[str, Runs]) -> tuple[Runs, Runs]:
+    return both[DESCENT], both[DAMPED]
+
+
+def _intervals(values: Float[ndarray, "seeds strengths"]) -> tuple[ndarray, ndarray]:
+    """Of the means over the seeds; NaN at strengths that are not tested."""
+    ends = np.full((2, values.shape[1]), np.nan)
+    for i, of_strength in enumerate(values.T):
+        known = of_strength[np.isfinite(of_strength)]
+        if len(known) > 1:
+            ends[:, i] = interval(known, lambda x: float(np.mean(x)))
+    return ends[0], ends[1]
 
 
 _CHECKED = 1000
@@ -163,6 +202,8 @@ def _draw_sweeps(
             strength = r"$\lambda = 1/(\eta K)$"
             bottom.set_xlabel(f"{strength}, {task.num_steps} outer steps")
             _add_period_axis(top, task.learning_rate)
+            for panel in panels:
+                _shade(panel, *_pair(by_task[name]))
             for solver, runs in by_task[name].items():
                 _mark_divergence(top, runs, LOOKS[solver]["color"])
         handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -171,19 +212,82 @@ def _draw_sweeps(
             labels,
             loc="outside lower center",
             ncols=len(labels),
-            title="Line: mean over the seeds; band: their range",
+            title="Line: median of the seeds; band: their range",
         )
 
 
 def _draw_curve(axes: Axes, runs: Runs, column: str, look: dict[str, Any]) -> None:
     damping, values = runs["damping"][0], runs[column]
-    axes.plot(damping, where_stable(runs, values.mean(axis=0)), **look)
+    axes.plot(damping, where_stable(runs, np.median(values, axis=0)), **look)
     lowest, highest = (
         where_stable(runs, bound(values, axis=0)) for bound in (np.min, np.max)
     )
     axes.fill_between(
         damping, lowest, highest, color=look["color"], alpha=0.15, linewidth=0
     )
+
+
+def _shade(axes: Axes, a: Runs, b: Runs) -> None:
+    """The strengths at which the two do not both train."""
+    logs = np.log10(a["damping"][0])
+    half = np.abs(np.diff(logs)).max() / 2 if len(logs) > 1 else 0.25
+    for log in logs[~both_train(a, b)]:
+        ends = 10 ** (log - half), 10 ** (log + half)
+        axes.axvspan(*ends, color="#EEEEEE", linewidth=0, zorder=0)
+
+
+def _draw_differences(
+    path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
+) -> None:
+    """A panel for the digits with each loss, one for the quintic."""
+    panels = {
+        "Digits, squared error": lambda name, task: (
+            not task.in_decades and task.loss.is_quadratic
+        ),
+        "Digits and sign, cross-entropy": lambda name, task: not task.loss.is_quadratic,
+        "Quintic, squared error": lambda name, task: task.in_decades,
+    }
+    with figure(path, width=15, height=5) as drawing:
+        axes = drawing.subplots(1, len(panels))
+        for panel, (title, belongs) in zip(axes, panels.items(), strict=True):
+            shown = {name: task for name, task in tasks.items() if belongs(name, task)}
+            for (name, task), colour in zip(
+                shown.items(), (BLUE, VERMILION, GREEN, ORANGE), strict=False
+            ):
+                _draw_difference(panel, task, *_pair(by_task[name]), colour)
+                ends = task.margin.above, task.margin.below
+                unit = "decades of RMSE" if task.in_decades else "points"
+            scale = 1 if unit != "points" else 100
+            for end in ends:
+                panel.axhline(scale * end, color="#888888", linewidth=1)
+            panel.axhline(0, color=BLACK, linewidth=0.8)
+            dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
+            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # also where none is tested
+            panel.set(
+                xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
+            )
+            panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
+            panel.legend(fontsize="small")
+
+
+def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> None:
+    dampings, scale = a["damping"][0], 1 if task.in_decades else 100
+    parts = scale * difference(task, a, b)
+    low, high = _intervals(parts)
+    known = np.isfinite(low)
+    label = task.title.partition(", ")[0]
+    if label == "Digits":
+        width = task.make_model(jax.random.key(0)).width_size
+        label = f"{len(task.train[0])} images, {width} units"
+    mean = np.nanmean(parts[:, known], axis=0)
+    axes.plot(dampings[known], mean, "o-", color=colour, label=label)
+    axes.fill_between(
+        dampings[known], low[known], high[known], color=colour, alpha=0.15, linewidth=0
+    )
+    if task.loss.is_quadratic and not task.in_decades:
+        left = scale * difference_at_equal_solution(task, a, b)
+        some = np.isfinite(left).mean(axis=0) > MOST_UNFINISHED
+        axes.plot(dampings[some], np.nanmean(left[:, some], axis=0), ":", color=colour)
 
 
 def _mark_divergence(axes: Axes, runs: Runs, colour: str) -> None:
@@ -250,7 +354,7 @@ def _draw_theory(
             damped = both[DAMPED]
             error.plot(
                 damped["damping"][0],
-                where_stable(damped, damped["squared_bias_repeated"].mean(axis=0)),
+                where_stable(damped, np.median(damped["squared_bias_repeated"], axis=0)),
                 ":",
                 color=BLACK,
                 label="the last kernel, as often",
@@ -276,17 +380,14 @@ def _draw_theory(
 
 def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     """Of the networks, and of the linear problems at the end of the damped runs."""
-    damping, errors = damped["damping"][0], where_tested(descent, damped, "test_mse")
-    tested = np.flatnonzero(np.isfinite(ratio(errors)))
-    ends = [interval(errors[:, :, i], lambda x: float(ratio(x))) for i in tested]
+    damping, errors = damped["damping"][0], squared_errors(descent, damped)
+    shown = np.flatnonzero(compared(descent, damped))
+    ratios = median_ratio(errors)[shown]
+    ends = [interval(errors[:, :, i], lambda x: float(median_ratio(x))) for i in shown]
     low, high = np.array(ends).reshape(-1, 2).T
-    axes.plot(
-        damping[tested], ratio(errors)[tested], "o-", color=BLACK, label="of the networks"
-    )
+    axes.plot(damping[shown], ratios, "o-", color=BLACK, label="of the networks, median")
     if len(errors) > 1:
-        axes.fill_between(
-            damping[tested], low, high, color=BLACK, alpha=0.12, linewidth=0
-        )
+        axes.fill_between(damping[shown], low, high, color=BLACK, alpha=0.12, linewidth=0)
     for part, label, colour in (
         ("squared_bias", "of a linear problem: bias", PURPLE),
         ("variance", "of a linear problem: variance", GREEN),
@@ -306,7 +407,7 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
 def _theory_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> str:
     of_quintic = settings.seeds * tasks[RELU].more_seeds
     return (
-        f"Tasks with squared error, means and ranges of {settings.seeds} seeds, of the "
+        f"Tasks with squared error, medians and ranges of {settings.seeds} seeds, of the "
         f"quintic {of_quintic}: the networks' mean squared test error, and (dotted) what "
         "as many damped steps come to if the linearisation is the last one from the "
         "start. Of the kernel at the end of each run, with eigenvalues w, the effective "
@@ -315,19 +416,20 @@ def _theory_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> 
         "the end of runs of K steps and by ridge at the end of damped ones, on "
         f"{NUM_TEST:,} test outputs. The truth of the bias is the test targets; the "
         "variance is of independent noise on the training targets. Below, the risk of K "
-        "steps over that of damping: of the networks, where the filters differ, with its "
-        "95 % bootstrap interval; and of flow over ridge by the kernels of the damped "
-        "runs, where with noise of any size it is between the ratio of the biases and "
+        "steps over that of damping: of the networks, the median of the seeds, where "
+        "both train and the filters differ, with its 95 % bootstrap interval; and of "
+        "flow over ridge by the kernels of the damped runs, where with noise of any size "
+        "it is between the ratio of the biases and "
         "that of the variances. The latter stays below the bound by theory, the former "
         "on average over truths. Ratios are drawn up to "
-        f"{_LARGEST_RATIO}; the networks' largest: {_largest(tasks, by_task)}."
+        f"{_LARGEST_RATIO}; the networks' largest medians: {_largest(tasks, by_task)}."
     )
 
 
 def _largest(tasks: Mapping[str, Task], by_task) -> str:
     def of(both):
-        errors = where_tested(both[DESCENT], both[DAMPED], "test_mse")
-        found = np.where(np.isfinite(ratio(errors)), ratio(errors), -np.inf)
+        ratios = median_ratio(squared_errors(*_pair(both)))
+        found = np.where(np.isfinite(ratios), ratios, -np.inf)
         if not np.isfinite(found).any():
             return "none"
         damping = both[DESCENT]["damping"][0, found.argmax()]

@@ -12,9 +12,11 @@ from jaxtyping import Array, Key, Scalar
 
 import gnlin
 
+from ... import thresholds
 from ...data import digits, quintic
 from ...experiment import Settings
 from ...networks.mlp import digits_mlp, quintic_mlp
+from ...thresholds import Threshold
 
 
 Data = tuple[Array, Array]
@@ -40,6 +42,9 @@ class KVsLambda(Settings):
     digits_rate: float = 1e-5
     digits_steps: int = 20
     images_per_class: int = 4
+    few_per_class: int = 2
+    wide: int = 160
+    """Hidden units of the wider network for the digits; the other has 40."""
 
 
 EMBEDDED = KVsLambda()
@@ -50,6 +55,8 @@ QUICK = dataclasses.replace(
     quintic_steps=20,
     digits_steps=5,
     images_per_class=2,
+    few_per_class=1,
+    wide=80,
 )
 FULL = dataclasses.replace(
     EMBEDDED, seeds=10, periods=_periods(per_decade=4), images_per_class=10
@@ -77,6 +84,22 @@ class Task:
     """Its hidden units, which are ReLUs."""
     more_seeds: int = 1
     """So many times the settings' seeds, where runs are cheap and vary much."""
+
+    @property
+    def in_decades(self) -> bool:
+        """Whether test errors are compared by their ratio."""
+        return "RMSE" in self.error_label
+
+    @property
+    def difference(self) -> str:
+        if self.in_decades:
+            return "log10 of test RMSE after K steps over that by damping"
+        return "test error after K steps less that by damping"
+
+    @property
+    def margin(self) -> Threshold:
+        """Within which two are alike."""
+        return thresholds.SAME_RMSE if self.in_decades else thresholds.SAME_ERROR
 
     @property
     def train(self) -> Data:
@@ -136,7 +159,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
 def _digits(settings: KVsLambda) -> Task:
     return Task(
         "Digits, squared error",
-        drawn=lambda seed: _digits_of(settings, seed, one_hot=True),
+        drawn=lambda seed: _digits_of(settings.images_per_class, seed),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
         test_error=_error_rate,
@@ -150,14 +173,33 @@ def _digits_classes(settings: KVsLambda) -> Task:
     return dataclasses.replace(
         _digits(settings),
         title="Digits, cross-entropy",
-        drawn=lambda seed: _digits_of(settings, seed, one_hot=False),
+        drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         test_error=lambda outputs, labels: 1 - gnlin.losses.accuracy(outputs, labels),
     )
 
 
-def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Data]:
-    number = digits.NUM_CLASSES * settings.images_per_class
+def _fewer(task: Task, settings: KVsLambda) -> Task:
+    one_hot, number = task.loss.is_quadratic, settings.few_per_class
+    return dataclasses.replace(
+        task,
+        title=f"{task.title}, {digits.NUM_CLASSES * number} images",
+        drawn=lambda seed: _digits_of(number, seed, one_hot),
+    )
+
+
+def _wider(task: Task, settings: KVsLambda) -> Task:
+    return dataclasses.replace(
+        task,
+        title=f"{task.title}, {settings.wide} units",
+        make_model=functools.partial(digits_mlp, width=settings.wide),
+    )
+
+
+def _digits_of(
+    images_per_class: int, seed: int, one_hot: bool = True
+) -> tuple[Data, Data]:
+    number = digits.NUM_CLASSES * images_per_class
     train, _, test = map(_on_device, digits.draw(number, seed))
     if not one_hot:
         return train, test
@@ -166,13 +208,23 @@ def _digits_of(settings: KVsLambda, seed: int, one_hot: bool) -> tuple[Data, Dat
 
 
 RELU, SMOOTH = "quintic", "quintic-tanh"
-TASKS: dict[str, Callable[[KVsLambda], Task]] = {
+SQUARED, CLASSES = "digits", "digits-cross-entropy"
+DRAWN: dict[str, Callable[[KVsLambda], Task]] = {
     RELU: _quintic,
     SMOOTH: _smooth_quintic,
     "quintic-cross-entropy": _quintic_sign,
-    "digits": _digits,
-    "digits-cross-entropy": _digits_classes,
+    SQUARED: _digits,
+    CLASSES: _digits_classes,
 }
+"""Those whose sweeps are drawn."""
+OTHERS: dict[str, Callable[[KVsLambda], Task]] = {
+    f"{name}-{how}": lambda settings, of=of, change=change: change(of(settings), settings)
+    for name, of in ((SQUARED, _digits), (CLASSES, _digits_classes))
+    for how, change in (("few", _fewer), ("wide", _wider))
+}
+"""The digits at another size and another width."""
+TASKS = DRAWN | OTHERS
+DIGITS = tuple(name for name in TASKS if name.startswith(SQUARED))
 
 
 def _on_device(data: tuple[np.ndarray, np.ndarray]) -> Data:

@@ -1,16 +1,23 @@
-"""What is judged: where the curves agree, what parts them, the risk that theory bounds.
+"""What is judged, at the strengths at which both train and their filters differ.
 
-K steps solve more of each component than damping of their strength (`filters`), so that
-their steps are longer. That these leave ReLUs off for all inputs, and that this is what
-the network's error grows by, is an explanation, with three consequences: more units are
-dead after K steps; the error is larger where more of them are; and a network whose units
-cannot die has little of it. Another is that longer steps leave the range in which the
-linearisation holds, so that less is fitted: then the error is larger where the training
-loss is. (It was thought of after 40 seeds of the others had been seen.)
+Do the networks end alike, in units of the task; which of the two is better; which throws
+more runs off, so that they end untrained where most do not; and does the networks' risk
+stay within the bound that theory has of one linear problem?
+
+At equal strength K steps solve more of each component than damping (`filters`), most of
+all where the eigenvalue is near lambda. If this is what parts them, K steps end like
+damping that solves as much of the kernel, and part from damping of equal strength the
+more, the more of the components lies in between. On the quintic two other explanations
+are tried. One is that longer steps leave ReLUs off for all inputs: then more units are
+dead after K steps, the error is larger where more of them are, and a network whose units
+cannot die has little of the excess. The other is that longer steps leave the range in
+which the linearisation holds, so that less is fitted: then the error is larger where the
+training loss is. (It was thought of after 40 seeds of the others had been seen.)
 """
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
@@ -18,21 +25,24 @@ from ... import thresholds
 from ...experiment import only, Runs
 from ...verdicts import CONFIRMED, judge, rank_correlation, Verdict
 from ._curves import (
-    CLOSE,
-    excess,
+    apart,
+    difference,
+    difference_at_equal_solution,
     largest_ratio,
     mean_of_seed,
-    more_dead,
-    share_agreeing,
+    more_thrown_off,
+    PerRun,
     SOLVERS,
-    where_tested,
+    solves_more,
+    squared_errors,
 )
-from ._tasks import KVsLambda, make_task, RELU, SMOOTH, Task, TASKS
+from ._tasks import DIGITS, DRAWN, KVsLambda, make_task, RELU, SMOOTH, Task, TASKS
 
 
 Both = tuple[Runs, Runs]
 """By K steps, and by damping."""
-PerSeed = Float[ndarray, "seeds strengths"]
+PerSeed = Float[ndarray, " seeds"]
+WHERE = "mean over the strengths at which both train and the filters differ, a seed"
 
 
 def judge_all(settings: KVsLambda, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -45,47 +55,110 @@ def judge_all(settings: KVsLambda, all_runs: Sequence[Runs]) -> list[Verdict]:
         for name in TASKS
         for first, second in [SOLVERS]
     }
+    parts = {name: difference(task, *by_task[name]) for name, task in tasks.items()}
+    better = {name: _better(task, parts[name]) for name, task in tasks.items()}
+    drawn = {name: tasks[name] for name in DRAWN}
     return [
-        *(_agree(tasks[name], by_task[name]) for name in TASKS),
-        *_explained(by_task),
+        *(_alike(task, parts[name]) for name, task in drawn.items()),
+        *better.values(),
+        *(
+            verdict
+            for name in DIGITS
+            if tasks[name].loss.is_quadratic
+            for verdict in _by_filters(tasks[name], by_task[name], better[name])
+        ),
+        *(_thrown_off(tasks[name], by_task[name]) for name in (RELU, SMOOTH)),
+        *_by_units(by_task, parts, better[RELU].outcome == CONFIRMED),
         *(
             _bounded(task, by_task[name])
-            for name, task in tasks.items()
+            for name, task in drawn.items()
             if task.loss.is_quadratic
         ),
     ]
 
 
-def _agree(task: Task, both: Both) -> Verdict:
+def _alike(task: Task, parts: PerRun) -> Verdict:
     return judge(
-        f"{task.title}: the two curves agree over most of the range where the filters "
-        "differ",
-        "share of the strengths at which they differ that lie in the longest stretch "
-        f"where the mean test errors are within {CLOSE:.0%} of their range",
-        where_tested(*both),
-        thresholds.HALF_AGREES,
-        statistic=share_agreeing,
+        f"{task.title}: K steps and damping of equal strength end alike",
+        f"{task.difference}, {WHERE}",
+        mean_of_seed(parts),
+        task.margin,
     )
 
 
-def _explained(by_task: Mapping[str, Both]) -> list[Verdict]:
-    where = "where the filters differ"
-    log_ratio = "log10 of test RMSE after K steps over that by damping"
-    relu, smooth = (excess(*by_task[name]) for name in (RELU, SMOOTH))
-    dead = more_dead(*by_task[RELU])
-    loss = excess(*by_task[RELU], "train_loss")
-    exceeds = judge(
-        f"On the quintic K steps err more than damping {where}",
-        f"{log_ratio}, mean over the strengths, a seed",
-        mean_of_seed(relu),
+def _better(task: Task, parts: PerRun) -> Verdict:
+    return judge(
+        f"{task.title}: damping is better than K steps of equal strength",
+        f"{task.difference}, {WHERE}",
+        mean_of_seed(parts),
         thresholds.RISES,
     )
+
+
+def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
+    parts, left = difference(task, *both), difference_at_equal_solution(task, *both)
+    whole = mean_of_seed(np.where(np.isfinite(left), parts, np.nan))
+    untested = "" if better.outcome == CONFIRMED else "no excess is confirmed"
     return [
-        exceeds,
         judge(
-            f"On the quintic K steps leave more units dead than damping {where}",
+            f"{task.title}: K steps are nearly as good as damping that solves as much",
+            f"{task.difference}, mean of the seeds, less twice the size of what is left "
+            "of it from damping that solves as much of the kernel in the end; each "
+            f"{WHERE}",
+            _together(whole, mean_of_seed(left)),
+            thresholds.MOST_OF_IT,
+            statistic=_less_twice,
+            untested=untested,
+        ),
+        judge(
+            f"{task.title}: they part the more, the more lies between their filters",
+            f"Spearman's correlation of {task.difference} with how much more of the "
+            "kernel's components K steps solve, over the strengths, a seed",
+            _correlations(solves_more(task, both[0]), parts),
+            thresholds.GOES_WITH,
+            untested=untested,
+        ),
+    ]
+
+
+def _together(whole: PerSeed, left: PerSeed) -> Float[ndarray, "seeds 2"]:
+    both = np.stack([whole, left], axis=1)
+    return np.where(np.isfinite(both).all(axis=1, keepdims=True), both, np.nan)
+
+
+def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
+    """The sizes are of means: that of one seed's noise is never small."""
+    whole, left = values.mean(axis=0)
+    return float(whole - 2 * np.abs(left))
+
+
+def _thrown_off(task: Task, both: Both) -> Verdict:
+    return judge(
+        f"{task.title}: K steps throw more runs off than damping",
+        "share of the runs that are not trained after K steps less that by damping, mean "
+        "over the strengths at which one of the two trains and the filters differ, a "
+        "seed",
+        mean_of_seed(more_thrown_off(*both)),
+        thresholds.RISES,
+    )
+
+
+def _by_units(
+    by_task: Mapping[str, Both], parts: Mapping[str, PerRun], exceeds: bool
+) -> list[Verdict]:
+    log_ratio = "log10 of test RMSE after K steps over that by damping"
+    relu, smooth = mean_of_seed(parts[RELU]), mean_of_seed(parts[SMOOTH])
+    dead = apart(*by_task[RELU], "dead")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        a, b = (
+            Runs(runs.point, {**runs.columns, "log_loss": np.log10(runs["train_loss"])})
+            for runs in by_task[RELU]
+        )
+    return [
+        judge(
+            "On the quintic K steps leave more units dead than damping",
             "share of hidden units that are off on all training inputs after K steps "
-            "less that by damping, mean over the strengths, a seed",
+            f"less that by damping, {WHERE}",
             mean_of_seed(dead),
             thresholds.RISES,
         ),
@@ -93,29 +166,30 @@ def _explained(by_task: Mapping[str, Both]) -> list[Verdict]:
             "On the quintic K steps err more where they leave more units dead",
             f"Spearman's correlation of {log_ratio} with the share of hidden units dead "
             "after K steps less that by damping, over the strengths, a seed",
-            _correlations(dead, relu),
+            _correlations(dead, parts[RELU]),
             thresholds.GOES_WITH,
         ),
         judge(
             "On the quintic K steps err more where they fit the training points less",
             f"Spearman's correlation of {log_ratio} with that of the training losses, "
             "over the strengths, a seed",
-            _correlations(loss, relu),
+            _correlations(apart(a, b, "log_loss"), parts[RELU]),
             thresholds.GOES_WITH,
         ),
         judge(
             "With tanh, whose units cannot die, less than half of the excess on the "
             "quintic is left",
-            f"{log_ratio}, mean over the strengths, with ReLU less twice that with tanh, "
-            "a seed",
-            mean_of_seed(relu - 2 * smooth),
+            f"{log_ratio}, mean of the seeds, with ReLU less twice the size of that with "
+            f"tanh; each {WHERE}",
+            _together(relu, smooth),
             thresholds.MOST_OF_IT,
-            untested="" if exceeds.outcome == CONFIRMED else "no excess is confirmed",
+            statistic=_less_twice,
+            untested="" if exceeds else "no excess is confirmed",
         ),
     ]
 
 
-def _correlations(x: PerSeed, y: PerSeed) -> list[float]:
+def _correlations(x: PerRun, y: PerRun) -> list[float]:
     return [float(rank_correlation(*of_seed)) for of_seed in zip(x, y, strict=True)]
 
 
@@ -123,9 +197,9 @@ def _bounded(task: Task, both: Both) -> Verdict:
     return judge(
         f"{task.title}: the networks' risk after K steps stays within the bound of a "
         "linear problem",
-        "mean squared test error after K steps over that by damping, of means over the "
-        "seeds, the largest of all strengths at which the filters differ",
-        where_tested(*both, "test_mse"),
+        "mean squared test error after K steps over that by damping, median of the "
+        "seeds, the largest of all strengths at which both train and the filters differ",
+        squared_errors(*both),
         thresholds.FLOW_AGAINST_RIDGE,
         statistic=largest_ratio,
     )

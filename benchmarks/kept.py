@@ -1,0 +1,48 @@
+"""Results that stand: in the repository, with the page that is made of them.
+
+Of each experiment its settings with the commit that made the runs, its verdicts, and its
+table; the figures are beside the page.
+"""
+
+import gzip
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import report
+from ._options import Refusal
+from ._results import claim_folder, read_settings, write_whole
+
+
+ROOT = Path(__file__).parents[1]
+KEPT = Path("benchmarks") / "results"
+PAGE = Path("docs")
+"""Both in the root of the repository."""
+
+
+def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
+    """Those of them that are finished, in place of what was kept of them."""
+    for name in names:
+        settings = read_settings(results / name)
+        if settings is not None and settings["finished"]:
+            _copy(results / name, name, settings["figures"], root)
+    if not (root / KEPT).exists():
+        raise Refusal(f"'{results}' has no finished experiment; run one first.")
+    report.write(root / KEPT, names, root / PAGE)
+
+
+def _copy(folder: Path, name: str, figures: Sequence[str], root: Path) -> None:
+    target, pictures = root / KEPT / name, root / PAGE / "report"
+    claim_folder(target)
+    claim_folder(pictures)
+    for file in ("settings.json", "verdicts.csv"):
+        _write(target / file, (folder / file).read_bytes())
+    table = f"{name.replace('-', '_')}.csv"
+    packed = gzip.compress((folder / table).read_bytes(), mtime=0)
+    _write(target / f"{table}.gz", packed)
+    for stem in figures:
+        shutil.copyfile(folder / f"{stem}.png", pictures / report.picture(name, stem))
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_whole(path, lambda part: part.write_bytes(content))

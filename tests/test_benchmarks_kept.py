@@ -1,0 +1,108 @@
+"""The results in the repository, and the page that is made of them."""
+
+import csv
+import gzip
+import json
+import shutil
+
+import pytest
+from test_benchmarks_report import leave
+
+from benchmarks import kept, report
+from benchmarks._modules import EXPERIMENTS
+from benchmarks._options import Refusal
+
+
+RESULTS, PAGE = kept.ROOT / kept.KEPT, kept.ROOT / kept.PAGE
+NAMES = sorted(folder.parent.name for folder in RESULTS.glob("*/settings.json"))
+
+
+def without_age(text):
+    """Which results are older than the solvers changes with every change of these."""
+    return [line for line in text.splitlines() if not line.startswith(report.OLDER)]
+
+
+def test_the_page_is_what_is_made_of_the_results(tmp_path):
+    results, page = tmp_path / kept.KEPT, tmp_path / kept.PAGE
+    shutil.copytree(RESULTS, results)
+    shutil.copytree(PAGE / "report", page / "report")
+    report.write(results, list(EXPERIMENTS), page)
+    made = (page / "report.md").read_text(encoding="utf-8")
+    there = (PAGE / "report.md").read_text(encoding="utf-8")
+    assert without_age(made) == without_age(there)
+    found = (results / "report.json").read_text()
+    assert json.loads(found) == json.loads((RESULTS / "report.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_names_its_commit_has_its_table(name):
+    settings = json.loads((RESULTS / name / "settings.json").read_text())
+    table = RESULTS / name / f"{name.replace('-', '_')}.csv.gz"
+    assert table.exists() == bool(settings["commits"])
+    if not table.exists():
+        return
+    for commit in settings["commits"]:
+        assert len(commit) == 40, "made of code that is not committed"
+    with gzip.open(table, "rt", newline="") as file:
+        assert len(list(csv.DictReader(file))) >= settings["num_runs"]
+
+
+def test_the_results_are_small():
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 8e6
+
+
+def test_finished_results_replace_those_that_are_kept(tmp_path):
+    results = tmp_path / "results"
+    commit = "c" * 40
+    for name, figures in (("batch", {"batch": "One."}), ("filters", {"filters": "Two."})):
+        folder = leave(results, name, figures=figures, commits=[commit])
+        (folder / f"{name}.csv").write_text("seed,loss\n0,1.5\n")
+    leave(results, "resnet", finished=False)
+    kept.keep(results, ["batch", "filters", "resnet"], tmp_path)
+    there = tmp_path / kept.KEPT
+    assert {path.name for path in there.iterdir()} == {"batch", "filters", "report.json"}
+    packed = (there / "batch" / "batch.csv.gz").read_bytes()
+    assert gzip.decompress(packed) == b"seed,loss\n0,1.5\n"
+    text = (tmp_path / kept.PAGE / "report.md").read_text()
+    assert f"commit {commit[:7]}" in text
+    assert "](report/filters.png)" in text
+    assert (tmp_path / kept.PAGE / "report" / "filters.png").exists()
+    assert "Not run: `python -m benchmarks resnet` runs it." in text
+    # What is kept already stays, with its figure, where another one is added.
+    shutil.rmtree(results)
+    leave(results, "resnet", figures={"resnet": "Three."}, commits=[commit])
+    (results / "resnet" / "resnet.csv").write_text("seed\n0\n")
+    kept.keep(results, ["batch", "filters", "resnet"], tmp_path)
+    text = (tmp_path / kept.PAGE / "report.md").read_text()
+    assert all(f"](report/{name}.png)" in text for name in ("batch", "filters", "resnet"))
+
+
+def test_nothing_is_kept_of_nothing(tmp_path):
+    with pytest.raises(Refusal, match="no finished experiment"):
+        kept.keep(tmp_path / "results", ["batch"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("commits", "counts", "older"),
+    [
+        (["a" * 40], {"a" * 40 + "..HEAD": "0"}, False),
+        (
+            ["a" * 40, "b" * 40],
+            {"a" * 40 + "..HEAD": "0", "b" * 40 + "..HEAD": "3"},
+            True,
+        ),
+        (["a" * 40 + " with changes"], {"a" * 40 + "..HEAD": "1"}, True),
+        (["of another repository"], {}, False),
+        ([], {"--since=2026-01-02T23:59:59": "2"}, True),
+    ],
+)
+def test_results_older_than_the_solvers_are_named(
+    commits, counts, older, tmp_path, monkeypatch
+):
+    answer = lambda folder, command, count, since, *rest: counts.get(since, "")
+    monkeypatch.setattr(report, "git", answer)
+    leave(tmp_path, "batch", commits=commits)
+    report.write(tmp_path, ["batch"])
+    text = (tmp_path / "report.md").read_text()
+    assert (f"{report.OLDER}batch." in text) == older
