@@ -307,8 +307,9 @@ def linearise(
 def _by_tangents(
     with_aux: Callable[[PyTree], tuple[PyTree, Any]], jacobian: ByPasses, y: PyTree[Array]
 ) -> tuple[PyTree[Array], AtHand, Any]:
-    """Return the outputs, the Jacobian in memory and the auxiliary data. `jax.linearize`
-    and its tangents would each hold a copy of a loop of unknown length; this holds one."""
+    """Return the outputs, the Jacobian in memory and the auxiliary data, by one copy of
+    the function, which may hold a loop that takes long to compile. `jax.linearize` and
+    its tangents would hold two."""
 
     def along(tangent):
         tangent = jacobian.domain.unravel(tangent)
