@@ -1,8 +1,5 @@
 """Iterative linearisation that linearises again only when it has to."""
 
-from collections.abc import Callable
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,7 @@ from .._common._passes import Passes
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton, State, Update
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
 
@@ -114,14 +111,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         """Return the first period to try."""
         return jnp.ones((), float)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: Scalar,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         descent = self.descent
         if descent.optimiser is not None:
             raise ValueError(
@@ -212,9 +202,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     # Mini-batches
     #
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         return self.descent.start_stream(y, outputs)
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
@@ -223,16 +211,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     def check_curvature_batch(self) -> None:
         self.descent.check_curvature_batch()
 
-    def advance_stream(
-        self,
-        objective: AbstractObjective,
-        fn: Callable[[Any, Any], Any],
-        y: PyTree[Array],
-        args: PyTree,
-        state: State,
-        *,
-        has_aux: bool,
-    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+    def advance_stream(self, objective, fn, y, args, state, *, has_aux):
         def evaluate(y):
             return fn(y, args)[0] if has_aux else fn(y, args)
 

@@ -13,13 +13,11 @@ from .._common._checks import (
     nan_unless,
     nonnegative,
 )
-from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from .._subproblem import AbstractSubproblem, check_method, ProxLinear, WithMomentum
 from ..filters import Tikhonov
-from ._base import Evaluate, Update
+from ._base import Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
 from ._stepping import AbstractFilteredGaussNewton
@@ -126,14 +124,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         towards = _tree.scale(momentum, memory.last)
         return WithMomentum(problem, towards, ready), new_memory
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _Memory,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         update = super().update(objective, lin, evaluate, memory, num_steps)
         if self.momentum is None:
             return update

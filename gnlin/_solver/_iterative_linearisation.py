@@ -208,14 +208,7 @@ class IterativeLinearisation(AbstractGaussNewton):
             return None
         return self.optimiser.init(y)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: PyTree[Array],
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         if self.optimiser is not None:
             return self._optimised(objective, lin, evaluate, memory)
         subproblem = self.subproblem(objective, lin)
@@ -307,9 +300,7 @@ class IterativeLinearisation(AbstractGaussNewton):
     # Mini-batches: each batch is for one inner step, and theta_s is kept for K of them
     #
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         if self.method not in ("auto", "matrix-free"):
             raise ValueError(
                 "On mini-batches the inner steps are taken one by one: `method` must be "
@@ -335,16 +326,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         return _Momentum(self.learning_rate, self.momentum, self.nesterov)
 
     def advance_stream(
-        self,
-        objective: AbstractObjective,
-        fn: Callable[[Any, Any], Any],
-        y: PyTree[Array],
-        args: PyTree,
-        state: State,
-        *,
-        has_aux: bool,
-        trigger: Trigger | None = None,
-    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+        self, objective, fn, y, args, state, *, has_aux, trigger: Trigger | None = None
+    ):
         """Take one inner step. A `trigger` may linearise again before the period ends."""
         stream: Stream = state.memory
         # One forward, one tangent and one transposed pass; no tangent pass if K = 1.

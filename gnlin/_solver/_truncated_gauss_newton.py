@@ -20,11 +20,10 @@ from .._common._checks import (
 )
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
 from ..preconditioners import AbstractPreconditioner
-from ._base import Evaluate, Update
+from ._base import Update
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._stepping import AbstractSearchedGaussNewton, take_step
 
@@ -122,14 +121,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         step = _tree.zeros_like(y) if self.warm_start > 0 else None
         return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype), step)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _Memory,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
         problem = problem_of(self.form, objective, lin)
         subproblem, passes = self._prepared(problem)
