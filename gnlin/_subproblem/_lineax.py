@@ -1,6 +1,5 @@
 """The linearised problem as a least-squares problem for any solver of lineax."""
 
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -50,23 +49,12 @@ class ByLineax(AbstractWithGradient):
         return isinstance(filter, Tikhonov) or (undamped and problem.rest is None)
 
     @classmethod
-    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # never chosen by "auto"
-
-    @classmethod
     def of(
         cls, problem: Quadratic, cost: Cost, solver: lx.AbstractLinearSolver = _ANY
     ) -> "ByLineax":
         if not _takes_matrix(solver):
             return cls(problem, solver, Passes())
         return cls(problem.at_hand(), solver, cost.rows)
-
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
-    def with_residual(self, residual: PyTree[Array]) -> "ByLineax":
-        problem = self.problem.with_residual(residual)
-        return ByLineax(problem, self.solver, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)
