@@ -15,14 +15,13 @@ from .._linearisation._objective import AbstractObjective
 from ._base import AbstractGaussNewton, State, Update
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
+from ._termination import rounding_of_loss
 
 
 # The largest period to try, also if that of `descent` is infinite.
 _LARGEST_PERIOD = 2.0**40
 # The approximate number of periods tried at a linearisation.
 _TRIALS = 10
-# Rounding error of the loss, in multiples of eps.
-_ROUNDINGS = 10
 
 
 class AdaptiveLinearisation(AbstractGaussNewton):
@@ -148,13 +147,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         )
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
+        given = self, objective, lin, evaluate, subproblem, answer
         update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             memory=search.best,
             damping=descent.damping_now(),
             again=lambda lin: (
@@ -188,8 +183,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 size, drift = _tree.norm(before), _tree.norm(change)
                 good &= drift <= jnp.asarray(self.max_drift, size.dtype) * size
             if self.min_ratio is not None:
-                rounding = _ROUNDINGS * _tree.eps(lin.outputs)
-                rounding *= jnp.abs(objective.value(lin.outputs))
+                loss = objective.value(lin.outputs)
+                rounding = rounding_of_loss(loss, None, lin.point)
                 predicted = objective.decrease(lin.outputs, linearised)
                 actual = objective.decrease(lin.outputs, outputs)
                 enough = jnp.asarray(self.min_ratio, predicted.dtype) * predicted

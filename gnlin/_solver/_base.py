@@ -162,9 +162,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     **Arguments:**
 
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the norm of
-        the first residuals is below 1, `atol` is multiplied by it.
+    - `rtol`, `atol`: the run has converged when an outer step changes each parameter `y`
+        by less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the
+        norm of the first residuals is below 1, `atol` is multiplied by it.
     - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
@@ -649,15 +649,8 @@ def linearised(
 
 def row_of(state: State) -> dict[str, Array]:
     """Return a row of the history, but with the loss after the step."""
-    report, counts = state.report, state.counts
-    return {
-        "loss": report.loss,
-        "gradient_norm": report.gradient_norm,
-        "step_norm": report.step_norm,
-        "damping": report.damping,
-        "num_inner_steps": report.num_inner_steps,
-        "num_feature_updates": counts.num_feature_updates.astype(float),
-    }
+    row = {name: getattr(state.report, name) for name in Report.__dataclass_fields__}
+    return row | {"num_feature_updates": state.counts.num_feature_updates.astype(float)}
 
 
 def statistics(counts: Counts) -> dict[str, Array]:

@@ -107,13 +107,9 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
         subproblem, new_memory = prepared(lin)
         answer = subproblem.solve(filter)
+        given = self, objective, lin, evaluate, subproblem, answer
         return take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             search=self.search,
             memory=new_memory,
             damping=_reported(filter),

@@ -49,9 +49,6 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         schedule (a function of the outer step), or [`gnlin.methods.EisenstatWalker`][].
         Conjugate gradients also stop when rounding keeps them from getting closer.
     - `damping`: $\lambda \ge 0$, also a number, a traced scalar or a schedule.
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form Newton's
         method with conjugate gradients minimises the loss of the linearised model, until
         its gradient is at most $\beta$ times the first.
@@ -65,8 +62,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     - `method`: `"matrix-free"` computes Jacobian-vector and vector-Jacobian products,
         `"dense"` multiplies by the Jacobian in memory, and `"auto"` uses `"dense"` if the
         Jacobian is small.
-    - `memory_budget`: the most bytes that the Jacobian may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -139,13 +136,9 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             subproblem, _ = self._prepared(problem)
             return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
 
+        given = self, objective, lin, evaluate, subproblem, answer
         update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             search=self.search,
             memory=_Memory(tolerance, norm, None),
             damping=damping,

@@ -79,8 +79,7 @@ class Huber(AbstractRobust):
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     ??? cite "Reference"
 
