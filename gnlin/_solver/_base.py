@@ -66,6 +66,10 @@ class Counts(eqx.Module):
     num_accepted_steps: Int[Array, ""]
     num_rejected_steps: Int[Array, ""]
 
+    def plus(self, *more: ScalarLike) -> "Counts":
+        """Return the counts increased by one number each, in their order."""
+        return Counts(*map(increased, jax.tree.leaves(self), more))
+
 
 def increased(count: Array, *more: ScalarLike) -> Array:
     """Return the sum of a count and further numbers, in the dtype of the count."""
@@ -328,14 +332,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
-        so_far = state.counts
-        counts = Counts(
-            so_far.num_feature_updates + one,
-            increased(so_far.num_inner_steps, update.num_inner_steps),
-            increased(so_far.num_jvps, update.passes.jvps),
-            increased(so_far.num_vjps, update.passes.vjps),
-            increased(so_far.num_accepted_steps, one * update.num_accepted),
-            increased(so_far.num_rejected_steps, one * update.num_rejected),
+        counts = state.counts.plus(
+            one,
+            update.num_inner_steps,
+            update.passes.jvps,
+            update.passes.vjps,
+            one * update.num_accepted,
+            one * update.num_rejected,
         )
         new = dataclasses.replace(
             state,

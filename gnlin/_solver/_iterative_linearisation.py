@@ -43,9 +43,7 @@ from .._subproblem import (
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import (
     AbstractGaussNewton,
-    Counts,
     Evaluate,
-    increased,
     linearised,
     Report,
     State,
@@ -361,15 +359,8 @@ class IterativeLinearisation(AbstractGaussNewton):
             self.damping_now().astype(dtype),
             one,
         )
-        counts = state.counts
-        counts = Counts(
-            counts.num_feature_updates + begins,
-            counts.num_inner_steps + 1,
-            increased(counts.num_jvps, passes.jvps),
-            increased(counts.num_vjps, passes.vjps),
-            counts.num_accepted_steps + jnp.where(finite, 1, 0),
-            counts.num_rejected_steps + jnp.where(finite, 0, 1),
-        )
+        taken, refused = jnp.where(finite, 1, 0), jnp.where(finite, 0, 1)
+        counts = state.counts.plus(begins, 1, passes.jvps, passes.vjps, taken, refused)
         result = optx.RESULTS.where(
             finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
         )

@@ -112,7 +112,7 @@ class Measured(NamedTuple):
     def chosen(self, filter: Filter, num_trials: int, method: Any) -> AbstractSubproblem:
         """Return the subproblem in the variables `D delta`, as `choose` does. Its passes
         include those for the Jacobian."""
-        if self.scale is None or isinstance(self.problem, ProxLinear):
+        if self.scale is None:
             return choose(self.problem, filter, num_trials, method)
         problem, scale = self._scaled()
         ready = choose(problem, filter, num_trials, method)

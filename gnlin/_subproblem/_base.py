@@ -172,8 +172,8 @@ class AbstractWay(AbstractSubproblem):
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, problem: Any, cost: Cost) -> "AbstractWay":
-        """Set up a problem."""
+    def of(cls, problem: Any, cost: Cost, *settings: Any) -> "AbstractWay":
+        """Set up a problem. A method with parameters is passed as the only setting."""
 
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()

@@ -10,14 +10,7 @@ from jaxtyping import Array, PyTree, ScalarLike
 
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
-from ..filters import (
-    GradientDescent,
-    GradientFlow,
-    HeavyBall,
-    Nesterov,
-    PseudoInverse,
-    Tikhonov,
-)
+from ..filters import GradientFlow, PseudoInverse, Tikhonov
 from ._base import (
     AbstractWithGradient,
     Answer,
@@ -121,21 +114,19 @@ class AbstractIteration(AbstractWithGradient):
 
     def solve(self, filter: Filter) -> Answer:
         filter, damping = undamped(filter)
-        match filter:
-            case Tikhonov(damping=more):
-                tolerance = self.tolerance
-                tolerance = self.exactly() if tolerance is None else tolerance
-                is_damped = isinstance(filter, Early)
-                settings = tolerance, damping + more, self.max_steps
-                return self.to_tolerance(*settings, is_damped=is_damped)
-            case PseudoInverse(rcond=None):
-                # Started at zero, conjugate gradients stay in the range of phi^T, so
-                # that their limit is the minimum-norm solution.
-                return self.to_tolerance(self.exactly(), damping)
-            case GradientDescent() | HeavyBall() | Nesterov():
-                return self.descend(filter, damping)
-            case GradientFlow():
-                return self.flow(filter, damping)
+        if isinstance(filter, Tikhonov):
+            tolerance = self.tolerance
+            tolerance = self.exactly() if tolerance is None else tolerance
+            settings = tolerance, damping + filter.damping, self.max_steps
+            return self.to_tolerance(*settings, is_damped=isinstance(filter, Early))
+        if isinstance(filter, PseudoInverse) and filter.rcond is None:
+            # Started at zero, conjugate gradients stay in the range of phi^T, so that
+            # their limit is the minimum-norm solution.
+            return self.to_tolerance(self.exactly(), damping)
+        if isinstance(filter, Descent):
+            return self.descend(filter, damping)
+        if isinstance(filter, GradientFlow):
+            return self.flow(filter, damping)
         raise does_not_serve(self.method, filter)
 
     def verdict(self, diverged: Array) -> optx.RESULTS:

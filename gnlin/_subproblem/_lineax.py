@@ -22,7 +22,6 @@ from ._cholesky import damping_of
 _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
 # Solvers that factorise a matrix.
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
-_ANY = lx.AutoLinearSolver(well_posed=None)
 
 
 class ByLineax(AbstractWithGradient):
@@ -34,9 +33,7 @@ class ByLineax(AbstractWithGradient):
     problem: Quadratic
     solver: lx.AbstractLinearSolver
 
-    def __init__(
-        self, problem: Quadratic, solver: lx.AbstractLinearSolver, passes: Passes
-    ):
+    def __init__(self, problem: Quadratic, solver: Any, passes: Passes):
         super().__init__(problem, passes)
         square: Any = solver
         self.solver = lx.Normal(square) if isinstance(solver, _SQUARE) else solver
@@ -49,9 +46,7 @@ class ByLineax(AbstractWithGradient):
         return isinstance(filter, Tikhonov) or (undamped and problem.rest is None)
 
     @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, solver: lx.AbstractLinearSolver = _ANY
-    ) -> "ByLineax":
+    def of(cls, problem, cost: Cost, solver: lx.AbstractLinearSolver) -> "ByLineax":
         if not _takes_matrix(solver):
             return cls(problem, solver, Passes())
         return cls(problem.at_hand(), solver, cost.rows)

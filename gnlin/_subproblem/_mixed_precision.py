@@ -103,10 +103,7 @@ class Refined(AbstractWithGradient):
         self.precision = precision
 
     @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, precision: MixedPrecision | None = None
-    ) -> "Refined":
-        precision = MixedPrecision() if precision is None else precision
+    def of(cls, problem, cost: Cost, precision: MixedPrecision) -> "Refined":
         dtype = jnp.dtype(precision.kernel_dtype)
         problem = problem.at_hand_if_it_fits()
         jacobian = problem.jacobian

@@ -93,9 +93,7 @@ class OfLowRank(AbstractWithGradient):
             self.pushed = problem.jacobian.push_forward(problem.rest)
 
     @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, approximation: NystromKernel
-    ) -> "OfLowRank":
+    def of(cls, problem, cost: Cost, approximation: NystromKernel) -> "OfLowRank":
         problem = _by_rows(problem, cost)
         jacobian, (m, _) = problem.jacobian, problem.jacobian.shape
         rank = min(approximation.rank, m)

@@ -91,15 +91,7 @@ class OnSpace(AbstractIteration):
     ) -> Answer:
         """Minimise until the gradient is `tolerance` times its initial norm, or as small
         as the precision and `max_steps` Newton steps allow."""
-        solved = minimise(
-            self.space,
-            self.problem.objective,
-            self.problem.outputs,
-            damping,
-            tolerance,
-            max_steps,
-            start,
-        )
+        solved = minimise(self.in_space(), damping, tolerance, max_steps, start)
         # A product with the curvature costs one product each way, a Newton step two.
         num_steps = solved.num_products + 2 * solved.num_steps
         return Answer(
