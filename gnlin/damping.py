@@ -142,9 +142,7 @@ class Nielsen(AbstractDamping[_Changing]):
     def init(self, dtype: jnp.dtype) -> _Changing:
         return _Changing(jnp.array(-1, dtype), jnp.array(2, dtype))
 
-    def damping(
-        self, state: _Changing, subproblem: AbstractSubproblem, y: PyTree[Array]
-    ) -> Scalar:
+    def damping(self, state, subproblem, y) -> Scalar:
         return _or_first(state.damping, self.initial, subproblem)
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
@@ -246,9 +244,7 @@ class LongestStep(AbstractDamping[_Edge]):
         no = jnp.array(False)
         return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero, no)
 
-    def damping(
-        self, state: _Edge, subproblem: AbstractSubproblem, y: PyTree[Array]
-    ) -> Scalar:
+    def damping(self, state, subproblem, y) -> Scalar:
         return _or_first(state.damping, self.initial, subproblem)
 
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
@@ -307,7 +303,7 @@ _WITHIN = 0.1
 # The most solutions per trial; two or three are usual.
 _MOST_SOLUTIONS = 20
 # The largest curvature times eps to this power is a damping without effect.
-_LEAST_POWER = 2.5
+LEAST_POWER = 2.5
 # The smallest damping to try without a usable guess, as a part of the upper bound (Moré,
 # 1978, section 5).
 _LEAST_PART = 1e-3
@@ -348,9 +344,7 @@ class TrustRegion(AbstractDamping[_Region]):
     def init(self, dtype: jnp.dtype) -> _Region:
         return _Region(jnp.array(-1, dtype), jnp.array(0, dtype))
 
-    def damping(
-        self, state: _Region, subproblem: AbstractSubproblem, y: PyTree[Array]
-    ) -> Scalar:
+    def damping(self, state, subproblem, y) -> Scalar:
         dtype = state.radius.dtype
         factor = nan_unless(positive(self.factor), self.factor).astype(dtype)
         size = subproblem.length(y).astype(dtype)
@@ -396,7 +390,7 @@ def _damping_for_length(
         return jnp.where((damping > low) & (damping < high), damping, middle)
 
     largest = subproblem.largest_curvature().astype(dtype)
-    least = jnp.finfo(dtype).eps ** _LEAST_POWER * largest
+    least = jnp.finfo(dtype).eps ** LEAST_POWER * largest
     # |D delta| is at most |D^-1 g| / lambda.
     most = subproblem.scaled_gradient_norm().astype(dtype) / radius
 

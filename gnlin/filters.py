@@ -38,6 +38,7 @@ from ._common._checks import (
     check_less_than_one,
     check_nonnegative,
     check_period,
+    is_zero,
 )
 
 
@@ -194,7 +195,34 @@ class GradientFlow(AbstractFilter):
         return jnp.where(positive, -jnp.expm1(-safe * time) / safe, at_zero)
 
 
-class HeavyBall(AbstractFilter):
+class _AbstractMomentum(AbstractFilter):
+    """Steps with momentum."""
+
+    period: ScalarLike
+    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
+    momentum: ScalarLike
+
+    def __check_init__(self):
+        check_period("period", self.period)
+        check_finite_positive("learning_rate", self.learning_rate)
+        check_less_than_one("momentum", self.momentum)
+
+    @abc.abstractmethod
+    def largest_stable(self) -> ScalarLike:
+        r"""Return the least $\eta w$ for which the steps do not converge."""
+
+    @abc.abstractmethod
+    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
+        r"""Return the matrix $E$, by rows, and the offset $d$ of one step
+        $z' = z + E z + \eta d$ with $z = (g, v)$; `x` is $\eta w$."""
+
+    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
+        x = jnp.asarray(self.learning_rate, eigenvalues.dtype) * eigenvalues
+        mu = jnp.broadcast_to(jnp.asarray(self.momentum, x.dtype), x.shape)
+        return _power(self, eigenvalues, self._step(x, mu))
+
+
+class HeavyBall(_AbstractMomentum):
     r"""`period` steps of gradient descent with heavy-ball momentum (Polyak, 1964).
 
     As in `optax.sgd(learning_rate, momentum)`, the velocity starts at zero, and
@@ -210,24 +238,16 @@ class HeavyBall(AbstractFilter):
     - `momentum`: $\mu$, at least 0 and less than 1.
     """
 
-    period: ScalarLike
-    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
-    momentum: ScalarLike
-
-    def __check_init__(self):
-        _check_momentum_steps(self)
-
     def largest_stable(self) -> ScalarLike:
         r"""The least $\eta w$ for which the steps do not converge."""
         return 2 * (1 + self.momentum)
 
-    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        x, mu = _scaled(self, eigenvalues)
-        # One step: v' = mu v + eta (1 - w g), g' = g + v'
-        return _power(self, eigenvalues, ((-x, mu, -x, mu - 1), (1.0, 1.0)))
+    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
+        # v' = mu v + eta (1 - w g), g' = g + v'
+        return (-x, mu, -x, mu - 1), (1.0, 1.0)
 
 
-class Nesterov(AbstractFilter):
+class Nesterov(_AbstractMomentum):
     r"""`period` steps of gradient descent with Nesterov's momentum (1983).
 
     As in `optax.sgd(learning_rate, momentum, nesterov=True)`, the velocity starts at
@@ -237,22 +257,13 @@ class Nesterov(AbstractFilter):
     **Arguments:** as for [`gnlin.filters.HeavyBall`][].
     """
 
-    period: ScalarLike
-    learning_rate: ScalarLike = eqx.field(converter=as_scalar)
-    momentum: ScalarLike
-
-    def __check_init__(self):
-        _check_momentum_steps(self)
-
     def largest_stable(self) -> ScalarLike:
         r"""The least $\eta w$ for which the steps do not converge."""
         return 2 * (1 + self.momentum) / (1 + 2 * self.momentum)
 
-    def __call__(self, eigenvalues: Float[Array, "*k"]) -> Float[Array, "*k"]:
-        x, mu = _scaled(self, eigenvalues)
-        # One step: v' = mu v + eta (1 - w g), g' = g + mu v' + eta (1 - w g)
-        step = ((-(1 + mu) * x, mu**2, -x, mu - 1), (1 + mu, 1.0))
-        return _power(self, eigenvalues, step)
+    def _step(self, x: Array, mu: Array) -> tuple[tuple, tuple]:
+        # v' = mu v + eta (1 - w g), g' = g + mu v' + eta (1 - w g)
+        return (-(1 + mu) * x, mu**2, -x, mu - 1), (1 + mu, 1.0)
 
 
 class Damped(AbstractFilter):
@@ -276,21 +287,7 @@ class Damped(AbstractFilter):
         return self.filter(eigenvalues + jnp.asarray(self.damping, eigenvalues.dtype))
 
 
-def _check_momentum_steps(steps: HeavyBall | Nesterov) -> None:
-    check_period("period", steps.period)
-    check_finite_positive("learning_rate", steps.learning_rate)
-    check_less_than_one("momentum", steps.momentum)
-
-
-def _scaled(
-    steps: HeavyBall | Nesterov, w: Float[Array, "*k"]
-) -> tuple[Float[Array, "*k"], Float[Array, "*k"]]:
-    """Return eta w, and mu broadcast to its shape."""
-    x = jnp.asarray(steps.learning_rate, w.dtype) * w
-    return x, jnp.broadcast_to(jnp.asarray(steps.momentum, w.dtype), w.shape)
-
-
-def _power(steps: HeavyBall | Nesterov, w: Float[Array, "*k"], step) -> Array:
+def _power(steps: _AbstractMomentum, w: Float[Array, "*k"], step) -> Array:
     """Return the filter of K steps z' = z + E z + eta d with z = (g, v), an affine map's
     K-th power. Powers are stored as E, not as I + E, in which a small E would be lost to
     rounding."""
@@ -369,7 +366,7 @@ def equivalent_period(
     check_finite_nonnegative("damping", damping)
     check_finite_positive("learning_rate", learning_rate)
     check_less_than_one("momentum", momentum)
-    if isinstance(damping, int | float) and damping == 0:
+    if is_zero(damping):
         return math.inf
     with jax.numpy_dtype_promotion("standard"):
         return (1 - momentum) / (learning_rate * damping)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, PyTree, ScalarLike
 from ._common import _tree
 from ._common._checks import check_count, check_whole
 from ._common._passes import Passes
-from ._common._tree import matmul, ravel_pytree
+from ._common._tree import einsum, matmul, ravel_pytree
 from ._jacobian import AbstractBlock, AbstractJacobian, Rows
 from ._linear_algebra import _nystrom
 from ._linear_algebra._conjugate_gradients import semidefinite
@@ -99,9 +99,7 @@ class Nystrom(AbstractPreconditioner):
         _, p = jacobian.shape
         return min(self.rank, p)
 
-    def inverse(
-        self, jacobian: AbstractJacobian, damping: ScalarLike
-    ) -> lx.FunctionLinearOperator:
+    def inverse(self, jacobian, damping) -> lx.FunctionLinearOperator:
         unravel, (_, p) = jacobian.domain.unravel, jacobian.shape
         dtype = jacobian.domain.dtype
         eps, rank = jnp.finfo(dtype).eps, self._rank(jacobian)
@@ -151,9 +149,7 @@ class BlockDiagonal(AbstractPreconditioner):
     def passes(self, jacobian: AbstractJacobian) -> Passes:
         return jacobian.cost().rows
 
-    def inverse(
-        self, jacobian: AbstractJacobian, damping: ScalarLike
-    ) -> lx.FunctionLinearOperator:
+    def inverse(self, jacobian, damping) -> lx.FunctionLinearOperator:
         domain = jacobian.domain
         shapes = [_blocks(leaf.shape, self.max_size) for leaf in domain.leaves]
 
@@ -171,7 +167,7 @@ class BlockDiagonal(AbstractPreconditioner):
 
         def apply(v: PyTree[Array]) -> PyTree[Array]:
             solved = [
-                _products(inverse, x.reshape(shape)).reshape(x.shape)
+                einsum("kij,kj...->ki...", inverse, x.reshape(shape)).reshape(x.shape)
                 for inverse, x, shape in zip(
                     inverses, jax.tree.leaves(v), shapes, strict=True
                 )
@@ -194,7 +190,7 @@ def _inverses(gram: Float[Array, "k i i"], damping: ScalarLike) -> Float[Array, 
     """Return the inverse of each damped block, positive definite by construction from
     Cholesky factors. (Triangular solves are slow for many small blocks.)"""
     halves = inverse_factors(gram, damping)
-    return _products(halves.swapaxes(1, 2), halves)
+    return einsum("kij,kj...->ki...", halves.swapaxes(1, 2), halves)
 
 
 def inverse_factors(
@@ -218,7 +214,3 @@ def inverse_factors(
         lambda factor: jax.scipy.linalg.solve_triangular(factor, identity, lower=True)
     )(factors)
     return jnp.where(finite, halves, jnp.nan)
-
-
-def _products(a: Float[Array, "k i j"], b: Float[Array, "k j ..."]) -> Array:
-    return jnp.einsum("kij,kj...->ki...", a, b, precision=jax.lax.Precision.HIGHEST)

@@ -624,7 +624,7 @@ def test_whole_numbers(name, value):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("value", [0, -1.0, True, "2", math.inf, math.nan, 1j])
 def test_seconds(value):
-    with pytest.raises(ValueError, match="`every_seconds` must be a positive finite"):
+    with pytest.raises(ValueError, match="`every_seconds` must "):
         Checkpoint("runs", every_seconds=value)
 
 

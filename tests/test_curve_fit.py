@@ -1170,6 +1170,12 @@ def test_what_is_no_data(y, message):
         gnlin.curve_fit(decay, X, y, START)
 
 
+def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
+    """Seven values might be data sets, one for each entry of the start, but `f` fails."""
+    with pytest.raises(ValueError, match="must have the shapes of `y`, \\(7,\\), but"):
+        gnlin.curve_fit(lambda p, x: p[0] * x + p[1], X, np.ones(7), np.ones(7))
+
+
 @pytest.mark.parametrize("num_train", [5, 60])
 def test_the_variance_of_predictions(num_train):
     """On either side, against the formula with the dense Jacobians."""

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import gnlin
+from gnlin._linearisation._quadratic import Quadratic
+from gnlin._subproblem import choose
 
 
 N, P = 600, 610
@@ -104,3 +106,26 @@ def test_many_dampings_at_once():
         expected = by_hand(damping)
         error = np.linalg.norm(found[0] - expected)
         assert error < 1e-9 * np.linalg.norm(expected - START[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "filter", "rtol"),
+    [
+        ("products-first", gnlin.filters.Tikhonov(1e-9), 1e-6),
+        ("eigh-first", gnlin.filters.PseudoInverse(), 1e-9),
+    ],
+)
+def test_a_further_residual_has_the_direct_way_too(method, filter, rtol):
+    further = DRAW.normal(size=N)
+    lin = gnlin.linearise(lambda y, _: INPUTS @ y, jnp.ones(P))
+    problem = Quadratic(lin.jacobian, lin.outputs)
+
+    @jax.jit
+    def step(residual):
+        ready = choose(problem, filter, method=method)
+        return ready.with_residual(residual).solve(filter).step
+
+    s, damping = np.logspace(0, -6, N), getattr(filter, "damping", 0.0)
+    expected = -RIGHT @ (s / (s**2 + damping) * (LEFT.T @ further))
+    error = np.linalg.norm(step(jnp.asarray(further)) - expected)
+    assert error < rtol * np.linalg.norm(expected)

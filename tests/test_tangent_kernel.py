@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from problems import each_once
 
 import gnlin
-from gnlin._tangent_kernel._file import Tiles
+from gnlin._tangent_kernel._file import tiles
 
 
 KEY = jax.random.key(0)
@@ -139,11 +139,10 @@ def test_tiles_cover_everything_and_are_of_one_size(n1, n2, rows, columns, symme
     if symmetric:
         n2, columns = n1, rows
     seen = np.zeros((n1, n2), int)
-    tiles = Tiles((n1, n2), (rows, columns), symmetric)
-    shapes = {seen[place].shape for place in tiles}
+    found = tiles((n1, n2), (rows, columns), symmetric)
+    shapes = {seen[place].shape for place in found}
     assert shapes == {(min(n1, rows), min(n2, columns))}
-    for number in range(len(tiles)):
-        place_rows, place_columns = tiles[number]
+    for place_rows, place_columns in found:
         seen[place_rows, place_columns] += 1
         if symmetric and place_rows != place_columns:
             seen[place_columns, place_rows] += 1

@@ -30,6 +30,11 @@ def as_float(period: ScalarLike) -> ScalarLike:
     return float(period) if isinstance(period, int) else period
 
 
+def is_zero(value: Any) -> bool:
+    """Whether a value is zero as a Python number, and so zero in every run."""
+    return isinstance(value, int | float) and value == 0
+
+
 def is_traced(tree: PyTree) -> bool:
     """Whether any leaf is traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

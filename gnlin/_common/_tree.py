@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -15,6 +15,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 
+_FULL = jax.lax.Precision.HIGHEST
 # Most entries of an array that `joined` joins with others.
 _SMALL = 2**14
 
@@ -63,6 +64,11 @@ class Structure(NamedTuple):
         return self.treedef.unflatten(leaves)
 
 
+def summed(arrays: Iterable[Array]) -> Array:
+    """Return the sum of arrays of one shape, in the dtype that holds them all."""
+    return functools.reduce(jnp.add, promoted(list(arrays)))
+
+
 def size(tree: PyTree) -> int:
     """Return the number of entries in all leaves."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
@@ -106,8 +112,17 @@ def matmul(a: Array, b: Array) -> Array:
     bfloat16. Half precision is summed in single precision."""
     wide = at_least_single((a, b))
     a, b = promoted((a, b))
-    precise = jax.lax.Precision.HIGHEST
-    return jnp.matmul(a, b, precision=precise, preferred_element_type=wide)
+    return jnp.matmul(a, b, precision=_FULL, preferred_element_type=wide)
+
+
+def einsum(subscripts: str, *operands: Array) -> Array:
+    """Call `jnp.einsum` in full precision, with promotion of mixed dtypes."""
+    return jnp.einsum(subscripts, *promoted(operands), precision=_FULL)
+
+
+def tensordot(a: Array, b: Array, axes: int) -> Array:
+    """Call `jnp.tensordot` in full precision, with promotion of mixed dtypes."""
+    return jnp.tensordot(*promoted((a, b)), axes=axes, precision=_FULL)
 
 
 # Rows from which `gram` works by halves, and columns from which `gram_of_columns`

@@ -194,7 +194,7 @@ def as_y(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Values
             return _same_kind(called(first), Values(given, True, 0))
         if own_shapes == of_one:
             return _same_kind(called(free), Values(given, True, None))
-    if failures:
+    if own_shapes is None:
         of_numpy = isinstance(failures[0], jax.errors.TracerArrayConversionError)
         about_types = isinstance(failures[0], TypeError | ValueError)
         if (is_own(failures[0]) or not about_types) and not of_numpy:

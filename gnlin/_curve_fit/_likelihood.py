@@ -25,22 +25,35 @@ from ._curve import Data
 
 
 class Likelihood(AbstractElementwiseLoss):
-    """A loss whose sum over the flattened points is a negative log-likelihood."""
+    """A loss whose sum over the flattened points is a negative log-likelihood.
+
+    - `counted`: 0 for missing points, which are ignored, or `None` if there are none.
+    """
 
     loss: AbstractElementwiseLoss
+    counted: Float[Array, " m"] | None = None
     reduction: Reduction | None = "sum"
 
     def elementwise(self, output: Array, target: Array) -> Array:
-        return self.loss.elementwise(output, target)
+        return self._of(self.loss.elementwise, output, target)
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return self.loss.derivative(output, target)
+        return self._of(self.loss.derivative, output, target)
 
     def root(self, output: Array, target: Array) -> Array:
-        return self.loss.root(output, target)
+        return self._of(self.loss.root, output, target)
 
     def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
-        return self.loss.decrease(outputs, new_outputs, target)
+        return self.loss.decrease(*map(self._known, (outputs, new_outputs, target)))
+
+    def _of(self, function: Any, output: Array, target: Array) -> Array:
+        return self._known(function(*map(self._known, (output, target))), 0)
+
+    def _known(self, values: Array, otherwise: int = 1) -> Array:
+        """Replace missing points, by default by 1, where every loss is finite."""
+        if self.counted is None:
+            return values
+        return jnp.where(self.counted > 0, values, otherwise)
 
 
 class PerPoint(AbstractElementwiseLoss):
@@ -54,34 +67,6 @@ class PerPoint(AbstractElementwiseLoss):
 
     def check(self, outputs: Any, targets: Any) -> None:
         self.loss.check(outputs, targets)
-
-
-class Counted(AbstractElementwiseLoss):
-    """A likelihood that ignores missing points."""
-
-    loss: Likelihood
-    counted: Float[Array, " m"]
-    reduction: Reduction | None = "sum"
-
-    def elementwise(self, output: Array, target: Array) -> Array:
-        return self._of(self.loss.elementwise, output, target)
-
-    def derivative(self, output: Array, target: Array) -> Array:
-        return self._of(self.loss.derivative, output, target)
-
-    def root(self, output: Array, target: Array) -> Array:
-        return self._of(self.loss.root, output, target)
-
-    def decrease(self, outputs: Array, new_outputs: Array, target: Array) -> Array:
-        return self.loss.decrease(*map(self._or_one, (outputs, new_outputs, target)))
-
-    def _of(self, function: Any, output: Array, target: Array) -> Array:
-        found = function(self._or_one(output), self._or_one(target))
-        return jnp.where(self.counted > 0, found, 0)
-
-    def _or_one(self, values: Array) -> Array:
-        """Replace missing points by 1, where every loss is finite."""
-        return jnp.where(self.counted > 0, values, 1)
 
 
 def as_loss(loss: Any, sigma: Any, sigma_x: Any) -> AbstractElementwiseLoss:

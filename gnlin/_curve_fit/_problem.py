@@ -13,7 +13,7 @@ from .._linearisation._bounds import Box
 from .._solver import AbstractGaussNewton
 from ..losses import AbstractElementwiseLoss
 from ._curve import Curve, Data, whitened
-from ._likelihood import Counted, Likelihood
+from ._likelihood import Likelihood
 
 
 class FitSettings(NamedTuple):
@@ -55,7 +55,7 @@ class Posed(NamedTuple):
         counted = _joined(data.counted, jax.tree.map(jnp.ones_like, shift))
         loss = setting.loss
         if isinstance(loss, Likelihood):
-            loss = Counted(loss=loss, counted=counted)
+            loss = Likelihood(loss=loss.loss, counted=counted)
         return Posed(setting.curve, (data, setting.fixed), loss, target, counted)
 
     def outputs(self, variables: PyTree, given: tuple[Data, dict]) -> Array:

@@ -27,7 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .._common._checks import check_count
+from .._common._checks import check_count, check_finite_positive, check_scalar
 
 
 class CheckpointError(RuntimeError):
@@ -78,22 +78,15 @@ class Checkpoint:
             check_count("every_steps", every_steps)
             every_steps = int(every_steps)
         if every_seconds is not None:
-            every_seconds = _seconds("every_seconds", every_seconds)
+            check_scalar("every_seconds", every_seconds)
+            check_finite_positive("every_seconds", every_seconds)
+            every_seconds = float(every_seconds)
         if every_steps is None and every_seconds is None:
             every_seconds = 600.0
         object.__setattr__(self, "every_steps", every_steps)
         object.__setattr__(self, "every_seconds", every_seconds)
         check_count("keep", self.keep)
         object.__setattr__(self, "keep", int(self.keep))
-
-
-def _seconds(name: str, value) -> float:
-    real = isinstance(value, int | float | np.integer | np.floating)
-    if not real or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(
-            f"`{name}` must be a positive finite number, but {value!r} was given."
-        )
-    return float(value)
 
 
 _VERSION = 2

@@ -84,8 +84,6 @@ def fit(
     - `epochs`, `steps`: the length of the run; give one of the two.
     - `key`: the key of shuffling, augmentation and dropout, by default
         `jax.random.key(0)`.
-    - `state`: the model's state (as from `equinox.nn.make_with_state`), if it has one.
-        The linearisation includes the statistics of the batch.
     - `validation`: validation data, in the form of `data`. They are evaluated in
         inference mode, on the network and, if a linearisation is trained across batches,
         on this too.
@@ -98,11 +96,9 @@ def fit(
     - `curvature_batch_size`: the number of examples, more than `batch_size`, from which
         the curvature is estimated, while the gradient comes from the batch. This needs
         the quadratic form.
-    - `filter_spec`: the leaves to train, as for `equinox.partition`.
-    - `axis_name`: the name of the batch axis in the model's batch normalisation.
-    - `part_size`: the number of examples (of each group) whose activations are in memory
-        at the same time, or `None` for all. The other activations are recomputed in each
-        product, which then takes about 4/3 of the time.
+    - `state`, `filter_spec`, `axis_name`, `part_size`: the model's state, the leaves to
+        train, the name of the batch axis, and the number of examples whose activations
+        are in memory at the same time, as in [`gnlin.solve`][].
     - `callbacks`: callbacks of `gnlin.callbacks`, or your own.
     - `progress`: whether to draw a progress bar, if there is a terminal.
     - `checkpoint`: a [`gnlin.Checkpoint`][], or a folder, to which a checkpoint is
@@ -110,8 +106,8 @@ def fit(
     - `resume`: whether to resume from the folder's latest checkpoint, if there is one.
         With the same arguments, history and parameters are then bit for bit the same as
         without the interruption.
-    - `divergence`: end the run and return the best model if the loss exceeds this
-        multiple of the first loss for five steps in a row; `None` for never.
+    - `divergence`: the largest loss, in multiples of the first one, as in
+        [`gnlin.solve`][].
 
     **Returns:** a [`gnlin.Solution`][]. Non-finite numbers and divergence end the run at
     the last finite point, with a warning; so does Ctrl-C.

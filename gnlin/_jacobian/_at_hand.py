@@ -1,6 +1,5 @@
 """A Jacobian in memory."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,7 +8,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
 from .._common._sharding import by_columns, is_spread
-from .._common._tree import matmul, promoted, ravel_pytree, Structure
+from .._common._tree import matmul, ravel_pytree, Structure, summed
 from ._base import AbstractJacobian, Cost, gram_of, multiplied
 from ._block import AbstractBlock
 from ._rows import Rows
@@ -45,8 +44,8 @@ class AtHand(AbstractJacobian):
     def push_forward(self, tangent: PyTree[Array]) -> Float[Array, " m"]:
         leaves = map(jnp.asarray, jax.tree.leaves(tangent))
         pairs = zip(self._blocks, leaves, strict=True)
-        parts = [block.push_forward(v) for block, v in pairs]
-        return functools.reduce(jnp.add, promoted(parts)).astype(self.codomain.dtype)
+        pushed = summed(block.push_forward(v) for block, v in pairs)
+        return pushed.astype(self.codomain.dtype)
 
     def pull_back(self, cotangent: Float[Array, " m"]) -> PyTree[Array]:
         pairs = zip(self._blocks, self.domain.leaves, strict=True)
@@ -80,8 +79,7 @@ class AtHand(AbstractJacobian):
         # Sum over leaves on each device first, so that devices communicate only once.
         rows = [block.rows() for block in self._blocks]
         parts = [by_columns(x.reshape(x.shape[0], -1)) for x in rows if x.size > 0]
-        each = [matmul(part, part.swapaxes(1, 2)) for part in parts]
-        return jnp.sum(functools.reduce(jnp.add, promoted(each)), axis=0)
+        return jnp.sum(summed(matmul(x, x.swapaxes(1, 2)) for x in parts), axis=0)
 
     def at_hand(self) -> "AtHand":
         return self

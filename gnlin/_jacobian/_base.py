@@ -1,7 +1,6 @@
 """The interface of every Jacobian."""
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -288,8 +287,7 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         ours, total = self, jnp.zeros(self.codomain.size, self.domain.dtype)
         for group in groups:
             ours, total = ours.in_turn(total)
-            squares = [block.squared_rows() for block in ours.blocks(group)]
-            of_group = functools.reduce(jnp.add, _tree.promoted(squares))
+            of_group = _tree.summed(block.squared_rows() for block in ours.blocks(group))
             total += of_group.astype(total.dtype)
         if left:
 
@@ -388,8 +386,7 @@ def gram_of(
 ) -> Float[Array, "m k"]:
     """Return the matrix of inner products between rows, each given as blocks."""
     pairs = zip(blocks, others, strict=True)
-    products = [a.gram() if a is b else a.gram_with(b) for a, b in pairs]
-    return functools.reduce(jnp.add, _tree.promoted(products))
+    return _tree.summed(a.gram() if a is b else a.gram_with(b) for a, b in pairs)
 
 
 def grouped(sizes: Sequence[int], most: int) -> tuple[list[list[int]], list[int]]:

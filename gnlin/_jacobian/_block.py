@@ -4,9 +4,10 @@ import abc
 from collections.abc import Callable
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from .._common._tree import einsum
 
 
 class AbstractBlock(eqx.Module):
@@ -50,8 +51,7 @@ class AbstractBlock(eqx.Module):
         r"""Return diagonal blocks of $\phi^\top\phi$, one for each row of parameters."""
         rows = self.rows()
         rows = rows.reshape(*rows.shape[:2], -1)
-        precise = jax.lax.Precision.HIGHEST
-        return jnp.einsum("mki,mkj->kij", rows, rows, precision=precise)
+        return einsum("mki,mkj->kij", rows, rows)
 
     @abc.abstractmethod
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:

@@ -1,14 +1,13 @@
 """The Jacobian with respect to linearly transformed parameters."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
-from .._common._tree import Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, Of, Reads
+from ._base import AbstractJacobian, Cost, Reads
 from ._block import AbstractBlock
 
 
@@ -58,10 +57,8 @@ class ChangeOfVariables(AbstractJacobian):
         chosen = range(len(self.domain.leaves)) if wanted is None else wanted
         return list(map(self.block, self.inner.blocks(wanted), chosen))
 
-    def summed(
-        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
-    ) -> Of:
-        def of_inner(blocks: Sequence[AbstractBlock]) -> Of:
+    def summed(self, of_blocks, part_bytes):
+        def of_inner(blocks: Sequence[AbstractBlock]):
             return of_blocks(list(map(self.block, blocks, range(len(blocks)))))
 
         return self.inner.summed(of_inner, part_bytes)
@@ -73,9 +70,7 @@ class ChangeOfVariables(AbstractJacobian):
     def at_hand(self) -> "ChangeOfVariables":
         return self.of(self.inner.at_hand())
 
-    def transformed(
-        self, matrices: PyTree[Array], codomain: Structure
-    ) -> "ChangeOfVariables":
+    def transformed(self, matrices, codomain) -> "ChangeOfVariables":
         return self.of(self.inner.transformed(matrices, codomain))
 
     def block_bytes(self) -> list[int]:

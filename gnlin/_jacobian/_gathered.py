@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .._common._passes import Passes
-from .._common._tree import promoted, Structure
+from .._common._tree import einsum, Structure
 from ._at_hand import AtHand
 from ._base import Cost, Reads
 from ._block import AbstractBlock
@@ -92,25 +92,23 @@ class Gathered(AbstractBlock):
     def row_grams(self) -> Float[Array, "k d d"]:
         (values, _), size = self.distinct(), math.prod(self.shape[1:])
         if values.shape[-1] == size:
-            return self._scattered(_einsum("ncsi,ncsj->nsij", values, values))
+            return self._scattered(einsum("ncsi,ncsj->nsij", values, values))
         # Single entries are stored: take the pairs that lie in one row of parameters.
         row, place = jnp.divmod(self.index, size)
         same = row[:, :, None] == row[:, None, :]
-        products = _einsum("ncs,nct->nst", values[..., 0], values[..., 0])
+        products = einsum("ncs,nct->nst", values[..., 0], values[..., 0])
         grams = jnp.zeros((self.shape[0], size, size), values.dtype)
         at = row[:, :, None], place[:, :, None], place[:, None, :]
         return grams.at[at].add(jnp.where(same, products, 0))
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
-        values, tangent = promoted((self.values, tangent))
         read = tangent.reshape(self._flat)[self.index]
-        return _einsum("ncsd,nsd->nc", values, read).ravel()
+        return einsum("ncsd,nsd->nc", self.values, read).ravel()
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
-        a, values = promoted((a, self.values))
-        by_example = a.reshape(values.shape[:2])
-        pulled = _einsum("nc,ncsd->nsd", by_example, values).astype(self.values.dtype)
-        return self._scattered(pulled).reshape(self.shape)
+        by_example = a.reshape(self.values.shape[:2])
+        pulled = einsum("nc,ncsd->nsd", by_example, self.values)
+        return self._scattered(pulled.astype(self.values.dtype)).reshape(self.shape)
 
     def _scattered(self, parts: Float[Array, "n s ..."]) -> Float[Array, "k ..."]:
         zeros = jnp.zeros((self._flat[0], *parts.shape[2:]), parts.dtype)
@@ -120,7 +118,7 @@ class Gathered(AbstractBlock):
         """Return `values` without duplicates, and where the duplicates are: the first
         occurrence of an index holds the sum, each later one is zero."""
         same = self.index[:, :, None] == self.index[:, None, :]
-        sums = _einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
+        sums = einsum("nst,nctd->ncsd", same.astype(self.values.dtype), self.values)
         before = jnp.tri(self.index.shape[1], k=-1, dtype=bool)
         again = jnp.any(same & before[None], axis=2)
         return jnp.where(again[:, None, :, None], 0, sums), again
@@ -139,10 +137,6 @@ class Gathered(AbstractBlock):
 
     def astype(self, dtype: jnp.dtype) -> "Gathered":
         return Gathered(self.values.astype(dtype), self.index, self.shape)
-
-
-def _einsum(subscripts: str, *operands: Array) -> Array:
-    return jnp.einsum(subscripts, *operands, precision=jax.lax.Precision.HIGHEST)
 
 
 class Sparse(AtHand):

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._common import _tree
-from .._common._tree import gram, matmul, promoted
+from .._common._tree import einsum, gram, matmul, promoted, tensordot
 from ._block import AbstractBlock
 from ._rows import Rows
 from ._stacked_block import StackedBlock
@@ -172,23 +172,18 @@ class Layer(AbstractBlock):
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
         n, c, _, _ = self.signals.shape
-        precise = jax.lax.Precision.HIGHEST
         a, signals, activations = promoted((a, self.signals, self.activations))
-        a = a.reshape(n, c)
-        signals = jnp.einsum("nc,ncot->ont", a, signals, precision=precise)
-        product = jnp.tensordot(signals, activations, 2, precision=precise)
-        return self._as_weights(product)
+        signals = einsum("nc,ncot->ont", a.reshape(n, c), signals)
+        return self._as_weights(tensordot(signals, activations, 2))
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
-        precise = jax.lax.Precision.HIGHEST
         o = self.signals.shape[2]
         tangent, signals, activations = promoted(
             (tangent, self.signals, self.activations)
         )
         matrix = tangent.transpose(self.axes).reshape(o, -1)
-        through = jnp.einsum("ntq,oq->not", activations, matrix, precision=precise)
-        products = jnp.einsum("ncot,not->nc", signals, through, precision=precise)
-        return products.reshape(-1)
+        through = einsum("ntq,oq->not", activations, matrix)
+        return einsum("ncot,not->nc", signals, through).reshape(-1)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Layer":
         # All rows of an example share their activations, so only signals change.

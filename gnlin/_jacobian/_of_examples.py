@@ -180,9 +180,7 @@ class OfExamples(AbstractJacobian):
         point, array = jax.lax.optimization_barrier((self._point, array))
         return OfExamples(self._passes, self.function, point, self._args), array
 
-    def summed(
-        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
-    ) -> Of:
+    def summed(self, of_blocks, part_bytes):
         n = self._num_examples()
         most = min(self.memory_budget, part_bytes)
         example_bytes = self._outputs_of_one().size * self.domain.nbytes

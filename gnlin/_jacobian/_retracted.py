@@ -1,10 +1,9 @@
 """The Jacobian with respect to steps along a retraction."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._common._tree import promoted
+from .._common._tree import einsum
 from ._base import AbstractJacobian
 from ._block import AbstractBlock
 from ._change_of_variables import ChangeOfVariables
@@ -38,7 +37,7 @@ class Retracted(ChangeOfVariables):
             if matrix is None:
                 return x
             rows = x.reshape(matrix.shape[:2])
-            return _einsum(subscripts, matrix, rows).reshape(x.shape).astype(x.dtype)
+            return einsum(subscripts, matrix, rows).reshape(x.shape).astype(x.dtype)
 
         leaves, structure = jax.tree.flatten(vector)
         return structure.unflatten(list(map(each, self.matrices, leaves)))
@@ -55,13 +54,8 @@ def _retracted_block(
     if isinstance(block, StackedBlock):
         return StackedBlock([_retracted_block(part, matrix) for part in block.parts])
     if isinstance(block, Gathered) and block.values.shape[-1] == matrix.shape[-1]:
-        values = _einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
+        values = einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
         return Gathered(values.astype(block.values.dtype), block.index, block.shape)
     rows = block.rows()
-    turned = _einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
+    turned = einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
     return Rows(turned.reshape(rows.shape).astype(rows.dtype))
-
-
-def _einsum(subscripts: str, *operands: Array) -> Array:
-    precise = jax.lax.Precision.HIGHEST
-    return jnp.einsum(subscripts, *promoted(operands), precision=precise)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._common._tree import gram, matmul, on_one_cpu, promoted
+from .._common._tree import gram, matmul, on_one_cpu, tensordot
 from ._block import AbstractBlock
 from ._stacked_block import StackedBlock
 
@@ -73,14 +73,10 @@ class Rows(AbstractBlock):
         return jnp.einsum("m...,m...->...", self.array, self.array)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
-        precise = jax.lax.Precision.HIGHEST
-        rows, tangent = promoted((self.array, tangent))
-        return jnp.tensordot(rows, tangent, axes=tangent.ndim, precision=precise)
+        return tensordot(self.array, tangent, tangent.ndim)
 
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
-        precise = jax.lax.Precision.HIGHEST
-        product = jnp.tensordot(*promoted((a, self.array)), axes=1, precision=precise)
-        return product.astype(self.array.dtype)
+        return tensordot(a, self.array, 1).astype(self.array.dtype)
 
     def transformed(self, transform: Callable[[Array], Array]) -> "Rows":
         columns = self.array.reshape(self.array.shape[0], math.prod(self.shape))

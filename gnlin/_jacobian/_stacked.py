@@ -93,9 +93,7 @@ class Stacked(AbstractJacobian):
             parts[name], array = part.in_turn(array)
         return Stacked(parts), array
 
-    def summed(
-        self, of_blocks: Callable[[Sequence[AbstractBlock]], Of], part_bytes: int
-    ) -> Of:
+    def summed(self, of_blocks, part_bytes):
         return _sum(part.summed(of_blocks, part_bytes) for part in self.parts.values())
 
     def at_hand(self) -> "Stacked":

@@ -1,13 +1,12 @@
 """Blocks of several groups of residuals, stacked."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._common._tree import promoted
+from .._common._tree import promoted, summed
 from ._block import AbstractBlock
 
 
@@ -47,12 +46,10 @@ class StackedBlock(AbstractBlock):
         return jnp.concatenate(promoted([part.squared_rows() for part in self.parts]))
 
     def squared_columns(self) -> Float[Array, "..."]:
-        squares = promoted([part.squared_columns() for part in self.parts])
-        return functools.reduce(jnp.add, squares)
+        return summed(part.squared_columns() for part in self.parts)
 
     def row_grams(self) -> Float[Array, "k d d"]:
-        grams = promoted([part.row_grams() for part in self.parts])
-        return functools.reduce(jnp.add, grams)
+        return summed(part.row_grams() for part in self.parts)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         pushed = [part.push_forward(tangent) for part in self.parts]
@@ -61,7 +58,7 @@ class StackedBlock(AbstractBlock):
     def pull_back(self, a: Float[Array, " m"]) -> Float[Array, "..."]:
         ends = np.cumsum([part.num_rows for part in self.parts])[:-1]
         pairs = zip(self.parts, jnp.split(a, ends), strict=True)
-        return functools.reduce(jnp.add, promoted([b.pull_back(x) for b, x in pairs]))
+        return summed(b.pull_back(x) for b, x in pairs)
 
     def transformed(self, transform: Callable[[Array], Array]) -> AbstractBlock:
         raise NotImplementedError("Transform the blocks of each group instead.")

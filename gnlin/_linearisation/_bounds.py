@@ -124,7 +124,6 @@ def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
 
     lows, highs = known(lower), known(upper)
     for path in lows.keys() | highs.keys():
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
         # Either bound may be given for a prefix of this path.
         parts = [path[:k] for k in range(len(path) + 1)]
         low, high = ([v[k] for k in parts if k in v] for v in (lows, highs))
@@ -132,13 +131,17 @@ def _check_order(lower: PyTree[Any], upper: PyTree[Any]) -> None:
             continue
         are_alike = low[-1].shape == high[-1].shape
         if are_alike or low[-1].ndim == 0 or high[-1].ndim == 0:
-            of = f" of the parameter `{name}`" if name else ""
-            _refuse_empty(low[-1], high[-1], of)
+            _refuse_empty(low[-1], high[-1], _of_parameter(path))
 
 
 def _is_known(value: Any) -> bool:
     is_number = isinstance(value, float | int | np.ndarray | np.generic | Array)
     return is_number and not isinstance(value, Tracer) and is_here(value)
+
+
+def _of_parameter(path: Any) -> str:
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    return f" of the parameter `{name}`" if name else ""
 
 
 def _refuse_empty(low: np.ndarray, high: np.ndarray, of: str) -> None:
@@ -164,8 +167,7 @@ def check_start(bounds: Any, y: PyTree[Array]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(y)
     lowers, uppers = jax.tree.leaves(box.lower), jax.tree.leaves(box.upper)
     for (path, x), low, high in zip(leaves, lowers, uppers, strict=True):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        of = f" of the parameter `{name}`" if name else ""
+        of = _of_parameter(path)
         x, low, high = map(np.asarray, (x, low, high))
         _refuse_empty(low, high, of)
         inside = (low <= x) & (x <= high)

@@ -1,8 +1,7 @@
 """Objectives: losses as functions of all outputs, and their second-order expansions."""
 
 import abc
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -293,11 +292,13 @@ class GroupLoss(AbstractObjective):
         return all(part.is_quadratic for part in self.parts.values())
 
     def value(self, outputs: PyTree[Array]) -> Scalar:
-        return _sum(self.values(outputs).values())
+        return _tree.summed(self.values(outputs).values())
 
     def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
         parts = self.parts.items()
-        return _sum(part.decrease(outputs[k], new_outputs[k]) for k, part in parts)
+        return _tree.summed(
+            part.decrease(outputs[k], new_outputs[k]) for k, part in parts
+        )
 
     def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
         return {name: part.gradient(outputs[name]) for name, part in self.parts.items()}
@@ -363,10 +364,6 @@ def _or_zeros(tree: PyTree, like: PyTree) -> PyTree:
     if tree is not None:
         return tree
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-
-
-def _sum(values: Iterable[Scalar]) -> Scalar:
-    return functools.reduce(jnp.add, _tree.promoted(list(values)))
 
 
 def counted(loss: AbstractLoss, targets: PyTree[Array]) -> Float[Array, " n"]:

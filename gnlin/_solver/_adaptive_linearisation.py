@@ -1,8 +1,5 @@
 """Iterative linearisation that linearises again only when it has to."""
 
-from collections.abc import Callable
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -15,17 +12,16 @@ from .._common._passes import Passes
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton, State, Update
 from ._iterative_linearisation import IterativeLinearisation
 from ._stepping import take_step
+from ._termination import rounding_of_loss
 
 
 # The largest period to try, also if that of `descent` is infinite.
 _LARGEST_PERIOD = 2.0**40
 # The approximate number of periods tried at a linearisation.
 _TRIALS = 10
-# Rounding error of the loss, in multiples of eps.
-_ROUNDINGS = 10
 
 
 class AdaptiveLinearisation(AbstractGaussNewton):
@@ -114,14 +110,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         """Return the first period to try."""
         return jnp.ones((), float)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: Scalar,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         descent = self.descent
         if descent.optimiser is not None:
             raise ValueError(
@@ -158,13 +147,9 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         )
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
+        given = self, objective, lin, evaluate, subproblem, answer
         update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             memory=search.best,
             damping=descent.damping_now(),
             again=lambda lin: (
@@ -198,8 +183,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
                 size, drift = _tree.norm(before), _tree.norm(change)
                 good &= drift <= jnp.asarray(self.max_drift, size.dtype) * size
             if self.min_ratio is not None:
-                rounding = _ROUNDINGS * _tree.eps(lin.outputs)
-                rounding *= jnp.abs(objective.value(lin.outputs))
+                loss = objective.value(lin.outputs)
+                rounding = rounding_of_loss(loss, None, lin.point)
                 predicted = objective.decrease(lin.outputs, linearised)
                 actual = objective.decrease(lin.outputs, outputs)
                 enough = jnp.asarray(self.min_ratio, predicted.dtype) * predicted
@@ -212,9 +197,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     # Mini-batches
     #
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         return self.descent.start_stream(y, outputs)
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
@@ -223,16 +206,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
     def check_curvature_batch(self) -> None:
         self.descent.check_curvature_batch()
 
-    def advance_stream(
-        self,
-        objective: AbstractObjective,
-        fn: Callable[[Any, Any], Any],
-        y: PyTree[Array],
-        args: PyTree,
-        state: State,
-        *,
-        has_aux: bool,
-    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+    def advance_stream(self, objective, fn, y, args, state, *, has_aux):
         def evaluate(y):
             return fn(y, args)[0] if has_aux else fn(y, args)
 

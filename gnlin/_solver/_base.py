@@ -66,6 +66,10 @@ class Counts(eqx.Module):
     num_accepted_steps: Int[Array, ""]
     num_rejected_steps: Int[Array, ""]
 
+    def plus(self, *more: ScalarLike) -> "Counts":
+        """Return the counts increased by one number each, in their order."""
+        return Counts(*map(increased, jax.tree.leaves(self), more))
+
 
 def increased(count: Array, *more: ScalarLike) -> Array:
     """Return the sum of a count and further numbers, in the dtype of the count."""
@@ -162,9 +166,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     **Arguments:**
 
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the norm of
-        the first residuals is below 1, `atol` is multiplied by it.
+    - `rtol`, `atol`: the run has converged when an outer step changes each parameter `y`
+        by less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise. If the
+        norm of the first residuals is below 1, `atol` is multiplied by it.
     - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `memory_budget`: the most bytes that a matrix may take.
     - `bounds`: bounds `(lower, upper)` on the parameters, each a number, `None`, or a
@@ -328,14 +332,13 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
-        so_far = state.counts
-        counts = Counts(
-            so_far.num_feature_updates + one,
-            increased(so_far.num_inner_steps, update.num_inner_steps),
-            increased(so_far.num_jvps, update.passes.jvps),
-            increased(so_far.num_vjps, update.passes.vjps),
-            increased(so_far.num_accepted_steps, one * update.num_accepted),
-            increased(so_far.num_rejected_steps, one * update.num_rejected),
+        counts = state.counts.plus(
+            one,
+            update.num_inner_steps,
+            update.passes.jvps,
+            update.passes.vjps,
+            one * update.num_accepted,
+            one * update.num_rejected,
         )
         new = dataclasses.replace(
             state,
@@ -649,15 +652,8 @@ def linearised(
 
 def row_of(state: State) -> dict[str, Array]:
     """Return a row of the history, but with the loss after the step."""
-    report, counts = state.report, state.counts
-    return {
-        "loss": report.loss,
-        "gradient_norm": report.gradient_norm,
-        "step_norm": report.step_norm,
-        "damping": report.damping,
-        "num_inner_steps": report.num_inner_steps,
-        "num_feature_updates": counts.num_feature_updates.astype(float),
-    }
+    row = {name: getattr(state.report, name) for name in Report.__dataclass_fields__}
+    return row | {"num_feature_updates": state.counts.num_feature_updates.astype(float)}
 
 
 def statistics(counts: Counts) -> dict[str, Array]:

@@ -13,13 +13,11 @@ from .._common._checks import (
     nan_unless,
     nonnegative,
 )
-from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from .._subproblem import AbstractSubproblem, check_method, ProxLinear, WithMomentum
 from ..filters import Tikhonov
-from ._base import Evaluate, Update
+from ._base import Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
 from ._stepping import AbstractFilteredGaussNewton
@@ -41,9 +39,6 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     - `damping`: $\lambda \ge 0$, in units of the curvature's eigenvalues: a number, a
         traced scalar, or a schedule. A schedule is a function of the outer step (0, 1,
         ...), such as optax's.
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
         $\lVert D\delta\rVert^2$ with a diagonal D: `"marquardt"` uses the norms of the
         Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step;
@@ -64,8 +59,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         [`gnlin.methods.NystromKernel`][] for a kernel of lower rank, one of
         [`gnlin.preconditioners`][] for conjugate gradients, or any linear solver of
         lineax, such as `lineax.QR()`.
-    - `memory_budget`: the most bytes that a matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -126,14 +121,7 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         towards = _tree.scale(momentum, memory.last)
         return WithMomentum(problem, towards, ready), new_memory
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _Memory,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         update = super().update(objective, lin, evaluate, memory, num_steps)
         if self.momentum is None:
             return update

@@ -22,9 +22,6 @@ class GaussNewton(AbstractFilteredGaussNewton):
 
     **Arguments:**
 
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `rcond`: singular values at or below `rcond` times the largest count as zero. With
         `None` those indistinguishable from zero at working precision do.
     - `form`: the linearised problem for a loss other than squared error. `"quadratic"`
@@ -36,8 +33,8 @@ class GaussNewton(AbstractFilteredGaussNewton):
         next batch judges each step.
     - `method`: the way to compute a step: `"auto"`, `"svd"`, `"eigh"`, `"matrix-free"`,
         or any linear solver of lineax, such as `lineax.QR()`.
-    - `memory_budget`: the most bytes that a matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 

@@ -19,6 +19,7 @@ from .._common._checks import (
     check_flag,
     check_less_than_one,
     check_period,
+    is_zero,
     nan_unless,
     nonnegative,
     positive,
@@ -42,9 +43,7 @@ from .._subproblem import (
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
 from ._base import (
     AbstractGaussNewton,
-    Counts,
     Evaluate,
-    increased,
     linearised,
     Report,
     State,
@@ -69,8 +68,7 @@ def _whole(period: ScalarLike) -> ScalarLike:
 
 
 def _unless_zero(damping: ScalarLike) -> ScalarLike:
-    undamped = isinstance(damping, float | int) and damping == 0
-    return 0.0 if undamped else as_scalar(damping)
+    return 0.0 if is_zero(damping) else as_scalar(damping)
 
 
 def _is_endless(period: ScalarLike) -> bool:
@@ -104,9 +102,6 @@ class IterativeLinearisation(AbstractGaussNewton):
         `optimiser`.
     - `momentum`: $\mu$ of heavy-ball momentum, at least 0 and less than 1. The velocity
         is zero after each linearisation.
-    - `rtol`, `atol`: the run has converged when an *outer* step changes each parameter
-        `y` by less than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `nesterov`: whether the momentum is Nesterov's.
     - `damping`: $\lambda \ge 0$. The steps descend on the loss plus
         $\frac\lambda2\lVert\theta - \theta_s\rVert^2$.
@@ -120,8 +115,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         quadratic problems), one by one with the kernel (`"kernel"`) or by passes through
         the model (`"matrix-free"`), in the cheapest of these ways (`"auto"`), or by
         gradient flow for the time $K\eta$ with error control (`"flow"`).
-    - `memory_budget`: the most bytes that a matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -183,17 +178,14 @@ class IterativeLinearisation(AbstractGaussNewton):
                 "An `optimiser` has no spectral filter: pass a `learning_rate` instead."
             )
         period = self.period if num_inner_steps is None else num_inner_steps
-        plain = isinstance(self.momentum, float | int) and self.momentum == 0
         if self.method == "flow" and not _is_endless(period):
             filter = GradientFlow(eta * period / (1 - self.momentum))
-        elif plain:
+        elif is_zero(self.momentum):
             filter = GradientDescent(period, eta)
         else:
             kind = Nesterov if self.nesterov else HeavyBall
             filter = kind(period, eta, self.momentum)
-        if isinstance(self.damping, float) and self.damping == 0:
-            return filter
-        return Damped(filter, self.damping)
+        return filter if is_zero(self.damping) else Damped(filter, self.damping)
 
     def damping_now(self) -> Scalar:
         """Return the damping; NaN if any hyperparameter is out of its range."""
@@ -208,27 +200,16 @@ class IterativeLinearisation(AbstractGaussNewton):
             return None
         return self.optimiser.init(y)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: PyTree[Array],
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         if self.optimiser is not None:
             return self._optimised(objective, lin, evaluate, memory)
         subproblem = self.subproblem(objective, lin)
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
+        given = self, objective, lin, evaluate, subproblem, answer
         update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             damping=self.damping_now(),
             again=lambda lin: self.subproblem(objective, lin).solve(self.filter()).step,
         )
@@ -307,9 +288,7 @@ class IterativeLinearisation(AbstractGaussNewton):
     # Mini-batches: each batch is for one inner step, and theta_s is kept for K of them
     #
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         if self.method not in ("auto", "matrix-free"):
             raise ValueError(
                 "On mini-batches the inner steps are taken one by one: `method` must be "
@@ -335,16 +314,8 @@ class IterativeLinearisation(AbstractGaussNewton):
         return _Momentum(self.learning_rate, self.momentum, self.nesterov)
 
     def advance_stream(
-        self,
-        objective: AbstractObjective,
-        fn: Callable[[Any, Any], Any],
-        y: PyTree[Array],
-        args: PyTree,
-        state: State,
-        *,
-        has_aux: bool,
-        trigger: Trigger | None = None,
-    ) -> tuple[PyTree[Array], State, Scalar, Any]:
+        self, objective, fn, y, args, state, *, has_aux, trigger: Trigger | None = None
+    ):
         """Take one inner step. A `trigger` may linearise again before the period ends."""
         stream: Stream = state.memory
         # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
@@ -388,15 +359,8 @@ class IterativeLinearisation(AbstractGaussNewton):
             self.damping_now().astype(dtype),
             one,
         )
-        counts = state.counts
-        counts = Counts(
-            counts.num_feature_updates + begins,
-            counts.num_inner_steps + 1,
-            increased(counts.num_jvps, passes.jvps),
-            increased(counts.num_vjps, passes.vjps),
-            counts.num_accepted_steps + jnp.where(finite, 1, 0),
-            counts.num_rejected_steps + jnp.where(finite, 0, 1),
-        )
+        taken, refused = jnp.where(finite, 1, 0), jnp.where(finite, 0, 1)
+        counts = state.counts.plus(begins, 1, passes.jvps, passes.vjps, taken, refused)
         result = optx.RESULTS.where(
             finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
         )
@@ -442,8 +406,7 @@ class _Momentum(eqx.Module):
     nesterov: bool
 
     def init(self, y: PyTree[Array]) -> PyTree[Array] | None:
-        plain = isinstance(self.momentum, float | int) and self.momentum == 0
-        return None if plain else _tree.zeros_like(y)
+        return None if is_zero(self.momentum) else _tree.zeros_like(y)
 
     def update(self, gradient, velocity, y):
         step = _tree.scale(-jnp.asarray(self.learning_rate), gradient)

@@ -112,21 +112,18 @@ class Measured(NamedTuple):
     def chosen(self, filter: Filter, num_trials: int, method: Any) -> AbstractSubproblem:
         """Return the subproblem in the variables `D delta`, as `choose` does. Its passes
         include those for the Jacobian."""
-        if self.scale is None or isinstance(self.problem, ProxLinear):
+        if self.scale is None:
             return choose(self.problem, filter, num_trials, method)
-        # A zero column gets the scale 1.
-        scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
-        ready = choose(self.problem.scaled(scale), filter, num_trials, method)
+        problem, scale = self._scaled()
+        ready = choose(problem, filter, num_trials, method)
         passes = self.passes + ready.passes
         return eqx.tree_at(lambda s: s.passes, Rescaled(ready, scale), passes)
 
     def inverse(self) -> Callable[[Scalar], Float[Array, "p p"]]:
         """Return a function of the damping that inverts the damped curvature, with the
         parameters in `ravel_pytree` order."""
-        assert isinstance(self.problem, Quadratic)
-        assert self.scale is not None
-        scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
-        curvature = self.problem.scaled(scale).jacobian.curvature()
+        problem, scale = self._scaled()
+        curvature = problem.jacobian.curvature()
         flat = ravel_pytree(scale)[0]
         # A smaller damping is lost in the rounding of the curvature.
         least = jnp.finfo(curvature.dtype).eps * jnp.trace(curvature)
@@ -137,6 +134,12 @@ class Measured(NamedTuple):
             return jnp.linalg.inv(damped) / jnp.outer(flat, flat)
 
         return damped
+
+    def _scaled(self) -> tuple[Quadratic, PyTree[Array]]:
+        """Return the scaled problem, and the scales. A zero column gets the scale 1."""
+        assert isinstance(self.problem, Quadratic)
+        scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
+        return self.problem.scaled(scale), scale
 
     def of_another(self, problem: Quadratic | ProxLinear) -> "Measured":
         """Return the same scales with another problem at this point."""

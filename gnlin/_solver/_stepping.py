@@ -49,9 +49,7 @@ class AbstractSearchedGaussNewton(AbstractGaussNewton):
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)
         return state.with_stride(y) if self.search == "auto" else state
 
@@ -100,14 +98,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
         """Return a problem's subproblem for a filter, and the next update's memory."""
         return choose(problem, filter, method=self.method), memory
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: PyTree,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         filter = self.filter_at(num_steps)
 
         def prepared(lin):
@@ -116,13 +107,9 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
         subproblem, new_memory = prepared(lin)
         answer = subproblem.solve(filter)
+        given = self, objective, lin, evaluate, subproblem, answer
         return take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             search=self.search,
             memory=new_memory,
             damping=_reported(filter),

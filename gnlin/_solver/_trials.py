@@ -15,7 +15,7 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Early
-from ..damping import AbstractDamping, Trial
+from ..damping import AbstractDamping, LEAST_POWER, Trial
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
 from ._termination import rounding_of_loss, rounding_of_outputs
@@ -28,8 +28,6 @@ _MAX_ACCELERATION = 0.75
 # second derivative that is not rounding, as a multiple of the outputs' rounding divided
 # by the square of that part.
 _PART, _ROUNDINGS = 0.1, 20
-# The largest curvature times eps to this power is a damping without effect.
-_LEAST_POWER = 2.5
 # After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
 
@@ -81,7 +79,7 @@ def try_dampings(
     largest = subproblem.largest_curvature().astype(dtype)
     # A smaller damping has no effect, and a larger one allows no step.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-    sensible = unit * eps**_LEAST_POWER, unit / eps**2
+    sensible = unit * eps**LEAST_POWER, unit / eps**2
     root = objective.root(lin.outputs)
     point_size = subproblem.length(lin.point).astype(dtype)
     loss = objective.value(lin.outputs).astype(dtype)

@@ -20,11 +20,10 @@ from .._common._checks import (
 )
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
 from ..preconditioners import AbstractPreconditioner
-from ._base import Evaluate, Update
+from ._base import Update
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._stepping import AbstractSearchedGaussNewton, take_step
 
@@ -50,9 +49,6 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         schedule (a function of the outer step), or [`gnlin.methods.EisenstatWalker`][].
         Conjugate gradients also stop when rounding keeps them from getting closer.
     - `damping`: $\lambda \ge 0$, also a number, a traced scalar or a schedule.
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `form`, `search`: as in [`gnlin.GaussNewton`][]. In the prox-linear form Newton's
         method with conjugate gradients minimises the loss of the linearised model, until
         its gradient is at most $\beta$ times the first.
@@ -66,8 +62,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
     - `method`: `"matrix-free"` computes Jacobian-vector and vector-Jacobian products,
         `"dense"` multiplies by the Jacobian in memory, and `"auto"` uses `"dense"` if the
         Jacobian is small.
-    - `memory_budget`: the most bytes that the Jacobian may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -122,14 +118,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         step = _tree.zeros_like(y) if self.warm_start > 0 else None
         return _Memory(jnp.zeros((), dtype), jnp.zeros((), dtype), step)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _Memory,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         damping = value_at(self.damping, num_steps, nonnegative)
         problem = problem_of(self.form, objective, lin)
         subproblem, passes = self._prepared(problem)
@@ -147,13 +136,9 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             subproblem, _ = self._prepared(problem)
             return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
 
+        given = self, objective, lin, evaluate, subproblem, answer
         update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
+            *given,
             search=self.search,
             memory=_Memory(tolerance, norm, None),
             damping=damping,

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._passes import Passes
 from .._jacobian import Cost
+from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter, svd_is_cheap
 from ..filters import (
     Damped,
@@ -120,6 +121,27 @@ class AbstractSubproblem(eqx.Module):
         """Return the subproblem of another residual; it shares the setup of this one."""
 
 
+class AbstractWrapper(AbstractSubproblem):
+    """A subproblem that is solved by means of another one, `inner`."""
+
+    inner: AbstractVar[AbstractSubproblem]
+
+    def curvature_along_gradient(self) -> Scalar:
+        return self.inner.curvature_along_gradient()
+
+    def largest_curvature(self) -> Scalar:
+        return self.inner.largest_curvature()
+
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "AbstractWrapper":
+        inner = self.inner.truncated(tolerance, max_steps)
+        return eqx.tree_at(lambda s: s.inner, self, inner)
+
+    def factorised(self, filter: Filter) -> "AbstractWrapper":
+        return eqx.tree_at(lambda s: s.inner, self, self.inner.factorised(filter))
+
+
 class AbstractWay(AbstractSubproblem):
     """A way to solve a linearised problem. Whether it applies to a problem, and its cost,
     are known before it is set up.
@@ -136,20 +158,22 @@ class AbstractWay(AbstractSubproblem):
     problem: AbstractVar[Any]
 
     @classmethod
-    @abc.abstractmethod
     def fits(cls, problem: Any, filter: Filter) -> bool:
-        """Whether this way can solve such a problem for such a filter."""
+        """Whether this way can solve such a problem for such a filter. By default it
+        solves damped quadratic problems."""
+        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
 
     @classmethod
-    @abc.abstractmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
         """Estimate the seconds that `num_trials` filters of one kind take, from the costs
-        of the Jacobian; infinity if they exceed the memory budget."""
+        of the Jacobian; infinity if they exceed the memory budget. By default it is
+        infinite, so that "auto" never chooses the way."""
+        return math.inf
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, problem: Any, cost: Cost) -> "AbstractWay":
-        """Set up a problem."""
+    def of(cls, problem: Any, cost: Cost, *settings: Any) -> "AbstractWay":
+        """Set up a problem. A method with parameters is passed as the only setting."""
 
     def gradient(self) -> PyTree[Array]:
         return self.problem.gradient()
@@ -173,6 +197,17 @@ class AbstractWithGradient(AbstractWay):
 
     def curvature_along_gradient(self) -> Scalar:
         return self.problem.curvature_along(self._gradient)
+
+    def largest_curvature(self) -> Scalar:
+        return self.curvature_along_gradient()
+
+    def with_residual(self, residual: PyTree[Array]) -> "AbstractWithGradient":
+        problem = self.problem.with_residual(residual)
+        gradient = problem.gradient()
+        passes = Passes(vjps=problem.jacobian.a_product().vjps)
+        new = problem, gradient, _tree.norm(gradient), passes
+        parts = lambda w: (w.problem, w._gradient, w.gradient_norm, w.passes)
+        return eqx.tree_at(parts, self, new)
 
 
 Descent = GradientDescent | HeavyBall | Nesterov
@@ -198,103 +233,6 @@ class Early(Tikhonov):
         """Return the seconds below which an exact solution is preferred."""
         worth = min(self.worth, _SPARSE_STEP) if cost.reads else self.worth
         return max(worth, self.times * _PRODUCTS * cost.one_product)
-
-
-class AbstractIteration(AbstractWithGradient):
-    """A way that iterates: to a tolerance, for K literal steps, or along a flow.
-
-    - `tolerance`: the tolerance of a damped solution; `None` for an exact one.
-    - `max_steps`: the most iterations of a damped solution; `None` for no limit.
-    """
-
-    stops_early: ClassVar[bool] = True
-    solves_anew: ClassVar[bool] = True
-    tolerance: ScalarLike | None
-    max_steps: int | None
-
-    def __init__(
-        self,
-        problem: Any,
-        passes: Passes,
-        tolerance: ScalarLike | None = None,
-        max_steps: int | None = None,
-    ):
-        super().__init__(problem, passes)
-        self.tolerance = tolerance
-        self.max_steps = max_steps
-
-    @classmethod
-    def fits(cls, problem: Any, filter: Filter) -> bool:
-        filter, _ = undamped(filter)
-        if isinstance(filter, PseudoInverse):
-            return filter.rcond is None
-        return isinstance(filter, Tikhonov | Descent | GradientFlow)
-
-    def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
-    ) -> "AbstractIteration":
-        return eqx.tree_at(
-            lambda s: (s.tolerance, s.max_steps),
-            self,
-            (tolerance, max_steps),
-            is_leaf=lambda x: x is None,
-        )
-
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
-    @abc.abstractmethod
-    def exactly(self) -> float:
-        """Return the tolerance at which a solution counts as exact."""
-
-    @abc.abstractmethod
-    def to_tolerance(
-        self,
-        tolerance: ScalarLike,
-        damping: ScalarLike,
-        max_steps: int | None = None,
-        *,
-        is_damped: bool = False,
-    ) -> Answer:
-        """Solve until the gradient is `tolerance` times its initial norm.
-
-        - `is_damped`: whether the damping is known not to be zero.
-        """
-
-    @abc.abstractmethod
-    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Take literal steps."""
-
-    @abc.abstractmethod
-    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
-        """Follow the gradient flow for a time."""
-
-    def solve(self, filter: Filter) -> Answer:
-        filter, damping = undamped(filter)
-        match filter:
-            case Tikhonov(damping=more):
-                tolerance = self.tolerance
-                tolerance = self.exactly() if tolerance is None else tolerance
-                is_damped = isinstance(filter, Early)
-                settings = tolerance, damping + more, self.max_steps
-                return self.to_tolerance(*settings, is_damped=is_damped)
-            case PseudoInverse(rcond=None):
-                # Started at zero, conjugate gradients stay in the range of phi^T, so
-                # that their limit is the minimum-norm solution.
-                return self.to_tolerance(self.exactly(), damping)
-            case GradientDescent() | HeavyBall() | Nesterov():
-                return self.descend(filter, damping)
-            case GradientFlow():
-                return self.flow(filter, damping)
-        raise does_not_serve(self.method, filter)
-
-    def verdict(self, diverged: Array) -> optx.RESULTS:
-        """Return divergence, unless the first gradient was not finite."""
-        return optx.RESULTS.where(
-            diverged & jnp.isfinite(self.gradient_norm),
-            optx.RESULTS.nonlinear_divergence,
-            optx.RESULTS.successful,
-        )
 
 
 def undamped(filter: Filter) -> tuple[Filter, ScalarLike]:

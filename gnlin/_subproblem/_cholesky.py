@@ -7,9 +7,11 @@ import equinox as eqx
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, PyTree, ScalarLike
+from jaxtyping import Array, Bool, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._passes import Passes
+from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import Tikhonov
 from ._base import AbstractWay, does_not_serve
@@ -62,18 +64,39 @@ def solve_damped(
 class AbstractByCholesky(AbstractWay):
     """A way that factorises a damped matrix.
 
+    - `matrix`: the matrix without the damping.
     - `factor`: the factorisation if it was made in advance for one filter; `None` to
         make one for each solution.
     """
 
-    factor: eqx.AbstractVar[Factorised | None]
+    problem: Quadratic
+    matrix: Float[Array, "n n"]
+    passes: Passes
+    gradient_norm: Scalar
+    factor: Factorised | None
+
+    def __init__(self, problem: Quadratic, matrix: Float[Array, "n n"], passes: Passes):
+        self.problem = problem
+        self.matrix = matrix
+        self.passes = passes
+        self.factor = None
 
     @abc.abstractmethod
-    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
-        """Return the undamped matrix, and right-hand sides to determine the dtype."""
+    def vectors(self) -> PyTree[Array]:
+        """Return right-hand sides, which determine the dtype of the factorisation."""
+
+    def largest_curvature(self) -> Scalar:
+        return jnp.max(jnp.diagonal(self.matrix))
+
+    def with_residual(self, residual: PyTree[Array]) -> "AbstractByCholesky":
+        problem = self.problem.with_residual(residual)
+        return type(self)(problem, self.matrix, Passes())._with(self.factor)
 
     def factorised(self, filter: Filter) -> "AbstractByCholesky":
-        factor, is_none = self._made(filter), lambda x: x is None
+        return self._with(self._made(filter))
+
+    def _with(self, factor: Factorised | None) -> "AbstractByCholesky":
+        is_none = lambda x: x is None
         return eqx.tree_at(lambda w: w.factor, self, factor, is_leaf=is_none)
 
     def factor_for(self, filter: Filter) -> Factorised:
@@ -81,6 +104,5 @@ class AbstractByCholesky(AbstractWay):
         return self._made(filter) if self.factor is None else self.factor
 
     def _made(self, filter: Filter) -> Factorised:
-        matrix, vectors = self.system()
-        wide = matrix.astype(_tree.dtype((matrix, vectors)))
+        wide = self.matrix.astype(_tree.dtype((self.matrix, self.vectors())))
         return Factorised.of(wide, damping_of(filter))

@@ -8,8 +8,9 @@ from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_float, forwards_only
-from .._linearisation._objective import AbstractObjective
-from ._spaces import AbstractSpace, Parameters
+from ..filters import Nesterov
+from ._base import Descent
+from ._spaces import AbstractSpace, Linearised
 
 
 class Descended(NamedTuple):
@@ -28,34 +29,28 @@ def at_rest(space: AbstractSpace) -> Descended:
 
 
 def descend(
-    space: AbstractSpace,
-    objective: AbstractObjective,
-    outputs: PyTree[Array],
+    problem: Linearised,
+    filter: Descent,
     period: ScalarLike,
-    learning_rate: ScalarLike,
-    momentum: ScalarLike = 0.0,
-    *,
-    nesterov: bool = False,
-    damping: ScalarLike = 0.0,
-    gradient: PyTree[Array] | None = None,
-    rest: PyTree[Array] | None = None,
+    damping: ScalarLike,
     start: Descended | None = None,
 ) -> Descended:
-    r"""Take `period` steps from the linearisation point on
+    r"""Take `period` steps of a filter, from the linearisation point or from `start`, the
+    state after fewer steps, on
     $L(f + \phi\delta) + g_0^\top\delta + \frac\lambda2\lVert\delta\rVert^2$.
 
     Heavy ball (Polyak, 1964): $v \leftarrow \mu v - \eta g$, $z \leftarrow z + v$;
-    Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$. `gradient` is the
-    first gradient, if it is known. `start` is the state after fewer steps, to continue.
+    Nesterov (1983): $z \leftarrow z + \mu v - \eta g$ with the new $v$.
     """
-    zero = space.zero()
+    zero = problem.space.zero()
     dtype = _tree.dtype(zero)
-    eta, mu = jnp.asarray(learning_rate, dtype), jnp.asarray(momentum, dtype)
+    eta = jnp.asarray(filter.learning_rate, dtype)
+    mu = jnp.asarray(getattr(filter, "momentum", 0.0), dtype)
     period = jnp.asarray(as_float(period), float)
 
     def advance(z, velocity, g):
         velocity = _tree.axpy(-eta, g, _tree.scale(mu, velocity))
-        if nesterov:
+        if isinstance(filter, Nesterov):
             z = _tree.axpy(-eta, g, _tree.axpy(mu, velocity, z))
         else:
             z = _tree.axpy(1, velocity, z)
@@ -63,16 +58,11 @@ def descend(
 
     def body(carry):
         k, z, velocity, _ = carry
-        at = _tree.axpy(1, space.push(z), outputs)
-        g = space.pull(objective.gradient(at))
-        g = g if rest is None else _tree.axpy(1, rest, g)
-        g = _tree.axpy(damping, z, g)
+        g = problem.gradient(z, damping)
         grown = ~(_tree.norm(g) <= largest)
         return k + 1, *advance(z, velocity, g), grown
 
-    if gradient is None:
-        gradient = space.pull(objective.gradient(outputs))
-        gradient = gradient if rest is None else _tree.axpy(1, rest, gradient)
+    gradient = problem.first_gradient()
     # A gradient that has grown by 1/eps counts as divergence.
     largest = _tree.norm(gradient) / jnp.finfo(dtype).eps
     if start is None:
@@ -94,31 +84,24 @@ class Optimised(NamedTuple):
 
 
 def optimise(
-    space: Parameters,
-    objective: AbstractObjective,
-    outputs: PyTree[Array],
+    problem: Linearised,
     point: PyTree[Array],
     period: ScalarLike,
     optimiser: Any,
     optimiser_state: PyTree,
-    *,
-    damping: ScalarLike = 0.0,
-    rest: PyTree[Array] | None = None,
+    damping: ScalarLike,
 ) -> Optimised:
     """Take `period` steps of an optax optimiser from a point. The optimiser is passed the
     parameters, not the steps from the linearisation point."""
 
     def body(carry):
         k, step, state = carry
-        at = _tree.axpy(1, space.push(step), outputs)
-        g = space.pull(objective.gradient(at))
-        g = g if rest is None else _tree.axpy(1, rest, g)
-        g = _tree.axpy(damping, step, g)
+        g = problem.gradient(step, damping)
         updates, state = updated(optimiser, g, state, _tree.axpy(1, step, point))
         return k + 1, _tree.axpy(1, updates, step), state
 
     period = jnp.asarray(as_float(period), float)
-    start = jnp.zeros((), period.dtype), space.zero(), optimiser_state
+    start = jnp.zeros((), period.dtype), problem.space.zero(), optimiser_state
 
     def unfinished(carry):
         k, step, _ = carry

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from equinox import AbstractVar
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, Scalar
 
 from .._common._passes import Passes
 from .._common._sharding import is_spread
@@ -20,6 +20,7 @@ from ..filters import Tikhonov
 from ._base import (
     AbstractSubproblem,
     AbstractWay,
+    AbstractWrapper,
     Answer,
     Early,
     price_of_squaring,
@@ -46,23 +47,23 @@ _SHARE_UNRESOLVED = 1 / 3
 _BOTH_COMPILED, _TRYING = 1e-3, 5e-3
 
 
-class AbstractFirst(AbstractWay):
+class AbstractFirst(AbstractWrapper, AbstractWay):
     """A cheap way that is tried first, and a direct one that is used if it fails. The
     compiled program decides between them, and counts the passes of both.
 
-    - `first`: the cheap way.
+    - `inner`: the cheap way.
     - `directly`: sets the same problem up for the direct way.
     """
 
     problem: Quadratic
-    first: AbstractVar[Any]
+    inner: AbstractVar[Any]
     directly: Callable[[], AbstractSubproblem]
     gradient_norm: Scalar
     passes: Passes
 
     def __init__(self, first: AbstractWay, directly: Callable[[], AbstractSubproblem]):
         self.problem = first.problem
-        self.first = first
+        self.inner = first
         self.directly = directly
         self.gradient_norm = first.gradient_norm
         self.passes = first.passes
@@ -72,16 +73,14 @@ class AbstractFirst(AbstractWay):
         """Return the answer of the first way, and whether it is a solution."""
 
     def gradient(self) -> PyTree[Array]:
-        return self.first.gradient()
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.first.curvature_along_gradient()
-
-    def largest_curvature(self) -> Scalar:
-        return self.first.largest_curvature()
+        return self.inner.gradient()
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
-        return self.first.with_residual(residual)
+        first = self.inner.with_residual(residual)
+        directly = Partial(_with_residual, self.directly, residual)
+        new = first.problem, first, directly, first.gradient_norm, first.passes
+        parts = lambda s: (s.problem, s.inner, s.directly, s.gradient_norm, s.passes)
+        return eqx.tree_at(parts, self, new)
 
     def solve(self, filter: Filter) -> Answer:
         tried, arrived = self.attempt(filter)
@@ -110,7 +109,7 @@ class ProductsFirst(AbstractFirst):
     method: ClassVar[str] = "products-first"
     stops_early: ClassVar[bool] = True
     solves_anew: ClassVar[bool] = True
-    first: MatrixFree
+    inner: MatrixFree
     most: int = eqx.field(static=True)
 
     def __init__(
@@ -121,8 +120,7 @@ class ProductsFirst(AbstractFirst):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
-        return quadratic and not is_spread()
+        return super().fits(problem, filter) and not is_spread()
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -138,18 +136,11 @@ class ProductsFirst(AbstractFirst):
         directly = Partial(_direct(cost).of, problem, cost)
         return cls(MatrixFree(problem), directly, _most_tried(cost))
 
-    def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
-    ) -> "ProductsFirst":
-        return eqx.tree_at(
-            lambda s: s.first, self, self.first.truncated(tolerance, max_steps)
-        )
-
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        damping, tolerance = damping_of(filter), self.first.tolerance
-        tolerance = self.first.exactly() if tolerance is None else tolerance
+        damping, tolerance = damping_of(filter), self.inner.tolerance
+        tolerance = self.inner.exactly() if tolerance is None else tolerance
         is_damped = isinstance(filter, Early)
-        return self.first.attempt(tolerance, damping, self.most, is_damped=is_damped)
+        return self.inner.attempt(tolerance, damping, self.most, is_damped=is_damped)
 
 
 class EigenvaluesFirst(AbstractFirst):
@@ -164,7 +155,7 @@ class EigenvaluesFirst(AbstractFirst):
     """
 
     method: ClassVar[str] = "eigh-first"
-    first: Eigenvalues
+    inner: Eigenvalues
     spectrum: Spectrum
     resolved: Bool[Array, ""]
 
@@ -190,9 +181,24 @@ class EigenvaluesFirst(AbstractFirst):
         problem = first.problem  # whose Jacobian may be in memory now
         return cls(first, Partial(SingularValues.of, problem, problem.jacobian.cost()))
 
+    def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
+        spectrum = self.spectrum.with_residual(residual)
+        return eqx.tree_at(
+            lambda s: s.spectrum, super().with_residual(residual), spectrum
+        )
+
     def attempt(self, filter: Filter) -> tuple[Answer, Bool[Array, ""]]:
-        kept = eqx.tree_at(lambda s: s.spectrum, self.first, self.spectrum)
+        kept = eqx.tree_at(lambda s: s.spectrum, self.inner, self.spectrum)
         return kept.solve(filter), self.resolved
+
+
+def _with_residual(
+    directly: Callable[[], AbstractSubproblem], residual: PyTree[Array]
+) -> AbstractSubproblem:
+    """Set up the direct way for another residual; its passes include the setup's."""
+    direct = directly()
+    other = direct.with_residual(residual)
+    return eqx.tree_at(lambda s: s.passes, other, direct.passes + other.passes)
 
 
 def _direct(cost: Cost) -> type[OnOutputs | OnParameters | SparseLU]:

@@ -14,8 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import forwards_only
-from .._linearisation._objective import AbstractObjective
-from ._spaces import AbstractSpace
+from ._spaces import Linearised
 
 
 _MAX_STEPS = 10_000
@@ -31,8 +30,8 @@ _POWER_STEPS = 3
 # A velocity below this many eps of the gradient's terms counts as zero.
 _ROUNDINGS = 4
 
-# Tolerance of the local error.
-TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
+# Tolerance of the local error, relative to the norm of the step.
+_TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
 
 
 class Flowed(NamedTuple):
@@ -52,40 +51,32 @@ class _Iterate(NamedTuple):
 
 
 def flow(
-    space: AbstractSpace,
-    objective: AbstractObjective,
-    outputs: PyTree[Array],
+    problem: Linearised,
     time: ScalarLike,
     damping: ScalarLike,
-    tolerance: float,
-    rest: PyTree[Array] | None = None,
     start: PyTree[Array] | None = None,
 ) -> Flowed:
     r"""Integrate $\dot\delta = -\phi^\top\nabla L(f + \phi\delta) - g_0 - \lambda\delta$
     for a time, from zero or from `start`, by the Runge-Kutta-Chebyshev method of order 2.
-    `tolerance` bounds the local error relative to $\lVert\delta\rVert$.
 
     B. P. Sommeijer, L. F. Shampine and J. G. Verwer, *RKC: An explicit solver for
     parabolic PDEs*, J. Comput. Appl. Math. 88 (1998), equations (2.2) to (2.8).
     """
+    space, norm = problem.space, problem.space.norm
     begin = space.zero() if start is None else start
     dtype = _tree.dtype(begin)
+    tolerance = _TOLERANCE[space.jacobian.domain.dtype.name]
     eps = jnp.finfo(dtype).eps
     time = jnp.asarray(time, dtype)
     max_stages = max(10, int((tolerance / (10 * eps)) ** 0.5))
 
     def velocity_at(z):
-        at = _tree.axpy(1, space.push(z), outputs)
-        g = space.pull(objective.gradient(at))
-        g = g if rest is None else _tree.axpy(1, rest, g)
-        return _tree.scale(-1, _tree.axpy(damping, z, g))
-
-    def norm(z):
-        return jnp.sqrt(jnp.maximum(space.dot(z, z, space.push(z)), 0))
+        return _tree.scale(-1, problem.gradient(z, damping))
 
     def spectral_radius(z, v):
         """Estimate the Jacobian's spectral radius by the power method from `v`."""
-        curvature = objective.curvature(_tree.axpy(1, space.push(z), outputs))
+        at = _tree.axpy(1, space.push(z), problem.outputs)
+        curvature = problem.objective.curvature(at)
 
         def body(_, carry):
             v, _ = carry
@@ -132,7 +123,7 @@ def flow(
         return (it.time < time * (1 - 4 * eps)) & moves & (it.num_steps < _MAX_STEPS)
 
     # The rounding of the velocity, from the rounding of each output's gradient.
-    sizes = jax.tree.map(lambda f: 1 + jnp.abs(f), outputs)
+    sizes = jax.tree.map(lambda f: 1 + jnp.abs(f), problem.outputs)
     rounding = _ROUNDINGS * eps * norm(space.pull(sizes))
     velocity = velocity_at(begin)
     size = norm(velocity)

@@ -1,6 +1,5 @@
 """The linearised problem as a least-squares problem for any solver of lineax."""
 
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -23,7 +22,6 @@ from ._cholesky import damping_of
 _SQUARE = (lx.CG, lx.GMRES, lx.BiCGStab, lx.Cholesky, lx.LU)
 # Solvers that factorise a matrix.
 _DIRECT = (lx.AutoLinearSolver, lx.QR, lx.SVD, lx.Cholesky, lx.LU)
-_ANY = lx.AutoLinearSolver(well_posed=None)
 
 
 class ByLineax(AbstractWithGradient):
@@ -35,9 +33,7 @@ class ByLineax(AbstractWithGradient):
     problem: Quadratic
     solver: lx.AbstractLinearSolver
 
-    def __init__(
-        self, problem: Quadratic, solver: lx.AbstractLinearSolver, passes: Passes
-    ):
+    def __init__(self, problem: Quadratic, solver: Any, passes: Passes):
         super().__init__(problem, passes)
         square: Any = solver
         self.solver = lx.Normal(square) if isinstance(solver, _SQUARE) else solver
@@ -50,23 +46,10 @@ class ByLineax(AbstractWithGradient):
         return isinstance(filter, Tikhonov) or (undamped and problem.rest is None)
 
     @classmethod
-    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # never chosen by "auto"
-
-    @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, solver: lx.AbstractLinearSolver = _ANY
-    ) -> "ByLineax":
+    def of(cls, problem, cost: Cost, solver: lx.AbstractLinearSolver) -> "ByLineax":
         if not _takes_matrix(solver):
             return cls(problem, solver, Passes())
         return cls(problem.at_hand(), solver, cost.rows)
-
-    def largest_curvature(self) -> Scalar:
-        return self.curvature_along_gradient()
-
-    def with_residual(self, residual: PyTree[Array]) -> "ByLineax":
-        problem = self.problem.with_residual(residual)
-        return ByLineax(problem, self.solver, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         jacobian, minus_r = self.problem.jacobian, _tree.scale(-1, self.problem.residual)

@@ -16,21 +16,11 @@ from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefin
 from .._linearisation._objective import SumOfSquares
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import GradientFlow, Nesterov
+from ..filters import GradientFlow
 from ..preconditioners import AbstractPreconditioner, BlockDiagonal
-from ._base import (
-    AbstractIteration,
-    Answer,
-    Descent,
-    Early,
-    num_steps_of,
-    undamped,
-    unless_endless,
-    vanishes,
-)
-from ._descent import descend
-from ._flow import flow, TOLERANCE
-from ._spaces import Parameters
+from ._base import Answer, Descent, Early, num_steps_of, undamped, vanishes
+from ._iteration import AbstractIteration
+from ._spaces import Linearised, Parameters
 
 
 # A gradient below this many eps of its terms' norm counts as zero.
@@ -52,13 +42,9 @@ class MatrixFree(AbstractIteration):
     preconditioner: AbstractPreconditioner | None
 
     def __init__(
-        self,
-        problem: Quadratic,
-        tolerance: ScalarLike | None = None,
-        max_steps: int | None = None,
-        preconditioner: AbstractPreconditioner | None = None,
+        self, problem: Quadratic, preconditioner: AbstractPreconditioner | None = None
     ):
-        super().__init__(problem, Passes(), tolerance, max_steps)
+        super().__init__(problem, Passes())
         if preconditioner is None and problem.jacobian.is_sparse:
             preconditioner = BlockDiagonal()
         self.preconditioner = preconditioner
@@ -79,47 +65,24 @@ class MatrixFree(AbstractIteration):
         return _LAST_RESORT * num_trials * cost.one_product
 
     @classmethod
-    def of(
-        cls,
-        problem: Quadratic,
-        cost: Cost,
-        preconditioner: AbstractPreconditioner | None = None,
-    ) -> "MatrixFree":
-        return cls(problem, preconditioner=preconditioner)
-
-    def with_residual(self, residual: PyTree[Array]) -> "MatrixFree":
-        problem = self.problem.with_residual(residual)
-        settings = self.tolerance, self.max_steps, self.preconditioner
-        return MatrixFree(problem, *settings)
+    def of(cls, problem: Quadratic, cost: Cost, *preconditioner) -> "MatrixFree":
+        return cls(problem, *preconditioner)
 
     def exactly(self) -> float:
         """Return the relative linear residual at which a solution counts as exact."""
         return float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (3 / 4)
 
     def to_tolerance(
-        self,
-        tolerance: ScalarLike,
-        damping: ScalarLike,
-        max_steps: int | None = None,
-        start: PyTree[Array] | None = None,
-        *,
-        is_damped: bool = False,
+        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
     ) -> Answer:
         r"""Solve $(\phi^\top\phi + \lambda I)\delta = -\phi^\top r$ by conjugate
-        gradients, from `start` (or zero), until the linear residual is at most
-        `tolerance` times the gradient (2-norms), or as small as the precision allows."""
+        gradients, until the linear residual is at most `tolerance` times the gradient
+        (2-norms), or as small as the precision allows."""
         settings = tolerance, damping, max_steps, start
-        answer, _ = self.attempt(*settings, is_damped=is_damped)
-        return answer
+        return self.attempt(*settings, is_damped=is_damped)[0]
 
     def attempt(
-        self,
-        tolerance: ScalarLike,
-        damping: ScalarLike,
-        max_steps: int | None = None,
-        start: PyTree[Array] | None = None,
-        *,
-        is_damped: bool = False,
+        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
     ) -> tuple[Answer, Bool[Array, ""]]:
         """Solve as `to_tolerance` does; return also whether the tolerance was met."""
         jacobian, residual = self.problem.jacobian, self.problem.residual
@@ -183,58 +146,24 @@ class MatrixFree(AbstractIteration):
             undamped & _tree.any_nonzero(rest), projected, lambda: self._gradient
         )
 
-    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        """Take literal steps, each of one tangent and one transposed pass; for the first
-        step the gradient is known. If infinitely many steps converge, their limit is the
-        minimum-norm solution, which conjugate gradients find."""
-        each = self.problem.jacobian.a_product()
+    def in_space(self) -> Linearised:
+        space, problem = Parameters(self.problem.jacobian), self.problem
+        fixed = problem.residual, problem.rest, self._gradient
+        return Linearised(space, SumOfSquares(), *fixed)
 
-        def limit():
-            exact = self.to_tolerance(self.exactly(), damping)
-            power = self._power_estimate()
-            rate, added, stable = (
-                jnp.asarray(x, power.dtype)
-                for x in (filter.learning_rate, damping, filter.largest_stable())
-            )
-            diverged = rate * (power + added) >= stable
-            passes = exact.passes + each * _POWER_STEPS
-            return Answer(exact.step, jnp.inf, passes, result=self.verdict(diverged))
-
-        def literally(period):
-            end = descend(
-                Parameters(self.problem.jacobian),
-                SumOfSquares(),
-                self.problem.residual,
-                period,
-                filter.learning_rate,
-                getattr(filter, "momentum", 0.0),
-                nesterov=isinstance(filter, Nesterov),
-                damping=damping,
-                gradient=self._gradient,
-                rest=self.problem.rest,
-            )
-            passes, result = each * (end.num_steps - 1), self.verdict(end.diverged)
-            return Answer(end.z, period, passes, result=result)
-
-        return unless_endless(filter.period, limit, literally)
-
-    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
-        def for_a_time(time):
-            end = flow(
-                Parameters(self.problem.jacobian),
-                SumOfSquares(),
-                self.problem.residual,
-                time,
-                damping,
-                TOLERANCE[_tree.dtype(self._gradient).name],
-                self.problem.rest,
-            )
-            passes = self.problem.jacobian.a_product() * end.num_products
-            result = self.verdict(~end.met)
-            return Answer(end.z, end.num_products, passes, result=result)
-
-        limit = lambda: self.to_tolerance(self.exactly(), damping)
-        return unless_endless(filter.time, limit, for_a_time)
+    def limit(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
+        """Return the minimum-norm solution, by conjugate gradients."""
+        exact = self.to_tolerance(self.exactly(), damping)
+        if isinstance(filter, GradientFlow):
+            return exact
+        power = self._power_estimate()
+        rate, added, stable = (
+            jnp.asarray(x, power.dtype)
+            for x in (filter.learning_rate, damping, filter.largest_stable())
+        )
+        diverged = rate * (power + added) >= stable
+        passes = exact.passes + self.problem.jacobian.a_product() * _POWER_STEPS
+        return Answer(exact.step, jnp.inf, passes, result=self.verdict(diverged))
 
     def _power_estimate(self) -> Scalar:
         """Estimate the largest eigenvalue of phi^T phi by the power method from the

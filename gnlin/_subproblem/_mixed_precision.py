@@ -1,7 +1,6 @@
 """Damped problems whose kernel is computed in a lower precision than the step."""
 
 import contextlib
-import math
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -9,16 +8,14 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import optimistix as optx
-from jaxtyping import Array, Float, PyTree, Scalar
+from jaxtyping import Array, Float, Scalar
 
 from .._common import _tree
 from .._common._checks import check_finite_positive
-from .._common._passes import Passes
 from .._jacobian import AtHand, Cost
-from .._linear_algebra._conjugate_gradients import ConjugateGradients
+from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import Tikhonov
 from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
@@ -106,18 +103,7 @@ class Refined(AbstractWithGradient):
         self.precision = precision
 
     @classmethod
-    def fits(cls, problem, filter: Filter) -> bool:
-        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
-
-    @classmethod
-    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # never chosen by "auto"
-
-    @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, precision: MixedPrecision | None = None
-    ) -> "Refined":
-        precision = MixedPrecision() if precision is None else precision
+    def of(cls, problem, cost: Cost, precision: MixedPrecision) -> "Refined":
         dtype = jnp.dtype(precision.kernel_dtype)
         problem = problem.at_hand_if_it_fits()
         jacobian = problem.jacobian
@@ -131,10 +117,6 @@ class Refined(AbstractWithGradient):
 
     def largest_curvature(self) -> Scalar:
         return jnp.max(jnp.diagonal(self.kernel)).astype(self.gradient_norm.dtype)
-
-    def with_residual(self, residual: PyTree[Array]) -> "Refined":
-        problem = self.problem.with_residual(residual)
-        return Refined(problem, self.kernel, self.precision, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         problem = self.problem
@@ -183,15 +165,11 @@ class Refined(AbstractWithGradient):
             solved = jax.scipy.linalg.cho_solve((factor, True), u.astype(factor.dtype))
             return solved.astype(u.dtype)
 
-        def operator(fn):
-            structure = jax.ShapeDtypeStruct(vector.shape, vector.dtype)
-            return lx.FunctionLinearOperator(fn, structure, lx.positive_semidefinite_tag)
-
         solution = lx.linear_solve(
-            operator(product),
+            semidefinite(product, vector),
             jnp.where(finite, vector, 0),
             ConjugateGradients(tolerance),
-            options={"preconditioner": operator(precondition)},
+            options={"preconditioner": semidefinite(precondition, vector)},
             throw=False,
         )
         left = _tree.norm(_tree.axpy(-1, product(solution.value), vector))

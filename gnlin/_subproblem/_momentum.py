@@ -10,10 +10,10 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractSubproblem, Answer
+from ._base import AbstractSubproblem, AbstractWrapper, Answer
 
 
-class WithMomentum(AbstractSubproblem):
+class WithMomentum(AbstractWrapper):
     r"""A subproblem with $\frac\lambda2\lVert\delta - \delta_0\rVert^2$ in place of
     $\frac\lambda2\lVert\delta\rVert^2$. It is solved for $\delta - \delta_0$, with the
     residual $r + \phi\delta_0$; its gradient is the gradient at $\delta = 0$.
@@ -41,17 +41,10 @@ class WithMomentum(AbstractSubproblem):
         self.towards = towards
         self._gradient = problem.gradient()
         self.gradient_norm = _tree.norm(self._gradient)
-        each = jacobian.a_product()
-        self.passes = self.inner.passes + each
+        self.passes = self.inner.passes + jacobian.a_product()
 
     def gradient(self) -> PyTree[Array]:
         return self._gradient
-
-    def curvature_along_gradient(self) -> Scalar:
-        return self.inner.curvature_along_gradient()
-
-    def largest_curvature(self) -> Scalar:
-        return self.inner.largest_curvature()
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         return self.inner.with_residual(residual)

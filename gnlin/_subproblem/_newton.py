@@ -13,8 +13,7 @@ from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import forwards_only
-from .._linearisation._objective import AbstractObjective
-from ._spaces import AbstractSpace
+from ._spaces import Linearised
 
 
 _MAX_NEWTON_STEPS = 100
@@ -46,9 +45,7 @@ class _Iterate(NamedTuple):
 
 
 def minimise(
-    space: AbstractSpace,
-    objective: AbstractObjective,
-    outputs: PyTree[Array],
+    problem: Linearised,
     damping: ScalarLike,
     tolerance: ScalarLike,
     max_steps: int | None = None,
@@ -56,7 +53,7 @@ def minimise(
 ) -> Solved:
     r"""Minimise $L(f + \phi\delta) + \frac\lambda2\lVert\delta\rVert^2$, a convex
     function, until the 2-norm of its gradient is at most `tolerance` times the norm at
-    the linearisation point.
+    the linearisation point. The problem has no rest.
 
     This is an inexact Newton method (Eisenstat and Walker, 1996) with a backtracking line
     search. Along the outliers of a robust loss there is a slope but no curvature. If the
@@ -64,6 +61,7 @@ def minimise(
     added, first with the $\mu = \lVert g\rVert^2/L$ of a Polyak step; $\mu$ decreases
     with every full step.
     """
+    space, objective, outputs, *_ = problem
     max_steps = _MAX_NEWTON_STEPS if max_steps is None else max_steps
     dtype = _tree.dtype((outputs, space.zero()))
     eps = _tree.eps(outputs)

@@ -1,6 +1,5 @@
 """Damped problems with a low-rank kernel, approximated from random products."""
 
-import math
 from typing import ClassVar
 
 import equinox as eqx
@@ -16,7 +15,6 @@ from .._jacobian import AtHand, Cost, Rows
 from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import Tikhonov
 from ._base import AbstractWithGradient, Answer
 from ._cholesky import damping_of
 from ._on_outputs import Solved, through_outputs
@@ -95,17 +93,7 @@ class OfLowRank(AbstractWithGradient):
             self.pushed = problem.jacobian.push_forward(problem.rest)
 
     @classmethod
-    def fits(cls, problem, filter: Filter) -> bool:
-        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
-
-    @classmethod
-    def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        return math.inf  # never chosen by "auto"
-
-    @classmethod
-    def of(
-        cls, problem: Quadratic, cost: Cost, approximation: NystromKernel
-    ) -> "OfLowRank":
+    def of(cls, problem, cost: Cost, approximation: NystromKernel) -> "OfLowRank":
         problem = _by_rows(problem, cost)
         jacobian, (m, _) = problem.jacobian, problem.jacobian.shape
         rank = min(approximation.rank, m)

@@ -15,9 +15,8 @@ from .._common._tree import matmul
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import Tikhonov
 from ._base import Answer, price_of_squaring
-from ._cholesky import AbstractByCholesky, damping_of, Factorised
+from ._cholesky import AbstractByCholesky, damping_of
 
 
 Solved = tuple[Float[Array, " m"], ScalarLike, optx.RESULTS]
@@ -29,35 +28,17 @@ class OnOutputs(AbstractByCholesky):
     factorisation; see `through_outputs`."""
 
     method: ClassVar[str] = "kernel"
-    problem: Quadratic
-    kernel: Float[Array, "m m"]
-    passes: Passes
     pushed: Float[Array, " m"] | None  # phi g_0
-    gradient_norm: Scalar
-    factor: Factorised | None
 
-    def __init__(
-        self,
-        problem: Quadratic,
-        kernel: Float[Array, "m m"],
-        passes: Passes,
-        factor: Factorised | None = None,
-    ):
-        self.problem = problem
-        self.kernel = kernel
-        self.passes = passes
-        self.factor = factor
+    def __init__(self, problem: Quadratic, matrix: Float[Array, "m m"], passes: Passes):
+        super().__init__(problem, matrix, passes)
         if problem.rest is None:
             self.pushed = None
-            self.gradient_norm = _norm_by(kernel, problem.flat_residual())
+            self.gradient_norm = _norm_by(matrix, problem.flat_residual())
         else:
             self.pushed = problem.jacobian.push_forward(problem.rest)
             self.passes = passes + problem.jacobian.a_product()
             self.gradient_norm = _tree.norm(self.gradient())
-
-    @classmethod
-    def fits(cls, problem, filter: Filter) -> bool:
-        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -73,20 +54,13 @@ class OnOutputs(AbstractByCholesky):
         return cls(problem, problem.jacobian.gram(), cost.gram)
 
     def curvature_along_gradient(self) -> Scalar:
-        pushed = matmul(self.kernel, self.problem.flat_residual())
+        pushed = matmul(self.matrix, self.problem.flat_residual())
         if self.pushed is not None:
             pushed = _tree.axpy(1, self.pushed, pushed)
         return _tree.dot(pushed, pushed) / self.gradient_norm**2
 
-    def largest_curvature(self) -> Scalar:
-        return jnp.max(jnp.diagonal(self.kernel))
-
-    def with_residual(self, residual: PyTree[Array]) -> "OnOutputs":
-        problem = self.problem.with_residual(residual)
-        return OnOutputs(problem, self.kernel, Passes(), self.factor)
-
-    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
-        return self.kernel, self.problem.residual
+    def vectors(self) -> PyTree[Array]:
+        return self.problem.residual
 
     def solve(self, filter: Filter) -> Answer:
         damping = damping_of(filter)

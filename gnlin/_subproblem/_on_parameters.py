@@ -3,7 +3,6 @@
 import math
 from typing import ClassVar
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
@@ -13,9 +12,8 @@ from .._common._tree import matmul, ravel_pytree
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import Tikhonov
 from ._base import Answer, price_of_squaring
-from ._cholesky import AbstractByCholesky, Factorised
+from ._cholesky import AbstractByCholesky
 
 
 # A Jacobian of up to this many bytes is put in memory, for the gradient too; the
@@ -28,30 +26,13 @@ class OnParameters(AbstractByCholesky):
     factorisation."""
 
     method: ClassVar[str] = "curvature"
-    problem: Quadratic
-    curvature: Float[Array, "p p"]
-    passes: Passes
     flat_gradient: Float[Array, " p"]
-    gradient_norm: Scalar
-    factor: Factorised | None
 
-    def __init__(
-        self,
-        problem: Quadratic,
-        curvature: Float[Array, "p p"],
-        passes: Passes,
-        factor: Factorised | None = None,
-    ):
-        self.problem = problem
-        self.curvature = curvature
-        self.factor = factor
+    def __init__(self, problem: Quadratic, matrix: Float[Array, "p p"], passes: Passes):
+        super().__init__(problem, matrix, passes)
         self.flat_gradient, _ = ravel_pytree(problem.gradient())
         self.gradient_norm = _tree.norm(self.flat_gradient)
         self.passes = passes + Passes(vjps=problem.jacobian.a_product().vjps)
-
-    @classmethod
-    def fits(cls, problem, filter: Filter) -> bool:
-        return isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
@@ -74,17 +55,10 @@ class OnParameters(AbstractByCholesky):
 
     def curvature_along_gradient(self) -> Scalar:
         g = self.flat_gradient
-        return matmul(g, matmul(self.curvature, g)) / self.gradient_norm**2
+        return matmul(g, matmul(self.matrix, g)) / self.gradient_norm**2
 
-    def largest_curvature(self) -> Scalar:
-        return jnp.max(jnp.diagonal(self.curvature))
-
-    def with_residual(self, residual: PyTree[Array]) -> "OnParameters":
-        problem = self.problem.with_residual(residual)
-        return OnParameters(problem, self.curvature, Passes(), self.factor)
-
-    def system(self) -> tuple[Float[Array, "n n"], PyTree[Array]]:
-        return self.curvature, self.flat_gradient
+    def vectors(self) -> PyTree[Array]:
+        return self.flat_gradient
 
     def solve(self, filter: Filter) -> Answer:
         factor = self.factor_for(filter)

@@ -19,21 +19,20 @@ from .._jacobian import AbstractJacobian, Cost
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ..filters import GradientFlow, Nesterov
+from ..filters import GradientFlow
 from ._base import (
-    AbstractIteration,
     AbstractSubproblem,
     Answer,
     Descent,
     num_steps_of,
     undamped,
-    unless_endless,
     vanishes,
 )
 from ._descent import at_rest, descend, Descended, optimise
-from ._flow import flow, TOLERANCE
+from ._flow import flow
+from ._iteration import AbstractIteration
 from ._newton import minimise
-from ._spaces import AbstractSpace, Outputs, Parameters
+from ._spaces import AbstractSpace, Linearised, Outputs, Parameters
 
 
 class ProxLinear(eqx.Module):
@@ -88,25 +87,11 @@ class OnSpace(AbstractIteration):
         return 10 * float(jnp.finfo(_tree.dtype(self._gradient)).eps) ** (2 / 3)
 
     def to_tolerance(
-        self,
-        tolerance: ScalarLike,
-        damping: ScalarLike,
-        max_steps: int | None = None,
-        start: PyTree[Array] | None = None,
-        *,
-        is_damped: bool = False,
+        self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
     ) -> Answer:
         """Minimise until the gradient is `tolerance` times its initial norm, or as small
         as the precision and `max_steps` Newton steps allow."""
-        solved = minimise(
-            self.space,
-            self.problem.objective,
-            self.problem.outputs,
-            damping,
-            tolerance,
-            max_steps,
-            start,
-        )
+        solved = minimise(self.in_space(), damping, tolerance, max_steps, start)
         # A product with the curvature costs one product each way, a Newton step two.
         num_steps = solved.num_products + 2 * solved.num_steps
         return Answer(
@@ -119,44 +104,12 @@ class OnSpace(AbstractIteration):
             ),
         )
 
-    def _limit(self, damping: ScalarLike) -> Answer:
-        """Return the point that infinitely many steps converge to."""
+    def in_space(self) -> Linearised:
+        return Linearised(self.space, self.problem.objective, self.problem.outputs)
+
+    def limit(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
         on_parameters = ProxLinearOnParameters(self.problem)
         return on_parameters.to_tolerance(self.exactly(), damping)
-
-    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
-        def literally(period):
-            end = descend(
-                self.space,
-                self.problem.objective,
-                self.problem.outputs,
-                period,
-                filter.learning_rate,
-                getattr(filter, "momentum", 0.0),
-                nesterov=isinstance(filter, Nesterov),
-                damping=damping,
-            )
-            step = self.space.parameters(end.z)
-            passes = self.space.a_step() * (end.num_steps - 1)
-            return Answer(step, period, passes, result=self.verdict(end.diverged))
-
-        return unless_endless(filter.period, lambda: self._limit(damping), literally)
-
-    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
-        def for_a_time(time):
-            end = flow(
-                self.space,
-                self.problem.objective,
-                self.problem.outputs,
-                time,
-                damping,
-                TOLERANCE[_tree.dtype(self._gradient).name],
-            )
-            step = self.space.parameters(end.z)
-            passes = self.space.a_step() * end.num_products
-            return Answer(step, end.num_products, passes, result=self.verdict(~end.met))
-
-        return unless_endless(filter.time, lambda: self._limit(damping), for_a_time)
 
     def path(
         self,
@@ -168,43 +121,31 @@ class OnSpace(AbstractIteration):
         times, in ascending order. Values are NaN if the steps have diverged or, without
         momentum, have raised the loss."""
         filter, damping = undamped(filter)
-        problem, space = self.problem, self.space
-        fixed = space, problem.objective, problem.outputs
+        problem = self.in_space()
+        objective, outputs = problem.objective, problem.outputs
 
         def loss(z):
-            outputs = _tree.axpy(1, space.push(z), problem.outputs)
-            return problem.objective.value(outputs)
+            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
 
         def further(start: Descended, period: Scalar):
             assert isinstance(filter, Descent)
-            end = descend(
-                *fixed,
-                period,
-                filter.learning_rate,
-                momentum,
-                nesterov=isinstance(filter, Nesterov),
-                damping=damping,
-                gradient=first,
-                start=start,
-            )
+            end = descend(problem, filter, period, damping, start)
             # Convergent steps without momentum do not raise a convex loss.
-            worse = ~(loss(end.z) <= at_first) & (jnp.asarray(momentum) == 0)
+            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
+            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
             return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
 
         def later(start, time: Scalar):
             z, before = start
-            tolerance = TOLERANCE[_tree.dtype(self._gradient).name]
-            end = flow(*fixed, time - before, damping, tolerance, start=z)
+            end = flow(problem, time - before, damping, z)
             return (end.z, time), jnp.where(end.met, seen(end.z), jnp.nan)
 
         if isinstance(filter, GradientFlow):
-            start = space.zero(), jnp.zeros((), amounts.dtype)
+            start = problem.space.zero(), jnp.zeros((), amounts.dtype)
             return jax.lax.scan(later, start, amounts)[1]
-        assert isinstance(filter, Descent)
-        momentum = getattr(filter, "momentum", 0.0)
-        first = space.pull(problem.objective.gradient(problem.outputs))
-        at_first = problem.objective.value(problem.outputs)
-        return jax.lax.scan(further, at_rest(space), amounts)[1]
+        problem = problem._replace(first=problem.first_gradient())
+        at_first = objective.value(outputs)
+        return jax.lax.scan(further, at_rest(problem.space), amounts)[1]
 
 
 # Typical numbers of Newton steps, and of products in a Newton step on parameters.
@@ -285,19 +226,10 @@ def optimised(
     if isinstance(problem, Quadratic):
         rest = problem.rest
         problem = ProxLinear(problem.jacobian, problem.residual, SumOfSquares())
-    space = Parameters(problem.jacobian)
     subproblem = ProxLinearOnParameters(problem)
-    end = optimise(
-        space,
-        problem.objective,
-        problem.outputs,
-        point,
-        period,
-        optimiser,
-        state,
-        damping=damping,
-        rest=rest,
-    )
-    passes, result = space.a_step() * as_float(period), subproblem.verdict(end.diverged)
-    answer = Answer(end.step, as_float(period), passes, result=result)
+    of_loss = subproblem.in_space()._replace(rest=rest)
+    end = optimise(of_loss, point, period, optimiser, state, damping)
+    period, result = as_float(period), subproblem.verdict(end.diverged)
+    passes = subproblem.space.a_step() * period
+    answer = Answer(end.step, period, passes, result=result)
     return subproblem, answer, end.optimiser_state

@@ -3,15 +3,15 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, PyTree, Scalar
 
 from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
-from ._base import AbstractSubproblem, Answer
+from ._base import AbstractSubproblem, AbstractWrapper, Answer
 
 
-class Rescaled(AbstractSubproblem):
+class Rescaled(AbstractWrapper):
     r"""A subproblem that is solved in the variables $D\delta$, and returns $\delta$."""
 
     inner: AbstractSubproblem
@@ -35,23 +35,8 @@ class Rescaled(AbstractSubproblem):
         scale, vector = _tree.joined(self.scale), _tree.joined(vector)
         return _tree.norm(jax.tree.map(jnp.multiply, scale, vector))
 
-    def curvature_along_gradient(self) -> Scalar:
-        return self.inner.curvature_along_gradient()
-
-    def largest_curvature(self) -> Scalar:
-        return self.inner.largest_curvature()
-
     def attainable_decrease(self) -> Scalar:
         return self.inner.attainable_decrease()
-
-    def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
-    ) -> "Rescaled":
-        inner = self.inner.truncated(tolerance, max_steps)
-        return eqx.tree_at(lambda s: s.inner, self, inner)
-
-    def factorised(self, filter: Filter) -> "Rescaled":
-        return eqx.tree_at(lambda s: s.inner, self, self.inner.factorised(filter))
 
     def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
         return Rescaled(self.inner.with_residual(residual), self.scale)

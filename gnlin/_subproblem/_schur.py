@@ -8,11 +8,12 @@ from typing import ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree, Scalar
+from jaxtyping import Array, Float, Int, Scalar
 
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._common._sharding import is_spread
+from .._common._tree import einsum
 from .._jacobian import AbstractJacobian, Cost, Reads
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
@@ -115,8 +116,7 @@ class SchurComplement(AbstractWithGradient):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
-        if not quadratic or is_spread():
+        if not super().fits(problem, filter) or is_spread():
             return False
         return elimination(problem.jacobian.reads()) is not None
 
@@ -142,10 +142,6 @@ class SchurComplement(AbstractWithGradient):
     def largest_curvature(self) -> Scalar:
         return self.curvature.largest()
 
-    def with_residual(self, residual: PyTree[Array]) -> "SchurComplement":
-        problem = self.problem.with_residual(residual)
-        return SchurComplement(problem, self.array, self.curvature, Passes())
-
     def solve(self, filter: Filter) -> Answer:
         damping, curvature = damping_of(filter), self.curvature
         domain = self.problem.jacobian.domain
@@ -155,13 +151,13 @@ class SchurComplement(AbstractWithGradient):
 
         inverse = inverse_factors(curvature.eliminated, damping)  # V = L L^T
         halved = curvature.coupling.times(inverse[curvature.read].swapaxes(1, 2))
-        half = _einsum("kij,kj->ki", inverse, g_2)
+        half = einsum("kij,kj->ki", inverse, g_2)
         right = halved.onto(curvature.shapes, half[curvature.read]) - g_1
         complement = curvature.kept - curvature.summed_products(halved)
         delta_1, result = solve_damped(complement, right, damping)
         pulled = halved.by(curvature.shapes, delta_1)
         pulled = jnp.zeros_like(half).at[curvature.read].add(pulled)
-        delta_2 = -_einsum("kji,kj->ki", inverse, half + pulled)
+        delta_2 = -einsum("kji,kj->ki", inverse, half + pulled)
 
         shapes = [x.size for k, x in enumerate(domain.leaves) if k != self.array]
         ends = [sum(shapes[: k + 1]) for k in range(len(shapes) - 1)]
@@ -198,13 +194,13 @@ class _Rows(eqx.Module):
         return _Rows(values, index)
 
     def times(self, matrices: Float[Array, "n r t"]) -> "_Rows":
-        values = [_einsum("nsdr,nrt->nsdt", x, matrices) for x in self.values]
+        values = [einsum("nsdr,nrt->nsdt", x, matrices) for x in self.values]
         return _Rows(values, self.index)
 
     def onto(self, shapes: "_Shapes", x: Float[Array, "n r"]) -> Float[Array, " q"]:
         """Return the sum over examples of their products with vectors."""
         parts = [
-            jnp.zeros(shape, x.dtype).at[rows].add(_einsum("nsdr,nr->nsd", values, x))
+            jnp.zeros(shape, x.dtype).at[rows].add(einsum("nsdr,nr->nsd", values, x))
             for shape, values, rows in zip(shapes, self.values, self.index, strict=True)
         ]
         return jnp.concatenate([part.ravel() for part in parts])
@@ -214,7 +210,7 @@ class _Rows(eqx.Module):
         products, start = [], 0
         for shape, values, rows in zip(shapes, self.values, self.index, strict=True):
             part = x[start : start + math.prod(shape)].reshape(shape)
-            products.append(_einsum("nsdr,nsd->nr", values, part[rows]))
+            products.append(einsum("nsdr,nsd->nr", values, part[rows]))
             start += math.prod(shape)
         return sum(products[1:], products[0])
 
@@ -253,7 +249,7 @@ def _outer(
     """Multiply many matrices by transposes of others. With few columns the products are
     sums over columns: on a CPU, inside a loop, XLA's own take several times as long."""
     if these.shape[-1] > _FEW_COLUMNS:
-        return _einsum("nadr,nber->nabde", these, those)
+        return einsum("nadr,nber->nabde", these, those)
     these, those = these[:, :, None, :, None], those[:, None, :, None, :]
     first, *others = (these[..., k] * those[..., k] for k in range(these.shape[-1]))
     return sum(others, first)
@@ -307,7 +303,7 @@ class _Partitioned(eqx.Module):
             own = blocks[array][group]
             if own.index.shape[1] == 1:
                 row, values = own.index[:, 0], own.values[:, :, 0].astype(dtype)
-                squares = _einsum("nci,ncj->nij", values, values)
+                squares = einsum("nci,ncj->nij", values, values)
                 eliminated = eliminated.at[row].add(squares)
                 couplings.append(rows.times(values).reading(most))
                 read.append(row.astype(int))
@@ -358,7 +354,3 @@ class _Partitioned(eqx.Module):
         nothing = zero, zero, _no_blocks(self.shapes, self.kept.dtype)
         half = _dense(jax.lax.while_loop(is_left, with_window, nothing)[2])
         return half + half.T
-
-
-def _einsum(subscripts: str, *operands: Array) -> Array:
-    return jnp.einsum(subscripts, *operands, precision=jax.lax.Precision.HIGHEST)

@@ -7,6 +7,7 @@ algorithm takes the same steps in both spaces.
 """
 
 import abc
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,6 +25,8 @@ from .._linearisation._objective import AbstractObjective
 
 class AbstractSpace(eqx.Module):
     r"""Coordinates `z` of steps $\delta$."""
+
+    jacobian: eqx.AbstractVar[AbstractJacobian]
 
     @abc.abstractmethod
     def a_step(self) -> Passes:
@@ -151,3 +154,31 @@ class Outputs(AbstractSpace):
         operator = lx.MatrixLinearOperator(jnp.where(finite, damped, identity))
         solution = lx.linear_solve(operator, -gradient, lx.LU(), throw=False)
         return jnp.where(finite, solution.value, jnp.nan), jnp.array(0)
+
+
+class Linearised(NamedTuple):
+    r"""The problem $\min_\delta L(f + \phi\,\delta) + g_0^\top\delta$ in the coordinates
+    of a space.
+
+    - `objective`, `outputs`, `rest`: $L$, $f$ and $g_0$; a rest of `None` is zero.
+    - `first`: the gradient at the linearisation point, if it is known.
+    """
+
+    space: AbstractSpace
+    objective: AbstractObjective
+    outputs: PyTree[Array]
+    rest: PyTree[Array] | None = None
+    first: PyTree[Array] | None = None
+
+    def first_gradient(self) -> PyTree[Array]:
+        """Return the gradient at the linearisation point."""
+        return self._gradient(self.outputs) if self.first is None else self.first
+
+    def gradient(self, z: PyTree[Array], damping: ScalarLike) -> PyTree[Array]:
+        """Return the gradient of the damped problem."""
+        at = _tree.axpy(1, self.space.push(z), self.outputs)
+        return _tree.axpy(damping, z, self._gradient(at))
+
+    def _gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        g = self.space.pull(self.objective.gradient(outputs))
+        return g if self.rest is None else _tree.axpy(1, self.rest, g)

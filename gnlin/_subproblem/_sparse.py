@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, Int, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._cost import rates
@@ -57,8 +57,7 @@ class SparseLU(AbstractWithGradient):
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
-        quadratic = isinstance(problem, Quadratic) and isinstance(filter, Tikhonov)
-        if not quadratic or is_spread() or not has_factorisation():
+        if not super().fits(problem, filter) or is_spread() or not has_factorisation():
             return False
         return problem.jacobian.is_sparse
 
@@ -85,10 +84,6 @@ class SparseLU(AbstractWithGradient):
 
     def largest_curvature(self) -> Scalar:
         return self.entries.largest_column()
-
-    def with_residual(self, residual: PyTree[Array]) -> "SparseLU":
-        problem = self.problem.with_residual(residual)
-        return SparseLU(problem, self.entries, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         domain, rest = self.problem.jacobian.domain, self.problem.rest

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -14,28 +14,20 @@ Place = tuple[slice, ...]
 Size = tuple[int, int]
 
 
-class Tiles(Sequence):
-    """The tiles of a matrix, as slices of rows and of columns; for a symmetric matrix
-    those on and above the diagonal. All have the same size, so the last tile of a row or
-    column overlaps with the one before it.
+def tiles(shape: Size, size: Size, symmetric: bool) -> list[tuple[slice, slice]]:
+    """Return the tiles of a matrix, as slices of rows and of columns; for a symmetric
+    matrix those on and above the diagonal. All have the same size, so the last tile of a
+    row or column overlaps with the one before it.
 
     - `shape`, `size`: of the matrix and of a tile, in examples.
     """
-
-    def __init__(self, shape: Size, size: Size, symmetric: bool):
-        rows, columns = map(_slices, shape, size)
-        self._all = [
-            (r, c)
-            for i, r in enumerate(rows)
-            for j, c in enumerate(columns)
-            if i <= j or not symmetric
-        ]
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, number):
-        return self._all[number]
+    rows, columns = map(_slices, shape, size)
+    return [
+        (r, c)
+        for i, r in enumerate(rows)
+        for j, c in enumerate(columns)
+        if i <= j or not symmetric
+    ]
 
 
 def _slices(n: int, size: int) -> list[slice]:

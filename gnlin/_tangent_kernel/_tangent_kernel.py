@@ -1,7 +1,6 @@
 """The tangent kernel of a model, as a function of two sets of inputs."""
 
 import collections
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -18,12 +17,11 @@ from .._common import _tree
 from .._common._checks import check_count, check_flag, is_traced, is_whole
 from .._common._identity import checksum, described
 from .._common._sharding import mesh_of
-from .._common._tree import promoted
 from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from .._linearisation._linearisation import Linearisation, linearise
 from .._training._data import as_inputs
 from .._training._model import is_of_model, make_network
-from ._file import KernelFile, Place, Tiles
+from ._file import KernelFile, Place, tiles
 
 
 Outputs = Literal["all", "trace", "diagonal"] | int
@@ -329,7 +327,7 @@ class TangentKernel(eqx.Module):
         from tqdm.auto import tqdm
 
         symmetric = sets.x2 is None
-        tiles = Tiles((sets.n1, sets.n2), tile, symmetric)
+        of_all = tiles((sets.n1, sets.n2), tile, symmetric)
         devices = jax.local_devices()
         several = len(devices) > 1
         here = [_put(self, device) for device in devices] if several else [self]
@@ -348,9 +346,9 @@ class TangentKernel(eqx.Module):
             if symmetric and rows != columns:
                 yield self._place(columns, rows), tile.transpose(self._mirrored())
 
-        with tqdm(total=len(tiles), initial=num_done, disable=not progress) as bar:
-            for number in range(num_done, len(tiles)):
-                rows, columns = tiles[number]
+        with tqdm(total=len(of_all), initial=num_done, disable=not progress) as bar:
+            for number in range(num_done, len(of_all)):
+                rows, columns = of_all[number]
                 k = number % len(devices)
                 if k not in made or made[k][0] != rows:
                     made.pop(k, None)
@@ -438,7 +436,7 @@ def _blocks(kernel: TangentKernel, x: PyTree) -> _Blocks:
 def _product(
     kernel: TangentKernel, these: _Blocks, those: _Blocks | None
 ) -> Float[Array, "..."]:
-    return functools.reduce(jnp.add, promoted(kernel._parts(these, those)))
+    return _tree.summed(kernel._parts(these, those))
 
 
 @eqx.filter_jit

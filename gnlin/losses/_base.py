@@ -155,9 +155,7 @@ class AbstractElementwiseLoss(AbstractLoss):
         root = jax.tree.map(self.root, outputs, as_outputs(target, outputs))
         return DiagonalFactor(root, self.unit)
 
-    def check(
-        self, outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]
-    ) -> None:
+    def check(self, outputs, targets) -> None:
         expected = jax.tree.map(lambda f: f.shape, outputs)
         given = jax.tree.map(lambda t: t.shape, targets)
         if expected != given:

@@ -42,8 +42,7 @@ class BinomialNLL(AbstractElementwiseLoss):
 
     - `trials`: $n$, a number or an array. An array has y's shape in
         [`gnlin.curve_fit`][], and the shape of one example's outputs elsewhere.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     !!! example
 
@@ -72,9 +71,7 @@ class BinomialNLL(AbstractElementwiseLoss):
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(self._of(output)) * binomial_root(output)
 
-    def decrease(
-        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
-    ) -> Scalar:
+    def decrease(self, outputs, new_outputs, target) -> Scalar:
         each = lambda f, g, y: _decrease(f, g, y, self._of(f))
         return summed(each, outputs, new_outputs, target)
 
@@ -115,8 +112,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
 
     - `dispersion`: $\alpha > 0$, which must be known and is not fitted. To find it,
         compare fits: Pearson's `fit.reduced_chi_squared` should be near 1.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     !!! example
 
@@ -150,9 +146,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
     def root(self, output: Array, target: Array) -> Array:
         return jnp.sqrt(jax.nn.sigmoid(self._odds(output)) / self.dispersion)
 
-    def decrease(
-        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
-    ) -> Scalar:
+    def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
             return _decrease(self._odds(f), self._odds(g), y, self._trials(y))
 

@@ -207,8 +207,7 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
 
     **Arguments:**
 
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
     """
 
     reduction: Reduction | None = None

@@ -18,8 +18,7 @@ class PoissonNLL(AbstractElementwiseLoss):
 
     **Arguments:**
 
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
     - `log_input`: whether the outputs are logarithms of the rate. If not, they are the
         rate itself, and the loss is NaN if it is not positive.
 
@@ -50,9 +49,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         rate = jnp.where(output > 0, output, jnp.nan)
         return rate - xlogy(target, rate) - least
 
-    def decrease(
-        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
-    ) -> Scalar:
+    def decrease(self, outputs, new_outputs, target) -> Scalar:
         def each(f, g, y):
             if self.log_input:
                 return y * (g - f) - jnp.exp(f) * jnp.expm1(g - f)

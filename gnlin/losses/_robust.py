@@ -1,10 +1,10 @@
 """Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
+import abc
 import functools
 
 import jax
 import jax.numpy as jnp
-from equinox import AbstractVar
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_finite_positive
@@ -15,12 +15,34 @@ class AbstractRobust(AbstractElementwiseLoss):
     """A loss that is half the square of residuals much smaller than `delta`, and less
     than half the square of larger ones."""
 
-    delta: AbstractVar[float]
+    delta: float = 1.0
+    reduction: Reduction | None = None
 
     def __check_init__(self):
         if not isinstance(self.delta, float | int):
             raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
         check_finite_positive("delta", self.delta)
+
+    @abc.abstractmethod
+    def _rho(self, r: Array) -> Array:
+        """Return the loss of a residual."""
+
+    @abc.abstractmethod
+    def _slope(self, r: Array) -> Array:
+        """Return its first derivative."""
+
+    @abc.abstractmethod
+    def _root(self, r: Array) -> Array:
+        """Return the square root of its second derivative, or 0 if that is negative."""
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        return self._rho(output - target)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        return self._slope(output - target)
+
+    def root(self, output: Array, target: Array) -> Array:
+        return self._root(output - target)
 
     @property
     def unit(self) -> float:
@@ -57,8 +79,7 @@ class Huber(AbstractRobust):
     **Arguments:**
 
     - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     ??? cite "Reference"
 
@@ -66,19 +87,15 @@ class Huber(AbstractRobust):
         (1964).
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
+    def _rho(self, r: Array) -> Array:
+        near = jnp.minimum(jnp.abs(r), self.delta)
+        return near * (jnp.abs(r) - 0.5 * near)
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        size = jnp.abs(output - target)
-        near = jnp.minimum(size, self.delta)
-        return near * (size - 0.5 * near)
+    def _slope(self, r: Array) -> Array:
+        return jnp.clip(r, -self.delta, self.delta)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        return jnp.clip(output - target, -self.delta, self.delta)
-
-    def root(self, output: Array, target: Array) -> Array:
-        return (jnp.abs(output - target) <= self.delta).astype(output.dtype)
+    def _root(self, r: Array) -> Array:
+        return (jnp.abs(r) <= self.delta).astype(r.dtype)
 
 
 class PseudoHuber(AbstractRobust):
@@ -86,11 +103,7 @@ class PseudoHuber(AbstractRobust):
     Huber's loss. An outlier has almost no curvature, so that undamped steps overshoot:
     use [`gnlin.LevenbergMarquardt`][].
 
-    **Arguments:**
-
-    - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    The arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 
@@ -98,48 +111,37 @@ class PseudoHuber(AbstractRobust):
         imaging*, IEEE Trans. Image Processing 6 (1997).
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
+    def _rho(self, r: Array) -> Array:
+        return r**2 / (1 + self._scale(r))
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        residual = output - target
-        slope = jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
-        return residual**2 / (1 + slope)
+    def _slope(self, r: Array) -> Array:
+        return r / self._scale(r)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        residual = output - target
-        return residual / jnp.hypot(1.0, residual / self.delta).astype(output.dtype)
+    def _root(self, r: Array) -> Array:
+        return self._scale(r) ** -1.5
 
-    def root(self, output: Array, target: Array) -> Array:
-        slope = jnp.hypot(1.0, (output - target) / self.delta).astype(output.dtype)
-        return slope**-1.5
+    def _scale(self, r: Array) -> Array:
+        return jnp.hypot(1.0, r / self.delta).astype(r.dtype)
 
 
 class LogCosh(AbstractRobust):
     r"""$\delta^2\log\cosh(r/\delta)$ with $r = f - y$. An outlier has almost no
     curvature, so that undamped steps overshoot: use [`gnlin.LevenbergMarquardt`][].
 
-    **Arguments:**
-
-    - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    The arguments are those of [`gnlin.losses.Huber`][].
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
-
-    def elementwise(self, output: Array, target: Array) -> Array:
-        x = jnp.abs(output - target) / self.delta
+    def _rho(self, r: Array) -> Array:
+        x = jnp.abs(r) / self.delta
         near = 0.5 * jnp.log1p(jnp.sinh(jnp.minimum(x, 1)) ** 2)
         far = x + jnp.log1p(jnp.exp(-2 * x)) - jnp.log(2).astype(x.dtype)
         return self.delta**2 * jnp.where(x < 1, near, far)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        return self.delta * jnp.tanh((output - target) / self.delta)
+    def _slope(self, r: Array) -> Array:
+        return self.delta * jnp.tanh(r / self.delta)
 
-    def root(self, output: Array, target: Array) -> Array:
-        x = jnp.abs(output - target) / self.delta
+    def _root(self, r: Array) -> Array:
+        x = jnp.abs(r) / self.delta
         return 2 * jnp.exp(-x) / (1 + jnp.exp(-2 * x))  # 1 / cosh
 
 
@@ -148,11 +150,7 @@ class Cauchy(AbstractRobust):
     outlier decreases with its distance. The loss is not convex, so that the solution
     depends on the start.
 
-    **Arguments:**
-
-    - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    The arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 
@@ -160,19 +158,14 @@ class Cauchy(AbstractRobust):
         least-squares*, Comm. Statist. 6 (1977).
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
+    def _rho(self, r: Array) -> Array:
+        return 0.5 * self.delta**2 * jnp.log1p((r / self.delta) ** 2)
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        u = (output - target) / self.delta
-        return 0.5 * self.delta**2 * jnp.log1p(u**2)
+    def _slope(self, r: Array) -> Array:
+        return r / (1 + (r / self.delta) ** 2)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        residual = output - target
-        return residual / (1 + (residual / self.delta) ** 2)
-
-    def root(self, output: Array, target: Array) -> Array:
-        u2 = ((output - target) / self.delta) ** 2
+    def _root(self, r: Array) -> Array:
+        u2 = (r / self.delta) ** 2
         return jnp.sqrt(jnp.maximum(1 - u2, 0)) / (1 + u2)
 
 
@@ -181,11 +174,7 @@ class Tukey(AbstractRobust):
     $\frac16\delta^2$ beyond, with $r = f - y$: Tukey's biweight. An outlier has no
     gradient, so start near the solution, for example from [`gnlin.losses.Huber`][]'s.
 
-    **Arguments:**
-
-    - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    The arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 
@@ -193,49 +182,38 @@ class Tukey(AbstractRobust):
         illustrated on band-spectroscopic data*, Technometrics 16 (1974).
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
-
-    def elementwise(self, output: Array, target: Array) -> Array:
-        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+    def _rho(self, r: Array) -> Array:
+        u2 = self._near(r)
         return self.delta**2 / 6 * u2 * (3 - 3 * u2 + u2**2)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        residual = output - target
-        u2 = jnp.minimum((residual / self.delta) ** 2, 1)
-        return residual * (1 - u2) ** 2
+    def _slope(self, r: Array) -> Array:
+        return r * (1 - self._near(r)) ** 2
 
-    def root(self, output: Array, target: Array) -> Array:
-        u2 = jnp.minimum(((output - target) / self.delta) ** 2, 1)
+    def _root(self, r: Array) -> Array:
+        u2 = self._near(r)
         return jnp.sqrt(jnp.maximum((1 - u2) * (1 - 5 * u2), 0))
+
+    def _near(self, r: Array) -> Array:
+        return jnp.minimum((r / self.delta) ** 2, 1)
 
 
 class Arctan(AbstractRobust):
     r"""$\frac12\delta^2\arctan((r/\delta)^2)$ with $r = f - y$, as SciPy's `"arctan"`.
     The loss is bounded by $\frac\pi4\delta^2$, and not convex.
 
-    **Arguments:**
-
-    - `delta`: $\delta > 0$, in the outputs' units.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    The arguments are those of [`gnlin.losses.Huber`][].
 
     ??? cite "Reference"
 
         B. Triggs et al., *Bundle adjustment: a modern synthesis* (2000), section 3.3.
     """
 
-    delta: float = 1.0
-    reduction: Reduction | None = None
+    def _rho(self, r: Array) -> Array:
+        return 0.5 * self.delta**2 * jnp.arctan((r / self.delta) ** 2)
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        u = (output - target) / self.delta
-        return 0.5 * self.delta**2 * jnp.arctan(u**2)
+    def _slope(self, r: Array) -> Array:
+        return r / (1 + (r / self.delta) ** 4)
 
-    def derivative(self, output: Array, target: Array) -> Array:
-        residual = output - target
-        return residual / (1 + (residual / self.delta) ** 4)
-
-    def root(self, output: Array, target: Array) -> Array:
-        u4 = ((output - target) / self.delta) ** 4
+    def _root(self, r: Array) -> Array:
+        u4 = (r / self.delta) ** 4
         return jnp.sqrt(jnp.maximum(1 - 3 * u4, 0)) / (1 + u4)

@@ -14,8 +14,7 @@ class SquaredError(AbstractElementwiseLoss):
 
     **Arguments:**
 
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
     """
 
     reduction: Reduction | None = None
@@ -33,9 +32,7 @@ class SquaredError(AbstractElementwiseLoss):
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:
         return self.gradient(outputs, target)
 
-    def decrease(
-        self, outputs: PyTree[Array], new_outputs: PyTree[Array], target: PyTree[Array]
-    ) -> Scalar:
+    def decrease(self, outputs, new_outputs, target) -> Scalar:
         # (|r|^2 - |r'|^2) / 2 without cancellation
         each = lambda f, g, y: 0.5 * (f - g) * ((f - y) + (g - y))
         return summed(each, outputs, new_outputs, target)

@@ -38,8 +38,7 @@ class TobitNLL(AbstractElementwiseLoss):
     - `censored`: 0 for each measured value, 1 if the true value is above y, -1 if it is
         below. The array has y's shape in [`gnlin.curve_fit`][], and the shape of one
         example's outputs elsewhere.
-    - `reduction`: the `"sum"` or the `"mean"` over examples. By default the mean in
-        [`gnlin.fit`][] and the sum in [`gnlin.solve`][].
+    - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
 
     In [`gnlin.curve_fit`][] the standard deviation is `sigma`, which must be given and is
     not estimated; elsewhere it is 1.

@@ -19,6 +19,7 @@ from .._common._checks import (
     check_flag,
     check_scalar,
     is_traced,
+    is_zero,
 )
 from .._common._tree import matmul
 from .._jacobian import DEFAULT_MEMORY_BUDGET
@@ -113,7 +114,7 @@ def gradient_descent(
     steps: AbstractFilter
     if nesterov:
         steps = Nesterov(_SOME_STEPS, learning_rate, momentum)
-    elif isinstance(momentum, int | float) and momentum == 0:
+    elif is_zero(momentum):
         steps = GradientDescent(_SOME_STEPS, learning_rate)
     else:
         steps = HeavyBall(_SOME_STEPS, learning_rate, momentum)
@@ -289,8 +290,7 @@ def _way(
     """Return the way to train, set up, and the filter with its damping."""
     check_scalar("damping", damping)
     check_finite_nonnegative("damping", damping)
-    undamped = isinstance(damping, int | float) and damping == 0
-    whole = filter if undamped else Damped(filter, damping)
+    whole = filter if is_zero(damping) else Damped(filter, damping)
     way = _set_up(linearised, whole)
     if isinstance(way, Eigenbasis):
         check_finite((way.eigenvalues, way.coefficients))

@@ -1,0 +1,138 @@
+"""Ways that iterate: to a tolerance, for K literal steps, or along a flow."""
+
+import abc
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, PyTree, ScalarLike
+
+from .._common._passes import Passes
+from .._linearisation._spectrum import Filter
+from ..filters import GradientFlow, PseudoInverse, Tikhonov
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+    Descent,
+    does_not_serve,
+    Early,
+    undamped,
+    unless_endless,
+)
+from ._descent import descend
+from ._flow import flow
+from ._spaces import Linearised
+
+
+class AbstractIteration(AbstractWithGradient):
+    """A way that iterates: to a tolerance, for K literal steps, or along a flow.
+
+    - `tolerance`: the tolerance of a damped solution; `None` for an exact one.
+    - `max_steps`: the most iterations of a damped solution; `None` for no limit.
+    """
+
+    stops_early: ClassVar[bool] = True
+    solves_anew: ClassVar[bool] = True
+    tolerance: ScalarLike | None
+    max_steps: int | None
+
+    def __init__(self, problem: Any, passes: Passes):
+        super().__init__(problem, passes)
+        self.tolerance = self.max_steps = None
+
+    @classmethod
+    def fits(cls, problem: Any, filter: Filter) -> bool:
+        filter, _ = undamped(filter)
+        if isinstance(filter, PseudoInverse):
+            return filter.rcond is None
+        return isinstance(filter, Tikhonov | Descent | GradientFlow)
+
+    def truncated(
+        self, tolerance: ScalarLike, max_steps: int | None = None
+    ) -> "AbstractIteration":
+        return eqx.tree_at(
+            lambda s: (s.tolerance, s.max_steps),
+            self,
+            (tolerance, max_steps),
+            is_leaf=lambda x: x is None,
+        )
+
+    @abc.abstractmethod
+    def exactly(self) -> float:
+        """Return the tolerance at which a solution counts as exact."""
+
+    @abc.abstractmethod
+    def to_tolerance(
+        self,
+        tolerance: ScalarLike,
+        damping: ScalarLike,
+        max_steps: int | None = None,
+        start: PyTree[Array] | None = None,
+        *,
+        is_damped: bool = False,
+    ) -> Answer:
+        """Solve until the gradient is `tolerance` times its initial norm.
+
+        - `start`: where to start, by default at zero.
+        - `is_damped`: whether the damping is known not to be zero.
+        """
+
+    @abc.abstractmethod
+    def in_space(self) -> Linearised:
+        """Return the problem, for literal steps and for gradient flow."""
+
+    @abc.abstractmethod
+    def limit(self, filter: Descent | GradientFlow, damping: ScalarLike) -> Answer:
+        """Return the point that infinitely many steps converge to."""
+
+    def descend(self, filter: Descent, damping: ScalarLike) -> Answer:
+        """Take literal steps, each of one product."""
+        problem = self.in_space()
+
+        def literally(period):
+            end = descend(problem, filter, period, damping)
+            step = problem.space.parameters(end.z)
+            passes = problem.space.a_step() * (end.num_steps - 1)
+            return Answer(step, period, passes, result=self.verdict(end.diverged))
+
+        limit = lambda: self.limit(filter, damping)
+        return unless_endless(filter.period, limit, literally)
+
+    def flow(self, filter: GradientFlow, damping: ScalarLike) -> Answer:
+        """Follow the gradient flow for a time."""
+        problem = self.in_space()
+
+        def for_a_time(time):
+            end = flow(problem, time, damping)
+            step = problem.space.parameters(end.z)
+            passes = problem.space.a_step() * end.num_products
+            return Answer(step, end.num_products, passes, result=self.verdict(~end.met))
+
+        limit = lambda: self.limit(filter, damping)
+        return unless_endless(filter.time, limit, for_a_time)
+
+    def solve(self, filter: Filter) -> Answer:
+        filter, damping = undamped(filter)
+        if isinstance(filter, Tikhonov):
+            tolerance = self.tolerance
+            tolerance = self.exactly() if tolerance is None else tolerance
+            settings = tolerance, damping + filter.damping, self.max_steps
+            return self.to_tolerance(*settings, is_damped=isinstance(filter, Early))
+        if isinstance(filter, PseudoInverse) and filter.rcond is None:
+            # Started at zero, conjugate gradients stay in the range of phi^T, so that
+            # their limit is the minimum-norm solution.
+            return self.to_tolerance(self.exactly(), damping)
+        if isinstance(filter, Descent):
+            return self.descend(filter, damping)
+        if isinstance(filter, GradientFlow):
+            return self.flow(filter, damping)
+        raise does_not_serve(self.method, filter)
+
+    def verdict(self, diverged: Array) -> optx.RESULTS:
+        """Return divergence, unless the first gradient was not finite."""
+        return optx.RESULTS.where(
+            diverged & jnp.isfinite(self.gradient_norm),
+            optx.RESULTS.nonlinear_divergence,
+            optx.RESULTS.successful,
+        )
