@@ -98,6 +98,7 @@ FASTEST_EARLY = Threshold(
 )
 SAME_LOSS = within(1e-3, "a thousandth: what two solvers leave to each other")
 SAME_BEST = within(0.05, "less than a factor of two over six decades of lambda")
+HALF_AGREES = Threshold("more than half of what is tested", above=0.5)
 MOST_OF_IT = Threshold("what is left is less than half of it", above=0)
 """Of an excess less twice the size of what is left of it."""
 FOLLOWS = Threshold("ranks that share half of their variance", above=0.7)

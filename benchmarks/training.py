@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optimistix as optx
-from jaxtyping import Array, Float, Int, Key, PyTree, ScalarLike
+from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, ScalarLike
 from numpy import ndarray
 from scipy import special
 
@@ -177,7 +177,7 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     return np.array(found, float)
 
 
-def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ndarray) -> float:
+def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> float:
     """The least sum over the examples of outputs that are the same for all of them."""
     targets = np.asarray(targets)
     mean = targets.mean(axis=0)

@@ -128,7 +128,10 @@ def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
         for period in runs["period"][0]
     ]
     w = _spectrum(runs)
-    of_strength = [w[:, i] * filter(w[:, i]) for i, filter in enumerate(filters_of)]
+    of_strength = [
+        w[:, i] * np.asarray(filter(jnp.asarray(w[:, i])))
+        for i, filter in enumerate(filters_of)
+    ]
     return np.stack(of_strength, axis=1)
 
 

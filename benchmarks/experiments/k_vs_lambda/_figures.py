@@ -255,10 +255,9 @@ def _draw_differences(
                 shown.items(), (BLUE, VERMILION, GREEN, ORANGE), strict=False
             ):
                 _draw_difference(panel, task, *_pair(by_task[name]), colour)
-                ends = task.margin.above, task.margin.below
-                unit = "decades of RMSE" if task.in_decades else "points"
-            scale = 1 if unit != "points" else 100
-            for end in ends:
+            task = next(iter(shown.values()))
+            scale, unit = (1, "decades of RMSE") if task.in_decades else (100, "points")
+            for end in (task.margin.above, task.margin.below):
                 panel.axhline(scale * end, color="#888888", linewidth=1)
             panel.axhline(0, color=BLACK, linewidth=0.8)
             dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
