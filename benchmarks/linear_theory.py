@@ -32,7 +32,8 @@ Data = tuple[Float[Array, "n ..."], Float[Array, "n c"]]
 
 
 class Repeated(gnlin.filters.AbstractFilter):
-    """Ridge regression so many times, each of what the last one left."""
+    """Ridge regression repeated this many times, each time on the remainder of the
+    last."""
 
     damping: ScalarLike
     times: int
@@ -45,14 +46,14 @@ class Repeated(gnlin.filters.AbstractFilter):
 
 
 class LinearProblem(eqx.Module):
-    """A linearised network, its training and its test data."""
+    """A linearised network with its training and test data."""
 
     spectrum: gnlin.Spectrum
-    """Of the kernel, and the training residual in it."""
+    """The spectrum of the kernel, with the training residual."""
     test_residual: Float[Array, " t"]
-    """The outputs to begin with, less the targets."""
+    """The initial outputs minus the targets."""
     test_features: Float[Array, "t k"]
-    """A: what a step along each eigenvector does to the outputs."""
+    """A: the change of the outputs by a step along each eigenvector."""
 
     def squared_bias(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
         """The mean over test outputs, without noise."""
@@ -60,7 +61,7 @@ class LinearProblem(eqx.Module):
         return jnp.mean((self.test_residual - self.test_features @ solved) ** 2)
 
     def variance(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, for each unit of the noise's variance."""
+        """The mean over test outputs, for noise of unit variance."""
         passed_on = self.test_features * filter(self.spectrum.eigenvalues)[None]
         return jnp.mean(jnp.sum(passed_on**2, axis=1))
 
@@ -68,7 +69,7 @@ class LinearProblem(eqx.Module):
 def linear_problem(
     model: PyTree, initial: PyTree, train: Data, test: Data
 ) -> LinearProblem:
-    """With the kernel of one network, and from the outputs of another."""
+    """The linear problem with the kernel of one network and the outputs of another."""
     (x, y), (test_x, test_y) = train, test
     here, there = (
         gnlin.features.linearise_model(model, inputs) for inputs in (x, test_x)
@@ -84,7 +85,7 @@ def linear_problem(
 def ridge_and_flow(
     problem: LinearProblem, damping: ScalarLike, times: int
 ) -> dict[str, Scalar]:
-    """At matched strength, once; and by ridge repeated."""
+    """Both at matched strength, once; and ridge regression repeated."""
     ridge = gnlin.filters.Tikhonov(damping)
     flow = gnlin.filters.GradientFlow(1 / jnp.asarray(damping))
     return {
