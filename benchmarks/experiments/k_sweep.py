@@ -64,8 +64,7 @@ class KSweep(Images):
     )
     other_learning_rates: tuple[float, ...] = (3e-4, 1e-2)
     every: int = 3
-    """Step through the periods at the other learning rates: only one in this many is
-    run."""
+    """At the other learning rates, only one in this many periods is run."""
     damped_from: float = 100
     """The period from which on the damping 1/(eta K) is tried: with a smaller one there
     would be as many linearised problems to solve as descent has steps."""

@@ -96,7 +96,7 @@ def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
 
 
 def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
-    """Of the first to the second, in a seed."""
+    """The ratio of the first to the second at each strength, median of the seeds."""
     ratios = errors[:, 0] / errors[:, 1]
     known = np.isfinite(ratios)
     return np.where(
