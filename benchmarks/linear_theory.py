@@ -1,18 +1,19 @@
-r"""What theory says of a network whose linearisation stays: the squared bias and the
+r"""Theory of a network whose linearisation stays constant: the squared bias and the
 variance of learning the targets by it, and its effective dimension.
 
-From outputs $f_0$ a filter $g$ (`gnlin.filters`) of the kernel
-$\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ goes to $f_0 - A g(w) U^\top r$ on test
+Starting at outputs $f_0$, a filter $g$ (`gnlin.filters`) of the kernel
+$\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ gives $f_0 - A g(w) U^\top r$ on test
 inputs, with $A = \phi_t\phi^\top U$ and the training targets' residual $r = f_0 - y$. The
-truth is the test targets; independent noise on those of training makes the variance.
+test targets are the truth; independent noise on the training targets gives the variance.
 
-Gradient flow for the time $1/\lambda$ and ridge regression with $\lambda$: of each
-eigencomponent flow leaves less of the truth, $e^{-x} \le 1/(1 + x)$ with $x = w/\lambda$,
-and passes on at most 1.2985 times of the noise, $1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its
-risk is thus at most 1.6862 times that of ridge, on the training inputs for any truth, and
-on others on average over truths without a preferred direction. After T solutions, each
-from where the last one ended, they are nearer: what they leave, $e^{-Tx}$ and
-$(1 + x)^{-T}$, differs by about $0.27/T$ at most.
+Compare gradient flow for the time $1/\lambda$ with ridge regression with $\lambda$. In
+each eigencomponent, with $x = w/\lambda$, flow leaves a smaller part of the truth,
+$e^{-x} \le 1/(1 + x)$, and passes on at most 1.2985 times the noise,
+$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times that of ridge:
+on the training inputs for any truth, and on other inputs on average over truths without a
+preferred direction. After T solutions, each starting at the end of the last one, the two
+are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ by at most about
+$0.27/T$.
 
 ??? cite "Reference"
 

@@ -146,7 +146,7 @@ def finished(runs: Runs) -> Bool[ndarray, "seeds dampings"]:
 
 
 def judged(runs: Runs) -> Bool[ndarray, " dampings"]:
-    """At the others most runs have not finished."""
+    """The dampings at which enough runs have finished for a verdict."""
     return finished(runs).mean(axis=0) >= 1 - MOST_UNFINISHED
 
 

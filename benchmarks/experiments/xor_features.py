@@ -51,7 +51,7 @@ class XorFeatures(Settings):
     learning_rate: float = 1e-4
     """Its product with the kernel's largest eigenvalue must stay below 2."""
     num_steps: int = 10**5
-    """Inner steps of every K, but no fewer than so many feature updates:"""
+    """Inner steps of every K, with at least the following number of feature updates."""
     fewest_updates: int = 300
     damped_steps: int = 300
     num_train: int = 200
@@ -218,7 +218,7 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
 
 
 def _draw_plane(axes, weights: Float[ndarray, "units 3"], largest: float) -> Any:
-    """Of the colours -`largest` to `largest`."""
+    """Draw one plane; the colours range from -`largest` to `largest`."""
     span = 1.1 * np.abs(weights[:, :2]).max()
     axes.set(xlim=(-span, span), ylim=(-span, span), aspect="equal")
     return axes.scatter(

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 
-# Of the images and of all hidden layers
+# Shape of the images and of all hidden layers
 Maps = Float[Array, "channels height width"]
-# Of batch normalisation; None without
+# State of batch normalisation; None without
 State = eqx.nn.State | None
 
 _STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))  # width, in the network's; stride
 _BLOCKS_PER_STAGE = 2
 _NUM_BLOCKS = _BLOCKS_PER_STAGE * len(_STAGES)
-# How fast the running statistics forget: as elsewhere, 0.9 a step. Equinox's default of
-# 0.99 leaves in its variances, which begin at 1, a share of 0.99^t / (1 - 0.99^t).
+# Decay of the running statistics per step, as in other libraries. With Equinox's default
+# of 0.99 the variances, which begin at 1, keep a share of 0.99^t / (1 - 0.99^t) of it.
 _MOMENTUM = 0.9
 
 

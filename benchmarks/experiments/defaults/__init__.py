@@ -65,7 +65,7 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
     """Train one task: `fit_...` on mini-batches, `full_...` on the full batch, and
     `adam_...`, whose axes are seeds, rates and looks."""
     task = TASKS[point["task"]]
-    # As a user has it who has said nothing.
+    # JAX's default precision, as for a user without settings.
     with jax.enable_x64(False):
         fit = _of_seeds(
             settings,
