@@ -200,7 +200,7 @@ def _solvers(quick: bool) -> dict[str, Solve]:
 
 
 def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
-    """Rows of the problems with bounds, if SciPy finds the minimum from the usual start."""
+    """Rows of problems with bounds, if SciPy finds the minimum from the usual start."""
     rows, left_out = [], []
     for problem in problems:
         found = outcome_of(problem, 1.0, scipy_least_squares("lm", tight=True))
