@@ -20,18 +20,18 @@ from ._results import alone_in, claim_folder, versions
 
 DEFAULT = "k-vs-lambda"
 COMMANDS = {
-    "all": "Every experiment, one after another, and then the report.",
-    "report": "One page, as HTML and Markdown, of what the experiments have found.",
-    "keep": "The results and that page into the repository, in place of those kept.",
+    "all": "Run every experiment, one after another, and then write the report.",
+    "report": "Write one page of the experiments' results, as HTML and Markdown.",
+    "keep": "Put the results and that page into the repository, replacing the old ones.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
-    "list": "What can be run.",
+    "list": "List everything that can be run.",
 }
 DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
 MOST_SEEDS, MOST_STEPS = 10_000, 10**9
-"""More would never end."""
+"""Upper limits: runs with more would not end in practice."""
 INTERRUPTED = 130
-"""The exit code of shells for what SIGINT ended."""
+"""The exit code of shells for a process that SIGINT ended."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,14 +40,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Breaks no name at its hyphens."""
+    """Does not break names at their hyphens."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = _parser()
     given, unknown = parser.parse_known_intermixed_args(arguments)
     try:
@@ -110,7 +110,7 @@ def _dispatch(given: argparse.Namespace) -> int:
 
 
 def _check_apply(given: argparse.Namespace, scale: str) -> None:
-    """Options that would have no effect are refused."""
+    """Refuse options that would have no effect."""
     name = given.name
     if name not in EXPERIMENTS and name != "all":
         for option, value in vars(given).items():
@@ -128,7 +128,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 
 def _taken(name: str) -> tuple[str, ...]:
-    """What a benchmark or a command takes."""
+    """The options that a benchmark or a command accepts."""
     options = {
         "list": (),
         "data": ("part", "data_dir"),
@@ -139,7 +139,7 @@ def _taken(name: str) -> tuple[str, ...]:
 
 
 def _prepare(device: str | None) -> None:
-    """`Refusal` for what a run needs and is not there: better now than after it."""
+    """Raise `Refusal` before the run if a package or the device is missing."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
@@ -182,7 +182,7 @@ def _not_installed(error: ModuleNotFoundError) -> Refusal:
 
 
 def _all(names: Sequence[str], options: Options) -> int:
-    """Each in a folder of its own; one that fails does not keep the others from it."""
+    """Run each in its own folder; if one fails, the others still run."""
     import jax
 
     failed = []
@@ -304,7 +304,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="a coarse run of a minute or less, to see that it works",
+        help="a coarse test run of a minute or less",
     )
     parser.add_argument(
         "--data-dir",
@@ -316,7 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seeds",
         type=_number_of_seeds,
         metavar="N",
-        help="how many random initialisations (default: the scale's own number)",
+        help="number of random initialisations (default: the scale's own)",
     )
     parser.add_argument(
         "--grid",
@@ -328,22 +328,22 @@ def _parser() -> argparse.ArgumentParser:
         "--steps",
         type=_number_of_steps,
         metavar="N",
-        help="how many steps a run makes (default: the scale's own number)",
+        help="number of steps of a run (default: the scale's own)",
     )
     parser.add_argument(
         "--reduction",
         type=_reduction,
         metavar="R",
-        help="sum or mean: what the learning rates on mini-batches are of (default: the "
-        "scale's own; at the full scale the sum over the training set, which the paper's "
-        "boundary of stability fits)",
+        help="sum or mean: the reduction of the loss to which the learning rates on "
+        "mini-batches refer (default: the scale's own; at the full scale the sum over "
+        "the training set, which agrees with the paper's boundary of stability)",
     )
     parser.add_argument(
         "--task",
         type=_folder,
         metavar="FILE",
-        help="a Python file with a model and data of your own, for the experiments on "
-        "images that take any",
+        help="a Python file with your own model and data, for the experiments on images "
+        "that accept any task",
     )
     parser.add_argument(
         "--against",
@@ -354,7 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with what was interrupted, in the folder of the results",
+        help="continue an interrupted run in the folder of the results",
     )
     parser.add_argument(
         "--device", type=_device, metavar="DEVICE", help="cpu or gpu (default: jax's own)"
@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=_folder,
         metavar="DIR",
-        help="folder for the results, refused if it has those of other settings "
+        help="folder for the results, refused if it has results with other settings "
         "(default: results/NAME; for `all` and `report` results, with a folder each)",
     )
     return parser
@@ -430,8 +430,8 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def end(code: int) -> NoReturn:
-    """After an interruption without the interpreter's own end: XLA's threads may still be
-    computing, and crash when what they work on is taken apart."""
+    """Exit; after an interruption, without the interpreter's own cleanup. XLA's threads
+    may still be computing, and would crash when their buffers are freed."""
     if code != INTERRUPTED:
         sys.exit(code)
     sys.stdout.flush()
@@ -442,6 +442,6 @@ def end(code: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         code = main()
-    except KeyboardInterrupt:  # before the first line was read, or once more
+    except KeyboardInterrupt:  # before the arguments are parsed, or a second time
         code = INTERRUPTED
     end(code)

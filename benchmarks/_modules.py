@@ -1,5 +1,7 @@
-"""What can be run, and what it is, without importing it: `list` and `--help` are to be
-quick."""
+"""Names and summaries of everything that can be run.
+
+Nothing is imported for them, so that `list` and `--help` are fast.
+"""
 
 import ast
 import importlib.util
@@ -67,7 +69,7 @@ TABLES = {
     "costs": "benchmarks.speed.costs",
     "auto": "benchmarks.speed.auto",
 }
-"""Of `speed`: each module has `comparisons(quick)`."""
+"""The tables of `speed`: each module has `comparisons(quick)`."""
 
 
 def summary(module: str) -> str:

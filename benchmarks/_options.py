@@ -1,4 +1,4 @@
-"""What every benchmark is told on the command line."""
+"""The options of the command line, for every benchmark."""
 
 import dataclasses
 from pathlib import Path
@@ -15,16 +15,16 @@ class Options:
     seeds: int | None = None
     steps: int | None = None
     grid: tuple[float, ...] | None = None
-    """In place of the swept values of the scale."""
+    """Replaces the swept values of the scale."""
     data_dir: Path | None = None
-    """Of MNIST's and CIFAR-10's files."""
+    """The folder of the files of MNIST and CIFAR-10."""
     reduction: Literal["sum", "mean"] | None = None
-    """Of the loss on mini-batches, in place of the scale's own."""
+    """The reduction of the loss on mini-batches; replaces the scale's own."""
     task: Path | None = None
-    """A file with a task of the user's own, in place of the scale's data and network."""
+    """A file with the user's own task; replaces the scale's data and network."""
     resume: bool = False
     tables: tuple[str, ...] = ()
-    """Those of a benchmark that are wanted; none for all."""
+    """The tables of a benchmark to run; empty for all."""
 
     @property
     def quick(self) -> bool:
@@ -32,4 +32,4 @@ class Options:
 
 
 class Refusal(Exception):
-    """Says in one sentence why what was asked for cannot be done, and what can."""
+    """Says in one sentence why a request cannot be met, and what can be done instead."""

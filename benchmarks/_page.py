@@ -15,7 +15,7 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """To the heading of this text."""
+    """A link to the heading with this text."""
 
     text: str
 
@@ -26,7 +26,7 @@ class Outcome:
 
 
 Text = Sequence[str | Code | Link | Outcome]
-"""A newline in it is a line break."""
+"""Parts of a text; a newline is a line break."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Table:
 class Image:
     source: Path
     name: str
-    """In the report's own folder of figures."""
+    """The file's name in the report's own folder of figures."""
     alternative: str
     caption: str
 
@@ -73,7 +73,7 @@ def _markdown_block(block: Block) -> str:
         case Heading(level, text):
             return f"{'#' * level} {_escaped(text)}"
         case Paragraph(text):
-            # What would begin a list.
+            # Escape characters that would begin a list.
             return re.sub(r"^(\d*)([-+.)])(?=\s)", r"\1\\\2", _markdown_text(text))
         case Image(_, name, alternative, caption):
             image = f"![{_escaped(alternative)}](report/{name})"
@@ -105,13 +105,13 @@ def _markdown_text(text: Text) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For every dialect of Markdown: entities, where some know no backslash."""
+    """Escape for every dialect of Markdown: by entities where some have no backslash."""
     text = html.escape(text, quote=False).replace("$", "&#36;").replace("~", "&#126;")
     return re.sub(r"([\\`*_{}\[\]|]|(?<!&)#)", r"\\\1", text)
 
 
 def page(blocks: Sequence[Block], title: str) -> str:
-    """HTML that needs no other file."""
+    """The blocks as HTML that needs no other file."""
     body = "\n".join(map(_html_block, blocks))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,4 +1,4 @@
-"""Files of results: a folder that is sure to take them, and writes that are whole."""
+"""Files of results: a folder that is checked beforehand, and writes that are atomic."""
 
 import csv
 import dataclasses
@@ -21,7 +21,7 @@ from ._options import Refusal
 
 try:
     import fcntl
-except ImportError:  # on Windows, where nothing keeps two commands apart
+except ImportError:  # on Windows, where two commands are not kept apart
     fcntl = None
 
 PACKAGES = (
@@ -41,7 +41,7 @@ PACKAGES = (
 
 
 def claim_folder(folder: Path) -> None:
-    """Make the folder, and write to it: better refused now than after the work."""
+    """Create the folder and test a write, so that a refusal comes before the work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -60,9 +60,10 @@ def claim_folder(folder: Path) -> None:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """`Refusal` where another process is in the folder, which would mix their files.
+    """Lock the folder, or raise `Refusal` if another process uses it.
 
-    The system itself lets go of the lock when the process ends, in whatever way."""
+    The system releases the lock when the process ends, in whatever way.
+    """
     path = folder / ".lock"
     try:
         lock = _locked(path)
@@ -84,7 +85,7 @@ def _locked(path: Path) -> int:
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Not one that its last holder has deleted in between.
+            # Take only a lock whose file its last holder has not deleted meanwhile.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
@@ -95,7 +96,7 @@ def _locked(path: Path) -> int:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the file, then rename: whoever reads it finds the old or the new."""
+    """Write a temporary file, then rename it: readers find the old one or the new."""
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         write(part)
@@ -110,12 +111,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """One line a dataclass, its fields the columns; `None` is an empty cell."""
+    """Write one line for each dataclass, with its fields as columns; `None` is empty."""
     write_table(path, [dataclasses.asdict(row) for row in rows])
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """One line a row; the columns are those of any row, and what one lacks is empty."""
+    """Write one line for each row; columns that a row lacks are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def write(part: Path) -> None:
@@ -128,7 +129,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """What `settings.json` says; `None` where there is none."""
+    """The content of `settings.json`; `None` if there is no such file."""
     path = folder / "settings.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -145,15 +146,15 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Raises `PackageNotFoundError` where one is not installed."""
+    """Versions of Python and the packages; `PackageNotFoundError` if one is missing."""
     return {"python": platform.python_version()} | {
         package: version(package) for package in PACKAGES
     }
 
 
 def commit() -> str:
-    """Of the code that runs, if it is in a repository; empty otherwise. Changes that are
-    not committed are said."""
+    """The commit of the running code, with a note if there are uncommitted changes; empty
+    outside a repository."""
     here = Path(__file__).parents[1]
     head = git(here, "rev-parse", "HEAD")
     changed = git(here, "status", "--porcelain", "--", "gnlin", "benchmarks")
@@ -161,7 +162,7 @@ def commit() -> str:
 
 
 def git(folder: Path, *words: str) -> str:
-    """What it prints; empty where there is no git, no repository, or nothing to say."""
+    """The output of git; empty if there is no git, no repository, or no output."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True
@@ -172,10 +173,10 @@ def git(folder: Path, *words: str) -> str:
 
 
 def circumstances() -> dict[str, Any]:
-    """What the numbers may depend on besides the settings."""
-    import jax  # not above: `list` and `--help` are to be quick
+    """Everything besides the settings that may affect the numbers."""
+    import jax  # not above, so that `list` and `--help` are fast
 
-    (device,) = jax.numpy.zeros(()).devices()  # by --device not always jax's first
+    (device,) = jax.numpy.zeros(()).devices()  # --device may choose another
     return {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

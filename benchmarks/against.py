@@ -1,4 +1,4 @@
-"""Two reports beside each other: the verdicts that differ, and where estimates moved."""
+"""Compare two reports: verdicts that differ, and estimates that moved."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from ._options import Refusal
 
 
 Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""By experiment and claim, as in `report.json`."""
+"""Verdicts by experiment and claim, as in `report.json`."""
 
 
 def compare(folder: Path, other: Path) -> None:
-    """Print what the report of a folder says otherwise than another one."""
+    """Print the verdicts in which the report of a folder differs from another report."""
     now, then = _read(folder / "report.json"), _read(other)
     lines, num_alike = [], 0
     for name in dict.fromkeys([*then, *now]):
@@ -45,7 +45,7 @@ def _read(path: Path) -> Verdicts:
 
 
 def _overlap(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Of the intervals; one that is not known overlaps with any."""
+    """Whether the intervals overlap; an unknown interval overlaps with any."""
     ends = old["low"], old["high"], new["low"], new["high"]
     if any(end is None for end in ends):
         return True

@@ -1,8 +1,8 @@
-"""What an experiment is made of, and how its runs are made, kept, judged and drawn.
+"""The parts of an experiment, and how its runs are made, kept, judged and drawn.
 
 An experiment is a grid of points, such as the periods K, and its settings at each scale.
-All runs at one point, one a seed, are made together, and written to a file of their own
-as soon as they are there: an interrupted experiment goes on after the last one.
+All runs at one point, one for each seed, are made together and written to one file as
+soon as they are finished: an interrupted experiment continues after the last one.
 """
 
 import dataclasses
@@ -30,16 +30,16 @@ from .verdicts import print_verdicts, Verdict
 
 
 Point = Mapping[str, Any]
-"""What tells the runs at one place of the grid from the others."""
+"""The values that distinguish one place of the grid from the others."""
 
 Columns = Mapping[str, Shaped[ndarray, "seeds ..."]]
-"""By name, with axes over seeds and then over looks; what has one axis is the same at
-all looks, and what has more than two is for the figures alone."""
+"""Arrays by name, with axes over seeds and then over looks. A column with one axis is the
+same at all looks; one with more than two is for the figures only."""
 
 CIRCUMSTANCES = "device", "x64", "versions"
-"""Runs made in others are not mixed."""
+"""Runs that differ in these are not mixed."""
 
-# What a damaged archive may raise on being read.
+# Exceptions that reading a damaged archive may raise.
 _DAMAGED = (
     OSError,
     ValueError,
@@ -53,7 +53,7 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """At one point, of all seeds."""
+    """The runs of all seeds at one point."""
 
     point: Point
     columns: Columns
@@ -69,7 +69,7 @@ class Runs:
         return self.columns[name][:, -1]
 
     def rows(self) -> list[dict[str, Any]]:
-        """For a table: one a seed and look."""
+        """Rows for a table, one for each seed and look."""
         table = {k: v[:, None] if v.ndim == 1 else v for k, v in self.columns.items()}
         table = {k: v for k, v in table.items() if v.ndim == 2}
         shape = np.broadcast_shapes(*(v.shape for v in table.values()))
@@ -83,7 +83,7 @@ class Runs:
 
 
 def select(all_runs: Sequence[Runs], **at: Any) -> list[Runs]:
-    """Those at the points that have these values."""
+    """The runs at the points that have these values."""
     return [
         runs
         for runs in all_runs
@@ -97,27 +97,27 @@ def only(all_runs: Sequence[Runs], **at: Any) -> Runs:
 
 
 class Made(NamedTuple):
-    """Runs, and what was needed for them."""
+    """Runs, with the time and the code that made them."""
 
     runs: Runs
     seconds: float
     commit: str
-    """Of the code that made them."""
+    """The commit of the code that made the runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where runs find data, and leave what they need to go on after an interruption."""
+    """Where runs find data, and where they store their state for a later continuation."""
 
     data_dir: Path | None = None
     checkpoints: Path | None = None
-    """`None` for runs too short to be worth one."""
+    """`None` for runs too short for a checkpoint."""
     resume: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all experiments have; each adds its own."""
+    """The settings that all experiments have; each adds its own."""
 
     seeds: int
 
@@ -127,8 +127,8 @@ S = TypeVar("S", bound=Settings)
 
 @dataclasses.dataclass(frozen=True)
 class Experiment(Generic[S]):
-    """The parts. `draw` writes its figures into a folder, and returns a caption for each
-    by the name of its file without an ending."""
+    """The parts of an experiment. `draw` writes its figures into a folder, and returns a
+    caption for each by the file's name without its ending."""
 
     quick: S
     embedded: S
@@ -138,22 +138,24 @@ class Experiment(Generic[S]):
     judge: Callable[[S, Sequence[Runs]], list[Verdict]]
     draw: Callable[[S, Sequence[Runs], Path], Mapping[str, str]]
     paper: str
-    """What the paper found, and with which settings: a sentence or two."""
+    """The paper's result and its settings, in a sentence or two."""
     grid: str
-    """The setting that `--grid` replaces; empty where there is none."""
+    """The setting that `--grid` replaces; empty if there is none."""
     steps: str = "num_steps"
-    """The setting that `--steps` replaces; empty where there is none."""
+    """The setting that `--steps` replaces; empty if there is none."""
     bounds: tuple[float, float] = (1e-12, 1e12)
-    """Of what `--grid` may hold: beyond them no figure can be drawn, or no run ends."""
+    """Bounds of the values of `--grid`: beyond them no figure can be drawn, or a run does
+    not end."""
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
-    """Of each seed: more where a point holds a grid of its own."""
+    """Number of runs of each seed at a point: more than one if the point has its own
+    grid."""
     any_task: bool = False
     """Whether `--task` can replace data and network."""
     runs_of: str | None = None
     """Another experiment with the same settings and runs."""
 
     def settings(self, options: Options) -> S:
-        """Of the scale, with what the options change."""
+        """The settings of the scale, with the changes of the options."""
         settings: S = getattr(self, options.scale)
         changes: dict[str, Any] = {}
         if options.task is not None:
@@ -209,7 +211,8 @@ class Experiment(Generic[S]):
 
 
 class Folder:
-    """Of one experiment: its settings, its runs so far, and in the end its results."""
+    """The folder of one experiment: its settings, its runs so far, and finally its
+    results."""
 
     def __init__(self, path: Path, name: str, settings: Settings, options: Options):
         self.path = path
@@ -226,8 +229,8 @@ class Folder:
         self._compare(options.resume)
 
     def _begin(self) -> None:
-        """Before the first run that is kept: what there was is deleted no earlier than it
-        can be replaced."""
+        """Prepare the folder before the first run is written. Old runs are deleted only
+        now, when they can be replaced."""
         if self._begun:
             return
         if not self._resume:
@@ -237,7 +240,8 @@ class Folder:
         self._begun = True
 
     def checkpoints(self, point: Point) -> Path:
-        """For the runs at a point, until they are finished."""
+        """The folder of the checkpoints of the runs at a point, until they are
+        finished."""
         path = self.path / "checkpoints" / _name(point)
         if not self._resume:
             shutil.rmtree(path, ignore_errors=True)
@@ -275,8 +279,8 @@ class Folder:
         return _load(self.path / "runs", point, self._stamp(self.name))
 
     def borrow(self, other: str, point: Point) -> Made | None:
-        """From another experiment's folder beside this one, if its settings are the
-        same, and what made them."""
+        """Take the runs from another experiment's folder beside this one, if its settings
+        are the same, together with their origin."""
         folder = self.path.parent / other
         settings = _results.read_settings(folder)
         mine = {"settings": self.described["settings"]} | {
@@ -287,7 +291,8 @@ class Folder:
         return _load(folder / "runs", point, self._stamp(other))
 
     def _stamp(self, name: str) -> str:
-        """In each file of runs, what they were made with, however it came here."""
+        """The circumstances in which runs were made, stored in each file of runs,
+        wherever it came from."""
         circumstances = [self.circumstances[key] for key in CIRCUMSTANCES]
         made_with = [name, self.described["settings"], circumstances]
         return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
@@ -309,7 +314,7 @@ class Folder:
 
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
-    """Make the runs that are not there, and write table, verdicts, figures, settings."""
+    """Make the missing runs, and write table, verdicts, figures and settings."""
     _results.claim_folder(options.out)
     with _results.alone_in(options.out):
         return _run(name, experiment, options)
@@ -321,7 +326,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     points = experiment.points(settings)
     folder = Folder(options.out, name, settings, options)
     made, borrowed, commit = [], 0, _results.commit()
-    # LAPACK's threads and XLA's wait for each other on matrices as small as these.
+    # On matrices as small as these, LAPACK's threads and XLA's wait for each other.
     threads = None if options.scale == "full" else 1
     with threadpool_limits(threads, user_api="blas"):
         for point in track(points, name, console=console):
@@ -379,7 +384,7 @@ def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
 
 
 def _load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
-    """`Refusal` for runs with another stamp than this."""
+    """Load runs; raises `Refusal` if their stamp differs from this one."""
     path = _path(folder, point)
     if not path.exists():
         return None
@@ -416,7 +421,7 @@ def _name(point: Point) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """The value as it comes back from JSON."""
     if isinstance(value, Mapping):
         return {key: plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -427,7 +432,7 @@ def plain(value: Any) -> Any:
 
 
 def difference(old: Any, new: Any, key: str) -> str:
-    """Where two of them first differ, in a few words."""
+    """The first difference between two values, in a few words."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for each in sorted({*old, *new}):
             if old.get(each) != new.get(each):

@@ -1,4 +1,5 @@
-"""One style for all figures: colours that the colour-blind tell apart, legible fonts."""
+"""One style for all figures, with legible fonts and colours that the colour-blind can
+distinguish."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,14 +33,14 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.5,
     "legend.frameon": False,
-    "pdf.fonttype": 42,  # letters, not curves, so that text in a PDF can be found
+    "pdf.fonttype": 42,  # letters, so that text in a PDF can be searched
 }
 
 
 @contextmanager
 def figure(path: Path, width: float = 10.0, height: float = 6.0) -> Iterator[Figure]:
-    """A figure in the common style (inches, at 150 dots each), saved on leaving: as PNG,
-    and beside it as PDF, in vectors for print.
+    """A figure in the common style (inches, at 150 dots each), saved on exit as PNG and
+    as vector PDF.
 
     It belongs to no window system, and needs none.
     """
@@ -61,8 +62,7 @@ def band(
     label: str | None = None,
     look: str = "-",
 ) -> None:
-    """The mean over the seeds as a line, and their range as a band; of those that are
-    known, where some are NaN."""
+    """Draw the mean over the seeds as a line and their range as a band, ignoring NaN."""
     known = np.isfinite(values).any(axis=0)
     x, values = np.asarray(x)[known], values[:, known]
     axes.plot(x, np.nanmean(values, axis=0), look, color=colour, label=label)
@@ -76,7 +76,7 @@ def field(
     axes: Sequence[tuple[float, float]],
     **look: Any,
 ) -> Any:
-    """Draws values on a square grid in two coordinates, with these ends, as colours.
+    """Draw values on a square grid in two coordinates, with these ends, as colours.
     Returns the image, for a colour bar."""
     side = round(len(values) ** 0.5)
     (left, right), (bottom, top) = axes
@@ -91,5 +91,6 @@ def field(
 
 
 def shades(number: int) -> Any:
-    """As many colours, from dark to light, for an ordered quantity such as K."""
+    """The given number of colours, from dark to light, for an ordered quantity such as
+    K."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number))

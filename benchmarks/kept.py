@@ -1,7 +1,7 @@
-"""Results that stand: in the repository, with the page that is made of them.
+"""Results that are kept in the repository, with the page made from them.
 
-Of each experiment its settings with the commit that made the runs, its verdicts, and its
-table; the figures are beside the page.
+For each experiment these are the settings with the commit that made the runs, the
+verdicts, and the table; the figures are beside the page.
 """
 
 import gzip
@@ -21,7 +21,7 @@ PAGE = Path("docs")
 
 
 def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
-    """Those of them that are finished, in place of what was kept of them."""
+    """Copy the finished results into the repository, replacing the old ones."""
     for name in names:
         settings = read_settings(results / name)
         if settings is not None and settings["finished"]:

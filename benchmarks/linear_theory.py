@@ -1,18 +1,19 @@
-r"""What theory says of a network whose linearisation stays: the squared bias and the
+r"""Theory of a network whose linearisation stays constant: the squared bias and the
 variance of learning the targets by it, and its effective dimension.
 
-From outputs $f_0$ a filter $g$ (`gnlin.filters`) of the kernel
-$\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ goes to $f_0 - A g(w) U^\top r$ on test
+Starting at outputs $f_0$, a filter $g$ (`gnlin.filters`) of the kernel
+$\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ gives $f_0 - A g(w) U^\top r$ on test
 inputs, with $A = \phi_t\phi^\top U$ and the training targets' residual $r = f_0 - y$. The
-truth is the test targets; independent noise on those of training makes the variance.
+test targets are the truth; independent noise on the training targets gives the variance.
 
-Gradient flow for the time $1/\lambda$ and ridge regression with $\lambda$: of each
-eigencomponent flow leaves less of the truth, $e^{-x} \le 1/(1 + x)$ with $x = w/\lambda$,
-and passes on at most 1.2985 times of the noise, $1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its
-risk is thus at most 1.6862 times that of ridge, on the training inputs for any truth, and
-on others on average over truths without a preferred direction. After T solutions, each
-from where the last one ended, they are nearer: what they leave, $e^{-Tx}$ and
-$(1 + x)^{-T}$, differs by about $0.27/T$ at most.
+Compare gradient flow for the time $1/\lambda$ with ridge regression with $\lambda$. In
+each eigencomponent, with $x = w/\lambda$, flow leaves a smaller part of the truth,
+$e^{-x} \le 1/(1 + x)$, and passes on at most 1.2985 times the noise,
+$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times that of ridge:
+on the training inputs for any truth, and on other inputs on average over truths without a
+preferred direction. After T solutions, each starting at the end of the last one, the two
+are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ by at most about
+$0.27/T$.
 
 ??? cite "Reference"
 
@@ -32,7 +33,8 @@ Data = tuple[Float[Array, "n ..."], Float[Array, "n c"]]
 
 
 class Repeated(gnlin.filters.AbstractFilter):
-    """Ridge regression so many times, each of what the last one left."""
+    """Ridge regression repeated this many times, each time on the remainder of the
+    last."""
 
     damping: ScalarLike
     times: int
@@ -45,14 +47,14 @@ class Repeated(gnlin.filters.AbstractFilter):
 
 
 class LinearProblem(eqx.Module):
-    """A linearised network, its training and its test data."""
+    """A linearised network with its training and test data."""
 
     spectrum: gnlin.Spectrum
-    """Of the kernel, and the training residual in it."""
+    """The spectrum of the kernel, with the training residual."""
     test_residual: Float[Array, " t"]
-    """The outputs to begin with, less the targets."""
+    """The initial outputs minus the targets."""
     test_features: Float[Array, "t k"]
-    """A: what a step along each eigenvector does to the outputs."""
+    """A: the change of the outputs by a step along each eigenvector."""
 
     def squared_bias(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
         """The mean over test outputs, without noise."""
@@ -60,7 +62,7 @@ class LinearProblem(eqx.Module):
         return jnp.mean((self.test_residual - self.test_features @ solved) ** 2)
 
     def variance(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, for each unit of the noise's variance."""
+        """The mean over test outputs, for noise of unit variance."""
         passed_on = self.test_features * filter(self.spectrum.eigenvalues)[None]
         return jnp.mean(jnp.sum(passed_on**2, axis=1))
 
@@ -68,7 +70,7 @@ class LinearProblem(eqx.Module):
 def linear_problem(
     model: PyTree, initial: PyTree, train: Data, test: Data
 ) -> LinearProblem:
-    """With the kernel of one network, and from the outputs of another."""
+    """The linear problem with the kernel of one network and the outputs of another."""
     (x, y), (test_x, test_y) = train, test
     here, there = (
         gnlin.features.linearise_model(model, inputs) for inputs in (x, test_x)
@@ -84,7 +86,7 @@ def linear_problem(
 def ridge_and_flow(
     problem: LinearProblem, damping: ScalarLike, times: int
 ) -> dict[str, Scalar]:
-    """At matched strength, once; and by ridge repeated."""
+    """Both at matched strength, once; and ridge regression repeated."""
     ridge = gnlin.filters.Tikhonov(damping)
     flow = gnlin.filters.GradientFlow(1 / jnp.asarray(damping))
     return {

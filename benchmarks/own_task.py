@@ -22,7 +22,7 @@ class OwnTask(NamedTuple):
     data: Callable[[int], Any]
     settings: Mapping[str, Any]
     digest: str
-    """Of the file, so that runs of another version are not mixed with its own."""
+    """Digest of the file, so that runs of another version are not mixed with these."""
 
 
 @functools.lru_cache

@@ -1,4 +1,4 @@
-"""What a layer knows: the accuracy of a linear classifier of its activations."""
+"""Linear probes: the accuracy of a linear classifier of a layer's activations."""
 
 import equinox as eqx
 import jax

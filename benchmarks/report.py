@@ -1,6 +1,6 @@
-"""One page of what the experiments have found: as Markdown, and as HTML in one file.
+"""One page of the experiments' results: as Markdown, and as HTML in one file.
 
-Both are written from the same blocks, and are the same for the same results.
+Both are written from the same blocks, and are identical for identical results.
 """
 
 import csv
@@ -53,12 +53,12 @@ OUTCOMES: dict[str, str] = {
     NOT_TESTED: "untested",
 }
 SCALES = {"quick": ["--quick"], "full": ["--scale", "full"]}
-"""As they are said on the command line."""
+"""Options of the command line for each scale."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """In the folder of a finished experiment."""
+    """The content of a finished experiment's folder."""
 
     name: str
     folder: Path
@@ -72,18 +72,18 @@ class Found:
     command: str
     date: str
     commits: Sequence[str]
-    """Of the code that made the runs; none where they are not known."""
+    """Commits of the code that made the runs; empty if they are unknown."""
     older: bool
-    """Whether the solvers have changed since."""
+    """Whether the solvers have changed since the runs."""
     circumstances: Mapping[str, str]
     verdicts: Sequence[Verdict]
     after_holm: Sequence[Judged] = ()
-    """The outcome of each verdict among those of all experiments."""
+    """The outcome of each verdict after Holm's correction over all experiments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lacking:
-    """An experiment without results, and what makes them."""
+    """An experiment without results, and the command that makes them."""
 
     name: str
     state: Literal["not run", "unfinished", "unreadable"]
@@ -91,8 +91,8 @@ class Lacking:
 
 
 def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
-    """`report.md` with its figures in `report/`, and `report.html`; or, for results that
-    are kept without their figures, the former alone beside these."""
+    """Write `report.md` with its figures in `report/`, and `report.html`. For results
+    that are kept without their figures, write only the former."""
     kept = page is not None
     results = [_result(folder, name, kept) for name in names]
     if not any((folder / name / "settings.json").exists() for name in names):
@@ -126,7 +126,7 @@ def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
 
 
 def _corrected(results: Sequence[Found | Lacking]) -> list[Found | Lacking]:
-    """With the outcomes after Holm's correction over the verdicts of all."""
+    """Add the outcomes after Holm's correction over the verdicts of all experiments."""
     found = [result for result in results if isinstance(result, Found)]
     outcomes = iter(after_holm([v for result in found for v in result.verdicts]))
     return [
@@ -138,7 +138,7 @@ def _corrected(results: Sequence[Found | Lacking]) -> list[Found | Lacking]:
 
 
 def _as_json(results: Sequence[Found | Lacking]) -> dict[str, Any]:
-    """By experiment and claim, what `--against` compares."""
+    """Verdicts by experiment and claim, for `--against`."""
     return {
         result.name: {
             v.claim: {
@@ -198,8 +198,8 @@ def _found(folder: Path, content: Mapping[str, Any]) -> Found:
 
 
 def _is_older(content: Mapping[str, Any]) -> bool:
-    """Whether `gnlin` has changed since, as far as the repository can tell: since the
-    oldest commit, or since the day of results that name none."""
+    """Whether `gnlin` has changed since the oldest commit, or since the day of results
+    without commits, as far as the repository shows."""
     here = Path(__file__).parents[1]
     since = [[f"{word.split()[0]}..HEAD"] for word in content.get("commits", []) if word]
     since = since or [[f"--since={str(content['date'])[:10]}T23:59:59", "HEAD"]]
@@ -236,7 +236,8 @@ def _line(text: str) -> str:
 
 
 def _command(name: str, command: str) -> list[str]:
-    """What makes the results again, without the folders of the machine where it ran."""
+    """The command that makes the results again, without the folders of the machine where
+    it ran."""
     words, given = [], iter(shlex.split(command))
     for word in given:
         option, equals, _ = word.partition("=")
@@ -262,7 +263,8 @@ def _circumstances(content: Mapping[str, Any]) -> dict[str, str]:
 def _page(
     folder: Path, results: Sequence[Found | Lacking], images: Path, kept: bool
 ) -> list[Block]:
-    """`images`: where those are that are not in the folders of their experiments."""
+    """`images`: the folder of the images that are not in the folders of their
+    experiments."""
     found = [result for result in results if isinstance(result, Found)]
     groups = _groups(found)
     blocks: list[Block] = [
@@ -381,7 +383,7 @@ def _totals(results: Sequence[Found | Lacking], found: Sequence[Found]) -> str:
 
 
 def _groups(found: Sequence[Found]) -> list[list[Found]]:
-    """Those in the same circumstances, the largest group first."""
+    """Groups of experiments in the same circumstances, the largest group first."""
     groups: dict[str, list[Found]] = {}
     for result in found:
         key = json.dumps(result.circumstances, sort_keys=True)
@@ -432,7 +434,7 @@ def _head(name: str) -> list[Block]:
 
 
 def _of(result: Found, usual: Found, images: Path) -> list[Block]:
-    """Said of it is where it differs from the usual one."""
+    """A note on the experiment if it differs from the usual one."""
     blocks = _head(result.name)
     if result.paper:
         blocks.append(Paragraph([f"The paper: {result.paper}"]))
@@ -469,7 +471,7 @@ def _made_by(result: Found) -> list[str]:
 
 
 def picture(name: str, stem: str) -> str:
-    """On the page, of a figure of an experiment."""
+    """Name of an experiment's figure on the page."""
     own = name.replace("-", "_")
     return f"{stem}.png" if stem.startswith(own) else f"{own}_{stem}.png"
 

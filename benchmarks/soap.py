@@ -1,10 +1,10 @@
 r"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner.
 
-Of each matrix of parameters with gradients $G$ it gathers $L = \overline{GG^\top}$ and
-$R = \overline{G^\top G}$, and runs Adam on $Q_L^\top G Q_R$, where $Q_L$ and $Q_R$ are
-their eigenvectors: at first exact, and after every so many steps brought up to date by a
-step of power iteration. The first gradient is for the eigenvectors alone, as in its
-authors' program. Vectors are left to Adam. optax does not have it.
+For each matrix of parameters with gradients $G$, SOAP averages $L = \overline{GG^\top}$
+and $R = \overline{G^\top G}$, and runs Adam on $Q_L^\top G Q_R$, where $Q_L$ and $Q_R$
+are their eigenvectors. These are exact at first, and are updated at a fixed frequency by
+a step of power iteration. The first gradient is used for the eigenvectors only, as in
+the authors' program. Vectors are left to Adam. optax does not provide SOAP.
 
 ??? cite "Reference"
 
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, ScalarLike
 
 
 class _Basis(NamedTuple):
-    """Of the gradients of a matrix."""
+    """Eigenvectors of the averaged products of a matrix's gradients."""
 
     left: Float[Array, "m m"]
     right: Float[Array, "n n"]
@@ -52,7 +52,7 @@ class _Basis(NamedTuple):
 
 class _Moments(NamedTuple):
     mean: Array
-    square: Array  # of the gradient in its basis
+    square: Array  # moments of the gradient in its basis
     basis: _Basis | None  # None for a vector
 
 
@@ -68,8 +68,8 @@ def soap(
     eps: float = 1e-8,
     frequency: int = 10,
 ) -> optax.GradientTransformation:
-    """By default with its authors' numbers, but for the decay of weights, of which there
-    is none. `frequency`: steps from one update of the eigenvectors to the next."""
+    """SOAP with its authors' defaults, except that there is no weight decay. `frequency`:
+    steps from one update of the eigenvectors to the next."""
 
     def start(x: Array) -> _Moments:
         basis = None
@@ -123,8 +123,8 @@ def soap(
 
 
 def on_matrices(optimiser: optax.GradientTransformation) -> optax.GradientTransformation:
-    """For optimisers that treat matrices in a way of their own: the kernel of a
-    convolution is one, with a row an output channel; what has one column is a vector."""
+    """Wrap an optimiser that treats matrices specially. The kernel of a convolution is a
+    matrix with one row for each output channel; an array with one column is a vector."""
 
     def flat(tree):
         def of_one(x):

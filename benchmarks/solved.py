@@ -1,7 +1,9 @@
-"""Linearised problems, solved: a network linearised at a model, and its loss minimised.
+"""Linearised problems, solved: a network is linearised at a model, and its loss
+minimised.
 
-By L-BFGS, until no entry of the gradient of the mean loss is larger than a tolerance. On
-classes that a hyperplane separates there is no minimum, but what is learnt has settled.
+L-BFGS runs until no entry of the gradient of the mean loss exceeds a tolerance. For
+classes that a hyperplane separates there is no minimum, but the learned function has
+settled by then.
 """
 
 from collections.abc import Sequence
@@ -42,7 +44,7 @@ MOST_STEPS = 5_000
 
 class Solved(NamedTuple):
     moved: Float[ndarray, " p"]
-    """From the parameters of the linearisation, raveled."""
+    """The displacement from the parameters of the linearisation, as one vector."""
     num_steps: int
     loss: float
     residual: float
@@ -55,7 +57,8 @@ def solve(
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
 ) -> Solved:
-    """The problem of a network linearised at a model: its mean cross-entropy."""
+    """Solve the linearised problem of a network at a model: minimise its mean
+    cross-entropy."""
     size = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0].size
     found = minimize(
         lambda moved: tuple(map(np.asarray, _loss_and_gradient(moved, model, data))),
@@ -74,7 +77,8 @@ def solve(
 
 
 def train_endlessly(settings: Images, place: Place) -> Columns:
-    """Of all seeds, at one look. `finished` says whether the tolerance was reached."""
+    """Train all seeds with K = infinity, at one look. `finished` says whether the
+    tolerance was reached."""
     make_model = model_of(settings)
     runs = [
         _first(make_model(jax.random.key(seed)), load(settings, place, seed))
@@ -84,7 +88,7 @@ def train_endlessly(settings: Images, place: Place) -> Columns:
 
 
 def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The linearised network's test accuracies; NaN where the problem is not solved."""
+    """The linearised network's test accuracies; NaN if the problem is not solved."""
     finished = runs.final("finished") > 0
     return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
 
@@ -117,12 +121,13 @@ def train_solving(
     until_trained: bool = False,
     most_steps: int = MOST_STEPS,
 ) -> Columns:
-    """Of all seeds, at each feature update, until nothing is left to be solved, or the
-    network is trained; the last look then stays.
+    """Train all seeds by one solved problem after another, with a look at each feature
+    update, until there is nothing left to solve or the network is trained; the last look
+    then stays.
 
-    `trained` says whether its mean training loss is no larger than `TRAINED_LOSS`,
-    `unsolved` counts the problems so far that were not solved to the tolerance, and
-    `gradient` is the largest residual that was left of any.
+    `trained` says whether its mean training loss is at most `TRAINED_LOSS`, `unsolved`
+    counts the problems so far that were not solved to the tolerance, and `gradient` is
+    the largest residual of any problem.
     """
     make_model = model_of(settings)
     runs = [
@@ -180,7 +185,7 @@ def _one_after_the_other(
 
 
 def described(all_runs: Sequence[Runs], tolerances: Sequence[float]) -> str:
-    """How far these problems were solved, for a caption."""
+    """The accuracy to which these problems were solved, for a caption."""
     left = [f"{runs.final('gradient').max():.1e}" for runs in all_runs]
     problems = sum(int(runs.final("feature_updates").sum()) for runs in all_runs)
     unsolved = sum(int(runs.final("unsolved").sum()) for runs in all_runs)
@@ -199,7 +204,7 @@ def moved_by(moved, model: PyTree) -> PyTree:
 
 
 #
-# What is compiled once, for any model and any part of the data
+# Functions compiled once for any model and any part of the data
 #
 
 
@@ -229,8 +234,9 @@ def _accuracy_linearised(moved, model: PyTree, data: Labelled) -> Array:
 
 @eqx.filter_jit
 def damped(there: PyTree, model: PyTree, data: Labelled, damping) -> tuple[Array, Array]:
-    """The mean loss of the network linearised at a model, with `damping` times the
-    squared distance from it, at other parameters; and its gradient's largest entry."""
+    """The mean loss, at other parameters, of the network linearised at a model, plus
+    `damping` times the squared distance from the model; and the largest entry of its
+    gradient."""
     flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
 
     def value(moved):

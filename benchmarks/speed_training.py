@@ -1,9 +1,9 @@
 """Training steps with cross-entropy beside plain SGD and literal steps.
 
-What one mini-batch step of gnlin takes, in time and in memory, in units of the SGD step
-of the same network on the same batch; what K inner steps take with the kernel, in units
-of the same steps on the parameters; and what `gnlin.fit` adds to a compiled step. Single
-precision.
+This benchmark measures three costs in single precision: a mini-batch step of gnlin, in
+time and in memory, relative to the SGD step of the same network on the same batch; K
+inner steps with the kernel, relative to the same steps on the parameters; and the time
+that `gnlin.fit` adds.
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ class Figure:
     required: str
     measured: float
     met: bool | None
-    """`None` where nothing is required."""
+    """`None` if nothing is required."""
     seconds: float
-    """Of gnlin: a step, or K of them."""
+    """Seconds of a step of gnlin, or of K steps."""
     reference_seconds: float
     note: str = ""
 
@@ -76,7 +76,7 @@ def run(options: Options) -> None:
 
 
 def inner_step(channels: int, num_rounds: int) -> list[Figure]:
-    """Of iterative linearisation across batches: one forward, one tangent and one
+    """A step of iterative linearisation across batches: one forward, one tangent and one
     transposed pass, where SGD has no tangent."""
     network = _lenet(channels, NUM_STREAMED)
     sgd = network.sgd_step()
@@ -97,7 +97,7 @@ def inner_step(channels: int, num_rounds: int) -> list[Figure]:
 
 
 def damped_step(channels: int, num_rounds: int) -> Figure:
-    """Of damped Gauss-Newton: a per-example Jacobian and a kernel."""
+    """A step of damped Gauss-Newton: a per-example Jacobian and a kernel."""
     network = _lenet(channels, NUM_CURVED)
     sgd = network.sgd_step()
     step = network.stream_step(gnlin.DampedGaussNewton(1.0, search=None))
@@ -113,9 +113,9 @@ def damped_step(channels: int, num_rounds: int) -> Figure:
 
 
 def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
-    """K inner steps in the outputs, the kernel's making included, against the same on
-    the parameters: in a compiled loop like theirs, and with a call for each step, because
-    on a CPU convolutions are slower inside a loop."""
+    """K inner steps in the outputs, including the kernel, against the same steps on the
+    parameters: in a compiled loop, and with a call for each step, since on a CPU
+    convolutions are slower inside a loop."""
     (images, labels), _ = digits.classification(flat=False)
     inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
     targets = jnp.asarray(labels[:NUM_KERNEL])
@@ -165,8 +165,8 @@ def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
 
 
 def flow(period: int) -> Figure:
-    """Very many very small steps as gradient flow for their time, against those steps
-    taken one by one in the outputs."""
+    """Gradient flow in place of a large number of small steps, against those steps taken
+    one by one in the outputs."""
     (images, labels), _ = digits.classification(flat=False)
     inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
     targets = jnp.asarray(labels[:NUM_KERNEL])
@@ -199,7 +199,8 @@ def flow(period: int) -> Figure:
 
 
 def fit_overhead(num_steps: int, num_rounds: int) -> Figure:
-    """What a step of `gnlin.fit` takes beyond the compiled step, in milliseconds."""
+    """The time that a step of `gnlin.fit` takes beyond the compiled step, in
+    milliseconds."""
     (inputs, targets), _ = digits.classification()
     inputs = jnp.asarray(inputs, jnp.float32)
     targets = jnp.asarray(targets)
@@ -231,7 +232,7 @@ def fit_overhead(num_steps: int, num_rounds: int) -> Figure:
     called(2)
     totals, bare = [], []
     for _ in range(num_rounds):
-        # What is the same for any number of steps cancels.
+        # Costs that do not depend on the number of steps cancel.
         totals.append((fitted(2 * num_steps) - fitted(num_steps)) / num_steps)
         bare.append(called(num_steps) / num_steps)
     extra = statistics.median(a - b for a, b in zip(totals, bare, strict=True))
@@ -325,10 +326,10 @@ def _compiled(step: Callable, *args) -> _Step:
 
 
 def _alternate(step: _Step, reference: _Step, num_rounds: int) -> tuple[float, float]:
-    """Seconds of both, the reference's scaled so that their ratio is the median one.
+    """Seconds of both; the reference's are scaled so that their ratio is the median one.
 
-    Each is run once more just before it is timed: what has held a gigabyte leaves caches
-    and pages behind that the other would pay for.
+    Each is run once more just before it is timed, since a program that has held a
+    gigabyte leaves caches and pages behind, at the other's cost.
     """
     pairs = []
     for _ in range(num_rounds):

@@ -1,4 +1,4 @@
-"""What each claim must show to be confirmed, and why so much.
+"""The thresholds of all claims, with their reasons.
 
 Set on the date below: after the runs of 2026-11-21, an audit of them, and trials of two
 to eight seeds of `lambda-sweep` and `provable-features`; before the runs that they judge.
@@ -39,18 +39,21 @@ def within(size: float, reason: str) -> Threshold:
 
 
 MOST_LEFT_OUT = 0.25
-"""Of the seeds; with more of them unfinished or untold, a mean is of a selection."""
+"""A share of the seeds; with more of them unfinished or without a value, the mean would
+be over a selection."""
 MOST_UNFINISHED = 0.5
-"""Of the runs at a point: with more even the median is not of a trained network."""
+"""A share of the runs at a point; with more, even the median is not of a trained
+network."""
 CEILING = 0.98
-"""An accuracy, or a probe's, above which a difference can no longer be told: nine of 450
-test images are wrong, and the noise of one run is three."""
+"""An accuracy, or a probe's, above which no difference is visible: nine of 450 test
+images are wrong, and the noise of one run is three."""
 PART_OF_GUESSING = 0.05
-"""A network is trained once its training loss is at most this part of the least loss of
-outputs that are the same for all examples. So it is for any task: of ten digits by
-cross-entropy it is 0.115, and for squared error it explains 95 % of the variance."""
+"""A network is trained once its training loss is at most this part of the least loss
+of outputs that are the same for all examples. The rule holds for any task: for ten
+digits by cross-entropy the bound is 0.115, and for squared error 95 % of the variance
+is explained."""
 TRAINED_LOSS = 0.01
-"""The mean cross-entropy at which runs that are compared at one training loss end: the
+"""The mean cross-entropy at which runs that are compared at equal training loss end: the
 classes of the training images have a probability of 99 %."""
 SHORT = 0.1
 """A period up to this share of the steps that train the network with K = 1 is short. The
@@ -100,7 +103,7 @@ SAME_LOSS = within(1e-3, "a thousandth: what two solvers leave to each other")
 SAME_BEST = within(0.05, "less than a factor of two over six decades of lambda")
 HALF_AGREES = Threshold("more than half of what is tested", above=0.5)
 MOST_OF_IT = Threshold("what is left is less than half of it", above=0)
-"""Of an excess less twice the size of what is left of it."""
+"""Applies to an excess minus twice the size of its remainder."""
 FOLLOWS = Threshold("ranks that share half of their variance", above=0.7)
 GOES_WITH = Threshold("ranks that share a quarter of their variance", above=0.5)
 FLOW_AGAINST_RIDGE = Threshold(
@@ -108,10 +111,10 @@ FLOW_AGAINST_RIDGE = Threshold(
     below=1.6862,
 )
 TRAINED_RMSE = 0.1
-"""On the quintic: a fortieth of the outputs' bound."""
+"""For the quintic: a fortieth of the outputs' bound."""
 
 FITTED_DIGITS = 0.05
-"""The training RMSE of targets of 0 and 1: a tenth of what would be a wrong class."""
+"""The training RMSE of targets of 0 and 1: a tenth of the error of a wrong class."""
 
 SUCCEEDS = Threshold("a fifth of the 50 % of guessing", below=0.1)
 FAILS = Threshold("twice the error that is a success", above=0.2)
@@ -124,12 +127,13 @@ THIRD_OF_STEPS = Threshold(
 )
 SOONER = Threshold("a direction: less time", below=0)
 
-# What `gnlin.fit` does untuned, and differential equations
+# `gnlin.fit` untuned, and differential equations
 
 FIT_TOLERANCE = 0.02
-"""As good is what is within this part of Adam's test accuracy or error, or better."""
+"""The default counts as equally good if it is within this part of Adam's test accuracy or
+error, or better."""
 FIT_ENOUGH = 5
-"""Of the seven tasks."""
+"""A number of the seven tasks."""
 AS_GOOD_AS_ADAM = Threshold("within 2 % of a tuned opponent", below=FIT_TOLERANCE)
 ON_MOST_TASKS = Threshold("five of seven tasks", above=(FIT_ENOUGH - 0.5) / 7)
 NONE = Threshold("none of them", below=0.5)
@@ -140,14 +144,14 @@ PINN_ACCURACY = {
     "burgers": 1e-4,
     "conductivity": 1e-4,
 }
-"""What was published of energy natural gradients, as a power of ten, and of those without
-such figures what first-order methods are said not to pass."""
+"""Published accuracies of energy natural gradients, as a power of ten; where there are
+none, the level that first-order methods are said not to pass."""
 PINN_STAYS = 1e-4
-"""What first-order methods are said not to pass."""
+"""The level that first-order methods are said not to pass."""
 
 
 def published(equation: str) -> Threshold:
-    """Of the logarithm of a relative error."""
+    """A threshold of the logarithm of a relative error."""
     reason = "what was published of energy natural gradients, a power of ten"
     return Threshold(reason, below=math.log10(PINN_ACCURACY[equation]))
 
@@ -176,7 +180,7 @@ the first seed does not solve."""
 
 
 def solved_to(equation: str) -> Threshold:
-    """Of the logarithm of a relative error."""
+    """A threshold of the logarithm of a relative error."""
     reason = "two digits"
     if equation != "ks":
         reason = "the power of ten above three times the first seed's error"

@@ -1,8 +1,8 @@
-"""Models trained on groups of residuals for so many seconds, by whom, and how they came.
+"""Models trained on groups of residuals for a number of seconds, by several methods.
 
-Compilation is apart, and so is whatever is asked of the models on the way: they are kept,
-and looked at later. On a CPU the seconds are those of the process, so that other work on
-the machine does not count.
+Compilation is not counted, and neither is the evaluation of the models on the way: they
+are stored, and evaluated later. On a CPU the seconds are those of the process, so that
+other work on the machine does not count.
 """
 
 import time
@@ -25,11 +25,11 @@ from .speed.opponents import promoting
 
 
 LENGTHS = 0.5 ** np.arange(31)
-"""Parts of a step that a grid search tries."""
+"""Fractions of a step that a grid search tries."""
 
 
 class Look(NamedTuple):
-    """A model on the way."""
+    """A model during training."""
 
     seconds: float
     steps: int
@@ -37,8 +37,8 @@ class Look(NamedTuple):
 
 
 class Trainer(Protocol):
-    """Trains a model on groups for some seconds of work, and looks at it about as often
-    as is asked for: closely at first, and last at the end."""
+    """Trains a model on groups for a number of seconds, and stores about the requested
+    number of looks: closely spaced at first, with one at the end."""
 
     def __call__(
         self, model: PyTree, groups: Groups, seconds: float, num_looks: int
@@ -46,7 +46,8 @@ class Trainer(Protocol):
 
 
 class _Clock:
-    """When to look: at times that grow by the same factor, and at the end."""
+    """Chooses the times of the looks: they grow by a constant factor, with one at the
+    end."""
 
     def __init__(self, seconds: float, num_looks: int):
         on_cpu = jax.default_backend() == "cpu"
@@ -61,7 +62,7 @@ class _Clock:
         return self.time() - self.begun
 
     def told(self, steps: int, model: PyTree) -> bool:
-        """Whether time is up."""
+        """Keep the model if a look is due; returns whether time is up."""
         now = self.now
         over = now >= self.seconds
         if over or now >= self.times[0]:
@@ -71,7 +72,7 @@ class _Clock:
 
 
 def objective(model: PyTree, groups: Groups) -> Scalar:
-    """That of gnlin: squared errors, by the groups' weights."""
+    """The objective of gnlin: squared errors with the groups' weights."""
     squares = [
         jnp.asarray(group.weight) * jnp.sum(_residuals(group, model) ** 2)
         for group in groups.values()
@@ -100,7 +101,7 @@ class _Watch(gnlin.callbacks.Callback):
             run.stop("time is up")
 
     def on_end(self, run: Any) -> None:
-        """Where it has converged before."""
+        """Add a last look if the run has converged early."""
         self.clock.seconds = 0.0
         if not self.clock.looks or self.clock.looks[-1].steps < run.step:
             self.clock.told(run.step, run.model)
@@ -110,7 +111,7 @@ def by_gnlin(solver: Any) -> Trainer:
     def train(model, groups, seconds, num_looks):
         watch = _Watch(seconds, num_looks)
         options = {"progress": False, "divergence": None}
-        with warnings.catch_warnings():  # of one that stands still
+        with warnings.catch_warnings():  # of a run that has stagnated
             warnings.simplefilter("ignore", UserWarning)
             gnlin.fit(model, groups, solver, steps=2, **options)  # compiles
             gnlin.fit(model, groups, solver, steps=10**9, callbacks=watch, **options)
@@ -125,8 +126,8 @@ def by_gnlin(solver: Any) -> Trainer:
 
 
 class _Descent:
-    """Some steps of an optimiser, compiled; its learning rate, if it takes one, is given
-    with each call."""
+    """A compiled sequence of steps of an optimiser. If it takes a learning rate, each
+    call passes it."""
 
     def __init__(self, make: Callable[[Any], Any], steps_a_call: int):
         self.steps_a_call = steps_a_call
@@ -168,7 +169,8 @@ class _Descent:
         steps: int,
         rate: Callable[[float], float],
     ) -> tuple[PyTree, int]:
-        """As long as the clock says; `rate` is of the share of the time that is over."""
+        """Run until time is up; `rate` is a function of the share of the time that is
+        over."""
         carry, frozen = self.begin(model)
         begun, over = clock.now, False
         while not over:
@@ -181,7 +183,8 @@ class _Descent:
         return model, steps
 
     def compiled(self, model: PyTree, groups: Groups) -> None:
-        """Also for what it hands to itself: its types need not be those of the start."""
+        """Compile, also for the types of its own results, which may differ from those of
+        the start."""
         carry, frozen = self.begin(model)
         for _ in range(2):
             carry = self._advance(carry, frozen, groups, jnp.zeros((), float))
@@ -193,19 +196,19 @@ _LBFGS = _Descent(lambda rate: optax.lbfgs(), 5)
 
 
 def adam(rate: float) -> Trainer:
-    """Its learning rate falls as a cosine, to nothing at the end."""
+    """Adam with a cosine schedule that falls to zero at the end."""
     return _descents(
         (_ADAM, lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1))))
     )
 
 
 def lbfgs() -> Trainer:
-    """Ten pairs, a zoom search."""
+    """L-BFGS with ten pairs and a zoom search."""
     return _descents((_LBFGS, lambda share: 0.0))
 
 
 def adam_then_lbfgs(rate: float) -> Trainer:
-    """Half of the time each."""
+    """Adam for half of the time, then L-BFGS."""
     falling = lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1)))
     return _descents((_ADAM, falling), (_LBFGS, lambda share: 0.0))
 
@@ -231,7 +234,7 @@ def _descents(*parts: tuple[_Descent, Callable[[float], float]]) -> Trainer:
 def rows_of(
     model_at: Callable[[Array], PyTree], v: Float[Array, " p"], groups: Groups
 ) -> tuple[Float[Array, " m"], Float[Array, "m p"]]:
-    """The residuals, and by a reverse pass of each their derivatives; weighted."""
+    """The weighted residuals, and their derivatives by one reverse pass each."""
     found = []
     for group in groups.values():
         of_one = lambda v, x, fn=group.fn: fn(model_at(v), x)
@@ -243,8 +246,8 @@ def rows_of(
 
 @eqx.filter_jit
 def natural_step(model: PyTree, groups: Groups) -> PyTree:
-    """Of energy natural gradient descent: the Gramian of the residuals' gradients, a
-    least-squares solution, and the best of the step's halves, quarters and so on (J.
+    """A step of energy natural gradient descent: the Gramian of the residuals' gradients,
+    a least-squares solution, and the best of the step's halves, quarters and so on (J.
     Müller and M. Zeinhofer, ICML 2023, algorithm 1)."""
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(trained)

@@ -1,8 +1,8 @@
-"""Classifiers of images, trained and looked at: what most experiments do.
+"""Training and evaluation of classifiers of images, for most experiments.
 
-On the full batch all seeds are trained by one compiled program, and looked at after given
-numbers of feature updates. On mini-batches it is `gnlin.fit`, a seed after the other,
-looked at after given numbers of steps. A seed draws the training, validation and test
+On the full batch all seeds are trained by one compiled program, with looks after given
+numbers of feature updates. On mini-batches `gnlin.fit` trains one seed after the other,
+with looks after given numbers of steps. A seed draws the training, validation and test
 images as well as the initialisation.
 """
 
@@ -49,16 +49,16 @@ Columns = dict[str, ndarray]
 
 
 class Draw(NamedTuple):
-    """Of the images, a seed."""
+    """One seed's draw of the images."""
 
     train: Labelled
     validation: Labelled
-    """What early stopping looks at."""
+    """The images for early stopping."""
     test: Labelled
 
 
 Callbacks = Callable[[Draw, PyTree], Sequence[gnlin.callbacks.Callback]]
-"""Of a seed's images, and its model before training."""
+"""Callbacks for a seed's images and its model before training."""
 
 NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
     "digits-mlp": digits_mlp,
@@ -85,14 +85,14 @@ LOSS = gnlin.SoftmaxCrossEntropy(reduction="sum")
 
 NUM_CLASSES = 10
 MOST_MARKED = 30
-"""Feature updates in a figure."""
+"""The largest number of feature updates that a figure marks."""
 VALIDATION_SHARE = 0.1
-"""Of the training images of the standard files."""
+"""Share of the training images of the standard files."""
 
-# Below, passes through the model are cheaper than a kernel.
+# Below this number, passes through the model are cheaper than a kernel.
 _LITERAL = 30
 FLOW_FROM = 1e4
-"""This period K on, K steps are taken as gradient flow for the time K eta."""
+"""From this period K on, K steps are taken as gradient flow for the time K eta."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +103,15 @@ class Images(Settings):
     data: str = "digits"
     network: str = "digits-mlp"
     num_train: int | None = None
-    """Training examples; `None` for all of them."""
+    """Number of training examples; `None` for all of them."""
     batch_size: int | None = None
     """`None` for the full batch."""
     learning_rate: float = 1e-3
     reduction: Literal["sum", "mean"] = "mean"
-    """Of the loss on mini-batches, which the learning rate is of: the mean, or the sum
-    over all training images, of which a batch is an estimate."""
+    """The reduction of the loss on mini-batches to which the learning rate refers: the
+    mean, or the sum over all training images, which a batch estimates."""
     num_steps: int = 1000
-    """Inner steps a run."""
+    """Inner steps of a run."""
     num_looks: int = 24
     augmentation: str = "none"
 
@@ -123,7 +123,8 @@ def model_of(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
 
 
 def load(settings: Images, place: Place, seed: int) -> Draw:
-    """Of digits a draw of all parts; of the standard files the test images are fixed."""
+    """Load the data. For the digits a seed draws all parts; for the standard files the
+    test images are fixed."""
     drawn = _load(
         settings.data, settings.network, place.data_dir, settings.num_train, seed
     )
@@ -178,7 +179,7 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
 
 
 def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> float:
-    """The least sum over the examples of outputs that are the same for all of them."""
+    """The least summed loss of outputs that are the same for all examples."""
     targets = np.asarray(targets)
     mean = targets.mean(axis=0)
     if loss.is_quadratic:
@@ -205,7 +206,8 @@ def described(settings: Images) -> str:
 
 
 def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
-    """Feature updates after which to look, evenly spaced in their logarithm."""
+    """Numbers of feature updates after which to look, evenly spaced in their
+    logarithm."""
     return np.unique(np.round(np.geomspace(1, num_updates, num_looks)))
 
 
@@ -218,15 +220,16 @@ def full_batch(
     until_trained: bool = False,
     damping: ScalarLike | None = None,
 ) -> Columns:
-    """Of all seeds, at each look.
+    """Train all seeds on the full batch; returns columns over seeds and looks.
 
-    - `until_trained`: a run ends where its mean training loss is no larger than
-        `TRAINED_LOSS`, and its last look stays; `trained` says whether it has come there.
-    - `damping`: of the solver, if its linearised problems are to be solved: `gradient` is
-        then the largest entry of the gradient of the mean loss that it has left of any.
+    - `until_trained`: a run ends once its mean training loss is at most `TRAINED_LOSS`,
+        and its last look stays; `trained` says whether it has reached that loss.
+    - `damping`: damping of the solver, if its linearised problems are to be solved.
+        `gradient` is then the largest entry of the gradient of the mean loss that
+        remained in any of them.
     """
     looks = looks_at(num_updates, settings.num_looks)
-    # As many for all points, so that those alike in all else share a compiled program.
+    # The same number for all points, so that otherwise equal points share a program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
     make_model, seeds = model_of(settings), range(settings.seeds)
     draws = [load(settings, place, seed) for seed in seeds]
@@ -247,14 +250,15 @@ def _train_all(make_model, solver, seeds, options):
 class _Run(NamedTuple):
     y: PyTree
     point: PyTree
-    """Of the last linearisation."""
+    """The point of the last linearisation."""
     state: PyTree
     stable: Array
     moving: Array
-    """Whether the last call made a feature update: at a stationary point none does."""
+    """Whether the last call made a feature update: at a stationary point it makes
+    none."""
     trained: Array
     gradient: Array
-    """The largest so far that a solved problem was left with."""
+    """The largest remaining gradient of the solved problems so far."""
 
 
 def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
@@ -337,7 +341,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
 
 
 def literal(period: float) -> Any:
-    """The method of `IterativeLinearisation` that takes so many steps one by one."""
+    """The method of `IterativeLinearisation` that takes this many steps one by one."""
     return "matrix-free" if period < _LITERAL else "kernel"
 
 
@@ -351,8 +355,8 @@ def descend(
     until_trained: bool = False,
 ) -> Columns:
     """Iterative linearisation on the full batch, for `num_steps` inner steps or more, or
-    until trained: few at a time are taken literally, more of them with the kernel, and
-    very many as gradient flow."""
+    until trained. Few steps at a time are taken literally, more of them with the kernel,
+    and very many as gradient flow."""
     method = literal(period) if period < FLOW_FROM else "flow"
     solver = gnlin.IterativeLinearisation(
         jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method
@@ -368,8 +372,8 @@ def flow_error(
     learning_rate: float,
     num_steps: int,
 ) -> float:
-    """How far gradient flow ends from literal steps on the first linearised problem,
-    relative to the step."""
+    """The distance between the results of gradient flow and of literal steps on the first
+    linearised problem, relative to the step."""
 
     def end(method):
         solver = gnlin.IterativeLinearisation(num_steps, learning_rate, method=method)
@@ -386,13 +390,13 @@ def flow_error(
 
 
 def descent(period: float, learning_rate: float) -> gnlin.IterativeLinearisation:
-    """By gradient steps on mini-batches. The period is an array, so that all of them
-    share a compiled program."""
+    """A solver by gradient steps on mini-batches. The period is an array, so that all
+    periods share a compiled program."""
     return gnlin.IterativeLinearisation(jnp.asarray(float(period)), learning_rate)
 
 
 def looks(settings: Images) -> tuple[int, int]:
-    """The steps from one look to the next, and how many looks there are."""
+    """The number of steps between looks, and the number of looks."""
     every = math.ceil(settings.num_steps / settings.num_looks)
     return every, math.ceil(settings.num_steps / every)
 
@@ -403,8 +407,9 @@ def mini_batches(
     solver: gnlin.authoring.AbstractGaussNewton,
     callbacks: Callbacks = lambda draw, model: (),
 ) -> Columns:
-    """Of all seeds, at evenly spaced looks; in single precision. What the callbacks
-    record are columns as well. The training loss is the mean over a batch."""
+    """Train all seeds on mini-batches, with evenly spaced looks, in single precision.
+    Columns that the callbacks record are included. The training loss is the mean over a
+    batch."""
     runs = [
         _fit(settings, place, solver, callbacks, seed) for seed in range(settings.seeds)
     ]
@@ -415,7 +420,7 @@ def to_a_loss(
     settings: Images, place: Place, solver: gnlin.authoring.AbstractGaussNewton
 ) -> Columns:
     """The same, with loss and accuracy on all training images: `trained` says whether
-    their mean loss is no larger than `TRAINED_LOSS`."""
+    their mean loss is at most `TRAINED_LOSS`."""
     columns = mini_batches(
         settings,
         place,
@@ -428,7 +433,7 @@ def to_a_loss(
 def _loss(
     settings: Images, num_train: int, batch_size: int
 ) -> gnlin.authoring.AbstractLoss:
-    """Of a batch, whose sum over the training images is estimated by that over the
+    """The loss of a batch; the sum over the training images is estimated from the
     batch."""
     if settings.reduction == "mean":
         return gnlin.SoftmaxCrossEntropy(reduction="mean")
@@ -454,7 +459,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
     if place.checkpoints is not None:
         checkpoint = place.checkpoints / f"seed={seed}"
     with warnings.catch_warnings():
-        # Of what ended early, `stable` says so.
+        # If a run ended early, `stable` says so.
         warnings.filterwarnings("ignore", message="`gnlin.fit` (stopped|was interrupted)")
         result = _checkpointed(
             model,
@@ -478,7 +483,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         raise KeyboardInterrupt
     history = result.history
     looked = np.flatnonzero(~np.isnan(history["validation_accuracy"]))
-    if looked.size == 0:  # of a model whose outputs are no numbers, and never right
+    if looked.size == 0:  # for a model whose outputs are NaN, and so never right
         looked = np.array([-1])
     ours = {
         "inner_steps": history["num_inner_steps"].cumsum(),
@@ -507,8 +512,8 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
 
 
 class HeldOut(gnlin.callbacks.Callback):
-    """The network's accuracy on the validation images, which `fit` itself is not told of:
-    what it looks at are the test images."""
+    """The network's accuracy on the validation images, which `fit` itself does not know:
+    it looks at the test images."""
 
     columns = ("held_out_accuracy",)
 
@@ -544,7 +549,8 @@ def mean_loss(model: PyTree, data: Labelled) -> Array:
 
 
 class TrainLoss(gnlin.callbacks.Callback):
-    """Of the network, on training images at each look, in place of the batch's."""
+    """Records the network's loss on training images at each look, in place of the
+    batch's."""
 
     columns = ("train_loss",)
 
@@ -557,7 +563,8 @@ class TrainLoss(gnlin.callbacks.Callback):
 
 
 class TrainAccuracy(gnlin.callbacks.Callback):
-    """Of the network and of the linearised network, on training images, at each look."""
+    """Records the accuracy of the network and of the linearised network on training
+    images."""
 
     columns = ("train_accuracy", "train_accuracy_linearised")
 
@@ -572,7 +579,7 @@ class TrainAccuracy(gnlin.callbacks.Callback):
 
 @eqx.filter_jit
 def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
-    """Of the model, and of its linearisation at a point."""
+    """The accuracies of the model, and of its linearisation at a point."""
     images, labels = in_precision_of(model, data)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     start = eqx.filter(point, eqx.is_inexact_array)
@@ -583,13 +590,14 @@ def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
 
 
 def linearised(fn: Callable, point: PyTree, moved: PyTree) -> Array:
-    """The outputs of a function's linearisation at a point, so far from it."""
+    """The outputs of a function's linearisation at a point, at a displacement from it."""
     outputs, change = jax.jvp(fn, (point,), (moved,))
     return outputs + change
 
 
 class Snapshots(gnlin.callbacks.Callback):
-    """An array of the model at the start and at each look, for a column of that name."""
+    """Records an array of the model at the start and at each look, as a column of that
+    name."""
 
     def __init__(
         self, name: str, take: Callable[[PyTree], Array], model: PyTree, settings: Images
@@ -622,39 +630,40 @@ def _checkpointed(*arguments: Any, **options: Any) -> gnlin.Solution:
 
 
 def single(tree: Any) -> Any:
-    """In single precision."""
+    """The same arrays in single precision."""
     cast = lambda x: jnp.asarray(x, jnp.float32) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, tree)
 
 
 def _padded(x: ndarray, length: int) -> ndarray:
-    """What an early end has left out is what it ended with."""
+    """Fill the looks after an early end with the last values."""
     return np.pad(x, (0, length - len(x)), mode="edge")
 
 
 #
-# What is read off the runs
+# Statistics of the runs
 #
 
 
 def early_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The test accuracy at the look with the best validation accuracy, the first of
+    """The test accuracy at the look with the best validation accuracy; the first of
     several."""
     best = np.argmax(runs["validation_accuracy"], axis=1)
     return runs["test_accuracy"][np.arange(len(best)), best]
 
 
 def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The paper's "optimal early stopping": the best test accuracy of all looks, which is
-    chosen on the test images, and the higher the more looks there are."""
+    """The paper's "optimal early stopping": the best test accuracy of all looks. It is
+    chosen on the test images, and rises with the number of looks."""
     return runs["test_accuracy"].max(axis=1)
 
 
 def where_trained(
     values: Float[ndarray, "seeds ..."], *all_runs: Runs
 ) -> Float[ndarray, "seeds ..."]:
-    """NaN for the seeds of which a run on mini-batches is not trained: the loss is the
-    mean over the last tenth of the looks, for that of one batch is noisy."""
+    """The values, with NaN for the seeds whose run on mini-batches is not trained. The
+    loss is the mean over the last tenth of the looks, since that of one batch is
+    noisy."""
     finished = np.ones(len(values), bool)
     for runs in all_runs:
         loss = runs["train_loss"]
@@ -664,8 +673,8 @@ def where_trained(
 
 
 def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " seeds"]:
-    """NaN of runs that were to be trained and are not, or that had problems to be solved
-    and have not solved all."""
+    """The values, with NaN for runs that were to be trained and are not, or that have
+    unsolved problems."""
     usable = np.ones(len(accuracy), bool)
     if "trained" in runs.columns:
         usable &= runs.final("trained") > 0
@@ -677,8 +686,8 @@ def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " 
 def updates_to(
     runs: Runs, accuracy: float | Float[ndarray, " seeds"]
 ) -> Float[ndarray, " seeds"]:
-    """Feature updates until a test accuracy is reached, a seed; one more than all of them
-    where it is not."""
+    """The number of feature updates until a test accuracy is reached, for each seed; one
+    more than all of them if it is not."""
     reached = runs["test_accuracy"] >= np.asarray(accuracy)[..., None]
     updates = runs["feature_updates"]
     first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
@@ -688,14 +697,14 @@ def updates_to(
 def draw_band(
     axes: Any, runs: Runs, name: str, colour: Any, label: str, scale: float = 100
 ) -> None:
-    """The mean over the seeds, by default in per cent, over inner steps; and their
-    range."""
+    """Draw the mean over the seeds and their range, by default in per cent, over inner
+    steps."""
     steps = runs["inner_steps"].mean(axis=0)
     band(axes, steps, scale * runs[name], colour, label)
 
 
 def mark_updates(axes: Any, runs: Runs) -> None:
-    """Where the linearisation is made anew, if these are few."""
+    """Mark the feature updates, if there are few."""
     period, end = runs.point["period"], runs["inner_steps"].max()
     if end / period <= MOST_MARKED:
         for step in np.arange(period, end, period):

@@ -1,14 +1,14 @@
-"""Whether a claim held: a statistic of the seeds, its bootstrap interval, what follows.
+"""Verdicts on claims: a statistic of the seeds, its bootstrap interval, the outcome.
 
 A seed is one draw of everything that varies: the initialisation, the order of batches,
-and the training set and its split. Seeds are therefore independent, and are what is
-resampled; what is measured more than once at a seed is a row, and is resampled whole.
+and the training set and its split. Seeds are therefore independent, and are resampled.
+Repeated measurements at one seed form a row, which is resampled as a whole.
 
-The interval is the percentile interval, widened to what it would be if the resampled
-means were normal and Student's quantile were taken for them (Hesterberg): as honest with
-a few seeds as Student's, and within the statistic's own bounds. The p-value inverts it;
-further out than resamples reach it is Student's, to which it comes near there. It is less
-than an exact test of so few seeds could give, and is named Student's on the page.
+The interval is the percentile interval, widened as if the resampled means were normal
+and Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
+Student's, and it stays within the statistic's own bounds. The p-value inverts it; beyond
+the range of the resamples it is Student's, to which it is close there. It is smaller than
+an exact test of a few seeds could give, and the page names it Student's.
 
 ??? cite "References"
 
@@ -38,14 +38,14 @@ NOT_TESTED = "not tested at this scale"
 Outcome = Literal["confirmed", "refuted", "undecided", "not tested at this scale"]
 
 MANY = 10
-"""A margin of so many times the noise, half of the interval, is said."""
+"""A margin is reported if it is this many times the noise, half of the interval."""
 _MANY_SEEDS = 1_000
-"""More are not counted, of those that would decide a claim."""
+"""More seeds than this are not counted when asking how many would decide a claim."""
 _NUM_RESAMPLES = 19_999
 _NUM_OF_STATISTIC = 1_999
-"""Of what is not a mean, whose resamples are computed one by one."""
+"""Number of resamples of a statistic that is not a mean: they are computed one by one."""
 _RESOLVED = 10
-"""Resamples beyond a bound, below which their share is too uncertain."""
+"""With fewer resamples beyond a bound, their share is too uncertain."""
 
 Statistic = Callable[[Float[ndarray, "seeds ..."]], float]
 
@@ -54,19 +54,20 @@ Statistic = Callable[[Float[ndarray, "seeds ..."]], float]
 class Verdict:
     claim: str
     quantity: str
-    """What was computed, once a seed where it is not said otherwise."""
+    """The computed quantity, one value for each seed unless it says otherwise."""
     condition: str
-    """What the claim says of it."""
+    """The claim about it, as a condition."""
     reason: str
-    """Of the condition."""
+    """The reason of the condition."""
     estimate: float
     low: float
     high: float
     num_seeds: int
     num_left_out: int
-    """Seeds that say nothing, such as those whose runs had not finished training."""
+    """Number of seeds without a value, such as those whose runs have not finished
+    training."""
     p: float
-    """The least level at which the claim is decided."""
+    """The smallest level at which the claim is decided."""
     outcome: Outcome
     note: str = ""
 
@@ -80,12 +81,14 @@ def judge(
     statistic: Statistic | None = None,
     untested: str = "",
 ) -> Verdict:
-    """Confirmed if the interval lies between the bounds, refuted if it lies beyond one of
-    them, undecided otherwise; not tested if too many seeds say nothing.
+    """Judge a claim: confirmed if the interval lies between the bounds, refuted if it
+    lies beyond one of them, undecided otherwise; not tested if too many seeds have no
+    value.
 
-    - `values`: of each seed; one without any finite value is left out, and counted.
-    - `statistic`: of the values; their mean by default.
-    - `untested`: why the runs cannot tell, such as a ceiling; empty if they can.
+    - `values`: one for each seed; a seed without any finite value is left out and
+        counted.
+    - `statistic`: a function of the values; their mean by default.
+    - `untested`: why the runs cannot decide, such as a ceiling; empty if they can.
     """
     values = np.asarray(values, float)
     known = np.isfinite(values).any(axis=tuple(range(1, values.ndim)))
@@ -120,7 +123,7 @@ def judge(
 
 
 def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
-    """Why these accuracies cannot be told apart; empty if they can."""
+    """Why these accuracies cannot be distinguished; empty if they can."""
     known = [each[np.isfinite(each)] for each in accuracies]
     lowest = min((each.mean() for each in known if len(each)), default=0.0)
     return f"all accuracies are at the ceiling, {lowest:.1%}" if lowest >= CEILING else ""
@@ -155,7 +158,7 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
         2 * special.ndtr(_widening(n) * stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)) - 1
     )
     with warnings.catch_warnings():
-        # Of resamples without a number the interval has no ends, which decides nothing.
+        # If resamples give NaN, the interval has no ends, and the claim is undecided.
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         interval = stats.bootstrap(
             (values,) if mean else (np.arange(n),),
@@ -169,18 +172,18 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
         )
     low, high = interval.confidence_interval
     resamples = np.asarray(interval.bootstrap_distribution)
-    if np.ptp(resamples) == 0:  # between equal ones percentiles differ by rounding
+    if np.ptp(resamples) == 0:  # percentiles of equal values differ by rounding
         low = high = resamples[0]
     return _Resampled(n, of(values), float(low), float(high), resamples)
 
 
 def _widening(n: int) -> float:
-    """Resampled means vary by the plain variance over n; their own by that over n - 1."""
+    """Factor for the spread of resampled means, whose variance divides by n."""
     return np.sqrt(n / (n - 1))
 
 
 def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
-    """The least two-sided levels at which a claim is confirmed, and refuted."""
+    """The smallest two-sided levels at which a claim is confirmed, and refuted."""
     is_high = lambda bound: _beyond(found, bound, 1)
     is_low = lambda bound: _beyond(found, bound, -1)
     above, below = threshold.above, threshold.below
@@ -191,14 +194,14 @@ def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
 
 
 def _beyond(found: _Resampled, bound: float, side: int) -> float:
-    """The one-sided p-value of the statistic's lying on one side of a bound."""
+    """The one-sided p-value for the statistic on one side of a bound."""
     n, resamples = found.num_seeds, side * found.resamples
     distance = side * (found.estimate - bound)
     if np.isinf(bound):
         return 0.0 if distance > 0 else 1.0
     if n < 2 or not np.isfinite(found.estimate):
         return 1.0
-    if np.ptp(resamples) == 0:  # nothing is known of their spread but their signs
+    if np.ptp(resamples) == 0:  # their spread is unknown, and only their signs count
         return 0.5**n if distance > 0 else 1.0
     reached = np.sum(resamples <= side * bound)
     z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
@@ -223,7 +226,8 @@ def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) 
 
 
 def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
-    """How many seeds, if the estimate stays and its interval falls as their root."""
+    """The number of seeds that would decide the claim, if the estimate stays and its
+    interval shrinks with the root of their number."""
     nearest = min(bounds, key=lambda bound: abs(found.estimate - bound))
     spare = abs(nearest - found.estimate)
     end = found.high if nearest > found.estimate else found.low
@@ -238,13 +242,13 @@ def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
 
 
 def least_exact(num_seeds: int) -> float:
-    """The least two-sided p-value of a test of the seeds' signs."""
+    """The smallest two-sided p-value of a test of the seeds' signs."""
     return min(2.0 ** (1 - num_seeds), 1.0)
 
 
 def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:
-    """p-values of all verdicts together, such that the chance that any of those below a
-    level is false is at most that level: Holm's."""
+    """Holm's corrected p-values of all verdicts. The probability that any claim below a
+    level is false is at most that level."""
     given = np.asarray(levels, float)
     order = np.argsort(given)
     factors = np.arange(len(given), 0, -1)
@@ -254,7 +258,8 @@ def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:
 
 
 def after_holm(verdicts: Sequence[Verdict]) -> list[Outcome]:
-    """The outcome of each among all of them; what was not tested counts among them."""
+    """The outcome of each among all of them; untested claims are included in their
+    number."""
     levels = holm([verdict.p for verdict in verdicts])
     decided = CONFIRMED, REFUTED
     return [
@@ -266,8 +271,8 @@ def after_holm(verdicts: Sequence[Verdict]) -> list[Outcome]:
 def slope(
     x: Float[ndarray, " points"], y: Float[ndarray, "... points"]
 ) -> Float[ndarray, "..."]:
-    """Of least-squares lines through the points whose `y` is finite; NaN where fewer than
-    three are."""
+    """Slopes of least-squares lines through the points whose `y` is finite; NaN if there
+    are fewer than three."""
 
     def of_one(values):
         known = np.isfinite(values)
@@ -281,8 +286,8 @@ def slope(
 def rank_correlation(
     x: Float[ndarray, " points"], y: Float[ndarray, "... points"]
 ) -> Float[ndarray, "..."]:
-    """Spearman's, of the points whose `y` is finite; NaN where fewer than three are, or
-    where they are all the same."""
+    """Spearman's correlations of the points whose `y` is finite; NaN if there are fewer
+    than three, or if they are all equal."""
 
     def of_one(values):
         known = np.isfinite(values)

@@ -1,4 +1,4 @@
-"""What every equation has: groups of residuals, a known solution, and a network."""
+"""The parts of every equation: groups of residuals, a known solution, and a network."""
 
 import dataclasses
 import functools
@@ -50,7 +50,7 @@ def laplacian(u: Function, x: Point) -> Float[Array, ""]:
     """The sum of the second derivatives in one sweep (R. Li et al., *A computational
     framework for neural network-based variational Monte Carlo with Forward Laplacian*,
     2024)."""
-    with jax.numpy_rank_promotion("allow"):  # which the tests forbid, and folx needs
+    with jax.numpy_rank_promotion("allow"):  # folx needs it, and the tests forbid it
         return folx.forward_laplacian(u)(x).laplacian
 
 
@@ -110,11 +110,11 @@ class Equation:
 
     @property
     def coordinates(self) -> tuple[str, str]:
-        """Names of the first two, for the axes of a picture."""
+        """Names of the first two coordinates, for the axes of a picture."""
         return ("t", "x") if self.in_time else ("$x_1$", "$x_2$")
 
     def plane(self, side: int) -> Float[Array, "n d"]:
-        """A grid in the first two coordinates; the others are in the middle."""
+        """A grid in the first two coordinates; the others have their middle values."""
         points = grid(*(np.linspace(*ends, side) for ends in self.axes[:2]))
         middle = [np.full((side**2, 1), np.mean(ends)) for ends in self.axes[2:]]
         return jnp.concatenate([points, *map(jnp.asarray, middle)], axis=1)
@@ -139,7 +139,7 @@ class Equation:
         return jnp.linalg.norm(found - true) / jnp.linalg.norm(true)
 
     def coefficient_error(self, model: PyTree) -> Float[Array, ""]:
-        """The relative one; 0 where none is unknown."""
+        """The relative error of the coefficient; 0 if none is unknown."""
         if self.coefficient is None:
             return jnp.zeros(())
         return jnp.abs(model["coefficient"] / self.coefficient - 1)

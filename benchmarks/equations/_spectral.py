@@ -1,7 +1,7 @@
-"""Reference solutions of evolution equations with a period, in Fourier modes.
+"""Reference solutions of periodic evolution equations, in Fourier modes.
 
-In time by exponential differences of fourth order (A.-K. Kassam and L. N. Trefethen,
-*Fourth-order time-stepping for stiff PDEs*, SIAM J. Sci. Comput. 26, 2005).
+The time stepping is by exponential differences of fourth order (A.-K. Kassam and L. N.
+Trefethen, *Fourth-order time-stepping for stiff PDEs*, SIAM J. Sci. Comput. 26, 2005).
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def evolved(
         now = time
         found.append(here / num_modes)
     modes = np.array(found)
-    modes[:, 1:] *= 2  # those of negative frequency
+    modes[:, 1:] *= 2  # modes of negative frequency
     phases = np.exp(1j * np.outer(np.asarray(points)[:, 1], wave))
     return np.real(np.sum(modes[which] * phases, axis=1))
 

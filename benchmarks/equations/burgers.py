@@ -25,8 +25,8 @@ def burgers(u: Function, x: Point, viscosity: Any = VISCOSITY) -> Float[Array, "
 
 
 def steepening(x: Point, viscosity: float = VISCOSITY) -> Float[Array, ""]:
-    """By Cole and Hopf's transformation: a quotient of two integrals against a Gaussian
-    (C. Basdevant et al., Comput. Fluids 14 (1986))."""
+    """The solution by Cole and Hopf's transformation: a quotient of two integrals against
+    a Gaussian (C. Basdevant et al., Comput. Fluids 14 (1986))."""
     t, place = x
     from_there = place - jnp.sqrt(4 * viscosity * t) * _NODES
     exponent = -jnp.cos(jnp.pi * from_there) / (2 * jnp.pi * viscosity)
@@ -52,10 +52,10 @@ def _from_a_sine(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def _periodic(number: int) -> Groups:
-    """An eighth as many points at the start."""
+    """The groups of the periodic problem, with an eighth as many points at the start."""
     start = grid(np.zeros(1), np.linspace(*_PERIOD, number // 8, endpoint=False))
     return {
-        # Beside its start the equation counts so much that both fall together.
+        # With this weight the equation and its start fall together.
         "interior": group(_of_low_viscosity, spread(number, UNIT, _PERIOD), 1e-2),
         "start": group(_from_a_sine, start),
     }

@@ -43,7 +43,8 @@ def kuramoto_sivashinsky(u: Function, x: Point) -> Float[Array, ""]:
 def _in_slabs(
     residual: Callable, first: Callable, ends: Interval, share: float
 ) -> Callable[..., Groups]:
-    """An eighth as many points at the start, which is `first` or where the last ended."""
+    """The groups of a slab, with an eighth as many points at the start, which is `first`
+    or the end of the last slab."""
 
     def groups(number: int, length: float, before: Function | None = None) -> Groups:
         places = np.linspace(*ends, number // 8, endpoint=False)

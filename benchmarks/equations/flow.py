@@ -43,7 +43,7 @@ _WIDE: tuple[Interval, Interval] = ((-0.5, 1.0), (-0.5, 1.5))
 
 
 def kovasznay(point: Point) -> Float[Array, "3"]:
-    """Behind a grid (L. Kovasznay, Proc. Camb. Phil. Soc. 44, 1948)."""
+    """The flow behind a grid (L. Kovasznay, Proc. Camb. Phil. Soc. 44, 1948)."""
     x, y = point
     decay, angle = jnp.exp(_DECAY * x), 2 * jnp.pi * y
     u = 1 - decay * jnp.cos(angle)
@@ -64,7 +64,8 @@ def _pressure(flow: Function, x: Point) -> Float[Array, ""]:
 
 
 def _in_a_rectangle(number: int) -> Groups:
-    """The velocity is known on the sides, the pressure at a corner."""
+    """Groups in a rectangle: the velocity is known on the sides, the pressure at a
+    corner."""
     sides = edges(round(1.5 * number**0.5), *_WIDE)
     return {
         "interior": group(_behind_a_grid, spread(number, *_WIDE), 1e-2),
@@ -103,7 +104,7 @@ def _no_pressure(flow: Function, x: Point) -> Float[Array, ""]:
 
 
 def _cavity(number: int) -> Groups:
-    """The lid, at the top, moves at 4 x (1 - x)."""
+    """Groups in the cavity, whose lid, at the top, moves at 4 x (1 - x)."""
     sides = np.asarray(edges(2 * round(number**0.5)))
     x, y = sides.T
     lid = np.where(y == 1, 4 * x * (1 - x), 0.0)
@@ -124,7 +125,7 @@ def driven(points: Float[ndarray, "n 2"], number: int = 40) -> Float[ndarray, "n
     laplacian = by_x @ by_x + by_y @ by_y
     both = laplacian @ laplacian / _IN_CAVITY
     third_x, third_y = laplacian @ by_x, laplacian @ by_y
-    # Rows of the sides: psi = 0; and of the points next to them: its normal derivative.
+    # Rows of the sides: psi = 0. Rows of the points next to them: its normal derivative.
     i, j = (k.ravel() for k in np.meshgrid(*[np.arange(number + 1)] * 2, indexing="ij"))
     ends = (0, number)
     on_side = np.isin(i, ends) | np.isin(j, ends)
@@ -153,7 +154,7 @@ def driven(points: Float[ndarray, "n 2"], number: int = 40) -> Float[ndarray, "n
 
 
 def _chebyshev(number: int) -> tuple[Float[ndarray, " n"], Float[ndarray, "n n"]]:
-    """Points from 1 down to 0, and the matrix of the derivative there (L. N. Trefethen,
+    """Points from 1 down to 0, and the differentiation matrix there (L. N. Trefethen,
     *Spectral Methods in MATLAB*, 2000, chapter 6)."""
     x = np.cos(np.pi * np.arange(number + 1) / number)
     weights = np.r_[2, np.ones(number - 1), 2] * (-1.0) ** np.arange(number + 1)

@@ -1,4 +1,4 @@
-"""The heat equation; and with an unknown conductivity."""
+"""The heat equation, with a known and with an unknown conductivity."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -69,8 +69,8 @@ def _measured(model: PyTree, example: Mapping[str, Array]) -> Float[Array, ""]:
 
 
 def _measurements(number: int) -> Groups:
-    """A sixth as many exact measurements, anywhere: neither the start nor the ends are
-    known otherwise."""
+    """Exact measurements anywhere, a sixth as many as points: neither the start nor the
+    ends are known otherwise."""
     side = round(number**0.5)
     x = jnp.asarray(np.random.default_rng(0).uniform(size=(-(-number // 6), 2)))
     measured = {"x": x, "value": jax.vmap(cooling)(x)}

@@ -64,7 +64,7 @@ def _on_sides(number: int, dimensions: int, rng: np.random.Generator) -> np.ndar
 
 
 def _in_a_cube(number: int) -> Groups:
-    """In five dimensions; a sixth as many points on its sides."""
+    """Groups in five dimensions, with a sixth as many points on the cube's sides."""
     rng = np.random.default_rng(0)
     interior = rng.uniform(size=(number, 5))
     return {
@@ -107,7 +107,7 @@ def poisson_of_scales(u: Function, x: Point) -> Float[Array, ""]:
 def _of_scales(number: int) -> Groups:
     boundary = edges(2 * round(number**0.5))
     return {
-        # The second derivatives are this much larger than the solution.
+        # The second derivatives are larger than the solution by this factor.
         "interior": group(poisson_of_scales, spread(number, UNIT, UNIT), 1e-7),
         "boundary": group(equals(of_scales), boundary),
     }
@@ -139,7 +139,7 @@ def laplace(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def _harmonic(number: int) -> Groups:
-    """As many points on the sides of the cube as inside."""
+    """Groups with as many points on the sides of the cube as inside."""
     sides = _on_sides(number, 10, np.random.default_rng(0))
     return {
         "interior": group(laplace, spread(number, *[UNIT] * 10), 1e-3),
@@ -148,7 +148,8 @@ def _harmonic(number: int) -> Groups:
 
 
 def _separable(hidden: Sequence[int], key: Key[Array, ""]) -> eqx.Module:
-    """The hidden widths: of each coordinate's network, and the rank."""
+    """A separable network; the hidden widths are that of each coordinate's network, and
+    the rank."""
     width, rank = hidden
     return Separable(10, width, rank, key)
 

@@ -1,4 +1,4 @@
-"""The wave equation, in slabs, and Helmholtz's of a high frequency."""
+"""The wave equation, in slabs, and Helmholtz's equation of a high frequency."""
 
 import functools
 
@@ -38,7 +38,7 @@ def wave(u: Function, x: Point) -> Float[Array, ""]:
 
 
 def standing(x: Point) -> Float[Array, ""]:
-    """From sin(pi x) + sin(4 pi x) / 2 at rest, between walls."""
+    """The solution from sin(pi x) + sin(4 pi x) / 2 at rest, between walls."""
     t, place = jnp.pi * x
     low = jnp.sin(place) * jnp.cos(SPEED * t)
     return low + 0.5 * jnp.sin(4 * place) * jnp.cos(4 * SPEED * t)
@@ -58,8 +58,8 @@ def _at_rest(x: Array) -> tuple[Array, Array]:
 
 
 def _in_slabs(number: int, length: float, before: Function | None = None) -> Groups:
-    """An eighth as many points at the start and on the walls. `before` gives the value
-    and the rate of change."""
+    """The groups of a slab, with an eighth as many points at the start and on the walls.
+    `before` gives the value and the rate of change."""
     start = grid(np.zeros(1), np.linspace(*UNIT, number // 8))
     walls = grid(np.linspace(0.0, length, number // 16), np.array(UNIT))
     value, rate = jax.vmap(before or _at_rest)(start[:, 1])

@@ -1,9 +1,9 @@
 """Feature updates when they are due, against the best fixed period.
 
-The data of `k-sweep`. Fixed periods over six decades, and iterative linearisation that
-linearises anew when the kernel has drifted too far, when the loss does not fall as
-predicted, or at the first of both. Compared at equal feature updates, and at equal test
-accuracy, with the fixed period that is best in hindsight.
+Fixed periods over six decades, on the data of `k-sweep`, are compared with iterative
+linearisation that updates when the kernel has drifted too far, when the loss does not
+fall as predicted, or at the first of both. The comparison is at equal feature updates and
+at equal test accuracy, with the fixed period that is best in hindsight.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ TRIGGERS: dict[str, tuple[float | None, float | None]] = {
     "drift 1 or ratio 0.25": (1.0, 0.25),
     DEFAULT: (None, 0.25),
 }
-"""The largest drift and the least ratio."""
+"""For each trigger, the largest drift and the smallest ratio."""
 COLOURS = dict(zip(TRIGGERS, (ORANGE, GREEN, BLUE, VERMILION), strict=True))
 SHARE = 0.98
-"""Of the accuracy that the best fixed period ends with: the accuracy to be reached."""
+"""The accuracy to be reached, as a share of the best fixed period's final accuracy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Adaptive(Images):
     longest: int = 10**6
     """The longest period of a trigger."""
     num_updates: int = 24
-    """Feature updates a run on the full batch; on mini-batches `num_steps` ends it."""
+    """Feature updates of a run on the full batch; on mini-batches `num_steps` ends it."""
     after: int = 10
-    """Feature updates, after which accuracies are compared."""
+    """Number of feature updates after which accuracies are compared."""
     num_train: int | None = 50
 
 
@@ -83,7 +83,7 @@ def train(settings: Adaptive, point: Point, place: Place) -> Columns:
 def _solver(
     settings: Adaptive, point: Point, **how: Any
 ) -> gnlin.IterativeLinearisation | gnlin.methods.AdaptiveLinearisation:
-    """`how` the steps of descent are computed."""
+    """The solver of a point; `how` is the method of the steps of descent."""
     rate = settings.learning_rate
     if point["solver"] != FIXED:
         descent = gnlin.IterativeLinearisation(settings.longest, rate, **how)
@@ -96,7 +96,8 @@ def _solver(
 
 
 def accuracy_after(runs: Runs, num_updates: int) -> Float[ndarray, " seeds"]:
-    """At the last look with no more feature updates; NaN where the first has more."""
+    """The accuracy at the last look with at most this many feature updates; NaN if the
+    first look has more."""
     seen = np.sum(runs["feature_updates"] <= num_updates, axis=1)
     accuracy = runs["test_accuracy"][np.arange(len(seen)), seen - 1]
     return np.where(seen > 0, accuracy, np.nan)
@@ -107,7 +108,7 @@ def aim(fixed: Sequence[Runs]) -> float:
 
 
 def quickest(fixed: Sequence[Runs]) -> Runs:
-    """The fixed period that reaches the aim after the fewest updates, on average over
+    """The fixed period that reaches the goal after the fewest updates, on average over
     the seeds."""
     return min(fixed, key=lambda runs: training.updates_to(runs, aim(fixed)).mean())
 
@@ -148,7 +149,8 @@ def judge_all(settings: Adaptive, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: Adaptive, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Test accuracy over feature updates; and the periods that the triggers chose."""
+    """Draw test accuracy over feature updates, and the periods that the triggers
+    chose."""
     import matplotlib
 
     colours = matplotlib.colormaps["Greys"]
@@ -191,8 +193,8 @@ def _means(runs: Runs) -> tuple[ndarray, ndarray]:
 
 
 def _periods(runs: Runs) -> tuple[ndarray, ndarray]:
-    """Mean feature updates, and inner steps over feature updates between two looks; at
-    looks before which some seed has none, NaN."""
+    """Mean feature updates, and inner steps per feature update between two looks; NaN at
+    looks before which some seed has no update."""
     steps = np.diff(runs["inner_steps"], axis=1, prepend=0)
     updates = np.diff(runs["feature_updates"], axis=1, prepend=0)
     with np.errstate(divide="ignore", invalid="ignore"):

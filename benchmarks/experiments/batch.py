@@ -1,7 +1,7 @@
 """The full batch against mini-batches, at a tenth of the learning rate and ten times K.
 
-Both have then covered the same time (learning rate times steps) after as many feature
-updates, and are compared look by look.
+After equal numbers of feature updates both have covered the same time (learning rate
+times steps). They are compared look by look.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 FULL_BATCH, MINI_BATCHES = "full batch", "mini-batches"
 FACTOR = 10
-"""Of the period, the steps and, inversely, the learning rate."""
+"""Factor of the period and of the steps; the learning rate is divided by it."""
 COLOURS = {FULL_BATCH: BLUE, MINI_BATCHES: VERMILION}
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch(Images):
     periods: tuple[int, ...] = (1, 10, 30, 100, 300, 1_000)
-    """Of the full batch."""
+    """Periods of the full batch."""
     batch_size: int | None = 64
     learning_rate: float = 0.1
     num_steps: int = 5_000

@@ -1,8 +1,8 @@
 """Final test error against the number of training examples, from K = 1 to K = infinity.
 
 K = infinity is one linearised problem, solved; its error is that of the linearised
-network, which is what has been trained. A seed draws the images, and those of a smaller
-number are among those of a larger one.
+network, since this is what is trained. A seed draws the images, and a smaller training
+set is a subset of a larger one.
 """
 
 import dataclasses
@@ -75,8 +75,8 @@ def train(settings: DataScaling, point: Point, place: Place) -> Columns:
 def errors(
     settings: DataScaling, all_runs: Sequence[Runs], period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """By the paper's statistic, optimal early stopping, which what is solved has no need
-    of; NaN where it is not solved, or training has not finished."""
+    """Test errors by the paper's statistic, optimal early stopping, except for solved
+    problems; NaN if the problem is not solved or training has not finished."""
 
     def stopped(runs):
         return training.where_trained(training.optimally_stopped(runs), runs)
@@ -85,7 +85,7 @@ def errors(
     found = [
         accuracy(only(all_runs, period=period, num_train=size)) for size in settings.sizes
     ]
-    # For the logarithm; of ten thousand images one is wrong.
+    # A lower bound for the logarithm: one of ten thousand images is wrong.
     return np.maximum(1 - np.stack(found, axis=1), 1e-4)
 
 

@@ -1,9 +1,9 @@
 """Differential equations to many digits: the default solver, as far as it gets.
 
-Levenberg-Marquardt with its defaults, on fixed points and on networks that suit each
-equation, for a number of steps. The error is relative, in L2, against the exact solution
+Levenberg-Marquardt runs with its defaults for a number of steps, on fixed points and on
+networks that suit each equation. The error is relative, in L2, against the exact solution
 or a spectral one, on points that were not trained on. Long times are divided into slabs,
-each with a network of its own that begins where the last one ends.
+each with its own network that begins where the last one ends.
 """
 
 import dataclasses
@@ -59,9 +59,9 @@ LARGE = {
 class Equations(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Of the equations, by their names."""
+    """Sizes of the equations, by name."""
     num_looks: int = 20
-    """In each slab where there are slabs."""
+    """Number of looks in each slab, or in all."""
 
 
 EMBEDDED = Equations()
@@ -83,7 +83,8 @@ def train(settings: Equations, point: Point, place: Place) -> Columns:
 
 
 def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[str, Any]:
-    """One network after another, where there are slabs: each starts from the last one."""
+    """Train the networks of the slabs one after another: each starts from the last
+    one."""
     ends = equation.slabs or (0.0, 1.0)
     model, before, networks = equation.model(size.hidden, key), None, []
     looks: dict[str, list] = {"steps": [], "seconds": [], "error": []}
@@ -94,7 +95,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
         if equation.slabs:
             error = equation.error_between(begin, end)
         watch = _Watch(eqx.filter_jit(error), size.num_steps, num_looks)
-        with warnings.catch_warnings():  # of one that stands still
+        with warnings.catch_warnings():  # of a run that has stagnated
             warnings.simplefilter("ignore", UserWarning)
             model = gnlin.fit(
                 model,
@@ -151,7 +152,8 @@ SIDE = 61
 
 
 def _log_error(runs: Runs) -> np.ndarray:
-    """A solution that is not finite counts as one that says nothing."""
+    """The logarithm of the error; a solution that is not finite counts as zero, whose
+    error is 1."""
     error = runs["final_error"]
     return np.log10(np.where(np.isfinite(error), error, 1.0))
 

@@ -1,6 +1,6 @@
 """The first filters' change since initialisation, as training goes on, K = 1 and large.
 
-The runs of `large-k-augmented`, of which those are taken that are already there.
+The runs are those of `large-k-augmented`, which are reused if they exist.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ from .large_k_augmented import caption, COLOURS, ends, LargeK, SHARE, share_of_t
 
 
 SHARES = 0.1, 0.2, 0.5, 1.0
-"""Of the steps, after which the filters are looked at."""
+"""Shares of the steps after which the filters are compared."""
 JUDGED = SHARES[:2]
 
 
 def change(runs: Runs) -> Float[ndarray, "seeds looks filters channels height width"]:
-    """Since initialisation, which is the first of the looks."""
+    """The change since initialisation, which is the first look."""
     return runs["filters"] - runs["filters"][:, :1]
 
 
 def travelled(runs: Runs) -> Float[ndarray, "seeds looks"]:
-    """The 2-norm of the change; infinite where a run has diverged."""
+    """The 2-norm of the change; infinite if a run has diverged."""
     with np.errstate(over="ignore"):
         return np.sqrt(np.square(change(runs)).sum(axis=(2, 3, 4, 5)))
 
 
 def way_of_the_first(first: Runs, last: Runs) -> Float[ndarray, " seeds"]:
-    """After which share of its steps K = 1 has changed its filters by as much as large K
+    """The share of its steps after which K = 1 has changed its filters as much as large K
     does in the end."""
     return share_of_the_way(travelled(first), travelled(last)[:, -1])
 
@@ -49,7 +49,7 @@ def look_after(runs: Runs, share: float) -> int:
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
-    with np.errstate(divide="ignore", invalid="ignore"):  # of runs that diverge
+    with np.errstate(divide="ignore", invalid="ignore"):  # from runs that diverge
         ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
     return [
         *(
@@ -74,7 +74,8 @@ def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """How far the filters have gone, of all seeds; and those of the median seed."""
+    """Draw the distance that the filters have moved, for all seeds, and the filters of
+    the median seed."""
     both = ends(settings, all_runs)
     ways = travelled(both[0])[:, -1]
     seed = int(np.argsort(ways)[len(ways) // 2])

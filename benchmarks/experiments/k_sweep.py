@@ -1,20 +1,21 @@
 """Test accuracy over K, from gradient descent to one solved problem after another.
 
 On the full batch every run is trained to the same mean training loss, in as many steps as
-it takes, and all claims are of such runs: those that have not come there are left out and
-counted. Few steps are taken literally, more of them with the kernel, and from 10^4 on as
-gradient flow for the time K eta, whose error against literal steps is measured. On
-mini-batches, at the full scale, all K take equally many steps, and a longer K, which ends
-in the midst of its first problem, is not tested; its first version's curves are those of
-`--grid 1,10,100,1000,10000,20000`.
+it takes. All claims are about such runs; those that do not reach the loss are left out
+and counted. Few steps are taken literally, more of them with the kernel, and from 10^4 on
+as gradient flow for the time K eta, whose error against literal steps is measured. On
+mini-batches, at the full scale, all K take equally many steps. A K that is longer than
+the run, which then ends within its first problem, is not tested there. The first
+version's curves are those of `--grid 1,10,100,1000,10000,20000`.
 
-How long K is, is a matter of how long the training is. The unit is the steps that K = 1
-takes, and the claims are in it: the paper's K of 10^4 is of runs of millions of steps,
-and here a few thousand train the network.
+Whether a K is long depends on the length of the training. The unit of the claims is the
+number of steps that K = 1 takes: the paper's K of 10^4 refers to runs of millions of
+steps, and here a few thousand train the network.
 
-Beside them, on the same axes, damped Gauss-Newton at lambda = 1/(eta K), the same by
-conjugate gradients that stop early, and the paper's truncated Gauss-Newton: each problem
-solved, to a gradient tolerance. Other learning rates on a coarser grid of K.
+Three methods are beside them on the same axes: damped Gauss-Newton at lambda = 1/(eta K),
+the same by conjugate gradients that stop early, and the paper's truncated Gauss-Newton,
+in which each problem is solved to a gradient tolerance. Other learning rates are on a
+coarser grid of K.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ STATISTICS = {
 }
 UPDATES = "feature_updates"
 LITERALLY = 1e4
-"""K up to here is claimed to be like K = 1, on the paper's task."""
+"""The paper claims that K up to here is like K = 1, on its task."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,20 +64,22 @@ class KSweep(Images):
     )
     other_learning_rates: tuple[float, ...] = (3e-4, 1e-2)
     every: int = 3
-    """Of the periods, so many apart, at the other learning rates."""
+    """At the other learning rates, only one in this many periods is run."""
     damped_from: float = 100
-    """The period from which on the damping 1/(eta K) is tried: a smaller one has as many
-    linearised problems to be solved as descent has steps."""
+    """The period from which on the damping 1/(eta K) is tried: with a smaller one there
+    would be as many linearised problems to solve as descent has steps."""
     tolerance: float = 0.1
-    """Of conjugate gradients, relative to the gradient."""
+    """Tolerance of conjugate gradients, relative to the gradient."""
     solved_to: tuple[float, ...] = (1e-4, 1e-7)
-    """The largest entry of the mean loss's gradient. The smaller is about what 10^8 steps
-    leave, and judged by: on classes that can be separated no tolerance is the end."""
+    """Tolerances for the largest entry of the mean loss's gradient. The smaller one is
+    about the level that 10^8 steps leave, and the claims are judged by it: on separable
+    classes no tolerance is the end."""
     num_steps: int = 100_000
-    """On the full batch at most, or `most_updates` of longer periods."""
+    """The largest number of steps on the full batch; longer periods have at most
+    `most_updates`."""
     most_updates: int = 50
     damped_steps: int = 2_000
-    """Of the Gauss-Newton methods on mini-batches."""
+    """Steps of the Gauss-Newton methods on mini-batches."""
     num_looks: int = 40
     num_train: int | None = 50
 
@@ -177,7 +180,8 @@ def _damped(
 
 
 def _flow_error(settings: KSweep) -> float:
-    """Of as many steps as the longest period that is not gradient flow."""
+    """The error of gradient flow, for the number of steps of the longest period without
+    it."""
     data = training.load(settings, Place(), 0).train
     model = training.model_of(settings)(jax.random.key(0))
     return training.flow_error(
@@ -186,12 +190,12 @@ def _flow_error(settings: KSweep) -> float:
 
 
 def _line(settings: KSweep, all_runs: Sequence[Runs], solver: str) -> list[Runs]:
-    """Over K, at the learning rate that is judged."""
+    """The runs over K, at the learning rate that is judged."""
     return select(all_runs, solver=solver, learning_rate=settings.learning_rate)
 
 
 def training_length(settings: KSweep, line: Sequence[Runs]) -> float:
-    """The steps that the shortest period takes, the median of the seeds."""
+    """The number of steps that the shortest period takes, as the median of the seeds."""
     if settings.batch_size is not None:
         return settings.num_steps
     first = min(line, key=lambda runs: runs.point["period"])
@@ -199,14 +203,14 @@ def training_length(settings: KSweep, line: Sequence[Runs]) -> float:
 
 
 def is_tested(settings: KSweep, period: float) -> bool:
-    """Whether a run solves at least one problem with so many steps."""
+    """Whether a run with this many steps solves at least one problem."""
     return settings.batch_size is None or period <= settings.num_steps
 
 
 def rise(apart: Float[ndarray, "seeds periods"]) -> Float[ndarray, " seeds"]:
-    """At the period that is best in the mean of the *other* seeds, each seed's own value:
-    the best of all would be above zero by chance alone. Periods that half of them have
-    not finished are none."""
+    """Each seed's value at the period that is best in the mean of the *other* seeds: the
+    best of all would be above zero by chance alone. Periods that half of the seeds have
+    not finished do not count."""
     found = np.full(len(apart), np.nan)
     for seed in range(len(apart)):
         others = np.delete(apart, seed, axis=0)
@@ -218,7 +222,8 @@ def rise(apart: Float[ndarray, "seeds periods"]) -> Float[ndarray, " seeds"]:
 
 
 def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
-    """By the paper's statistic, optimal early stopping, and where training ends."""
+    """Judge all claims, by the paper's statistic, optimal early stopping, and at the end
+    of training."""
     solved = only(all_runs, solver=SOLVED, tolerance=min(settings.solved_to))
     line = _line(settings, all_runs, DESCENT)
     length = training_length(settings, line)
@@ -283,7 +288,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
 def _together(
     apart: Mapping[float, Float[ndarray, " seeds"]], above: float, up_to: float
 ) -> Float[ndarray, "seeds periods"]:
-    """At the periods in a range."""
+    """The runs at the periods in a range."""
     some = [values for period, values in apart.items() if above < period <= up_to]
     return np.stack(some, axis=1) if some else np.zeros((0, 0))
 
@@ -306,7 +311,7 @@ def _like_first(
 def _of_equal_strength(
     settings: KSweep, all_runs: Sequence[Runs], of: Callable[[Runs], ndarray]
 ) -> Float[ndarray, " seeds"]:
-    """Of a seed that is trained at all of them."""
+    """Runs of equal strength, for seeds that are trained at all of them."""
     by_descent, damped = (
         {runs.point["period"]: of(runs) for runs in _line(settings, all_runs, solver)}
         for solver in (DESCENT, DAMPED)
@@ -316,8 +321,8 @@ def _of_equal_strength(
 
 
 def draw(settings: KSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Test accuracy over inner steps, over feature updates, and in the end over K; and
-    how many steps it took to train."""
+    """Draw test accuracy over inner steps and over feature updates, its final value over
+    K, and the number of steps to train."""
     rate, line = settings.learning_rate, _line(settings, all_runs, DESCENT)
     rates = (rate, *settings.other_learning_rates)
     lines = [
@@ -382,8 +387,8 @@ def _colour_of(runs: Runs) -> Any:
 
 
 def _draw_from_zero(axes, runs: Runs, name: str, colour: Any, label: Any, look: str):
-    """Over steps of a kind, the test accuracy: that before training until the first
-    look."""
+    """Draw the test accuracy over steps of a kind, with its value before training up to
+    the first look."""
     x, accuracy = runs[name].mean(axis=0), 100 * runs["test_accuracy"]
     band(axes, x, accuracy, colour, label, look)
     first = 100 * runs["first_test_accuracy"].mean()

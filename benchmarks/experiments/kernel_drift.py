@@ -1,8 +1,9 @@
 """Alignment of the kernel with the first, and with the last, as training goes on.
 
-How far the kernel turns is measured in equal parts of the training, as the angle between
-the kernels at the ends of each. A sum over looks would depend on how often one looks: the
-sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten times as many.
+The rotation of the kernel is measured in equal parts of the training, as the angle
+between the kernels at the ends of each. A sum over looks would depend on the number of
+looks: the sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten
+times as many.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ from ..verdicts import judge, Verdict
 
 
 PARTS = 5
-"""Of the training, equally long; in the first the kernel is claimed to change fastest."""
+"""Number of equal parts of the training; the claim is that the kernel changes fastest in
+the first."""
 ANGLES = tuple(f"angle_{part}" for part in range(1, PARTS + 1))
 
 
@@ -39,7 +41,7 @@ class KernelDrift(Images):
     num_steps: int = 4_000
     num_looks: int = 80
     num_kernel: int = 20
-    """Training images of the kernel."""
+    """Number of training images for the kernel."""
 
 
 EMBEDDED = KernelDrift()
@@ -63,8 +65,8 @@ def points(settings: KernelDrift) -> list[Point]:
 
 
 def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
-    """On mini-batches or not: the kernels are taken at evenly spaced looks, and what is
-    kept is how they are aligned."""
+    """Train, on mini-batches or not. The kernels are computed at evenly spaced looks, and
+    only their alignments are kept."""
 
     def callbacks(draw, model):
         images = draw.train[0][: settings.num_kernel]
@@ -90,12 +92,12 @@ def _aligned(pair):
 
 
 def _alignment(kernels: ndarray, other: int) -> Float[ndarray, "seeds looks"]:
-    """Of each kernel but the first with another."""
+    """The alignment of each kernel but the first with another."""
     return np.array([[float(_aligned((k, of[other]))) for k in of[1:]] for of in kernels])
 
 
 def _angles(kernels: ndarray) -> list[float]:
-    """Between each kernel and the next."""
+    """The angle between each kernel and the next."""
     pairs = itertools.pairwise(kernels.astype(float))
     return [float(np.arccos(np.clip(_aligned(pair), -1, 1))) for pair in pairs]
 
@@ -133,7 +135,7 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     colours = shades(len(settings.periods))
-    # Before the first step the first kernel is itself, and the last as far as in the end.
+    # Before the first step: the first kernel aligns with itself, the last as in the end.
     panels_of = {
         "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
         "alignment_with_last": ("With the last kernel", lambda end: end),

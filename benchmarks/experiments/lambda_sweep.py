@@ -1,10 +1,10 @@
 """Test error against damping: a quintic, many initialisations, damped Gauss-Newton.
 
 Every initialisation is trained at every damping to the same training error, in one
-compiled program; a run that does not reach it has not finished, and is left out and
-counted. With it is said how many of its hidden units are dead: off for every input, and
-for good. The paper leaves out runs with a training RMSE over 2.5 alone. The interval of x
-can be read from it in two ways, and both are run.
+compiled program. A run that does not reach it has not finished, and is left out and
+counted, with the number of its dead hidden units, which are off for every input and stay
+so. The paper leaves out only runs with a training RMSE over 2.5. The paper's text allows
+two intervals of x, and both are run.
 """
 
 import dataclasses
@@ -33,15 +33,15 @@ from ..verdicts import judge, rank_correlation, slope, Verdict
 
 
 LARGEST_TRAIN_RMSE = 2.5
-"""The paper's."""
+"""The paper's limit."""
 INTERVALS = {
     "outputs in [-4, 4]": quintic.INTERVAL,
     "inputs in [-4, 4]": quintic.OTHER_INTERVAL,
 }
-# As many runs at once: more wait for the slowest of them, fewer for each other's kernels.
+# Runs at once: with more, all wait for the slowest; with fewer, for each other's kernels.
 _BATCH = 4
 _SHOWN = 10
-"""Learnt functions a damping."""
+"""Number of learned functions drawn for each damping."""
 
 PerRun = Float[ndarray, "seeds dampings"]
 
@@ -64,7 +64,7 @@ FULL = dataclasses.replace(EMBEDDED, num_steps=10_000)
 
 
 def points(settings: LambdaSweep) -> list[Point]:
-    """One an interval, of all dampings: they share a compiled program."""
+    """One point for each interval, with all dampings, which share a compiled program."""
     return [{"interval": interval} for interval in INTERVALS]
 
 
@@ -76,7 +76,7 @@ def train(settings: LambdaSweep, point: Point, place: Place) -> Columns:
     )
     shape = settings.seeds, len(settings.dampings)
     dampings = np.broadcast_to(settings.dampings, shape)
-    # Those of one damping together, which take about as many steps.
+    # Runs of one damping go together, since they take about equally many steps.
     seeds = jnp.tile(jnp.arange(settings.seeds), len(settings.dampings))
 
     runs = seeds, jnp.asarray(dampings.T.ravel())
@@ -113,7 +113,7 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
         y, state, _ = carry
         lin = gnlin.linearise(fn, y, x)
         y, new = solver.advance(objective, lin, lambda y: fn(y, x), state)
-        # At a stationary point no update is made, and none ever will be.
+        # At a stationary point no update is made, now or later.
         made = new.counts.num_feature_updates - state.counts.num_feature_updates
         return y, new, made > 0
 
@@ -133,7 +133,7 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
 
 
 def _effective_dimension(fn, y, x, damping) -> Scalar:
-    """Of the linearisation at the end, with the damping of the run."""
+    """The effective dimension of the final linearisation, with the damping of the run."""
     return gnlin.linearise(fn, y, x).spectrum().effective_dimension(damping)
 
 
@@ -146,19 +146,20 @@ def finished(runs: Runs) -> Bool[ndarray, "seeds dampings"]:
 
 
 def judged(runs: Runs) -> Bool[ndarray, " dampings"]:
-    """At the others most runs have not finished."""
+    """The dampings at which enough runs have finished for a verdict."""
     return finished(runs).mean(axis=0) >= 1 - MOST_UNFINISHED
 
 
 def logs(runs: Runs, name: str, kept: Bool[ndarray, "seeds dampings"]) -> PerRun:
-    """At the dampings that are judged, in log10; NaN where a run is not kept."""
+    """log10 of the values at the judged dampings; NaN for runs that are not kept."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.log10(runs[name])
     return np.where(kept, found, np.nan)[:, judged(runs)]
 
 
 def judge_all(settings: LambdaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
-    """The paper's claims in slopes over log10 of damping, of the curves that it draws."""
+    """Judge the paper's claims, as slopes over log10 of damping of the curves that it
+    shows."""
     return [
         verdict
         for name in INTERVALS
@@ -224,8 +225,8 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
 
 
 def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdict]:
-    """Whether the error goes with the effective dimension: as both change with damping,
-    and at one damping, where only the seeds differ."""
+    """Whether the error follows the effective dimension: as both change with damping, and
+    at one damping, where only the seeds differ."""
     dimension = np.where(
         np.isfinite(error), runs["effective_dimension"][:, judged(runs)], np.nan
     )
@@ -252,7 +253,7 @@ def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdic
 
 
 def over_dampings(both: Float[ndarray, "seeds 2 dampings"]) -> Float[ndarray, " seeds"]:
-    """The rank correlation of the two, a seed."""
+    """The rank correlation of the two over the dampings, for each seed."""
     return np.array([float(rank_correlation(d, error)) for error, d in both])
 
 
@@ -279,8 +280,8 @@ def _where_any(curve: Callable) -> Callable:
 
 
 def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Of each interval the errors, the effective dimension and shares of the runs; and
-    below them learnt functions at four dampings."""
+    """Draw, for each interval, the errors, the effective dimension and shares of the
+    runs, and below them learned functions at four dampings."""
     shown = np.linspace(0, len(settings.dampings) - 1, 4).round().astype(int)
     above = [name for name in ("errors", "dimension", "shares") for _ in range(4)]
     below = [str(index) for index in shown for _ in range(3)]
@@ -324,21 +325,21 @@ def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[
 
 
 def _dead_units(all_runs: Sequence[Runs], is_finished: bool) -> str:
-    """The mean share in the runs that have finished, or have not."""
+    """The mean share of dead units in the runs that have finished, or have not."""
     shares = [runs["dead"][finished(runs) == is_finished] for runs in all_runs]
     shares = np.concatenate(shares)
     return f"{shares.mean():.0%}" if len(shares) else "none"
 
 
 def _draw_runs(axes, runs: Runs, values: PerRun) -> None:
-    """A point each."""
+    """Draw one point for each run."""
     dampings = np.broadcast_to(runs["damping"][0], values.shape)
     axes.plot(dampings.ravel(), values.ravel(), ".", color="#BBBBBB", markersize=3)
     axes.set(xscale="log", xlabel=r"Damping $\lambda$")
 
 
 def _draw_curve(axes, runs: Runs, values: PerRun, curve: Callable, **look) -> None:
-    """Of the seeds, with gaps where nothing is judged."""
+    """Draw a statistic of the seeds, with gaps where nothing is judged."""
     drawn = np.where(judged(runs), _where_any(curve)(values, axis=0), np.nan)
     axes.plot(runs["damping"][0], drawn, **look)
 

@@ -1,12 +1,12 @@
 """Test accuracy against damping: a convolutional network, each problem solved.
 
 `lambda |theta - theta_s|^2` is added to the mean loss of each linearised problem. On the
-full batch that is minimised by Newton's method, and the network trained to a stated loss;
-runs that do not come there, or with a problem that is not solved, are left out and
-counted. On mini-batches it is minimised by so many steps of Adam, which must be many:
-with few of them it is they that damp.
+full batch Newton's method minimises the sum, and the network is trained to a stated loss;
+runs that do not reach it, or that have an unsolved problem, are left out and counted. On
+mini-batches a number of steps of Adam minimises it. They must be many, since few steps
+would act as damping themselves.
 
-That these methods come to one minimum, and what it costs them, is measured on the first
+Whether these methods reach the same minimum, and at what cost, is measured on the first
 linearised problem, at a strong and at a weak damping.
 """
 
@@ -42,19 +42,19 @@ class LambdaSweepCNN(Images):
     seeds: int = 8
     dampings: tuple[float, ...] = (1e-5, 1e-4, 3e-4, 1e-3, 1e-2, 1e-1, 1.0)
     num_updates: int = 200
-    """On the full batch, at most."""
+    """The largest number of updates on the full batch."""
     period: int = 50_000
     """On mini-batches, Adam's steps on each linearised problem."""
     compared: tuple[float, ...] = (1e-1, 1e-3, 1e-5)
-    """Dampings of the first problem, where it is solved by all methods."""
+    """Dampings at which all methods solve the first problem."""
     compared_seeds: int = 3
     adam_steps: tuple[int, ...] = (300, 3_000)
     tolerance: float = 1e-6
-    """Of truncated Newton there, relative to the gradient."""
+    """Tolerance of truncated Newton there, relative to the gradient."""
     network: str = "digits-cnn"
     num_train: int | None = 50
     learning_rate: float = 1e-3
-    """Of Adam."""
+    """Learning rate of Adam."""
     num_looks: int = 30
 
 
@@ -121,13 +121,14 @@ def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
 
 @cache
 def _adam(learning_rate: float) -> optax.GradientTransformation:
-    """One, or what is compiled with it is compiled for each."""
+    """Adam, as a single object: otherwise code that uses it would compile again for
+    each."""
     return optax.adam(learning_rate)
 
 
 def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
-    """The damped mean loss that a method comes to on the first linearised problem, the
-    largest entry of its gradient there, and the passes that it takes."""
+    """The damped mean loss that a method reaches on the first linearised problem, the
+    largest entry of its gradient there, and its number of passes."""
     make_model, mean = training.model_of(settings), jnp.asarray(2 * point["damping"])
     form = {"form": "prox-linear", "search": None}
     found = []
@@ -156,18 +157,18 @@ def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns
 
 
 #
-# What is read off
+# Statistics of the runs
 #
 
 
 def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
-    """Axes over dampings and seeds; NaN of runs that are left out."""
+    """Final values, with axes over dampings and seeds; NaN for runs that are left out."""
     found = [only(all_runs, trained=NETWORK, damping=x) for x in settings.dampings]
     return np.array([training.counted(runs, runs.final(name)) for runs in found])
 
 
 def usable(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
-    """At the others most runs are left out."""
+    """The dampings at which at most the allowed share of the runs is left out."""
     left = np.isfinite(finals(settings, all_runs, "test_accuracy"))
     return left.mean(axis=1) >= 1 - MOST_UNFINISHED
 
@@ -182,7 +183,7 @@ def first_solved(
 def apart(
     settings: LambdaSweepCNN, all_runs, damping: float, by: str, steps: int = 0
 ) -> Float[ndarray, " seeds"]:
-    """How far the loss is above that by Newton's method, relative to it."""
+    """The relative excess of the loss over that by Newton's method."""
     newton = first_solved(all_runs, damping, NEWTON, "damped_loss")
     return first_solved(all_runs, damping, by, "damped_loss", steps) / newton - 1
 
@@ -238,7 +239,7 @@ def draw(
 
 
 def _draw_cost(axes, settings, all_runs, damping, look, full) -> None:
-    """The gradient that methods leave of the first problem, over passes."""
+    """Draw the gradient that methods leave of the first problem, over passes."""
 
     def of(by: str, name: str) -> ndarray:
         steps = settings.adam_steps if by == ADAM else (0,)

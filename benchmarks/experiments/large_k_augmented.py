@@ -1,9 +1,9 @@
 """K = 1 against very large K with augmented images: the network and its linearisation.
 
-Stochastic gradient descent on mini-batches of randomly changed images; every so many
-steps a look at the test accuracy of the network and of the linearised network, at
-linear probes of its layers, and at its first filters. `linear-probe` and `filters` draw
-and judge the same runs.
+Stochastic gradient descent runs on mini-batches of randomly changed images. At regular
+intervals a look records the test accuracy of the network and of the linearised network,
+linear probes of its layers, and its first filters. `linear-probe` and `filters` draw and
+judge the same runs.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 PROBED_LAYERS = 1, 2
 COLOURS = BLUE, VERMILION
 SHARE = 0.2
-"""Of its steps, after which K = 1 is claimed to be where large K ends."""
+"""The claim is that large K ends where K = 1 is after this share of its steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +40,16 @@ class LargeK(Images):
     network: str = "wide-filtered-digits-cnn"
     batch_size: int | None = 64
     learning_rate: float = 0.005
-    """At twice that the linearised training diverges late, after 10 to 20 updates."""
+    """At twice this rate the linearised training diverges late, after 10 to 20
+    updates."""
     num_steps: int = 48_000
     num_looks: int = 48
     augmentation: str = "shift"
     num_probed: int = 100
-    """Training images that a probe sees: of a thousand it is at its ceiling at once."""
+    """Number of training images for a probe: with a thousand it is at its ceiling at
+    once."""
     num_filters: int = 3
-    """Of the first layer, that are kept."""
+    """Number of filters of the first layer that are stored."""
 
 
 EMBEDDED = LargeK()
@@ -104,7 +106,7 @@ def probe(model: ConvNet, layer: int, data: tuple[Labelled, Labelled]) -> Array:
 
 
 def ends(settings: LargeK, all_runs: Sequence[Runs]) -> tuple[Runs, Runs]:
-    """Of the shortest and of the longest period."""
+    """The runs of the shortest and of the longest period."""
     first, last = min(settings.periods), max(settings.periods)
     return only(all_runs, period=first), only(all_runs, period=last)
 
@@ -112,8 +114,8 @@ def ends(settings: LargeK, all_runs: Sequence[Runs]) -> tuple[Runs, Runs]:
 def share_of_the_way(
     values: Float[ndarray, "seeds looks"], end: Float[ndarray, " seeds"]
 ) -> Float[ndarray, " seeds"]:
-    """Of the steps, after which a value is first as large as another in the end: all of
-    them where it never is. The first of the looks is before any step."""
+    """The share of the steps after which a value first reaches another's final value; 1
+    if it never does. The first look is before any step."""
     reached = values >= end[:, None]
     share = np.argmax(reached, axis=1) / (reached.shape[1] - 1)
     share = np.where(reached.any(axis=1), share, 1.0)
@@ -161,7 +163,7 @@ def caption(settings: LargeK, all_runs: Sequence[Runs]) -> str:
 
 
 def draw(settings: LargeK, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """The accuracies of the network and of its linearisation over steps."""
+    """Draw the accuracies of the network and of its linearisation over steps."""
     with figure(out / "large_k_augmented.png", width=11, height=4.6) as drawing:
         network, linearised = drawing.subplots(1, 2, sharey=True)
         for runs, colour in zip(ends(settings, all_runs), COLOURS, strict=True):

@@ -1,9 +1,10 @@
 """The claims over the initialisation's scale and the width: from rich training to lazy.
 
-A network that begins with larger parameters, or is wider, learns with smaller changes
+A network with larger initial parameters, or with more width, learns with smaller changes
 of its kernel (Chizat, Oyallon and Bach 2019), and in the limit is its own linearisation.
-What K = infinity lacks should go, and what is said of K and lambda should hold all the
-way. Digits by squared error, where K = infinity and each damped step are closed forms.
+The disadvantage of K = infinity should vanish there, and the claims about K and lambda
+should hold throughout. The task is digits by squared error, where K = infinity and each
+damped step have closed forms.
 """
 
 import dataclasses
@@ -42,17 +43,18 @@ AXES = {"scale": "Scale of the initial parameters", "width": "Hidden units"}
 class LazyToRich(Images):
     seeds: int = 8
     scales: tuple[float, ...] = (0.3, 0.55, 1.0, 1.8, 3.0)
-    """Of the initial parameters, relative to Equinox's."""
+    """Scales of the initial parameters, relative to Equinox's."""
     widths: tuple[int, ...] = (20, 40, 160, 640)
-    """Of the hidden layer."""
+    """Widths of the hidden layer."""
     width: int = 40
-    """At which the scale varies."""
+    """The width at which the scale varies."""
     period: int = 1_000
     num_train: int | None = 50
     num_steps: int = 60_000
     share_of_stable: float = 0.05
-    """The learning rate, of the largest stable one on the first linearised problem; at
-    scales below 1 of that at 1, for a kernel that is small at first grows."""
+    """The learning rate, as a share of the largest stable one on the first linearised
+    problem. At scales below 1 it is that of scale 1, since a kernel that is small at
+    first grows."""
 
 
 EMBEDDED = LazyToRich()
@@ -81,7 +83,7 @@ def points(settings: LazyToRich) -> list[Point]:
 def make_model(
     key: Key[Array, ""], width: int, scale: float | Float[Array, ""]
 ) -> eqx.nn.MLP:
-    """64-width-10, from parameters so many times as large as Equinox's."""
+    """A 64-width-10 network, with parameters this many times as large as Equinox's."""
     model = eqx.nn.MLP(64, training.NUM_CLASSES, width_size=width, depth=1, key=key)
     return scaled(model, scale)
 
@@ -122,7 +124,8 @@ def _of_seed(
 
 
 def _damped(start, data, settings: LazyToRich, rate: Array) -> PyTree:
-    """As many exact steps as large K has feature updates, of the same strength."""
+    """Train by damping of the same strength, with as many exact steps as large K has
+    feature updates."""
     damping = gnlin.filters.equivalent_damping(settings.period, rate)
     solver = gnlin.DampedGaussNewton(damping, search=None)
     updates = max(settings.num_steps // settings.period, 1)
@@ -132,7 +135,7 @@ def _damped(start, data, settings: LazyToRich, rate: Array) -> PyTree:
 
 
 def along(settings: LazyToRich, axis: str) -> list[Point]:
-    """The points at which only that varies, in its order."""
+    """The points at which only this setting varies, in its order."""
     other, fixed = ("width", settings.width) if axis == "scale" else ("scale", 1.0)
     found = [point for point in points(settings) if point[other] == fixed]
     return sorted(found, key=lambda point: point[axis])
@@ -141,7 +144,7 @@ def along(settings: LazyToRich, axis: str) -> list[Point]:
 def by_point(
     settings: LazyToRich, all_runs: Sequence[Runs], axis: str, name: str
 ) -> Float[ndarray, "seeds points"]:
-    """NaN where one of a seed's networks is not fitted."""
+    """Values at each point; NaN if one of a seed's networks is not fitted."""
     columns = []
     for point in along(settings, axis):
         runs = only(all_runs, **point)

@@ -1,6 +1,6 @@
 """Linear classifiers of the first two layers' activations, K = 1 against large K.
 
-The runs of `large-k-augmented`, of which those are taken that are already there.
+The runs are those of `large-k-augmented`, which are reused if they exist.
 """
 
 import dataclasses

@@ -28,18 +28,19 @@ QUICK = ("Misra1a", "DanWood", "MGH09", "BoxBOD", "Rat43")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Where a solver ended, and what it took; `None` where it does not tell."""
+    """The end of a solver's run, and its cost; `None` if the solver does not report
+    it."""
 
     parameters: np.ndarray
     steps: int | None
     evaluations: int | None
     result: str
     reported: bool
-    """As solved, by the solver itself."""
+    """Whether the solver itself reports success."""
 
 
 class Problem(Protocol):
-    """NIST's, or another."""
+    """A problem of NIST, or another."""
 
     @property
     def residuals(self) -> Callable: ...
@@ -98,7 +99,7 @@ def run(options: Options) -> None:
 def solved_all(
     names: Sequence[str], solvers: Mapping[str, Solve], console: Console
 ) -> list[Row]:
-    """From both starts, and printed."""
+    """The rows for both starts, which are also printed."""
     began = time.perf_counter()
     rows = []
     for name in names:
@@ -113,9 +114,9 @@ def solved_all(
 
 
 def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:
-    """One solver from one start (1 or 2). What raises has an LRE of 0, and its reason."""
+    """One solver from one start (1 or 2). If it raises, the LRE is 0, with its reason."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow on the way is part of the task
+        warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:
             outcome = solve(problem, problem.starts[start - 1])
         except Exception as error:
@@ -199,7 +200,8 @@ def _first_sentence(message: str) -> str:
 
 
 def _evaluations(stats: dict[str, Any]) -> int | None:
-    """Of the residuals at a trial point, one a step that was taken or rejected."""
+    """Evaluations of the residuals at trial points, one for each accepted or rejected
+    step."""
     if "num_rejected_steps" not in stats or "num_jvps" not in stats:
         return None
     return int(stats["num_accepted_steps"] + stats["num_rejected_steps"])
@@ -207,7 +209,7 @@ def _evaluations(stats: dict[str, Any]) -> int | None:
 
 def jaxopt_levenberg_marquardt(problem: Problem, start: np.ndarray) -> Outcome:
     # QR on the stacked Jacobian: its other linear solvers square the condition number.
-    # Its other stopping rule, on the gradient, is absolute, and mostly is never met.
+    # Its other stopping rule, on the gradient, is absolute, and is usually never met.
     import jaxopt
 
     solver = jaxopt.LevenbergMarquardt(
@@ -248,7 +250,7 @@ def scipy_least_squares(method: Any, tight: bool, bounds: Any = None) -> Solve:
     from scipy.optimize import least_squares
 
     tolerance = 1e-15 if tight else 1e-8  # the latter is its default
-    # Scaling by the Jacobian's columns does better than none where precision counts.
+    # Scaling by the Jacobian's columns is better than none if precision matters.
     x_scale: Any = "jac" if tight else 1.0
 
     def solve(problem: Problem, start: np.ndarray) -> Outcome:
@@ -280,7 +282,8 @@ def scipy_least_squares(method: Any, tight: bool, bounds: Any = None) -> Solve:
 
 
 def table_of_cases(title: str, rows: Sequence[Any], solvers: Sequence[str]) -> Table:
-    """A row a `case`, a column a `solver`, and each row's `cell`."""
+    """A table with a row for each `case`, a column for each `solver`, and each row's
+    `cell`."""
     table = Table(title=title, title_justify="left")
     table.add_column("problem", no_wrap=True)
     for solver in solvers:
@@ -296,7 +299,8 @@ def table_of_all(
     solvers: Sequence[str],
     columns: Mapping[str, Callable[[list[Any]], str]],
 ) -> Table:
-    """A row a solver; by its heading, what a column says of a solver's rows."""
+    """A table with a row for each solver; each heading has a function of a solver's
+    rows."""
     table = Table(title="All of them", title_justify="left")
     table.add_column("solver")
     for heading in columns:

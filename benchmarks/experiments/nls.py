@@ -1,15 +1,16 @@
 """Moré, Garbow and Hillstrom's problems from near and far: gnlin beside other libraries.
 
-41 least-squares problems, each from its start and from 10 and 100 times as far from zero.
-A run is *solved* if its sum of squares is one of the minima that are known. What a solver
-reports as solved is *false* if it is none, and SciPy goes on from there to less.
+There are 41 least-squares problems, each from its start and from 10 and 100 times as far
+from zero. A run is *solved* if its sum of squares is one of the known minima. A report of
+success is *false* if the run is not solved and SciPy, started at its end, finds a smaller
+sum.
 
-The same in boxes that keep half of the parameters from where the minimum has them, beside
-SciPy's methods that take bounds. There *solved* is the least sum of squares that any of
-them finds from any start.
+The same problems are run with bounds that exclude the minimum in half of the parameters,
+beside SciPy's methods that take bounds. There *solved* is the least sum of squares that
+any of them finds from any start.
 
-And NIST's certified fits by the same solvers, and what is sparse, with thousands of
-parameters.
+Further tables have NIST's certified fits by the same solvers, and sparse problems with
+thousands of parameters.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ from .nist import (
 QUICK = ("rosenbrock-2", "helical_valley-3", "bard-3")
 QUICK_CERTIFIED = ("Misra1a", "BoxBOD")
 FACTORS_IN_BOXES = 1.0, 10.0
-# What a report of success may leave for another solver to gain.
+# The largest gain by another solver that leaves a report of success true.
 _GAIN = 1e-6
 
 
@@ -118,9 +119,9 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
 
 
 def outcome_of(problem: Problem, factor: float, solve: Solve) -> Outcome:
-    """What raises has not reported anything."""
+    """The outcome of a run; one that raises has not reported success."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow on the way is part of the task
+        warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:
             return solve(problem, problem.from_far(factor))
         except Exception as error:
@@ -150,7 +151,7 @@ def judged(problem: Problem, factor: float, solver: str, outcome: Outcome) -> Ro
 
 
 def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
-    """NaN beyond the bounds."""
+    """The sum of squares; NaN beyond the bounds."""
     if problem.bounds is not None:
         lower, upper = problem.bounds
         if not np.all((lower <= y) & (y <= upper)):
@@ -159,7 +160,7 @@ def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
 
 
 def _goes_on(problem: Problem, y: np.ndarray) -> bool:
-    """Whether there is less to be had from there, for one of SciPy's methods."""
+    """Whether one of SciPy's methods finds a smaller sum from there."""
     before = sum_of_squares(problem, y)
     if not np.isfinite(before):
         return True
@@ -167,7 +168,7 @@ def _goes_on(problem: Problem, y: np.ndarray) -> bool:
         solve = scipy_least_squares(method, True, problem.bounds)
         try:
             after = solve(problem, y).parameters
-        except ValueError:  # of numbers that it cannot start from
+        except ValueError:  # it cannot start from these numbers
             continue
         if sum_of_squares(problem, after) < (1 - _GAIN) * before:
             return True
@@ -194,12 +195,12 @@ def _solvers(quick: bool) -> dict[str, Solve]:
 
 
 #
-# In boxes
+# With bounds
 #
 
 
 def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
-    """Of the problems whose minimum SciPy finds from the usual start."""
+    """Rows of problems with bounds, if SciPy finds the minimum from the usual start."""
     rows, left_out = [], []
     for problem in problems:
         found = outcome_of(problem, 1.0, scipy_least_squares("lm", tight=True))
@@ -239,7 +240,7 @@ def _within(problem: Problem) -> dict[str, Solve]:
 
 
 def _median_evaluations(own: list[Row]) -> str:
-    """Of those that are solved."""
+    """The median of the evaluations of solved runs."""
     counts = [row.evaluations for row in own if row.solved and row.evaluations]
     return f"{np.median(counts):g}" if counts else ""
 
@@ -250,7 +251,7 @@ def _median_evaluations(own: list[Row]) -> str:
 
 
 def _median_steps(own: list[Row]) -> str:
-    """Of those that are solved."""
+    """The median of the steps of solved runs."""
     steps = [row.steps for row in own if row.solved and row.steps is not None]
     return f"{np.median(steps):g}" if steps else ""
 
@@ -265,8 +266,9 @@ _COLUMNS: dict[str, Callable[[list[Row]], str]] = {
 
 
 def draw(rows: Sequence[Row | nist.Row], solvers: Sequence[str], folder: Path) -> None:
-    """Performance profiles of the steps (Dolan and Moré, 2002): for each ratio, on which
-    part of the problems a solver takes at most so many times the fewest steps of any."""
+    """Draw performance profiles of the steps (Dolan and Moré, 2002): for each ratio, the
+    part of the problems on which a solver takes at most this many times the fewest steps
+    of any."""
     cases = list(dict.fromkeys(row.case for row in rows))
     steps = np.full((len(solvers), len(cases)), np.inf)
     for row in rows:

@@ -1,8 +1,9 @@
-"""The classical problems of which each residual reads a few of thousands of parameters:
-gnlin beside what other libraries have for such.
+"""Classical problems with thousands of parameters, of which each residual reads a few:
+gnlin beside the sparse methods of other libraries.
 
-Each from its start and from 10 and 100 times as far. A run is *solved* if its sum of
-squares is that of the minimum, which is zero; *false* is a report of anything else.
+Each problem is run from its start and from 10 and 100 times as far. A run is *solved* if
+its sum of squares is that of the minimum, which is zero; any other report of success is
+*false*.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ class Row:
     reported: bool
     steps: int | None
     seconds: float
-    """Of a second run: the first one compiles."""
+    """Seconds of a second run: the first one compiles."""
     result: str
 
     @property
@@ -60,7 +61,7 @@ class Row:
 
 
 def run(quick: bool, console: Console) -> list[Row]:
-    """Solve, and print."""
+    """Solve and print."""
     rows, began = [], time.perf_counter()
     problems = sparse_ones(NUM_PARAMETERS_QUICK if quick else NUM_PARAMETERS)
     for problem in problems:
@@ -79,11 +80,11 @@ def run(quick: bool, console: Console) -> list[Row]:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """One solver from one start. What raises has not reported anything."""
+    """One solver from one start. If it raises, it has not reported success."""
     start, seconds = problem.from_far(factor), 0.0
     outcome = Outcome(np.full(start.shape, np.nan), None, None, "", False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow on the way is part of the task
+        warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:
             for _ in range(2):
                 began = time.perf_counter()
@@ -107,7 +108,7 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
 
 
 def solvers_of(problem: Problem) -> dict[str, Solve]:
-    """For this problem: what is known of its pattern is found once."""
+    """The solvers for this problem; its sparsity pattern is found once."""
     by_products = lx.Normal(lx.CG(_TOLERANCE, _TOLERANCE, max_steps=10_000))
     known = gnlin.Sparsity(problem.residuals, jnp.asarray(problem.start))
     ours = gnlin.Residuals(problem.residuals, sparsity=known)
@@ -162,8 +163,8 @@ def _jaxopt(problem: Problem) -> Solve:
 
 
 def _scipy(problem: Problem) -> Solve:
-    """With the exact Jacobian as a sparse matrix, from as many passes as it has colours;
-    its tolerances are the tightest that it takes."""
+    """SciPy with the exact Jacobian as a sparse matrix, from as many passes as it has
+    colours, and with the tightest tolerances that it accepts."""
     import asdex
     from scipy.optimize import least_squares
     from scipy.sparse import csr_array

@@ -1,9 +1,9 @@
 """Networks that solve differential equations: gnlin's solvers and others, by the clock.
 
-Poisson's equation in 2 and 5 dimensions, the heat equation, Burgers' equation, and an
-unknown conductivity. All have the same network, points, objective and seconds of work,
-compilation apart. The error is relative, in L2, against the exact solution on points that
-were not trained on.
+The equations are Poisson's in 2 and 5 dimensions, the heat equation, Burgers' equation,
+and an unknown conductivity. All methods have the same network, points, objective and
+seconds of work, without compilation. The error is relative, in L2, against the exact
+solution on points that were not trained on.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ DAMPING, MOMENTUM = 1e-6, 0.9
 class Size(NamedTuple):
     hidden: tuple[int, ...]
     num_points: int
-    """In the interior."""
+    """Number of points in the interior."""
 
 
 SMALL = {
@@ -65,17 +65,17 @@ LARGE = {
     "burgers": Size((40, 40, 40), 2_500),
     "conductivity": Size((64, 64), 2_500),
 }
-"""Poisson's as in arXiv:2505.12149."""
+"""Sizes for Poisson's equation as in arXiv:2505.12149."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pinn(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Of the equations, by their names."""
+    """Sizes of the equations, by name."""
     seconds: float = 4.0
     rates: tuple[float, ...] = (3e-3, 1e-2)
-    """Of Adam: the best of these, at the end, on the test points."""
+    """Rates of Adam: the best of these at the end, on the test points, counts."""
     num_looks: int = 60
 
 
@@ -125,7 +125,7 @@ def train(settings: Pinn, point: Point, place: Place) -> Columns:
     for seed in range(settings.seeds):
         model = equation.model(size.hidden, jax.random.key(seed))
         looks = train(model, groups, settings.seconds, settings.num_looks)
-        # One that has converged stays where it is.
+        # A run that has converged keeps its last error.
         looks += [looks[-1]] * (settings.num_looks + 1 - len(looks))
         errors, coefficient_errors = zip(
             *(errors_of(x.model) for x in looks), strict=True
@@ -149,7 +149,7 @@ def _errors_of(equation: Equation):
 
 
 SIDE = 61
-"""Of the pictures."""
+"""Number of points along each side of the pictures."""
 
 
 #
@@ -158,19 +158,22 @@ SIDE = 61
 
 
 def best(all_runs: Sequence[Runs], equation: str, solver: str) -> Runs:
-    """At the rate whose errors end lowest, in the mean of their logarithms."""
+    """The errors at the rate whose final errors are lowest, in the mean of their
+    logarithms."""
     tried = select(all_runs, equation=equation, solver=solver)
     return min(tried, key=lambda runs: _log_error(runs).mean())
 
 
 def _log_error(runs: Runs) -> Float[ndarray, " seeds"]:
-    """In the end; of one that is not finite, as if it had said nothing."""
+    """The logarithm of the final error; a run that is not finite counts as a solution of
+    zero."""
     error = runs.final("error")
     return np.log10(np.where(np.isfinite(error), error, 1.0))
 
 
 def seconds_to(runs: Runs, accuracy: float) -> Float[ndarray, " seeds"]:
-    """To the first look that has it; all that it had where none has."""
+    """Seconds to the first look with this accuracy; all of the run's seconds if none has
+    it."""
     there = runs["error"] <= accuracy
     first = np.take_along_axis(runs["seconds"], there.argmax(axis=1)[:, None], axis=1)
     return np.where(there.any(axis=1), first[:, 0], runs["seconds"][:, -1])

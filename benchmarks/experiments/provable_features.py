@@ -1,9 +1,9 @@
 """Tasks that theory says need features: K = 1 to K = infinity, over the sample size.
 
-The classes are signs of a polynomial of a few of many inputs. Without features a network
-needs about as many examples as there are functions of its degree; with them, so many
-times the number of inputs. Judged is the largest sample with fewer examples than such
-functions. K = infinity is one linearised problem, solved.
+The classes are signs of a polynomial in a few of many inputs. Without features a network
+needs about as many examples as there are functions of that degree; with them, a multiple
+of the number of inputs. The claims are judged at the largest sample with fewer examples
+than such functions. K = infinity is one linearised problem, solved.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Provable(Images):
     tasks: tuple[str, ...] = tuple(TEACHERS)
     network: str = "teacher-mlp"
     sizes: tuple[int, ...] = (200, 400, 1_000, 2_000, 4_000)
-    """Of degree 2 there are 435 functions, of degree 3 4,060."""
+    """There are 435 functions of degree 2, and 4,060 of degree 3."""
     periods: tuple[float, ...] = (1.0, 300.0, math.inf)
     batch_size: int | None = 64
     learning_rate: float = 0.2
@@ -79,7 +79,8 @@ def train(settings: Provable, point: Point, place: Place) -> Columns:
 def errors(
     settings: Provable, all_runs: Sequence[Runs], task: str, period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """Stopped early by the validation examples; of K = infinity, where it is solved."""
+    """Test errors, stopped early by the validation examples; those of K = infinity, if it
+    is solved."""
     accuracy = training.early_stopped if math.isfinite(period) else solved_accuracy
     found = [
         accuracy(only(all_runs, task=task, period=period, num_train=size))

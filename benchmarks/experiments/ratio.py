@@ -1,9 +1,10 @@
 """The longest step that keeps its promise: which part of it is to be kept.
 
 [`gnlin.LevenbergMarquardt`][] on a full batch takes the longest step at which the loss
-still falls by a part of what is predicted, the `ratio` of `gnlin.damping.LongestStep`.
-Here are the losses after some numbers of steps at several ratios, on networks that fit
-functions and images and on Burgers' equation, and the steps to the end of NIST's fits.
+still falls by a given part of the predicted decrease, the `ratio` of
+`gnlin.damping.LongestStep`. The experiment measures the losses after some numbers of
+steps at several ratios, on networks that fit functions and images and on Burgers'
+equation, and the number of steps of NIST's fits.
 """
 
 import dataclasses
@@ -36,9 +37,9 @@ from .nist import attempt, through_optimistix
 DEFAULT, SMALL, LARGE = 0.25, 0.075, 0.75
 FITS = "nist"
 VISCOSITY = 0.01
-# Burgers' equation counts so much beside its start: both then fall together.
+# Weight of Burgers' equation relative to its start: with it both fall together.
 _OF_EQUATION = 1e-2
-# A loss of this part of the first, or less, is rounding: all such losses count as one.
+# A loss below this part of the first is rounding; all such losses count as equal.
 _ROUNDING = 1e-28
 
 #
@@ -51,7 +52,7 @@ class Problem(NamedTuple):
     model: Callable[[Key[Array, ""]], PyTree]
     data: Callable[[], PyTree]
     valley: bool = False
-    """Whether small ratios are said to be better, and not large ones."""
+    """Whether the claim is that small ratios are better, and not large ones."""
 
 
 def _network(width: int, key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -75,7 +76,7 @@ def _images() -> tuple[Float[Array, "100 64"], Float[Array, "100 10"]]:
 
 
 def _periodic(model: PyTree) -> equations.Function:
-    """Of a point (t, x), with the period 2 in x."""
+    """A point (t, x) as features with the period 2 in x."""
     return lambda point: model(
         jnp.stack([jnp.cos(jnp.pi * point[1]), jnp.sin(jnp.pi * point[1]), point[0]])
     )
@@ -90,7 +91,8 @@ def _at_start(model: PyTree, point: equations.Point) -> Float[Array, ""]:
 
 
 def _burgers(number: int) -> equations.Groups:
-    """As many points inside, and an eighth of that at the start."""
+    """Burgers' equation, with this number of points inside, and an eighth as many at the
+    start."""
     drawn = qmc.Sobol(2, rng=0).random(number)
     inside = jnp.asarray(drawn * [1, 2] - [0, 1])
     start = equations.grid(np.zeros(1), np.linspace(-1, 1, number // 8, endpoint=False))
@@ -127,15 +129,15 @@ PROBLEMS = {
 @dataclasses.dataclass(frozen=True)
 class Ratio(Settings):
     seeds: int = 6
-    """With five, what is the same at each of them would decide no claim."""
+    """With five, identical values at all seeds would decide no claim."""
     ratios: tuple[float, ...] = (0.01, 0.075, 0.15, 0.25, 0.5, 0.75, 0.9)
     problems: tuple[str, ...] = ("network-16", "network-32", "digits", "burgers")
     looks: tuple[int, ...] = (5, 10, 20, 40, 80)
-    """After so many steps."""
+    """Numbers of steps after which to look."""
     judged_after: int = 40
-    """One of these."""
+    """One of the looks."""
     fits: tuple[str, ...] = tuple(nist.MODELS)
-    """Of NIST's, each from both starts."""
+    """NIST's fits, each from both starts."""
 
 
 EMBEDDED = Ratio()
@@ -152,7 +154,7 @@ FULL = dataclasses.replace(EMBEDDED, problems=tuple(PROBLEMS))
 
 
 def swept(settings: Ratio) -> list[float]:
-    """The default is always among them."""
+    """The ratios; the default is always among them."""
     return sorted({*settings.ratios, DEFAULT})
 
 
@@ -181,9 +183,9 @@ def train(settings: Ratio, point: Point, place: Place) -> Columns:
 def losses_after(
     looks: ndarray, model: PyTree, data: Any, solver: gnlin.LevenbergMarquardt
 ) -> Float[ndarray, " looks"]:
-    """A run that has ended keeps its last loss."""
+    """The losses at the looks; a run that has ended keeps its last loss."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where rounding lets no step gain anything
+        warnings.simplefilter("ignore")  # if rounding allows no further decrease
         end = gnlin.solve(model, data, solver, max_steps=int(looks.max()), progress=False)
     losses = np.append(end.history.loss, float(end.loss))
     losses = np.maximum(losses, _ROUNDING * losses[0])
@@ -191,7 +193,7 @@ def losses_after(
 
 
 def _fit(settings: Ratio, solver: gnlin.LevenbergMarquardt) -> Columns:
-    """Of NIST's, where a fit is in the place of a seed."""
+    """NIST's fits, where each fit takes the place of a seed."""
     solve = through_optimistix(solver)
     rows = [
         attempt(nist.load(name), start, FITS, solve)
@@ -213,7 +215,7 @@ def _fit(settings: Ratio, solver: gnlin.LevenbergMarquardt) -> Columns:
 def log_losses(
     settings: Ratio, all_runs: Sequence[Runs], problem: str, look: int
 ) -> Float[ndarray, "seeds ratios"]:
-    """log10 of the losses after so many steps."""
+    """log10 of the losses after this number of steps."""
     runs = [only(all_runs, problem=problem, ratio=ratio) for ratio in swept(settings)]
     place = settings.looks.index(look)
     return np.log10(np.stack([each["loss"][:, place] for each in runs], axis=1))
@@ -222,7 +224,8 @@ def log_losses(
 def solved_and_log_steps(
     settings: Ratio, all_runs: Sequence[Runs]
 ) -> tuple[Bool[ndarray, "fits ratios"], Float[ndarray, "fits ratios"]]:
-    """The latter NaN for fits that some ratio does not solve."""
+    """Whether each fit is solved, and the logarithm of its steps, which is NaN for fits
+    that some ratio does not solve."""
     runs = [only(all_runs, problem=FITS, ratio=ratio) for ratio in swept(settings)]
     solved, steps = (
         np.concatenate([each[name] for each in runs], axis=1)
@@ -324,7 +327,8 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def table(settings: Ratio, all_runs: Sequence[Runs]) -> str:
-    """In Markdown; the best of each row in bold, where it is better than others."""
+    """A table in Markdown, with the best of each row in bold if it is better than
+    others."""
     ratios = swept(settings)
     lines = [
         "| | steps | " + " | ".join(f"{ratio:g}" for ratio in ratios) + " |",

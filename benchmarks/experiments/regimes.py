@@ -1,7 +1,8 @@
 """Network, large K, K = infinity, and regression with the trained network's kernel.
 
-Does the kernel that training has made generalise as the network does, and does its
-evidence say so? Digits by squared error. All that is linear is solved in closed form.
+The experiment asks whether the kernel after training generalises as the network does, and
+whether its evidence shows this. The task is digits by squared error. All linear problems
+are solved in closed form.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 LOSS = gnlin.SquaredError()
 NOISE = 0.1
-"""To begin with; the evidence finds its own."""
+"""The initial noise; the evidence finds its own."""
 REGIMES = {
     "network": ("the network, K = 1", BLACK),
     "large_k": ("large K", BLUE),
@@ -43,7 +44,8 @@ class Regimes(Images):
     period: int = 1_000
     num_steps: int = 30_000
     share_of_stable: float = 0.05
-    """The learning rate, of the largest stable one on the first linearised problem."""
+    """The learning rate, as a share of the largest stable one on the first linearised
+    problem."""
 
 
 EMBEDDED = Regimes()
@@ -70,7 +72,8 @@ def as_regression(labelled: Labelled) -> tuple[Array, Array]:
 
 
 def largest_eigenvalue(model: PyTree, images: Array) -> Array:
-    """Of the tangent kernel: two over it is the largest stable learning rate."""
+    """The largest eigenvalue of the tangent kernel: two over it is the largest stable
+    rate."""
     kernel = gnlin.TangentKernel(model)(images)
     m = len(images) * training.NUM_CLASSES
     return jnp.linalg.norm(kernel.reshape(m, m), 2)
@@ -111,8 +114,8 @@ def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
 def descended(
     start: PyTree, data: tuple[Array, Array], period: int, rate: Array, num_steps: int
 ) -> PyTree:
-    """By gradient steps, so many on each linearised problem. The first few steps say
-    whether it goes well: what diverges is no number here."""
+    """Train by gradient steps, a given number on each linearised problem. The first few
+    steps show whether it diverges; such a run is NaN."""
     solver = gnlin.IterativeLinearisation(
         period, rate, method="matrix-free" if period == 1 else "eigh"
     )
@@ -123,13 +126,13 @@ def descended(
 
 
 def finished(runs: Runs) -> ndarray:
-    """Whether a seed's networks have both been fitted."""
+    """Whether both networks of each seed are fitted."""
     rmses = [runs.final(f"{name}_train_rmse") for name in ("network", "large_k")]
     return np.max(rmses, axis=0) < thresholds.FITTED_DIGITS
 
 
 def errors(settings: Regimes, all_runs: Sequence[Runs], name: str) -> ndarray:
-    """By seed and size; NaN where training was not finished."""
+    """Errors by seed and size; NaN if training has not finished."""
     columns = []
     for size in settings.sizes:
         runs = only(all_runs, num_train=size)

@@ -18,16 +18,16 @@ COLOURS = BLUE, VERMILION
 @dataclasses.dataclass(frozen=True)
 class ResNets(Images):
     seeds: int = 8
-    """As many as tell that it is not trained."""
+    """Enough to decide that the network is not trained."""
     periods: tuple[int, ...] = (1, 20)
-    """Of the plain network."""
+    """Periods of the plain network."""
     normalised_periods: tuple[int, ...] = (1, 20)
     network: str = "narrow-resnet18"
     batch_size: int | None = 64
     learning_rate: float = 5e-4
     normalised_learning_rate: float = 0.01
     augmentation: str = "shift"
-    """Of the normalised network's images."""
+    """Augmentation of the normalised network's images."""
     num_steps: int = 2_500
     num_looks: int = 25
 
@@ -77,7 +77,7 @@ def train(settings: ResNets, point: Point, place: Place) -> Columns:
 
 
 def both(settings: ResNets, all_runs: Sequence[Runs], network: str) -> list[Runs]:
-    """The smallest period and the largest."""
+    """The runs of the smallest and of the largest period."""
     of = settings.periods if network == PLAIN else settings.normalised_periods
     return [only(all_runs, network=network, period=k) for k in (min(of), max(of))]
 

@@ -1,9 +1,9 @@
 """Each linearised problem solved, against SGD and Adam on the network itself.
 
-The problems are those of all training images, solved to a gradient tolerance: to a second
-one too, for on classes that can be separated it is the tolerance that ends the way. SGD
-and Adam train to a stated training loss. A run with a problem that is not solved, or that
-ends untrained, is left out and counted.
+The problems are those of all training images, solved to a gradient tolerance, and for
+comparison to a second one: for separable classes the tolerance determines where the
+solution ends. SGD and Adam train to a stated training loss. A run with an unsolved
+problem, or one that ends untrained, is left out and counted.
 """
 
 import dataclasses
@@ -28,16 +28,17 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 SOLVED, SGD, ADAM = "each problem solved", "SGD, K = 1", "Adam"
 PAPERS_GAP = -0.091
-"""60.3 against 69.4 %."""
+"""60.3 against 69.4 % in the paper."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SolvedSubproblem(Images):
     seeds: int = 10
     tolerances: tuple[float, ...] = (1e-4, 1e-6)
-    """Of the largest entry of the mean loss's gradient; judged is the smallest."""
+    """Tolerances for the largest entry of the mean loss's gradient; the smallest is
+    judged."""
     num_updates: int = 20
-    """At most: fewer where nothing is left to be solved."""
+    """The largest number of updates: there are fewer if nothing is left to solve."""
     adam_learning_rate: float = 1e-3
     network: str = "digits-cnn"
     num_train: int | None = 100
@@ -104,7 +105,8 @@ def _final(runs: Runs) -> Float[ndarray, " seeds"]:
 
 
 def judge_all(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> list[Verdict]:
-    """By the final accuracy, as in the paper, and by one that is stopped early."""
+    """Judge all claims, by the final accuracy as in the paper, and by the early-stopped
+    one."""
     runs = _judged(settings, all_runs)
     final = {solver: _final(of) for solver, of in runs.items()}
     stopped = {s: training.counted(r, training.early_stopped(r)) for s, r in runs.items()}
@@ -142,8 +144,8 @@ def judge_all(settings: SolvedSubproblem, all_runs: Sequence[Runs]) -> list[Verd
 def draw(
     settings: SolvedSubproblem, all_runs: Sequence[Runs], out: Path
 ) -> Mapping[str, str]:
-    """Test and training accuracy over feature updates, and how far the solved problems
-    end behind SGD, beside the paper's gap."""
+    """Draw test and training accuracy over feature updates, and how far the solved
+    problems end behind SGD, beside the paper's gap."""
     solved = [
         (only(all_runs, solver=SOLVED, tolerance=each), f"solved to {each:g}", colour)
         for each, colour in zip(settings.tolerances, (ORANGE, VERMILION), strict=False)

@@ -1,7 +1,7 @@
 """Which learning rates and K diverge.
 
-A run has diverged if its numbers are not finite, or if it ends with no less training loss
-than a network that says nothing has.
+A run has diverged if its numbers are not finite, or if its final training loss is at
+least that of constant outputs.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def train(settings: Stability, point: Point, place: Place) -> Columns:
     if settings.batch_size is not None:
         solver = training.descent(period, rate)
         return training.mini_batches(settings, place, solver)
-    # Gradient flow would be stable at any learning rate: only literal steps will do.
+    # Only literal steps can diverge: gradient flow is stable at any learning rate.
     solver = gnlin.IterativeLinearisation(
         jnp.asarray(float(period)), jnp.asarray(rate), method=training.literal(period)
     )
@@ -96,8 +96,11 @@ def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]
 
 
 def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds periods"]:
-    """Of the learning rates below the first that diverges, the largest; where the least
-    of them diverges, one as much less; NaN where none does, and it cannot be told."""
+    """The largest of the learning rates below the first that diverges.
+
+    If the smallest rate diverges, it is a rate one step below the grid. If none diverges,
+    it is unknown, and NaN.
+    """
     found = table(settings, all_runs)
     rates = np.asarray(settings.learning_rates)
     rates = np.concatenate([[rates[0] ** 2 / rates[1]], rates])

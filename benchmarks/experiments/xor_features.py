@@ -1,11 +1,11 @@
 """What the hidden units of an XOR network learn, over K and over lambda.
 
-The noisy XOR is solved by features along the four corners, and by random features too.
-One hidden layer is trained to convergence by K steps on each linearisation, and by
+The noisy XOR can be solved by features along the four corners, and by random features
+too. One hidden layer is trained to convergence by K steps on each linearisation, and by
 damping at matched strength, lambda = 1/(eta K), from the usual initialisation and from a
 small one, from which there is more to learn. Alignment of a unit is `max_c cos(w, c)`
-over the corners c: the paper's mean over the units (equation 11), and beside it one
-weighted by how much they count, |output weight| |w|.
+over the corners c. Its mean over the units is the paper's statistic (equation 11); beside
+it is a mean weighted by each unit's contribution, |output weight| |w|.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from ..verdicts import at_ceiling, judge, rank_correlation, Verdict
 
 
 CORNERS = np.array([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])
-# From so many steps on the spectrum is cheaper than they are.
+# From this number of steps on, the spectrum is cheaper than the steps.
 _SPECTRUM_PAYS = 1000
 _SHOWN = 4
-"""Strengths that are drawn."""
+"""Number of strengths that are drawn."""
 
 ALIGNMENTS = {"alignment": "Alignment", "weighted_alignment": "Weighted alignment"}
 COLOURS = BLUE, ORANGE
@@ -45,13 +45,13 @@ BY_PERIOD, BY_DAMPING = "iterative-linearisation", "damped-gauss-newton"
 class XorFeatures(Settings):
     seeds: int = 10
     scales: tuple[float, ...] = (1.0, 0.3)
-    """Of the initial weights, times the usual ones."""
+    """Scales of the initial weights, relative to the usual ones."""
     periods: tuple[float, ...] = tuple((10.0 ** np.arange(8)).tolist())
-    """K, and what the dampings stand for."""
+    """K; the dampings are 1/(eta K)."""
     learning_rate: float = 1e-4
-    """Times the kernel's largest eigenvalue it must stay below 2."""
+    """Its product with the kernel's largest eigenvalue must stay below 2."""
     num_steps: int = 10**5
-    """Inner steps of every K, but no fewer than so many feature updates:"""
+    """Inner steps of every K, with at least the following number of feature updates."""
     fewest_updates: int = 300
     damped_steps: int = 300
     num_train: int = 200
@@ -97,7 +97,7 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
 
 
 def _drawn(settings: XorFeatures, number: int, start: int) -> tuple[Array, ...]:
-    """Inputs and targets, a row a seed."""
+    """Inputs and targets, a row for each seed."""
     drawn = [xor.examples(number, start + seed) for seed in range(settings.seeds)]
     return tuple(jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
 
@@ -178,7 +178,8 @@ def _initial(scale: float) -> str:
 
 
 def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Alignment over strength; and for each initialisation and solver a row of planes."""
+    """Draw alignment over strength, and for each initialisation and solver a row of
+    planes."""
     num_shown = min(_SHOWN, len(settings.periods))
     shown = np.linspace(0, len(settings.periods) - 1, num_shown).round().astype(int)
     kinds = [(s, solver) for s in settings.scales for solver in (BY_PERIOD, BY_DAMPING)]
@@ -217,7 +218,7 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
 
 
 def _draw_plane(axes, weights: Float[ndarray, "units 3"], largest: float) -> Any:
-    """Of the colours -`largest` to `largest`."""
+    """Draw one plane; the colours range from -`largest` to `largest`."""
     span = 1.1 * np.abs(weights[:, :2]).max()
     axes.set(xlim=(-span, span), ylim=(-span, span), aspect="equal")
     return axes.scatter(

@@ -1,4 +1,4 @@
-"""Small convolutional networks, of one example."""
+"""Small convolutional networks, as models of one example."""
 
 import itertools
 from collections.abc import Callable
@@ -13,10 +13,11 @@ from jaxtyping import Array, Float, Key
 def max_pool(
     x: Float[Array, "channels height width"], window: int = 2
 ) -> Float[Array, "channels pooled_height pooled_width"]:
-    """The largest of each square window, the windows side by side.
+    """The maximum of each square window; the windows do not overlap.
 
-    By reshaping, and not `equinox.nn.MaxPool2d`: on a CPU the gradient of a
-    `reduce_window` is slower, and nearly triples the memory of a training step."""
+    It is computed by reshaping, and not by `equinox.nn.MaxPool2d`: on a CPU the gradient
+    of a `reduce_window` is slower, and nearly triples the memory of a training step.
+    """
     channels, height, width = x.shape
     if height % window or width % window:
         raise ValueError(
@@ -29,8 +30,8 @@ def max_pool(
 
 
 class ConvNet(eqx.Module):
-    """Convolutions, each followed by 2 x 2 pooling, then dense layers; an activation
-    after each but the last."""
+    """Convolutions, each followed by 2 x 2 pooling, then dense layers, with an activation
+    after each layer except the last."""
 
     convolutions: list[eqx.nn.Conv2d]
     dense: list[eqx.nn.Linear]
@@ -63,7 +64,7 @@ class ConvNet(eqx.Module):
     def features(
         self, x: Float[Array, "channels height width"], num_layers: int | None = None
     ) -> Float[Array, " features"]:
-        """The pooled activations of so many convolutions, by default all."""
+        """The pooled activations of the first convolutions, by default all."""
         for convolution in self.convolutions[:num_layers]:
             x = max_pool(self.activation(convolution(x)))
         return jnp.ravel(x)
@@ -83,7 +84,7 @@ def lenet(
     image: tuple[int, int, int] = (3, 32, 32),
     num_classes: int = 10,
 ) -> ConvNet:
-    """LeNet-5 with ReLUs, maximal pooling and as many channels in both convolutions:
+    """LeNet-5 with ReLUs, maximal pooling and equally many channels in both convolutions:
     227,484 parameters by default."""
     return ConvNet(
         key,
@@ -96,13 +97,13 @@ def lenet(
 
 
 def digits_cnn(key: Key[Array, ""]) -> ConvNet:
-    """Of an 8 x 8 image of one channel: 6,090 parameters."""
+    """A network for an 8 x 8 image of one channel: 6,090 parameters."""
     return _digits_cnn(key, kernel_sizes=(3, 3))
 
 
 def wide_filtered_digits_cnn(key: Key[Array, ""]) -> ConvNet:
-    """The same with 5 x 5 filters in its first layer, which can be looked at: 6,346
-    parameters."""
+    """The same with 5 x 5 filters in its first layer, so that they can be looked at:
+    6,346 parameters."""
     return _digits_cnn(key, kernel_sizes=(5, 3))
 
 
@@ -118,10 +119,12 @@ def _digits_cnn(key: Key[Array, ""], kernel_sizes: tuple[int, int]) -> ConvNet:
 
 
 def smooth_digits_cnn(key: Key[Array, ""], num_classes: int = 10) -> ConvNet:
-    """Of an 8 x 8 image of one channel, with tanh: 6,090 parameters for 10 classes.
+    """A network with tanh for an 8 x 8 image of one channel: 6,090 parameters for 10
+    classes.
 
     A Gauss-Newton step that goes too far can switch a ReLU off for every image, and then
-    for good; a tanh comes back."""
+    permanently; a tanh recovers.
+    """
     return ConvNet(
         key,
         (1, 8, 8),

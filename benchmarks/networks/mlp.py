@@ -1,4 +1,4 @@
-"""Fully connected networks, ReLU where nothing else is said."""
+"""Fully connected networks, with ReLU unless stated otherwise."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,17 +11,17 @@ from jaxtyping import Array, Float, Key, Scalar
 def quintic_mlp(
     key: Key[Array, ""], activation: Callable[[Array], Array] = jax.nn.relu
 ) -> eqx.nn.MLP:
-    """Five layers, the four hidden ones 50 wide: 7,801 parameters."""
+    """Five layers, four of them hidden and 50 wide: 7,801 parameters."""
     return eqx.nn.MLP(1, 1, width_size=50, depth=4, activation=activation, key=key)
 
 
 def digits_mlp(key: Key[Array, ""], width: int = 40) -> eqx.nn.MLP:
-    """64-40-10: 3,010 parameters, the least that is many for a few hundred outputs."""
+    """64-40-10: 3,010 parameters, the fewest that are many for a few hundred outputs."""
     return eqx.nn.MLP(64, 10, width_size=width, depth=1, key=key)
 
 
 def mnist_mlp(key: Key[Array, ""]) -> eqx.nn.Sequential:
-    """784-512-512-10, of an image: 669,706 parameters."""
+    """784-512-512-10, for an image: 669,706 parameters."""
     dense = eqx.nn.MLP(784, 10, width_size=512, depth=2, key=key)
     return eqx.nn.Sequential([eqx.nn.Lambda(jnp.ravel), dense])
 
@@ -32,18 +32,18 @@ def teacher_mlp(key: Key[Array, ""]) -> eqx.nn.MLP:
 
 
 def xor_mlp(key: Key[Array, ""], scale: float | Float[Array, ""] = 1.0) -> eqx.nn.MLP:
-    """2-100-1, from weights so many times as large as Equinox's: 401 parameters."""
+    """2-100-1, with weights this many times as large as Equinox's: 401 parameters."""
     return scaled(eqx.nn.MLP(2, 1, width_size=100, depth=1, key=key), scale)
 
 
 def scaled(model: eqx.nn.MLP, by: float | Float[Array, ""]) -> eqx.nn.MLP:
-    """With parameters so many times as large."""
+    """The same model with parameters this many times as large."""
     times = lambda leaf: by * leaf if eqx.is_inexact_array(leaf) else leaf
     return jax.tree.map(times, model)
 
 
 def dead_units(model: eqx.nn.MLP, inputs: Float[Array, "n d"]) -> Scalar:
-    """The share of the hidden units, all of them ReLUs, that are off for all inputs."""
+    """The share of the hidden units (all of them ReLUs) that are off for all inputs."""
     x, off = inputs, []
     for layer in model.layers[:-1]:
         x = jax.nn.relu(jax.vmap(layer)(x))
@@ -80,7 +80,7 @@ class DropoutMLP(eqx.Module):
 
 
 class TanhMLP(eqx.Module):
-    """From a point to a number, by hidden layers of any widths."""
+    """A map from a point to a number, by hidden layers of any widths."""
 
     layers: tuple[eqx.nn.Linear, ...]
 

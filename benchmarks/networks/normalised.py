@@ -1,4 +1,4 @@
-"""A small convolutional network with batch normalisation, of one example."""
+"""A small convolutional network with batch normalisation, as a model of one example."""
 
 import itertools
 
@@ -12,8 +12,8 @@ from .resnet import Convolution, State
 
 
 class NormalisedConvNet(eqx.Module):
-    """Convolutions, each normalised over the batch, then a ReLU and 2 x 2 pooling; and a
-    dense layer."""
+    """Convolutions, each normalised over the batch and followed by a ReLU and 2 x 2
+    pooling, and a dense layer."""
 
     convolutions: list[Convolution]
     dense: eqx.nn.Linear

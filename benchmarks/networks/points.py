@@ -14,7 +14,7 @@ Point = Float[Array, " d"]
 
 
 class Features(Protocol):
-    """What the first layer sees of a point: `size` numbers."""
+    """The inputs of the first layer, as `size` functions of a point."""
 
     @property
     def size(self) -> int: ...
@@ -32,7 +32,7 @@ class Coordinates(eqx.Module):
 
 
 class Periodic(eqx.Module):
-    """(t, x) as (t, cos kx, sin kx), which have the period 2 pi / k in x."""
+    """Maps (t, x) to (t, cos kx, sin kx), which have the period 2 pi / k in x."""
 
     period: float = eqx.field(static=True)
     size: int = eqx.field(static=True, default=3)
@@ -58,12 +58,12 @@ class Fourier(eqx.Module):
 
 
 class PointMLP(eqx.Module):
-    """From features of a point, by hidden layers, to a number or several.
+    """A map from features of a point, by hidden layers, to a number or several.
 
-    Weights and biases begin larger than Equinox's: by the square root of 3, so that
-    activations keep their size (X. Glorot and Y. Bengio, 2010), and in the first layer by
-    `spread` besides. Otherwise the network is nearly linear at its start, and few of the
-    Jacobian's singular values are above rounding.
+    Weights and biases are larger than Equinox's at the start: by the square root of 3, so
+    that activations keep their size (X. Glorot and Y. Bengio, 2010), and in the first
+    layer also by `spread`. Otherwise the network is nearly linear at its start, and few
+    of the Jacobian's singular values are above rounding.
     """
 
     layers: tuple[eqx.nn.Linear, ...]
@@ -99,7 +99,7 @@ class PointMLP(eqx.Module):
 
 
 class Separable(eqx.Module):
-    """The sum of `rank` products, each of a function of every coordinate, which is a
+    """The sum of `rank` products, each of one function for every coordinate, which is a
     network with one hidden layer."""
 
     first: Float[Array, "d width"]

@@ -1,4 +1,4 @@
-"""A recurrent classifier of sequences, of one example."""
+"""A recurrent classifier of sequences, as a model of one example."""
 
 import equinox as eqx
 import jax

@@ -1,8 +1,8 @@
 """ResNet-18 for small images, with and without batch normalisation, of one example.
 
-As for CIFAR-10: 3 x 3 convolutions from the first on, no pooling before the last layer,
-and a 1 x 1 convolution on the shortcut wherever the shape changes (He et al. 2016, Deep
-Residual Learning for Image Recognition, which has its four stages of two blocks for
+The layout is that for CIFAR-10: 3 x 3 convolutions throughout, no pooling before the last
+layer, and a 1 x 1 convolution on the shortcut wherever the shape changes (He et al. 2016,
+Deep Residual Learning for Image Recognition, which has its four stages of two blocks for
 ImageNet).
 """
 
@@ -14,22 +14,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 
-# Of the images and of all hidden layers
+# Shape of the images and of all hidden layers
 Maps = Float[Array, "channels height width"]
-# Of batch normalisation; None without
+# State of batch normalisation; None without
 State = eqx.nn.State | None
 
 _STAGES = ((1, 1), (2, 2), (4, 2), (8, 2))  # width, in the network's; stride
 _BLOCKS_PER_STAGE = 2
 _NUM_BLOCKS = _BLOCKS_PER_STAGE * len(_STAGES)
-# How fast the running statistics forget: as elsewhere, 0.9 a step. Equinox's default of
-# 0.99 leaves in its variances, which begin at 1, a share of 0.99^t / (1 - 0.99^t).
+# Decay of the running statistics per step, as in other libraries. With Equinox's default
+# of 0.99 the variances, which begin at 1, keep a share of 0.99^t / (1 - 0.99^t) of it.
 _MOMENTUM = 0.9
 
 
 class Convolution(eqx.Module):
-    """A convolution of odd size that keeps the image's, but for its stride; and, if
-    `normalise`, batch normalisation instead of its bias.
+    """A convolution of odd size that keeps the image's size, except for its stride; and,
+    if `normalise`, batch normalisation instead of its bias.
 
     Weights are normal with variance 2 / fan-in (He et al. 2015, Delving Deep into
     Rectifiers), times `scale` squared; biases are zero."""
@@ -82,11 +82,12 @@ class Block(eqx.Module):
     """Two convolutions, and a shortcut past them.
 
     Without normalisation the second is scaled down by the square root of the number of
-    blocks, as batch normalisation does in effect: else the activations' variance doubles
-    with each block (De and Smith 2020, Batch Normalization Biases Residual Blocks Towards
-    the Identity Function in Deep Networks). They, and Zhang et al. (2019, Fixup), also
-    begin at zero; but then the block's first convolution has no derivative, and the first
-    linearised problem no use of it."""
+    blocks, as batch normalisation does in effect: otherwise the activations' variance
+    doubles with each block (De and Smith 2020, Batch Normalization Biases Residual Blocks
+    Towards the Identity Function in Deep Networks). De and Smith, and Zhang et al. (2019,
+    Fixup), also begin at zero. But then the block's first convolution has no derivative,
+    and the first linearised problem cannot use it.
+    """
 
     first: Convolution
     second: Convolution
@@ -160,7 +161,7 @@ class ResNet(eqx.Module):
     def __call__(
         self, x: Maps, state: State = None
     ) -> Float[Array, " classes"] | tuple[Float[Array, " classes"], State]:
-        """The outputs; and the new state, where one is given."""
+        """The outputs, and the new state if one is given."""
         x, new_state = self.first(x, state)
         x = jax.nn.relu(x)
         for block in self.blocks:

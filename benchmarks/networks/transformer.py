@@ -1,4 +1,4 @@
-"""Small transformers, of images and of sequences, of one example."""
+"""Small transformers, for images and for sequences, as models of one example."""
 
 import equinox as eqx
 import jax
@@ -11,9 +11,9 @@ _WIDENING = 4  # of the dense layers between attentions, likewise
 
 
 class Block(eqx.Module):
-    """Attention, then two dense layers, each on what has been normalised and added to
-    what has not (Xiong et al. 2020, On Layer Normalization in the Transformer
-    Architecture: it needs no warm-up)."""
+    """Attention, then two dense layers; each acts on the normalised activations, and its
+    result is added to those before normalisation (Xiong et al. 2020, On Layer
+    Normalization in the Transformer Architecture: it needs no warm-up)."""
 
     norms: tuple[eqx.nn.LayerNorm, eqx.nn.LayerNorm]
     attention: eqx.nn.MultiheadAttention
@@ -32,7 +32,8 @@ class Block(eqx.Module):
         x: Float[Array, "patches width"],
         mask: Bool[Array, "patches patches"] | None = None,
     ) -> Float[Array, "patches width"]:
-        """`mask`: what each, in a row, may see; by default all."""
+        """`mask`: for each token, as a row, the tokens that it may see; by default
+        all."""
         before_attention, before_dense = self.norms
         y = jax.vmap(before_attention)(x)
         x = x + self.attention(y, y, y, mask=mask)
@@ -41,7 +42,7 @@ class Block(eqx.Module):
 
 
 class Transformer(eqx.Module):
-    """Square patches, each embedded linearly and with its position; blocks; the mean over
+    """Square patches, each embedded linearly with its position; blocks; the mean over
     patches; a dense layer (Dosovitskiy et al. 2021, An Image is Worth 16x16 Words; the
     mean instead of a class token as in Beyer et al. 2022, Better plain ViT baselines for
     ImageNet-1k)."""
@@ -95,8 +96,8 @@ class Transformer(eqx.Module):
 
 
 class TokenTransformer(eqx.Module):
-    """Tokens, each embedded with its position; blocks, in which each sees all, or if
-    `causal` those up to itself; and for each its classes."""
+    """Tokens, each embedded with its position; blocks, in which each token sees all
+    tokens, or, if `causal`, those up to itself; and the classes of each token."""
 
     embedding: Float[Array, "tokens width"]
     positions: Float[Array, "length width"]
@@ -149,5 +150,5 @@ def transformer(
     heads: int = 4,
     num_classes: int = 10,
 ) -> Transformer:
-    """26,218 parameters by default. `width` is shared evenly by the heads."""
+    """26,218 parameters by default. The heads share `width` equally."""
     return Transformer(key, image, patch, width, depth, heads, num_classes)

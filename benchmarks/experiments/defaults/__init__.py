@@ -1,9 +1,9 @@
 """What `gnlin.fit` does untuned on ordinary networks, beside Adam at its best rate.
 
-Seven networks, trained by `gnlin.fit` without a solver, on mini-batches and on the full
-batch; and by Adam at five rates, of which the best on the *test* examples is taken, for
-as many passes through the model on mini-batches as `gnlin.fit` has made, and for twice as
-many. What is compared is the test accuracy or error in the end.
+Seven networks are trained by `gnlin.fit` without a solver, on mini-batches and on the
+full batch, and by Adam at five rates, of which the best on the *test* examples is taken.
+Adam has as many passes through the model as `gnlin.fit` on mini-batches, and in a second
+comparison twice as many. The test accuracy or error in the end is compared.
 """
 
 import dataclasses
@@ -28,18 +28,18 @@ from .tasks import Task, TASKS
 
 
 LEVEL = 0.01
-"""A run has levelled off if its second half betters the metric by no more, relatively."""
+"""A run has levelled off if its second half improves the metric by at most this part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Defaults(Settings):
     seeds: int = 6
-    """Of which none diverges is decided from six on."""
+    """At least six are needed to decide that no run diverges."""
     tasks: tuple[str, ...] = tuple(TASKS)
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
-    """Of Adam."""
+    """Rates of Adam."""
     epochs: int | None = None
-    """`None` for the task's own."""
+    """`None` for the task's own number."""
     full_batch_steps: int = 40
     num_looks: int = 20
 
@@ -62,10 +62,10 @@ def points(settings: Defaults) -> list[Point]:
 
 
 def train(settings: Defaults, point: Point, place: Place) -> Columns:
-    """Of a task: `fit_...` on mini-batches, `full_...` on the full batch, and `adam_...`,
-    whose axes are seeds, rates and looks."""
+    """Train one task: `fit_...` on mini-batches, `full_...` on the full batch, and
+    `adam_...`, whose axes are seeds, rates and looks."""
     task = TASKS[point["task"]]
-    # As a user has it who has said nothing.
+    # JAX's default precision, as for a user without settings.
     with jax.enable_x64(False):
         fit = _of_seeds(
             settings,
@@ -85,7 +85,7 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
                     num_looks=settings.num_looks,
                 ),
             )
-        # Two passes a step; the first half of the looks is for as many as `fit` made.
+        # Two passes a step; the first half of the looks has as many passes as `fit`.
         num_steps = int(np.ceil(fit["passes"].max() / 2))
         adam = run_adam(
             task,
@@ -107,30 +107,30 @@ def _of_seeds(settings: Defaults, run: Any) -> dict[str, ndarray]:
 
 
 #
-# What is read off the runs
+# Statistics of the runs
 #
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one task, a number a seed."""
+    """The results of one task, one number for each seed."""
 
     task: Task
     fit: Float[ndarray, " seeds"]
     full: Float[ndarray, " seeds"] | None
-    """On the full batch, where it is tried."""
+    """Results on the full batch, if it is run."""
     adam: Float[ndarray, " seeds"]
-    """After as many passes as `fit` has made, at the best rate."""
+    """Adam after as many passes as `fit` has made, at the best rate."""
     rate: float
     longer: Float[ndarray, " seeds"]
-    """Adam's, after twice as many, at the rate that is then best."""
+    """Adam after twice as many, at the rate that is best then."""
     longer_rate: float
     num_diverged: int
-    """Of the runs of `fit`, on mini-batches and on the full batch."""
+    """Number of diverged runs of `fit`, on mini-batches and on the full batch."""
 
     @property
     def shortfall(self) -> Float[ndarray, " seeds"]:
-        """Of `fit`, relative to Adam; negative where it is better."""
+        """The shortfall of `fit`, relative to Adam; negative if `fit` is better."""
         return self.task.sign * (self.adam - self.fit) / self.adam.mean()
 
     @property
@@ -153,7 +153,7 @@ def _diverged(runs: Runs) -> Float[ndarray, " seeds"]:
 
 
 def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"]):
-    """(the scores at the rate that is best on average, the rate)"""
+    """The scores at the rate that is best on average, and that rate."""
     mean = np.nan_to_num(task.sign * scores.mean(axis=0), nan=-np.inf)
     index = int(np.argmax(mean))
     return scores[:, index], settings.rates[index]
@@ -207,8 +207,8 @@ HEADER = (
 
 
 def markdown(settings: Defaults, all_runs: Sequence[Runs]) -> str:
-    """A row a task: test accuracy in per cent, or mean squared error; mean, and half of
-    the range over the seeds."""
+    """A table with one row for each task: test accuracy in per cent, or mean squared
+    error; mean, and half of the range over the seeds."""
     rows = [HEADER, ("---",) * len(HEADER)]
     found = [outcome(settings, runs) for runs in all_runs]
     rows += [_row(runs, o) for runs, o in zip(all_runs, found, strict=True)]
@@ -220,7 +220,7 @@ def markdown(settings: Defaults, all_runs: Sequence[Runs]) -> str:
 
 def _row(runs: Runs, found: Outcome) -> tuple[str, ...]:
     task = found.task
-    # Of Adam half of the steps are for as many passes as `fit` has made.
+    # Half of the steps of Adam cover as many passes as `fit` has made.
     steps, seconds = runs["adam_steps"].mean() / 2, runs["adam_seconds"].mean() / 2
     return (
         task.name,
@@ -233,7 +233,7 @@ def _row(runs: Runs, found: Outcome) -> tuple[str, ...]:
         f"{runs['fit_steps'].mean():,.0f}",
         f"{runs['fit_passes'].mean():,.0f}",
         f"{steps:,.0f}",
-        # The first of the seeds compiles.
+        # The first seed includes the compilation.
         f"{np.median(runs['fit_seconds']):.3g}",
         f"{seconds:.3g}",
         "yes" if _levelled(task, runs["fit_test_scores"]) else "no",
@@ -255,7 +255,7 @@ def _levelled(task: Task, scores: Float[ndarray, "seeds looks"]) -> bool:
 
 
 def draw(settings: Defaults, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """The test metric over passes; and the table, as Markdown."""
+    """Draw the test metric over passes, and write the table as Markdown."""
     text = markdown(settings, all_runs)
     write_whole(out / "defaults.md", lambda part: part.write_text(text, encoding="utf-8"))
     with figure(out / "defaults.png", width=12, height=6) as drawing:

@@ -28,7 +28,7 @@ def run_adam(
     every = -(-num_steps // num_looks)
     static = eqx.filter(task.start(0), eqx.is_array, inverse=True)
 
-    # Called step by step: inside a loop of XLA's a convolution takes many times as long.
+    # Called step by step: a convolution takes many times as long inside a loop of XLA.
     @jax.jit
     def step(carry, train, key, rate, number):
         arrays, moments = carry

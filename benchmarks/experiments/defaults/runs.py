@@ -1,4 +1,4 @@
-"""One run of a task by `gnlin.fit`, and what it has come to."""
+"""One run of a task by `gnlin.fit`, and its results."""
 
 import math
 import time
@@ -33,7 +33,7 @@ def run_task(
     num_looks: int = 20,
     **options: Any,
 ) -> Figures:
-    """A run of `gnlin.fit`, by its own default where `solver` is `None`.
+    """Run a task by `gnlin.fit`, with its own default if `solver` is `None`.
 
     **Returns:**
 
@@ -50,7 +50,7 @@ def run_task(
     given = () if solver is None else (solver,)
     begun = time.perf_counter()
     with warnings.catch_warnings():
-        # That a run has diverged is among the figures.
+        # The results say whether a run has diverged.
         warnings.filterwarnings("ignore", message="`gnlin.fit`")
         result = gnlin.fit(
             model,
@@ -93,21 +93,22 @@ def run_task(
 
 
 def _padded(x: ndarray, length: int) -> ndarray:
-    """What an early end has left out is what it ended with."""
+    """Fill the looks after an early end with the last values."""
     return np.pad(x, (0, length - len(x)), mode="edge")
 
 
 def num_passes(stats: dict[str, Any], across: bool) -> int:
-    """Through the model: tangent and transposed ones, and a forward pass for each
-    linearisation and each trial of a step; across batches one more for each, of the last
-    step on the next batch."""
+    """The number of passes through the model: tangent and transposed ones, and a forward
+    pass for each linearisation and each trial of a step; across batches each has one
+    more, for the last step on the next batch."""
     forward = stats["num_feature_updates"] * (2 if across else 1)
     trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
     return int(stats["num_jvps"] + stats["num_vjps"] + forward + trials)
 
 
 class TestScore(gnlin.callbacks.Callback):
-    """Of the test examples, whenever `fit` looks at those for validation."""
+    """Records the score of the test examples whenever `fit` evaluates those for
+    validation."""
 
     columns = ("test_score",)
 

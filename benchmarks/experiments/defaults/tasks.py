@@ -26,7 +26,7 @@ Examples = tuple[ndarray, ndarray]
 
 
 class Data(NamedTuple):
-    """Inputs and targets of each."""
+    """Inputs and targets of each part."""
 
     train: Examples
     validation: Examples
@@ -36,32 +36,32 @@ class Data(NamedTuple):
 class Trainable(NamedTuple):
     model: PyTree
     state: PyTree
-    """`None` for a model without."""
+    """`None` for a model without state."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A network, its data, and for how long it is trained."""
+    """A network, its data, and the length of its training."""
 
     name: str
     make: Callable[[Key[Array, ""]], Any]
-    """The model; with `equinox.nn.make_with_state`, if it `has_state`."""
+    """Creates the model; with `equinox.nn.make_with_state`, if it `has_state`."""
     data: Callable[[int], Data]
-    """Of the seed."""
+    """The data of a seed."""
     loss: gnlin.authoring.AbstractLoss
     metric: Callable[[Array, Array], Float[Array, ""]]
-    """Of the outputs and targets of many examples."""
+    """The metric of the outputs and targets of many examples."""
     epochs: int
-    """Of the default of `gnlin.fit` on mini-batches."""
+    """Epochs of the default of `gnlin.fit` on mini-batches."""
     higher_is_better: bool = True
     has_state: bool = False
     takes_key: bool = False
-    """For dropout."""
+    """Whether the model takes a key, for dropout."""
     full_batch: bool = True
-    """Whether steps on all training examples are a matter of seconds."""
+    """Whether steps on all training examples take only seconds."""
 
     def start(self, seed: int) -> Trainable:
-        """The network as initialised."""
+        """The initialised network."""
         key = jax.random.key(seed)
         if self.has_state:
             return Trainable(*training.single(eqx.nn.make_with_state(self.make)(key)))
@@ -69,7 +69,7 @@ class Task:
 
     @property
     def sign(self) -> int:
-        """Times the metric: what is best is highest."""
+        """The sign that makes the best metric the highest."""
         return 1 if self.higher_is_better else -1
 
     def apply(
@@ -85,12 +85,12 @@ class Task:
         return jax.vmap(lambda x, key: model(x, key=key))(inputs, keys), None
 
     def mean_loss(self, outputs: Array, targets: Array) -> Float[Array, ""]:
-        """Of an example."""
+        """The mean loss over the examples."""
         return jnp.mean(jax.vmap(self.loss.value)(outputs, targets))
 
 
 def accuracy(outputs: Array, labels: Array) -> Float[Array, ""]:
-    """Of all labels of all examples."""
+    """The accuracy over all labels of all examples."""
     return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
 
 
@@ -108,7 +108,8 @@ NUM_VALIDATION = 195  # of 1,797 images this leaves 450 for the test
 
 
 def digits(seed: int, shape: tuple[int, ...] = (64,)) -> Data:
-    """scikit-learn's 1,797 images, drawn anew for each seed, as arrays of that shape."""
+    """scikit-learn's 1,797 images, as arrays of that shape, with a new draw for each
+    seed."""
     pixels, labels = load_digits(return_X_y=True)
     pixels = np.reshape(np.asarray(pixels) / 16, (-1, *shape))
     return _split(pixels, np.asarray(labels), seed, NUM_TRAIN, NUM_VALIDATION)
@@ -120,8 +121,8 @@ SORTED_TRAIN = 2_048
 
 
 def to_sort(seed: int) -> Data:
-    """Rows of digits, and the same in ascending order: every place has a target, which
-    depends on all others."""
+    """Rows of digits, and the same rows in ascending order: every place has a target,
+    which depends on all others."""
     tokens = np.random.default_rng(seed).integers(0, NUM_TOKENS, (4_096, LENGTH))
     return _split(tokens, np.sort(tokens, axis=1), seed, SORTED_TRAIN, 512)
 
@@ -132,9 +133,11 @@ FRIEDMAN_TRAIN = 2_048
 def friedman(seed: int) -> Data:
     """Friedman's first function of five of ten features, with noise of variance 1.
 
-    Generated, and not one of scikit-learn's tables: these have some hundred examples, and
-    their test errors differ by more than 2 % from split to split. The features are spread
-    about zero; the target is told in units of the noise, less its mean of 14.4."""
+    The data are generated and not taken from scikit-learn's tables, which have some
+    hundred examples, so that their test errors differ by more than 2 % from split to
+    split. The features are spread about zero; the target is in units of the noise, minus
+    its mean of 14.4.
+    """
     x, y = make_friedman1(8_192, n_features=10, noise=1.0, random_state=seed)
     inputs = np.asarray(x) * 2 - 1
     return _split(inputs, np.asarray(y)[:, None] - 14.4, seed, FRIEDMAN_TRAIN, 1_024)
@@ -147,7 +150,7 @@ def _split(inputs, targets, seed, num_train, num_validation) -> Data:
 
 
 def _narrow(x: ndarray) -> ndarray:
-    """In single precision, labels in 32 bits."""
+    """Convert to single precision, and labels to 32 bits."""
     floats = np.issubdtype(x.dtype, np.floating)
     return x.astype(np.float32 if floats else np.int32)
 

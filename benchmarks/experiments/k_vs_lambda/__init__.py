@@ -1,22 +1,24 @@
 """The headline: K steps on each linearised model against damping 1/(eta K), on one axis.
 
-Two ways to solve each linearised problem only so far, swept over six orders of magnitude:
-stop its descent after K steps of size eta, or damp it by lambda. At lambda = 1/(eta K)
-their spectral filters are nearly the same. Are the networks that they train?
+There are two ways to solve each linearised problem incompletely: stop its descent after K
+steps of size eta, or damp it by lambda. Both are swept over six orders of magnitude. At
+lambda = 1/(eta K) their spectral filters are nearly the same. Do they train the same
+networks?
 
-Tasks: a quintic by a 5-layer network and 40 handwritten digits by a small one, with
-squared error, where K steps are one formula; the quintic by a network whose units cannot
-die, tanh in place of ReLU; and the digits' classes and the quintic's sign with
-cross-entropy, where few steps are taken literally, and many as gradient flow.
-The digits also with fewer images and with a wider network. Full batch, a fixed number of
-outer steps, and several initialisations and draws of the digits, from each of which both
-solvers start.
+With squared error, where K steps are one formula, the tasks are a quintic by a 5-layer
+network and 40 handwritten digits by a small one. Another network for the quintic has tanh
+instead of ReLU, so that its units cannot die. With cross-entropy, where few steps are
+taken literally and many as gradient flow, the tasks are the digits' classes and the
+quintic's sign. The digits are also run with fewer images and with a wider network. All
+runs are on the full batch, with a fixed number of outer steps, from several
+initialisations and draws of the digits, which both solvers share.
 
 They are compared in units of the task (points of test error, decades of RMSE), at the
 strengths at which both train. Where lambda is many times the largest eigenvalue both
-filters are one by construction, and those strengths do not count. Judged are whether the
-two end alike, which is better, what parts them, and whether the networks' risks keep to a
-bound that theory has of one linear problem's (`benchmarks/linear_theory.py`).
+filters are equal by construction, and those strengths do not count. The verdicts are on
+four questions: whether the two end alike, which is better, what causes the difference,
+and whether the networks' risks stay within a theoretical bound for one linear problem
+(`benchmarks/linear_theory.py`).
 """
 
 import jax
@@ -57,7 +59,7 @@ def train(settings: KVsLambda, point: Point, place: Place) -> Columns:
 
 
 def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Columns:
-    """Of all seeds, at some of the strengths."""
+    """Train all seeds at some of the strengths."""
     num_seeds = settings.seeds * task.more_seeds
     shape = num_seeds, len(periods)
     seeds = jnp.repeat(jnp.arange(num_seeds), len(periods))
@@ -72,7 +74,7 @@ def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Colu
             data, test = jax.tree.map(lambda parts: parts[run[0]], draws)
             return _run(task, solver, method, run, data, test)
 
-        # Without a formula for a step, runs at once would all wait for the slowest.
+        # Without a formula for a step, parallel runs would all wait for the slowest.
         together = len(periods) if task.loss.is_quadratic else None
         return jax.lax.map(one, runs, batch_size=together)
 

@@ -1,4 +1,4 @@
-"""Where the two can be compared, and by how much they part."""
+"""The strengths at which the two can be compared, and the size of their difference."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,8 @@ from ._tasks import Task
 DESCENT, DAMPED = "iterative-linearisation", "damped-gauss-newton"
 SOLVERS = (DESCENT, DAMPED)
 ALIKE = 0.1
-"""Where the largest eigenvalue is less of lambda, 1 - exp(-x) and x / (1 + x) differ by
-less than 5 %, and the filters are one by construction."""
+"""If the largest eigenvalue is a smaller part of lambda, 1 - exp(-x) and x / (1 + x)
+differ by less than 5 %, and the filters are equal by construction."""
 
 PerStrength = Float[ndarray, " strengths"]
 PerRun = Float[ndarray, "seeds strengths"]
@@ -28,12 +28,12 @@ def eigenvalues(kernel: Float[Array, "n c n c"]) -> Float[Array, " m"]:
 
 
 def num_diverged(runs: Runs) -> ndarray:
-    """Of each strength."""
+    """The number of diverged runs at each strength."""
     return np.sum(runs["stable"] == 0, axis=0)
 
 
 def where_stable(runs: Runs, values: PerStrength) -> PerStrength:
-    """NaN at the strengths at which a run diverged."""
+    """The values, with NaN at the strengths at which a run diverged."""
     return np.where(num_diverged(runs) == 0, values, np.nan)
 
 
@@ -43,7 +43,7 @@ def trained(runs: Runs) -> Bool[ndarray, "seeds strengths"]:
 
 
 def both_train(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
-    """Most runs of the one and most of the other."""
+    """Whether most runs of both methods are trained."""
     enough = 1 - MOST_UNFINISHED
     return (trained(a).mean(axis=0) >= enough) & (trained(b).mean(axis=0) >= enough)
 
@@ -58,8 +58,8 @@ def compared(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
 
 
 def difference(task: Task, a: Runs, b: Runs) -> PerRun:
-    """Of test errors, in the task's unit, at the strengths that are tested; NaN where one
-    of two runs is not trained."""
+    """The difference of test errors, in the task's unit, at the strengths that are
+    tested; NaN if one of two runs is not trained."""
     first, second = a["test_error"], b["test_error"]
     if task.in_decades:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -68,21 +68,21 @@ def difference(task: Task, a: Runs, b: Runs) -> PerRun:
 
 
 def more_thrown_off(a: Runs, b: Runs) -> PerRun:
-    """1 where the first alone is not trained, -1 where the second alone is not: at the
-    strengths at which most runs of one of them are, and the filters differ."""
+    """1 if only the first is not trained, -1 if only the second is not, at the strengths
+    at which most runs of one of them are trained and the filters differ."""
     most = [trained(runs).mean(axis=0) >= 1 - MOST_UNFINISHED for runs in (a, b)]
     apart = trained(b).astype(float) - trained(a)
     return np.where((most[0] | most[1]) & filters_differ(a, b), apart, np.nan)
 
 
 def apart(a: Runs, b: Runs, name: str) -> PerRun:
-    """Where the difference of test errors is known, of another quantity."""
+    """The difference of another quantity, where that of the test errors is known."""
     both = trained(a) & trained(b) & compared(a, b)
     return np.where(both, a[name] - b[name], np.nan)
 
 
 def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
-    """Over what is known."""
+    """The mean of each seed over its finite values."""
     known = np.isfinite(values)
     number = known.sum(axis=1)
     total = np.where(known, values, 0).sum(axis=1)
@@ -90,13 +90,13 @@ def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
 
 
 def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
-    """Of both, at the strengths that are tested."""
+    """The squared errors of both, at the strengths that are tested."""
     both = np.stack([a["test_mse"], b["test_mse"]], axis=1)
     return np.where(compared(a, b), both, np.nan)
 
 
 def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
-    """Of the first to the second, in a seed."""
+    """The ratio of the first to the second at each strength, median of the seeds."""
     ratios = errors[:, 0] / errors[:, 1]
     known = np.isfinite(ratios)
     return np.where(
@@ -110,7 +110,7 @@ def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
 
 
 #
-# What the filters do
+# The effect of the filters
 #
 
 
@@ -122,7 +122,7 @@ def _spectrum(runs: Runs) -> PerComponent:
 
 
 def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
-    """The fraction of each component of the kernel in the end."""
+    """The fraction of each component of the final kernel that K steps solve."""
     filters_of = [
         filters.GradientDescent(period, task.learning_rate)
         for period in runs["period"][0]
@@ -136,17 +136,17 @@ def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
 
 
 def solves_more(task: Task, runs: Runs) -> PerRun:
-    """By how much more of the components K steps solve than damping of equal strength, on
-    the kernel in the end: the mean over them."""
+    """How much more of the components of the final kernel K steps solve than damping of
+    equal strength: the mean over the components."""
     w = _spectrum(runs)
     damped = w / (w + runs["damping"][..., None])
     return np.mean(_solved_by_steps(task, runs) - damped, axis=-1)
 
 
 def equal_damping(task: Task, runs: Runs) -> PerRun:
-    """The damping that solves as much of the kernel in the end, in the sum over its
-    components, as K steps do: by bisection. NaN where none down to a thousandth of that
-    of equal strength does."""
+    """The damping that solves as much of the final kernel as K steps, in the sum over its
+    components, by bisection. NaN if no damping down to a thousandth of that of equal
+    strength solves as much."""
     w, as_much = _spectrum(runs), np.sum(_solved_by_steps(task, runs), axis=-1)
     solves = lambda log: np.sum(w / (w + 10.0 ** log[..., None]), axis=-1)
     high = np.log10(runs["damping"]) + 1
@@ -160,8 +160,8 @@ def equal_damping(task: Task, runs: Runs) -> PerRun:
 
 
 def difference_at_equal_solution(task: Task, a: Runs, b: Runs) -> PerRun:
-    """As `difference`, from damping that solves as much: its errors are interpolated, in
-    the logarithm of the damping, between those that are there."""
+    """As `difference`, against damping that solves as much. Its errors are interpolated
+    between those that were run, in the logarithm of the damping."""
     found, dampings = difference(task, a, b), equal_damping(task, a)
     errors = np.log10(b["test_error"]) if task.in_decades else b["test_error"]
     for seed, usable in enumerate(trained(b)):

@@ -1,5 +1,5 @@
-"""Four figures: both sweeps on one axis, what parts them, the filters behind them, and
-what theory says of the kernels that the networks have in the end."""
+"""Four figures: both sweeps on one axis, their differences, the filters behind them, and
+the theory of the networks' final kernels."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,11 +40,11 @@ from ._tasks import CLASSES, DRAWN, KVsLambda, make_task, NUM_TEST, RELU, Task, 
 
 
 _ROUNDING = 1e-13
-"""Eigenvalues below this, relative to the largest, are not told from zero."""
+"""Eigenvalues below this, relative to the largest, cannot be distinguished from zero."""
 _LEAST_LOSS, _LARGEST_RATIO = 1e-8, 12
-"""That are drawn."""
+"""Limits of what is drawn."""
 _BIN = 1 / 2
-"""Of a decade."""
+"""Width of a bin, in decades."""
 
 LOOKS: dict[str, dict[str, Any]] = {
     DESCENT: {
@@ -152,7 +152,7 @@ def _pair(both: dict[str, Runs]) -> tuple[Runs, Runs]:
 
 
 def _intervals(values: Float[ndarray, "seeds strengths"]) -> tuple[ndarray, ndarray]:
-    """Of the means over the seeds; NaN at strengths that are not tested."""
+    """Intervals of the means over the seeds; NaN at strengths that are not tested."""
     ends = np.full((2, values.shape[1]), np.nan)
     for i, of_strength in enumerate(values.T):
         known = of_strength[np.isfinite(of_strength)]
@@ -172,7 +172,7 @@ _CHECKED = 1000
 def _draw_sweeps(
     path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
-    """A column a task."""
+    """Draw the sweeps, one column for each task."""
     rows = {
         "test_error": None,
         "train_loss": "Training loss",
@@ -228,7 +228,7 @@ def _draw_curve(axes: Axes, runs: Runs, column: str, look: dict[str, Any]) -> No
 
 
 def _shade(axes: Axes, a: Runs, b: Runs) -> None:
-    """The strengths at which the two do not both train."""
+    """Shade the strengths at which the two do not both train."""
     logs = np.log10(a["damping"][0])
     half = np.abs(np.diff(logs)).max() / 2 if len(logs) > 1 else 0.25
     for log in logs[~both_train(a, b)]:
@@ -239,7 +239,8 @@ def _shade(axes: Axes, a: Runs, b: Runs) -> None:
 def _draw_differences(
     path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
-    """A panel for the digits with each loss, one for the quintic."""
+    """Draw the differences: a panel for the digits with each loss, one for the
+    quintic."""
     panels = {
         "Digits, squared error": lambda name, task: (
             not task.in_decades and task.loss.is_quadratic
@@ -261,7 +262,7 @@ def _draw_differences(
                 panel.axhline(scale * end, color="#888888", linewidth=1)
             panel.axhline(0, color=BLACK, linewidth=0.8)
             dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
-            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # also where none is tested
+            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # also if none is tested
             panel.set(
                 xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
             )
@@ -319,14 +320,14 @@ def _say(axes: Axes, text: str) -> None:
 
 
 #
-# What theory says
+# The theory
 #
 
 
 def _draw_theory(
     path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
-    """A column a task with squared error."""
+    """Draw the theory, one column for each task with squared error."""
     labels = (
         "Test error of the networks\n(mean square)",
         r"Effective dimension $d(\lambda)$",
@@ -378,7 +379,8 @@ def _draw_theory(
 
 
 def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
-    """Of the networks, and of the linear problems at the end of the damped runs."""
+    """Draw the ratios of risks, of the networks and of the linear problems at the end of
+    the damped runs."""
     damping, errors = damped["damping"][0], squared_errors(descent, damped)
     shown = np.flatnonzero(compared(descent, damped))
     ratios = median_ratio(errors)[shown]
@@ -443,7 +445,7 @@ def _largest(tasks: Mapping[str, Task], by_task) -> str:
 
 
 def _shown(settings: KVsLambda) -> list[int]:
-    """Three of the strengths, the middle one second."""
+    """Three of the strengths, with the middle one second."""
     indices = range(len(settings.periods))
     return np.quantile(indices, [1 / 4, 1 / 2, 3 / 4]).astype(int).tolist()
 
@@ -455,8 +457,8 @@ def _draw_filters(
     shown: Sequence[int],
     spectra: Mapping[str, Float[ndarray, "strengths m"]],
 ) -> None:
-    """The fraction of each eigencomponent that is solved, above the eigenvalues that the
-    kernel has."""
+    """Draw the fraction of each eigencomponent that is solved, above the kernel's
+    eigenvalues."""
     with figure(path, width=5 * len(tasks), height=5.8) as drawing:
         axes = drawing.subplots(
             2, len(tasks), sharex="col", squeeze=False, height_ratios=(5, 2)
@@ -490,7 +492,7 @@ def _draw_fractions(
     w = jnp.geomspace(
         task.damping(max(periods)) / 10, task.damping(min(periods)) * 10, 400
     )
-    # One above the other: over many decades of eigenvalues they stand close together.
+    # One above the other, since over many decades of eigenvalues they are close together.
     for height, period in zip(
         (1.04, 1.11, 1.18), (periods[i] for i in shown), strict=True
     ):

@@ -1,4 +1,4 @@
-"""The settings: what is trained on what, and at which strengths."""
+"""The settings: the networks, their data, and the strengths."""
 
 import dataclasses
 import functools
@@ -23,15 +23,15 @@ Data = tuple[Array, Array]
 
 
 def _periods(per_decade: float) -> tuple[float, ...]:
-    """Six decades of them, whole numbers."""
+    """Whole-number periods over six decades."""
     return tuple(np.round(np.logspace(2, 8, round(6 * per_decade) + 1)).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class KVsLambda(Settings):
-    """The learning rates are for the kernels met in training, whose largest eigenvalue
-    reaches some 1e6 on the quintic (50 at initialisation) and 1e5 on the digits; with
-    cross-entropy the loss's curvature takes most of it away."""
+    """Learning rates suit the kernels met in training, whose largest eigenvalue reaches
+    some 1e6 on the quintic (50 at initialisation) and 1e5 on the digits; with
+    cross-entropy the loss's curvature cancels most of it."""
 
     seeds: int = 8
     periods: tuple[float, ...] = _periods(per_decade=2)
@@ -44,7 +44,7 @@ class KVsLambda(Settings):
     images_per_class: int = 4
     few_per_class: int = 2
     wide: int = 160
-    """Hidden units of the wider network for the digits; the other has 40."""
+    """Hidden units of the wider network for the digits; the usual one has 40."""
 
 
 EMBEDDED = KVsLambda()
@@ -64,7 +64,7 @@ FULL = dataclasses.replace(
 
 
 NUM_TEST = 1_000
-"""Test outputs on which theory is computed."""
+"""Number of test outputs for the theory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Task:
     make_model: Callable[[Key[Array, ""]], eqx.nn.MLP]
     loss: gnlin.authoring.AbstractLoss
     test_error: Callable[[Array, Array], Scalar]
-    """Of predictions and targets."""
+    """The error of predictions against targets."""
     error_label: str
     learning_rate: float
-    """eta, which times the largest eigenvalue must stay below 2."""
+    """eta; its product with the largest eigenvalue must stay below 2."""
     num_steps: int
     can_die: bool = True
-    """Its hidden units, which are ReLUs."""
+    """Whether hidden units can die, as ReLUs can."""
     more_seeds: int = 1
-    """So many times the settings' seeds, where runs are cheap and vary much."""
+    """Factor of the settings' number of seeds, for cheap runs that vary much."""
 
     @property
     def in_decades(self) -> bool:
@@ -98,17 +98,17 @@ class Task:
 
     @property
     def margin(self) -> Threshold:
-        """Within which two are alike."""
+        """The margin within which two results are alike."""
         return thresholds.SAME_RMSE if self.in_decades else thresholds.SAME_ERROR
 
     @property
     def train(self) -> Data:
-        """Of the first seed."""
+        """The training data of the first seed."""
         return self.drawn(0)[0]
 
     def damping(self, period: float) -> float:
-        """The damping of the same strength as a period, to 12 digits: 1e5, and not
-        100000.00000000001."""
+        """The damping of the same strength as a period, rounded to 12 digits: 1e5, and
+        not 100000.00000000001."""
         exact = jnp.asarray(gnlin.filters.equivalent_damping(period, self.learning_rate))
         return float(f"{float(exact):.12g}")
 
@@ -216,13 +216,13 @@ DRAWN: dict[str, Callable[[KVsLambda], Task]] = {
     SQUARED: _digits,
     CLASSES: _digits_classes,
 }
-"""Those whose sweeps are drawn."""
+"""The tasks whose sweeps are drawn."""
 OTHERS: dict[str, Callable[[KVsLambda], Task]] = {
     f"{name}-{how}": lambda settings, of=of, change=change: change(of(settings), settings)
     for name, of in ((SQUARED, _digits), (CLASSES, _digits_classes))
     for how, change in (("few", _fewer), ("wide", _wider))
 }
-"""The digits at another size and another width."""
+"""The digits with another number of images and another width."""
 TASKS = DRAWN | OTHERS
 DIGITS = tuple(name for name in TASKS if name.startswith(SQUARED))
 

@@ -1,18 +1,19 @@
-"""What is judged, at the strengths at which both train and their filters differ.
+"""The verdicts, at the strengths at which both train and their filters differ.
 
-Do the networks end alike, in units of the task; which of the two is better; which throws
-more runs off, so that they end untrained where most do not; and does the networks' risk
-stay within the bound that theory has of one linear problem?
+There are four questions. Do the networks end alike, in units of the task? Which of the
+two is better? Which leaves more runs untrained, at strengths at which most are trained?
+Does the networks' risk stay within the theoretical bound for one linear problem?
 
 At equal strength K steps solve more of each component than damping (`filters`), most of
-all where the eigenvalue is near lambda. If this is what parts them, K steps end like
-damping that solves as much of the kernel, and part from damping of equal strength the
-more, the more of the components lies in between. On the quintic two other explanations
-are tried. One is that longer steps leave ReLUs off for all inputs: then more units are
-dead after K steps, the error is larger where more of them are, and a network whose units
-cannot die has little of the excess. The other is that longer steps leave the range in
-which the linearisation holds, so that less is fitted: then the error is larger where the
-training loss is. (It was thought of after 40 seeds of the others had been seen.)
+all where the eigenvalue is near lambda. If this causes the difference, K steps end like
+damping that solves as much of the kernel, and their distance from damping of equal
+strength grows with the difference of the solved components. On the quintic two other
+explanations are tried. In the first, longer steps leave ReLUs off for all inputs: then
+more units are dead after K steps, the error is larger where more of them are, and a
+network whose units cannot die has little of the excess. In the second, longer steps leave
+the range in which the linearisation holds, so that less is fitted: then the error is
+larger where the training loss is. (The second was proposed after 40 seeds of the others
+had been seen.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from ._tasks import DIGITS, DRAWN, KVsLambda, make_task, RELU, SMOOTH, Task, TAS
 
 
 Both = tuple[Runs, Runs]
-"""By K steps, and by damping."""
+"""The runs by K steps and by damping."""
 PerSeed = Float[ndarray, " seeds"]
 WHERE = "mean over the strengths at which both train and the filters differ, a seed"
 
@@ -127,7 +128,7 @@ def _together(whole: PerSeed, left: PerSeed) -> Float[ndarray, "seeds 2"]:
 
 
 def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
-    """The sizes are of means: that of one seed's noise is never small."""
+    """The sizes are those of means, since the noise of one seed is never small."""
     whole, left = values.mean(axis=0)
     return float(whole - 2 * np.abs(left))
 

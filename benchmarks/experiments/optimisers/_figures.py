@@ -1,4 +1,4 @@
-"""The table, and the figures of it and of the runs."""
+"""The table, and the figures of the table and of the runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,13 +28,14 @@ HEADER = (
     "range",
 )
 _HIGHEST = 3
-"""Loss that is drawn, of that before training: beyond, runs diverge."""
+"""The largest loss that is drawn, relative to that before training: above it, runs
+diverge."""
 SHORT = {f"iterative linearisation, K = {PERIOD}": "iterative linearisation"}
 
 
 def markdown(settings: Optimisers, all_runs: Sequence[Runs]) -> str:
-    """A row a method, task and batch: medians of the seeds, and ranges of those that have
-    reached the target."""
+    """A table with a row for each method, task and batch: medians of the seeds, and
+    ranges of those that have reached the target."""
     rows = [HEADER, ("---",) * len(HEADER)]
     for task in settings.tasks:
         for batch_size in task.batch_sizes:
@@ -160,7 +161,7 @@ def _dots(
         fill = "black" if k == last else "white"
         panel.plot([], [], "o", color="black", markerfacecolor=fill, label=label)
     found = panel.dataLim.intervalx
-    if not np.all(np.isfinite(found)):  # nobody gets there
+    if not np.all(np.isfinite(found)):  # no run reaches the target
         panel.set_xlim(1, 10)
     names = [SHORT.get(method, method) for method in settings.methods]
     panel.set_yticks(range(len(names)), names)

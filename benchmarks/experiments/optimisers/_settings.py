@@ -1,4 +1,4 @@
-"""The settings, and what is read off runs."""
+"""The settings, and statistics of the runs."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ class Optimisers(Settings):
     tasks: tuple[Task, ...] = ()
     methods: tuple[str, ...] = tuple(METHODS)
     num_trials: int = 7
-    """Of the values of each method's parameter, those in the middle."""
+    """How many of each method's values are tried, those in the middle."""
     part_of_guessing: float = thresholds.PART_OF_GUESSING
 
     def tried(self, method: str) -> list[float]:
-        """From the middle outwards, so that what takes long is given up early."""
+        """The values from the middle outwards, so that slow ones are stopped early."""
         values = METHODS[method].values
         middle = (len(values) - 1) / 2
         order = sorted(range(len(values)), key=lambda i: abs(i - middle))
@@ -33,8 +33,8 @@ class Optimisers(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one method on one task and batch, a number a seed; of a run that has not reached
-    the target, what it would at least have taken."""
+    """The result of one method on one task and batch, a number for each seed. A run that
+    has not reached the target has a lower bound."""
 
     steps: Float[ndarray, " seeds"]
     seconds: Float[ndarray, " seeds"]
@@ -43,10 +43,12 @@ class Outcome:
     reached: Bool[ndarray, " seeds"]
     value: float
     at_edge: bool
-    """Of the values that were tried: there may be better ones beyond."""
+    """Whether the best value is at the edge of the tried ones, so that there may be
+    better ones beyond."""
 
     def median(self, name: str) -> float:
-        """Of all seeds; infinite where half of the runs or more have not got there."""
+        """The median of all seeds; infinite if at least half of the runs do not reach the
+        target."""
         return float(np.median(np.where(self.reached, getattr(self, name), np.inf)))
 
 
@@ -55,7 +57,7 @@ def outcome(
 ) -> Outcome:
     runs = only(all_runs, task=task.name, batch_size=batch_size, method=name)
     reached = runs["reached"] > 0
-    # One that has ended early goes on, as it were, at its own pace.
+    # A run that has ended early is extrapolated at its own pace.
     longer = np.maximum(np.where(reached, 1.0, task.most_passes / runs["passes"]), 1.0)
     value = float(runs["value"][0])
     tried = settings.tried(name)
@@ -73,8 +75,8 @@ def outcome(
 def log_ratio(
     ours: Outcome, theirs: Outcome, name: str, threshold: Threshold | None = None
 ) -> Float[ndarray, " seeds"]:
-    """log10 of ours over theirs. Where one has not got there it is a bound, which is
-    taken if it lies on its side of the threshold, and says nothing, NaN, if not."""
+    """log10 of ours over theirs. If one has not reached the target this is a bound, which
+    is used if it lies on its side of the threshold, and is NaN otherwise."""
     ratio = np.log10(getattr(ours, name) / getattr(theirs, name))
     known = ours.reached & theirs.reached
     if threshold is not None:

@@ -1,4 +1,4 @@
-"""Who trains, and the seven values of each one's parameter among which is chosen."""
+"""The methods, and the seven values of each one's parameter."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from ...soap import on_matrices, soap
 PERIOD = 10
 """K of iterative linearisation."""
 MOMENTUM = 0.9
-"""Of SGD."""
+"""Momentum of SGD."""
 TOLERANCE = 0.1
-"""Of prox-linear Gauss-Newton: its problem is solved until the gradient is so much of
-what it was. To rounding it would take several times the passes."""
+"""Tolerance of prox-linear Gauss-Newton: its problem is solved until the gradient has
+fallen to this part. To rounding it would take several times the passes."""
 FREQUENCY = 1
-"""Steps of SOAP from one update of its eigenvectors to the next: with its authors' 10 the
-loss leaps up when they change, and on the MLP's large batch it takes three times as many
+"""Steps of SOAP from one update of its eigenvectors to the next. With its authors' 10 the
+loss jumps up at each update, and on the MLP's large batch it takes three times as many
 steps."""
 GREY = "#888888"
 
@@ -33,12 +33,12 @@ class Method:
     parameter: str
     values: tuple[float, ...]
     make: Callable[[Array], Any]
-    """Of the value: a solver of gnlin, or an optimiser of optax."""
+    """Creates a solver of gnlin, or an optimiser of optax, from the value."""
     colour: str
     by_fit: bool = True
-    """By `gnlin.fit`, of gnlin's."""
+    """Whether `gnlin.fit` trains, as for gnlin's solvers."""
     updates: bool = True
-    """Whether each step is a feature update that is solved for."""
+    """Whether each step is a feature update whose problem is solved."""
 
 
 _DAMPINGS = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)

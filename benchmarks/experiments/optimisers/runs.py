@@ -1,7 +1,7 @@
 """One run to a loss: by `gnlin.fit`, or by a compiled loop of an optimiser of optax.
 
-At the same numbers of steps for all the loss is looked at, which counts for nobody's
-time; and neither does compilation.
+The loss is evaluated at the same numbers of steps for all methods. The time of the
+evaluation does not count, and neither does compilation.
 """
 
 import functools
@@ -26,18 +26,18 @@ from .tasks import Drawn, Examples, mean_loss
 
 
 LOOK_RATIO = 1.1
-"""From one look to the next, of the steps; each of the first ten is looked at."""
+"""Ratio of the steps at successive looks; there is a look at each of the first ten."""
 _REHEARSALS = 5
 
 
 class Course(NamedTuple):
-    """A run, at its looks; the first is before the first step."""
+    """A run at its looks; the first is before the first step."""
 
     steps: list[int]
     seconds: list[float]
     losses: list[float]
     passes: float
-    """Through the model, on a batch; two a gradient."""
+    """Passes through the model on a batch; a gradient takes two."""
     feature_updates: float
     reached: bool
 
@@ -50,8 +50,8 @@ def looks_at(most_steps: int) -> Int[ndarray, " looks"]:
 
 
 def clock() -> float:
-    """Of the process, so that other work on the machine does not count; on an
-    accelerator, of the wall."""
+    """The time of the process, so that other work on the machine does not count; on an
+    accelerator, the wall-clock time."""
     on_cpu = jax.default_backend() == "cpu"
     return time.process_time() if on_cpu else time.perf_counter()
 
@@ -66,7 +66,7 @@ def look(model: PyTree, drawn: Drawn) -> float:
 
 
 class Race(NamedTuple):
-    """What the runs with different values of a parameter share."""
+    """The common parts of the runs with different values of a parameter."""
 
     method: Method
     drawn: Drawn
@@ -75,7 +75,7 @@ class Race(NamedTuple):
     most_passes: int
 
     def run(self, value: float, limit: int | None = None) -> Course:
-        """Until a look finds the target reached, or so many steps or passes are made."""
+        """Run until a look finds the target reached, or the limit of steps or passes."""
         by = _by_fit if self.method.by_fit else _by_optax
         return by(self, value, limit or self.most_passes // 2)
 
@@ -86,8 +86,8 @@ class Race(NamedTuple):
 
 
 class _Watch(gnlin.callbacks.Callback):
-    """A step is begun before the one before is told of, so that a look overlaps with it:
-    what one costs is known beforehand, and taken off."""
+    """Looks at the loss. A step begins before the last one is reported, so that a look
+    overlaps with it: the cost of a look is measured beforehand, and subtracted."""
 
     def __init__(self, race: Race, limit: int):
         self.race, self.drawn, self.passes = race, race.drawn, 0.0
@@ -134,7 +134,7 @@ def _by_fit(race: Race, value: float, limit: int) -> Course:
         divergence=None,
     )
     with warnings.catch_warnings():
-        # Of what has not come to the target, `reached` says so.
+        # `reached` says whether the run has reached the target.
         warnings.filterwarnings("ignore", message="`gnlin.fit`")
         train(steps=2)  # compiles
         watch = _Watch(race, limit)
@@ -158,7 +158,7 @@ def _by_fit(race: Race, value: float, limit: int) -> Course:
 
 @eqx.filter_jit
 def _advance(make, carry, frozen, train: Examples, order, start, stop, rate):
-    """Some steps; the rate is traced, so that all share a program."""
+    """Make some steps; the rate is traced, so that all rates share a program."""
     optimiser = make(rate)
 
     def step(i, carry):
@@ -176,8 +176,8 @@ def _advance(make, carry, frozen, train: Examples, order, start, stop, rate):
 def batches(
     num_examples: int, batch_size: int, num_steps: int, seed: int
 ) -> Int[ndarray, "steps batch"]:
-    """As `gnlin.fit` draws them: anew each epoch without replacement; what is left of an
-    epoch is left out."""
+    """Batches as `gnlin.fit` draws them: for each epoch without replacement, leaving out
+    an incomplete last batch."""
     rng, a_pass = np.random.default_rng(seed), num_examples // batch_size
     epochs = [
         rng.permutation(num_examples)[: a_pass * batch_size].reshape(a_pass, batch_size)
@@ -199,7 +199,7 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
         given = method.make, carry, frozen, drawn.train, order, start, stop, rate
         return jax.block_until_ready(_advance(*given))
 
-    advance(advance(carry, 0, 1), 0, 1)  # compiles, also for what it hands to itself
+    advance(advance(carry, 0, 1), 0, 1)  # compiles, also for the types of its own results
     steps, seconds, losses = [0], [0.0], [look(drawn.model, drawn)]
     for stop in looks_at(limit).tolist():
         begun = clock()
@@ -207,7 +207,7 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
         seconds.append(seconds[-1] + clock() - begun)
         steps.append(stop)
         losses.append(look(eqx.combine(carry[0], frozen), drawn))
-        if not losses[-1] > drawn.target:  # reached, or no number
+        if not losses[-1] > drawn.target:  # reached, or NaN
             break
     reached = losses[-1] <= drawn.target
     return Course(steps, seconds, losses, 2.0 * steps[-1], float(steps[-1]), reached)
@@ -221,13 +221,13 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
 class Choice(NamedTuple):
     value: float
     trials: list[float]
-    """Steps to the target by each value; infinite where it is not reached before the best
-    so far."""
+    """Steps to the target by each value; infinite if it is not reached before the best so
+    far."""
 
 
 def choose(race: Race, values: Sequence[float]) -> Choice:
-    """A trial a value: fewest steps to the target; if none gets there, the least loss in
-    the end. A trial goes on no longer than the best so far."""
+    """Try each value: the fewest steps to the target win, or, if none reaches it, the
+    least final loss. A trial is stopped once it takes longer than the best so far."""
     best, fewest, least = values[0], race.most_passes // 2, np.inf
     trials = []
     for value in values:

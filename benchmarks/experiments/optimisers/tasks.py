@@ -1,4 +1,4 @@
-"""What is trained: a network, its data, and the loss that it is to come to."""
+"""The tasks: a network, its data, and the target of its loss."""
 
 import dataclasses
 import functools
@@ -19,47 +19,47 @@ from ...networks.transformer import TokenTransformer
 Examples = tuple[Array, Array]
 WATCHED_TEXTS = 256
 _FRESH = 10_000
-"""Between the seeds of texts to train on and of those that are watched."""
+"""Distance between the seeds of the texts for training and of the watched ones."""
 
 
 class Drawn(NamedTuple):
-    """Of a seed."""
+    """The network, the data and the target of one seed."""
 
     model: PyTree
     train: Examples
     watched: Examples
-    """Whose loss is to come to the target."""
+    """The examples whose loss is to reach the target."""
     target: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Of settings, which are written down."""
+    """A task with settings, which are written to the results."""
 
     name: str
     batch_sizes: tuple[int, ...]
-    """In examples, ascending."""
+    """Batch sizes in examples, ascending."""
     most_passes: int
-    """Through the network, on a batch: then a run is given up."""
+    """Passes through the network on a batch, after which a run is stopped."""
 
     @property
     def most_steps(self) -> int:
-        """Of two passes, the fewest."""
+        """The largest number of steps, at two passes each."""
         return self.most_passes // 2
 
     @property
     def says(self) -> str:
-        """For a caption."""
+        """A description for a caption."""
         raise NotImplementedError
 
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
-        """`part`: of the loss of guessing, for the target."""
+        """`part`: the target as a part of the loss of guessing."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class Images(Task):
-    """The loss is watched on all training images, and could vanish."""
+    """Digits. The loss is watched on all training images, and its minimum is zero."""
 
     data: str = "digits"
     network: str = "digits-mlp"
@@ -79,8 +79,8 @@ class Images(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Text(Task):
-    """The loss is watched on fresh texts, and could be that of whoever knows the
-    grammar."""
+    """Generated text. The loss is watched on fresh texts, and its minimum is that of a
+    model that knows the grammar."""
 
     num_texts: int = 8_192
     length: int = 16
@@ -119,7 +119,7 @@ class Text(Task):
 
 
 def mean_loss(model: PyTree, examples: Examples) -> Float[Array, ""]:
-    """Of an image, or of a character."""
+    """The mean loss of an image, or of a character."""
     inputs, labels = examples
     outputs = jax.vmap(model)(inputs)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, labels))
