@@ -1,4 +1,4 @@
-"""How much of a batch's step is taken, by what the next batch says."""
+"""The share of a batch's step that is taken, judged by the next batch."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from gnlin._solver._stride import Stride
 
 
 class Told:
-    """An objective that says what it is told to."""
+    """An objective that returns prescribed values."""
 
     def __init__(self, gain):
         self.gain = gain
@@ -57,7 +57,7 @@ def line(y, x):
 
 
 def fitted(targets, solver, model=line, inputs=None):
-    """On batches of one example each, in this order."""
+    """Train on batches of one example each, in this order."""
     inputs = np.ones(len(targets)) if inputs is None else inputs
     batches = [
         (np.full((1, 1), x), np.full((1, 1), t))
@@ -68,10 +68,10 @@ def fitted(targets, solver, model=line, inputs=None):
 
 
 def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
-    # The first batch asks for 1, and gets a quarter of it: what that is worth to it is
-    # less than what the second one, which asks for -3, loses by it.
+    # The first batch asks for a step of 1, and gets a quarter of it. It gains less by
+    # this than the second batch, which asks for -3, loses.
     result = fitted([1.0, -3.0], gnlin.GaussNewton())
-    # A step of three from zero, of which a quarter of a quarter is less than the least.
+    # The second step is -3 from zero. A quarter of a quarter is below the least share.
     assert jnp.allclose(result.model[1], -0.3)
     assert result.stats["num_rejected_steps"] == 1
     assert result.stats["num_accepted_steps"] == 1
@@ -101,7 +101,7 @@ def test_the_pure_step_is_one_argument_away():
 
 
 def test_a_batch_that_is_no_number_at_the_last_point_takes_it_back():
-    # Past 1/8 the second batch is a square root of a negative number.
+    # Past 1/8 the second batch takes the square root of a negative number.
     def curved(y, x):
         return jnp.where(x[0] > 0, y, jnp.sqrt(0.125 - y))
 
@@ -141,13 +141,13 @@ def test_levenberg_marquardt_has_no_scales_on_batches():
     same = trained(16, scaling="identity")
     np.testing.assert_array_equal(trained(16), same)
     assert not np.allclose(trained(16, scaling="more"), same)
-    # Of all data they race.
+    # On all data the scalings are raced.
     assert not np.allclose(trained(None), trained(None, scaling="identity"))
 
 
 @pytest.mark.parametrize("scaling", ["more", "root"])
 def test_scales_on_batches_between_bounds(scaling):
-    """On a face the problem is solved again, with the scales of the batch."""
+    """On a face the problem is solved again with the scales of the batch."""
     x = np.random.default_rng(0).normal(size=(64, 3))
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, dtype=float, key=jax.random.key(0))
     solver = gnlin.LevenbergMarquardt(scaling=scaling, bounds=(-0.6, 0.6))

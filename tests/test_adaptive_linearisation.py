@@ -1,4 +1,4 @@
-"""Adaptive linearisation against the same rules written out with dense formulas."""
+"""Adaptive linearisation, compared with the same rules in dense formulas."""
 
 import math
 
@@ -41,7 +41,7 @@ def probe(seed, size):
 
 
 def is_trusted(point, there, linearised, seed, drift, ratio, x=X, t=T):
-    """The two rules, on dense kernels."""
+    """Apply the two rules to dense kernels."""
     f, f_there = np.asarray(outputs(point, x)), np.asarray(outputs(there, x))
     good = True
     if drift is not None:
@@ -55,7 +55,7 @@ def is_trusted(point, there, linearised, seed, drift, ratio, x=X, t=T):
 
 
 def longest_trusted(point, seed, first, drift, ratio, longest):
-    """By literal steps and doubling: the period, and the step."""
+    """Find the period and the step by literal steps and doubling."""
     j, f = jacobian(point), np.asarray(outputs(point))
 
     def step(period):

@@ -1,4 +1,5 @@
-"""Derivatives of minima at bounds and on curved spaces, by differences and formulas."""
+"""Derivatives of minima at bounds and on curved spaces, compared with finite differences
+and formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def turned(row, step):
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_on_a_circle(derivative):
-    """The nearest point to twice (cos a, sin a) is (cos a, sin a)."""
+    """The point of the circle nearest to 2 (cos a, sin a) is (cos a, sin a)."""
 
     def misfit(p, a):
         return p["row"][0] - p["length"] * jnp.stack([jnp.cos(a), jnp.sin(a)])

@@ -1,4 +1,5 @@
-"""What `fit` does untuned: the tasks, Adam's compiled loop, and what is read off runs."""
+"""The experiment on `fit` without tuning: its tasks, Adam's compiled loop, and its
+tables."""
 
 import dataclasses
 
@@ -95,7 +96,7 @@ def test_a_run_tells_what_it_came_to():
     solver = gnlin.DampedGaussNewton(1.0, search=None)
     found = run_task(SMALL, 0, solver, batch_size=4, num_looks=2)
     assert found["steps"] == 4
-    # A row of the Jacobian for each of four residuals, and the product with it.
+    # The Jacobian has a row for each of four residuals; then comes one product with it.
     assert found["passes"] > 4 * 2
     assert found["test_scores"].shape == found["validation_scores"].shape == (2,)
     assert found["score"] == pytest.approx(found["test_scores"][-1])
@@ -120,7 +121,7 @@ SETTINGS = dataclasses.replace(
 
 
 def made_up(name, fit, adam, diverged=False):
-    """Adam's first rate is at its best in the middle, and the second in the end."""
+    """Adam's first rate is best in the middle of the run, and the second at its end."""
     n, looks = SETTINGS.seeds, SETTINGS.num_looks
     scores = np.full((n, 2, 2 * looks), adam)
     worse = -1 if TASKS[name].higher_is_better else 1
@@ -149,7 +150,7 @@ def test_as_good_is_within_a_part_of_adam_at_its_best_rate(accuracy, error, outc
     verdicts = defaults.judge_all(SETTINGS, runs)
     assert [v.outcome for v in verdicts[:2]] == outcomes
     assert verdicts[2].estimate == 0.5
-    assert verdicts[3].outcome == CONFIRMED  # that no run diverged
+    assert verdicts[3].outcome == CONFIRMED  # no run diverged
     best = defaults.outcome(SETTINGS, runs[0])
     assert (best.rate, best.longer_rate) == (0.1, 0.2)
 

@@ -1,5 +1,5 @@
-"""The experiments run from the command line, write what they promise, and their numbers
-are those of a run by hand."""
+"""The experiments run from the command line and write their files; rows match a run by
+hand."""
 
 import csv
 import dataclasses
@@ -117,7 +117,7 @@ def test_units_that_are_off_for_all_inputs_are_dead():
     model = quintic_mlp(jax.random.key(0))
     model = jax.tree.map(lambda x: jnp.ones_like(x) if eqx.is_array(x) else x, model)
     first = model.layers[0]
-    # -x - 5 is on nowhere, and x - 3 is on at the end.
+    # The unit -x - 5 is always off, and x - 3 is on only at the end.
     weight = jnp.where(jnp.arange(50) < 20, -1.0, 1.0)[:, None]
     bias = jnp.where(jnp.arange(50) < 20, -5.0, -3.0)
     first = eqx.tree_at(lambda x: (x.weight, x.bias), first, (weight, bias))

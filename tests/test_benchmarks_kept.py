@@ -1,4 +1,4 @@
-"""The results in the repository, and the page that is made of them."""
+"""The results in the repository, and the page that is generated from them."""
 
 import csv
 import gzip
@@ -18,7 +18,8 @@ NAMES = sorted(folder.parent.name for folder in RESULTS.glob("*/settings.json"))
 
 
 def without_age(text):
-    """Which results are older than the solvers changes with every change of these."""
+    """Drop the note on results older than the solvers, which changes with every commit to
+    them."""
     return [line for line in text.splitlines() if not line.startswith(report.OLDER)]
 
 
@@ -69,7 +70,7 @@ def test_finished_results_replace_those_that_are_kept(tmp_path):
     assert "](report/filters.png)" in text
     assert (tmp_path / kept.PAGE / "report" / "filters.png").exists()
     assert "Not run: `python -m benchmarks resnet` runs it." in text
-    # What is kept already stays, with its figure, where another one is added.
+    # Adding a result keeps the existing ones and their figures.
     shutil.rmtree(results)
     leave(results, "resnet", figures={"resnet": "Three."}, commits=[commit])
     (results / "resnet" / "resnet.csv").write_text("seed\n0\n")

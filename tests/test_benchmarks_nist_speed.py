@@ -107,8 +107,8 @@ def test_alternate_takes_turns_and_divides_by_the_steps(brief, monkeypatch):
         return Case(name, "", run, **kwargs)
 
     a, b = alternate([case("a", count=lambda _: 10), case("b", max_rounds=1)], 2)
-    # What is brief is repeated in its turn, of which there are three, the first not
-    # counted; the first two runs compile, and the last two are for their memory.
+    # Short cases are repeated in their turn. There are three turns, and the first is not
+    # counted. The first two runs compile, and the last two measure memory.
     turns = [name for name in "aba" for _ in range(21 if brief else 1)]
     assert ran == ["a", "b", *turns, "a", "b"]
     assert len(a.seconds) == 2
@@ -154,14 +154,14 @@ def test_oracle_against_literal_descent():
 
 
 #
-# What is timed
+# The timed code
 #
 
 
 def test_task_has_the_published_sizes():
     task = tasks.quintic(width=50, num_examples=20)
     assert (task.num_parameters, task.num_outputs) == (7801, 20)
-    # Descent converges without alternating: the literal steps are those of the formula.
+    # Descent converges without alternating, so literal steps match the formula.
     largest = np.linalg.norm(task.oracle.jacobian, ord=2) ** 2
     assert inner_steps.LEARNING_RATE * largest < 1
 
@@ -243,8 +243,8 @@ def test_training_speed_quick_writes_its_results(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_classical_problems(tmp_path):
-    """Those of `--quick` are solved, and said to be; the tables and the profiles are
-    written."""
+    """The problems of `--quick` are solved and reported as solved; the tables and
+    profiles are written."""
     assert main(["nls", "--quick", "--out", str(tmp_path)]) == 0
     rows = list(csv.DictReader((tmp_path / "nls.csv").read_text().splitlines()))
     assert len(rows) == 3 * 3 * 2

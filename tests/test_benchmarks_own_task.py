@@ -1,4 +1,4 @@
-"""An experiment on a task of the user's own, in one file."""
+"""An experiment on a task that the user defines in one file."""
 
 import dataclasses
 import json

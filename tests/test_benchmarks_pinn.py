@@ -1,5 +1,5 @@
-"""Networks for differential equations, by the clock: steps are those of dense formulas,
-looks are where they say, and verdicts and figures are of the runs."""
+"""Networks for differential equations, timed: steps match dense formulas, looks are at
+the stated times, and verdicts and figures come from the runs."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def small():
 
 
 def dense(model, groups):
-    """The parameters, and residual and Jacobian there, by forward derivatives."""
+    """Return the parameters, and the residual and Jacobian by forward derivatives."""
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(trained)
 

@@ -1,4 +1,5 @@
-"""Whole runs, times to a loss, growth and compiling: small, and no absolute time."""
+"""Tables of whole runs, times to a loss, growth and compilation: small, and without
+absolute times."""
 
 import dataclasses
 import math
@@ -30,7 +31,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def line():
-    """Ten points of a line by a linear network: any method gets there."""
+    """Fit ten points of a line by a linear network, which any method can."""
     x = jnp.linspace(-1.0, 1.0, 10)[:, None]
     make = lambda key: eqx.nn.MLP(1, 1, 3, 0, key=key)
     data = x, 2 * x + 1

@@ -1,4 +1,5 @@
-"""The tables of wide problems, of kernels and of the device: right numbers, no times."""
+"""Tables of wide problems, kernels and the device: numbers are right; times are not
+tested."""
 
 import math
 

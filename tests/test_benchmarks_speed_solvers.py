@@ -1,4 +1,4 @@
-"""The tables of preconditioners and of rejected trials: that what is timed is right."""
+"""Tables of preconditioners and of rejected trials: the timed code is right."""
 
 import dataclasses
 import math

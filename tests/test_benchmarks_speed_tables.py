@@ -1,4 +1,4 @@
-"""The tables of small, tall and large problems: that what is timed is right."""
+"""Tables of small, tall and large problems: the timed code is right."""
 
 import math
 
@@ -177,7 +177,7 @@ def test_linear_residual_of_a_large_problem():
 
 
 #
-# What "auto" chooses, and by what
+# The method that "auto" chooses
 #
 
 

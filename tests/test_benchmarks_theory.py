@@ -1,5 +1,5 @@
-"""Bias, variance and effective dimension of a linearised network, by dense formulas and
-by drawing the noise; and what `lambda-sweep` makes of them."""
+"""Bias, variance and effective dimension of a linearised network, compared with dense
+formulas and with drawn noise; and the columns of `lambda-sweep`."""
 
 import functools
 
@@ -30,7 +30,7 @@ train, test = (
 
 
 def dense(inputs):
-    """The outputs to begin with, and the Jacobian, flat."""
+    """Return the initial outputs and the Jacobian as a vector and a matrix."""
     return map(np.asarray, outputs_and_jacobian(inputs))
 
 
@@ -43,7 +43,7 @@ def outputs_and_jacobian(inputs):
 
 
 def smoother(phi, phi_test):
-    """What is made of training targets on the test inputs."""
+    """Return the matrix from training targets to predictions on the test inputs."""
     kernel, across = phi @ phi.T, phi_test @ phi.T
     identity = np.eye(len(kernel))
     return {
@@ -54,7 +54,7 @@ def smoother(phi, phi_test):
 
 
 def repeated(kernel, across):
-    """By a loop over the solutions, of all targets that are one at one output."""
+    """Solve in a loop for targets that are one at one output and zero elsewhere."""
     size = len(kernel)
     learnt, weights = np.zeros((size, size)), np.zeros((size, size))
     for _ in range(TIMES):
@@ -92,7 +92,8 @@ def test_the_effective_dimension_is_the_trace_of_the_dense_hat_matrix(found):
 
 
 def test_noise_that_is_drawn_has_that_bias_and_that_variance(found):
-    """Ridge by least squares with rows for the damping, once a draw of the targets."""
+    """Solve ridge regression with rows for the damping, once for each draw of the
+    targets."""
     (f, phi), (f_test, phi_test) = dense(train[0]), dense(test[0])
     p = phi.shape[1]
     stacked = np.concatenate([phi, np.sqrt(DAMPING) * np.eye(p)])

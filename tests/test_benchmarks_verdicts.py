@@ -1,4 +1,4 @@
-"""Verdicts follow from intervals and levels, and these are those of independent code."""
+"""Verdicts follow from intervals and levels, which match independent code."""
 
 import dataclasses
 import io
@@ -61,7 +61,7 @@ def test_an_interval_alone_is_that_of_a_verdict():
 
 
 def every_mean(values):
-    """Of all samples with replacement, instead of some of them drawn."""
+    """Return the means of all samples with replacement, instead of random ones."""
     n = len(values)
     return np.mean(np.array(list(itertools.product(values, repeat=n))), axis=1)
 
@@ -91,7 +91,7 @@ def test_of_many_normal_values_the_interval_is_near_students():
 
 
 def test_the_level_inverts_the_interval():
-    """A bound at an end of the interval is reached at its level."""
+    """A bound at an end of the interval is reached at exactly the interval's level."""
     found = judged()
     for bounds in ({"above": found.low}, {"below": found.high}):
         assert judged(**bounds).p == pytest.approx(0.05, rel=0.25)
@@ -111,11 +111,11 @@ def test_far_out_the_level_is_students():
 
 
 def test_an_interval_covers_as_often_as_it_says():
-    """Of five values, the fewest that the suite has."""
+    """Use five values, the fewest in the suite."""
     rng = np.random.default_rng(0)
     samples = rng.normal(size=(2_000, 5))
     factor = stats.t.ppf(0.975, 4)
-    # What the resamples come to, without drawing them: normal, of the plain variance.
+    # The limit of many resamples: normal, with the plain variance.
     half = factor * np.sqrt(5 / 4) * samples.std(axis=1) / np.sqrt(5)
     student = np.mean(np.abs(samples.mean(axis=1)) < half)
     found = [judged(sample) for sample in samples[:200]]
@@ -156,7 +156,7 @@ def test_no_values_are_no_test():
     assert (found.outcome, found.p, found.num_seeds) == (NOT_TESTED, 1, 0)
 
 
-@pytest.mark.parametrize("value", [1.0, 6 / 7])  # of which the percentiles are rounded
+@pytest.mark.parametrize("value", [1.0, 6 / 7])  # the percentiles are rounded
 def test_one_value_of_many_seeds_decides_by_their_number(value):
     found = judged([value] * 8)
     assert (found.outcome, found.p) == ("confirmed", pytest.approx(2 / 2**8))
@@ -201,7 +201,7 @@ def test_a_statistic_of_rows_is_resampled_by_rows():
 
 
 def by_definition(levels, alpha):
-    """Holm's procedure, as he states it: reject in order until one is not."""
+    """Holm's procedure as he states it: reject in order until one is not rejected."""
     rejected = set()
     for step, i in enumerate(sorted(range(len(levels)), key=levels.__getitem__)):
         if levels[i] >= alpha / (len(levels) - step):

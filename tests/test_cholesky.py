@@ -1,4 +1,4 @@
-"""Damped systems by a factorisation that is made once."""
+"""Damped systems that reuse one factorisation."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A kernel in lower precision: the step is as accurate as was asked for."""
+"""With a kernel in lower precision, the step is as accurate as requested."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""SPRING's momentum, and a grid along the step: beside dense formulae."""
+"""SPRING's momentum and the grid along the step, compared with dense formulas."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""A kernel of lower rank, from random products: against the same in NumPy."""
+"""A kernel of lower rank from random products, compared with the same in NumPy."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def expanded(y, matrix, **settings):
 
 
 def by_hand(jacobian, residual, rank, damping, seed=0):
-    """Equation (7) of arXiv:2505.12149, literally; the span of the probes is all that
-    the approximation depends on."""
+    """Compute equation (7) of arXiv:2505.12149 literally. The approximation depends only
+    on the span of the probes."""
     m = len(jacobian)
     probes = np.asarray(jax.random.normal(jax.random.key(seed), (m, min(rank, m))), float)
     kernel = jacobian @ jacobian.T
@@ -105,7 +105,7 @@ def test_one_approximation_serves_for_several_residuals():
 
 @pytest.mark.parametrize("damping", [0.1, 1e-5])
 def test_single_precision_at_little_damping(damping):
-    """Of full rank, rounding is not divided by the damping."""
+    """At full rank, rounding is not divided by the damping."""
 
     @jax.jit
     def run(y, matrix):
@@ -129,8 +129,8 @@ def test_single_precision_at_little_damping(damping):
     each_once([1, 25], [{}, {"scaling": "identity", "acceleration": False}]),
 )
 def test_a_step_uphill_raises_the_damping(rank, settings):
-    """Of 50 equal eigenvalues too few are seen: with little damping the step is far too
-    long, and the linearised loss itself rises along it."""
+    """The probes see too few of 50 equal eigenvalues. With little damping the step is far
+    too long, and the linearised loss itself rises along it."""
     matrix, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(50, 50)))
 
     def residuals(y, matrix):
@@ -169,7 +169,7 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
     ],
 )
 def test_of_a_general_loss(loss, targets):
-    """Of full rank, and by layers; Huber's gradient is not in the curvature's range."""
+    """At full rank, and by layers; Huber's gradient is not in the curvature's range."""
     solvers = (
         gnlin.DampedGaussNewton(0.1, method=method, search=None)
         for method in ("kernel", gnlin.methods.NystromKernel(120))

@@ -1,4 +1,4 @@
-"""A batch in parts: the same to rounding, in the memory of one of them."""
+"""A batch in parts gives the same numbers to rounding, in the memory of one part."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""A damped step by products while that is cheap, and else by a factorisation."""
+"""A damped step by products if they are cheap, and otherwise by a factorisation."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import gnlin
 
 N, P = 600, 610
 DRAW = np.random.default_rng(0)
-# Singular values over six orders of magnitude: eigenvalues over twelve.
+# Singular values span six orders of magnitude, eigenvalues twelve.
 LEFT, _ = np.linalg.qr(DRAW.normal(size=(N, N)))
 RIGHT, _ = np.linalg.qr(DRAW.normal(size=(P, N)))
 INPUTS = LEFT @ np.diag(np.logspace(0, -6, N)) @ RIGHT.T
@@ -48,8 +48,8 @@ def by_hand(damping):
     return START[0] - jacobian.T @ np.linalg.solve(kernel, residual)
 
 
-# Rounding over the damping is what any method errs by: in single precision the smallest
-# would leave nothing.
+# Every method errs by rounding divided by the damping. In single precision the smallest
+# damping would leave no correct digit.
 @pytest.mark.parametrize(
     ("dtype", "damping", "rtol"),
     [
@@ -70,10 +70,10 @@ def test_both_ways_are_counted():
     easy, hard = (
         damped_step(products_first(damping), jnp.float64).stats for damping in (0.1, 1e-7)
     )
-    # Few eigenvalues are above the damping.
+    # Only a few eigenvalues are above the damping.
     assert 5 < easy["num_inner_steps"] < 45
     assert easy["num_jvps"] <= easy["num_inner_steps"] + 3
-    # And where many are, the tries, and the rows of the factorisation.
+    # If many are, the attempts add to the passes for the rows of the factorisation.
     assert hard["num_inner_steps"] > easy["num_inner_steps"]
     forced = gnlin.DampedGaussNewton(jnp.asarray(0.1), method="kernel")
     forced = damped_step(forced, jnp.float64).stats

@@ -46,8 +46,8 @@ GROUPS = {
 
 
 def problem(num_cameras=4, num_points=7, seen=23, dtype=jnp.float64):
-    """Cameras that see points, some of them often and some never, through one lens;
-    points between two cameras, which may be the same; and what is known of cameras."""
+    """Cameras observe points through one lens; some points are seen often and some never.
+    Others link two cameras, which may be the same one. There are priors on cameras."""
     rng = np.random.default_rng(0)
     often = np.minimum(rng.geometric(0.3, seen) - 1, num_points - 1)
     model = {
@@ -89,7 +89,7 @@ def dense(matrix, outputs, rest=None):
 
 
 def test_the_oracle_itself():
-    """The matrix is that of the function of all parameters."""
+    """The matrix is the Jacobian of the function of all parameters."""
     model, data = problem()
     point, unravel = jax.flatten_util.ravel_pytree(model)
 
@@ -227,7 +227,7 @@ def test_in_a_program_whose_data_are_traced_and_many():
 
 
 def scene(num_cameras, num_points, each):
-    """A large one, of which only the shapes matter."""
+    """A large scene, of which only the shapes matter."""
     n = each * num_points
     examples = {"camera": jnp.arange(n) % num_cameras, "point": jnp.arange(n) // each}
     fn = lambda y, _: y["camera"][:2] - y["point"][:2]
@@ -237,7 +237,7 @@ def scene(num_cameras, num_points, each):
 
 
 def chosen(lin, filter, **how):
-    """How, of a problem that is never computed."""
+    """Return the chosen method for a problem that is never computed."""
     found = []
     jax.eval_shape(
         lambda j, r: found.append(choose(Quadratic(j, r), filter, **how)) or 0,
@@ -273,7 +273,7 @@ def test_memory_is_that_of_what_is_not_zero():
     assert memory is not None
     numbers = _schur.elimination(lin.jacobian.reads()).num_numbers
     assert memory.temp_size_in_bytes < 8 * numbers
-    # W by itself, were it dense
+    # W alone, if it were dense
     assert 8 * numbers < 300 * 15_000 * 8
 
 

@@ -1,5 +1,5 @@
-"""Losses of sequences, masks and class weights, against NumPy and against the run on the
-targets that count alone."""
+"""Losses of sequences, masks and class weights, compared with NumPy and with runs on only
+the targets that count."""
 
 import functools
 
@@ -35,7 +35,7 @@ LOSSES = {
 
 
 def by_hand(outputs, labels, weights, ignore_index=None, class_weights=None, smooth=0.0):
-    """(value, gradient, Hessians) of the mean, one target after another."""
+    """Return (value, gradient, Hessians) of the mean, target by target."""
     class_weights = np.ones(C) if class_weights is None else class_weights
     value, count = 0.0, 0.0
     gradient, hessian = np.zeros((N, T, C)), np.zeros((N, T, C, C))
@@ -117,7 +117,7 @@ def test_labels_and_their_probabilities_have_one_mean():
 
 
 class Token(eqx.Module):
-    """A small network of one target."""
+    """A small network for one target."""
 
     layer: eqx.nn.MLP
 
@@ -129,7 +129,7 @@ class Token(eqx.Module):
 
 
 class Sequence(Token):
-    """The same, of each position."""
+    """The same network at each position."""
 
     def __call__(self, x):
         return jax.vmap(self.layer)(x)
@@ -190,7 +190,7 @@ def test_validation_figures_are_means_over_the_targets_that_count():
 
 
 #
-# Examples of no weight
+# Examples of weight zero
 #
 
 BAD = X.copy()
@@ -202,7 +202,8 @@ ZERO = np.array([1.0, 0.0, 2.0, 0.5])
 
 
 def without_weight(run, *kinds):
-    """Of `run(data, loss)`: an example of weight zero that is NaN, and none."""
+    """Return `run(data, loss)` with an example that has weight zero and NaNs, and without
+    it."""
     targets = RANDOM.normal(size=(N, T, C))
     missing = targets.copy()
     missing[1] = np.nan
@@ -222,7 +223,7 @@ def solved(data, loss):
 
 
 def test_an_example_of_no_weight_may_be_no_number():
-    """Where its weight is known, and where it is traced."""
+    """This holds for a known and for a traced weight."""
     without_weight(solved, "squares")
     without_weight(jax.jit(solved, static_argnums=1), "classes")
 

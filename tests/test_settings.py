@@ -1,4 +1,4 @@
-"""What solvers and their parts are built with: what they print, and refuse."""
+"""How solvers and their parts print, and which arguments they refuse."""
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ DECAYING = optax.linear_schedule(0.5, 0.01, 10)
 )
 @pytest.mark.parametrize("given", [DECAYING, gnlin.damping.TrustRegion])
 def test_a_function_is_no_number(check, given):
-    """As it is told where types are not checked, as in these tests."""
+    """The message when types are not checked, as in these tests."""
     with pytest.raises(ValueError, match="`rate` must be a real number, but <"):
         check("rate", given)
 

@@ -1,4 +1,5 @@
-"""The singular values of many small matrices at once, against LAPACK and more digits."""
+"""Singular values of many small matrices at once, compared with LAPACK and with 80
+bits."""
 
 import functools
 
@@ -33,7 +34,8 @@ of_many = jax.jit(jax.vmap(svd))
 
 
 def sound(matrices, u, s, vt):
-    """The factors' shapes and order, and that they are what they say, up to rounding."""
+    """Check the factors' shapes and order, and that they reproduce the matrix to
+    rounding."""
     eps = np.finfo(matrices.dtype).eps
     _, m, n = matrices.shape
     k = min(m, n)
@@ -85,7 +87,7 @@ def test_of_equal_zero_and_parallel_columns(entries):
 
 
 def by_more_digits(matrix):
-    """Singular values by one-sided Jacobi, one pair after the other, in 80 bits."""
+    """Compute singular values by one-sided Jacobi, pair by pair, in 80 bits."""
     a = matrix.astype(np.longdouble)
     for _ in range(30):
         for i, j in zip(*np.triu_indices(a.shape[1], 1), strict=True):
@@ -104,7 +106,8 @@ def by_more_digits(matrix):
 @pytest.mark.parametrize("shape", [(6, 6), (24, 4)])
 @pytest.mark.parametrize("order", [1, -1])
 def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
-    """LAPACK, stable in the norm of all columns, loses those of the first."""
+    """LAPACK is stable in the norm of all columns, and so loses the digits of the small
+    ones."""
     m, n = shape
     matrices = np.random.default_rng(0).normal(size=(20, m, n))
     matrices *= 10.0 ** (-3 * np.arange(n))[::order]

@@ -1,4 +1,4 @@
-"""Groups whose examples read few parameters: the same numbers as with all of them."""
+"""Groups whose examples read few parameters give the same numbers as dense ones."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def as_tree(y, example):
     [("array", jnp.float64), ("number", jnp.float64), ("tree", jnp.float32)],
 )
 def test_the_jacobian_is_the_dense_one(outputs, dtype):
-    """Of poses, one pair of which is twice the same, and of a scale that each reads."""
+    """The residuals read poses, one pair of them twice, and a scale that all share."""
 
     def fn(y, edge):
         found = as_tree(y, edge)
@@ -165,7 +165,7 @@ def test_in_a_program_whose_data_are_traced():
 
 
 def chain(n):
-    """A line of n poses, each measured from the one before, and so is the first."""
+    """A line of n poses: each is measured from the one before, the first from zero."""
     ends = jnp.stack([jnp.arange(n - 1), jnp.arange(1, n)], axis=1)
     edges = {"ends": ends, "measured": jnp.ones((n - 1, 3))}
     first = gnlin.Residuals(lambda pose, k: pose, jnp.zeros(1, int), select=lambda k: k)
@@ -174,8 +174,7 @@ def chain(n):
 
 
 def test_what_is_large_is_solved_without_a_matrix():
-    """Levenberg-Marquardt by itself takes products, whose curvature's diagonal blocks
-    precondition them."""
+    """Levenberg-Marquardt chooses products, and preconditions them by diagonal blocks."""
     n = 2000
     start = jnp.zeros((n, 3))
     run = jax.jit(lambda start: gnlin.solve(start, chain(n), max_steps=30).model)

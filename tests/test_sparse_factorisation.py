@@ -1,4 +1,4 @@
-"""Sparse factorisations: the steps of the dense system, solved by NumPy."""
+"""Sparse factorisations give the steps of the dense system, solved by NumPy."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from gnlin.filters import GradientDescent, Tikhonov
 
 
 def chain(num_poses, closures=(), dtype=jnp.float64):
-    """Turns of a robot, each measured from the one before, and some seen again."""
+    """Headings of a robot; each is measured from the one before, and some again later."""
     pairs = [(k, k + 1) for k in range(num_poses - 1)] + list(closures)
     ends = np.asarray(pairs, int).reshape(-1, 2)
     rng = np.random.default_rng(0)
@@ -45,8 +45,8 @@ def chain(num_poses, closures=(), dtype=jnp.float64):
     [(jnp.float64, False), (jnp.float64, True), (jnp.float32, True)],
 )
 def test_steps_are_those_of_the_dense_system(dtype, with_rest):
-    """Of three groups, some of whose examples read the same row twice, and some arrays
-    not at all; all dampings by one set-up."""
+    """There are three groups. Some examples read one row twice, and some do not read all
+    arrays. One set-up serves all dampings."""
     model, data = problem(dtype=dtype)
     rest = jax.tree.map(jnp.cos, model) if with_rest else None
 
@@ -97,8 +97,8 @@ def test_what_is_not_finite_comes_back_as_nan(what):
 
 
 def test_a_singular_system_is_no_error():
-    """Without damping: a chain that nothing holds, of which one row is read by none, and
-    a Jacobian of zeros."""
+    """Without damping: a chain without a fixed point, with one row that no residual
+    reads, and a Jacobian of zeros."""
 
     def run(start, groups):
         lin = gnlin.features.linearise_model(start, groups)
@@ -146,7 +146,7 @@ def test_levenberg_marquardt_ends_where_the_others_do():
 
 
 def test_by_itself_on_a_chain_and_products_first_on_what_is_coupled_more():
-    """`auto`, by what the costs say: the whole of it is in `benchmarks speed graph`."""
+    """`auto` decides by costs; `benchmarks speed graph` tests this in full."""
     reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)
     start, groups = chain(1_000, [(k, k + 200) for k in range(0, 800, 20)])
     costs: list[Cost] = []
@@ -184,7 +184,7 @@ def test_many_starts_at_once():
 
 
 def test_jax_is_left_as_it_was():
-    """In a process of its own: that a package is imported for the first time."""
+    """Import the package for the first time, in a separate process."""
     program = """
 import jax
 from gnlin._subproblem import _sparse
