@@ -35,7 +35,7 @@ def test_two_classes_by_one_output(dtype):
     assert gnlin.losses.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
 
 
-def test_sequences_and_labels_that_do_not_count():
+def test_sequences_and_ignored_labels():
     outputs, labels = ONE_HOT.reshape(4, 3, 3), CLASSES.reshape(4, 3)
     assert gnlin.losses.accuracy(outputs, labels) == 1
     wrong = outputs.at[:2].set(jnp.nan).at[3, 0].set(jnp.array([0.0, 0.0, 1.0]))
@@ -48,7 +48,7 @@ def test_sequences_and_labels_that_do_not_count():
 
 
 @pytest.mark.parametrize("targets", [CLASSES, ONE_HOT])
-def test_no_number_is_no_class(targets):
+def test_nan_outputs_give_nan_accuracy(targets):
     assert jnp.isnan(
         jax.jit(gnlin.losses.accuracy)(ONE_HOT.at[3, 1].set(jnp.nan), targets)
     )
@@ -71,7 +71,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("outputs", "targets", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(outputs, targets, words):
+def test_error_messages(outputs, targets, words):
     with pytest.raises(ValueError, match=words) as caught:
         gnlin.losses.accuracy(outputs, targets)
     message = str(caught.value)

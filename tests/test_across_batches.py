@@ -67,7 +67,7 @@ def fitted(targets, solver, model=line, inputs=None):
     return gnlin.fit(start, batches, solver, steps=len(batches), progress=False)
 
 
-def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
+def test_a_step_that_raises_the_next_loss_is_reverted():
     # The first batch asks for a step of 1, and gets a quarter of it. It gains less by
     # this than the second batch, which asks for -3, loses.
     result = fitted([1.0, -3.0], gnlin.GaussNewton())
@@ -77,7 +77,7 @@ def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
     assert result.stats["num_accepted_steps"] == 1
 
 
-def test_the_best_parameters_are_those_that_a_step_was_taken_back_to():
+def test_best_parameters_after_a_reverted_step():
     # The second batch takes the first one's step back, and is the best one. The others
     # are far off, until the run has diverged.
     targets = [2.0, -1.6, *[1000.0] * 8]
@@ -87,7 +87,7 @@ def test_the_best_parameters_are_those_that_a_step_was_taken_back_to():
     np.testing.assert_array_equal(result.model[1], 0.0)
 
 
-def test_a_step_that_the_next_batch_likes_stays():
+def test_a_step_that_lowers_the_next_loss_is_kept():
     result = fitted([1.0, 1.0], gnlin.GaussNewton())
     assert jnp.allclose(result.model[1], 0.25 + 0.75 * 0.25 * 1.04)
     assert result.stats["num_rejected_steps"] == 0
@@ -95,12 +95,12 @@ def test_a_step_that_the_next_batch_likes_stays():
     assert np.allclose(history["step_norm"], [0.25, 0.75 * 0.25 * 1.04])
 
 
-def test_the_pure_step_is_one_argument_away():
+def test_full_steps_by_one_argument():
     result = fitted([1.0, -3.0], gnlin.GaussNewton(search=None))
     assert jnp.allclose(result.model[1], -3.0)
 
 
-def test_a_batch_that_is_no_number_at_the_last_point_takes_it_back():
+def test_a_nan_on_the_next_batch_reverts_the_step():
     # Past 1/8 the second batch takes the square root of a negative number.
     def curved(y, x):
         return jnp.where(x[0] > 0, y, jnp.sqrt(0.125 - y))
@@ -127,7 +127,7 @@ def test_a_network_on_batches():
     assert result.history["loss"][-1] < result.history["loss"][0]
 
 
-def test_levenberg_marquardt_has_no_scales_on_batches():
+def test_levenberg_marquardt_does_not_scale_on_batches():
     x = np.random.default_rng(0).normal(size=(64, 3)) * [1.0, 10.0, 0.1]
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
 
@@ -159,7 +159,7 @@ def test_scales_on_batches_between_bounds(scaling):
     assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]
 
 
-def test_points_that_are_drawn_have_no_noise():
+def test_default_damping_on_sampled_points_and_on_batches():
     """An ordinary differential equation: the default damps as little as 1e-8, and much
     more where data are chosen by a batch size."""
 

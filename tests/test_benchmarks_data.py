@@ -94,7 +94,7 @@ def test_mnist(tmp_path, zipped):
     assert_same(test, TEST[0][:, None], TEST[1])
 
 
-def test_mnist_of_which_a_file_is_unpacked(tmp_path):
+def test_mnist_with_an_unpacked_file(tmp_path):
     write_mnist(tmp_path, zipped=True)
     zipped = tmp_path / "t10k-labels-idx1-ubyte.gz"
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(
@@ -139,7 +139,7 @@ def test_damaged_idx(tmp_path, zipped, name, change, message):
 @pytest.mark.parametrize(
     "change", [lambda x: x[:200], lambda x: x[1:], lambda x: x[:-8] + 8 * b"\0"]
 )
-def test_a_damaged_gzip_file_of_the_right_checksum(tmp_path, change):
+def test_a_damaged_gzip_file_with_the_right_checksum(tmp_path, change):
     write_mnist(tmp_path, zipped=True)
     path = tmp_path / f"{IMAGES}.gz"
     path.write_bytes(change(path.read_bytes()))
@@ -155,7 +155,7 @@ def test_a_wrong_checksum(tmp_path):
     assert_sentence(str(caught.value), str(tmp_path / f"{IMAGES}.gz"), expected)
 
 
-def test_a_wrong_checksum_of_a_file_that_is_unpacked(tmp_path):
+def test_a_wrong_checksum_of_an_unpacked_file(tmp_path):
     write_mnist(tmp_path, zipped=False)
     with pytest.raises(DataError, match="MD5") as caught:
         mnist.load(tmp_path)
@@ -302,7 +302,7 @@ def test_cifar10(tmp_path, folder, write, archived):
 
 
 @pytest.mark.parametrize(("folder", "write"), [(BINARY, binary), (PYTHON, python)])
-def test_a_wrong_checksum_of_a_batch_that_is_unpacked(tmp_path, folder, write):
+def test_a_wrong_checksum_of_an_unpacked_batch(tmp_path, folder, write):
     path = write_cifar(tmp_path, folder, files_of(write, folder), archived=False)
     source = cifar10.dataset(NUM_PER_FILE)
     name = next(iter(files_of(write, folder)))
@@ -466,7 +466,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
         b"\x96\xff\xff\xff\xff\xff\x00\x00\x00abc",
     ],
 )
-def test_programs_that_are_no_batch(tmp_path, program):
+def test_pickles_that_are_not_batches_are_refused(tmp_path, program):
     contents = b"\x80\x02" + program + b"."
     assert changed(tmp_path, PYTHON, False, lambda _: contents)
 
@@ -512,14 +512,14 @@ def test_links_in_an_archive_are_not_followed(tmp_path, kind):
 @pytest.mark.parametrize(
     "change", [lambda x: x[: len(x) // 2], lambda x: x[5:], lambda x: b""]
 )
-def test_a_damaged_archive_of_the_right_checksum(tmp_path, change):
+def test_a_damaged_archive_with_the_right_checksum(tmp_path, change):
     path = write_cifar(tmp_path, BINARY, files_of(binary, BINARY), archived=True)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match="it is not a whole archive"):
         load_cifar(tmp_path)
 
 
-def test_which_version_is_preferred(tmp_path):
+def test_preferred_version(tmp_path):
     """Archives, which have a checksum; the binary version, which is no pickle."""
     one = lambda label: binary(BATCHES[0][0], np.full(NUM_PER_FILE, label, np.uint8))
     write_cifar(tmp_path, BINARY, dict.fromkeys(files_of(binary, BINARY), one(3)), False)
@@ -626,7 +626,7 @@ def test_downloading_something_else(tmp_path, host, monkeypatch):
     assert_not_downloaded(tmp_path / "data", address, "its MD5 is", f"not {expected}")
 
 
-def test_downloading_what_the_host_does_not_have(tmp_path, host, monkeypatch):
+def test_downloading_a_missing_file(tmp_path, host, monkeypatch):
     use_mnist(monkeypatch, mnist.MD5, host[1])
     assert_not_downloaded(tmp_path / "data", host[1], "(404 File not found)")
 
@@ -641,7 +641,7 @@ def test_downloading_without_a_network(tmp_path, monkeypatch):
         assert_not_downloaded(tmp_path, address, "(Connection refused)")
 
 
-def test_downloading_to_what_is_not_a_folder(tmp_path, host, monkeypatch):
+def test_downloading_to_a_file(tmp_path, host, monkeypatch):
     use_mnist(monkeypatch, mnist.MD5, host[1])
     data_dir = tmp_path / "file"
     data_dir.write_text("")

@@ -80,7 +80,7 @@ def test_the_error_is_relative(name):
     np.testing.assert_allclose(equation.error(model), 0.01, rtol=1e-9)
 
 
-def test_derivatives_are_those_of_the_hessian():
+def test_derivatives_match_the_hessian():
     net = EQUATIONS["poisson-5d"].model((7, 6), jax.random.key(0))
     x = jnp.linspace(0.1, 0.9, 5)
 
@@ -103,7 +103,7 @@ def test_derivatives_are_those_of_the_hessian():
         ("ks", lambda k: 100 / 16**2 * k**2 - 100 / 16**4 * k**4, 100 / 16, 192, 0.06),
     ],
 )
-def test_evolutions_are_those_of_the_method_of_lines(name, linear, speed, num_modes, end):
+def test_evolutions_match_the_method_of_lines(name, linear, speed, num_modes, end):
     """Solve the first part of the time in Fourier modes, integrated by SciPy."""
     equation, n = EQUATIONS[name], num_modes
     low, high = equation.axes[1]
@@ -172,7 +172,7 @@ def in_slabs():
     return settings, Runs(point, experiment.train(settings, point, Place()))
 
 
-def test_a_run_goes_on_from_slab_to_slab(in_slabs):
+def test_a_run_continues_from_slab_to_slab(in_slabs):
     _, runs = in_slabs
     assert runs["error"].shape == (2, 4)  # two looks at each of two slabs
     np.testing.assert_array_equal(runs["steps"], [[2, 4, 6, 8]] * 2)

@@ -42,7 +42,7 @@ def trained(point, columns):
     return Runs(point, loss | columns)
 
 
-def test_runs_that_have_not_reached_the_training_loss_say_nothing():
+def test_untrained_runs_give_no_verdict():
     # One look of thirty is a noisy one; the last run came down too late.
     loss = np.full((4, 30), 0.05)
     loss[1, -1] = 0.12
@@ -116,7 +116,7 @@ def test_filters_travel_and_are_compared_at_the_end():
     assert way_of_first.estimate == pytest.approx(0.3)
 
 
-def test_the_kernel_that_changes_early_and_the_one_that_does_not():
+def test_kernels_that_change_early_or_late():
     settings = dataclasses.replace(kernel_drift.QUICK, periods=(1, 10))
     angles = {1: [1.0, 0.2, 0.2, 0.2, 0.2], 10: [0.1, 0.1, 0.4, 0.1, 0.1]}
     runs = [
@@ -137,7 +137,7 @@ def test_the_kernel_that_changes_early_and_the_one_that_does_not():
 
 
 @pytest.mark.slow
-def test_how_far_the_kernel_turns_does_not_depend_on_how_often_one_looks():
+def test_kernel_rotation_does_not_depend_on_the_number_of_looks():
     settings = dataclasses.replace(kernel_drift.QUICK, learning_rate=1e-2)
     found = [
         kernel_drift.angles(
@@ -156,7 +156,7 @@ def test_how_far_the_kernel_turns_does_not_depend_on_how_often_one_looks():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_what_infinity_lacks_is_followed_along_each_axis():
+def test_deficits_at_infinite_k_along_each_axis():
     settings = dataclasses.replace(
         lazy_to_rich.QUICK,
         seeds=6,
@@ -269,7 +269,7 @@ def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
     assert np.isnan(k_sweep.rise(np.full((3, 2), np.nan))).all()
 
 
-def test_the_sweep_over_k_leaves_out_what_is_untrained_or_unsolved():
+def test_the_k_sweep_leaves_out_untrained_and_unsolved_runs():
     settings = dataclasses.replace(k_sweep.QUICK, periods=(1.0, 100.0, 1e4, 1e6, 1e8))
     final = {1.0: 0.80, 100.0: 0.805, 1e4: 0.78, 1e6: 0.83, 1e8: 0.6}
     runs = [
@@ -339,7 +339,7 @@ def test_a_period_longer_than_a_run_is_not_tested():
     assert verdicts[1].estimate == pytest.approx(0)  # without the longest
 
 
-def test_updates_that_suffice():
+def test_sufficient_number_of_updates():
     runs = Runs(
         {"period": 10},
         {
@@ -420,7 +420,7 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
         assert set(outcomes(mnist_k.judge_all(of_data, runs))) == {NOT_TESTED}
 
 
-def test_what_a_period_learns_is_compared_just_before_the_first_update():
+def test_learning_in_a_period_is_compared_just_before_the_first_update():
     settings = dataclasses.replace(
         mnist_k.QUICK, periods=(1.0, 4.0), num_steps=8, num_looks=8
     )

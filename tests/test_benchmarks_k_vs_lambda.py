@@ -47,7 +47,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nothing_else_is_left_in_the_folder(results):
+def test_the_folder_has_no_other_files(results):
     assert {path.name for path in results.iterdir()} == {
         "difference.pdf",
         "difference.png",
@@ -181,7 +181,7 @@ def test_strengths_are_tested_where_both_train_and_the_filters_differ():
     np.testing.assert_array_equal(compared(one, one), [False, True, True, False])
 
 
-def test_what_diverged_is_not_trained():
+def test_diverged_runs_count_as_untrained():
     stable = [[True, True, False, True]] * 2
     runs = runs_of(DESCENT, np.full((2, 4), 0.2), stable=stable)
     np.testing.assert_array_equal(trained(runs), [[False, True, False, True]] * 2)
@@ -204,7 +204,7 @@ def test_the_difference_of_a_regression_is_in_decades():
     np.testing.assert_allclose(in_decades, [[np.nan, 1, 1, 1]])
 
 
-def test_a_run_that_is_thrown_off_is_counted_and_sets_no_mean(task):
+def test_outlying_runs_are_counted_and_do_not_change_the_mean(task):
     error, loss = np.full((5, 4), 0.2), np.tile([1.0, 0.01, 0.01, 0.01], (5, 1))
     thrown = error.copy()
     thrown[0, 2], loss[0, 2] = 1e4, 1e8
@@ -222,7 +222,7 @@ def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
     np.testing.assert_array_equal(counted, [[np.nan, 1, 1, 1]] * 3)
 
 
-def test_damping_that_solves_as_much_is_smaller_and_solves_as_much(task):
+def test_matched_damping_is_smaller_and_solves_equally_much(task):
     runs = runs_of(DESCENT, np.full((1, 4), 0.2))
     rate = task.learning_rate
     runs.columns["period"] = np.round(1 / (rate * runs["damping"]))
@@ -234,7 +234,7 @@ def test_damping_that_solves_as_much_is_smaller_and_solves_as_much(task):
         assert np.sum(w / (w + damping)) == pytest.approx(by_steps, rel=1e-6)
 
 
-def test_k_steps_that_end_like_the_damping_that_solves_as_much_leave_nothing(task):
+def test_no_difference_remains_at_the_matched_damping(task):
     """The error of the damped network is a function of log10 lambda, and that after K
     steps is the same function at the damping that solves as much."""
     dampings = np.logspace(-1, 2, 4)[None].repeat(3, 0)
@@ -311,7 +311,7 @@ def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
     ]
 
 
-def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
+def test_an_excess_without_dead_units_in_a_smooth_network_is_attributed_to_them():
     def changed(name, generator):
         if name != RELU:
             return {}
@@ -323,7 +323,7 @@ def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
     assert bounded(found) == ["refuted", "confirmed", "confirmed"]
 
 
-def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
+def test_an_excess_in_a_smooth_network_too_is_not_attributed_to_dead_units():
     def changed(name, generator):
         if name not in (RELU, SMOOTH):
             return {}
@@ -336,7 +336,7 @@ def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
     assert bounded(found) == ["refuted", "refuted", "confirmed"]
 
 
-def test_without_an_excess_there_is_nothing_of_it_to_be_left():
+def test_without_an_excess_no_share_of_it_is_computed():
     changed = lambda name, generator: {"factor": 10 ** generator.normal(0, 0.1, (8, 4))}
     found = outcomes(of_tasks(8, changed))
     assert explained(found)[3] == "not tested at this scale"
@@ -422,7 +422,7 @@ def test_descent_at_too_large_a_rate_is_counted_as_diverged():
 
 
 @pytest.mark.slow
-def test_what_diverged_is_told_and_drawn(tmp_path):
+def test_diverged_runs_are_reported_and_drawn(tmp_path):
     settings = KVsLambda(seeds=2, periods=(100.0, 1e3, 1e5, 1e7), images_per_class=1)
     shape = 2, 4
     some = np.random.default_rng(0).uniform(0.1, 1, shape)

@@ -23,7 +23,7 @@ def without_age(text):
     return [line for line in text.splitlines() if not line.startswith(report.OLDER)]
 
 
-def test_the_page_is_what_is_made_of_the_results(tmp_path):
+def test_the_page_matches_the_results(tmp_path):
     results, page = tmp_path / kept.KEPT, tmp_path / kept.PAGE
     shutil.copytree(RESULTS, results)
     shutil.copytree(PAGE / "report", page / "report")
@@ -36,7 +36,7 @@ def test_the_page_is_what_is_made_of_the_results(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_names_its_commit_has_its_table(name):
+def test_results_with_a_commit_have_a_table(name):
     settings = json.loads((RESULTS / name / "settings.json").read_text())
     table = RESULTS / name / f"{name.replace('-', '_')}.csv.gz"
     assert table.exists() == bool(settings["commits"])
@@ -53,7 +53,7 @@ def test_the_results_are_small():
     assert sum(path.stat().st_size for path in files) < 8e6
 
 
-def test_finished_results_replace_those_that_are_kept(tmp_path):
+def test_finished_results_replace_kept_ones(tmp_path):
     results = tmp_path / "results"
     commit = "c" * 40
     for name, figures in (("batch", {"batch": "One."}), ("filters", {"filters": "Two."})):
@@ -79,7 +79,7 @@ def test_finished_results_replace_those_that_are_kept(tmp_path):
     assert all(f"](report/{name}.png)" in text for name in ("batch", "filters", "resnet"))
 
 
-def test_nothing_is_kept_of_nothing(tmp_path):
+def test_without_results_nothing_is_kept(tmp_path):
     with pytest.raises(Refusal, match="no finished experiment"):
         kept.keep(tmp_path / "results", ["batch"], tmp_path)
 

@@ -41,7 +41,7 @@ def test_lenet_has_the_published_size():
     assert sizes([network]) == [227_484]
 
 
-def test_digits_cnn_has_the_size_that_it_is_said_to():
+def test_size_of_digits_cnn():
     network = digits_cnn(jax.random.key(0))
     assert sizes(network.convolutions) == [160, 2_320]
     assert sizes(network.dense) == [3_120, 490]
@@ -54,7 +54,7 @@ def test_wide_filtered_digits_cnn_is_digits_cnn_but_for_its_first_filters():
     assert sizes([network]) == [6_090 + 16 * (25 - 9)]
 
 
-def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
+def test_size_of_smooth_digits_cnn():
     network = smooth_digits_cnn(jax.random.key(0))
     assert sizes(network.convolutions) == [160, 4_640]
     assert sizes(network.dense) == [1_290]
@@ -72,7 +72,7 @@ def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
         (lambda key: smooth_digits_cnn(key, 5), (1, 8, 8), 5),
     ],
 )
-def test_networks_are_of_one_example(make, image, num_classes):
+def test_networks_take_one_example(make, image, num_classes):
     network = make(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (2, *image))
     both = eqx.filter_jit(lambda net, x: (jax.vmap(net)(x), net(x[1])))
@@ -160,7 +160,7 @@ def test_a_draw_splits_all_and_evenly():
 
 
 @pytest.mark.parametrize("name", list(TEACHERS))
-def test_teachers_classes_are_what_they_are_said_to_be(name):
+def test_classes_of_teachers(name):
     teacher = TEACHERS[name]
     (x, y), (held_out, _), (test_x, test_y) = teacher.draw(40, 1)
     assert x.shape == (40, 30)
@@ -213,7 +213,7 @@ def test_each_digit_trains_or_tests_once():
     np.testing.assert_array_equal(*(rows[np.lexsort(rows.T)] for rows in (ours, theirs)))
 
 
-def test_both_shapes_are_of_the_same_images():
+def test_both_shapes_have_the_same_images():
     (flat, labels), (square, same_labels) = partition(flat=True), partition(flat=False)
     np.testing.assert_array_equal(flat, square.reshape(-1, 64))
     np.testing.assert_array_equal(labels, same_labels)
@@ -363,9 +363,7 @@ def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
     ("image", "patch", "width", "depth", "heads", "num_classes"),
     [((1, 8, 8), 4, 16, 1, 2, 10), ((3, 12, 8), 4, 6, 2, 3, 7)],
 )
-def test_transformer_has_the_size_that_it_is_said_to(
-    image, patch, width, depth, heads, num_classes
-):
+def test_size_of_the_transformer(image, patch, width, depth, heads, num_classes):
     network = transformer(
         jax.random.key(0), image, patch, width, depth, heads, num_classes
     )
@@ -382,7 +380,7 @@ def test_transformer_has_the_size_that_it_is_said_to(
     assert outputs.shape == (2, num_classes)
 
 
-def test_the_default_transformer_has_the_size_that_it_is_said_to():
+def test_size_of_the_default_transformer():
     assert sum(map(np.prod, shapes(transformer))) == 26_218
 
 
@@ -408,7 +406,7 @@ def test_the_transformer_knows_where_a_patch_is(tiny_transformer):
     np.testing.assert_allclose(outputs(without, x), outputs(without, moved), rtol=1e-9)
 
 
-def test_transformer_refuses_what_does_not_divide():
+def test_transformer_refuses_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="3 x 3 do not tile an image of 8 x 8"):
         transformer(jax.random.key(0), patch=3)
     with pytest.raises(ValueError, match="3 heads do not share a width of 32 evenly"):

@@ -60,7 +60,7 @@ def test_lre():
     assert problem.lre(problem.certified * np.nan) == 0
 
 
-def test_a_solver_that_raises_has_a_reason_and_no_credit():
+def test_a_solver_that_raises_gets_a_reason_and_no_credit():
     def broken(problem, start):
         raise RuntimeError("out of luck\nand more")
 
@@ -284,7 +284,7 @@ def test_the_sparse_problems_are_the_classical_ones():
         assert np.max(np.sum(rows != 0, axis=1)) <= 7
 
 
-def test_the_banded_function_is_that_of_the_paper():
+def test_the_banded_function_matches_the_paper():
     """x_i (2 + 5 x_i^2) + 1 - sum over j != i, i - 5 <= j <= i + 1, of x_j (1 + x_j)."""
     x = np.random.default_rng(0).normal(size=9)
     expected = [

@@ -144,7 +144,7 @@ def test_texts_are_of_the_grammar_and_drawn_for_each_seed():
                 assert word in words
 
 
-def test_the_least_losses_are_those_of_counted_continuations():
+def test_least_losses_match_counted_continuations():
     """Of all first sentences, one by one."""
     tokens = sentences.texts(3, 12, 0)
     first = [
@@ -178,7 +178,7 @@ def small_transformer(**options):
     return TokenTransformer(jax.random.key(0), 7, 6, width=8, depth=2, heads=2, **options)
 
 
-def test_a_causal_transformer_does_not_see_what_comes():
+def test_a_causal_transformer_does_not_see_later_tokens():
     tokens, other = jnp.array([0, 1, 2, 3, 4, 5]), jnp.array([0, 1, 2, 6, 6, 6])
     causal, all_seeing = small_transformer(causal=True), small_transformer()
     np.testing.assert_allclose(causal(tokens)[:3], causal(other)[:3], atol=1e-12)
@@ -397,7 +397,7 @@ def test_a_draw_is_of_its_seed_and_its_target_of_what_is_attainable():
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["optimisers", "--quick", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert {"optimisers.md", "optimisers.csv", "verdicts.csv"} <= names

@@ -41,7 +41,7 @@ def test_a_row_is_one_run():
     np.testing.assert_allclose(columns["loss"][1], expected, rtol=1e-6)
 
 
-def test_a_run_that_has_ended_keeps_its_loss_and_one_below_rounding_counts_as_it():
+def test_ended_runs_keep_their_loss_and_losses_below_rounding_count_as_rounding():
     x = jnp.linspace(0, 1, 5)
     model = (lambda y, x: y * x, jnp.ones(()))
     data, looks = (x, 3 * x), np.array([1, 50])
@@ -67,7 +67,7 @@ def test_burgers_residuals_vanish_where_nothing_moves():
     assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1
 
 
-def test_fits_are_those_of_optimistix():
+def test_fits_match_optimistix():
     settings = dataclasses.replace(ratio.QUICK, fits=("Misra1a",))
     columns = ratio.train(settings, {"problem": ratio.FITS, "ratio": 0.5}, Place())
     problem = nist.load("Misra1a")
@@ -111,7 +111,7 @@ def made_up(network, valley, steps):
 AS_CLAIMED = made_up([1e-3, 2e-4, 1e-4], [1e-6, 5e-6, 1e-5], [100, 102, 104])
 
 
-def test_verdicts_are_of_the_loss_at_the_judged_look():
+def test_verdicts_use_the_loss_at_the_judged_look():
     verdicts = ratio.judge_all(SETTINGS, AS_CLAIMED)
     assert [v.outcome for v in verdicts[:-1]] == [CONFIRMED] * 5
     estimates = np.log10([2, 5, 5, 10, 0.1])
@@ -123,14 +123,14 @@ def test_verdicts_are_of_the_loss_at_the_judged_look():
     np.testing.assert_allclose(verdicts[-1].estimate, np.log10(1.04))
 
 
-def test_what_is_otherwise_is_refuted():
+def test_false_claims_are_refuted():
     found = made_up([1e-4, 1e-2, 1e-2], [1e-6, 1e-4, 1e-4], [100, 150, 100])
     outcomes = [verdict.outcome for verdict in ratio.judge_all(SETTINGS, found)]
     assert outcomes[:4] == [REFUTED] * 4
     assert outcomes[4] == CONFIRMED
 
 
-def test_where_all_ratios_end_at_one_loss_none_is_better():
+def test_ratios_with_equal_losses_are_equally_good():
     found = made_up([1e-28] * 3, [1e-6, 5e-6, 1e-5], [100, 102, 104])
     verdicts = ratio.judge_all(SETTINGS, found)
     assert [verdicts[0].outcome, verdicts[3].outcome] == [CONFIRMED, NOT_TESTED]
@@ -169,7 +169,7 @@ def test_the_figure_has_a_panel_a_problem(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["ratio", "--quick", "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["finished"]

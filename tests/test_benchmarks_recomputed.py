@@ -131,7 +131,7 @@ def test_alignment_falls_as_k_grows(tmp_path):
     check(verdict, found, above=-math.inf, below=0)
 
 
-def test_what_parts_k_steps_from_damping(tmp_path):
+def test_difference_between_k_steps_and_damping(tmp_path):
     descent, damped = "iterative-linearisation", "damped-gauss-newton"
     seeds = 8
     shape = seeds, 5

@@ -170,7 +170,7 @@ def test_a_missing_figure_is_named(tmp_path):
     assert "figure k\\_sweep.png is not in its folder" in markdown
 
 
-def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(tmp_path):
+def test_the_page_is_self_contained_and_its_links_resolve(tmp_path):
     leave(tmp_path, "k-sweep")
     markdown, page = written(tmp_path)
     reader = read(page)
@@ -183,7 +183,7 @@ def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["missing", "unfinished", "{", "[]", "{}", "other"])
-def test_what_has_no_results_is_named_with_its_command(state, tmp_path):
+def test_experiments_without_results_are_named_with_their_command(state, tmp_path):
     leave(tmp_path, "k-sweep")
     folder = tmp_path / "batch"
     if state == "unfinished":
@@ -307,7 +307,7 @@ def test_reports_are_compared_by_claim(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"k-sweep": {"it holds": {}}}', "{"])
-def test_what_is_no_report_is_not_compared(text, tmp_path):
+def test_files_that_are_not_reports_are_not_compared(text, tmp_path):
     leave(tmp_path, "k-sweep")
     report.write(tmp_path, NAMES)
     path = tmp_path / "other.json"
@@ -316,7 +316,7 @@ def test_what_is_no_report_is_not_compared(text, tmp_path):
         compare(tmp_path, path)
 
 
-def test_outcomes_are_told_with_and_without_holm(tmp_path):
+def test_outcomes_with_and_without_holm(tmp_path):
     weak = [dataclasses.replace(verdict(f"claim {i}", CONFIRMED), p=0.04) for i in "abc"]
     clear = dataclasses.replace(verdict("clear", CONFIRMED), p=1e-9)
     untold = dataclasses.replace(verdict("at a ceiling", NOT_TESTED), p=1.0)
@@ -363,7 +363,7 @@ def test_escaped_text_is_read_back(text):
 
 
 @pytest.mark.parametrize("start", ["- ", "+ ", "1. ", "12) "])
-def test_a_paragraph_is_no_list(start):
+def test_a_paragraph_is_not_a_list(start):
     text = _page.markdown([_page.Paragraph([f"{start}one"])])
     assert text == f"{start[:-2]}\\{start[-2]} one\n"
 

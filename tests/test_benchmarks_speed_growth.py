@@ -85,7 +85,7 @@ def test_all_reach_the_line_and_stop_there(line):
         assert again == tuned.steps[0], contender
 
 
-def test_what_does_not_get_there_has_no_time(line):
+def test_runs_that_miss_the_loss_have_no_time(line):
     adam, momentum = contenders.first_order(line)
     slow = dataclasses.replace(adam, most_steps=2)
     rows = time_to_loss.times_to(line, [slow, momentum], num_rounds=1)
@@ -108,7 +108,7 @@ def test_problems_have_their_sizes():
 #
 
 
-def test_exponent_is_that_of_a_power():
+def test_exponent_of_a_power_law():
     sizes = (2, 4, 8)
     timings = [
         Timing(Case("", "", lambda: None), (3.0 * n**2, 5.0 * n**2), 0.0) for n in sizes

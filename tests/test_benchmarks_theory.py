@@ -75,7 +75,7 @@ def found():
 
 
 @pytest.mark.parametrize("filter", ["ridge", "flow", "repeated"])
-def test_bias_and_variance_are_those_of_the_dense_smoother(filter, found):
+def test_bias_and_variance_match_the_dense_smoother(filter, found):
     (f, phi), (f_test, phi_test) = dense(train[0]), dense(test[0])
     h = smoother(phi, phi_test)[filter]
     off = f_test - h @ (f - train[1].ravel()) - test[1].ravel()
@@ -91,7 +91,7 @@ def test_the_effective_dimension_is_the_trace_of_the_dense_hat_matrix(found):
     assert found["effective_dimension"] == pytest.approx(np.trace(hat))
 
 
-def test_noise_that_is_drawn_has_that_bias_and_that_variance(found):
+def test_bias_and_variance_match_drawn_noise(found):
     """Solve ridge regression with rows for the damping, once for each draw of the
     targets."""
     (f, phi), (f_test, phi_test) = dense(train[0]), dense(test[0])
@@ -128,7 +128,7 @@ def test_the_bound_is_the_largest_ratio_of_the_two_filters():
 
 
 @pytest.mark.parametrize("times", [5, 150])
-def test_of_many_solutions_flow_and_ridge_leave_nearly_the_same(times):
+def test_flow_and_ridge_of_many_solutions_are_nearly_equal(times):
     w = jnp.geomspace(1e-6, 1e4, 100_000)
     flow, ridge = gnlin.filters.GradientFlow(float(times)), Repeated(1.0, times)
     apart = float(jnp.max(w * jnp.abs(flow(w) - ridge(w))))

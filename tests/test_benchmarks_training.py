@@ -78,7 +78,7 @@ def test_a_run_that_ends_early_says_so():
     assert columns["test_accuracy"].shape == (2, 3)
 
 
-def test_snapshots_are_of_the_model_before_and_at_each_look():
+def test_snapshots_hold_the_model_before_and_at_each_look():
     take = lambda model: model.layers[0].weight[:2, :3]
     columns = training.mini_batches(
         SETTINGS,
@@ -174,7 +174,7 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_images():
 
 
 @pytest.mark.slow
-def test_infinity_is_where_the_linearised_loss_is_least():
+def test_infinite_k_minimises_the_linearised_loss():
     """The gradient of the mean loss, by the kernel's own code, has vanished there."""
     settings = dataclasses.replace(SETTINGS, seeds=1, num_train=30)
     columns = solved.train_endlessly(settings, Place())

@@ -65,7 +65,7 @@ def test_a_linear_problems_constrained_minimum(name, shape):
 
 
 @pytest.mark.parametrize("name", ["kowalik_osborne-4", "bard-3", "box-3"])
-def test_what_has_come_to_a_bound_is_not_bent_off_it(name):
+def test_a_parameter_at_its_bound_stays_there(name):
     """Or no step lowers the loss any more, by rounding, and the run is told to have
     failed."""
     (problem,) = (p for p in classical_problems.PROBLEMS if p.name == name)
@@ -166,7 +166,7 @@ def test_the_function_is_never_asked_beyond():
     np.testing.assert_allclose(solution.value[0], max(unbounded, 0.5), rtol=1e-6)
 
 
-def test_infinite_bounds_are_none():
+def test_infinite_bounds_have_no_effect():
     start = jnp.array([-1.2, 1.0])
     without = optx.least_squares(rosenbrock, gnlin.LevenbergMarquardt(), start)
     solver = gnlin.LevenbergMarquardt(bounds=(-jnp.inf, jnp.inf))
@@ -181,7 +181,7 @@ def test_a_start_beyond_is_moved_to_the_bounds_by_optimistix():
     np.testing.assert_allclose(solution.value, [0.5, 0.25], rtol=1e-8)
 
 
-def test_of_a_part_of_a_dictionary():
+def test_bounds_on_part_of_a_dictionary():
     def decay(p, x):
         return p["a"] * jnp.exp(-p["rate"] * x)
 
@@ -267,7 +267,7 @@ def decay_with(bounds, start=1.0):
         (3.0, 1.0, "must be a pair"),
     ],
 )
-def test_what_are_no_bounds(bounds, start, message):
+def test_errors_of_bounds(bounds, start, message):
     with pytest.raises(ValueError, match=message):
         decay_with(bounds, start)
 
@@ -281,7 +281,7 @@ def test_what_are_no_bounds(bounds, start, message):
         ((np.zeros((1, 2)), None), "lower bounds must be a number, or have"),
     ],
 )
-def test_what_are_no_bounds_through_optimistix(bounds, message):
+def test_errors_of_bounds_through_optimistix(bounds, message):
     def run():
         solver = gnlin.LevenbergMarquardt(bounds=bounds)
         return optx.least_squares(rosenbrock, solver, jnp.array([0.5, 0.5]))
@@ -290,7 +290,7 @@ def test_what_are_no_bounds_through_optimistix(bounds, message):
         run()
 
 
-def test_traced_bounds_that_no_point_is_between_end_as_not_finite():
+def test_empty_traced_bounds_end_as_not_finite():
     def run(lower):
         solver = gnlin.LevenbergMarquardt(bounds=(lower, 0.0))
         start = jnp.array([-1.2, 1.0])

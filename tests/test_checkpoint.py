@@ -182,7 +182,7 @@ def test_a_step_is_replaced(tmp_path):
     assert_holds(tmp_path, 3)
 
 
-def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
+def test_files_that_cannot_be_deleted_stay(tmp_path, monkeypatch):
     saved(tmp_path, 1)
 
     def refuse(self, missing_ok=False):
@@ -391,7 +391,7 @@ def test_refusals_say_what_is_wrong(tmp_path):
     )
 
 
-def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypatch):
+def test_foreign_files_with_a_right_checksum_are_refused(tmp_path, monkeypatch):
     def of(kinds):
         return f'{{"meta": {{}}, "arrays": {kinds}}}'.encode()
 
@@ -435,7 +435,7 @@ def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypat
         assert reason in refusal(path)
 
 
-def test_truth_values_that_are_none_are_refused(tmp_path):
+def test_invalid_booleans_are_refused(tmp_path):
     wrong = np.array([0, 1, 2], np.uint8).view(bool)
     path = save(tmp_path, 1, [wrong], {}, 1)
     assert "truth values" in refusal(path)
@@ -448,7 +448,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert "it is not a file" in refusal(path)
 
 
-def test_what_cannot_be_read(tmp_path):
+def test_unreadable_files(tmp_path):
     saved(tmp_path, 1)
     folder = tmp_path / "step-000000000002.gnlin"
     folder.mkdir()

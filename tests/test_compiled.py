@@ -37,7 +37,7 @@ def counts():
 
 
 @pytest.mark.parametrize("program", MOST)
-def test_what_a_first_call_compiles(counts, program):
+def test_size_of_compiled_programs(counts, program):
     copies, fusions = MOST[program]
     assert counts[program]["copies"] <= copies
     assert counts[program]["fusions"] <= fusions

@@ -83,7 +83,7 @@ def test_a_residual_that_drifts_is_looked_at():
         assert (solution.result == lx.RESULTS.successful) == met
 
 
-def test_what_the_precision_does_not_allow_is_reported():
+def test_a_tolerance_below_the_precision_is_reported():
     matrix, b = with_eigenvalues(np.logspace(-6, 6, 12))
     solution = solve(matrix, b, ConjugateGradients(0.0))
     assert solution.result != lx.RESULTS.successful
@@ -163,7 +163,7 @@ def test_breakdown_is_reported(matrix):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nonfinite_numbers_are_no_success(bad):
+def test_nonfinite_numbers_are_not_reported_as_success(bad):
     matrix, b = MATRICES["condition 1e2"]
     for args in ((matrix, b * bad), (matrix * bad, b)):
         solution = solve(*args, ConjugateGradients(1e-8))

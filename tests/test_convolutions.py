@@ -144,7 +144,7 @@ def test_a_convolution_of_any_kind_and_its_derivatives(name, layout, n):
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
-def test_many_of_them(axes):
+def test_convolutions_under_vmap(axes):
     convolve, x, w = convolution("strided", 2, 0, jnp.float64)
     x, w = (
         a if axis is None else jnp.stack([a, 2 * a, jnp.sin(a)])
@@ -242,7 +242,7 @@ def test_an_effect_happens_once(wrap):
     assert seen == [150.0]
 
 
-def test_a_function_without_stays_as_it_is():
+def test_a_function_without_convolutions_is_unchanged():
     fn = lambda x: {"a": jnp.sin(x), "b": (x, jnp.ones(()))}
     assert_equal(channels_last(fn)(jnp.ones(3)), fn(jnp.ones(3)), jnp.float64)
 

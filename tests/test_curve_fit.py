@@ -91,7 +91,7 @@ def test_nists_standard_errors(name):
     np.testing.assert_allclose(fit.standard_errors, problem.standard_errors, rtol=3e-7)
 
 
-def test_of_a_bound_and_of_what_is_fixed():
+def test_a_parameter_at_a_bound_and_a_fixed_one():
     bounds = {"rate": (0.0, 0.5), "a": (None, 10.0)}
     fit = gnlin.curve_fit(decay, X, Y, START, bounds=bounds, fixed=["c"])
     assert fit.parameters["rate"] == 0.5
@@ -139,7 +139,7 @@ def test_the_bands_are_the_derivatives_formula():
     np.testing.assert_allclose(wide.high - mean, quantile * of_new, rtol=1e-8)
 
 
-def test_profiles_are_those_of_refits_one_by_one():
+def test_profiles_match_separate_refits():
     fit = gnlin.curve_fit(decay, X, Y, START)
     low, high = fit.confidence_intervals(0.95)
     best, _ = of_scipy()
@@ -174,7 +174,7 @@ def test_an_interval_without_an_end():
     assert high == np.inf
 
 
-def test_outliers_have_no_say():
+def test_outliers_have_no_influence():
     y = Y.copy()
     y[[3, 20, 40]] += [3.0, -4.0, 5.0]
     robust = gnlin.curve_fit(decay, X, y, START, loss=gnlin.losses.Huber(1.345))
@@ -280,7 +280,7 @@ def of_odr(function, x, y, sigma, sigma_x, start, **options):
 
 
 @pytest.mark.parametrize(("sigma", "sigma_x"), [(0.05, 0.02 * (1 + X)), (SIGMA, 0.1)])
-def test_errors_in_x_are_odrpacks(sigma, sigma_x):
+def test_errors_in_x_match_odrpack(sigma, sigma_x):
     x = X + sigma_x * np.random.default_rng(1).normal(size=50)
     fit = gnlin.curve_fit(decay, x, Y, START, sigma=sigma, sigma_x=sigma_x)
     of_each = np.broadcast_to(sigma, 50), np.broadcast_to(sigma_x, 50)
@@ -437,7 +437,7 @@ def test_a_missing_x_is_a_missing_point():
     np.testing.assert_allclose(fit.covariance_matrix, without.covariance_matrix)
 
 
-def test_half_of_a_complex_number_is_none():
+def test_a_complex_number_with_one_nan_part_is_missing():
     w = np.linspace(0.1, 10, 40)
     z = 2 / (1 + 0.7j * w)
     z[3] = np.nan  # NumPy's imaginary part is 0
@@ -580,7 +580,7 @@ def test_lists_of_numbers():
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03])
 
 
-def test_where_f_closes_over_what_is_differentiated():
+def test_derivatives_by_values_that_f_closes_over():
     def slope(c):
         return gnlin.curve_fit(lambda p, x: c * line(p, x), X, Y, LINE).parameters["b"]
 
@@ -753,7 +753,7 @@ def test_profiles_and_starts_are_by_the_program_of_the_fit(f):
         )
 
 
-def test_a_loop_that_ends_too_early_and_one_that_raises_are_told():
+def test_messages_for_loops_that_end_early_or_raise():
     def rough(p, x):
         """With steps, as by a loop that takes one more."""
         found = with_a_loop(p, x)
@@ -774,7 +774,7 @@ def written_anew(shift, power=1.0):
     return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x**power) + shift
 
 
-def test_a_function_that_is_written_anew_is_not_compiled_again():
+def test_a_redefined_function_is_not_compiled_again():
     start = {"a": 1.0, "rate": 0.5}
     fits = []
 
@@ -895,7 +895,7 @@ def test_an_undetermined_direction_has_no_derivative():
     np.testing.assert_allclose(a, b, rtol=1e-8)
 
 
-def test_what_is_not_determined_is_told():
+def test_undetermined_parameters_are_reported():
     with pytest.warns(UserWarning, match=r"moving a by -?1 and b by -?1 does not change"):
         fit = gnlin.curve_fit(
             lambda p, x: (p["a"] + p["b"]) * x, X, Y, {"a": 1.0, "b": 2.0}
@@ -905,7 +905,7 @@ def test_what_is_not_determined_is_told():
     assert fit.degrees_of_freedom == 49
 
 
-def test_a_parameter_that_changes_the_curve_by_rounding_is_told():
+def test_a_parameter_with_an_effect_below_rounding_is_reported():
     """With any start; the others' errors are as if it were fixed."""
     sign = np.where(np.arange(50) % 3 == 0, 1, -1)
 
@@ -921,7 +921,7 @@ def test_a_parameter_that_changes_the_curve_by_rounding_is_told():
         np.testing.assert_allclose(fit.standard_errors["a"], alone.standard_errors)
 
 
-def test_a_plateau_is_told():
+def test_a_plateau_is_reported():
     x = np.arange(36.0, 73)
     y = 371 + np.cos(x)
     with pytest.warns(UserWarning, match="moving b by 1; or a by 1 does not change"):
@@ -936,7 +936,7 @@ def test_a_plateau_is_told():
     np.testing.assert_allclose(fit.standard_errors["c"], expected, rtol=1e-6)
 
 
-def test_what_is_determined_to_be_zero_is_not_taken_for_rounding():
+def test_a_parameter_of_zero_can_be_determined():
     x = np.linspace(-1, 1, 21)
     y = 3 + 0.1 * np.cos(7 * x)  # of an even function the slope is 1e-17
     for scale in (1.0, 1e-12, 1e12):
@@ -1058,7 +1058,7 @@ def test_the_picture():
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],
 )
-def test_what_cannot_be_meant(options, message, unchecked):
+def test_errors_of_arguments(options, message, unchecked):
     given = {"f": decay, "x": X, "y": Y, "start": START, **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(**given)
@@ -1165,7 +1165,7 @@ def test_a_number_in_a_model_is_not_trained():
         ((Y, Y[:7]), "`y` must hold numbers or arrays"),
     ],
 )
-def test_what_is_no_data(y, message):
+def test_errors_of_data(y, message):
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(decay, X, y, START)
 
@@ -1190,7 +1190,7 @@ def test_the_variance_of_predictions(num_train):
     assert found.shape == (7, 2)
 
 
-def test_data_of_which_nothing_is_left():
+def test_data_without_valid_points():
     nothing = np.full(50, np.nan)
     with pytest.raises(ValueError, match="There is no data: all of `y` is missing"):
         gnlin.curve_fit(decay, X, nothing, START, nan_policy="omit")

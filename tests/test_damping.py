@@ -161,14 +161,14 @@ class Halved(gnlin.damping.AbstractDamping):
         return state * jnp.where(trial.accepted, 0.5, 10.0)
 
 
-def test_a_rule_of_ones_own():
+def test_a_user_defined_rule():
     solver = gnlin.LevenbergMarquardt(damping=Halved())
     solution = least_squares(rosenbrock, solver, jnp.array([-1.2, 1.0]))
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
-def test_it_is_one_program_for_all_numbers():
+def test_one_program_for_all_numbers():
     compiled = []
 
     def residual(y, args):

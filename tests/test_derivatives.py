@@ -165,7 +165,7 @@ def derivative_of_two_steps(step, dtype):
         ("for K steps", "optimistix, backwards", jnp.float32),
     ],
 )
-def test_through_the_steps_of_a_solver(name, way, dtype):
+def test_derivatives_through_the_steps_of_a_solver(name, way, dtype):
     solver, step = SOLVERS[name]
     driver, mode = DRIVERS[way]
     wanted = derivative_of_two_steps(step, dtype)
@@ -195,7 +195,7 @@ def check_by_differences(after):
 
 
 @pytest.mark.parametrize("name", LEVENBERG_MARQUARDT)
-def test_through_the_trials_of_levenberg_marquardt(name):
+def test_derivatives_through_the_trials_of_levenberg_marquardt(name):
     check_by_differences(by_solve(LEVENBERG_MARQUARDT[name]))
 
 

@@ -263,7 +263,7 @@ def test_the_minimum_is_differentiated_as_with_solvers_of_optimistix():
 #
 
 
-def test_what_has_both_directions_is_not_made_twice():
+def test_a_function_with_both_directions_is_traced_once():
     fn = lambda y, _: jnp.sin(jax.lax.erf_inv(y))
     y = jnp.linspace(-0.5, 0.5, 4)
     lin = gnlin.linearise(fn, y)

@@ -340,7 +340,7 @@ def test_every_public_name_is_in_the_reference():
     assert not missing
 
 
-def test_the_api_does_not_name_what_is_not_there():
+def test_the_api_pages_name_only_existing_objects():
     pages = "\n".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
     for name in re.findall(r"\[`(gnlin\.[\w.]+)`\]\[\]", pages):
         thing = gnlin

@@ -55,7 +55,7 @@ def test_a_step(shape, smallest, rank, dtype, resolved, rtol):
     assert error <= rtol * np.linalg.norm(expected)
 
 
-def test_it_is_taken_where_singular_values_are_dear():
+def test_auto_takes_eigenvalues_when_an_svd_is_expensive():
     for size, expected in (((300, 500), "eigh-first"), ((5, 6), "svd")):
         a, b, _ = problem(size, 0.1, min(size), jnp.float64)
         assert prepared(a, b, "auto").method == expected
@@ -71,7 +71,7 @@ def test_a_value_just_above_zero_is_seen():
         assert bool(was_resolved) == resolved
 
 
-def test_what_is_not_finite_ends_as_that():
+def test_nonfinite_input_gives_nonfinite_output():
     a, b, _ = problem((60, 90), 0.1, 60, jnp.float64)
     found, _, gradient_norm = step(a.at[3, 4].set(jnp.nan), b)
     assert not np.isfinite(gradient_norm)

@@ -126,7 +126,7 @@ def test_which_layers_have_moved():
     assert all(x == 0 for x in jax.tree.leaves(features.relative_distances(ONE, ONE)))
 
 
-def test_what_was_zero_has_moved_without_bound():
+def test_movement_from_zero_is_infinite():
     zero, one = (jnp.zeros(3), jnp.zeros(2)), (jnp.ones(3), jnp.zeros(2))
     assert list(map(float, features.relative_distances(one, zero))) == [np.inf, 0]
 
@@ -215,7 +215,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(run, words):
+def test_error_messages(run, words):
     with pytest.raises(ValueError, match=words) as caught:
         run()
     message = str(caught.value)

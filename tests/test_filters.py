@@ -250,7 +250,7 @@ def test_other_filters_in_single_precision(filter):
 #
 
 
-def test_pseudo_inverse_is_that_of_numpy():
+def test_pseudo_inverse_matches_numpy():
     generator = np.random.default_rng(0)
     u, _ = np.linalg.qr(generator.normal(size=(5, 5)))
     v, _ = np.linalg.qr(generator.normal(size=(4, 4)))

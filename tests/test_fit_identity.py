@@ -593,7 +593,7 @@ def test_the_same_in_every_process():
         assert not re.search("0x[0-9a-f]{6}", left)
 
 
-def test_what_contains_itself():
+def test_self_referencing_arguments():
     loop = []
     loop.append(loop)
     assert described(loop) == "list(...)"

@@ -209,7 +209,7 @@ def test_a_resumed_run_starts_where_the_other_was(tmp_path):
     assert steps.steps == [5, 6]
 
 
-def test_what_a_solver_tells_is_no_part_of_the_run(tmp_path):
+def test_verbose_is_not_part_of_the_run(tmp_path):
     told = []
     solver = gnlin.IterativeLinearisation(4, 0.02)
     talkative = gnlin.IterativeLinearisation(
@@ -224,7 +224,7 @@ def test_nothing_to_resume(tmp_path):
     assert_same_run(fit(checkpoint=tmp_path / "new", resume=True), fit())
 
 
-def test_an_early_stop_is_where_it_was(tmp_path):
+def test_early_stopping_resumes(tmp_path):
     """Its count of validations without an improvement goes on."""
     losses = [5.0, 4.0, 6.0, 6.0, 6.0, 1.0, 1.0]
 
@@ -311,7 +311,7 @@ def improving_twice(epoch):
         [None, 2],
     ),
 )
-def test_broken_off_while_callbacks_are_told(event, broken_by, every, tmp_path):
+def test_an_interrupt_during_callbacks(event, broken_by, every, tmp_path):
     """What some of them have seen, and others have not, is no part of the checkpoint."""
     place, error = broken_by
 
@@ -350,12 +350,12 @@ def test_broken_off_while_callbacks_are_told(event, broken_by, every, tmp_path):
 #
 
 
-def test_every_so_many_steps_and_the_latest_are_kept(tmp_path):
+def test_checkpoints_by_steps_and_the_latest_ones_are_kept(tmp_path):
     fit(steps=8, checkpoint=gnlin.Checkpoint(tmp_path, every_steps=3, keep=2))
     assert names(tmp_path) == [checkpoint(6), checkpoint(8)]
 
 
-def test_every_so_many_seconds(tmp_path, monkeypatch):
+def test_checkpoints_by_seconds(tmp_path, monkeypatch):
     now = [0.0]
 
     class Clock(Callback):
@@ -494,7 +494,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     assert_same_run(fit(steps=9, checkpoint=saving, resume=True), fit(steps=9))
 
 
-def test_a_sound_file_that_is_no_run_is_refused(tmp_path):
+def test_a_valid_file_that_is_not_a_run_is_refused(tmp_path):
     _checkpoint.save(tmp_path, 3, [np.zeros(2)], {"step": 3}, 1)
     assert "was not written by a run of `gnlin.fit`; delete it" in refused(tmp_path, 3)
 
@@ -521,7 +521,7 @@ def test_room_for_a_long_history_is_asked_for(tmp_path, monkeypatch):
         fit(steps=10**6, checkpoint=tmp_path / "long")
 
 
-def test_a_disk_that_fills_up_later_is_no_reason_to_lose_the_run(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch):
     replace, calls = os.replace, []
 
     def full(*paths):

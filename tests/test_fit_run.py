@@ -410,7 +410,7 @@ def test_an_early_stop(arguments, figures, stopped, best):
     np.testing.assert_allclose(result.model.bias, 0.1 * stopped, rtol=1e-6)
 
 
-def test_an_early_stop_of_what_has_never_been_finite_is_no_success():
+def test_early_stopping_without_finite_losses_is_not_a_success():
     stop = EarlyStop(patience=1)
     with pytest.warns(UserWarning, match="validation_loss has not been finite in 1 val"):
         result = drifting([np.nan, 1, 1], callbacks=stop)
@@ -598,7 +598,7 @@ def test_levenberg_marquardt_backs_off():
     assert np.all(np.diff(result.history["loss"]) < 0)
 
 
-def test_labels_that_are_no_classes():
+def test_labels_outside_the_classes():
     loss = gnlin.SoftmaxCrossEntropy()
     labels = LABELS.at[-1].set(2)
     with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
@@ -640,7 +640,7 @@ def test_integer_labels_that_are_one_hot():
         (lambda outputs, targets: jnp.mean(outputs[targets > 0]), "use `jax.numpy`"),
     ],
 )
-def test_metrics_that_are_no_mean_over_the_examples(metric, said):
+def test_metrics_that_are_not_means_over_examples(metric, said):
     with pytest.raises(ValueError, match=f"The metric 'own' .*{said}"):
         fit(validation=(X, T), metrics={"own": metric})
 
@@ -851,7 +851,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered_in_one_sentence(changes, words):
+def test_error_messages(changes, words):
     with pytest.raises(ValueError, match=words) as caught:
         fit(**changes)
     message = str(caught.value)
@@ -891,7 +891,7 @@ def test_an_iterator_that_is_handed_out_once_is_used_from_its_first_batch():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_batches_of_no_weight_are_no_steps(reduction):
+def test_batches_of_weight_zero_take_no_step(reduction):
     weights = np.zeros(12)
     weights[5] = 1
     result = fit(

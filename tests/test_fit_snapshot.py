@@ -124,7 +124,7 @@ class KeepsWhatCannotBe(Callback):
     [print, object(), np.array(["a"]), np.array([None]), b"a"],
     ids=["function", "object", "strings", "objects", "bytes"],
 )
-def test_what_cannot_be_carried_is_said_before_training(what, tmp_path):
+def test_unsupported_states_are_reported_before_training(what, tmp_path):
     words = f"`KeepsWhatCannotBe` holds a {type(what).__name__}, which a checkpoint"
     with pytest.raises(CheckpointError, match=words):
         fit(callbacks=KeepsWhatCannotBe(what), checkpoint=tmp_path)
@@ -175,7 +175,7 @@ BAD = {
 }
 
 
-def test_as_it_was_left_it_is_gone_on_with(left, tmp_path):
+def test_an_unchanged_checkpoint_resumes(left, tmp_path):
     arrays, meta = left
     _checkpoint.save(tmp_path, 5, arrays, json.loads(json.dumps(meta)), 1)
     result = fit(steps=6, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
@@ -192,14 +192,14 @@ def test_crafted_meta_is_refused(name, left, tmp_path):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("meta", [None, [], 3, "meta", {}, {"step": 5}], ids=repr)
-def test_a_meta_that_is_none_is_refused(meta, left, tmp_path):
+def test_invalid_metadata_is_refused(meta, left, tmp_path):
     assert "was not written by a run of `gnlin.fit`" in refused(tmp_path, left[0], meta)
 
 
 @pytest.mark.parametrize(
     "name", ["settings", "step", "epoch", "index", "result", "reason", "callbacks"]
 )
-def test_a_meta_without_one_of_its_parts_is_refused(name, left, tmp_path):
+def test_incomplete_metadata_is_refused(name, left, tmp_path):
     arrays, meta = left
     refused(tmp_path, arrays, {k: v for k, v in meta.items() if k != name})
 

@@ -123,7 +123,7 @@ def test_filtered(filter):
     np.testing.assert_allclose(step, expected, rtol=1e-10)
 
 
-def test_filtered_by_a_function_of_ones_own():
+def test_a_user_defined_filter():
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
     # g = eta, whatever the eigenvalue: one step of gradient descent.
@@ -190,7 +190,7 @@ def test_damped_step_of_a_rank_deficient_jacobian(method):
 
 
 @pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
-def test_no_damping_is_gauss_newton(method):
+def test_zero_damping_equals_gauss_newton(method):
     y, args = sines_data((7, 3))
     step = one_step(sines, gnlin.DampedGaussNewton(0.0, method=method), y, args)
     expected = gauss_newton_step(*sines_numpy(y, args))
@@ -331,7 +331,7 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-13])
-def test_next_to_no_damping_on_a_singular_problem(damping):
+def test_tiny_damping_on_a_singular_problem(damping):
     """What damping does not hide is resolved, while that is cheap."""
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(30, 5)) @ generator.normal(size=(5, 30))
@@ -342,7 +342,7 @@ def test_next_to_no_damping_on_a_singular_problem(damping):
     assert np.linalg.norm(residual(solution.value, matrix)) < 1e-10
 
 
-def test_what_was_made_ready_for_other_filters_says_so():
+def test_preparation_for_other_filters_is_an_error():
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)

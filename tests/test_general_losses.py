@@ -519,7 +519,7 @@ def minimised(oracle, damping):
 
 
 @pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
-def test_damped_prox_linear_is_the_minimiser_of_scipy(name):
+def test_damped_prox_linear_matches_scipys_minimiser(name):
     """With m coefficients and with p parameters."""
     problem, oracle = PROBLEMS[name], dense(name)
 
@@ -663,7 +663,7 @@ def literal_optax(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_descent_on_the_loss_itself_is_that_of_optax(nesterov):
+def test_descent_on_the_loss_itself_matches_optax(nesterov):
     """By steps on m coefficients and on p parameters."""
     oracle = dense("softmax")
     momenta, dampings = np.array([0.0, 0.9, 0.9]), np.array([0.0, 0.0, 0.5])
@@ -775,7 +775,7 @@ def many_steps(oracle, period, eta, damping):
     return oracle.jacobian.T @ np.asarray(run(jnp.asarray(oracle.outputs), kernel))
 
 
-def test_a_flow_that_is_not_done_is_no_success(monkeypatch):
+def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     monkeypatch.setattr(sys.modules["gnlin._subproblem._flow"], "_MAX_STEPS", 2)
     solver = gnlin.IterativeLinearisation(
         10**6,
@@ -1110,7 +1110,7 @@ def test_cross_entropy_ends_where_the_numbers_do():
     assert np.all(np.isfinite([*solution.history.loss, solution.loss]))
 
 
-def test_a_circle_is_no_convergence():
+def test_cycling_is_not_convergence():
     solver = gnlin.IterativeLinearisation(15, 1e3)
     _, solution = solve(SOFTMAX, solver, 10, compiled=True)
     gradients = solution.history.gradient_norm
@@ -1150,7 +1150,7 @@ class SoftmaxByValue(gnlin.authoring.AbstractLoss):
         600.0,
     ],
 )
-def test_saturated_outputs_of_a_loss_of_one_s_own(scale):
+def test_saturated_outputs_of_a_user_defined_loss(scale):
     oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
     own = Problem(SoftmaxByValue(), LABELS, scale)
     step, solution = solve(own, gnlin.DampedGaussNewton(10.0, search=None))
@@ -1232,7 +1232,7 @@ def nesterov_filters(w, period, eta, momentum, damping):
     st.floats(1e-3, 1e3),
     st.floats(0, 0.3),
 )
-def test_nesterov_is_that_of_optax(fractions, period, momentum, eta, damping):
+def test_nesterov_matches_optax(fractions, period, momentum, eta, damping):
     """At any eigenvalue for which it converges, and at zero."""
     stable = 2 * (1 + momentum) / (1 + 2 * momentum)
     w = 0.69 * stable / eta * np.append(fractions, 0.0)
@@ -1391,7 +1391,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
 )
-def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+def test_errors_of_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`[^`]*{name}|{name}[^`]*`") as caught:
         build()
     message = str(caught.value)
@@ -1422,7 +1422,7 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
         ),
     ],
 )
-def test_what_cannot_serve_this_loss_says_what_to_use(build, words):
+def test_errors_of_solvers_that_do_not_support_a_loss(build, words):
     with pytest.raises(ValueError, match=words):
         solve(SOFTMAX, build())
 
@@ -1447,7 +1447,7 @@ class Slope(eqx.Module):
         [15.0, 30.0, 40.0],
     ),
 )
-def test_a_large_count_is_no_outlier(dtype, method, start):
+def test_a_large_count_is_not_an_outlier(dtype, method, start):
     """Where the gradient and the curvature are large alike: each step is one of one."""
     data = dtype(np.ones((4, 1))), dtype(np.ones((4, 1)))
     model = Slope(jnp.asarray([start], dtype))

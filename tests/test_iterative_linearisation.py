@@ -102,7 +102,7 @@ def test_a_period_of_one_is_gradient_descent_on_the_model():
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.95])
-def test_heavy_ball_is_that_of_optax(momentum):
+def test_heavy_ball_matches_optax(momentum):
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
     optimiser = optax.sgd(0.05, momentum)

@@ -351,7 +351,7 @@ def test_weights_that_are_used_several_times_have_as_many_positions(name):
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_is_no_layer_keeps_its_rows(name):
+def test_parameters_outside_layers_keep_dense_rows(name):
     model, shape = UNLIKE[name], (4,)
     if callable(model) and not isinstance(model, eqx.Module):
         model, shape = model(), (4, 5) if name == "grouped" else (2, 3)
@@ -391,7 +391,7 @@ def test_factors_only_where_they_are_smaller(name, smaller):
 
 
 @pytest.mark.parametrize("name", ["dense", "convolution", "positions"])
-def test_the_bytes_of_blocks_are_foretold(name):
+def test_predicted_bytes_of_blocks(name):
     fn, parameters, x = case(name)
     lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
     blocks = lin.jacobian.blocks()
@@ -520,7 +520,7 @@ def test_inputs_of_another_dtype(dtype):
 
 
 @pytest.mark.parametrize(("shape", "budget"), [((0, 3), 2**31), ((6, 0), 1)])
-def test_layers_of_nothing(shape, budget):
+def test_empty_layers(shape, budget):
     def fn(y, x):
         return jnp.tanh(y["a"] @ x) + jnp.sum(y["b"] @ jnp.ones(shape[1]))
 
@@ -560,7 +560,7 @@ class WithNothing(eqx.Module):
 
 
 @pytest.mark.parametrize("budget", [2000, 150, 20])
-def test_no_parameters_are_no_columns(budget):
+def test_empty_parameters_have_no_columns(budget):
     x = jax.random.normal(jax.random.key(0), (5, 4))
     weight = jax.random.normal(jax.random.key(1), (2, 4))
     solver = gnlin.DampedGaussNewton(1.0, method="kernel", memory_budget=budget)

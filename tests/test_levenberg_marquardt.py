@@ -261,7 +261,7 @@ def test_success_is_claimed_at_stationary_points_only():
     assert solution.result == optx.RESULTS.successful
 
 
-def test_nowhere_to_go_is_no_success():
+def test_without_finite_steps_the_run_does_not_succeed():
     """Every step leads to a NaN: no damping helps, and the gradient is not zero."""
 
     def fn(y, args):
@@ -372,13 +372,13 @@ def test_a_minimum_with_a_large_residual_is_success(problem, name):
     ],
     ids=["kink", "steps", "wrong derivative", "kink, identity"],
 )
-def test_no_way_down_from_a_gradient_is_no_success(fn, name):
+def test_without_a_descent_step_the_run_does_not_succeed(fn, name):
     solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
     assert solution.result == optx.RESULTS.stagnation
 
 
 @pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
-def test_an_enormous_damping_is_no_convergence(method):
+def test_an_enormous_damping_is_not_convergence(method):
     solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
     solution = least_squares(lambda y, args: jnp.exp(y) - 2, solver, jnp.array([3.0]))
     assert solution.result == optx.RESULTS.successful

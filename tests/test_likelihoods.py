@@ -122,7 +122,7 @@ def test_by_iteratively_reweighted_least_squares(name):
         np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(40), rtol=1e-6)
 
 
-def test_profiles_are_those_of_the_likelihood():
+def test_profiles_follow_the_likelihood():
     """Wilks's: a rise of the deviance by chi-squared's quantile."""
     interval = fit_of("poisson").confidence_intervals(0.9)
     loss = lambda a, b: -np.sum(POISSON.logpmf(COUNTS, np.exp(a + b * X)))
@@ -332,7 +332,7 @@ def test_the_report_and_the_picture():
         (COUNTS, {"loss": "poisson"}, "`loss` must be one of gnlin's"),
     ],
 )
-def test_what_cannot_be_meant(y, options, message, unchecked):
+def test_errors_of_arguments(y, options, message, unchecked):
     options = {"loss": gnlin.losses.PoissonNLL(), **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(line, X, y, START, **options)
@@ -356,7 +356,7 @@ def test_what_cannot_be_meant(y, options, message, unchecked):
         ),
     ],
 )
-def test_what_no_loss_can_be(make, message, unchecked):
+def test_errors_of_losses(make, message, unchecked):
     with pytest.raises(ValueError, match=message):
         make()
 

@@ -246,7 +246,7 @@ def everything_of():
 
 
 @every_case
-def test_value_is_that_of_scipy_and_of_optax(case, everything_of):
+def test_value_matches_scipy_and_optax(case, everything_of):
     for outputs, target in examples(case):
         value = everything_of(case, outputs, target)["value"]
         assert value.shape == ()
@@ -257,7 +257,7 @@ def test_value_is_that_of_scipy_and_of_optax(case, everything_of):
 
 
 @every_case
-def test_gradient_is_that_of_the_naive_formula(case, everything_of):
+def test_gradient_matches_the_naive_formula(case, everything_of):
     for example in examples(case):
         of = everything_of(case, *example)
         np.testing.assert_allclose(
@@ -530,7 +530,7 @@ def test_saturated_softmax(dtype, smoothing):
             assert_near(product, expected.product, rtol, expected.size)
 
 
-def test_the_likeliest_class_loses_no_digit_to_one():
+def test_loss_of_a_nearly_certain_class_keeps_all_digits():
     """1 - p, of a class that is as good as certain."""
     loss = gnlin.SoftmaxCrossEntropy()
     outputs = jnp.asarray([40.0, 0.0, -3.0], jnp.float32)
@@ -1019,7 +1019,7 @@ WRONG_LOSSES = {
     ("name", "build"),
     [(name, build) for name in WRONG_LOSSES for build in WRONG_LOSSES[name]],
 )
-def test_a_wrong_number_of_a_loss_is_named_in_one_sentence(name, build):
+def test_errors_of_a_losses_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`{name}`") as caught:
         build()
     assert is_one_sentence(str(caught.value)), str(caught.value)
@@ -1029,7 +1029,7 @@ def test_a_wrong_number_of_a_loss_is_named_in_one_sentence(name, build):
 @pytest.mark.parametrize(
     "loss", ["softmax", None, optax.l2_loss, gnlin.SoftmaxCrossEntropy]
 )
-def test_what_is_no_loss(loss):
+def test_errors_of_losses(loss):
     with pytest.raises(ValueError, match=r"`loss` must be one of gnlin's"):
         gnlin.solve(affine(), (X, np.zeros(5, int)), gnlin.GaussNewton(), loss=loss)
 
@@ -1073,7 +1073,7 @@ FORGETTING = {
 
 
 @pytest.mark.parametrize("name", FORGETTING)
-def test_losses_that_forget_what_is_far_off(name):
+def test_redescending_losses(name):
     """Their formulas, derivatives by differences, and no curvature where there is less
     than none."""
     kind, formula = FORGETTING[name]
@@ -1096,6 +1096,6 @@ def test_losses_that_forget_what_is_far_off(name):
 
 
 @pytest.mark.parametrize("name", FORGETTING)
-def test_losses_that_forget_have_a_length_to_forget_by(name):
+def test_redescending_losses_need_a_scale(name):
     with pytest.raises(ValueError, match="`delta` must be greater than 0"):
         FORGETTING[name][0](0.0)

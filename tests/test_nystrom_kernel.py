@@ -66,7 +66,7 @@ def test_a_step_is_the_formula(shape, rank):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
-def test_of_full_rank_it_is_the_damped_step(shape, dtype):
+def test_full_rank_gives_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(shape[0]))
     found = optx.least_squares(sines, solver, y, matrix, max_steps=1, throw=False)
@@ -168,7 +168,7 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
         (gnlin.losses.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
     ],
 )
-def test_of_a_general_loss(loss, targets):
+def test_a_general_loss(loss, targets):
     """At full rank, and by layers; Huber's gradient is not in the curvature's range."""
     solvers = (
         gnlin.DampedGaussNewton(0.1, method=method, search=None)
@@ -197,14 +197,14 @@ def test_a_network_is_trained(solver):
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
-def test_without_damping_it_has_no_step():
+def test_without_damping_there_is_no_step():
     solver = gnlin.DampedGaussNewton(0.0, method=gnlin.methods.NystromKernel(20))
     with pytest.warns(UserWarning, match="linear solve"):
         solution = gnlin.solve(network(), (X, jnp.ones((40, 3))), solver, max_steps=3)
     assert solution.result == optx.RESULTS.singular
 
 
-def test_zero_residual_and_what_is_not_finite():
+def test_zero_and_nonfinite_residuals():
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(2))
     residuals = lambda y, matrix: matrix @ y - 1
     y = jnp.ones(2)

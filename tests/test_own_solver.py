@@ -49,7 +49,7 @@ def test_a_step_is_its_formula(own):
     assert int(solution.stats["num_feature_updates"]) == 1
 
 
-def test_it_converges_and_says_so(own):
+def test_convergence_is_reported(own):
     y, args = sines_data((7, 3))
     solution = optx.least_squares(sines, own(), *as_jax((y, args)), throw=False)
     assert solution.result == optx.RESULTS.successful

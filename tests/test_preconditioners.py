@@ -168,7 +168,7 @@ def test_as_a_method_of_the_other_damped_solvers(preconditioner):
     assert least * (1 - 1e-12) <= found <= least * (1 + 1e-9)
 
 
-def test_only_of_damped_solvers():
+def test_errors_of_solvers_that_do_not_support_preconditioners():
     with pytest.raises(ValueError, match="`method` must be one of"):
         gnlin.GaussNewton(method=Nystrom(8))
     with pytest.raises(ValueError, match='use `scaling="identity"`, or another method'):
@@ -184,7 +184,7 @@ def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
     return float(state.report.num_inner_steps), state.counts
 
 
-def test_they_spare_iterations_where_they_should():
+def test_preconditioners_save_iterations():
     residual, y, args = problem()
     few = Nystrom(15)
     plain, _ = num_inner_steps(None, residual, y, args, 1e-8, 1e-6)
@@ -227,7 +227,7 @@ def test_with_a_loss_and_a_network(preconditioner, method):
 
 
 @pytest.mark.parametrize("preconditioner", CASES)
-def test_of_nothing_and_of_what_is_not_finite(preconditioner):
+def test_zero_and_nonfinite_jacobians(preconditioner):
     residual, y, (matrix, target) = problem()
     zero = gnlin.linearise(residual, y, (0 * matrix, target))
     inverse = dense_inverse(preconditioner, zero, 0.0)

@@ -129,7 +129,7 @@ def test_descent_with(options):
     np.testing.assert_allclose(predict(TEST, steps=STEPS), expected, rtol=1e-8, atol=1e-9)
 
 
-def test_without_end_it_interpolates():
+def test_infinite_time_interpolates():
     model, data = case("wide")
     predict = gnlin.predict.gradient_descent(
         model, data, learning_rate=rate(model, data[0])
@@ -210,7 +210,7 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
 
 
-def test_literally_where_nothing_fits():
+def test_without_memory_the_steps_are_literal():
     model, data = case("wide")
     settings = {"learning_rate": rate(model, data[0]), "momentum": 0.9}
     whole = gnlin.predict.gradient_descent(model, data, **settings)
@@ -448,7 +448,7 @@ def test_the_mean_far_from_the_data(width, n, dtype):
 
 
 @pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
-def test_where_only_the_smaller_matrix_fits(width, n):
+def test_only_the_smaller_matrix_fits(width, n):
     """Then it is eigenvalues, of either side: nearly as good as Cholesky on that side,
     and it says where they are not."""
     model, data, far, arrays, change = on_a_line(width, n, np.float64)
@@ -599,7 +599,7 @@ def test_single_precision():
         np.testing.assert_allclose(np.ravel(found.variance), variance, atol=5e-3)
 
 
-def test_what_cannot_be_meant(unchecked):
+def test_errors_of_arguments(unchecked):
     model, data = case("wide")
     inputs, targets = data
     descent = lambda *args, **options: gnlin.predict.gradient_descent(

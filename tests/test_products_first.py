@@ -82,7 +82,7 @@ def test_both_ways_are_counted():
     assert hard["num_vjps"] == hard["num_inner_steps"] + besides
 
 
-def test_data_that_are_not_finite_reach_neither():
+def test_nonfinite_data_leave_the_model():
     data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
     with pytest.warns(UserWarning, match="is not finite"):
         solution = gnlin.solve(model(float), data, products_first(0.1))

@@ -71,7 +71,7 @@ def test_robust_losses_of_a_residual_function(name, solver):
     np.testing.assert_allclose(solution.value, expected.x, atol=3e-7)
 
 
-def test_tukeys_is_that_of_solve():
+def test_tukeys_loss_matches_solve():
     data, start = tuple(map(jnp.asarray, measured())), jnp.asarray(TRUE)
     solved = gnlin.solve(
         start, gnlin.Residuals(decay, data, loss=gnlin.losses.Tukey(0.3))
@@ -133,7 +133,7 @@ GROUPS = {
 }
 
 
-def test_groups_are_those_of_solve():
+def test_groups_match_solve():
     """A dictionary of them, or a list."""
     solver = gnlin.DampedGaussNewton(0.1, method="kernel")
     solved = gnlin.solve(PARAMETERS, GROUPS, solver, max_steps=4).model
@@ -202,7 +202,7 @@ def test_targets_of_a_group_without_data():
     np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
 
 
-def test_errors_in_x_are_odrpacks():
+def test_errors_in_x_match_odrpack():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import scipy.odr as odr
@@ -300,7 +300,7 @@ def is_recognised(fn, y, args=None):
     return found[0]
 
 
-def test_what_is_recognised():
+def test_recognised_residual_functions():
     y = {"a": jnp.ones(2), "b": jnp.zeros(2)}
     group = gnlin.Residuals(lambda p, x: x * p["a"] - p["b"] - 1, X)
     assert is_recognised(group, y)

@@ -108,7 +108,7 @@ def test_poses_are_found_and_stay_poses(dtype):
     assert found.result == optx.RESULTS.successful
 
 
-def test_through_optimistix_and_of_some_arrays():
+def test_through_optimistix_and_for_some_arrays():
     """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)
     body = jnp.asarray(rng.normal(size=(10, 3)))
@@ -213,7 +213,7 @@ def test_cameras_turn_where_points_are_eliminated():
     assert ours.loss < 1e-2 * ours.history.loss[0]
 
 
-def test_what_is_no_retraction_is_told():
+def test_errors_of_retractions():
     residuals = lambda y, _: y["a"].sum() + y["b"]
     y = {"a": jnp.ones((2, 3)), "b": jnp.ones(())}
     solve = lambda r: optx.least_squares(

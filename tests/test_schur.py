@@ -200,7 +200,7 @@ def test_fixed_parameters_stay():
     assert found.loss < found.history.loss[0]
 
 
-def test_of_a_robust_loss():
+def test_a_robust_loss():
     model, data = problem()
     robust = groups(data, loss=gnlin.losses.PseudoHuber(0.3))
     ours, known = (
@@ -247,7 +247,7 @@ def chosen(lin, filter, **how):
     return type(found[0])
 
 
-def test_it_is_chosen_where_it_is_cheapest():
+def test_auto_chooses_it_when_it_is_cheapest():
     large = scene(50, 3_000, 4)
     assert chosen(large, Tikhonov(1.0)) is SchurComplement
     # The reduced system is counted: 4 x 300 x 300 numbers and more
@@ -260,7 +260,7 @@ def within(lin, memory_budget):
     return lin.with_jacobian(lin.jacobian.within(memory_budget))
 
 
-def test_memory_is_that_of_what_is_not_zero():
+def test_memory_holds_only_nonzero_blocks():
     lin = scene(50, 5_000, 5)
 
     def step(jacobian, outputs):
@@ -277,7 +277,7 @@ def test_memory_is_that_of_what_is_not_zero():
     assert 8 * numbers < 300 * 15_000 * 8
 
 
-def test_where_there_is_nothing_to_eliminate_it_is_told():
+def test_errors_without_parameters_to_eliminate():
     poses = jnp.zeros((4, 2))
     ends = jnp.asarray([[0, 1], [1, 2], [2, 3]])
     edges = gnlin.Residuals(lambda pair, e: pair[1] - pair[0], ends, select=lambda e: e)
@@ -294,7 +294,7 @@ def test_where_there_is_nothing_to_eliminate_it_is_told():
         )
 
 
-def test_what_is_not_finite_is_carried():
+def test_nonfinite_values_propagate():
     model, data = problem()
     model["point"] = model["point"].at[0].set(jnp.nan)
 

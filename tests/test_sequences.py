@@ -157,7 +157,7 @@ def test_masked_targets_are_left_out(solver):
     np.testing.assert_allclose(numbers(masked.model), numbers(alone.model), rtol=1e-6)
 
 
-def test_a_batch_of_masked_targets_only_is_no_step():
+def test_a_fully_masked_batch_takes_no_step():
     nothing = np.full_like(MASKED, -1)
     data = [(X, MASKED), (X, nothing), (X, MASKED)]
     solver = gnlin.DampedGaussNewton(0.1)
@@ -222,13 +222,13 @@ def solved(data, loss):
     return jnp.append(solution.history.loss, solution.loss)
 
 
-def test_an_example_of_no_weight_may_be_no_number():
+def test_an_example_of_weight_zero_may_be_nan():
     """This holds for a known and for a traced weight."""
     without_weight(solved, "squares")
     without_weight(jax.jit(solved, static_argnums=1), "classes")
 
 
-def test_an_example_of_no_weight_in_training():
+def test_an_example_of_weight_zero_in_training():
     def trained(data, loss):
         result = gnlin.fit(
             Sequence(),
@@ -270,7 +270,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("labels", "options", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(labels, options, words):
+def test_error_messages(labels, options, words):
     def run():
         loss = gnlin.SoftmaxCrossEntropy(**options)
         gnlin.solve(Sequence(), (X, labels), gnlin.GaussNewton(), loss=loss)

@@ -80,7 +80,7 @@ def test_it_is_a_singular_value_decomposition(shape, dtype, rank, size, seed):
         st.sampled_from([0.0, 1.0, -1.0, 1e-9, 3.0]), min_size=120, max_size=120
     )
 )
-def test_of_equal_zero_and_parallel_columns(entries):
+def test_equal_zero_and_parallel_columns(entries):
     matrices = np.asarray(entries).reshape(10, 4, 3)
     sound(matrices, *map(np.asarray, of_many(matrices)))
     sound(matrices.mT.copy(), *map(np.asarray, of_many(matrices.mT)))
@@ -125,7 +125,7 @@ def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
 @pytest.mark.parametrize(
     ("bad", "shape"), [(np.nan, (3, 3)), (np.inf, (12, 3)), (-np.inf, (3, 12))]
 )
-def test_only_what_is_not_finite_has_no_factors(bad, shape):
+def test_only_nonfinite_matrices_have_nan_factors(bad, shape):
     matrices = np.random.default_rng(1).normal(size=(12, *shape))
     clean = [np.asarray(x) for x in of_many(matrices)]
     matrices[5, 1, 2] = bad
@@ -170,7 +170,7 @@ def test_more_matrices_than_go_at_once():
 
 
 @pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
-def test_its_derivatives_are_those_of_lapack(mode):
+def test_derivatives_match_lapack(mode):
     matrices = jnp.asarray(np.random.default_rng(4).normal(size=(10, 8, 3)))
 
     def of_projections(factorise, a):

@@ -151,7 +151,7 @@ def test_the_ntk_regime():
     assert solution.history.loss.shape == (1,)
 
 
-def test_a_run_that_has_come_to_nothing_says_so():
+def test_a_run_whose_loss_rises_warns():
     """Ten literal steps, whose rate is too large, far below what counts as diverged."""
     solver = gnlin.IterativeLinearisation(1, 0.13)
     model = lambda p, x: p * x, jnp.ones(1)
@@ -276,7 +276,7 @@ def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
     assert ours.reason == other.reason
 
 
-def test_dropout_is_drawn_anew_for_each_step():
+def test_dropout_is_drawn_for_each_step():
     x, targets = DATA
     key = jax.random.key(5)
     damping = 0.3
@@ -305,7 +305,7 @@ def test_dropout_is_drawn_anew_for_each_step():
     np.testing.assert_allclose(solution.loss, 0.5 * r @ r, rtol=1e-9)
 
 
-def test_what_is_drawn_anew_does_not_settle():
+def test_a_run_with_dropout_does_not_converge():
     nowhere = gnlin.DampedGaussNewton(1e30)
     solution = gnlin.solve(DROPPED, DATA, nowhere, max_steps=15)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
@@ -452,7 +452,7 @@ def test_vmap_over_models():
         )
 
 
-def test_rows_of_steps_that_were_not_made_are_nan_where_their_number_is_not_known():
+def test_rows_of_steps_not_made_are_nan_inside_programs():
     model = Scalar(jnp.asarray(0.0))
     x = jnp.asarray([1.0, 2.0])
 
@@ -485,7 +485,7 @@ def test_one_compilation_for_all_dampings_models_and_data():
         assert traced == (1 if i == 0 else 0)
 
 
-def test_functions_that_are_written_anew_are_not_compiled_again():
+def test_redefined_functions_are_not_compiled_again():
     model = network()
 
     def with_activation():
@@ -667,7 +667,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered_in_one_sentence(changes, words):
+def test_error_messages(changes, words):
     with pytest.raises(ValueError, match=words) as caught:
         call(**changes)
     message = str(caught.value)
@@ -816,7 +816,7 @@ def told_of(run, capfd):
     return [[float(x) for x in re.findall(r": ([-+.e\d]+)", line)] for line in lines]
 
 
-def test_verbose_tells_each_step(capfd):
+def test_verbose_prints_each_step(capfd):
     data, solver = (X, T), gnlin.DampedGaussNewton(0.1, verbose=True)
     solution = gnlin.solve(
         network(), data, max_steps=3, solver=gnlin.DampedGaussNewton(0.1)

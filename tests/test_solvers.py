@@ -728,7 +728,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
 )
-def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+def test_errors_of_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`{name}`") as caught:
         build()
     message = str(caught.value)
@@ -763,7 +763,7 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_method_that_cannot_serve_says_what_to_use(build, words):
+def test_errors_of_methods(build, words):
     y, args = as_jax(sines_data((4, 4)))
     with pytest.raises(ValueError, match=words):
         optx.least_squares(sines, build(), y, args)

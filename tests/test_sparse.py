@@ -116,7 +116,7 @@ def test_steps_are_those_of_all_parameters(name):
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-9)
 
 
-def test_of_a_robust_loss():
+def test_a_robust_loss():
     """Whose curvature is another for each example."""
     ours, known = (
         gnlin.solve(
@@ -173,7 +173,7 @@ def chain(n):
     return [first, gnlin.Residuals(fn, edges, select=lambda edge: edge["ends"])]
 
 
-def test_what_is_large_is_solved_without_a_matrix():
+def test_large_problems_are_solved_without_a_matrix():
     """Levenberg-Marquardt chooses products, and preconditions them by diagonal blocks."""
     n = 2000
     start = jnp.zeros((n, 3))
@@ -197,7 +197,7 @@ def test_what_is_large_is_solved_without_a_matrix():
         (lambda e: {"poses": e["ends"]}, "'edges' must return the structure"),
     ],
 )
-def test_what_cannot_be_selected_is_told(select, said):
+def test_errors_of_select(select, said):
     groups = {"edges": gnlin.Residuals(misfit, EDGES, select=select)}
     with pytest.raises(ValueError, match=said):
         gnlin.solve(POSES, groups)

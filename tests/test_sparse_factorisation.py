@@ -79,7 +79,7 @@ def test_steps_are_those_of_the_dense_system(dtype, with_rest):
 
 
 @pytest.mark.parametrize("what", ["jacobian", "residual"])
-def test_what_is_not_finite_comes_back_as_nan(what):
+def test_nonfinite_input_gives_nan(what):
     model, data = problem()
     if what == "jacobian":
         model = model | {"camera": model["camera"].at[0].set(jnp.nan)}
@@ -96,7 +96,7 @@ def test_what_is_not_finite_comes_back_as_nan(what):
     assert np.all(np.isnan(flat(step(model, data))))
 
 
-def test_a_singular_system_is_no_error():
+def test_a_singular_system_raises_no_error():
     """Without damping: a chain without a fixed point, with one row that no residual
     reads, and a Jacobian of zeros."""
 
@@ -145,7 +145,7 @@ def test_levenberg_marquardt_ends_where_the_others_do():
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-8, atol=1e-18)
 
 
-def test_by_itself_on_a_chain_and_products_first_on_what_is_coupled_more():
+def test_auto_chooses_by_the_coupling():
     """`auto` decides by costs; `benchmarks speed graph` tests this in full."""
     reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)
     start, groups = chain(1_000, [(k, k + 200) for k in range(0, 800, 20)])
@@ -183,7 +183,7 @@ def test_many_starts_at_once():
         np.testing.assert_allclose(each, one(alone), rtol=1e-9, atol=1e-12)
 
 
-def test_jax_is_left_as_it_was():
+def test_jax_configuration_is_unchanged():
     """Import the package for the first time, in a separate process."""
     program = """
 import jax

@@ -144,7 +144,7 @@ def test_runs_are_those_of_the_dense_jacobian():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-9)
 
 
-def test_points_are_eliminated_that_nobody_named():
+def test_points_are_eliminated_without_being_named():
     """Arrays are read by rows, and each residual reads one of the points."""
     rng = np.random.default_rng(0)
     camera, point = rng.integers(0, 3, 40), rng.integers(0, 8, 40)
@@ -182,7 +182,7 @@ def test_a_known_pattern():
         gnlin.Sparsity(fn, y, pattern=dense.T)
 
 
-def test_what_it_does_not_serve_for_is_told(monkeypatch):
+def test_errors_of_unsupported_uses(monkeypatch):
     fn = lambda y, _: y[1:] ** 2 - y[:-1]
     y = jnp.ones(6)
     found = gnlin.Sparsity(fn, y)
@@ -215,7 +215,7 @@ def chain_of(order):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_what_a_factorisation_takes(shuffled):
+def test_cost_of_a_factorisation(shuffled):
     """A chain's curvature has two entries beside the diagonal, if the order is good."""
     n = 300
     order = np.random.default_rng(0).permutation(n) if shuffled else np.arange(n)
@@ -229,7 +229,7 @@ def test_a_row_that_reads_all_leaves_a_dense_factor():
 
 
 @pytest.mark.parametrize("size", [8, 1_000])
-def test_many_rows_that_read_many_are_not_asked(size, monkeypatch):
+def test_factor_operations_are_infinite_beyond_a_limit(size, monkeypatch):
     monkeypatch.setattr(_coloured, "_MOST_ENTRIES", 1e3)
     found = gnlin.Sparsity(chain_of(np.arange(size)), jnp.zeros(size))
     assert np.isfinite(found.factor_operations) == (size == 8)

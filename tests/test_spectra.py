@@ -137,7 +137,7 @@ def test_as_many_products_as_arpack():
     assert int(pairs.num_products) < 2 * count
 
 
-def test_a_basis_beyond_the_budget_begins_anew():
+def test_a_basis_beyond_the_budget_restarts():
     jacobian = of_spectrum(1 / np.arange(1, 201.0), 200, 220)
     budget = 2 * 20 * 200 * 8
     pairs = spectra.leading(linear(jacobian, memory_budget=budget), 6)
@@ -148,7 +148,7 @@ def test_a_basis_beyond_the_budget_begins_anew():
     assert int(whole.num_products) < int(pairs.num_products)
 
 
-def test_too_few_products_are_no_convergence():
+def test_too_few_products_do_not_converge():
     jacobian = of_spectrum(DECAYING, 80, 100)
     pairs = spectra.leading(linear(jacobian), 9, tolerance=1e-10, max_products=10)
     assert not pairs.converged
@@ -157,7 +157,7 @@ def test_too_few_products_are_no_convergence():
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20)])
-def test_what_is_not_finite_does_not_converge(shape):
+def test_nonfinite_kernels_do_not_converge(shape):
     jacobian = RNG.standard_normal(shape)
     jacobian[3, 4] = np.nan
     pairs = spectra.leading(linear(jacobian), 3)
@@ -304,7 +304,7 @@ SQUARES = {
     ("estimate", "square", "dtype"),
     each_pair(list(ESTIMATES), list(SQUARES), [jnp.float64, jnp.float32]),
 )
-def test_estimates_err_as_they_say(estimate, square, dtype):
+def test_estimated_errors_are_right(estimate, square, dtype):
     (estimate, exact), jacobian = ESTIMATES[estimate], SQUARES[square]
     expected = exact(np.linalg.eigvalsh(jacobian @ jacobian.T))
     draw = jax.jit(lambda jacobian, key: estimate(linear(jacobian, dtype), key))
@@ -326,7 +326,7 @@ def test_a_trace_from_as_many_probes_as_dimensions():
     assert float(found.standard_error) < 1e-9 * float(found.value)
 
 
-def test_estimates_of_nothing():
+def test_estimates_for_zero_matrices():
     lin, key = linear(np.zeros((5, 7))), jax.random.key(0)
     assert float(spectra.trace(lin, key=key).value) == pytest.approx(0, abs=1e-12)
     found = spectra.log_determinant(lin, 2.0, key=key)
@@ -337,7 +337,7 @@ def test_estimates_of_nothing():
 @pytest.mark.parametrize(
     "estimate", [one for one, _ in ESTIMATES.values()], ids=ESTIMATES
 )
-def test_estimates_of_what_is_not_finite(estimate):
+def test_estimates_for_nonfinite_matrices(estimate):
     jacobian = np.ones((5, 7))
     jacobian[1, 2] = np.inf
     found = estimate(linear(jacobian), jax.random.key(0))
@@ -378,7 +378,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(run, words):
+def test_error_messages(run, words):
     with pytest.raises(ValueError, match=words) as caught:
         run()
     message = str(caught.value)

@@ -190,7 +190,7 @@ def test_parameters_of_both_precisions(solver):
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
 
 
-def test_a_solution_is_that_of_the_other_setting():
+def test_a_solution_does_not_depend_on_promotion():
     model = Network(jnp.float64)
     data = jnp.linspace(-1, 1, 12).reshape(6, 2), NUMBERS
 
@@ -228,7 +228,7 @@ def test_fit(solver):
     assert result.model.hidden.dtype == jnp.float32
 
 
-def test_a_run_that_is_gone_on_with(tmp_path):
+def test_a_resumed_run(tmp_path):
     # Arrays from a file do not have JAX's weak types.
     data = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2), LABELS
     solver = gnlin.IterativeLinearisation(2, 1e-2)

@@ -150,7 +150,7 @@ def test_tiles_cover_everything_and_are_of_one_size(n1, n2, rows, columns, symme
     assert np.all(seen > 0)
 
 
-def test_parts_of_it():
+def test_parts_of_the_kernel():
     model, shape, c = MODELS["convolutional"]
     x1, x2 = drawn(shape, 4), drawn(shape, 3, seed=1)
     kernel = gnlin.TangentKernel(model)
@@ -174,7 +174,7 @@ def rows_of_dense(model, inputs):
     return each.reshape(len(inputs), 3, -1)
 
 
-def test_of_some_parameters_and_of_batch_normalisation():
+def test_some_parameters_and_batch_normalisation():
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
     spec = jax.tree.map(lambda _: False, model)
@@ -191,7 +191,7 @@ def test_of_some_parameters_and_of_batch_normalisation():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_of_a_linearisation():
+def test_kernel_of_a_linearisation():
     fn = gnlin.PerExample(lambda w, example: jnp.tanh(w @ example[0]) * example[1])
     point = jnp.arange(3.0)
     one, other = ((drawn((3,), n), drawn((), n)) for n in (4, 6))
@@ -282,7 +282,7 @@ KILLED = """
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(KILLED))
 
@@ -310,7 +310,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
     assert again.stdout == ""
 
 
-def test_files_that_are_something_else(tmp_path):
+def test_files_that_are_not_kernels(tmp_path):
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
     kernel = gnlin.TangentKernel(model)
@@ -356,7 +356,7 @@ def test_files_that_are_something_else(tmp_path):
         kernel(x, file="")
 
 
-def test_what_cannot_be_meant(unchecked):
+def test_errors_of_arguments(unchecked):
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 40)
     kernel = gnlin.TangentKernel(model)

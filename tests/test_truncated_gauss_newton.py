@@ -95,7 +95,7 @@ def test_single_precision_meets_loose_tolerances():
         assert np.linalg.norm(left) <= (tolerance + 1e-4) * np.linalg.norm(gradient)
 
 
-def test_at_most_so_many_inner_steps():
+def test_max_inner_steps():
     y, args = sines_data((30, 12))
     r, jacobian = sines_numpy(y, args)
     solver = gnlin.TruncatedGaussNewton(1e-8, max_inner_steps=1)

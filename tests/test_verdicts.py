@@ -52,7 +52,7 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize(("name", "precision"), SAMPLE)
-def test_success_is_told_at_stationary_points(name, precision):
+def test_success_is_reported_at_stationary_points(name, precision):
     wrong, num_told = told_wrongly(name, "curves", precision, count=8)
     assert not wrong
     assert num_told >= SAMPLE[name, precision]
@@ -82,7 +82,7 @@ AT_THE_EDGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "precision"), CASES)
-def test_no_setting_is_told_success_wrongly(name, family, precision):
+def test_no_setting_reports_success_wrongly(name, family, precision):
     """The constants were chosen on other problems. In 6,440 runs on these, only three
     borderline ones report success although the cosine exceeds the judge's bound and SciPy
     still gains over 1 %."""
@@ -100,7 +100,7 @@ def test_no_setting_is_told_success_wrongly(name, family, precision):
 UNLISTED = {"kowalik_osborne-4": 0.0015943520}
 
 
-def test_classical_problems_are_solved_and_told_so():
+def test_classical_problems_are_solved_and_reported_so():
     branches = [padded(problem) for problem in PROBLEMS]
 
     def residuals(y, index):
@@ -160,7 +160,7 @@ class Ends(gnlin.authoring.AbstractGaussNewton):
         return gnlin.authoring.Update(y, evaluate(y), terminate=num_steps == self.ends)
 
 
-def test_of_many_runs_each_ends_by_itself():
+def test_each_of_many_runs_ends_by_itself():
     def run(ends):
         solution = optx.least_squares(
             lambda y, args: y, Ends(ends), jnp.asarray(1.0), max_steps=64, throw=False
