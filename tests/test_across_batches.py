@@ -160,8 +160,8 @@ def test_scales_on_batches_between_bounds(scaling):
 
 
 def test_default_damping_on_sampled_points_and_on_batches():
-    """An ordinary differential equation: the default damps as little as 1e-8, and much
-    more where data are chosen by a batch size."""
+    """For an ordinary differential equation the default damping is 1e-8. It is much
+    larger if a batch size selects the data."""
 
     def decay(u, t):
         value, rate = jax.jvp(u, (t,), (jnp.ones(()),))

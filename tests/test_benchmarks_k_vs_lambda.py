@@ -1,4 +1,4 @@
-"""The headline experiment at its quickest, and what it makes of its runs."""
+"""The main experiment at its smallest scale, and its evaluation of runs."""
 
 import csv
 import dataclasses
@@ -99,7 +99,7 @@ def test_there_is_a_row_for_every_run(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["quintic", "quintic-tanh", "quintic-cross-entropy"])
 def test_the_weakest_runs_of_both_solvers_agree(task, results):
-    """One strength at which the two filters are one, to within a per cent."""
+    """The two filters agree within one per cent at this strength."""
     with (results / "k_vs_lambda.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["task"] == task]
     strongest = max(float(row["damping"]) for row in rows)
@@ -147,7 +147,7 @@ def test_figures_are_pictures(name, width, results):
 
 
 def runs_of(solver, error, **changes):
-    """At four strengths, trained at the last three."""
+    """Make up runs at four strengths, trained at the last three."""
     error = np.array(error, float)
     columns = {
         "period": np.broadcast_to([1e6, 1e5, 1e4, 1e3], error.shape),
@@ -192,7 +192,7 @@ def test_untrained_runs_do_not_set_the_scale_of_a_difference(task):
     a, b = runs_of(DESCENT, error + 0.02), runs_of(DAMPED, error)
     expected = [[np.nan, 0.02, 0.02, 0.02]] * 2
     np.testing.assert_allclose(difference(task, a, b), expected)
-    # However badly the untrained ones do.
+    # Their size does not matter.
     b.columns["test_error"][:, 0] = 100.0
     np.testing.assert_allclose(difference(task, a, b), expected)
 
@@ -235,8 +235,8 @@ def test_matched_damping_is_smaller_and_solves_equally_much(task):
 
 
 def test_no_difference_remains_at_the_matched_damping(task):
-    """The error of the damped network is a function of log10 lambda, and that after K
-    steps is the same function at the damping that solves as much."""
+    """The error of the damped network is a function of log10 lambda. The error after K
+    steps is the same function at the matched damping."""
     dampings = np.logspace(-1, 2, 4)[None].repeat(3, 0)
     b = runs_of(DAMPED, 0.1 * np.log10(dampings) + 0.3, train_loss=0.01)
     a = runs_of(DESCENT, np.zeros((3, 4)), train_loss=0.01)
@@ -258,8 +258,8 @@ def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
 
 
 def of_tasks(seeds, changed):
-    """Runs at four strengths, of all tasks, that are the same by both solvers but for
-    what is changed in those of K steps."""
+    """Make up runs at four strengths for all tasks. They are the same for both solvers,
+    except for the changes to those of K steps."""
     generator = np.random.default_rng(0)
     all_runs = []
     for name in TASKS:
@@ -330,7 +330,7 @@ def test_an_excess_in_a_smooth_network_too_is_not_attributed_to_dead_units():
         return {"factor": 10 ** generator.uniform(0.1, 0.5, (8, 4))}
 
     found = outcomes(of_tasks(8, changed))
-    # As many are dead by both solvers, in all runs.
+    # Both solvers have equally many dead units in all runs.
     untested = "not tested at this scale"
     assert explained(found) == ["undecided", untested, "confirmed", "refuted"]
     assert bounded(found) == ["refuted", "refuted", "confirmed"]
@@ -367,7 +367,7 @@ TINY = dataclasses.replace(
 
 
 def dead_by_hand(model, inputs):
-    """The share of the units that are on for none of the inputs."""
+    """Return the share of units that are off for all inputs."""
     activations, on = np.asarray(inputs), []
     for layer in model.layers[:-1]:
         activations = np.maximum(

@@ -1,4 +1,4 @@
-"""The report on results that were made by hand."""
+"""The report on made-up results."""
 
 import base64
 import dataclasses
@@ -40,7 +40,7 @@ VERDICTS = [
 
 
 def leave(results, name, verdicts=VERDICTS, **changes):
-    """What an experiment leaves behind."""
+    """Write the files that an experiment leaves behind."""
     folder = results / name
     folder.mkdir(parents=True)
     stem = name.replace("-", "_")
@@ -81,7 +81,7 @@ def section(markdown, name):
 
 
 class Reader(HTMLParser):
-    """Of tags that are closed in order, and of what they name."""
+    """Parse HTML: check that tags are closed in order, and collect what they refer to."""
 
     def __init__(self):
         super().__init__()
@@ -354,8 +354,8 @@ def test_text_is_text(tmp_path):
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))
 def test_escaped_text_is_read_back(text):
-    """By what each dialect of Markdown does: no backslash before punctuation, and
-    entities read."""
+    """Undo the escapes as both dialects of Markdown do: remove backslashes before
+    punctuation, and decode entities."""
     escaped = _page._escaped(text)
     assert html.unescape(re.sub(r"\\([\\`*_{}\[\]|#])", r"\1", escaped)) == text
     bare = re.sub(r"\\[\\`*_{}\[\]|#]", "", escaped)

@@ -1,4 +1,4 @@
-"""Bounds on the parameters, against SciPy's bounded least squares."""
+"""Bounds on the parameters, compared with SciPy's bounded least squares."""
 
 import classical_problems
 import equinox as eqx
@@ -66,8 +66,8 @@ def test_a_linear_problems_constrained_minimum(name, shape):
 
 @pytest.mark.parametrize("name", ["kowalik_osborne-4", "bard-3", "box-3"])
 def test_a_parameter_at_its_bound_stays_there(name):
-    """Or no step lowers the loss any more, by rounding, and the run is told to have
-    failed."""
+    """Otherwise rounding would leave no step that lowers the loss, and the run would
+    fail."""
     (problem,) = (p for p in classical_problems.PROBLEMS if p.name == name)
     free = scipy.optimize.least_squares(problem.residuals, problem.start, method="lm")
     lower, upper = problem.in_a_box(free.x).bounds
@@ -84,7 +84,7 @@ def test_a_parameter_at_its_bound_stays_there(name):
 
 @pytest.mark.parametrize("shape", [(12, 4), (30, 12), (6, 12)])
 def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
-    """Counted in the trial's program: no factorisation is in the loop over faces."""
+    """Count in the compiled trial: the loop over faces contains no factorisation."""
     m, p = shape
     rng = np.random.default_rng(p)
     a = rng.normal(size=(m, p))
@@ -104,7 +104,7 @@ def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
     free = jnp.linalg.solve(damped, a.T @ b)
     step, _ = between_bounds(SumOfSquares(), lin, free, inverse=inverse)
     assert num_asked == 1
-    # On the faces where it ends the step is the least of the damped problem.
+    # On the final faces the step minimises the damped problem.
     step = np.asarray(step)
     held = (step == lower) | (step == upper)
     assert np.sum(held) > 1
@@ -114,7 +114,7 @@ def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
 
 
 def test_few_steps_where_many_bounds_are_active():
-    """Each outer step solves the bounded linear problem: from face to face."""
+    """Each outer step solves the bounded linear problem, moving from face to face."""
     for a, b, lower, upper in linear_problems(50, 30, 5):
         solver = gnlin.GaussNewton(bounds=(lower, upper))
         solution = optx.least_squares(linear, solver, jnp.zeros(30), (a, b))
@@ -131,7 +131,7 @@ def rosenbrock(y, args):
         ("levenberg-marquardt", (None, 0.5)),
         ("levenberg-marquardt", (-2.0, [0.2, np.inf])),
         ("levenberg-marquardt", ([-1.5, 0.3], None)),
-        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # one that stays
+        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # a parameter that stays
         ("damped", (-2.0, [0.2, np.inf])),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gauss-Newton and damped Gauss-Newton, against dense formulas."""
+"""Gauss-Newton and damped Gauss-Newton, compared with dense formulas."""
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ def one_step(fn, solver, y, args):
 
 @eqx.filter_jit
 def steps_by_each_method(fn, filter, methods, y, args):
-    """{method: step}, as one program, which serves all filters of one kind."""
+    """Return {method: step} from one program that serves all filters of one kind."""
     lin = gnlin.linearise(fn, y, args)
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     return {
@@ -126,7 +126,7 @@ def test_filtered(filter):
 def test_a_user_defined_filter():
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
-    # g = eta, whatever the eigenvalue: one step of gradient descent.
+    # g = eta for every eigenvalue: this is one step of gradient descent.
     solver = gnlin.methods.FilteredGaussNewton(lambda w: jnp.full_like(w, 0.1))
     step = one_step(sines, solver, y, args)
     np.testing.assert_allclose(step, descent_step(r, jacobian, 1, 0.1), rtol=1e-10)
@@ -200,7 +200,7 @@ def test_zero_damping_equals_gauss_newton(method):
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
 def test_a_singular_matrix_is_reported_and_no_step_taken(method):
     y, (a, b) = deficient((4, 4), rank=1)
-    args = (np.round(a), b)  # in whole numbers, where the Cholesky factor is exact
+    args = (np.round(a), b)  # in whole numbers, for which the Cholesky factor is exact
     args[0][1:] = 0
     solver = gnlin.DampedGaussNewton(0.0, method=method)
     solution = least_squares(linear, solver, *as_jax((y, args)))
@@ -306,8 +306,8 @@ def test_methods_agree_under_vmap(method):
 
 
 def test_parameters_that_still_move_have_not_converged():
-    """The residuals change by less than `rtol` of their size, the parameter by all of
-    its own."""
+    """The residuals change by less than `rtol` of their size, but the parameter changes
+    by 100 %."""
     fn = lambda y, args: jnp.concatenate([jnp.array([1e6]), 1e-4 * (y - 1)])
     solution = least_squares(fn, gnlin.GaussNewton(), jnp.array([0.0]))
     assert int(solution.stats["num_steps"]) == 2
@@ -316,7 +316,7 @@ def test_parameters_that_still_move_have_not_converged():
 
 @pytest.mark.parametrize("time", [0.5, 100.0, np.inf])
 def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
-    """Of a traced time, too, which may be infinite."""
+    """This also holds for a traced time, which may be infinite."""
     y, args = sines_data((7, 3))
 
     def step(method):
@@ -332,7 +332,7 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
 
 @pytest.mark.parametrize("damping", [0.0, 1e-13])
 def test_tiny_damping_on_a_singular_problem(damping):
-    """What damping does not hide is resolved, while that is cheap."""
+    """Directions with little damping are resolved as long as this is cheap."""
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(30, 5)) @ generator.normal(size=(5, 30))
     target = jnp.asarray(matrix @ generator.normal(size=30))

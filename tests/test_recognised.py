@@ -1,4 +1,4 @@
-"""Groups and robust losses through optimistix, beside SciPy's and `gnlin.solve`."""
+"""Groups and robust losses through optimistix, compared with SciPy and `gnlin.solve`."""
 
 import warnings
 
@@ -91,7 +91,8 @@ def test_tukeys_loss_matches_solve():
     ],
 )
 def test_plain_residuals(name, dtype):
-    """Half their squares are the loss, and their derivative is its, over them."""
+    """Half the square of a residual is the loss, and its derivative is the loss's divided
+    by the residual."""
     loss = LOSSES[name]
     r = jnp.asarray([-5.0, -0.1, -1e-3, -1e-30, 0.0, 1e-30, 1e-9, 0.05, 0.2, 7.0], dtype)
 
@@ -134,7 +135,7 @@ GROUPS = {
 
 
 def test_groups_match_solve():
-    """A dictionary of them, or a list."""
+    """Groups may be a dictionary or a list."""
     solver = gnlin.DampedGaussNewton(0.1, method="kernel")
     solved = gnlin.solve(PARAMETERS, GROUPS, solver, max_steps=4).model
     groups = gnlin.Groups(list(GROUPS.values()))
@@ -305,7 +306,7 @@ def test_recognised_residual_functions():
     group = gnlin.Residuals(lambda p, x: x * p["a"] - p["b"] - 1, X)
     assert is_recognised(group, y)
     assert is_recognised(lambda y, args: group(y), y)
-    # Of other parameters than those of the solver it is arithmetic.
+    # With parameters other than the solver's it is plain arithmetic.
     assert not is_recognised(lambda y, args: group({"a": y["b"], "b": y["a"]}), y)
     assert not is_recognised(lambda y, args: jax.tree.map(jnp.sin, group(y)), y)
     assert not is_recognised(lambda y, args: y, y)

@@ -1,4 +1,4 @@
-"""Groups of residuals: the same as one stacked problem by hand."""
+"""Groups of residuals give the same numbers as one stacked problem by hand."""
 
 import functools
 
@@ -51,7 +51,7 @@ GROUPS = {
 
 
 def by_hand(net):
-    """One flat vector, weights in it."""
+    """Return the residuals as one vector that includes the weights."""
     within = jax.vmap(lambda x: interior(net, x))(INSIDE) / np.sqrt(12)
     at_edges = jax.vmap(lambda x: boundary(net, x))(EDGES) * np.sqrt(3)
     return jnp.concatenate([at_edges.reshape(-1), within.reshape(-1)])
@@ -261,7 +261,7 @@ def test_zero_weights_and_traced_weights():
 
 
 def test_poissons_equation():
-    """To the accuracy of energy natural gradients (Mueller and Zeinhofer, 2023)."""
+    """The accuracy is that of energy natural gradients (Mueller and Zeinhofer, 2023)."""
     exact = lambda x: jnp.sin(jnp.pi * x[..., 0]) * jnp.sin(jnp.pi * x[..., 1])
     side = (jnp.arange(12.0) + 0.5) / 12
     points = jnp.stack(jnp.meshgrid(side, side), -1).reshape(-1, 2)

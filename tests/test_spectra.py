@@ -1,4 +1,4 @@
-"""Spectra of large kernels, against dense ones in NumPy."""
+"""Spectra of large kernels, compared with dense ones in NumPy."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 
 
 def of_spectrum(eigenvalues, m, p):
-    """A Jacobian with these eigenvalues of the kernel, and zeros."""
+    """Return a Jacobian whose kernel has these eigenvalues, and zeros."""
     k = len(eigenvalues)
     u, v = (np.linalg.qr(RNG.standard_normal((size, k)))[0] for size in (m, p))
     return u * np.sqrt(eigenvalues) @ v.T
@@ -85,7 +85,7 @@ def test_leading_eigenpairs_are_the_dense_ones(name, dtype):
 
 
 def test_every_copy_of_an_eigenvalue_is_found():
-    """One that is found between two looks, from a random vector, is news too."""
+    """A copy that a random vector reveals between two checks also counts as new."""
 
     @jax.jit
     def largest(jacobian):
@@ -227,7 +227,7 @@ def test_the_leading_part_with_more_outputs():
 
 
 #
-# What one asks of a spectrum
+# Quantities computed from a spectrum
 #
 
 
@@ -259,7 +259,7 @@ def test_steps_until_half_is_learnt():
     assert np.all(np.isinf(found[[0, 4]]))
     left = np.abs(1 - eta * w[1:4]) ** found[1:4]
     np.testing.assert_allclose(left, 0.5, rtol=1e-12)
-    # The filter says the same: what is learnt is w g(w).
+    # The filter agrees: the learnt part is w g(w).
     filter = gnlin.filters.GradientDescent(round(float(found[3])), eta)
     learnt = w[3] * filter(jnp.array(w[3]))
     assert float(learnt) == pytest.approx(0.5, abs=1e-3)
@@ -312,8 +312,8 @@ def test_estimated_errors_are_right(estimate, square, dtype):
     values = np.array([float(one.value) for one in found])
     said = np.array([float(one.standard_error) for one in found])
     rounding = 1e3 * float(jnp.finfo(dtype).eps) * abs(expected)
-    # In root mean square, over twenty draws. A trace's errors are of probes that are left
-    # out in turn, and not independent.
+    # Root mean square over twenty draws. A trace's errors come from probes that are left
+    # out in turn, so they are not independent.
     errors = np.sqrt(np.mean((values - expected) ** 2))
     assert errors <= 2 * np.sqrt(np.mean(said**2)) + rounding
     assert errors >= 0.4 * np.sqrt(np.mean(said**2)) - rounding

@@ -1,4 +1,4 @@
-"""The kernel between two sets, against rows of the Jacobian in NumPy."""
+"""The kernel between two sets, compared with rows of the Jacobian in NumPy."""
 
 import fcntl
 import functools
@@ -60,7 +60,7 @@ def drawn(shape, n, seed=0):
 
 
 def rows(model, inputs):
-    """By example and output."""
+    """Return the rows of the Jacobian by example and output."""
     fn, parameters = (
         model
         if isinstance(model, tuple)
@@ -116,7 +116,8 @@ def test_between_two_sets(name, outputs):
     ("outputs", "budget"), each_once(["all", "trace", "diagonal", 1], [4_000, 8_000])
 )
 def test_in_tiles(outputs, budget, tmp_path):
-    """In memory, and to a file: the last tile overlaps, the mirrored are not made."""
+    """In memory, and to a file: the last tile overlaps, and mirrored tiles are not
+    computed."""
     model, shape, _ = MODELS["dense"]
     x1, x2 = drawn(shape, 11), drawn(shape, 7, seed=1)
     whole = gnlin.TangentKernel(model, outputs=outputs)
@@ -429,6 +430,6 @@ def test_widens_to_the_arc_cosine_kernel():
         return np.sqrt(np.mean(np.square(np.asarray(found) - limit)))
 
     errors = [error(width) for width in (64, 1024, 16384)]
-    # As one over the root of the width: a factor of 4 each
+    # The distance falls as one over the root of the width: a factor of 4 each
     np.testing.assert_allclose(np.divide(errors[:-1], errors[1:]), 4.0, rtol=0.5)
     assert errors[-1] < 0.02 * np.abs(limit).max()
