@@ -1,4 +1,4 @@
-"""The standard files of MNIST and CIFAR-10, on small ones in the same formats; XOR."""
+"""The standard files of MNIST and CIFAR-10, as small files in the same formats; XOR."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ def random_images(number, *image):
 
 
 def md5s(folder):
-    """Of what is zipped: nothing else has a checksum that is known."""
+    """Return the checksums of the zipped files; no others are known."""
     files = folder.glob("*.gz")
     return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
 
@@ -42,7 +42,7 @@ def assert_same(examples, images, labels):
 
 
 def assert_sentence(text, *parts):
-    """One sentence that has all parts, and says what to do."""
+    """Check for one sentence that contains all parts, and says what to do."""
     assert text.endswith(".")
     assert text.count(". ") == 0
     for part in (*parts, "download", "python -m benchmarks data"):
@@ -64,7 +64,7 @@ ARRAYS = {
 
 
 def idx(array, magic=0x08):
-    """As the format says, by hand."""
+    """Write the IDX format by hand."""
     header = bytes([0, 0, magic, array.ndim]) + struct.pack(
         f">{array.ndim}I", *array.shape
     )
@@ -202,7 +202,7 @@ def binary(pixels, labels):
 
 
 def python(pixels, labels):
-    """As Python 3 writes what Python 2 can read."""
+    """Pickle by Python 3 in a form that Python 2 can read."""
     batch = {
         b"batch_label": b"a batch",
         b"labels": labels.tolist(),
@@ -213,7 +213,7 @@ def python(pixels, labels):
 
 
 def python2(pixels, labels):
-    """As Python 2 wrote the real ones: text of one byte a character."""
+    """Pickle as Python 2 wrote the real files: strings have one byte a character."""
 
     def text(x):
         return b"U" + bytes([len(x)]) + x
@@ -296,7 +296,7 @@ def test_cifar10(tmp_path, folder, write, archived):
     pixels, labels = map(np.concatenate, zip(*BATCHES[:5], strict=True))
     assert_same(train, pixels.reshape(-1, 3, 32, 32), labels)
     assert_same(test, BATCHES[5][0].reshape(-1, 3, 32, 32), BATCHES[5][1])
-    # Red, then green, then blue, each row by row.
+    # Red, then green, then blue; each channel row by row.
     assert train[0][1, 2, 3, 4] == BATCHES[0][0][1, 2 * 1024 + 3 * 32 + 4]
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -328,7 +328,7 @@ def test_numpy_reads_the_pickle_that_is_written_here():
 
 
 def changed(data_dir, folder, archived, change):
-    """The error, where the third file is changed."""
+    """Return the error after a change of the third file."""
     files = files_of(binary if folder == BINARY else python, folder)
     name = list(files)[2]
     contents = change(files.pop(name))
@@ -357,7 +357,7 @@ def test_damaged_binary_batches(tmp_path, archived, change, message):
 
 
 def made(**other):
-    """Instead of a batch: one of other contents."""
+    """Make a pickled batch with some entries changed."""
     pixels, labels = BATCHES[0]
     batch = {"data": pixels, "labels": labels.tolist()} | other
     batch = {name.encode(): value for name, value in batch.items() if value is not None}
@@ -402,7 +402,7 @@ ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b
 
 
 class Runs:
-    """On being read by `pickle`, calls a function."""
+    """An object that calls a function when `pickle` reads it."""
 
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
@@ -439,7 +439,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
 @pytest.mark.parametrize(
     "program",
     [
-        # What is admitted, otherwise than NumPy does it.
+        # Admitted operations, used differently than NumPy uses them.
         b"c_codecs\nencode\nK\x05K\x06\x86R",
         b"c_codecs\nencode\n}U\x04evilK\x01sb",
         b"cnumpy\nndarray\nK\x05\x85R",
@@ -475,7 +475,7 @@ def test_bytes_at_random_are_refused_or_read():
     pixels, labels = (part[:3] for part in BATCHES[0])
     rng = np.random.default_rng(0)
     for whole in (python(pixels, labels), python2(pixels, labels)):
-        # Not the pixels, where any byte will do.
+        # Skip the pixels, where any byte is valid.
         places = [*range(250), *range(len(whole) - 60, len(whole))]
         for _ in range(500):
             contents = bytearray(whole)
@@ -520,7 +520,8 @@ def test_a_damaged_archive_with_the_right_checksum(tmp_path, change):
 
 
 def test_preferred_version(tmp_path):
-    """Archives, which have a checksum; the binary version, which is no pickle."""
+    """Archives are preferred, because they have a checksum, and the binary version,
+    because it is not a pickle."""
     one = lambda label: binary(BATCHES[0][0], np.full(NUM_PER_FILE, label, np.uint8))
     write_cifar(tmp_path, BINARY, dict.fromkeys(files_of(binary, BINARY), one(3)), False)
     write_cifar(tmp_path, PYTHON, files_of(python, PYTHON), True)
@@ -554,7 +555,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """(folder, address) of what a local server offers."""
+    """Return (folder, address) of a local server."""
     monkeypatch.setenv("no_proxy", "*")
     folder = tmp_path / "host"
     folder.mkdir()
@@ -588,7 +589,7 @@ def test_downloading(tmp_path, host, monkeypatch):
     ):
         assert any(sentence.startswith(line) for sentence in said)
     assert_same(mnist.load(data_dir, source)[0], TRAIN[0][:, None], TRAIN[1])
-    # What is there is not downloaded again.
+    # Existing files are not downloaded again.
     for path in folder.iterdir():
         path.unlink()
     said.clear()
@@ -634,7 +635,7 @@ def test_downloading_a_missing_file(tmp_path, host, monkeypatch):
 def test_downloading_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with socket.socket() as unused:
-        # Bound, and so nobody else's; not listening, and so closed.
+        # The port is bound, so nobody else uses it, but not listening, so it is closed.
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/"
         use_mnist(monkeypatch, mnist.MD5, address)
@@ -720,7 +721,7 @@ def test_xor():
     np.testing.assert_allclose(np.cov(x.T), 1.1 * np.eye(2), atol=0.02)
     np.testing.assert_allclose(np.mean(y**2), 1.1**2, rtol=0.02)
     assert abs(np.mean(y)) < 0.02
-    # Around each corner: a quarter, and normal noise.
+    # A quarter of the points lies around each corner, with normal noise.
     for corner in ([1, 1], [1, -1], [-1, 1], [-1, -1]):
         share = np.mean(np.all(np.sign(x) == corner, axis=1))
         assert abs(share - 0.25) < 0.01

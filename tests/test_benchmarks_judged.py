@@ -1,5 +1,4 @@
-"""What the experiments compute from their runs before they judge, on runs made up so that
-the answer is known."""
+"""The evaluation of runs before verdicts, on made-up runs with a known answer."""
 
 import dataclasses
 import math
@@ -31,19 +30,19 @@ def outcomes(verdicts):
 
 
 def looks(*finals, start=0.1):
-    """Of two looks, a seed for each final value."""
+    """Make up two looks, with one seed for each final value."""
     return np.array([[start, final] for final in finals])
 
 
 def trained(point, columns):
-    """Runs that are trained, as far as the columns do not say otherwise."""
+    """Make up trained runs, unless the columns say otherwise."""
     shape = next(x.shape[:2] for x in columns.values())
     loss = {"train_loss": np.zeros(shape), "guessing_loss": np.full(shape, 2.0)}
     return Runs(point, loss | columns)
 
 
 def test_untrained_runs_give_no_verdict():
-    # One look of thirty is a noisy one; the last run came down too late.
+    # One look of thirty is noisy, and the last run reached its loss too late.
     loss = np.full((4, 30), 0.05)
     loss[1, -1] = 0.12
     loss[2], loss[3, :-1] = np.nan, 1.0
@@ -256,7 +255,7 @@ def test_methods_are_compared_at_the_strongest_damping():
 
 
 def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
-    # Of noise alone the best of each seed is above zero, and this is not.
+    # The best period of each seed is above zero by noise alone, but this estimate is not.
     apart = np.array([[0.3, -0.1, -0.1], [-0.1, 0.3, -0.1], [-0.1, -0.1, 0.3]])
     np.testing.assert_allclose(k_sweep.rise(apart), -0.1)
     risen = apart + np.array([0.0, 1.0, 0.0])
@@ -336,7 +335,7 @@ def test_a_period_longer_than_a_run_is_not_tested():
     assert outcomes(of_longest) == 2 * [NOT_TESTED]
     assert of_longest[0].note == "K is longer than the 1,000 steps of a run"
     assert verdicts[0].outcome == "confirmed"
-    assert verdicts[1].estimate == pytest.approx(0)  # without the longest
+    assert verdicts[1].estimate == pytest.approx(0)  # without the longest period
 
 
 def test_sufficient_number_of_updates():
@@ -372,7 +371,7 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
     verdicts = linear_probe.judge_all(settings, runs)
     found = [v.estimate for v in verdicts]
     assert found == pytest.approx([-0.15, 0.01, -0.15, 0.01, 1.0, 0.0], abs=1e-12)
-    # That of the first layer begins at 98.5 %.
+    # The share of the first layer begins at 98.5 %.
     untested = [v.outcome.startswith("not tested") for v in verdicts]
     assert untested == [True, True, False, False, False, False]
     runs[1].columns["probe_2"][:, -1] = 0.9
@@ -380,8 +379,8 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
 
 
 def test_levelling_leaves_the_look_after_a_feature_update_out():
-    # Rises by 0.1 a look in the first half of a period and by 0.05 in the second; the
-    # look at its end is of the new linearisation.
+    # Rises by 0.1 a look in the first half of a period, and by 0.05 in the second. The
+    # look at its end belongs to the new linearisation.
     steps = np.tile(np.arange(10.0, 130.0, 10.0), (2, 1))
 
     def runs(accuracy):
@@ -409,7 +408,7 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
         ),
     ]
     alike, within, worse = mnist_k.judge_all(settings, runs)
-    # Of the means over the seeds, 0.955 and 0.935.
+    # These are the means over the seeds: 0.955 and 0.935.
     assert alike.estimate == within.estimate == pytest.approx(0.02)
     assert worse.estimate == pytest.approx(-0.38)
     assert NOT_TESTED not in outcomes([alike, within, worse])
@@ -496,8 +495,8 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     nan, silent = float("nan"), 10 * math.log(10)
     losses = {
         1: [1.0, 2.0, 3.0],  # all stable
-        10: [1.0, silent, 1.0],  # says nothing at the second
-        100: [nan, 1.0, 1.0],  # not finite at the first
+        10: [1.0, silent, 1.0],  # the second has no verdict
+        100: [nan, 1.0, 1.0],  # the first is not finite
     }
     runs = [
         Runs(

@@ -1,4 +1,4 @@
-"""How experiments are run, kept and resumed, and what the command line refuses."""
+"""Running, storing and resuming experiments, and errors of the command line."""
 
 import csv
 import dataclasses
@@ -203,7 +203,7 @@ def test_two_commands_do_not_share_a_folder(resume, calls, tmp_path):
         "settings.json",
         "verdicts.csv",
     }
-    calls.run(tmp_path)  # which is not refused: the other has ended
+    calls.run(tmp_path)  # which is allowed, because the other one has ended
 
 
 def test_a_killed_command_does_not_lock_its_folder(calls, tmp_path):
@@ -500,7 +500,7 @@ def test_files_are_named_by_their_points():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What would have been run, in place of running it."""
+    """Record the experiments that would run, instead of running them."""
     found = []
     monkeypatch.setattr(
         command_line, "_run", lambda name, options: found.append((name, options))
@@ -578,7 +578,7 @@ def test_bad_values_are_refused_in_a_line(arguments, words, ran, capsys):
 
 @pytest.fixture
 def device():
-    """As it was, afterwards."""
+    """Restore the device afterwards."""
     before = jax.config.jax_default_device
     yield
     jax.config.update("jax_default_device", before)

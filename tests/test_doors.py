@@ -1,4 +1,4 @@
-"""What cannot be meant gets one sentence at the door, or ends a run as not finite."""
+"""Invalid arguments are refused in one sentence, or end a traced run as not finite."""
 
 import math
 
@@ -102,7 +102,7 @@ def test_a_schedule_returns_one_number(value):
         gnlin.solve(NETWORK, (X, T), solver, max_steps=2)
 
 
-# A solver of traced numbers, and sets of them of which one is out of range.
+# A solver with traced numbers, and sets of such numbers of which one is out of range.
 OUT_OF_RANGE = {
     "damping": (gnlin.DampedGaussNewton, [(-1.0,), (math.inf,)]),
     "damping, products": (
@@ -380,7 +380,7 @@ def test_which_example_is_not_finite():
 
 
 #
-# Solvers, callbacks, and what prints
+# Solvers, callbacks and printing
 #
 
 

@@ -1,4 +1,4 @@
-"""A run of `gnlin.fit` that was cut off, and goes on, is the run that was not."""
+"""An interrupted run of `gnlin.fit` that is resumed equals the uninterrupted run."""
 
 import os
 import random
@@ -32,7 +32,7 @@ DAMPED = gnlin.DampedGaussNewton(0.3)
 
 
 def assert_same_run(left, right):
-    """To the bit."""
+    """Check that two runs are equal to the bit."""
     assert left.history.columns == right.history.columns
     for name in left.history:
         assert left.history[name].tobytes() == right.history[name].tobytes(), name
@@ -76,7 +76,7 @@ def start(folder):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "OPENBLAS_NUM_THREADS": "1",  # or LAPACK waits for other runs, many times as long
+        "OPENBLAS_NUM_THREADS": "1",  # else LAPACK waits for other runs
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
@@ -90,7 +90,7 @@ def start(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
 def test_killed_at_any_moment(tmp_path):
-    """Every kind of run, some of them twice: a moment after some step."""
+    """Kill every kind of run after some step, some kinds twice."""
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     whole.mkdir()
     pieces.mkdir()
@@ -127,12 +127,12 @@ def test_killed_at_any_moment(tmp_path):
                 assert left[part].tobytes() == right[part].tobytes(), (name, part)
         assert len(list((pieces / name).iterdir())) == 2
     assert not any(kills.values())
-    # And they did go on from there, each of them.
+    # Each run did resume from a checkpoint.
     assert {name for name, step in starts if step > 0} == set(KINDS)
 
 
 #
-# Stopped, and gone on with
+# Stopped and resumed
 #
 
 
@@ -225,7 +225,7 @@ def test_nothing_to_resume(tmp_path):
 
 
 def test_early_stopping_resumes(tmp_path):
-    """Its count of validations without an improvement goes on."""
+    """The count of validations without an improvement continues."""
     losses = [5.0, 4.0, 6.0, 6.0, 6.0, 1.0, 1.0]
 
     def run(**arguments):
@@ -246,7 +246,7 @@ def test_early_stopping_resumes(tmp_path):
         folder = tmp_path / str(epochs)
         run(epochs=epochs, checkpoint=folder)
         assert_same_run(run(epochs=6, checkpoint=folder, resume=True), whole)
-        # And a run that has stopped stays as it is.
+        # A run that has stopped is not continued.
         assert_same_run(run(epochs=7, checkpoint=folder, resume=True), whole)
 
 
@@ -282,7 +282,7 @@ def test_keys_as_state(tmp_path):
 
 
 #
-# Interrupted, or broken off by an error
+# Interrupted by the user or by an error
 #
 
 
@@ -312,7 +312,7 @@ def improving_twice(epoch):
     ),
 )
 def test_an_interrupt_during_callbacks(event, broken_by, every, tmp_path):
-    """What some of them have seen, and others have not, is no part of the checkpoint."""
+    """The checkpoint excludes a step that only some of the callbacks have seen."""
     place, error = broken_by
 
     def run(broken, **arguments):
@@ -346,7 +346,7 @@ def test_an_interrupt_during_callbacks(event, broken_by, every, tmp_path):
 
 
 #
-# When and what is written
+# Which checkpoints are written, and when
 #
 
 
@@ -379,12 +379,12 @@ def test_checkpoints_change_nothing(tmp_path):
 
 
 #
-# Refusals
+# Errors
 #
 
 
 def refused(folder, step, **changes):
-    """The sentence."""
+    """Return the message of the error."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
     steps = Steps()
     arguments = {"callbacks": steps, "checkpoint": folder, "resume": True, **changes}
