@@ -1,6 +1,6 @@
-"""What a first call compiles, as JSON: how often a function stands in the program before
-XLA optimises it, and how many fusions it is afterwards. It runs in a process of its own,
-in which XLA fuses as for users."""
+"""Print as JSON what a first call compiles: the number of copies of a function in the
+program before XLA optimises it, and of fusions afterwards. This runs in a separate
+process, in which XLA fuses as it does for users."""
 
 import json
 import re

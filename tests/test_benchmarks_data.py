@@ -397,7 +397,7 @@ def test_damaged_python_batches(tmp_path, archived, change, message):
     assert message in changed(tmp_path, PYTHON, archived, change)
 
 
-# Of no values: what follows sets them.
+# An array without values; the operations that follow set them.
 ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
 
 
@@ -452,13 +452,14 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
         b"u",
         b"K\x01\x87",
         b"h\x05",
-        # What is not: by number, by persistent name, by a class to make.
+        # Refused operations: a class by number or by persistent name, and making an
+        # object.
         b"\x82\x01",
         b"K\x05Q",
         b"(ios\nmkdir\n",
         b"(cos\nmkdir\no",
         b"U\x02osU\x05mkdir\x93",
-        # Lengths and places that are claimed.
+        # False lengths and positions.
         b"}r\xff\xff\xff\xff",
         b"T\xff\xff\xff\x7fabc",
         b"X\xff\xff\xff\xffabc",

@@ -255,7 +255,7 @@ def test_the_classical_problems(tmp_path):
     assert len(boxes) == 3 * 2 * 3
     ours = [row for row in boxes if row["solver"] == "gnlin LM"]
     assert all(row["solved"] == "True" and row["reported"] == "True" for row in ours)
-    # Of Rosenbrock's function with x up to 0.9 the minimum is (1 - 0.9)^2.
+    # Rosenbrock's function with x up to 0.9 has the minimum (1 - 0.9)^2.
     ends = [float(r["sum_of_squares"]) for r in boxes if r["problem"] == "rosenbrock-2"]
     np.testing.assert_allclose(ends, 0.01, rtol=1e-9)
     certified = list(csv.DictReader((tmp_path / "nls_nist.csv").read_text().splitlines()))

@@ -146,7 +146,7 @@ ENDS = {
 
 
 def runs_of(point):
-    """That come to the end given, the faster the better; of Adam's rates the second."""
+    """Make up runs that end at `ENDS`; SPRING is fastest, and Adam's second rate best."""
     end = ENDS[point["solver"]] * (10 if point.get("rate") == 1e-3 else 1)
     errors = np.array([[1.0, end, end], [1.0, 2 * end, 2 * end]])
     seconds = np.array([[1.0, 2.0, 4.0]] * 2) * (

@@ -296,7 +296,7 @@ def test_unreadable_settings_are_refused(text, calls, tmp_path):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """Of the runs at one point, whole."""
+    """Make a complete archive of the runs at one point."""
     folder = tmp_path_factory.mktemp("runs")
     Calls().run(folder)
     return folder / "runs" / "period=10.npz"

@@ -472,8 +472,8 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
     assert max(sizes) < jacobian / 100
     memory = traced.lower().compile().memory_analysis()
     assert memory.temp_size_in_bytes < jacobian * 8 / 20
-    # A forward pass makes one product a layer. A tangent or transposed pass makes two, but
-    # one for the first layer, whose inputs are data.
+    # A forward pass makes one product a layer. A tangent or transposed pass makes two,
+    # but one for the first layer, whose inputs are data.
     first, last = n * inputs * width, n * width * classes
     assert work == (first + last) + 2 * (first + 2 * last)
 

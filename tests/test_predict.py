@@ -203,7 +203,7 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     losses = flow.loss([0, 1, 10, math.inf])
     assert np.all(np.diff(losses[:2]) < 0)
     outputs, rows = dense(model, inputs)
-    # Where it ends the slope along each parameter is the damping's
+    # At the end, the slope along each parameter is that of the damping
     end = flow()
     slope = softmax(end, -1) - np.eye(2)[np.asarray(labels)]
     pulled = rows @ rows.T @ np.ravel(slope)

@@ -43,7 +43,7 @@ def numbers(model):
 
 
 #
-# What comes back
+# Results
 #
 
 
@@ -169,7 +169,7 @@ def test_integer_targets_are_converted():
 
 
 #
-# What is trained
+# Trained parameters
 #
 
 

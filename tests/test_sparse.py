@@ -117,7 +117,7 @@ def test_steps_are_those_of_all_parameters(name):
 
 
 def test_a_robust_loss():
-    """Whose curvature is another for each example."""
+    """The curvature differs between examples."""
     ours, known = (
         gnlin.solve(
             POSES,
