@@ -452,8 +452,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
         b"u",
         b"K\x01\x87",
         b"h\x05",
-        # Refused operations: a class by number or by persistent name, and making an
-        # object.
+        # Refused: classes by number, persistent names, and making an object.
         b"\x82\x01",
         b"K\x05Q",
         b"(ios\nmkdir\n",
