@@ -1,4 +1,4 @@
-"""Those of the classical problems that are small, in one shape."""
+"""The small classical problems, padded to one shape."""
 
 from collections.abc import Callable
 
@@ -29,8 +29,8 @@ NUM_RESIDUALS, NUM_PARAMETERS = 20, 4
 
 
 def padded(problem: classical.Problem) -> Callable:
-    """With parameters that nothing depends on, and residuals of zero, so that all
-    problems are of one shape."""
+    """Return the residuals, padded with zeros, of padded parameters, so that all problems
+    have one shape."""
 
     def fn(y):
         r = problem.residuals(y)
@@ -40,6 +40,6 @@ def padded(problem: classical.Problem) -> Callable:
 
 
 def start(problem: classical.Problem, far: float = 1.0) -> np.ndarray:
-    """Its usual start, or so many times as far from zero."""
+    """Return the usual start, multiplied by `far`."""
     y = problem.from_far(far)
     return np.pad(y, (0, NUM_PARAMETERS - y.size))

@@ -1,6 +1,6 @@
-"""What a first call compiles, as JSON: how often a function stands in the program before
-XLA optimises it, and how many fusions it is afterwards. It runs in a process of its own,
-in which XLA fuses as for users."""
+"""Print as JSON what a first call compiles: the number of copies of a function in the
+program before XLA optimises it, and of fusions afterwards. This runs in a separate
+process, in which XLA fuses as it does for users."""
 
 import json
 import re
@@ -18,7 +18,8 @@ jax.config.update("jax_enable_x64", True)
 
 
 def counted(lowered, operation: str, in_each: int = 1) -> dict[str, int]:
-    """`operation`: one that the function holds so many times."""
+    """Count the fusions, and the copies of a function that has `operation` `in_each`
+    times."""
     found = re.findall(rf"stablehlo\.{operation} ", lowered.as_text())
     fusions = lowered.compile().as_text().count(" fusion(")
     return {"copies": len(found) // in_each, "fusions": fusions}
@@ -51,7 +52,7 @@ def of_solve(num_outputs: int, targets, loss) -> dict[str, int]:
 
 
 def of_fit(loss, **settings) -> dict[str, int]:
-    """The program of a step on a batch."""
+    """Return the program of a step on a batch."""
     found, made = [], _step._jitted
 
     def spied(fn, *static):

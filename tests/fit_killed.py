@@ -77,7 +77,7 @@ def momentum():
 
 
 def adam():
-    """Which stops early, at its best."""
+    """Adam with early stopping."""
     return {
         "model": network(),
         "data": (IMAGES, LABELS),
@@ -151,7 +151,7 @@ class Tell(gnlin.callbacks.Callback):
 
     def on_step(self, run):
         print(self.name, "trains", run.step, flush=True)
-        time.sleep(0.002)  # or it might be done before it is killed
+        time.sleep(0.002)  # otherwise it might finish before it is killed
 
 
 def train(case, folder):

@@ -20,7 +20,7 @@ LABELS = jnp.argmax(X, axis=1) % 2
 BATCHES = [(X[i : i + 4], T[i : i + 4]) for i in (0, 4, 8)]
 LABELLED = [(X[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
 
-# Cheap to compile, and the same in most tests: compiled once.
+# This is cheap to compile, and shared by most tests.
 DESCENT = gnlin.IterativeLinearisation(3, 0.05)
 
 
@@ -29,7 +29,8 @@ def network(seed=0, width=3):
 
 
 def fit(model=None, data=(X, T), solver=DESCENT, **arguments):
-    """Two epochs of three batches, of half the sum of squares, unless told otherwise."""
+    """Train on half the sum of squares for two epochs of three batches, unless told
+    otherwise."""
     defaults = {"progress": False, "loss": gnlin.SquaredError(reduction="sum")}
     if isinstance(data, tuple):
         defaults["batch_size"] = 4
@@ -49,7 +50,7 @@ START, _UNRAVEL = ravel_pytree(_PARAMETERS)
 
 @jax.jit
 def outputs(flat, x):
-    """Of `network`, by all its parameters in one vector."""
+    """Return the outputs of `network` for all its parameters in one vector."""
     return jax.vmap(eqx.combine(_UNRAVEL(flat), _STATIC))(x)
 
 
@@ -63,7 +64,7 @@ def dense(flat, x):
 
 
 def squared_error(f, targets):
-    """(value, gradient, Hessian) by the outputs."""
+    """Return (value, gradient, Hessian) with respect to the outputs."""
     r = np.ravel(f) - np.ravel(targets)
     return 0.5 * r @ r, r, np.eye(r.size)
 
@@ -81,7 +82,7 @@ def cross_entropy(f, labels):
 
 
 def outer_steps(step, batches, num_steps, flat=START):
-    """(parameters, losses) of `step(r, J)`, literally, one batch after another."""
+    """Return (parameters, losses) of literal steps `step(r, J)`, batch by batch."""
     flat, losses = np.asarray(flat), []
     for k in range(num_steps):
         x, targets = batches[k % len(batches)]
@@ -128,7 +129,7 @@ def inner_steps(
 
 
 class Echo(eqx.Module):
-    """The inputs, whatever the parameter."""
+    """A model that returns its inputs, whatever its parameter."""
 
     idle: jax.Array
 
@@ -137,8 +138,8 @@ class Echo(eqx.Module):
 
 
 def batches_drawn(num_examples, batch_size, num_steps, key):
-    """Which examples each step has been given: example i has the loss 2^i, so that the
-    sum of a batch says which they are."""
+    """Return the examples of each step. Example i has the loss 2^i, so that the sum of a
+    batch identifies its examples."""
     powers = 2.0 ** jnp.arange(num_examples, dtype=float)
     data = jnp.sqrt(2 * powers), jnp.zeros(num_examples)
     with pytest.warns(UserWarning, match="the gradient is exactly zero"):
@@ -150,7 +151,7 @@ def batches_drawn(num_examples, batch_size, num_steps, key):
 
 
 class Normalised(eqx.Module):
-    """With the statistics of the batch."""
+    """A network with batch normalisation."""
 
     first: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -168,7 +169,7 @@ class Normalised(eqx.Module):
 
 
 class Dropped(eqx.Module):
-    """With units left out at random."""
+    """A network with dropout."""
 
     first: eqx.nn.Linear
     dropout: eqx.nn.Dropout

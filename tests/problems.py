@@ -1,4 +1,4 @@
-"""Small problems, the same in NumPy with their Jacobians by hand, and literal steps."""
+"""Small problems in JAX and in NumPy with Jacobians by hand, and literal solver steps."""
 
 import equinox as eqx
 import jax
@@ -17,15 +17,15 @@ SHAPES = {
 
 
 def each_once(*axes):
-    """Cases in which each value of each axis occurs, as few as possible: parametrise by
-    these where the values of one axis do not depend on those of another."""
+    """Return the fewest cases in which each value of each axis occurs. Use it in
+    `parametrize` if the axes are independent."""
     number = max(map(len, axes))
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(number)]
 
 
 def each_pair(first, second, *others):
-    """All pairs of the first two axes, with the others' values in turn, so that each pair
-    of any two axes occurs where the first two are the longest."""
+    """Return all pairs of the first two axes, and cycle through the values of the others.
+    Each pair of values of any two axes occurs if the first two axes are the longest."""
     return [
         (a, b, *(axis[(i + j) % len(axis)] for axis in others))
         for i, a in enumerate(first)
@@ -87,7 +87,8 @@ def as_jax(tree, dtype=float):
 
 @eqx.filter_jit
 def least_squares(fn, solver, y0, args=None, max_steps=256, **kwargs):
-    """Compiled once for all numbers of one solver, all data of one shape."""
+    """Call `optimistix.least_squares`; compile once per kind of solver and shape of
+    data."""
     return optx.least_squares(
         fn, solver, y0, args, max_steps=max_steps, throw=False, **kwargs
     )
@@ -107,7 +108,7 @@ def gauss_newton_step(r, jacobian, rcond=1e-12):
 
 
 def damped_step(r, jacobian, damping, scale=None):
-    """From the augmented least-squares problem, which squares no condition number."""
+    """Solve the augmented least-squares problem, which squares no condition number."""
     p = jacobian.shape[1]
     scale = np.ones(p) if scale is None else scale
     augmented = np.concatenate([jacobian, np.sqrt(damping) * np.diag(scale)])
@@ -143,13 +144,13 @@ def truncated_step(r, jacobian, tolerance, damping=0.0):
 
 
 def literal_loop(step, y, args, num_steps, numpy_fn=sines_numpy):
-    """`num_steps` updates; `step(r, J, k)`."""
+    """Make `num_steps` updates by `step(r, J, k)`."""
     for k in range(num_steps):
         y = y + step(*numpy_fn(y, args), k)
     return y
 
 
 def updated(optimiser, gradient, state, parameters=None):
-    """By optax, whose own arithmetic mixes its count with numbers."""
+    """Apply an optax update; optax's own arithmetic mixes its count with floats."""
     with jax.numpy_dtype_promotion("standard"):
         return optimiser.update(gradient, state, parameters)

@@ -20,8 +20,8 @@ if __name__ == "__main__":  # before jax starts
         + f" --xla_force_host_platform_device_count={DEVICES}"
         + " --xla_backend_optimization_level=0"
     )
-    # Of the threads that the virtual devices share. One that waits for the others keeps
-    # its own, and a batch of LAPACK calls needs one more.
+    # Threads that the virtual devices share. A thread that waits for the others stays
+    # occupied, and a batch of LAPACK calls needs one more.
     os.environ["NPROC"] = "32"
 
 import equinox as eqx
@@ -74,7 +74,7 @@ def make_mesh(shape, names=("data", "model"), types=AxisType.Auto):
 
 
 def by_rows(model, mesh):
-    """Weights and biases by their outputs, where these can be divided."""
+    """Divide weights and biases by their outputs, if the number allows it."""
 
     def placed(x):
         if not eqx.is_inexact_array(x):
@@ -86,7 +86,7 @@ def by_rows(model, mesh):
 
 
 def by_columns(model, mesh):
-    """Weights by their inputs, biases on every device."""
+    """Divide weights by their inputs; copy biases to every device."""
 
     def placed(x):
         if not eqx.is_inexact_array(x):
@@ -102,7 +102,7 @@ def by_examples(data, mesh):
 
 
 def compared(new, old, placed=None):
-    """`placed`: the parameters as they arrived."""
+    """Compare the two runs; `placed` holds the parameters as they arrived."""
     new, old = arrays(new), arrays(old)
     size = max(np.abs(x).max() for x in old)
     pairs = zip(new, old, strict=True)
@@ -253,7 +253,7 @@ def sweep_case(name, shape, names):
 
 
 #
-# What is communicated
+# Communication
 #
 
 _BYTES = {"f64": 8, "s64": 8, "f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
@@ -264,8 +264,8 @@ _COLLECTIVES = re.compile(
 
 
 def communicated(program: str) -> list[tuple[str, int, int]]:
-    """Each collective of a compiled program: its kind, the bytes that it leaves on a
-    device, and how many loops it is in."""
+    """Return each collective of a compiled program: its kind, its bytes on a device, and
+    the number of loops around it."""
     found = []
     for line in program.splitlines():
         line = re.sub(r"/\*.*?\*/", "", line)
@@ -284,7 +284,7 @@ def communicated(program: str) -> list[tuple[str, int, int]]:
 
 
 def program_of_solve(model, data, solver) -> str:
-    """The compiled program of `gnlin.solve`."""
+    """Return the compiled program of `gnlin.solve`."""
     run = gnlin._solve._steps
 
     class Compiled(Exception):
@@ -320,7 +320,7 @@ def traffic_case(name):
 
 
 def in_process(index, num_processes, port):
-    """Tells the same in each process; the data are divided between them."""
+    """Run the same in each process, with the data divided between them."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes, index)
     mesh = jax.make_mesh((len(jax.devices()),), ("data",))

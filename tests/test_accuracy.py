@@ -1,4 +1,5 @@
-"""How much a classifier gets right: by hand, and mistakes that would be broadcast."""
+"""Accuracy of classifiers, computed by hand, and errors for shapes that would
+broadcast."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ def test_labels_and_probabilities():
     assert gnlin.losses.accuracy(outputs, CLASSES) == 0.25
     assert gnlin.losses.accuracy(outputs, ONE_HOT) == 0.25
     assert gnlin.losses.accuracy(np.asarray(outputs), np.asarray(CLASSES)) == 0.25
-    # Of two classes that are as probable either is right.
+    # If two classes are equally probable, either counts as right.
     assert (
         gnlin.losses.accuracy(jnp.eye(3), jnp.array([[0, 1, 1], [0, 1, 1], [0, 1, 1]]))
         == 2 / 3
@@ -34,20 +35,20 @@ def test_two_classes_by_one_output(dtype):
     assert gnlin.losses.accuracy(outputs[:, None], ~targets.astype(bool)[:, None]) == 0.25
 
 
-def test_sequences_and_labels_that_do_not_count():
+def test_sequences_and_ignored_labels():
     outputs, labels = ONE_HOT.reshape(4, 3, 3), CLASSES.reshape(4, 3)
     assert gnlin.losses.accuracy(outputs, labels) == 1
     wrong = outputs.at[:2].set(jnp.nan).at[3, 0].set(jnp.array([0.0, 0.0, 1.0]))
     assert jnp.isnan(gnlin.losses.accuracy(wrong, labels))
     assert gnlin.losses.accuracy(wrong, LEFT_OUT.reshape(4, 3)) == pytest.approx(5 / 6)
-    # Of the other eight two thirds are left, one of them wrong.
+    # Eight of the twelve labels are not 2, and half of these are 1.
     right = jnp.zeros((4, 3, 3)).at[..., 1].set(1)
     assert gnlin.losses.accuracy(right, labels, ignore_index=2) == 0.5
     assert jnp.isnan(gnlin.losses.accuracy(outputs, jnp.full((4, 3), -1)))
 
 
 @pytest.mark.parametrize("targets", [CLASSES, ONE_HOT])
-def test_no_number_is_no_class(targets):
+def test_nan_outputs_give_nan_accuracy(targets):
     assert jnp.isnan(
         jax.jit(gnlin.losses.accuracy)(ONE_HOT.at[3, 1].set(jnp.nan), targets)
     )
@@ -70,7 +71,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("outputs", "targets", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(outputs, targets, words):
+def test_error_messages(outputs, targets, words):
     with pytest.raises(ValueError, match=words) as caught:
         gnlin.losses.accuracy(outputs, targets)
     message = str(caught.value)

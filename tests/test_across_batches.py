@@ -1,4 +1,4 @@
-"""How much of a batch's step is taken, by what the next batch says."""
+"""The share of a batch's step that is taken, judged by the next batch."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from gnlin._solver._stride import Stride
 
 
 class Told:
-    """An objective that says what it is told to."""
+    """An objective that returns prescribed values."""
 
     def __init__(self, gain):
         self.gain = gain
@@ -57,7 +57,7 @@ def line(y, x):
 
 
 def fitted(targets, solver, model=line, inputs=None):
-    """On batches of one example each, in this order."""
+    """Train on batches of one example each, in this order."""
     inputs = np.ones(len(targets)) if inputs is None else inputs
     batches = [
         (np.full((1, 1), x), np.full((1, 1), t))
@@ -67,17 +67,17 @@ def fitted(targets, solver, model=line, inputs=None):
     return gnlin.fit(start, batches, solver, steps=len(batches), progress=False)
 
 
-def test_a_step_that_the_next_batch_cannot_bear_is_taken_back():
-    # The first batch asks for 1, and gets a quarter of it: what that is worth to it is
-    # less than what the second one, which asks for -3, loses by it.
+def test_a_step_that_raises_the_next_loss_is_reverted():
+    # The first batch asks for a step of 1, and gets a quarter of it. It gains less by
+    # this than the second batch, which asks for -3, loses.
     result = fitted([1.0, -3.0], gnlin.GaussNewton())
-    # A step of three from zero, of which a quarter of a quarter is less than the least.
+    # The second step is -3 from zero. A quarter of a quarter is below the least share.
     assert jnp.allclose(result.model[1], -0.3)
     assert result.stats["num_rejected_steps"] == 1
     assert result.stats["num_accepted_steps"] == 1
 
 
-def test_the_best_parameters_are_those_that_a_step_was_taken_back_to():
+def test_best_parameters_after_a_reverted_step():
     # The second batch takes the first one's step back, and is the best one. The others
     # are far off, until the run has diverged.
     targets = [2.0, -1.6, *[1000.0] * 8]
@@ -87,7 +87,7 @@ def test_the_best_parameters_are_those_that_a_step_was_taken_back_to():
     np.testing.assert_array_equal(result.model[1], 0.0)
 
 
-def test_a_step_that_the_next_batch_likes_stays():
+def test_a_step_that_lowers_the_next_loss_is_kept():
     result = fitted([1.0, 1.0], gnlin.GaussNewton())
     assert jnp.allclose(result.model[1], 0.25 + 0.75 * 0.25 * 1.04)
     assert result.stats["num_rejected_steps"] == 0
@@ -95,13 +95,13 @@ def test_a_step_that_the_next_batch_likes_stays():
     assert np.allclose(history["step_norm"], [0.25, 0.75 * 0.25 * 1.04])
 
 
-def test_the_pure_step_is_one_argument_away():
+def test_full_steps_by_one_argument():
     result = fitted([1.0, -3.0], gnlin.GaussNewton(search=None))
     assert jnp.allclose(result.model[1], -3.0)
 
 
-def test_a_batch_that_is_no_number_at_the_last_point_takes_it_back():
-    # Past 1/8 the second batch is a square root of a negative number.
+def test_a_nan_on_the_next_batch_reverts_the_step():
+    # Past 1/8 the second batch takes the square root of a negative number.
     def curved(y, x):
         return jnp.where(x[0] > 0, y, jnp.sqrt(0.125 - y))
 
@@ -127,7 +127,7 @@ def test_a_network_on_batches():
     assert result.history["loss"][-1] < result.history["loss"][0]
 
 
-def test_levenberg_marquardt_has_no_scales_on_batches():
+def test_levenberg_marquardt_does_not_scale_on_batches():
     x = np.random.default_rng(0).normal(size=(64, 3)) * [1.0, 10.0, 0.1]
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
 
@@ -141,13 +141,13 @@ def test_levenberg_marquardt_has_no_scales_on_batches():
     same = trained(16, scaling="identity")
     np.testing.assert_array_equal(trained(16), same)
     assert not np.allclose(trained(16, scaling="more"), same)
-    # Of all data they race.
+    # On all data the scalings are raced.
     assert not np.allclose(trained(None), trained(None, scaling="identity"))
 
 
 @pytest.mark.parametrize("scaling", ["more", "root"])
 def test_scales_on_batches_between_bounds(scaling):
-    """On a face the problem is solved again, with the scales of the batch."""
+    """On a face the problem is solved again with the scales of the batch."""
     x = np.random.default_rng(0).normal(size=(64, 3))
     model = eqx.nn.MLP(3, 1, 8, 1, jnp.tanh, dtype=float, key=jax.random.key(0))
     solver = gnlin.LevenbergMarquardt(scaling=scaling, bounds=(-0.6, 0.6))
@@ -159,9 +159,9 @@ def test_scales_on_batches_between_bounds(scaling):
     assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]
 
 
-def test_points_that_are_drawn_have_no_noise():
-    """An ordinary differential equation: the default damps as little as 1e-8, and much
-    more where data are chosen by a batch size."""
+def test_default_damping_on_sampled_points_and_on_batches():
+    """For an ordinary differential equation the default damping is 1e-8. It is much
+    larger if a batch size selects the data."""
 
     def decay(u, t):
         value, rate = jax.jvp(u, (t,), (jnp.ones(()),))

@@ -1,4 +1,4 @@
-"""Adaptive linearisation against the same rules written out with dense formulas."""
+"""Adaptive linearisation, compared with the same rules in dense formulas."""
 
 import math
 
@@ -41,7 +41,7 @@ def probe(seed, size):
 
 
 def is_trusted(point, there, linearised, seed, drift, ratio, x=X, t=T):
-    """The two rules, on dense kernels."""
+    """Apply the two rules to dense kernels."""
     f, f_there = np.asarray(outputs(point, x)), np.asarray(outputs(there, x))
     good = True
     if drift is not None:
@@ -55,7 +55,7 @@ def is_trusted(point, there, linearised, seed, drift, ratio, x=X, t=T):
 
 
 def longest_trusted(point, seed, first, drift, ratio, longest):
-    """By literal steps and doubling: the period, and the step."""
+    """Find the period and the step by literal steps and doubling."""
     j, f = jacobian(point), np.asarray(outputs(point))
 
     def step(period):
@@ -89,7 +89,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_the_longest_period_that_is_trusted(name):
+def test_longest_trusted_period(name):
     drift, ratio = RULES[name]
     longest = 300
     solver = gnlin.methods.AdaptiveLinearisation(
@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_squared_error():
     assert np.all(solution.history.num_inner_steps >= 1)
 
 
-def test_it_converges():
+def test_convergence():
     solver = gnlin.methods.AdaptiveLinearisation(
         gnlin.IterativeLinearisation(math.inf, 0.005, rtol=1e-6, atol=1e-9)
     )
@@ -198,7 +198,7 @@ def test_an_optimiser_across_batches():
         ((0.5, 0.5, 0), "`check_every` must be"),
     ],
 )
-def test_a_bad_hyperparameter_is_named(arguments, words):
+def test_errors_of_hyperparameters(arguments, words):
     descent = gnlin.IterativeLinearisation(10, 0.1)
     given = arguments if "descent" in words else (descent, *arguments)
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,5 @@
-"""Derivatives of minima at bounds and on curved spaces, by differences and formulas."""
+"""Derivatives of minima at bounds and on curved spaces, compared with finite differences
+and formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ def chained(p, a):
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 @pytest.mark.parametrize(("a", "expected"), [(3.0, [0.0, 0.0]), (0.5, [1.0, 1.0])])
-def test_what_is_at_a_bound_stays(derivative, a, expected):
+def test_parameters_at_a_bound_do_not_move_with_the_data(derivative, a, expected):
     def value(a):
         solver = gnlin.GaussNewton(bounds=(-jnp.inf, 1.0))
         return minimum(chained, solver, jnp.zeros(2), a)
@@ -33,7 +34,7 @@ def test_what_is_at_a_bound_stays(derivative, a, expected):
 
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
-def test_it_moves_with_its_bound(derivative):
+def test_parameters_at_a_bound_move_with_it(derivative):
     def value(bound):
         solver = gnlin.GaussNewton(bounds=(-jnp.inf, bound))
         return minimum(chained, solver, jnp.zeros(2), 3.0)
@@ -46,7 +47,7 @@ def decay(p, y):
 
 
 @pytest.mark.parametrize("most", [2.0, 9.0])
-def test_the_others_move_as_if_it_were_fixed(most):
+def test_free_parameters_move_as_if_the_others_were_fixed(most):
     bounds = {"a": 0.0, "rate": None}, {"a": most, "rate": None}
     solver = gnlin.LevenbergMarquardt(bounds=bounds)
 
@@ -69,7 +70,7 @@ def turned(row, step):
 
 @pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
 def test_on_a_circle(derivative):
-    """The nearest point to twice (cos a, sin a) is (cos a, sin a)."""
+    """The point of the circle nearest to 2 (cos a, sin a) is (cos a, sin a)."""
 
     def misfit(p, a):
         return p["row"][0] - p["length"] * jnp.stack([jnp.cos(a), jnp.sin(a)])
@@ -86,7 +87,7 @@ def test_on_a_circle(derivative):
     np.testing.assert_allclose(found["length"], 0.0, atol=1e-6)
 
 
-def test_without_either_it_is_optimistixs():
+def test_unconstrained_derivatives_equal_optimistix():
     def rate(y, adjoint):
         start = {"a": 1.0, "rate": 0.5}
         solver = gnlin.LevenbergMarquardt()
@@ -100,7 +101,7 @@ def test_without_either_it_is_optimistixs():
     np.testing.assert_allclose(ours, theirs, rtol=1e-12)
 
 
-def test_of_what_is_no_least_squares_it_is_optimistixs_too():
+def test_other_minimisations_equal_optimistix():
     def value(a):
         solver, start = optx.BFGS(1e-8, 1e-8), jnp.ones(2)
         adjoint = gnlin.methods.ImplicitAdjoint()
@@ -111,7 +112,7 @@ def test_of_what_is_no_least_squares_it_is_optimistixs_too():
     np.testing.assert_allclose(found, np.eye(2), atol=1e-9)
 
 
-def test_runs_that_wait_for_one_that_never_ends_get_their_verdict():
+def test_a_run_without_end_does_not_block_the_others():
     def fn(y, never):
         return jnp.where(never == 0, y - 2.0, jnp.exp(-y))
 
@@ -127,7 +128,7 @@ def test_runs_that_wait_for_one_that_never_ends_get_their_verdict():
     assert num_steps.tolist() == [alone, alone, 40]
 
 
-def test_solve_within_a_transformation_of_what_its_model_closes_over():
+def test_solve_inside_transformations_of_closed_over_values():
     def found(a):
         group = gnlin.Residuals(lambda p, _: p - a)
         return gnlin.solve(jnp.zeros(1), group, gnlin.GaussNewton(), max_steps=9).model[0]

@@ -1,5 +1,5 @@
-"""The listing in docs/architecture.md is the truth: every file is in it, and imports only
-from what stands below."""
+"""docs/architecture.md lists every file, and each file imports only from files below
+it."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ _NAME = re.compile(r"(?<!\S)(\w+\.py|\w+/)(?!\S)")
 
 
 def listing():
-    """Paths of files below gnlin/, from the top to the bottom."""
+    """List the paths of files in gnlin/, from the top of the page to the bottom."""
     text = (ROOT / "docs" / "architecture.md").read_text()
     block = re.search(r"```text\ngnlin/\n(.*?)\n\n", text, re.DOTALL)
     assert block
@@ -38,7 +38,7 @@ def test_every_file_is_listed():
 
 
 def imported(path):
-    """The files that a file imports from, those of a folder by its `__init__`."""
+    """Yield the files that a file imports from; a folder stands for its `__init__`."""
     file = PACKAGE / path
     tree = ast.parse(file.read_text())
     for_types = {
@@ -69,5 +69,5 @@ def test_imports_point_down():
     for path, name in pairs:
         inside = [p for p in ORDER if p == name or p.startswith(name)]
         if name.endswith("/") and path.startswith(name):
-            continue  # of its own folder's public face
+            continue  # its own folder's public face
         assert min(ORDER[p] for p in inside) > ORDER[path], f"{path} imports {name}"

@@ -1,4 +1,4 @@
-"""The standard files of MNIST and CIFAR-10, on small ones in the same formats; XOR."""
+"""The standard files of MNIST and CIFAR-10, as small files in the same formats; XOR."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ def random_images(number, *image):
 
 
 def md5s(folder):
-    """Of what is zipped: nothing else has a checksum that is known."""
+    """Return the checksums of the zipped files; no others are known."""
     files = folder.glob("*.gz")
     return {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in files}
 
@@ -42,7 +42,7 @@ def assert_same(examples, images, labels):
 
 
 def assert_sentence(text, *parts):
-    """One sentence that has all parts, and says what to do."""
+    """Check for one sentence that contains all parts, and says what to do."""
     assert text.endswith(".")
     assert text.count(". ") == 0
     for part in (*parts, "download", "python -m benchmarks data"):
@@ -64,7 +64,7 @@ ARRAYS = {
 
 
 def idx(array, magic=0x08):
-    """As the format says, by hand."""
+    """Write the IDX format by hand."""
     header = bytes([0, 0, magic, array.ndim]) + struct.pack(
         f">{array.ndim}I", *array.shape
     )
@@ -94,7 +94,7 @@ def test_mnist(tmp_path, zipped):
     assert_same(test, TEST[0][:, None], TEST[1])
 
 
-def test_mnist_of_which_a_file_is_unpacked(tmp_path):
+def test_mnist_with_an_unpacked_file(tmp_path):
     write_mnist(tmp_path, zipped=True)
     zipped = tmp_path / "t10k-labels-idx1-ubyte.gz"
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(
@@ -139,7 +139,7 @@ def test_damaged_idx(tmp_path, zipped, name, change, message):
 @pytest.mark.parametrize(
     "change", [lambda x: x[:200], lambda x: x[1:], lambda x: x[:-8] + 8 * b"\0"]
 )
-def test_a_damaged_gzip_file_of_the_right_checksum(tmp_path, change):
+def test_a_damaged_gzip_file_with_the_right_checksum(tmp_path, change):
     write_mnist(tmp_path, zipped=True)
     path = tmp_path / f"{IMAGES}.gz"
     path.write_bytes(change(path.read_bytes()))
@@ -155,7 +155,7 @@ def test_a_wrong_checksum(tmp_path):
     assert_sentence(str(caught.value), str(tmp_path / f"{IMAGES}.gz"), expected)
 
 
-def test_a_wrong_checksum_of_a_file_that_is_unpacked(tmp_path):
+def test_a_wrong_checksum_of_an_unpacked_file(tmp_path):
     write_mnist(tmp_path, zipped=False)
     with pytest.raises(DataError, match="MD5") as caught:
         mnist.load(tmp_path)
@@ -202,7 +202,7 @@ def binary(pixels, labels):
 
 
 def python(pixels, labels):
-    """As Python 3 writes what Python 2 can read."""
+    """Pickle by Python 3 in a form that Python 2 can read."""
     batch = {
         b"batch_label": b"a batch",
         b"labels": labels.tolist(),
@@ -213,7 +213,7 @@ def python(pixels, labels):
 
 
 def python2(pixels, labels):
-    """As Python 2 wrote the real ones: text of one byte a character."""
+    """Pickle as Python 2 wrote the real files: strings have one byte a character."""
 
     def text(x):
         return b"U" + bytes([len(x)]) + x
@@ -296,13 +296,13 @@ def test_cifar10(tmp_path, folder, write, archived):
     pixels, labels = map(np.concatenate, zip(*BATCHES[:5], strict=True))
     assert_same(train, pixels.reshape(-1, 3, 32, 32), labels)
     assert_same(test, BATCHES[5][0].reshape(-1, 3, 32, 32), BATCHES[5][1])
-    # Red, then green, then blue, each row by row.
+    # Red, then green, then blue; each channel row by row.
     assert train[0][1, 2, 3, 4] == BATCHES[0][0][1, 2 * 1024 + 3 * 32 + 4]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(("folder", "write"), [(BINARY, binary), (PYTHON, python)])
-def test_a_wrong_checksum_of_a_batch_that_is_unpacked(tmp_path, folder, write):
+def test_a_wrong_checksum_of_an_unpacked_batch(tmp_path, folder, write):
     path = write_cifar(tmp_path, folder, files_of(write, folder), archived=False)
     source = cifar10.dataset(NUM_PER_FILE)
     name = next(iter(files_of(write, folder)))
@@ -328,7 +328,7 @@ def test_numpy_reads_the_pickle_that_is_written_here():
 
 
 def changed(data_dir, folder, archived, change):
-    """The error, where the third file is changed."""
+    """Return the error after a change of the third file."""
     files = files_of(binary if folder == BINARY else python, folder)
     name = list(files)[2]
     contents = change(files.pop(name))
@@ -357,7 +357,7 @@ def test_damaged_binary_batches(tmp_path, archived, change, message):
 
 
 def made(**other):
-    """Instead of a batch: one of other contents."""
+    """Make a pickled batch with some entries changed."""
     pixels, labels = BATCHES[0]
     batch = {"data": pixels, "labels": labels.tolist()} | other
     batch = {name.encode(): value for name, value in batch.items() if value is not None}
@@ -397,12 +397,12 @@ def test_damaged_python_batches(tmp_path, archived, change, message):
     assert message in changed(tmp_path, PYTHON, archived, change)
 
 
-# Of no values: what follows sets them.
+# An array without values; the operations that follow set them.
 ARRAY = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
 
 
 class Runs:
-    """On being read by `pickle`, calls a function."""
+    """An object that calls a function when `pickle` reads it."""
 
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
@@ -439,7 +439,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
 @pytest.mark.parametrize(
     "program",
     [
-        # What is admitted, otherwise than NumPy does it.
+        # Admitted operations, used differently than NumPy uses them.
         b"c_codecs\nencode\nK\x05K\x06\x86R",
         b"c_codecs\nencode\n}U\x04evilK\x01sb",
         b"cnumpy\nndarray\nK\x05\x85R",
@@ -452,13 +452,13 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
         b"u",
         b"K\x01\x87",
         b"h\x05",
-        # What is not: by number, by persistent name, by a class to make.
+        # Refused: classes by number, persistent names, and making an object.
         b"\x82\x01",
         b"K\x05Q",
         b"(ios\nmkdir\n",
         b"(cos\nmkdir\no",
         b"U\x02osU\x05mkdir\x93",
-        # Lengths and places that are claimed.
+        # False lengths and positions.
         b"}r\xff\xff\xff\xff",
         b"T\xff\xff\xff\x7fabc",
         b"X\xff\xff\xff\xffabc",
@@ -466,7 +466,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path, archived, function, a
         b"\x96\xff\xff\xff\xff\xff\x00\x00\x00abc",
     ],
 )
-def test_programs_that_are_no_batch(tmp_path, program):
+def test_pickles_that_are_not_batches_are_refused(tmp_path, program):
     contents = b"\x80\x02" + program + b"."
     assert changed(tmp_path, PYTHON, False, lambda _: contents)
 
@@ -475,7 +475,7 @@ def test_bytes_at_random_are_refused_or_read():
     pixels, labels = (part[:3] for part in BATCHES[0])
     rng = np.random.default_rng(0)
     for whole in (python(pixels, labels), python2(pixels, labels)):
-        # Not the pixels, where any byte will do.
+        # Skip the pixels, where any byte is valid.
         places = [*range(250), *range(len(whole) - 60, len(whole))]
         for _ in range(500):
             contents = bytearray(whole)
@@ -512,15 +512,16 @@ def test_links_in_an_archive_are_not_followed(tmp_path, kind):
 @pytest.mark.parametrize(
     "change", [lambda x: x[: len(x) // 2], lambda x: x[5:], lambda x: b""]
 )
-def test_a_damaged_archive_of_the_right_checksum(tmp_path, change):
+def test_a_damaged_archive_with_the_right_checksum(tmp_path, change):
     path = write_cifar(tmp_path, BINARY, files_of(binary, BINARY), archived=True)
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DataError, match="it is not a whole archive"):
         load_cifar(tmp_path)
 
 
-def test_which_version_is_preferred(tmp_path):
-    """Archives, which have a checksum; the binary version, which is no pickle."""
+def test_preferred_version(tmp_path):
+    """Archives are preferred, because they have a checksum, and the binary version,
+    because it is not a pickle."""
     one = lambda label: binary(BATCHES[0][0], np.full(NUM_PER_FILE, label, np.uint8))
     write_cifar(tmp_path, BINARY, dict.fromkeys(files_of(binary, BINARY), one(3)), False)
     write_cifar(tmp_path, PYTHON, files_of(python, PYTHON), True)
@@ -554,7 +555,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """(folder, address) of what a local server offers."""
+    """Return (folder, address) of a local server."""
     monkeypatch.setenv("no_proxy", "*")
     folder = tmp_path / "host"
     folder.mkdir()
@@ -588,7 +589,7 @@ def test_downloading(tmp_path, host, monkeypatch):
     ):
         assert any(sentence.startswith(line) for sentence in said)
     assert_same(mnist.load(data_dir, source)[0], TRAIN[0][:, None], TRAIN[1])
-    # What is there is not downloaded again.
+    # Existing files are not downloaded again.
     for path in folder.iterdir():
         path.unlink()
     said.clear()
@@ -626,7 +627,7 @@ def test_downloading_something_else(tmp_path, host, monkeypatch):
     assert_not_downloaded(tmp_path / "data", address, "its MD5 is", f"not {expected}")
 
 
-def test_downloading_what_the_host_does_not_have(tmp_path, host, monkeypatch):
+def test_downloading_a_missing_file(tmp_path, host, monkeypatch):
     use_mnist(monkeypatch, mnist.MD5, host[1])
     assert_not_downloaded(tmp_path / "data", host[1], "(404 File not found)")
 
@@ -634,14 +635,14 @@ def test_downloading_what_the_host_does_not_have(tmp_path, host, monkeypatch):
 def test_downloading_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with socket.socket() as unused:
-        # Bound, and so nobody else's; not listening, and so closed.
+        # The port is bound, so nobody else uses it, but not listening, so it is closed.
         unused.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{unused.getsockname()[1]}/"
         use_mnist(monkeypatch, mnist.MD5, address)
         assert_not_downloaded(tmp_path, address, "(Connection refused)")
 
 
-def test_downloading_to_what_is_not_a_folder(tmp_path, host, monkeypatch):
+def test_downloading_to_a_file(tmp_path, host, monkeypatch):
     use_mnist(monkeypatch, mnist.MD5, host[1])
     data_dir = tmp_path / "file"
     data_dir.write_text("")
@@ -720,7 +721,7 @@ def test_xor():
     np.testing.assert_allclose(np.cov(x.T), 1.1 * np.eye(2), atol=0.02)
     np.testing.assert_allclose(np.mean(y**2), 1.1**2, rtol=0.02)
     assert abs(np.mean(y)) < 0.02
-    # Around each corner: a quarter, and normal noise.
+    # A quarter of the points lies around each corner, with normal noise.
     for corner in ([1, 1], [1, -1], [-1, 1], [-1, -1]):
         share = np.mean(np.all(np.sign(x) == corner, axis=1))
         assert abs(share - 0.25) < 0.01

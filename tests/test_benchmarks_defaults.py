@@ -1,4 +1,5 @@
-"""What `fit` does untuned: the tasks, Adam's compiled loop, and what is read off runs."""
+"""The experiment on `fit` without tuning: its tasks, Adam's compiled loop, and its
+tables."""
 
 import dataclasses
 
@@ -91,11 +92,11 @@ def test_adam_is_a_literal_loop_for_each_rate_and_seed():
 
 
 @pytest.mark.slow
-def test_a_run_tells_what_it_came_to():
+def test_a_run_reports_its_results():
     solver = gnlin.DampedGaussNewton(1.0, search=None)
     found = run_task(SMALL, 0, solver, batch_size=4, num_looks=2)
     assert found["steps"] == 4
-    # A row of the Jacobian for each of four residuals, and the product with it.
+    # The Jacobian has a row for each of four residuals; then comes one product with it.
     assert found["passes"] > 4 * 2
     assert found["test_scores"].shape == found["validation_scores"].shape == (2,)
     assert found["score"] == pytest.approx(found["test_scores"][-1])
@@ -120,7 +121,7 @@ SETTINGS = dataclasses.replace(
 
 
 def made_up(name, fit, adam, diverged=False):
-    """Adam's first rate is at its best in the middle, and the second in the end."""
+    """Adam's first rate is best in the middle of the run, and the second at its end."""
     n, looks = SETTINGS.seeds, SETTINGS.num_looks
     scores = np.full((n, 2, 2 * looks), adam)
     worse = -1 if TASKS[name].higher_is_better else 1
@@ -144,12 +145,12 @@ def made_up(name, fit, adam, diverged=False):
     ("accuracy", "error", "outcomes"),
     [(0.95, 1.0, [CONFIRMED, REFUTED]), (0.9, 0.5, [REFUTED, CONFIRMED])],
 )
-def test_as_good_is_within_a_part_of_adam_at_its_best_rate(accuracy, error, outcomes):
+def test_as_good_means_within_a_margin_of_tuned_adam(accuracy, error, outcomes):
     runs = [made_up("MLP, tanh", accuracy, 0.96), made_up("regression", error, 0.9)]
     verdicts = defaults.judge_all(SETTINGS, runs)
     assert [v.outcome for v in verdicts[:2]] == outcomes
     assert verdicts[2].estimate == 0.5
-    assert verdicts[3].outcome == CONFIRMED  # that no run diverged
+    assert verdicts[3].outcome == CONFIRMED  # no run diverged
     best = defaults.outcome(SETTINGS, runs[0])
     assert (best.rate, best.longer_rate) == (0.1, 0.2)
 
@@ -166,7 +167,7 @@ def test_table_and_figure_have_a_part_for_each_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quick_run_is_made_judged_and_gone_on_with(tmp_path, capsys):
+def test_a_quick_run_is_judged_and_resumed(tmp_path, capsys):
     arguments = ["defaults", "--quick", "--seeds", "2", "--out", str(tmp_path)]
     assert main(arguments) == 0
     kinds = {f"defaults.{kind}" for kind in ("png", "pdf", "csv", "md")}

@@ -1,5 +1,5 @@
-"""Differential equations: exact solutions leave no residuals, and are independent
-references' too."""
+"""Differential equations: exact and independent reference solutions leave no
+residuals."""
 
 import dataclasses
 
@@ -21,19 +21,19 @@ IN_CLOSED_FORM = [name for name in EQUATIONS if name not in ("kdv", "ks", "cavit
 
 
 def exact(equation):
-    """The exact solution as a function of one point."""
+    """Return the exact solution as a function of one point."""
     return lambda x: jnp.asarray(equation.solution(x[None]))[0]
 
 
 def solved(equation):
-    """The exact solution as the model."""
+    """Return the exact solution as a model."""
     if equation.coefficient is None:
         return exact(equation)
     return {"u": exact(equation), "coefficient": equation.coefficient}
 
 
 def groups_of(equation, number):
-    """Those of the first slab, where there are several."""
+    """Return the residual groups, of the first slab if there are several."""
     if equation.slabs:
         return equation.groups(number, equation.slabs[1])
     return equation.groups(number)
@@ -80,7 +80,7 @@ def test_the_error_is_relative(name):
     np.testing.assert_allclose(equation.error(model), 0.01, rtol=1e-9)
 
 
-def test_derivatives_are_those_of_the_hessian():
+def test_derivatives_match_the_hessian():
     net = EQUATIONS["poisson-5d"].model((7, 6), jax.random.key(0))
     x = jnp.linspace(0.1, 0.9, 5)
 
@@ -103,8 +103,8 @@ def test_derivatives_are_those_of_the_hessian():
         ("ks", lambda k: 100 / 16**2 * k**2 - 100 / 16**4 * k**4, 100 / 16, 192, 0.06),
     ],
 )
-def test_evolutions_are_those_of_the_method_of_lines(name, linear, speed, num_modes, end):
-    """In Fourier modes, integrated in time by SciPy, for the first part of the time."""
+def test_evolutions_match_the_method_of_lines(name, linear, speed, num_modes, end):
+    """Solve the first part of the time in Fourier modes, integrated by SciPy."""
     equation, n = EQUATIONS[name], num_modes
     low, high = equation.axes[1]
     wave = 2 * np.pi / (high - low) * np.arange(n // 2 + 1)
@@ -125,7 +125,7 @@ def test_evolutions_are_those_of_the_method_of_lines(name, linear, speed, num_mo
 
 
 def test_the_flow_in_the_cavity_has_converged():
-    """Away from the corners of the lid, where the velocity is not smooth."""
+    """Compare away from the corners of the lid, where the velocity is not smooth."""
     points = np.random.default_rng(0).uniform(0.1, 0.7, (50, 2))
     coarse, fine = (flow.driven(points, number) for number in (18, 24))
     np.testing.assert_allclose(coarse, fine, atol=1e-4)
@@ -135,7 +135,7 @@ def test_the_flow_in_the_cavity_has_converged():
 
 
 def test_the_cavity_conserves_mass():
-    """Independent of the stream function: what goes up comes down."""
+    """As much flows up as down; this does not use the stream function."""
     x = np.linspace(0, 1, 201)
     velocity = flow.driven(np.stack([x, np.full_like(x, 0.5)], axis=1), 24)
     assert abs(np.trapezoid(velocity[:, 1], x)) < 1e-5
@@ -172,7 +172,7 @@ def in_slabs():
     return settings, Runs(point, experiment.train(settings, point, Place()))
 
 
-def test_a_run_goes_on_from_slab_to_slab(in_slabs):
+def test_a_run_continues_from_slab_to_slab(in_slabs):
     _, runs = in_slabs
     assert runs["error"].shape == (2, 4)  # two looks at each of two slabs
     np.testing.assert_array_equal(runs["steps"], [[2, 4, 6, 8]] * 2)

@@ -1,5 +1,5 @@
-"""The experiments run from the command line, write what they promise, and their numbers
-are those of a run by hand."""
+"""The experiments run from the command line and write their files; rows match a run by
+hand."""
 
 import csv
 import dataclasses
@@ -45,7 +45,7 @@ def read(path):
         pytest.param("xor-features", 12, marks=pytest.mark.slow),
     ],
 )
-def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys):
+def test_quick_runs_write_their_files(name, num_verdicts, tmp_path, capsys):
     assert main([name, "--quick", "--seeds", "2", "--out", str(tmp_path)]) == 0
     stem = name.replace("-", "_")
     kinds = {f"{stem}.{kind}" for kind in ("png", "pdf", "csv")}
@@ -65,7 +65,7 @@ def test_quick_runs_write_what_they_promise(name, num_verdicts, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_probes_and_filters_are_of_the_runs_with_large_k(tmp_path):
+def test_probes_and_filters_come_from_runs_with_large_k(tmp_path):
     def run(name):
         assert main([name, "--quick", "--out", str(tmp_path / name)]) == 0
         return json.loads((tmp_path / name / "settings.json").read_text())
@@ -101,7 +101,7 @@ def test_a_row_of_the_sweep_over_lambda_is_one_run():
     assert found == pytest.approx(float(dimension), rel=1e-5)
 
 
-def test_runs_that_do_not_finish_are_left_out_and_where_most_do_not_nothing_is_judged():
+def test_unfinished_runs_are_left_out_and_too_many_of_them_prevent_a_verdict():
     train = np.array([[0.05, 0.05, 3.0], [0.05, 0.2, 0.3], [np.nan, 0.1, 0.05]])
     columns = {"train_rmse": train, "test_rmse": np.full((3, 3), 0.01)}
     runs = Runs({}, columns)
@@ -117,7 +117,7 @@ def test_units_that_are_off_for_all_inputs_are_dead():
     model = quintic_mlp(jax.random.key(0))
     model = jax.tree.map(lambda x: jnp.ones_like(x) if eqx.is_array(x) else x, model)
     first = model.layers[0]
-    # -x - 5 is on nowhere, and x - 3 is on at the end.
+    # The unit -x - 5 is always off, and x - 3 is on only at the end.
     weight = jnp.where(jnp.arange(50) < 20, -1.0, 1.0)[:, None]
     bias = jnp.where(jnp.arange(50) < 20, -5.0, -3.0)
     first = eqx.tree_at(lambda x: (x.weight, x.bias), first, (weight, bias))
@@ -157,7 +157,7 @@ def test_a_row_of_xor_features_is_one_run(solver):
 
 
 @pytest.mark.slow
-def test_the_looks_of_the_sweep_over_k_are_those_of_one_run():
+def test_looks_of_the_k_sweep_match_one_run():
     settings = dataclasses.replace(
         k_sweep.EMBEDDED, seeds=2, num_steps=12, most_updates=1
     )
@@ -209,12 +209,12 @@ def runs_of(updates, accuracy):
     )
 
 
-def test_updates_to_an_accuracy_are_those_of_the_first_look_that_has_it():
+def test_updates_to_an_accuracy_are_counted_at_the_first_look_that_reaches_it():
     runs = runs_of([[1, 2, 5], [1, 3, 6]], [[0.5, 0.9, 0.8], [0.1, 0.2, 0.3]])
     np.testing.assert_array_equal(training.updates_to(runs, 0.8), [2, 7])
 
 
-def test_the_accuracy_after_some_updates_is_of_a_look_with_no_more():
+def test_accuracy_after_some_updates_comes_from_a_look_without_more_updates():
     runs = runs_of([[1, 2, 5], [4, 5, 6]], [[0.5, 0.9, 0.8], [0.1, 0.2, 0.3]])
     np.testing.assert_array_equal(adaptive.accuracy_after(runs, 3), [0.9, np.nan])
     np.testing.assert_array_equal(adaptive.accuracy_after(runs, 9), [0.8, 0.3])

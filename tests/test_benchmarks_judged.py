@@ -1,5 +1,4 @@
-"""What the experiments compute from their runs before they judge, on runs made up so that
-the answer is known."""
+"""The evaluation of runs before verdicts, on made-up runs with a known answer."""
 
 import dataclasses
 import math
@@ -31,19 +30,19 @@ def outcomes(verdicts):
 
 
 def looks(*finals, start=0.1):
-    """Of two looks, a seed for each final value."""
+    """Make up two looks, with one seed for each final value."""
     return np.array([[start, final] for final in finals])
 
 
 def trained(point, columns):
-    """Runs that are trained, as far as the columns do not say otherwise."""
+    """Make up trained runs, unless the columns say otherwise."""
     shape = next(x.shape[:2] for x in columns.values())
     loss = {"train_loss": np.zeros(shape), "guessing_loss": np.full(shape, 2.0)}
     return Runs(point, loss | columns)
 
 
-def test_runs_that_have_not_reached_the_training_loss_say_nothing():
-    # One look of thirty is a noisy one; the last run came down too late.
+def test_untrained_runs_give_no_verdict():
+    # One look of thirty is noisy, and the last run reached its loss too late.
     loss = np.full((4, 30), 0.05)
     loss[1, -1] = 0.12
     loss[2], loss[3, :-1] = np.nan, 1.0
@@ -116,7 +115,7 @@ def test_filters_travel_and_are_compared_at_the_end():
     assert way_of_first.estimate == pytest.approx(0.3)
 
 
-def test_the_kernel_that_changes_early_and_the_one_that_does_not():
+def test_kernels_that_change_early_or_late():
     settings = dataclasses.replace(kernel_drift.QUICK, periods=(1, 10))
     angles = {1: [1.0, 0.2, 0.2, 0.2, 0.2], 10: [0.1, 0.1, 0.4, 0.1, 0.1]}
     runs = [
@@ -137,7 +136,7 @@ def test_the_kernel_that_changes_early_and_the_one_that_does_not():
 
 
 @pytest.mark.slow
-def test_how_far_the_kernel_turns_does_not_depend_on_how_often_one_looks():
+def test_kernel_rotation_does_not_depend_on_the_number_of_looks():
     settings = dataclasses.replace(kernel_drift.QUICK, learning_rate=1e-2)
     found = [
         kernel_drift.angles(
@@ -156,7 +155,7 @@ def test_how_far_the_kernel_turns_does_not_depend_on_how_often_one_looks():
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_what_infinity_lacks_is_followed_along_each_axis():
+def test_deficits_at_infinite_k_along_each_axis():
     settings = dataclasses.replace(
         lazy_to_rich.QUICK,
         seeds=6,
@@ -256,7 +255,7 @@ def test_methods_are_compared_at_the_strongest_damping():
 
 
 def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
-    # Of noise alone the best of each seed is above zero, and this is not.
+    # The best period of each seed is above zero by noise alone, but this estimate is not.
     apart = np.array([[0.3, -0.1, -0.1], [-0.1, 0.3, -0.1], [-0.1, -0.1, 0.3]])
     np.testing.assert_allclose(k_sweep.rise(apart), -0.1)
     risen = apart + np.array([0.0, 1.0, 0.0])
@@ -269,7 +268,7 @@ def test_the_rise_is_at_the_period_that_is_best_in_the_other_seeds():
     assert np.isnan(k_sweep.rise(np.full((3, 2), np.nan))).all()
 
 
-def test_the_sweep_over_k_leaves_out_what_is_untrained_or_unsolved():
+def test_the_k_sweep_leaves_out_untrained_and_unsolved_runs():
     settings = dataclasses.replace(k_sweep.QUICK, periods=(1.0, 100.0, 1e4, 1e6, 1e8))
     final = {1.0: 0.80, 100.0: 0.805, 1e4: 0.78, 1e6: 0.83, 1e8: 0.6}
     runs = [
@@ -336,10 +335,10 @@ def test_a_period_longer_than_a_run_is_not_tested():
     assert outcomes(of_longest) == 2 * [NOT_TESTED]
     assert of_longest[0].note == "K is longer than the 1,000 steps of a run"
     assert verdicts[0].outcome == "confirmed"
-    assert verdicts[1].estimate == pytest.approx(0)  # without the longest
+    assert verdicts[1].estimate == pytest.approx(0)  # without the longest period
 
 
-def test_updates_that_suffice():
+def test_sufficient_number_of_updates():
     runs = Runs(
         {"period": 10},
         {
@@ -372,7 +371,7 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
     verdicts = linear_probe.judge_all(settings, runs)
     found = [v.estimate for v in verdicts]
     assert found == pytest.approx([-0.15, 0.01, -0.15, 0.01, 1.0, 0.0], abs=1e-12)
-    # That of the first layer begins at 98.5 %.
+    # The share of the first layer begins at 98.5 %.
     untested = [v.outcome.startswith("not tested") for v in verdicts]
     assert untested == [True, True, False, False, False, False]
     runs[1].columns["probe_2"][:, -1] = 0.9
@@ -380,8 +379,8 @@ def test_probes_are_judged_in_the_first_half_and_at_the_end():
 
 
 def test_levelling_leaves_the_look_after_a_feature_update_out():
-    # Rises by 0.1 a look in the first half of a period and by 0.05 in the second; the
-    # look at its end is of the new linearisation.
+    # Rises by 0.1 a look in the first half of a period, and by 0.05 in the second. The
+    # look at its end belongs to the new linearisation.
     steps = np.tile(np.arange(10.0, 130.0, 10.0), (2, 1))
 
     def runs(accuracy):
@@ -409,7 +408,7 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
         ),
     ]
     alike, within, worse = mnist_k.judge_all(settings, runs)
-    # Of the means over the seeds, 0.955 and 0.935.
+    # These are the means over the seeds: 0.955 and 0.935.
     assert alike.estimate == within.estimate == pytest.approx(0.02)
     assert worse.estimate == pytest.approx(-0.38)
     assert NOT_TESTED not in outcomes([alike, within, worse])
@@ -420,7 +419,7 @@ def test_infinity_is_compared_with_the_worst_of_the_others():
         assert set(outcomes(mnist_k.judge_all(of_data, runs))) == {NOT_TESTED}
 
 
-def test_what_a_period_learns_is_compared_just_before_the_first_update():
+def test_learning_in_a_period_is_compared_just_before_the_first_update():
     settings = dataclasses.replace(
         mnist_k.QUICK, periods=(1.0, 4.0), num_steps=8, num_looks=8
     )
@@ -496,8 +495,8 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     nan, silent = float("nan"), 10 * math.log(10)
     losses = {
         1: [1.0, 2.0, 3.0],  # all stable
-        10: [1.0, silent, 1.0],  # says nothing at the second
-        100: [nan, 1.0, 1.0],  # not finite at the first
+        10: [1.0, silent, 1.0],  # the second has no verdict
+        100: [nan, 1.0, 1.0],  # the first is not finite
     }
     runs = [
         Runs(

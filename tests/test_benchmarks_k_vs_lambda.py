@@ -1,4 +1,4 @@
-"""The headline experiment at its quickest, and what it makes of its runs."""
+"""The main experiment at its smallest scale, and its evaluation of runs."""
 
 import csv
 import dataclasses
@@ -47,7 +47,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_nothing_else_is_left_in_the_folder(results):
+def test_the_folder_has_no_other_files(results):
     assert {path.name for path in results.iterdir()} == {
         "difference.pdf",
         "difference.png",
@@ -99,7 +99,7 @@ def test_there_is_a_row_for_every_run(results):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["quintic", "quintic-tanh", "quintic-cross-entropy"])
 def test_the_weakest_runs_of_both_solvers_agree(task, results):
-    """One strength at which the two filters are one, to within a per cent."""
+    """The two filters agree within one per cent at this strength."""
     with (results / "k_vs_lambda.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["task"] == task]
     strongest = max(float(row["damping"]) for row in rows)
@@ -147,7 +147,7 @@ def test_figures_are_pictures(name, width, results):
 
 
 def runs_of(solver, error, **changes):
-    """At four strengths, trained at the last three."""
+    """Make up runs at four strengths, trained at the last three."""
     error = np.array(error, float)
     columns = {
         "period": np.broadcast_to([1e6, 1e5, 1e4, 1e3], error.shape),
@@ -181,7 +181,7 @@ def test_strengths_are_tested_where_both_train_and_the_filters_differ():
     np.testing.assert_array_equal(compared(one, one), [False, True, True, False])
 
 
-def test_what_diverged_is_not_trained():
+def test_diverged_runs_count_as_untrained():
     stable = [[True, True, False, True]] * 2
     runs = runs_of(DESCENT, np.full((2, 4), 0.2), stable=stable)
     np.testing.assert_array_equal(trained(runs), [[False, True, False, True]] * 2)
@@ -192,7 +192,7 @@ def test_untrained_runs_do_not_set_the_scale_of_a_difference(task):
     a, b = runs_of(DESCENT, error + 0.02), runs_of(DAMPED, error)
     expected = [[np.nan, 0.02, 0.02, 0.02]] * 2
     np.testing.assert_allclose(difference(task, a, b), expected)
-    # However badly the untrained ones do.
+    # Their size does not matter.
     b.columns["test_error"][:, 0] = 100.0
     np.testing.assert_allclose(difference(task, a, b), expected)
 
@@ -204,7 +204,7 @@ def test_the_difference_of_a_regression_is_in_decades():
     np.testing.assert_allclose(in_decades, [[np.nan, 1, 1, 1]])
 
 
-def test_a_run_that_is_thrown_off_is_counted_and_sets_no_mean(task):
+def test_outlying_runs_are_counted_and_do_not_change_the_mean(task):
     error, loss = np.full((5, 4), 0.2), np.tile([1.0, 0.01, 0.01, 0.01], (5, 1))
     thrown = error.copy()
     thrown[0, 2], loss[0, 2] = 1e4, 1e8
@@ -222,7 +222,7 @@ def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
     np.testing.assert_array_equal(counted, [[np.nan, 1, 1, 1]] * 3)
 
 
-def test_damping_that_solves_as_much_is_smaller_and_solves_as_much(task):
+def test_matched_damping_is_smaller_and_solves_equally_much(task):
     runs = runs_of(DESCENT, np.full((1, 4), 0.2))
     rate = task.learning_rate
     runs.columns["period"] = np.round(1 / (rate * runs["damping"]))
@@ -234,9 +234,9 @@ def test_damping_that_solves_as_much_is_smaller_and_solves_as_much(task):
         assert np.sum(w / (w + damping)) == pytest.approx(by_steps, rel=1e-6)
 
 
-def test_k_steps_that_end_like_the_damping_that_solves_as_much_leave_nothing(task):
-    """The error of the damped network is a function of log10 lambda, and that after K
-    steps is the same function at the damping that solves as much."""
+def test_no_difference_remains_at_the_matched_damping(task):
+    """The error of the damped network is a function of log10 lambda. The error after K
+    steps is the same function at the matched damping."""
     dampings = np.logspace(-1, 2, 4)[None].repeat(3, 0)
     b = runs_of(DAMPED, 0.1 * np.log10(dampings) + 0.3, train_loss=0.01)
     a = runs_of(DESCENT, np.zeros((3, 4)), train_loss=0.01)
@@ -258,8 +258,8 @@ def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
 
 
 def of_tasks(seeds, changed):
-    """Runs at four strengths, of all tasks, that are the same by both solvers but for
-    what is changed in those of K steps."""
+    """Make up runs at four strengths for all tasks. They are the same for both solvers,
+    except for the changes to those of K steps."""
     generator = np.random.default_rng(0)
     all_runs = []
     for name in TASKS:
@@ -311,7 +311,7 @@ def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
     ]
 
 
-def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
+def test_an_excess_without_dead_units_in_a_smooth_network_is_attributed_to_them():
     def changed(name, generator):
         if name != RELU:
             return {}
@@ -323,20 +323,20 @@ def test_an_excess_of_dead_units_that_a_smooth_network_has_not_is_theirs():
     assert bounded(found) == ["refuted", "confirmed", "confirmed"]
 
 
-def test_an_excess_that_a_smooth_network_has_too_is_not_the_units():
+def test_an_excess_in_a_smooth_network_too_is_not_attributed_to_dead_units():
     def changed(name, generator):
         if name not in (RELU, SMOOTH):
             return {}
         return {"factor": 10 ** generator.uniform(0.1, 0.5, (8, 4))}
 
     found = outcomes(of_tasks(8, changed))
-    # As many are dead by both solvers, in all runs.
+    # Both solvers have equally many dead units in all runs.
     untested = "not tested at this scale"
     assert explained(found) == ["undecided", untested, "confirmed", "refuted"]
     assert bounded(found) == ["refuted", "refuted", "confirmed"]
 
 
-def test_without_an_excess_there_is_nothing_of_it_to_be_left():
+def test_without_an_excess_no_share_of_it_is_computed():
     changed = lambda name, generator: {"factor": 10 ** generator.normal(0, 0.1, (8, 4))}
     found = outcomes(of_tasks(8, changed))
     assert explained(found)[3] == "not tested at this scale"
@@ -367,7 +367,7 @@ TINY = dataclasses.replace(
 
 
 def dead_by_hand(model, inputs):
-    """The share of the units that are on for none of the inputs."""
+    """Return the share of units that are off for all inputs."""
     activations, on = np.asarray(inputs), []
     for layer in model.layers[:-1]:
         activations = np.maximum(
@@ -422,7 +422,7 @@ def test_descent_at_too_large_a_rate_is_counted_as_diverged():
 
 
 @pytest.mark.slow
-def test_what_diverged_is_told_and_drawn(tmp_path):
+def test_diverged_runs_are_reported_and_drawn(tmp_path):
     settings = KVsLambda(seeds=2, periods=(100.0, 1e3, 1e5, 1e7), images_per_class=1)
     shape = 2, 4
     some = np.random.default_rng(0).uniform(0.1, 1, shape)

@@ -1,4 +1,4 @@
-"""The results in the repository, and the page that is made of them."""
+"""The results in the repository, and the page that is generated from them."""
 
 import csv
 import gzip
@@ -18,11 +18,12 @@ NAMES = sorted(folder.parent.name for folder in RESULTS.glob("*/settings.json"))
 
 
 def without_age(text):
-    """Which results are older than the solvers changes with every change of these."""
+    """Drop the note on results older than the solvers, which changes with every commit to
+    them."""
     return [line for line in text.splitlines() if not line.startswith(report.OLDER)]
 
 
-def test_the_page_is_what_is_made_of_the_results(tmp_path):
+def test_the_page_matches_the_results(tmp_path):
     results, page = tmp_path / kept.KEPT, tmp_path / kept.PAGE
     shutil.copytree(RESULTS, results)
     shutil.copytree(PAGE / "report", page / "report")
@@ -35,7 +36,7 @@ def test_the_page_is_what_is_made_of_the_results(tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_names_its_commit_has_its_table(name):
+def test_results_with_a_commit_have_a_table(name):
     settings = json.loads((RESULTS / name / "settings.json").read_text())
     table = RESULTS / name / f"{name.replace('-', '_')}.csv.gz"
     assert table.exists() == bool(settings["commits"])
@@ -52,7 +53,7 @@ def test_the_results_are_small():
     assert sum(path.stat().st_size for path in files) < 8e6
 
 
-def test_finished_results_replace_those_that_are_kept(tmp_path):
+def test_finished_results_replace_kept_ones(tmp_path):
     results = tmp_path / "results"
     commit = "c" * 40
     for name, figures in (("batch", {"batch": "One."}), ("filters", {"filters": "Two."})):
@@ -69,7 +70,7 @@ def test_finished_results_replace_those_that_are_kept(tmp_path):
     assert "](report/filters.png)" in text
     assert (tmp_path / kept.PAGE / "report" / "filters.png").exists()
     assert "Not run: `python -m benchmarks resnet` runs it." in text
-    # What is kept already stays, with its figure, where another one is added.
+    # Adding a result keeps the existing ones and their figures.
     shutil.rmtree(results)
     leave(results, "resnet", figures={"resnet": "Three."}, commits=[commit])
     (results / "resnet" / "resnet.csv").write_text("seed\n0\n")
@@ -78,7 +79,7 @@ def test_finished_results_replace_those_that_are_kept(tmp_path):
     assert all(f"](report/{name}.png)" in text for name in ("batch", "filters", "resnet"))
 
 
-def test_nothing_is_kept_of_nothing(tmp_path):
+def test_without_results_nothing_is_kept(tmp_path):
     with pytest.raises(Refusal, match="no finished experiment"):
         kept.keep(tmp_path / "results", ["batch"], tmp_path)
 

@@ -37,7 +37,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(typed, meant, capsys):
     assert f"did you mean '{meant}'?" in capsys.readouterr().err
 
 
-def test_a_name_near_to_none_is_answered_with_no_guess(capsys):
+def test_an_unknown_name_far_from_all_others_gets_no_guess(capsys):
     assert main(["zzz"]) == 2
     message = capsys.readouterr().err
     assert "did you mean" not in message
@@ -45,7 +45,7 @@ def test_a_name_near_to_none_is_answered_with_no_guess(capsys):
 
 
 @pytest.mark.parametrize("name", ["nist", "speed"])
-def test_seeds_are_refused_where_there_are_none(name, tmp_path, capsys):
+def test_seeds_are_refused_if_an_experiment_has_none(name, tmp_path, capsys):
     assert main([name, "--seeds", "2", "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert name in message
@@ -104,7 +104,7 @@ def test_bad_seeds_are_refused_in_one_sentence(value, capsys):
 
 
 @pytest.mark.parametrize("within", ["", "folder"])
-def test_a_file_is_no_folder_for_results(within, tmp_path, capsys):
+def test_a_file_as_the_results_folder_is_refused(within, tmp_path, capsys):
     taken = tmp_path / "taken"
     taken.write_text("mine")
     assert main(["--out", str(taken / within)]) == 2

@@ -1,4 +1,4 @@
-"""The benchmarks' networks, and the digits that they classify."""
+"""The benchmarks' networks, and the handwritten digits."""
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ from benchmarks.networks.transformer import patches, transformer
 
 
 def sizes(layers):
-    """Parameters of each layer."""
+    """Return the number of parameters of each layer."""
     arrays = (jax.tree.leaves(eqx.filter(layer, eqx.is_array)) for layer in layers)
     return [sum(array.size for array in of_layer) for of_layer in arrays]
 
@@ -41,7 +41,7 @@ def test_lenet_has_the_published_size():
     assert sizes([network]) == [227_484]
 
 
-def test_digits_cnn_has_the_size_that_it_is_said_to():
+def test_size_of_digits_cnn():
     network = digits_cnn(jax.random.key(0))
     assert sizes(network.convolutions) == [160, 2_320]
     assert sizes(network.dense) == [3_120, 490]
@@ -54,7 +54,7 @@ def test_wide_filtered_digits_cnn_is_digits_cnn_but_for_its_first_filters():
     assert sizes([network]) == [6_090 + 16 * (25 - 9)]
 
 
-def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
+def test_size_of_smooth_digits_cnn():
     network = smooth_digits_cnn(jax.random.key(0))
     assert sizes(network.convolutions) == [160, 4_640]
     assert sizes(network.dense) == [1_290]
@@ -72,7 +72,7 @@ def test_smooth_digits_cnn_has_the_size_that_it_is_said_to():
         (lambda key: smooth_digits_cnn(key, 5), (1, 8, 8), 5),
     ],
 )
-def test_networks_are_of_one_example(make, image, num_classes):
+def test_networks_take_one_example(make, image, num_classes):
     network = make(jax.random.key(0))
     images = jax.random.normal(jax.random.key(1), (2, *image))
     both = eqx.filter_jit(lambda net, x: (jax.vmap(net)(x), net(x[1])))
@@ -86,7 +86,7 @@ def relu(x):
 
 
 def literal(network, image, same_size, activation):
-    """The network, by SciPy's correlations and a loop over windows."""
+    """Compute the network by SciPy's correlations and a loop over windows."""
     for layer in network.convolutions:
         padding = layer.weight.shape[-1] // 2 if same_size else 0
         image = np.pad(image, [(0, 0), (padding, padding), (padding, padding)])
@@ -160,7 +160,7 @@ def test_a_draw_splits_all_and_evenly():
 
 
 @pytest.mark.parametrize("name", list(TEACHERS))
-def test_teachers_classes_are_what_they_are_said_to_be(name):
+def test_classes_of_teachers(name):
     teacher = TEACHERS[name]
     (x, y), (held_out, _), (test_x, test_y) = teacher.draw(40, 1)
     assert x.shape == (40, 30)
@@ -169,13 +169,13 @@ def test_teachers_classes_are_what_they_are_said_to_be(name):
     if name == "parity":
         expected = a * b * c
     elif name == "staircase":
-        # Of degree 2: nothing of degree 3 is needed for the sign.
+        # The teacher has degree 2, so the sign needs no terms of degree 3.
         expected = a + a * b - a * c
         np.testing.assert_array_equal(np.sign(expected), np.sign(a + a * b + a * b * c))
     else:
         expected = np.polynomial.hermite_e.hermeval(a, [0, 0, 0, 1])
     np.testing.assert_array_equal(y, expected > 0)
-    # Fewer training examples leave what tests as it was.
+    # A smaller training set does not change the test set.
     np.testing.assert_array_equal(teacher.draw(7, 1)[2][0], test_x)
     assert teacher.num_functions == {2: 435, 3: 4060}[teacher.degree]
 
@@ -188,7 +188,7 @@ def test_a_stratified_split_is_spread_through_the_file():
 
 
 def partition(flat):
-    """All images and labels, the training ones first."""
+    """Return all images and labels, those for training first."""
     (x, labels), (test_x, test_labels) = digits.classification(flat)
     return np.concatenate([x, test_x]), np.concatenate([labels, test_labels])
 
@@ -213,7 +213,7 @@ def test_each_digit_trains_or_tests_once():
     np.testing.assert_array_equal(*(rows[np.lexsort(rows.T)] for rows in (ours, theirs)))
 
 
-def test_both_shapes_are_of_the_same_images():
+def test_both_shapes_have_the_same_images():
     (flat, labels), (square, same_labels) = partition(flat=True), partition(flat=False)
     np.testing.assert_array_equal(flat, square.reshape(-1, 64))
     np.testing.assert_array_equal(labels, same_labels)
@@ -225,7 +225,7 @@ def test_both_shapes_are_of_the_same_images():
 
 
 def shapes(make, *arguments):
-    """Of all trained arrays, without computing them."""
+    """Return the shapes of all trained arrays without computing them."""
     made, _ = eqx.filter_eval_shape(
         eqx.nn.make_with_state(make), jax.random.key(0), *arguments
     )
@@ -249,7 +249,7 @@ def some_digits():
 
 @pytest.fixture(scope="module")
 def normalised():
-    """The tiniest, its state, and what it gives for a batch."""
+    """Return the smallest network, its state, and its outputs for a batch."""
     make = eqx.nn.make_with_state(resnet18)
     network, state = make(jax.random.key(0), True, 2, 10, 1)
     over = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
@@ -262,8 +262,8 @@ def unnormalised():
 
 
 def literal_resnet(network, images):
-    """By SciPy's correlations, on all images together; normalised by their own
-    statistics where there is normalisation."""
+    """Compute by SciPy's correlations on all images together, normalised by their
+    statistics if the network normalises."""
 
     def convolve(layer, x, stride):
         weight = np.asarray(layer.weight)
@@ -317,7 +317,7 @@ def test_without_normalisation_a_block_keeps_the_scale():
     block = Block(jax.random.key(0), 64, 64, 1, normalise=False)
     x = jax.nn.relu(jax.random.normal(jax.random.key(1), (8, 64, 8, 8)))
     y = jax.jit(jax.vmap(lambda x: block(x, None)[0]))(x)
-    # By a quarter at most, where an unscaled block would nearly treble it.
+    # The scale grows by a quarter at most; an unscaled block would nearly treble it.
     assert 0.9 < jnp.mean(y**2) / jnp.mean(x**2) < 1.25
 
 
@@ -346,7 +346,7 @@ def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
     )
     assert np.all(np.isfinite(result.history["loss"]))
     assert np.any(result.model.first.weight != network.first.weight)
-    # K = 2: both batches pass through the network as it began.
+    # K = 2, so both batches pass through the initial network.
     _, expected = batched(batches[1][0], batched(batches[0][0], state)[1])
     for ours, theirs in zip(*map(jax.tree.leaves, (result.state, expected)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-12)
@@ -363,9 +363,7 @@ def test_fit_updates_the_statistics_of_the_resnet(normalised, some_digits):
     ("image", "patch", "width", "depth", "heads", "num_classes"),
     [((1, 8, 8), 4, 16, 1, 2, 10), ((3, 12, 8), 4, 6, 2, 3, 7)],
 )
-def test_transformer_has_the_size_that_it_is_said_to(
-    image, patch, width, depth, heads, num_classes
-):
+def test_size_of_the_transformer(image, patch, width, depth, heads, num_classes):
     network = transformer(
         jax.random.key(0), image, patch, width, depth, heads, num_classes
     )
@@ -382,7 +380,7 @@ def test_transformer_has_the_size_that_it_is_said_to(
     assert outputs.shape == (2, num_classes)
 
 
-def test_the_default_transformer_has_the_size_that_it_is_said_to():
+def test_size_of_the_default_transformer():
     assert sum(map(np.prod, shapes(transformer))) == 26_218
 
 
@@ -398,7 +396,7 @@ def tiny_transformer():
 
 
 def test_the_transformer_knows_where_a_patch_is(tiny_transformer):
-    """By its position alone: without, the order of patches makes no difference."""
+    """Without positions, the order of patches makes no difference."""
     network = tiny_transformer
     without = eqx.tree_at(lambda n: n.positions, network, jnp.zeros((4, 16)))
     x = jax.random.normal(jax.random.key(1), (1, 8, 8))
@@ -408,7 +406,7 @@ def test_the_transformer_knows_where_a_patch_is(tiny_transformer):
     np.testing.assert_allclose(outputs(without, x), outputs(without, moved), rtol=1e-9)
 
 
-def test_transformer_refuses_what_does_not_divide():
+def test_transformer_refuses_sizes_that_do_not_divide():
     with pytest.raises(ValueError, match="3 x 3 do not tile an image of 8 x 8"):
         transformer(jax.random.key(0), patch=3)
     with pytest.raises(ValueError, match="3 heads do not share a width of 32 evenly"):

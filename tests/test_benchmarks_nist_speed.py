@@ -60,7 +60,7 @@ def test_lre():
     assert problem.lre(problem.certified * np.nan) == 0
 
 
-def test_a_solver_that_raises_has_a_reason_and_no_credit():
+def test_a_solver_that_raises_gets_a_reason_and_no_credit():
     def broken(problem, start):
         raise RuntimeError("out of luck\nand more")
 
@@ -107,8 +107,8 @@ def test_alternate_takes_turns_and_divides_by_the_steps(brief, monkeypatch):
         return Case(name, "", run, **kwargs)
 
     a, b = alternate([case("a", count=lambda _: 10), case("b", max_rounds=1)], 2)
-    # What is brief is repeated in its turn, of which there are three, the first not
-    # counted; the first two runs compile, and the last two are for their memory.
+    # Short cases are repeated in their turn. There are three turns, and the first is not
+    # counted. The first two runs compile, and the last two measure memory.
     turns = [name for name in "aba" for _ in range(21 if brief else 1)]
     assert ran == ["a", "b", *turns, "a", "b"]
     assert len(a.seconds) == 2
@@ -154,14 +154,14 @@ def test_oracle_against_literal_descent():
 
 
 #
-# What is timed
+# The timed code
 #
 
 
 def test_task_has_the_published_sizes():
     task = tasks.quintic(width=50, num_examples=20)
     assert (task.num_parameters, task.num_outputs) == (7801, 20)
-    # Descent converges without alternating: the literal steps are those of the formula.
+    # Descent converges without alternating, so literal steps match the formula.
     largest = np.linalg.norm(task.oracle.jacobian, ord=2) ** 2
     assert inner_steps.LEARNING_RATE * largest < 1
 
@@ -243,8 +243,8 @@ def test_training_speed_quick_writes_its_results(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_classical_problems(tmp_path):
-    """Those of `--quick` are solved, and said to be; the tables and the profiles are
-    written."""
+    """The problems of `--quick` are solved and reported as solved; the tables and
+    profiles are written."""
     assert main(["nls", "--quick", "--out", str(tmp_path)]) == 0
     rows = list(csv.DictReader((tmp_path / "nls.csv").read_text().splitlines()))
     assert len(rows) == 3 * 3 * 2
@@ -255,7 +255,7 @@ def test_the_classical_problems(tmp_path):
     assert len(boxes) == 3 * 2 * 3
     ours = [row for row in boxes if row["solver"] == "gnlin LM"]
     assert all(row["solved"] == "True" and row["reported"] == "True" for row in ours)
-    # Of Rosenbrock's function with x up to 0.9 the minimum is (1 - 0.9)^2.
+    # Rosenbrock's function with x up to 0.9 has the minimum (1 - 0.9)^2.
     ends = [float(r["sum_of_squares"]) for r in boxes if r["problem"] == "rosenbrock-2"]
     np.testing.assert_allclose(ends, 0.01, rtol=1e-9)
     certified = list(csv.DictReader((tmp_path / "nls_nist.csv").read_text().splitlines()))
@@ -284,7 +284,7 @@ def test_the_sparse_problems_are_the_classical_ones():
         assert np.max(np.sum(rows != 0, axis=1)) <= 7
 
 
-def test_the_banded_function_is_that_of_the_paper():
+def test_the_banded_function_matches_the_paper():
     """x_i (2 + 5 x_i^2) + 1 - sum over j != i, i - 5 <= j <= i + 1, of x_j (1 + x_j)."""
     x = np.random.default_rng(0).normal(size=9)
     expected = [

@@ -1,5 +1,5 @@
 """Steps and time to a stated loss: SOAP, the generated text, the causal transformer, the
-runs, the choice of a value, and what is read off."""
+runs, the choice of a value, and the tables."""
 
 import dataclasses
 
@@ -78,7 +78,7 @@ def trained(optimiser, loss, parameters, num_steps):
 @pytest.mark.parametrize("num_steps", [1, 2, 11, 12, 25])
 def test_soap_is_its_algorithm(num_steps):
     loss, gradient, start = matrix_problem()
-    eps = 1e-3  # less of it would magnify rounding, where the gradient has no rank
+    eps = 1e-3  # a smaller one magnifies rounding if the gradient is rank-deficient
     found = trained(soap(0.05, eps=eps), loss, jnp.asarray(start), num_steps)
     expected = literal_soap(gradient, start, 0.05, num_steps, eps=eps)
     np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9)
@@ -88,7 +88,7 @@ def test_soap_leaves_vectors_to_adam():
     target = jnp.array([1.0, -2.0, 3.0])
     loss = lambda x: jnp.sum((x - target) ** 4)
     found = trained(soap(0.1), loss, jnp.zeros(3), 6)
-    # The first gradient is for the eigenvectors.
+    # The first gradient only initialises the eigenvectors.
     adam = optax.adam(0.1, b1=0.95, b2=0.95)
     np.testing.assert_allclose(found, trained(adam, loss, jnp.zeros(3), 5), rtol=1e-9)
 
@@ -107,7 +107,7 @@ def test_soap_needs_fewer_steps_than_adam_on_an_ill_conditioned_matrix():
 
 
 def test_kernels_of_convolutions_are_matrices():
-    """With a row an output channel; what has one column is a vector."""
+    """An output channel is a row of the matrix; a kernel with one column is a vector."""
     seen = []
 
     def init(parameters):
@@ -123,7 +123,7 @@ def test_kernels_of_convolutions_are_matrices():
 
 
 #
-# The text, and the network that reads it
+# The text, and the network that predicts it
 #
 
 
@@ -144,8 +144,8 @@ def test_texts_are_of_the_grammar_and_drawn_for_each_seed():
                 assert word in words
 
 
-def test_the_least_losses_are_those_of_counted_continuations():
-    """Of all first sentences, one by one."""
+def test_least_losses_match_counted_continuations():
+    """Count over all first sentences, one by one."""
     tokens = sentences.texts(3, 12, 0)
     first = [
         a + b + c
@@ -178,7 +178,7 @@ def small_transformer(**options):
     return TokenTransformer(jax.random.key(0), 7, 6, width=8, depth=2, heads=2, **options)
 
 
-def test_a_causal_transformer_does_not_see_what_comes():
+def test_a_causal_transformer_does_not_see_later_tokens():
     tokens, other = jnp.array([0, 1, 2, 3, 4, 5]), jnp.array([0, 1, 2, 6, 6, 6])
     causal, all_seeing = small_transformer(causal=True), small_transformer()
     np.testing.assert_allclose(causal(tokens)[:3], causal(other)[:3], atol=1e-12)
@@ -260,7 +260,8 @@ def test_a_run_is_given_up_after_its_passes():
 
 
 class Scripted(Race):
-    """Steps and losses by value; never longer than it is allowed to."""
+    """Runs with prescribed steps and losses for each value, within the allowed number of
+    steps."""
 
     def run(self, value, limit=None):
         steps, loss = {1.0: (50, 0.0), 2.0: (20, 0.0), 3.0: (99, 0.9), 4.0: (99, 0.5)}[
@@ -295,7 +296,7 @@ def test_every_method_has_as_many_values_to_try():
 
 
 #
-# What is read off
+# Tables
 #
 
 
@@ -397,7 +398,7 @@ def test_a_draw_is_of_its_seed_and_its_target_of_what_is_attainable():
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["optimisers", "--quick", "--out", str(tmp_path)]) == 0
     names = {path.name for path in tmp_path.iterdir()}
     assert {"optimisers.md", "optimisers.csv", "verdicts.csv"} <= names

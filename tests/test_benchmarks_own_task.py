@@ -1,4 +1,4 @@
-"""An experiment on a task of the user's own, in one file."""
+"""An experiment on a task that the user defines in one file."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def settings_of(experiment, task):
     return experiment.EXPERIMENT.settings(Options(task.parent, "quick", task=task))
 
 
-def test_model_data_and_settings_are_its_own(task):
+def test_model_data_and_settings_come_from_the_task(task):
     settings = settings_of(k_sweep, task)
     assert (settings.learning_rate, settings.num_train) == (0.02, None)
     assert settings.network.startswith("my_task ")
@@ -74,7 +74,7 @@ def test_another_version_of_the_file_is_another_task(task):
         ('"learning_rate"', '"rate"', "sets 'rate', which is no setting"),
     ],
 )
-def test_what_is_no_task_is_refused(old, new, words, task):
+def test_invalid_task_files_are_refused(old, new, words, task):
     task.write_text(TASK.replace(old, new))
     with pytest.raises(Refusal, match=words):
         settings_of(k_sweep, task)
@@ -87,13 +87,13 @@ def test_data_of_another_form_are_refused(new, task):
         training.load(settings_of(k_sweep, task), Place(), 0)
 
 
-def test_an_experiment_with_tasks_of_its_own_takes_none(task):
+def test_an_experiment_with_fixed_tasks_refuses_another(task):
     with pytest.raises(Refusal, match="leave --task out"):
         settings_of(xor_features, task)
 
 
 @pytest.mark.slow
-def test_an_experiment_is_run_on_it(task, tmp_path):
+def test_an_experiment_runs_on_the_task(task, tmp_path):
     out = tmp_path / "results"
     command = ["batch", "--quick", "--task", str(task), "--seeds", "1", "--grid", "1"]
     assert main([*command, "--out", str(out)]) == 0

@@ -1,5 +1,5 @@
-"""Networks for differential equations, by the clock: steps are those of dense formulas,
-looks are where they say, and verdicts and figures are of the runs."""
+"""Networks for differential equations, timed: steps match dense formulas, looks are at
+the stated times, and verdicts and figures come from the runs."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def small():
 
 
 def dense(model, groups):
-    """The parameters, and residual and Jacobian there, by forward derivatives."""
+    """Return the parameters, and the residual and Jacobian by forward derivatives."""
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(trained)
 
@@ -71,7 +71,7 @@ def test_a_natural_step_is_the_best_part_of_the_dense_one(small):
     assert objective(new, groups) < objective(model, groups)
 
 
-def test_rows_are_those_of_the_dense_jacobian(small):
+def test_rows_match_the_dense_jacobian(small):
     model, groups = small
     flat, residual, jacobian = dense(model, groups)
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
@@ -146,7 +146,7 @@ ENDS = {
 
 
 def runs_of(point):
-    """That come to the end given, the faster the better; of Adam's rates the second."""
+    """Make up runs that end at `ENDS`; SPRING is fastest, and Adam's second rate best."""
     end = ENDS[point["solver"]] * (10 if point.get("rate") == 1e-3 else 1)
     errors = np.array([[1.0, end, end], [1.0, 2 * end, 2 * end]])
     seconds = np.array([[1.0, 2.0, 4.0]] * 2) * (
@@ -165,7 +165,7 @@ def runs_of(point):
 ALL_RUNS = [runs_of(point) for point in pinn.points(SETTINGS)]
 
 
-def test_verdicts_are_of_the_last_errors():
+def test_verdicts_use_the_last_errors():
     verdicts = pinn.judge_all(SETTINGS, ALL_RUNS)
     assert len(verdicts) == 3 * len(SETTINGS.sizes) + 2
     assert {verdict.outcome for verdict in verdicts} <= {
@@ -185,7 +185,7 @@ def test_an_accuracy_is_reached_at_the_first_look_that_has_it():
 
 
 @pytest.mark.slow
-def test_figures_are_of_all_equations(tmp_path):
+def test_figures_show_all_equations(tmp_path):
     captions = pinn.draw(SETTINGS, ALL_RUNS, tmp_path)
     assert set(captions) == {"pinn", "pinn_solutions"}
     assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in captions)
@@ -193,7 +193,7 @@ def test_figures_are_of_all_equations(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["pinn", "--quick", "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["finished"]

@@ -1,4 +1,4 @@
-"""Linear probes, beside SciPy."""
+"""Linear probes, compared with SciPy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""The experiment on the ratio of the longest step: a row is a run by hand, and verdicts,
-table and figure are of the runs."""
+"""The experiment on the ratio of the longest step: rows match a run by hand; verdicts,
+table and figure come from the runs."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def test_a_row_is_one_run():
     np.testing.assert_allclose(columns["loss"][1], expected, rtol=1e-6)
 
 
-def test_a_run_that_has_ended_keeps_its_loss_and_one_below_rounding_counts_as_it():
+def test_ended_runs_keep_their_loss_and_losses_below_rounding_count_as_rounding():
     x = jnp.linspace(0, 1, 5)
     model = (lambda y, x: y * x, jnp.ones(()))
     data, looks = (x, 3 * x), np.array([1, 50])
@@ -52,7 +52,8 @@ def test_a_run_that_has_ended_keeps_its_loss_and_one_below_rounding_counts_as_it
 
 
 def test_burgers_residuals_vanish_where_nothing_moves():
-    """A constant solves the equation, and misses the start by the sine."""
+    """A constant solves Burgers' equation, and misses the initial condition by the
+    sine."""
     constant = lambda x: jnp.asarray(2.0) + 0 * x[0]
     groups = ratio.PROBLEMS["burgers"].data()
     inside, start = groups["interior"], groups["start"]
@@ -66,7 +67,7 @@ def test_burgers_residuals_vanish_where_nothing_moves():
     assert -1 <= x.min() < -0.9 < 0.9 < x.max() <= 1
 
 
-def test_fits_are_those_of_optimistix():
+def test_fits_match_optimistix():
     settings = dataclasses.replace(ratio.QUICK, fits=("Misra1a",))
     columns = ratio.train(settings, {"problem": ratio.FITS, "ratio": 0.5}, Place())
     problem = nist.load("Misra1a")
@@ -82,12 +83,12 @@ def test_fits_are_those_of_optimistix():
 
 
 #
-# Verdicts, table and figure, of runs that are made up
+# Verdicts, table and figure of made-up runs
 #
 
 
 def runs_of(point, losses, steps):
-    """The loss at the second look, and the steps of three fits."""
+    """Make up the loss at the second look, and the steps of three fits."""
     if point["problem"] == ratio.FITS:
         steps = np.array([[steps], [2 * steps], [7]])
         solved = np.array([[True], [True], [point["ratio"] > 0.2]])
@@ -98,7 +99,7 @@ def runs_of(point, losses, steps):
 
 
 def made_up(network, valley, steps):
-    """At each ratio the loss on both problems, and the steps of the fits."""
+    """Make up, for each ratio, the losses on both problems and the steps of the fits."""
     named = lambda values: dict(zip((0.1, 0.25, 0.5), values, strict=True))
     losses = {"network-16": named(network), "burgers": named(valley)}
     return [
@@ -110,25 +111,26 @@ def made_up(network, valley, steps):
 AS_CLAIMED = made_up([1e-3, 2e-4, 1e-4], [1e-6, 5e-6, 1e-5], [100, 102, 104])
 
 
-def test_verdicts_are_of_the_loss_at_the_judged_look():
+def test_verdicts_use_the_loss_at_the_judged_look():
     verdicts = ratio.judge_all(SETTINGS, AS_CLAIMED)
     assert [v.outcome for v in verdicts[:-1]] == [CONFIRMED] * 5
     estimates = np.log10([2, 5, 5, 10, 0.1])
-    # No ratio is best on both: the default at 5 times the least loss is the nearest.
+    # No ratio is best on both problems; the default, at 5 times the least loss, is
+    # nearest.
     np.testing.assert_allclose([v.estimate for v in verdicts[:-1]], estimates)
-    # The third fit is not solved at each ratio.
+    # The third fit is not solved at every ratio.
     assert (verdicts[-1].num_seeds, verdicts[-1].num_left_out) == (2, 1)
     np.testing.assert_allclose(verdicts[-1].estimate, np.log10(1.04))
 
 
-def test_what_is_otherwise_is_refuted():
+def test_false_claims_are_refuted():
     found = made_up([1e-4, 1e-2, 1e-2], [1e-6, 1e-4, 1e-4], [100, 150, 100])
     outcomes = [verdict.outcome for verdict in ratio.judge_all(SETTINGS, found)]
     assert outcomes[:4] == [REFUTED] * 4
     assert outcomes[4] == CONFIRMED
 
 
-def test_where_all_ratios_end_at_one_loss_none_is_better():
+def test_ratios_with_equal_losses_are_equally_good():
     found = made_up([1e-28] * 3, [1e-6, 5e-6, 1e-5], [100, 102, 104])
     verdicts = ratio.judge_all(SETTINGS, found)
     assert [verdicts[0].outcome, verdicts[3].outcome] == [CONFIRMED, NOT_TESTED]
@@ -167,7 +169,7 @@ def test_the_figure_has_a_panel_a_problem(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_what_it_promises(tmp_path, capsys):
+def test_a_quick_run_writes_its_files(tmp_path, capsys):
     assert main(["ratio", "--quick", "--out", str(tmp_path)]) == 0
     settings = json.loads((tmp_path / "settings.json").read_text())
     assert settings["finished"]

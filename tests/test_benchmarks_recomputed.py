@@ -1,5 +1,5 @@
-"""Some verdicts made again from the table that an experiment writes, by pandas and SciPy
-and by none of the suite's own code."""
+"""Some verdicts, recomputed from an experiment's table by pandas and SciPy, without code
+of the suite."""
 
 import dataclasses
 import math
@@ -30,7 +30,7 @@ def table_of(all_runs, path):
 
 
 def interval(values, statistic=np.mean):
-    """Bootstrap by a plain loop, its quantiles at the level of Student's, widened."""
+    """Bootstrap in a plain loop, with quantiles at the widened level of Student's t."""
     generator = np.random.default_rng(99)
     n = len(values)
     means = [statistic(generator.choice(values, n)) for _ in range(4_000)]
@@ -131,7 +131,7 @@ def test_alignment_falls_as_k_grows(tmp_path):
     check(verdict, found, above=-math.inf, below=0)
 
 
-def test_what_parts_k_steps_from_damping(tmp_path):
+def test_difference_between_k_steps_and_damping(tmp_path):
     descent, damped = "iterative-linearisation", "damped-gauss-newton"
     seeds = 8
     shape = seeds, 5
@@ -146,7 +146,7 @@ def test_what_parts_k_steps_from_damping(tmp_path):
         columns = {
             "period": np.broadcast_to([1e6, 1e5, 1e4, 1e3, 10.0], shape),
             "damping": np.broadcast_to([0.1, 1.0, 10.0, 100.0, 1e4], shape),
-            # At the last strength it is less than a tenth of lambda.
+            # At the last strength this is less than a tenth of lambda.
             "largest_eigenvalue": np.full(shape, 900.0),
             "spectrum": np.broadcast_to(np.logspace(-1, 2.9, 5), (*shape, 5)),
             "guessing_loss": np.full(shape, 1e3),

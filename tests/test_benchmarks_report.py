@@ -1,4 +1,4 @@
-"""The report on results that were made by hand."""
+"""The report on made-up results."""
 
 import base64
 import dataclasses
@@ -40,7 +40,7 @@ VERDICTS = [
 
 
 def leave(results, name, verdicts=VERDICTS, **changes):
-    """What an experiment leaves behind."""
+    """Write the files that an experiment leaves behind."""
     folder = results / name
     folder.mkdir(parents=True)
     stem = name.replace("-", "_")
@@ -81,7 +81,7 @@ def section(markdown, name):
 
 
 class Reader(HTMLParser):
-    """Of tags that are closed in order, and of what they name."""
+    """Parse HTML: check that tags are closed in order, and collect what they refer to."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +170,7 @@ def test_a_missing_figure_is_named(tmp_path):
     assert "figure k\\_sweep.png is not in its folder" in markdown
 
 
-def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(tmp_path):
+def test_the_page_is_self_contained_and_its_links_resolve(tmp_path):
     leave(tmp_path, "k-sweep")
     markdown, page = written(tmp_path)
     reader = read(page)
@@ -183,7 +183,7 @@ def test_the_page_needs_nothing_else_and_its_links_lead_somewhere(tmp_path):
 
 
 @pytest.mark.parametrize("state", ["missing", "unfinished", "{", "[]", "{}", "other"])
-def test_what_has_no_results_is_named_with_its_command(state, tmp_path):
+def test_experiments_without_results_are_named_with_their_command(state, tmp_path):
     leave(tmp_path, "k-sweep")
     folder = tmp_path / "batch"
     if state == "unfinished":
@@ -307,7 +307,7 @@ def test_reports_are_compared_by_claim(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"k-sweep": {"it holds": {}}}', "{"])
-def test_what_is_no_report_is_not_compared(text, tmp_path):
+def test_files_that_are_not_reports_are_not_compared(text, tmp_path):
     leave(tmp_path, "k-sweep")
     report.write(tmp_path, NAMES)
     path = tmp_path / "other.json"
@@ -316,7 +316,7 @@ def test_what_is_no_report_is_not_compared(text, tmp_path):
         compare(tmp_path, path)
 
 
-def test_outcomes_are_told_with_and_without_holm(tmp_path):
+def test_outcomes_with_and_without_holm(tmp_path):
     weak = [dataclasses.replace(verdict(f"claim {i}", CONFIRMED), p=0.04) for i in "abc"]
     clear = dataclasses.replace(verdict("clear", CONFIRMED), p=1e-9)
     untold = dataclasses.replace(verdict("at a ceiling", NOT_TESTED), p=1.0)
@@ -354,8 +354,8 @@ def test_text_is_text(tmp_path):
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["C"])))
 def test_escaped_text_is_read_back(text):
-    """By what each dialect of Markdown does: no backslash before punctuation, and
-    entities read."""
+    """Undo the escapes as both dialects of Markdown do: remove backslashes before
+    punctuation, and decode entities."""
     escaped = _page._escaped(text)
     assert html.unescape(re.sub(r"\\([\\`*_{}\[\]|#])", r"\1", escaped)) == text
     bare = re.sub(r"\\[\\`*_{}\[\]|#]", "", escaped)
@@ -363,7 +363,7 @@ def test_escaped_text_is_read_back(text):
 
 
 @pytest.mark.parametrize("start", ["- ", "+ ", "1. ", "12) "])
-def test_a_paragraph_is_no_list(start):
+def test_a_paragraph_is_not_a_list(start):
     text = _page.markdown([_page.Paragraph([f"{start}one"])])
     assert text == f"{start[:-2]}\\{start[-2]} one\n"
 

@@ -1,4 +1,4 @@
-"""How experiments are run, kept and resumed, and what the command line refuses."""
+"""Running, storing and resuming experiments, and errors of the command line."""
 
 import csv
 import dataclasses
@@ -87,7 +87,7 @@ def change_settings(folder, **changes):
     (folder / "settings.json").write_text(json.dumps(settings_of(folder) | changes))
 
 
-def test_what_a_run_leaves(calls, tmp_path):
+def test_files_of_a_run(calls, tmp_path):
     verdicts = calls.run(tmp_path)
     assert [verdict.claim for verdict in verdicts] == ["it is positive"]
     with (tmp_path / "made_up.csv").open() as file:
@@ -165,7 +165,7 @@ def test_an_interrupted_experiment_goes_on_without_repeating_runs(calls, tmp_pat
     assert table == (tmp_path / "whole" / "made_up.csv").read_text()
 
 
-def test_without_resume_all_runs_are_made_anew(calls, tmp_path):
+def test_without_resume_all_runs_are_repeated(calls, tmp_path):
     calls.run(tmp_path)
     (tmp_path / "checkpoints").mkdir()
     calls.run(tmp_path)
@@ -173,7 +173,7 @@ def test_without_resume_all_runs_are_made_anew(calls, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_what_cannot_be_made_anew_is_not_deleted(calls, tmp_path):
+def test_results_that_cannot_be_recomputed_are_not_deleted(calls, tmp_path):
     calls.run(tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -203,10 +203,10 @@ def test_two_commands_do_not_share_a_folder(resume, calls, tmp_path):
         "settings.json",
         "verdicts.csv",
     }
-    calls.run(tmp_path)  # which is not refused: the other has ended
+    calls.run(tmp_path)  # which is allowed, because the other one has ended
 
 
-def test_a_command_that_was_killed_holds_no_folder(calls, tmp_path):
+def test_a_killed_command_does_not_lock_its_folder(calls, tmp_path):
     program = (
         "import os; from pathlib import Path; from benchmarks._results import alone_in\n"
         f"with alone_in(Path({str(tmp_path)!r})): os._exit(1)"
@@ -228,7 +228,7 @@ def test_files_of_other_settings_are_refused_wherever_they_came_from(calls, tmp_
     calls.run(tmp_path / "a", resume=True)
 
 
-def test_resume_where_nothing_is_starts(calls, tmp_path):
+def test_resume_without_results_starts(calls, tmp_path):
     calls.run(tmp_path / "new", resume=True)
     assert calls.trained.total() == 3
 
@@ -296,7 +296,7 @@ def test_unreadable_settings_are_refused(text, calls, tmp_path):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """Of the runs at one point, whole."""
+    """Make a complete archive of the runs at one point."""
     folder = tmp_path_factory.mktemp("runs")
     Calls().run(folder)
     return folder / "runs" / "period=10.npz"
@@ -315,7 +315,7 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
 
 
 @given(st.data())
-def test_a_changed_archive_is_refused_or_as_it_was(archive, data):
+def test_a_changed_archive_is_refused_or_equivalent(archive, data):
     whole = archive.read_bytes()
     known, *_ = experiment._load(archive.parent, {"period": 10.0})
     changed = bytearray(whole)
@@ -354,7 +354,7 @@ def test_runs_keep_the_commit_that_made_them(calls, tmp_path, monkeypatch):
     assert settings_of(tmp_path)["commits"] == ["a" * 40, "b" * 40]
 
 
-def test_the_commit_says_what_is_not_committed(tmp_path, monkeypatch):
+def test_the_commit_marks_uncommitted_changes(tmp_path, monkeypatch):
     monkeypatch.setattr(_results, "__file__", str(tmp_path / "benchmarks" / "x.py"))
     assert _results.commit() == ""
     (tmp_path / "benchmarks").mkdir()
@@ -381,7 +381,7 @@ def test_runs_of_a_sibling_are_borrowed(calls, tmp_path):
     assert tables[0].read_text() == tables[1].read_text()
 
 
-def test_what_a_sibling_lacks_is_made(calls, tmp_path):
+def test_runs_that_a_sibling_lacks_are_made(calls, tmp_path):
     calls.interrupt_at = 1e6
     with pytest.raises(KeyboardInterrupt):
         calls.run(tmp_path / "made-up")
@@ -392,7 +392,7 @@ def test_what_a_sibling_lacks_is_made(calls, tmp_path):
 
 
 @pytest.mark.parametrize("other", ["settings", "versions", "device", "folder"])
-def test_a_sibling_of_other_settings_or_versions_lends_nothing(other, calls, tmp_path):
+def test_runs_of_a_sibling_with_other_settings_are_not_borrowed(other, calls, tmp_path):
     if other == "settings":
         calls.run(tmp_path / "made-up", seeds=7)
     elif other != "folder":
@@ -440,7 +440,7 @@ def test_steps_that_are_taken_one_by_one_have_an_end(tmp_path, capsys):
     assert "from 1 to 100000 here: periods" in capsys.readouterr().err
 
 
-def test_steps_are_refused_where_there_is_no_number_of_them(tmp_path):
+def test_steps_are_refused_by_experiments_without_them(tmp_path):
     made = Calls(embedded=Settings(2)).experiment
     with pytest.raises(Refusal, match="leave --steps out"):
         made.settings(Options(tmp_path, steps=3))
@@ -500,7 +500,7 @@ def test_files_are_named_by_their_points():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What would have been run, in place of running it."""
+    """Record the experiments that would run, instead of running them."""
     found = []
     monkeypatch.setattr(
         command_line, "_run", lambda name, options: found.append((name, options))
@@ -540,7 +540,7 @@ def ran(monkeypatch):
         (["k-sweep", "--res"], "no option '--res'; did you mean '--resume'?"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_line(arguments, words, ran, capsys):
+def test_impossible_options_are_refused_in_one_line(arguments, words, ran, capsys):
     assert main(arguments) == 2
     message = capsys.readouterr().err
     assert words in message
@@ -578,7 +578,7 @@ def test_bad_values_are_refused_in_a_line(arguments, words, ran, capsys):
 
 @pytest.fixture
 def device():
-    """As it was, afterwards."""
+    """Restore the device afterwards."""
     before = jax.config.jax_default_device
     yield
     jax.config.update("jax_default_device", before)
@@ -683,7 +683,7 @@ def test_an_interruption_says_how_to_go_on(
     assert message.count("\n") == 1
 
 
-def test_a_report_of_nothing_is_refused(tmp_path, capsys):
+def test_a_report_without_results_is_refused(tmp_path, capsys):
     assert main(["report", "--out", str(tmp_path)]) == 2
     assert "has no results" in capsys.readouterr().err
 

@@ -1,4 +1,5 @@
-"""Whole runs, times to a loss, growth and compiling: small, and no absolute time."""
+"""Tables of whole runs, times to a loss, growth and compilation: small, and without
+absolute times."""
 
 import dataclasses
 import math
@@ -30,7 +31,7 @@ def task():
 
 @pytest.fixture(scope="module")
 def line():
-    """Ten points of a line by a linear network: any method gets there."""
+    """Fit ten points of a line by a linear network, which any method can."""
     x = jnp.linspace(-1.0, 1.0, 10)[:, None]
     make = lambda key: eqx.nn.MLP(1, 1, 3, 0, key=key)
     data = x, 2 * x + 1
@@ -84,7 +85,7 @@ def test_all_reach_the_line_and_stop_there(line):
         assert again == tuned.steps[0], contender
 
 
-def test_what_does_not_get_there_has_no_time(line):
+def test_runs_that_miss_the_loss_have_no_time(line):
     adam, momentum = contenders.first_order(line)
     slow = dataclasses.replace(adam, most_steps=2)
     rows = time_to_loss.times_to(line, [slow, momentum], num_rounds=1)
@@ -107,7 +108,7 @@ def test_problems_have_their_sizes():
 #
 
 
-def test_exponent_is_that_of_a_power():
+def test_exponent_of_a_power_law():
     sizes = (2, 4, 8)
     timings = [
         Timing(Case("", "", lambda: None), (3.0 * n**2, 5.0 * n**2), 0.0) for n in sizes

@@ -1,4 +1,5 @@
-"""The tables of wide problems, of kernels and of the device: right numbers, no times."""
+"""Tables of wide problems, kernels and the device: numbers are right; times are not
+tested."""
 
 import math
 
@@ -30,7 +31,7 @@ def test_wide_steps_are_solved():
     assert {row.library for row in rows} >= {"optimistix", "jaxopt"}
 
 
-def test_the_linear_residual_by_products_is_that_of_the_oracle():
+def test_linear_residual_by_products_matches_the_oracle():
     task = tasks.quintic(width=5, num_examples=6)
     step = 0.5 * task.oracle.damped(tasks.DAMPING)
     case = kernels.Case("", "", lambda: None, step=lambda: step)
@@ -58,14 +59,14 @@ def test_a_step_in_mixed_precision_is_solved():
     assert all("refinements" in row.note for row in rows[1:])
 
 
-def test_the_device_is_told_of():
+def test_the_device_is_reported():
     comparisons = list(device.comparisons(quick=True))
     assert [comparison.rows[0].library for comparison in comparisons] == ["jax", "jax"]
     for comparison in comparisons:
         assert all("GFLOP/s" in row.note for row in comparison.rows)
 
 
-def test_peak_memory_sees_what_is_held():
+def test_peak_memory_counts_live_arrays():
     with memory.PeakMemory() as peak:
         x = jnp.ones(2**24).block_until_ready()  # 128 MiB
     if peak.bytes is not None:  # on Linux

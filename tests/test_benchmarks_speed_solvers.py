@@ -1,4 +1,4 @@
-"""The tables of preconditioners and of rejected trials: that what is timed is right."""
+"""Tables of preconditioners and of rejected trials: the timed code is right."""
 
 import dataclasses
 import math
@@ -81,7 +81,7 @@ def test_relative_residual():
 
 
 @pytest.mark.slow
-def test_a_warm_start_gets_to_the_same_loss(monkeypatch):
+def test_a_warm_start_reaches_the_same_loss(monkeypatch):
     monkeypatch.setattr(preconditioners, "NUM_OUTER_STEPS", 3)
     setting = dataclasses.replace(_small_layer(), damping=10.0)
     rows = preconditioners.to_the_same_loss(setting, 1)

@@ -1,4 +1,4 @@
-"""The tables of small, tall and large problems: that what is timed is right."""
+"""Tables of small, tall and large problems: the timed code is right."""
 
 import math
 
@@ -137,7 +137,7 @@ def test_tall_steps_are_solved():
     assert own.step_error < 1e-12
 
 
-def test_what_would_take_minutes_is_left_out_with_a_reason(monkeypatch):
+def test_slow_cases_are_left_out_with_a_reason(monkeypatch):
     monkeypatch.setattr(tall, "MOST_WORK", 0)
     rows = tall.one_step(tall.Problem(50, 3), 1)
     left_out = {row.variant for row in rows if row.note.startswith("skipped")}
@@ -177,7 +177,7 @@ def test_linear_residual_of_a_large_problem():
 
 
 #
-# What "auto" chooses, and by what
+# The method that "auto" chooses
 #
 
 
@@ -204,7 +204,7 @@ def test_the_problems_have_the_sizes_that_they_are_said_to():
 
 
 @pytest.mark.slow
-def test_what_operations_cost():
+def test_costs_of_operations():
     (comparison,) = costs.comparisons(quick=True)
     seconds = {row.variant: row.seconds for row in comparison.rows}
     assert min(seconds.values()) >= 0

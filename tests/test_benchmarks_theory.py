@@ -1,5 +1,5 @@
-"""Bias, variance and effective dimension of a linearised network, by dense formulas and
-by drawing the noise; and what `lambda-sweep` makes of them."""
+"""Bias, variance and effective dimension of a linearised network, compared with dense
+formulas and with drawn noise; and the columns of `lambda-sweep`."""
 
 import functools
 
@@ -30,7 +30,7 @@ train, test = (
 
 
 def dense(inputs):
-    """The outputs to begin with, and the Jacobian, flat."""
+    """Return the initial outputs and the Jacobian as a vector and a matrix."""
     return map(np.asarray, outputs_and_jacobian(inputs))
 
 
@@ -43,7 +43,7 @@ def outputs_and_jacobian(inputs):
 
 
 def smoother(phi, phi_test):
-    """What is made of training targets on the test inputs."""
+    """Return the matrix from training targets to predictions on the test inputs."""
     kernel, across = phi @ phi.T, phi_test @ phi.T
     identity = np.eye(len(kernel))
     return {
@@ -54,7 +54,7 @@ def smoother(phi, phi_test):
 
 
 def repeated(kernel, across):
-    """By a loop over the solutions, of all targets that are one at one output."""
+    """Solve in a loop for targets that are one at one output and zero elsewhere."""
     size = len(kernel)
     learnt, weights = np.zeros((size, size)), np.zeros((size, size))
     for _ in range(TIMES):
@@ -75,7 +75,7 @@ def found():
 
 
 @pytest.mark.parametrize("filter", ["ridge", "flow", "repeated"])
-def test_bias_and_variance_are_those_of_the_dense_smoother(filter, found):
+def test_bias_and_variance_match_the_dense_smoother(filter, found):
     (f, phi), (f_test, phi_test) = dense(train[0]), dense(test[0])
     h = smoother(phi, phi_test)[filter]
     off = f_test - h @ (f - train[1].ravel()) - test[1].ravel()
@@ -91,8 +91,9 @@ def test_the_effective_dimension_is_the_trace_of_the_dense_hat_matrix(found):
     assert found["effective_dimension"] == pytest.approx(np.trace(hat))
 
 
-def test_noise_that_is_drawn_has_that_bias_and_that_variance(found):
-    """Ridge by least squares with rows for the damping, once a draw of the targets."""
+def test_bias_and_variance_match_drawn_noise(found):
+    """Solve ridge regression with rows for the damping, once for each draw of the
+    targets."""
     (f, phi), (f_test, phi_test) = dense(train[0]), dense(test[0])
     p = phi.shape[1]
     stacked = np.concatenate([phi, np.sqrt(DAMPING) * np.eye(p)])
@@ -127,7 +128,7 @@ def test_the_bound_is_the_largest_ratio_of_the_two_filters():
 
 
 @pytest.mark.parametrize("times", [5, 150])
-def test_of_many_solutions_flow_and_ridge_leave_nearly_the_same(times):
+def test_flow_and_ridge_of_many_solutions_are_nearly_equal(times):
     w = jnp.geomspace(1e-6, 1e4, 100_000)
     flow, ridge = gnlin.filters.GradientFlow(float(times)), Repeated(1.0, times)
     apart = float(jnp.max(w * jnp.abs(flow(w) - ridge(w))))

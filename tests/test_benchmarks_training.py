@@ -1,5 +1,5 @@
-"""What most experiments do: the looks at a training run are those of a run by hand, and
-the full scale runs on files in CIFAR-10's format."""
+"""Code shared by most experiments: looks at a training run match a run by hand, and the
+full scale runs on files in CIFAR-10's format."""
 
 import csv
 import dataclasses
@@ -59,7 +59,7 @@ def test_mini_batches_are_a_fit_by_hand():
         assert columns[f"{name}_accuracy"][1, -1] == pytest.approx(float(accuracy))
         if name == "validation":
             continue
-        # After the last step of a period the network is its own linearisation.
+        # After the last step of a period the network equals its own linearisation.
         linearised = columns[f"{name}_accuracy_linearised"][1, -1]
         assert linearised == pytest.approx(float(accuracy))
 
@@ -78,7 +78,7 @@ def test_a_run_that_ends_early_says_so():
     assert columns["test_accuracy"].shape == (2, 3)
 
 
-def test_snapshots_are_of_the_model_before_and_at_each_look():
+def test_snapshots_hold_the_model_before_and_at_each_look():
     take = lambda model: model.layers[0].weight[:2, :3]
     columns = training.mini_batches(
         SETTINGS,
@@ -162,7 +162,8 @@ def test_early_stopping_looks_at_the_validation_images_alone():
 
 
 def test_a_summed_loss_is_the_mean_times_the_number_of_images():
-    """So that a learning rate of the one is that of the other divided by it."""
+    """A learning rate for the mean, divided by the number of images, is one for the
+    sum."""
     mean = training.mini_batches(SETTINGS, Place(), training.descent(2, 0.05))
     summed = training.mini_batches(
         dataclasses.replace(SETTINGS, reduction="sum"),
@@ -174,8 +175,8 @@ def test_a_summed_loss_is_the_mean_times_the_number_of_images():
 
 
 @pytest.mark.slow
-def test_infinity_is_where_the_linearised_loss_is_least():
-    """The gradient of the mean loss, by the kernel's own code, has vanished there."""
+def test_infinite_k_minimises_the_linearised_loss():
+    """The gradient of the mean loss vanishes there, computed by the kernel's own code."""
     settings = dataclasses.replace(SETTINGS, seeds=1, num_train=30)
     columns = solved.train_endlessly(settings, Place())
     assert columns["finished"][0, 0] == 1
@@ -199,8 +200,8 @@ def test_infinity_is_where_the_linearised_loss_is_least():
 
 
 def by_hand(model, data):
-    """Outputs and Jacobian of a network, and the derivative of its mean cross-entropy in
-    the outputs."""
+    """Return outputs and Jacobian of a network, and the derivative of its mean
+    cross-entropy with respect to the outputs."""
     images, labels = data
     parameters, frozen = eqx.partition(model, eqx.is_array)
     start, unravel = ravel_pytree(parameters)
@@ -236,14 +237,14 @@ def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
         assert columns["train_loss"][0, look] == pytest.approx(float(loss))
     assert columns["unsolved"].max() == 0
     assert columns["gradient"].max() <= 1e-5
-    # Nothing of this is solved in no steps.
+    # No step solves any of this.
     impossible = solved.train_solving(settings, Place(), 2, tolerance=0.0)
     assert impossible["unsolved"][0, 0] == 1
 
 
 @pytest.mark.slow
 def test_a_run_that_has_come_to_a_stationary_point_ends_there():
-    """At this rate all hidden units are off after some steps, and nothing moves."""
+    """At this rate all hidden units are off after some steps, and the parameters stay."""
     settings = Images(seeds=1, num_train=50, num_looks=3)
     solver = gnlin.IterativeLinearisation(
         jnp.asarray(1.0), jnp.asarray(0.0464), method="matrix-free"
@@ -274,7 +275,7 @@ def test_a_run_ends_at_the_first_update_that_has_trained_it():
     first = np.argmax(means <= training.TRAINED_LOSS)
     assert columns["feature_updates"][1, -1] == first
     assert columns["train_loss"][1, -1] == pytest.approx(20 * means[first], rel=1e-6)
-    # Of the first problem, by the formula.
+    # The first problem's value by the formula.
     first_step = gnlin.solve(
         model, train, solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=1
     ).model
@@ -318,7 +319,7 @@ def test_half_of_the_images_are_flipped():
 
 
 #
-# The full scale, on files as small as can be
+# The full scale, on very small files
 #
 
 
@@ -367,7 +368,7 @@ def test_the_full_scale_runs_on_files_of_cifar10(
     last = [row for row in rows if float(row["inner_steps"]) == 20]
     assert last
     assert all(np.isfinite(float(row["train_loss"])) for row in last)
-    # What is finished is not made again.
+    # Finished results are not computed again.
     made = {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()}
     assert main([*command, "--resume"]) == 0
     assert {path: path.stat().st_mtime_ns for path in (out / "runs").iterdir()} == made

@@ -1,4 +1,4 @@
-"""Verdicts follow from intervals and levels, and these are those of independent code."""
+"""Verdicts follow from intervals and levels, which match independent code."""
 
 import dataclasses
 import io
@@ -54,14 +54,14 @@ def test_a_few_resamples_beyond_a_bound_count_as_they_do_in_the_interval(number)
     assert p == pytest.approx(stats.t.cdf(share, 5))
 
 
-def test_an_interval_alone_is_that_of_a_verdict():
+def test_the_interval_is_the_same_without_a_verdict():
     middle = lambda values: float(np.median(values))
     verdict = judge("a", "b", VALUES, bounded(above=0), statistic=middle)
     assert interval(np.array(VALUES), middle) == (verdict.low, verdict.high)
 
 
 def every_mean(values):
-    """Of all samples with replacement, instead of some of them drawn."""
+    """Return the means of all samples with replacement, instead of random ones."""
     n = len(values)
     return np.mean(np.array(list(itertools.product(values, repeat=n))), axis=1)
 
@@ -83,7 +83,7 @@ def test_the_interval_is_the_widened_percentile_interval_of_all_resamples():
     assert (found.num_seeds, found.num_left_out) == (5, 0)
 
 
-def test_of_many_normal_values_the_interval_is_near_students():
+def test_intervals_of_many_normal_values_are_near_students():
     values = np.random.default_rng(0).normal(size=40)
     student = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     found = judged(values)
@@ -91,13 +91,13 @@ def test_of_many_normal_values_the_interval_is_near_students():
 
 
 def test_the_level_inverts_the_interval():
-    """A bound at an end of the interval is reached at its level."""
+    """A bound at an end of the interval is reached at exactly the interval's level."""
     found = judged()
     for bounds in ({"above": found.low}, {"below": found.high}):
         assert judged(**bounds).p == pytest.approx(0.05, rel=0.25)
 
 
-def test_the_level_is_that_of_all_resamples():
+def test_the_level_matches_all_resamples():
     bound = 0.5
     share = np.mean(every_mean(VALUES) <= bound + 1e-12)
     z = stats.norm.ppf(share) * np.sqrt(4 / 5)
@@ -111,11 +111,11 @@ def test_far_out_the_level_is_students():
 
 
 def test_an_interval_covers_as_often_as_it_says():
-    """Of five values, the fewest that the suite has."""
+    """Use five values, the fewest in the suite."""
     rng = np.random.default_rng(0)
     samples = rng.normal(size=(2_000, 5))
     factor = stats.t.ppf(0.975, 4)
-    # What the resamples come to, without drawing them: normal, of the plain variance.
+    # The limit of many resamples: normal, with the plain variance.
     half = factor * np.sqrt(5 / 4) * samples.std(axis=1) / np.sqrt(5)
     student = np.mean(np.abs(samples.mean(axis=1)) < half)
     found = [judged(sample) for sample in samples[:200]]
@@ -145,25 +145,25 @@ def test_outcomes(bounds, outcome):
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
-def test_too_little_is_known_of_too_few_or_of_one_value(values):
+def test_too_few_values_or_equal_ones_are_undecided(values):
     found = judged(values)
     assert found.outcome == "undecided"
     assert found.p == pytest.approx(2 * 0.5**5 if len(values) == 5 else 1)
 
 
-def test_no_values_are_no_test():
+def test_without_values_there_is_no_test():
     found = judged([])
     assert (found.outcome, found.p, found.num_seeds) == (NOT_TESTED, 1, 0)
 
 
-@pytest.mark.parametrize("value", [1.0, 6 / 7])  # of which the percentiles are rounded
+@pytest.mark.parametrize("value", [1.0, 6 / 7])  # the percentiles are rounded
 def test_one_value_of_many_seeds_decides_by_their_number(value):
     found = judged([value] * 8)
     assert (found.outcome, found.p) == ("confirmed", pytest.approx(2 / 2**8))
     assert found.note == "all 8 values are the same"
 
 
-def test_seeds_that_say_nothing_are_counted_and_too_many_of_them_end_the_test():
+def test_seeds_without_a_value_are_counted_and_too_many_of_them_prevent_the_test():
     one, two = [*VALUES, np.nan], [*VALUES, np.nan, np.inf]
     assert (judged(one).outcome, judged(one).num_left_out) == ("confirmed", 1)
     assert (judged(two).outcome, judged(two).p) == (NOT_TESTED, 1)
@@ -171,12 +171,12 @@ def test_seeds_that_say_nothing_are_counted_and_too_many_of_them_end_the_test():
     assert thresholds.MOST_LEFT_OUT == 0.25
 
 
-def test_what_cannot_be_told_is_not_tested():
+def test_undecidable_claims_are_not_tested():
     found = judge("a claim", "a number", VALUES, bounded(above=0), untested="a ceiling")
     assert (found.outcome, found.p, found.note) == (NOT_TESTED, 1, "a ceiling")
 
 
-def test_a_margin_of_many_times_the_noise_is_said():
+def test_a_margin_far_above_the_noise_is_reported():
     values = 0.001 * np.array(VALUES)
     assert "times the noise away" in judged(values, below=0.1).note
     assert judged(values, below=0.002).note == ""
@@ -201,7 +201,7 @@ def test_a_statistic_of_rows_is_resampled_by_rows():
 
 
 def by_definition(levels, alpha):
-    """Holm's procedure, as he states it: reject in order until one is not."""
+    """Holm's procedure as he states it: reject in order until one is not rejected."""
     rejected = set()
     for step, i in enumerate(sorted(range(len(levels)), key=levels.__getitem__)):
         if levels[i] >= alpha / (len(levels) - step):
@@ -220,7 +220,7 @@ def test_holms_levels_reject_what_his_procedure_does(levels, alpha):
         assert rejected == by_definition(levels, alpha)
 
 
-def test_what_is_decided_alone_may_be_undecided_among_many():
+def test_one_verdict_may_be_undecided_among_many():
     clear, weak = judged(np.linspace(0.9, 1.1, 20)), judged(above=0.35)
     assert weak.outcome == "confirmed"
     untested = dataclasses.replace(clear, outcome=NOT_TESTED, p=1.0)
@@ -234,7 +234,7 @@ def test_what_is_decided_alone_may_be_undecided_among_many():
 #
 
 
-def test_slopes_leave_out_what_is_missing():
+def test_slopes_leave_out_missing_values():
     x = np.arange(5.0)
     y = np.stack([2 * x + 1, np.where(x == 2, np.nan, -x), np.full(5, np.nan)])
     np.testing.assert_allclose(slope(x, y), [2, -1, np.nan])
@@ -268,7 +268,7 @@ def test_every_threshold_has_a_reason_and_a_bound():
     assert verdicts.CONFIDENCE == 0.95
 
 
-def test_what_is_undecided_says_how_many_seeds_would_decide_it():
+def test_an_undecided_verdict_estimates_the_seeds_needed():
     seeds = np.random.default_rng(0).normal(0.3, 1, 12)
     verdict = judged(seeds, above=0.0)
     assert verdict.outcome == "undecided"
@@ -278,7 +278,7 @@ def test_what_is_undecided_says_how_many_seeds_would_decide_it():
     assert judged(again, above=0.0).outcome == "confirmed"
 
 
-def test_what_hardly_any_seeds_would_decide():
+def test_verdicts_that_need_very_many_seeds():
     seeds = [1.0, -1.0, 1.0, -1.0, 1e-3]
     assert judged(seeds, above=0.0).note == "more than 1,000 seeds would decide it"
     assert judged([1.0], above=0.0).note == "more seeds would decide it"

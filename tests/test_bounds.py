@@ -1,4 +1,4 @@
-"""Bounds on the parameters, against SciPy's bounded least squares."""
+"""Bounds on the parameters, compared with SciPy's bounded least squares."""
 
 import classical_problems
 import equinox as eqx
@@ -65,9 +65,9 @@ def test_a_linear_problems_constrained_minimum(name, shape):
 
 
 @pytest.mark.parametrize("name", ["kowalik_osborne-4", "bard-3", "box-3"])
-def test_what_has_come_to_a_bound_is_not_bent_off_it(name):
-    """Or no step lowers the loss any more, by rounding, and the run is told to have
-    failed."""
+def test_a_parameter_at_its_bound_stays_there(name):
+    """Otherwise rounding would leave no step that lowers the loss, and the run would
+    fail."""
     (problem,) = (p for p in classical_problems.PROBLEMS if p.name == name)
     free = scipy.optimize.least_squares(problem.residuals, problem.start, method="lm")
     lower, upper = problem.in_a_box(free.x).bounds
@@ -84,7 +84,7 @@ def test_what_has_come_to_a_bound_is_not_bent_off_it(name):
 
 @pytest.mark.parametrize("shape", [(12, 4), (30, 12), (6, 12)])
 def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
-    """Counted in the trial's program: no factorisation is in the loop over faces."""
+    """Count in the compiled trial: the loop over faces contains no factorisation."""
     m, p = shape
     rng = np.random.default_rng(p)
     a = rng.normal(size=(m, p))
@@ -104,7 +104,7 @@ def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
     free = jnp.linalg.solve(damped, a.T @ b)
     step, _ = between_bounds(SumOfSquares(), lin, free, inverse=inverse)
     assert num_asked == 1
-    # On the faces where it ends the step is the least of the damped problem.
+    # On the final faces the step minimises the damped problem.
     step = np.asarray(step)
     held = (step == lower) | (step == upper)
     assert np.sum(held) > 1
@@ -114,7 +114,7 @@ def test_a_trial_between_bounds_inverts_one_matrix_however_many_faces(shape):
 
 
 def test_few_steps_where_many_bounds_are_active():
-    """Each outer step solves the bounded linear problem: from face to face."""
+    """Each outer step solves the bounded linear problem, moving from face to face."""
     for a, b, lower, upper in linear_problems(50, 30, 5):
         solver = gnlin.GaussNewton(bounds=(lower, upper))
         solution = optx.least_squares(linear, solver, jnp.zeros(30), (a, b))
@@ -131,7 +131,7 @@ def rosenbrock(y, args):
         ("levenberg-marquardt", (None, 0.5)),
         ("levenberg-marquardt", (-2.0, [0.2, np.inf])),
         ("levenberg-marquardt", ([-1.5, 0.3], None)),
-        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # one that stays
+        ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # a parameter that stays
         ("damped", (-2.0, [0.2, np.inf])),
     ],
 )
@@ -166,7 +166,7 @@ def test_the_function_is_never_asked_beyond():
     np.testing.assert_allclose(solution.value[0], max(unbounded, 0.5), rtol=1e-6)
 
 
-def test_infinite_bounds_are_none():
+def test_infinite_bounds_have_no_effect():
     start = jnp.array([-1.2, 1.0])
     without = optx.least_squares(rosenbrock, gnlin.LevenbergMarquardt(), start)
     solver = gnlin.LevenbergMarquardt(bounds=(-jnp.inf, jnp.inf))
@@ -181,7 +181,7 @@ def test_a_start_beyond_is_moved_to_the_bounds_by_optimistix():
     np.testing.assert_allclose(solution.value, [0.5, 0.25], rtol=1e-8)
 
 
-def test_of_a_part_of_a_dictionary():
+def test_bounds_on_part_of_a_dictionary():
     def decay(p, x):
         return p["a"] * jnp.exp(-p["rate"] * x)
 
@@ -267,7 +267,7 @@ def decay_with(bounds, start=1.0):
         (3.0, 1.0, "must be a pair"),
     ],
 )
-def test_what_are_no_bounds(bounds, start, message):
+def test_errors_of_bounds(bounds, start, message):
     with pytest.raises(ValueError, match=message):
         decay_with(bounds, start)
 
@@ -281,7 +281,7 @@ def test_what_are_no_bounds(bounds, start, message):
         ((np.zeros((1, 2)), None), "lower bounds must be a number, or have"),
     ],
 )
-def test_what_are_no_bounds_through_optimistix(bounds, message):
+def test_errors_of_bounds_through_optimistix(bounds, message):
     def run():
         solver = gnlin.LevenbergMarquardt(bounds=bounds)
         return optx.least_squares(rosenbrock, solver, jnp.array([0.5, 0.5]))
@@ -290,7 +290,7 @@ def test_what_are_no_bounds_through_optimistix(bounds, message):
         run()
 
 
-def test_traced_bounds_that_no_point_is_between_end_as_not_finite():
+def test_empty_traced_bounds_end_as_not_finite():
     def run(lower):
         solver = gnlin.LevenbergMarquardt(bounds=(lower, 0.0))
         start = jnp.array([-1.2, 1.0])

@@ -1,4 +1,5 @@
-"""What is loaded is what was saved, or nothing is, whatever the disk does, or a kill."""
+"""A loaded checkpoint equals the saved one, or nothing is loaded, even after disk errors
+or a kill."""
 
 import errno
 import math
@@ -40,7 +41,7 @@ NAN = np.frombuffer(bytes.fromhex("0100c07f"), "<f4")  # with a payload of its o
 
 
 def assert_same(left, right):
-    """To the bit, apart from the byte order."""
+    """Check that two trees are equal to the bit, apart from the byte order."""
     assert len(left) == len(right)
     for x, y in zip(left, right, strict=True):
         assert x.dtype == y.dtype.newbyteorder("=")
@@ -49,7 +50,7 @@ def assert_same(left, right):
 
 
 def assert_holds(folder, *steps):
-    """Sound checkpoints of these steps, and nothing else."""
+    """Check that the folder holds valid checkpoints of these steps, and nothing else."""
     paths = sorted(folder.iterdir())
     assert [path.name for path in paths] == [f"step-{s:012d}.gnlin" for s in steps]
     for step, path in zip(steps, paths, strict=True):
@@ -64,7 +65,7 @@ def saved(folder, *steps, keep=10):
 
 @contextmanager
 def file_size_limit(num_bytes):
-    """A write beyond it fails, as on a full disk; root is not exempt."""
+    """Make longer writes fail, as on a full disk; this applies to root too."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -182,7 +183,7 @@ def test_a_step_is_replaced(tmp_path):
     assert_holds(tmp_path, 3)
 
 
-def test_what_cannot_be_deleted_stays(tmp_path, monkeypatch):
+def test_files_that_cannot_be_deleted_stay(tmp_path, monkeypatch):
     saved(tmp_path, 1)
 
     def refuse(self, missing_ok=False):
@@ -293,7 +294,7 @@ def test_a_folder_that_cannot_be_synchronised(tmp_path, monkeypatch):
         _fail_for_folders(patch, errno.EIO)
         with pytest.raises(CheckpointError, match=os.strerror(errno.EIO)):
             saved(tmp_path, 3, keep=1)
-    assert_holds(tmp_path, 1, 2, 3)  # nothing is deleted that may yet be needed
+    assert_holds(tmp_path, 1, 2, 3)  # files that may still be needed are not deleted
 
 
 def test_a_folder_that_cannot_be_opened(tmp_path, monkeypatch):
@@ -391,7 +392,7 @@ def test_refusals_say_what_is_wrong(tmp_path):
     )
 
 
-def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypatch):
+def test_foreign_files_with_a_right_checksum_are_refused(tmp_path, monkeypatch):
     def of(kinds):
         return f'{{"meta": {{}}, "arrays": {kinds}}}'.encode()
 
@@ -435,7 +436,7 @@ def test_what_another_wrote_with_a_right_checksum_is_refused(tmp_path, monkeypat
         assert reason in refusal(path)
 
 
-def test_truth_values_that_are_none_are_refused(tmp_path):
+def test_invalid_booleans_are_refused(tmp_path):
     wrong = np.array([0, 1, 2], np.uint8).view(bool)
     path = save(tmp_path, 1, [wrong], {}, 1)
     assert "truth values" in refusal(path)
@@ -448,7 +449,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     assert "it is not a file" in refusal(path)
 
 
-def test_what_cannot_be_read(tmp_path):
+def test_unreadable_files(tmp_path):
     saved(tmp_path, 1)
     folder = tmp_path / "step-000000000002.gnlin"
     folder.mkdir()
@@ -514,7 +515,7 @@ def test_too_little_room_is_refused(tmp_path, monkeypatch):
     check_writable(tmp_path, 999, 2)
     with pytest.raises(CheckpointError, match=r"need 3000 more bytes, but only 2999 are"):
         check_writable(tmp_path, 1000, 2)
-    # A run that goes on has written some of its checkpoints already.
+    # A resumed run has already written some of its checkpoints.
     (tmp_path / "step-000000000001.gnlin").write_bytes(bytes(1000))
     (tmp_path / f"step-000000000002.gnlin.{'0' * 32}.tmp").write_bytes(bytes(500))
     check_writable(tmp_path, 1499, 2)
@@ -526,7 +527,7 @@ def test_too_little_room_is_refused(tmp_path, monkeypatch):
         check_writable(tmp_path, 3000, 2)
 
 
-# Empty packages and checks stand in for gnlin's, so that JAX is not imported each time.
+# Empty modules stand in for gnlin's, so that JAX is not imported each time.
 CHILD = f"""
 import os, signal, sys, types
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Damped systems by a factorisation that is made once."""
+"""Damped systems that reuse one factorisation."""
 
 import functools
 
@@ -87,7 +87,7 @@ def steps_of(method, a, b):
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["jacobian", "residual"])
-def test_what_is_not_finite_comes_out_as_nan(where, bad, method):
+def test_nonfinite_input_gives_nan(where, bad, method):
     a, b = jnp.eye(3), jnp.ones(3)
     if where == "jacobian":
         a = a.at[0, 0].set(bad)
@@ -98,7 +98,7 @@ def test_what_is_not_finite_comes_out_as_nan(where, bad, method):
 
 
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
-def test_what_is_factorised_is_not_factorised_again(method):
+def test_factorisations_are_reused(method):
     way = gnlin.authoring.choose(problem((4, 4)), FILTER, method=method)
     program = lambda way: str(jax.make_jaxpr(lambda: way.solve(FILTER).step)())
     assert "cholesky" in program(way)

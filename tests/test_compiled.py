@@ -1,4 +1,4 @@
-"""What a first call compiles is counted: XLA's time is proportional to the fusions."""
+"""Limits on what a first call compiles; XLA's time is proportional to the fusions."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 
-# At most so many copies of the function, and fusions: 3 to 6 % above what was counted
-# with jax 0.10, on a CPU.
+# Upper bounds on copies of the function and on fusions: 3 to 6 % above the counts with
+# jax 0.10 on a CPU.
 MOST = {
     "a fit": (3, 140),
     "a damped fit": (2, 68),
@@ -27,7 +27,8 @@ def counts():
     script = HERE / "compiled_programs.py"
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment["PYTHONPATH"] = str(HERE.parent)
-    # LLVM optimises after the fusions are made: without it they are as many.
+    # LLVM optimises after XLA has made the fusions, so their number is the same without
+    # it.
     environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, str(script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -36,7 +37,7 @@ def counts():
 
 
 @pytest.mark.parametrize("program", MOST)
-def test_what_a_first_call_compiles(counts, program):
+def test_size_of_compiled_programs(counts, program):
     copies, fusions = MOST[program]
     assert counts[program]["copies"] <= copies
     assert counts[program]["fusions"] <= fusions

@@ -1,4 +1,5 @@
-"""Conjugate gradients, against the textbook's in NumPy and their own definition."""
+"""Conjugate gradients, compared with the textbook's in NumPy and with their
+definition."""
 
 import equinox as eqx
 import jax
@@ -72,7 +73,8 @@ def test_the_definition_is_met_in_as_many_steps_as_the_textbooks(case, tolerance
 
 
 def test_a_residual_that_drifts_is_looked_at():
-    """At a condition number of 1e12 the recurrence's residual says more than is true."""
+    """At a condition number of 1e12 the recurrence's residual is smaller than the true
+    one."""
     matrix, b = with_eigenvalues(np.logspace(-8, 4, 40), seed=1)
     for tolerance in (1e-2, 1e-6):
         solution = solve(matrix, b, ConjugateGradients(jnp.asarray(tolerance), 20000))
@@ -81,7 +83,7 @@ def test_a_residual_that_drifts_is_looked_at():
         assert (solution.result == lx.RESULTS.successful) == met
 
 
-def test_what_the_precision_does_not_allow_is_reported():
+def test_a_tolerance_below_the_precision_is_reported():
     matrix, b = with_eigenvalues(np.logspace(-6, 6, 12))
     solution = solve(matrix, b, ConjugateGradients(0.0))
     assert solution.result != lx.RESULTS.successful
@@ -161,7 +163,7 @@ def test_breakdown_is_reported(matrix):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nonfinite_numbers_are_no_success(bad):
+def test_nonfinite_numbers_are_not_reported_as_success(bad):
     matrix, b = MATRICES["condition 1e2"]
     for args in ((matrix, b * bad), (matrix * bad, b)):
         solution = solve(*args, ConjugateGradients(1e-8))
@@ -181,7 +183,7 @@ def test_most_steps():
 
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e12])
 def test_single_precision_at_any_scale_of_the_operator(scale):
-    """A Rayleigh quotient is small here, and that alone is no breakdown."""
+    """A Rayleigh quotient is small here, but that alone is no breakdown."""
     n = 10_000
     diagonal = scale * np.linspace(1.0, 50.0, n)
     b = jnp.asarray(np.cos(np.arange(n)), jnp.float32)
@@ -202,8 +204,8 @@ def test_single_precision_at_any_scale_of_the_operator(scale):
 
 @pytest.mark.parametrize("scale", [1e-23, 1e23])
 def test_single_precision_at_any_scale_of_the_right_hand_side(scale):
-    """Squares leave the range of single precision here, the numbers do not: it is
-    solved, or said not to be."""
+    """Squares leave the range of single precision here, but the numbers do not. The
+    system is solved, or reported as not solved."""
     diagonal = np.linspace(1.0, 5.0, 6)
     b = jnp.asarray(scale * np.cos(np.arange(6)), jnp.float32)
     solution = solve(jnp.diag(diagonal).astype(jnp.float32), b, ConjugateGradients(1e-4))
@@ -265,7 +267,7 @@ def test_mistakes():
 
 @jax.tree_util.register_pytree_node_class
 class Incomparable:
-    """A container as of some libraries: two of them are never equal."""
+    """A container, as in some libraries, whose instances are never equal."""
 
     def __init__(self, weights):
         self.weights = weights

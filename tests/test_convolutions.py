@@ -1,4 +1,4 @@
-"""Convolutions written with channels last, against those as they came."""
+"""Convolutions rewritten with channels last, compared with the original ones."""
 
 import functools
 
@@ -32,7 +32,7 @@ KINDS = {
         "feature_group_count": 2,
     },
 }
-# Of the images, the kernel and the output, by the number of axes besides
+# Layouts of images, kernel and output, by the number of spatial axes
 LAYOUTS = {
     1: [None, ("NWC", "WIO", "NWC"), ("CNW", "OWI", "WNC")],
     2: [None, ("NHWC", "HWIO", "NHWC"), ("HCNW", "OWIH", "CWNH")],
@@ -43,7 +43,7 @@ CASES = each_pair(KINDS, range(3), list(LAYOUTS))
 
 
 def convolution(name, n, layout, dtype):
-    """One of some kind, and its operands."""
+    """Return a convolution of the given kind, and its operands."""
     kind = KINDS[name]
     spread = {
         k: [v] * n if k in ("window_strides", "rhs_dilation", "lhs_dilation") else v
@@ -70,7 +70,7 @@ def convolution(name, n, layout, dtype):
 
 
 def cropped_beforehand(convolve, n, layout):
-    """XLA's own is wrong where its padding is negative."""
+    """Crop first, because XLA's convolution is wrong for negative padding."""
     specs = (LAYOUTS[n][layout] or ("NC",))[0]
     padding = [(0, 0, 0)] * (n + 2)
     for axis, kind in enumerate(specs if len(specs) > 2 else "NC" + "S" * n):
@@ -80,7 +80,7 @@ def cropped_beforehand(convolve, n, layout):
 
 
 def equations(jaxpr):
-    """All of a program's, and of those within."""
+    """Yield all equations of a program, including nested ones."""
     for equation in jaxpr.eqns:
         yield equation
         for value in equation.params.values():
@@ -91,7 +91,7 @@ def equations(jaxpr):
 
 
 def layouts_of(fn, *args):
-    """Of a program's convolutions: whether each has its channels last."""
+    """Return for each convolution of a program whether its channels are last."""
     found = []
     for equation in equations(jax.make_jaxpr(fn)(*args).jaxpr):
         if equation.primitive.name == "conv_general_dilated":
@@ -104,8 +104,8 @@ def layouts_of(fn, *args):
 
 
 def all_in_one(*functions):
-    """The results of all of them, by one program: one by one, each operation would be
-    compiled by itself."""
+    """Compute all results in one program. Otherwise each operation would be compiled
+    separately."""
     return jax.jit(lambda *args: [fn(*args) for fn in functions])
 
 
@@ -134,7 +134,7 @@ def test_a_convolution_of_any_kind_and_its_derivatives(name, layout, n):
         return all_of_it
 
     known = cropped_beforehand(convolve, n, layout) if name == "cropped" else convolve
-    # The convolution is rewritten before it is differentiated, and after that.
+    # The convolution is rewritten both before and after differentiation.
     before = of_operands(channels_last(convolve))
     after = channels_last(of_operands(convolve))
     expected, *found = all_in_one(of_operands(known), before, after)(x, w)
@@ -144,7 +144,7 @@ def test_a_convolution_of_any_kind_and_its_derivatives(name, layout, n):
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
-def test_many_of_them(axes):
+def test_convolutions_under_vmap(axes):
     convolve, x, w = convolution("strided", 2, 0, jnp.float64)
     x, w = (
         a if axis is None else jnp.stack([a, 2 * a, jnp.sin(a)])
@@ -242,7 +242,7 @@ def test_an_effect_happens_once(wrap):
     assert seen == [150.0]
 
 
-def test_a_function_without_stays_as_it_is():
+def test_a_function_without_convolutions_is_unchanged():
     fn = lambda x: {"a": jnp.sin(x), "b": (x, jnp.ones(()))}
     assert_equal(channels_last(fn)(jnp.ones(3)), fn(jnp.ones(3)), jnp.float64)
 

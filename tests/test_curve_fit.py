@@ -1,4 +1,4 @@
-"""Fits, against SciPy, NIST's certified standard errors and formulas written out."""
+"""Fits, compared with SciPy, NIST's certified standard errors and explicit formulas."""
 
 import datetime
 import functools
@@ -84,14 +84,14 @@ def test_values_and_covariance_are_scipys(sigma, absolute_sigma):
 
 @pytest.mark.parametrize("name", ["Misra1a", "Eckerle4", "Thurber"])
 def test_nists_standard_errors(name):
-    """To 6.5 digits and more, which are certified to 11: Thurber's fit converges
-    linearly, and ends when its loss no longer tells one step from the next."""
+    """Reached to 6.5 digits of the 11 certified ones. Thurber's fit converges linearly,
+    and ends when its loss no longer distinguishes two steps."""
     problem = nist.load(name)
     fit = gnlin.curve_fit(problem.model, problem.x, problem.y, problem.starts[1])
     np.testing.assert_allclose(fit.standard_errors, problem.standard_errors, rtol=3e-7)
 
 
-def test_of_a_bound_and_of_what_is_fixed():
+def test_a_parameter_at_a_bound_and_a_fixed_one():
     bounds = {"rate": (0.0, 0.5), "a": (None, 10.0)}
     fit = gnlin.curve_fit(decay, X, Y, START, bounds=bounds, fixed=["c"])
     assert fit.parameters["rate"] == 0.5
@@ -105,7 +105,7 @@ def test_of_a_bound_and_of_what_is_fixed():
     assert np.isnan(fit.standard_errors["rate"])
     assert fit.standard_errors["c"] == 0
     assert values(fit.at_bound).tolist() == [0, 0, 1]
-    # The objective's derivative, by differences
+    # The derivative of the objective by differences
     step = 1e-6
     loss = lambda rate: 0.5 * np.sum((Y - a * np.exp(-rate * X)) ** 2)
     slope = (loss(0.5 + step) - loss(0.5 - step)) / (2 * step)
@@ -139,7 +139,7 @@ def test_the_bands_are_the_derivatives_formula():
     np.testing.assert_allclose(wide.high - mean, quantile * of_new, rtol=1e-8)
 
 
-def test_profiles_are_those_of_refits_one_by_one():
+def test_profiles_match_separate_refits():
     fit = gnlin.curve_fit(decay, X, Y, START)
     low, high = fit.confidence_intervals(0.95)
     best, _ = of_scipy()
@@ -163,7 +163,7 @@ def test_profiles_are_those_of_refits_one_by_one():
 
 
 def test_an_interval_without_an_end():
-    """Of a rate whose curve has died out before the second point."""
+    """The rate is so large that the curve has vanished before the second point."""
     x = np.array([0.0, 1.0, 2.0, 3.0])
     y = np.array([1.0, 0.02, -0.02, 0.01])
     fit = gnlin.curve_fit(
@@ -174,7 +174,7 @@ def test_an_interval_without_an_end():
     assert high == np.inf
 
 
-def test_outliers_have_no_say():
+def test_outliers_have_no_influence():
     y = Y.copy()
     y[[3, 20, 40]] += [3.0, -4.0, 5.0]
     robust = gnlin.curve_fit(decay, X, y, START, loss=gnlin.losses.Huber(1.345))
@@ -223,7 +223,7 @@ LINE = {"a": 0.0, "b": 1.0}
 
 
 def noisy_lines(number, size=100, seed=3):
-    """With one point in ten that is ten times as far off."""
+    """Draw lines with one point in ten that is ten times as far off."""
     generator = np.random.default_rng(seed)
     errors = 0.3 * generator.normal(size=(number, size))
     errors[generator.random(errors.shape) < 0.1] *= 10
@@ -234,7 +234,7 @@ def noisy_lines(number, size=100, seed=3):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"sigma": 0.3, "absolute_sigma": True}])
 def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
-    """Of 400 data sets, whose spread is known to 4 %."""
+    """Use 400 data sets, whose spread is known to 4 %."""
     x, ys = noisy_lines(400)
     fits = gnlin.curve_fit(line, x, ys, LINE, loss=gnlin.losses.Huber(1.345), **options)
     for name in LINE:
@@ -280,7 +280,7 @@ def of_odr(function, x, y, sigma, sigma_x, start, **options):
 
 
 @pytest.mark.parametrize(("sigma", "sigma_x"), [(0.05, 0.02 * (1 + X)), (SIGMA, 0.1)])
-def test_errors_in_x_are_odrpacks(sigma, sigma_x):
+def test_errors_in_x_match_odrpack(sigma, sigma_x):
     x = X + sigma_x * np.random.default_rng(1).normal(size=50)
     fit = gnlin.curve_fit(decay, x, Y, START, sigma=sigma, sigma_x=sigma_x)
     of_each = np.broadcast_to(sigma, 50), np.broadcast_to(sigma_x, 50)
@@ -343,7 +343,7 @@ def test_errors_in_x_with_bounds_and_what_is_fixed():
 
 @pytest.mark.slow
 def test_profiles_and_starts_with_errors_in_x():
-    """At the ends of an interval ODRPACK's best fit is as much worse as it should be."""
+    """At the ends of an interval ODRPACK's best fit is worse by the expected amount."""
     x, y = X[::4] + 0.1 * np.random.default_rng(1).normal(size=13), Y[::4]
     fit = gnlin.curve_fit(
         decay,
@@ -437,7 +437,7 @@ def test_a_missing_x_is_a_missing_point():
     np.testing.assert_allclose(fit.covariance_matrix, without.covariance_matrix)
 
 
-def test_half_of_a_complex_number_is_none():
+def test_a_complex_number_with_one_nan_part_is_missing():
     w = np.linspace(0.1, 10, 40)
     z = 2 / (1 + 0.7j * w)
     z[3] = np.nan  # NumPy's imaginary part is 0
@@ -474,7 +474,8 @@ def test_sigma_is_of_the_shape_of_y():
 
 
 def test_sigma_of_as_many_data_sets_as_points():
-    """A covariance, if it is one; else standard deviations, of each set its own."""
+    """`sigma` is a covariance if it can be one. Otherwise it has a row of standard
+    deviations for each data set."""
     x = np.linspace(-1, 1, 8)
     ys = 1 + 2 * x + 0.1 * np.random.default_rng(2).normal(size=(8, 8))
     columns = np.stack([np.ones(8), x], axis=1)
@@ -506,7 +507,7 @@ def test_sigma_of_a_dictionary_of_values():
 
 @pytest.mark.parametrize("scale", [1e-9, 1e-20])
 def test_units_in_which_all_is_small(scale):
-    """Smaller than the absolute tolerance."""
+    """All numbers are below the absolute tolerance."""
     times = {"a": 1.0, "length": 1.0, "c": 0.0}
 
     def by_length(p, x):
@@ -520,7 +521,7 @@ def test_units_in_which_all_is_small(scale):
 
 
 def test_bounds_as_scipy_has_them():
-    """Lists for an array, and arrays for a list."""
+    """Bounds may be lists for an array, and arrays for a list."""
 
     def f(p, x):
         return p[0] * jnp.exp(-p[1] * x) + p[2]
@@ -580,7 +581,7 @@ def test_lists_of_numbers():
     np.testing.assert_allclose(values(fit.parameters), [0.98, 1.03])
 
 
-def test_where_f_closes_over_what_is_differentiated():
+def test_derivatives_by_values_that_f_closes_over():
     def slope(c):
         return gnlin.curve_fit(lambda p, x: c * line(p, x), X, Y, LINE).parameters["b"]
 
@@ -612,7 +613,7 @@ def test_many_data_sets_at_once(own_starts):
 
 
 def test_many_starts_find_the_global_minimum():
-    """A sine's frequency has a local minimum at each wrong one."""
+    """The frequency of a sine has a local minimum at each wrong value."""
     x = np.linspace(0, 10, 60)
     y = 2 * np.sin(3.3 * x + 0.4)
 
@@ -696,7 +697,7 @@ def test_one_program_for_all_numbers():
 
 
 def num_compiled(call):
-    """How many programs a call compiles."""
+    """Count the programs that a call compiles."""
     names = []
 
     def note(name, *_, **__):
@@ -711,7 +712,7 @@ def num_compiled(call):
 
 
 def names_compiled(call):
-    """Those of the programs that a call compiles."""
+    """Return the names of the programs that a call compiles."""
     names = []
 
     def note(event, *_, **about):
@@ -727,7 +728,7 @@ def names_compiled(call):
 
 
 def with_a_loop(p, x):
-    """By a loop of unknown length, as a differential equation's solution is."""
+    """Use a loop of unknown length, as in the solution of a differential equation."""
     most = jnp.max(x) + 5
     step = lambda s: (s[0] + 1, s[1] * jnp.exp(-p["rate"] * x / most))
     begin = jnp.zeros_like(most), jnp.ones_like(x)
@@ -753,9 +754,9 @@ def test_profiles_and_starts_are_by_the_program_of_the_fit(f):
         )
 
 
-def test_a_loop_that_ends_too_early_and_one_that_raises_are_told():
+def test_messages_for_loops_that_end_early_or_raise():
     def rough(p, x):
-        """With steps, as by a loop that takes one more."""
+        """Add small steps, as a loop that takes one more iteration does."""
         found = with_a_loop(p, x)
         return found + 1e-5 * jnp.sin(1e7 * jax.lax.stop_gradient(found))
 
@@ -774,7 +775,7 @@ def written_anew(shift, power=1.0):
     return lambda p, x: jax.nn.relu(p["a"]) * jnp.exp(-p["rate"] * x**power) + shift
 
 
-def test_a_function_that_is_written_anew_is_not_compiled_again():
+def test_a_redefined_function_is_not_compiled_again():
     start = {"a": 1.0, "rate": 0.5}
     fits = []
 
@@ -798,7 +799,7 @@ def test_a_function_that_is_written_anew_is_not_compiled_again():
 
 
 def with_slope(slope):
-    """The exponential of minus a number, with a derivative of its own."""
+    """The exponential of minus a number, with a user-defined derivative."""
     decaying = jax.custom_jvp(lambda k: jnp.exp(-k))
     decaying.defjvp(lambda k, d: (decaying(*k), -slope * jnp.exp(-k[0]) * d[0]))
     return lambda p, x: p["c"] + decaying(p["rate"] * x)
@@ -843,7 +844,8 @@ def test_derivatives_where_singular_values_are_equal(derivative):
     ids=["forwards", "backwards"],
 )
 def test_derivatives_at_a_bound(derivative, loss):
-    """What is at a bound moves with it, and the others with it and the data."""
+    """A parameter at a bound moves with it; the others move with the bound and the
+    data."""
 
     def values(y, most):  # a number as `sigma`, within a compiled function
         bounds = {"rate": (0.0, most)}
@@ -895,7 +897,7 @@ def test_an_undetermined_direction_has_no_derivative():
     np.testing.assert_allclose(a, b, rtol=1e-8)
 
 
-def test_what_is_not_determined_is_told():
+def test_undetermined_parameters_are_reported():
     with pytest.warns(UserWarning, match=r"moving a by -?1 and b by -?1 does not change"):
         fit = gnlin.curve_fit(
             lambda p, x: (p["a"] + p["b"]) * x, X, Y, {"a": 1.0, "b": 2.0}
@@ -905,8 +907,8 @@ def test_what_is_not_determined_is_told():
     assert fit.degrees_of_freedom == 49
 
 
-def test_a_parameter_that_changes_the_curve_by_rounding_is_told():
-    """With any start; the others' errors are as if it were fixed."""
+def test_a_parameter_with_an_effect_below_rounding_is_reported():
+    """This holds for any start; the others' errors are as if it were fixed."""
     sign = np.where(np.arange(50) % 3 == 0, 1, -1)
 
     def nearly_a_line(p, x):
@@ -921,7 +923,7 @@ def test_a_parameter_that_changes_the_curve_by_rounding_is_told():
         np.testing.assert_allclose(fit.standard_errors["a"], alone.standard_errors)
 
 
-def test_a_plateau_is_told():
+def test_a_plateau_is_reported():
     x = np.arange(36.0, 73)
     y = 371 + np.cos(x)
     with pytest.warns(UserWarning, match="moving b by 1; or a by 1 does not change"):
@@ -936,9 +938,9 @@ def test_a_plateau_is_told():
     np.testing.assert_allclose(fit.standard_errors["c"], expected, rtol=1e-6)
 
 
-def test_what_is_determined_to_be_zero_is_not_taken_for_rounding():
+def test_a_parameter_of_zero_can_be_determined():
     x = np.linspace(-1, 1, 21)
-    y = 3 + 0.1 * np.cos(7 * x)  # of an even function the slope is 1e-17
+    y = 3 + 0.1 * np.cos(7 * x)  # the slope of an even function is 1e-17
     for scale in (1.0, 1e-12, 1e12):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -1058,7 +1060,7 @@ def test_the_picture():
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],
 )
-def test_what_cannot_be_meant(options, message, unchecked):
+def test_errors_of_arguments(options, message, unchecked):
     given = {"f": decay, "x": X, "y": Y, "start": START, **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(**given)
@@ -1077,7 +1079,7 @@ def _failing(error):
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, RuntimeError, OwnError])
 def test_an_error_of_the_functions_own_is_passed_on(kind):
-    """And is no sentence about axes, or about how it is called."""
+    """The message is not replaced by one about axes or about the call."""
     f, parameters = _failing(kind("mine")), {"a": jnp.array(1.0)}
     for run in (
         lambda: gnlin.curve_fit(f, X, Y, {"a": 1.0}),
@@ -1165,7 +1167,7 @@ def test_a_number_in_a_model_is_not_trained():
         ((Y, Y[:7]), "`y` must hold numbers or arrays"),
     ],
 )
-def test_what_is_no_data(y, message):
+def test_errors_of_data(y, message):
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(decay, X, y, START)
 
@@ -1178,7 +1180,7 @@ def test_no_error_of_a_start_for_each_data_set_hides_the_shapes():
 
 @pytest.mark.parametrize("num_train", [5, 60])
 def test_the_variance_of_predictions(num_train):
-    """On either side, against the formula with the dense Jacobians."""
+    """Compare on both sides with the formula in dense Jacobians."""
     model = eqx.nn.MLP(2, 2, 5, 1, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (num_train, 2))
     new = jax.random.normal(jax.random.key(2), (7, 2))
@@ -1196,7 +1198,7 @@ def test_the_variance_of_predictions(num_train):
     assert found.shape == (7, 2)
 
 
-def test_data_of_which_nothing_is_left():
+def test_data_without_valid_points():
     nothing = np.full(50, np.nan)
     with pytest.raises(ValueError, match="There is no data: all of `y` is missing"):
         gnlin.curve_fit(decay, X, nothing, START, nan_policy="omit")

@@ -1,4 +1,4 @@
-"""Rules of the damping: each beside its own words, and on problems with known ends."""
+"""Each damping rule, compared with its definition and on problems with known ends."""
 
 import equinox as eqx
 import jax
@@ -26,7 +26,7 @@ def test_nielsens_rule(ratio, damping):
     rule = Nielsen()
     state = rule.after(rule.init(jnp.dtype(float)), trial(damping, ratio))
     expected = damping * max(1 / 3, 1 - (2 * ratio - 1) ** 3)
-    if ratio >= 0.98:  # not Nielsen's
+    if ratio >= 0.98:  # differs from Nielsen's
         expected = damping / 10
     assert float(state.damping) == pytest.approx(expected)
 
@@ -148,7 +148,8 @@ def test_a_number_is_nielsens():
 
 
 class Halved(gnlin.damping.AbstractDamping):
-    """A rule of one's own: half as much after a step, ten times as much after none."""
+    """A user-defined rule: half the damping after an accepted step, ten times after a
+    rejected one."""
 
     def init(self, dtype):
         return jnp.ones((), dtype)
@@ -160,14 +161,14 @@ class Halved(gnlin.damping.AbstractDamping):
         return state * jnp.where(trial.accepted, 0.5, 10.0)
 
 
-def test_a_rule_of_ones_own():
+def test_a_user_defined_rule():
     solver = gnlin.LevenbergMarquardt(damping=Halved())
     solution = least_squares(rosenbrock, solver, jnp.array([-1.2, 1.0]))
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
-def test_it_is_one_program_for_all_numbers():
+def test_one_program_for_all_numbers():
     compiled = []
 
     def residual(y, args):

@@ -1,5 +1,5 @@
-"""Derivatives of steps, and through them, also where singular values are equal; against
-dense formulas that JAX differentiates, and differences."""
+"""Derivatives of steps and through steps, also at equal singular values, compared with
+dense formulas that JAX differentiates and with finite differences."""
 
 import functools
 
@@ -19,7 +19,7 @@ WAYS = [(a, b) for a in ("svd", "eigh") for b in (jax.jacfwd, jax.jacrev)]
 
 
 def jacobian(a, shape):
-    """At `a = 0` its singular values are 2, 1 and 1; `a` moves it every way."""
+    """At `a = 0` its singular values are 2, 1 and 1; `a` changes it in all directions."""
     m, p = shape
     rng = np.random.default_rng(0)
     u = np.linalg.qr(rng.normal(size=(m, m)))[0]
@@ -94,7 +94,7 @@ def test_the_step_of_a_filter_where_singular_values_are_equal(name, way, shape, 
 
 
 def residuals(y, a):
-    """Not linear in `y`; at the start, and `a = 0`, of equal singular values."""
+    """Nonlinear in `y`; at the start with `a = 0` it has equal singular values."""
     phi = jacobian(a[:4], (5, 3))
     bent = phi @ (y + 0.1 * y**2) + a[4] - jnp.arange(5, dtype=y.dtype)
     return bent.astype(y.dtype)
@@ -165,7 +165,7 @@ def derivative_of_two_steps(step, dtype):
         ("for K steps", "optimistix, backwards", jnp.float32),
     ],
 )
-def test_through_the_steps_of_a_solver(name, way, dtype):
+def test_derivatives_through_the_steps_of_a_solver(name, way, dtype):
     solver, step = SOLVERS[name]
     driver, mode = DRIVERS[way]
     wanted = derivative_of_two_steps(step, dtype)
@@ -185,7 +185,7 @@ LEVENBERG_MARQUARDT = {
 
 
 def check_by_differences(after):
-    # One program computes the derivative and the value that the differences are of.
+    # One program computes both the derivative and the value for the differences.
     both = jax.jit(jax.jacfwd(lambda a: (after(a),) * 2, has_aux=True))
     value, h = lambda a: np.asarray(both(jnp.asarray(a))[1]), 1e-6
     wanted = [(value(h * e) - value(-h * e)) / (2 * h) for e in np.eye(5)]
@@ -195,7 +195,7 @@ def check_by_differences(after):
 
 
 @pytest.mark.parametrize("name", LEVENBERG_MARQUARDT)
-def test_through_the_trials_of_levenberg_marquardt(name):
+def test_derivatives_through_the_trials_of_levenberg_marquardt(name):
     check_by_differences(by_solve(LEVENBERG_MARQUARDT[name]))
 
 

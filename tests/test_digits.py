@@ -1,5 +1,5 @@
-"""Every kind of solver learns to read handwritten digits: in single precision, on
-mini-batches, with cross-entropy."""
+"""Every kind of solver learns handwritten digits in single precision, on mini-batches,
+with cross-entropy."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ def mlp(key):
 
 
 def shift(image, key):
-    """By up to a pixel, sideways: digits of 8 x 8 fill the height."""
+    """Shift an image sideways by up to a pixel; digits of 8 x 8 fill the height."""
     return jnp.roll(image, jax.random.randint(key, (), -1, 2), axis=2)
 
 
@@ -34,9 +34,9 @@ DAMPED = gnlin.DampedGaussNewton(0.3, search=ARMIJO)
 TRUNCATED = gnlin.TruncatedGaussNewton(0.1, damping=0.3, search=ARMIJO)
 LINEARISED = gnlin.IterativeLinearisation(10, optimiser=optax.adam(5e-3), restart=False)
 
-# With these settings the bars are met from each of the seeds 0 to 4. On mini-batches the
-# damping of Levenberg-Marquardt falls so far that in single precision rounding decides:
-# the CNN's accuracies are then 0.969 to 0.996.
+# With these settings the seeds 0 to 4 all pass. On mini-batches the damping of
+# Levenberg-Marquardt falls so far that rounding matters in single precision: the CNN's
+# accuracies are then 0.969 to 0.996.
 BARS = {mlp: 0.96, smooth_digits_cnn: 0.98}
 LOWER_BARS = {"adaptive CNN": 0.96}
 RUNS = {
@@ -60,7 +60,7 @@ RUNS = {
 
 
 def single(tree):
-    """Its floating-point arrays in single precision."""
+    """Convert the floating-point arrays to single precision."""
 
     def cast(x):
         return jnp.asarray(x, jnp.float32 if eqx.is_inexact_array_like(x) else None)
@@ -69,7 +69,7 @@ def single(tree):
 
 
 def train(run, seed):
-    """The test accuracy, and the run."""
+    """Return the test accuracy, and the result of the run."""
     make, solver, how = RUNS[run]
     key = jax.random.key(seed)
     data, (images, labels) = single(digits.classification(flat=make is mlp))

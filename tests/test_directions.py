@@ -1,4 +1,4 @@
-"""Functions that can be differentiated in one direction only."""
+"""Functions that allow only one direction of differentiation."""
 
 import diffrax
 import equinox as eqx
@@ -21,14 +21,15 @@ reverse_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (d * jnp.cos(x),))
 
 
 def looped_cube(x):
-    """By a loop that ends at a traced number: reverse mode has no way back."""
+    """Use a loop with a traced number of steps, which reverse mode cannot
+    differentiate."""
     step = lambda s: (s[0] + 1, s[1] * x)
     return jax.lax.while_loop(lambda s: s[0] < 3, step, (jnp.array(0), x * 0 + 1))[1]
 
 
 @jax.custom_jvp
 def bisected_root(a):
-    """Where x + x^3 is a; without a derivative of the bisection."""
+    """Find the root of x + x^3 = a by bisection, which has no derivative."""
 
     def halve(ends):
         low, high = ends
@@ -43,7 +44,7 @@ def bisected_root(a):
 
 @bisected_root.defjvp
 def _(primals, tangents):
-    """By Newton's method on the linear equation, which takes a loop of its own."""
+    """Solve the linear equation of the implicit function theorem by a loop."""
     (a,), (t,) = primals, tangents
     x = bisected_root(a)
     step = lambda s: (s[0] + 1, s[1] + (t - (1 + 3 * x**2) * s[1]) / (1 + 3 * x**2))
@@ -60,8 +61,8 @@ SHAPES = {"tall": (7, 3), "wide": (3, 5)}
 
 
 def problem(kind, shape, dtype=float):
-    """Residuals of parameters in a dictionary, where they start, and the Jacobian as
-    written by hand."""
+    """Return residuals of parameters in a dictionary, the start, and the Jacobian by
+    hand."""
     inner, slope = INNER[kind]
     m, p = SHAPES[shape]
     weights = jnp.asarray(np.random.default_rng(3).normal(size=(m, p)) / p, dtype)
@@ -71,7 +72,7 @@ def problem(kind, shape, dtype=float):
         return jnp.concatenate([y["a"], y["b"][None]])
 
     def fn(y, args):
-        # The target is reached: a tall problem has a zero, too.
+        # The target can be reached, so a tall problem has a zero too.
         return inner(weights @ joined(y)) - inner(weights @ jnp.full(p, 0.7, dtype))
 
     @jax.jit
@@ -119,7 +120,7 @@ def test_products_are_those_of_the_dense_jacobian(kind, shape, dtype, jitted):
 
 @pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
 def test_rows_of_examples_take_passes_of_one_example(kind):
-    """Also by parts, of chosen rows, and by colours."""
+    """This holds for parts, for chosen rows and by colouring too."""
     inner, slope = INNER[kind]
     y, x = jnp.linspace(0.4, 0.9, 4), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
     weights = jnp.cos(jnp.arange(12.0)).reshape(4, 3)
@@ -263,11 +264,11 @@ def test_the_minimum_is_differentiated_as_with_solvers_of_optimistix():
 #
 
 
-def test_what_has_both_directions_is_not_made_twice():
+def test_a_function_with_both_directions_is_traced_once():
     fn = lambda y, _: jnp.sin(jax.lax.erf_inv(y))
     y = jnp.linspace(-0.5, 0.5, 4)
     lin = gnlin.linearise(fn, y)
-    assert lin.jacobian.a_product() == Passes(1, 1)  # it is not in memory
+    assert lin.jacobian.a_product() == Passes(1, 1)  # the Jacobian is not in memory
     program = str(jax.make_jaxpr(lambda y: gnlin.linearise(fn, y))(y))
     assert program.count("erf_inv ") == 1
     assert program.count("sin ") == 1
@@ -323,7 +324,7 @@ def test_other_directions_are_refused(wrong, unchecked):
 
 
 #
-# In one sentence
+# Errors
 #
 
 
@@ -359,7 +360,7 @@ TRUE = {"ab": 1.5, "bc": 0.7}
 
 
 def seen(adjoint, k):
-    """A -> B -> C, of which B is seen."""
+    """A reaction A -> B -> C, of which B is measured."""
 
     def rates(t, y, k):
         return jnp.stack([-k["ab"] * y[0], k["ab"] * y[0] - k["bc"] * y[1]])

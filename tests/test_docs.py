@@ -1,4 +1,5 @@
-"""Examples in the README, the documentation and the docstrings run; names are listed."""
+"""Examples in the README, the documentation and the docstrings run, and all names are
+documented."""
 
 import inspect
 import math
@@ -36,7 +37,7 @@ def _python_blocks(text: str) -> list[str]:
 
 
 def _is_near(fit, true) -> bool:
-    """Whether it is within three standard errors of the truth."""
+    """Return whether a fit is within three standard errors of the truth."""
     return all(
         abs(fit.parameters[name] - true[name]) < 3 * fit.standard_errors[name]
         for name in true
@@ -57,7 +58,7 @@ def _difference(of_data, data, entry, size=1e-4) -> float:
 
 
 def _robertson(n) -> np.ndarray:
-    """By SciPy's implicit solver."""
+    """Solve Robertson's equations by SciPy's implicit solver."""
     slow, fast, back = (np.exp(n["true_logs"][name]) for name in ("slow", "fast", "back"))
 
     def rates(t, y):
@@ -72,7 +73,7 @@ def _robertson(n) -> np.ndarray:
 
 
 def _doses(p, x) -> np.ndarray:
-    """The closed form, one dose upon the other."""
+    """Return the closed form, a sum over the doses."""
     slow, fast = p["clearance"] / p["volume"], p["absorption"]
     since = np.subtract.outer(x["times"], x["doses"]["time"])
     height = x["doses"]["size"] * fast / (p["volume"] * (fast - slow))
@@ -80,11 +81,11 @@ def _doses(p, x) -> np.ndarray:
     return np.sum(height * (np.exp(-slow * since) - np.exp(-fast * since)), axis=1)
 
 
-# What the examples of a page have reached in the end, by the names that they use.
 def _accuracy(model, inputs, labels):
     return gnlin.losses.accuracy(jax.vmap(model)(inputs), labels)
 
 
+# Conditions on the results of each page's examples, by the variables of the page.
 REACHED = {
     "README.md": lambda n: (
         n["solution"].loss < 1e-4 and np.allclose(n["fit"].value, [2, -0.5], atol=1e-4)
@@ -192,7 +193,7 @@ REACHED = {
 }
 
 
-# Half a minute each, and read by `.ci/run`; the README is read first.
+# These take half a minute each, and `.ci/run` runs them; the README comes first.
 @pytest.mark.parametrize(
     "page",
     [
@@ -212,7 +213,7 @@ def test_page_reaches_its_result(page, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def as_a_reader():
-    """A user's own code may leave promotion to JAX."""
+    """Allow promotion, on which user code may rely."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -240,7 +241,7 @@ def _docstrings() -> list[tuple[str, str]]:
 
 @pytest.fixture
 def namespace():
-    """The names that a docstring's example may take for granted."""
+    """Return the names that a docstring's example may assume."""
     x = jnp.linspace(0.1, 1.0, 5)
     inputs = jax.random.normal(jax.random.key(1), (6, 3))
     w = jnp.array([0.1, -0.2, 0.3])
@@ -285,7 +286,7 @@ def _is_found(solution):
     return np.allclose(solution.value, 1.0, atol=1e-6)
 
 
-# What the examples of a docstring have reached, of those that get anywhere.
+# Conditions on the results of the docstrings' examples that compute something.
 REACHED_BY_DOCSTRING = {
     "gnlin.solve": lambda n: _has_fallen(n["solution"]),
     "gnlin.fit": lambda n: n["result"].history["validation_accuracy"][-1] > 0.9,
@@ -340,7 +341,7 @@ def test_every_public_name_is_in_the_reference():
     assert not missing
 
 
-def test_the_api_does_not_name_what_is_not_there():
+def test_the_api_pages_name_only_existing_objects():
     pages = "\n".join(p.read_text() for p in (ROOT / "docs").rglob("*.md"))
     for name in re.findall(r"\[`(gnlin\.[\w.]+)`\]\[\]", pages):
         thing = gnlin

@@ -1,4 +1,4 @@
-"""What cannot be meant gets one sentence at the door, or ends a run as not finite."""
+"""Invalid arguments are refused in one sentence, or end a traced run as not finite."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_settings_of_all_solvers(make, settings):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("search", ["armijo", optx.BacktrackingArmijo, 1, True])
-def test_a_search_that_is_none(search):
+def test_errors_of_searches(search):
     for name in ("gauss-newton", "filtered", "damped", "truncated"):
         with pytest.raises(ValueError, match='`search` must be "auto"'):
             SOLVERS[name](search=search)
@@ -89,7 +89,7 @@ def test_a_search_that_is_none(search):
         lambda: gnlin.preconditioners.Nystrom(10, seed="0"),
     ],
 )
-def test_numbers_and_flags_that_are_none(make):
+def test_errors_of_numbers_and_flags(make):
     with pytest.raises(ValueError, match="` must be "):
         make()
 
@@ -102,7 +102,7 @@ def test_a_schedule_returns_one_number(value):
         gnlin.solve(NETWORK, (X, T), solver, max_steps=2)
 
 
-# A solver of traced numbers, and sets of them of which one is out of range.
+# A solver with traced numbers, and sets of such numbers of which one is out of range.
 OUT_OF_RANGE = {
     "damping": (gnlin.DampedGaussNewton, [(-1.0,), (math.inf,)]),
     "damping, products": (
@@ -285,7 +285,7 @@ MODELS = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("model", "message"), MODELS.values(), ids=MODELS)
-def test_models_that_are_none(model, message):
+def test_errors_of_models(model, message):
     with pytest.raises(ValueError, match=message):
         gnlin.solve(model, (X, T), DAMPED)
     with pytest.raises(ValueError, match=message):
@@ -310,7 +310,7 @@ def test_inputs_without_an_axis_over_features():
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("spec", ["all", [True], 1])
-def test_a_filter_that_is_none(spec):
+def test_errors_of_filters(spec):
     with pytest.raises(ValueError, match="`filter_spec` "):
         gnlin.solve(LINE, (X, T), DAMPED, filter_spec=spec)
 
@@ -358,7 +358,7 @@ DATA = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("data", "message"), DATA.values(), ids=DATA)
-def test_data_that_are_none(data, message):
+def test_errors_of_data(data, message):
     with pytest.raises(ValueError, match=message):
         gnlin.solve(LINE, data, DAMPED)
     with pytest.raises(ValueError, match=message):
@@ -380,7 +380,7 @@ def test_which_example_is_not_finite():
 
 
 #
-# Solvers, callbacks, and what prints
+# Solvers, callbacks and printing
 #
 
 
@@ -415,7 +415,7 @@ def test_an_optimiser_of_optax_as_a_solver():
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_solvers_that_are_none(solver, given):
+def test_errors_of_solvers(solver, given):
     for train in (gnlin.solve, gnlin.fit):
         with pytest.raises(ValueError, match=f"must be one of gnlin's.*but {given}"):
             train(LINE, (X, T), solver)
@@ -441,7 +441,7 @@ def test_solvers_that_are_none(solver, given):
         lambda: gnlin.features.kernel_drift(LIN, LIN, key=jax.random.split(KEY)),
     ],
 )
-def test_other_arguments_that_are_none(make):
+def test_errors_of_other_arguments(make):
     with pytest.raises(ValueError, match="` must be "):
         make()
 

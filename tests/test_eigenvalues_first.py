@@ -1,5 +1,4 @@
-"""Undamped steps where the method is left to gnlin: by eigenvalues, where these know all
-that there is to know."""
+"""Undamped steps with `method="auto"`: by eigenvalues if these resolve the problem."""
 
 import equinox as eqx
 import jax
@@ -11,7 +10,7 @@ import gnlin
 
 
 def problem(shape, smallest, rank, dtype, seed=0):
-    """Singular values from 1 down, and then zeros."""
+    """Build a problem with singular values from 1 to `smallest`, followed by zeros."""
     rng, k = np.random.default_rng(seed), min(shape)
     left, _ = np.linalg.qr(rng.normal(size=(shape[0], k)))
     right, _ = np.linalg.qr(rng.normal(size=(shape[1], k)))
@@ -56,14 +55,14 @@ def test_a_step(shape, smallest, rank, dtype, resolved, rtol):
     assert error <= rtol * np.linalg.norm(expected)
 
 
-def test_it_is_taken_where_singular_values_are_dear():
+def test_auto_takes_eigenvalues_when_an_svd_is_expensive():
     for size, expected in (((300, 500), "eigh-first"), ((5, 6), "svd")):
         a, b, _ = problem(size, 0.1, min(size), jnp.float64)
         assert prepared(a, b, "auto").method == expected
 
 
 def test_a_value_just_above_zero_is_seen():
-    """One direction in sixty, a thousand times what counts as rounding."""
+    """One singular value of sixty is a thousand times above rounding."""
     a, b, _ = problem((60, 90), 0.1, 60, jnp.float64)
     u, s, vt = np.linalg.svd(np.asarray(a), full_matrices=False)
     for least, resolved in ((1e-9, False), (0.0, True)):
@@ -72,7 +71,7 @@ def test_a_value_just_above_zero_is_seen():
         assert bool(was_resolved) == resolved
 
 
-def test_what_is_not_finite_ends_as_that():
+def test_nonfinite_input_gives_nonfinite_output():
     a, b, _ = problem((60, 90), 0.1, 60, jnp.float64)
     found, _, gradient_norm = step(a.at[3, 4].set(jnp.nan), b)
     assert not np.isfinite(gradient_norm)
@@ -80,7 +79,7 @@ def test_what_is_not_finite_ends_as_that():
 
 
 def test_a_network_with_cross_entropy():
-    """Each example's curvature has a direction that is zero."""
+    """The curvature of each example has a direction in which it is zero."""
     net = eqx.nn.MLP(6, 10, 40, 1, jnp.tanh, key=jax.random.key(0))
     net = jax.tree.map(lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, net)
     x = jax.random.normal(jax.random.key(1), (20, 6))

@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
-# A user's own code may leave promotion to JAX, and so does optax.
+# User code, and optax, may rely on JAX's promotion.
 DEFAULTS = {
     "JAX_NUMPY_DTYPE_PROMOTION": "standard",
     "JAX_NUMPY_RANK_PROMOTION": "allow",
@@ -20,7 +20,7 @@ DEFAULTS = {
 
 
 def run(name, *arguments):
-    """As a user does, in single precision."""
+    """Run a script as a user does, in single precision."""
     command = [sys.executable, EXAMPLES / name, "--quick", *arguments]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **DEFAULTS}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -29,7 +29,7 @@ def run(name, *arguments):
 
 
 def percentages(text):
-    """Of each row of a table, by its first cell."""
+    """Return the percentages in each row of a table, by its first cell."""
     rows = (line.strip("| ").split(" | ") for line in text.splitlines() if "%" in line)
     return {
         first: [float(x) for x in re.findall(r"([\d.]+)%", " | ".join(rest))]

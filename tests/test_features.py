@@ -1,4 +1,4 @@
-"""Measures of features, against formulas written out in NumPy."""
+"""Measures of features, compared with formulas written out in NumPy."""
 
 import equinox as eqx
 import jax
@@ -100,7 +100,7 @@ def test_drift_is_the_relative_change_of_the_kernel():
     estimate = features.kernel_drift(now, then, key=key, num_probes=4000)
     assert float(estimate) == pytest.approx(expected, rel=0.1)
     assert float(features.kernel_drift(then, then, key=key)) == 0
-    # One probe is that of the same numbers, by hand.
+    # One probe gives the number computed by hand.
     u = jax.random.normal(jax.random.split(key, 1)[0], (N * C,))
     by_hand = np.linalg.norm((a - b) @ u) / np.linalg.norm(b @ u)
     found = float(features.kernel_drift(now, then, key=key))
@@ -126,7 +126,7 @@ def test_which_layers_have_moved():
     assert all(x == 0 for x in jax.tree.leaves(features.relative_distances(ONE, ONE)))
 
 
-def test_what_was_zero_has_moved_without_bound():
+def test_movement_from_zero_is_infinite():
     zero, one = (jnp.zeros(3), jnp.zeros(2)), (jnp.ones(3), jnp.zeros(2))
     assert list(map(float, features.relative_distances(one, zero))) == [np.inf, 0]
 
@@ -215,7 +215,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(run, words):
+def test_error_messages(run, words):
     with pytest.raises(ValueError, match=words) as caught:
         run()
     message = str(caught.value)
@@ -297,7 +297,7 @@ def test_a_column_that_is_there_already():
 
 
 class Models(gnlin.callbacks.Callback):
-    """Every model of a run."""
+    """A callback that stores every model of a run."""
 
     def on_start(self, run):
         self.models = [run.model]
@@ -338,7 +338,7 @@ def test_the_velocity_of_some_parameters_kernel():
     spec = eqx.tree_at(lambda m: m.layers[1].bias, spec, True)
     velocity = gnlin.callbacks.KernelVelocity(X, filter_spec=spec)
     result, _ = trained(epochs=1, callbacks=[velocity])
-    # That of the last layer's biases is the same for all models.
+    # The kernel of the last layer's biases is the same for all models.
     assert result.history["kernel_velocity"][-1] == pytest.approx(0, abs=1e-12)
 
 

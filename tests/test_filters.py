@@ -1,4 +1,4 @@
-"""Each filter against the steps that it stands for, taken one by one in NumPy."""
+"""Each filter, compared with the steps that it replaces, made one by one in NumPy."""
 
 import decimal
 import math
@@ -49,7 +49,7 @@ def descent_in_longdouble(w, period, learning_rate):
 
 
 def heavy_ball_in_decimals(w, period, learning_rate, momentum):
-    """The affine recurrence's power, in 60 digits, where nothing cancels."""
+    """Compute the power of the affine recurrence in 60 digits, where nothing cancels."""
 
     def compose(a, b):
         return (
@@ -233,7 +233,7 @@ def test_heavy_ball_in_single_precision(period):
     expected = heavy_ball_in_decimals(SINGLE, period, 1.0, momentum)
     actual = evaluate(HeavyBall(period, 1.0, jnp.asarray(momentum)), SINGLE)
     assert actual.dtype == np.float32
-    # Where terms of order one cancel, to their rounding.
+    # Terms of order one cancel, so compare to their rounding.
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -250,7 +250,7 @@ def test_other_filters_in_single_precision(filter):
 #
 
 
-def test_pseudo_inverse_is_that_of_numpy():
+def test_pseudo_inverse_matches_numpy():
     generator = np.random.default_rng(0)
     u, _ = np.linalg.qr(generator.normal(size=(5, 5)))
     v, _ = np.linalg.qr(generator.normal(size=(4, 4)))

@@ -1,4 +1,4 @@
-"""What a step of `gnlin.fit` is: against `gnlin.solve`, literal loops and dense steps."""
+"""Steps of `gnlin.fit`, compared with `gnlin.solve`, literal loops and dense steps."""
 
 import math
 import warnings
@@ -183,8 +183,8 @@ def test_a_schedule_counts_the_batches():
 
 
 def levenberg_marquardt(batches, num_steps, relative, dense=dense, flat=START):
-    """(parameters, lengths of steps): a damping that stays, a step that is pulled to
-    the last one, halved on its own batch, and judged by the next."""
+    """Return (parameters, lengths of steps). The damping stays; a step has momentum, is
+    halved on its own batch, and is judged by the next batch."""
     flat, damping, last, lengths = np.asarray(flat), None, np.zeros_like(flat), []
     part, balance, before, won = 0.25, 0.0, None, 0.0
     for k in range(num_steps):
@@ -227,9 +227,9 @@ def test_levenberg_marquardt_on_each_batch(relative):
 
 @pytest.mark.parametrize(("batch_size", "activation"), [(1, jax.nn.relu), (2, jnp.tanh)])
 def test_batches_of_few_examples(batch_size, activation):
-    """The default trains on them: neither dies in the first steps, as ReLU networks do
-    by steps as long as with many examples, nor freezes, by a damping that grows with each
-    example that has lost a little."""
+    """The default trains on small batches. It does not kill units in the first steps, as
+    steps that suit many examples would. Nor does it freeze, as it would if each example
+    that lost a little raised the damping."""
     images, labels = load_digits(return_X_y=True)
     x, y = jnp.asarray(images[:600] / 16, jnp.float32), jnp.asarray(labels[:600])
     model = eqx.nn.MLP(64, 10, 32, 1, activation, dtype=x.dtype, key=jax.random.key(0))
@@ -246,7 +246,7 @@ def test_batches_of_few_examples(batch_size, activation):
 
 
 def test_no_run_across_batches_ends_as_diverged():
-    """With next to no damping, on targets that no step reaches."""
+    """The damping is tiny, and no step reaches the targets."""
     solver = gnlin.LevenbergMarquardt(damping=1e-9)
     data = [(x, 1e3 * targets) for x, targets in BATCHES]
     result = fit(data=data, solver=solver, epochs=8)
@@ -256,7 +256,7 @@ def test_no_run_across_batches_ends_as_diverged():
 
 
 def test_a_damping_too_small_for_the_precision_grows():
-    """The kernel of one example, again and again, is singular but for the damping."""
+    """The kernel of one repeated example is singular without damping."""
     x = jnp.ones((8, 2), jnp.float32)
     model = eqx.nn.MLP(2, 1, 8, 1, jnp.tanh, dtype=x.dtype, key=jax.random.key(0))
     solver = gnlin.LevenbergMarquardt(damping=1e-12, method="kernel")
@@ -268,7 +268,7 @@ def test_a_damping_too_small_for_the_precision_grows():
 
 
 def test_losses_that_hover_are_no_reason_to_warn():
-    """As of a run that begins where the last one ended."""
+    """Such losses occur in a run that begins where the last one ended."""
     generator = np.random.default_rng(0)
     x = generator.normal(size=(200, 2))
     data = x, x @ np.ones((2, 1)) + 0.1 * generator.normal(size=(200, 1))
@@ -286,7 +286,7 @@ def test_losses_that_hover_are_no_reason_to_warn():
 
 
 ADAM = optax.adam(0.02)
-# Solver of a period, the optimiser itself, whether it starts anew, and the damping
+# Solver with a period, its optimiser, whether the optimiser restarts, and the damping
 DESCENTS = {
     "plain": (
         lambda k: gnlin.IterativeLinearisation(k, 0.05),
@@ -464,14 +464,16 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
             left, right = (x.aval for x in equation.invars)
             (contracted, _), _ = equation.params["dimension_numbers"]
             product = equation.outvars[0].aval
-            if min(left.ndim, right.ndim) >= 2 and product.ndim > 0:  # no inner product
+            if (
+                min(left.ndim, right.ndim) >= 2 and product.ndim > 0
+            ):  # not an inner product
                 work += product.size * math.prod(left.shape[i] for i in contracted)
     jacobian = n * classes * numbers(model).size
     assert max(sizes) < jacobian / 100
     memory = traced.lower().compile().memory_analysis()
     assert memory.temp_size_in_bytes < jacobian * 8 / 20
-    # A layer's weights in a forward pass; in a tangent or a transposed one its inputs
-    # too, but for the first layer, whose inputs are data.
+    # A forward pass makes one product a layer. A tangent or transposed pass makes two,
+    # but one for the first layer, whose inputs are data.
     first, last = n * inputs * width, n * width * classes
     assert work == (first + last) + 2 * (first + 2 * last)
 
@@ -552,7 +554,8 @@ _whole_jacobian = jax.jit(jax.jacobian(normalised, has_aux=True))
 
 
 def dense_normalised(flat, x):
-    """The Jacobian of all outputs together: each depends on the whole batch."""
+    """Return the Jacobian of all outputs together, because each depends on the whole
+    batch."""
     rows, _ = _whole_jacobian(jnp.asarray(flat), x, STATE)
     f, _ = normalised(flat, x, STATE)
     return np.ravel(f), np.reshape(rows, (-1, len(flat)))
@@ -571,7 +574,7 @@ def assert_same_state(left, right):
 
 
 class Points(gnlin.callbacks.Callback):
-    """The parameters after each step."""
+    """A callback that stores the parameters after each step."""
 
     def __init__(self, model=None):
         self.points = [] if model is None else [numbers(model)]
@@ -605,7 +608,7 @@ def test_batch_normalisation_by_gauss_newton():
 
 
 def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_path):
-    """Its statistics are divided by a function of a counter, whose type is weak."""
+    """Its statistics are divided by a function of a counter, which has a weak type."""
     as_single = lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x
     model, state = jax.tree.map(as_single, (NORMALISED, STATE))
     data = jax.tree.map(as_single, (X, T))
@@ -652,7 +655,7 @@ def test_batch_normalisation_by_iterative_linearisation():
     )
     assert_close(numbers(result.model), expected)
     assert_close(result.history["loss"], losses)
-    # The statistics are those of the network that is linearised.
+    # The statistics come from the network that is linearised.
     at = [points.points[k - k % 2] for k in range(6)]
     assert_same_state(result.state, states_along(at, 2 * BATCHES))
     inference = eqx.nn.inference_mode(NORMALISED)
@@ -708,7 +711,7 @@ def test_a_state_that_is_forgotten():
 
 
 class Counting(eqx.Module):
-    """A key that is its state, as of a layer that draws its own numbers."""
+    """A state that is a key, as of a layer that draws its own numbers."""
 
     weight: jax.Array
     key: eqx.nn.StateIndex
@@ -740,7 +743,7 @@ def loss_without_dropout(model):
 
 @pytest.mark.parametrize("solver", ["damped", "descent"])
 def test_dropout(solver):
-    # Steps that lead nowhere, so that losses differ by what was dropped only.
+    # Steps of length zero, so that losses differ only by dropout.
     solver = {
         "damped": gnlin.DampedGaussNewton(1e30),
         "descent": gnlin.IterativeLinearisation(3, 1e-30),
@@ -843,7 +846,7 @@ def test_augmentation_that_crops():
 
 
 class Several(eqx.Module):
-    """From a tree to a tree."""
+    """A model from a tree to a tree."""
 
     weight: jax.Array
     count: jax.Array

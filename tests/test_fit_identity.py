@@ -1,4 +1,4 @@
-"""A run is gone on with by the call that began it, and by no other."""
+"""A run can be resumed only by the call that began it."""
 
 import dataclasses
 import enum
@@ -43,7 +43,7 @@ def begin(folder, resume=False, **arguments):
 
 
 #
-# Two sides of each change: a maker of the arguments, called twice with each
+# Two versions of each change: a function of the arguments, called twice with each
 #
 
 
@@ -93,7 +93,7 @@ def reads_a_module(x, key):
 
 
 def with_global(rate, function):
-    """Which is read when the run is made, and only then."""
+    """Make arguments that depend on a global variable when the run is made."""
 
     def arguments():
         globals()["RATE"] = OF_A_MODULE.rate = rate
@@ -200,7 +200,7 @@ def solver_of(factor):
 
 
 class Marked(eqx.Module):
-    """With something static, that no array shows."""
+    """A model with a static field, which no array shows."""
 
     layer: eqx.nn.Linear
     power: int = eqx.field(static=True)
@@ -210,7 +210,7 @@ class Marked(eqx.Module):
 
 
 class Open(eqx.Module):
-    """With a function that has closed over something, and a second parameter."""
+    """A model with a function that has closed over a value, and a second parameter."""
 
     layer: eqx.nn.Linear
     scale: jax.Array
@@ -507,12 +507,12 @@ def test_the_sentence_names_what_has_changed(tmp_path):
 
 
 #
-# The same in every process
+# The same identity in every process
 #
 
 
 class Noisy:
-    """With what no two processes have in common."""
+    """A value that differs between any two processes."""
 
     def __init__(self):
         self.file = sys.stderr
@@ -565,7 +565,7 @@ NOISY = Noisy()
 
 
 def test_the_same_in_every_process():
-    """Whatever the order in which it keeps its sets, and where in memory things are."""
+    """The order of sets and the addresses of objects differ between processes."""
     script = (
         "import sys, os; ballast = [object() for _ in range(int(sys.argv[1]))];"
         "os.environ['OF_THIS_PROCESS'] = sys.argv[1];"
@@ -593,7 +593,7 @@ def test_the_same_in_every_process():
         assert not re.search("0x[0-9a-f]{6}", left)
 
 
-def test_what_contains_itself():
+def test_self_referencing_arguments():
     loop = []
     loop.append(loop)
     assert described(loop) == "list(...)"

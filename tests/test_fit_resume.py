@@ -1,4 +1,4 @@
-"""A run of `gnlin.fit` that was cut off, and goes on, is the run that was not."""
+"""An interrupted run of `gnlin.fit` that is resumed equals the uninterrupted run."""
 
 import os
 import random
@@ -32,7 +32,7 @@ DAMPED = gnlin.DampedGaussNewton(0.3)
 
 
 def assert_same_run(left, right):
-    """To the bit."""
+    """Check that two runs are equal to the bit."""
     assert left.history.columns == right.history.columns
     for name in left.history:
         assert left.history[name].tobytes() == right.history[name].tobytes(), name
@@ -76,7 +76,7 @@ def start(folder):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "OPENBLAS_NUM_THREADS": "1",  # or LAPACK waits for other runs, many times as long
+        "OPENBLAS_NUM_THREADS": "1",  # else LAPACK waits for other runs
         "PYTHONPATH": str(ROOT),
     }
     return subprocess.Popen(
@@ -90,7 +90,7 @@ def start(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
 def test_killed_at_any_moment(tmp_path):
-    """Every kind of run, some of them twice: a moment after some step."""
+    """Kill every kind of run after some step, some kinds twice."""
     whole, pieces = tmp_path / "whole", tmp_path / "pieces"
     whole.mkdir()
     pieces.mkdir()
@@ -127,12 +127,12 @@ def test_killed_at_any_moment(tmp_path):
                 assert left[part].tobytes() == right[part].tobytes(), (name, part)
         assert len(list((pieces / name).iterdir())) == 2
     assert not any(kills.values())
-    # And they did go on from there, each of them.
+    # Each run did resume from a checkpoint.
     assert {name for name, step in starts if step > 0} == set(KINDS)
 
 
 #
-# Stopped, and gone on with
+# Stopped and resumed
 #
 
 
@@ -209,7 +209,7 @@ def test_a_resumed_run_starts_where_the_other_was(tmp_path):
     assert steps.steps == [5, 6]
 
 
-def test_what_a_solver_tells_is_no_part_of_the_run(tmp_path):
+def test_verbose_is_not_part_of_the_run(tmp_path):
     told = []
     solver = gnlin.IterativeLinearisation(4, 0.02)
     talkative = gnlin.IterativeLinearisation(
@@ -224,8 +224,8 @@ def test_nothing_to_resume(tmp_path):
     assert_same_run(fit(checkpoint=tmp_path / "new", resume=True), fit())
 
 
-def test_an_early_stop_is_where_it_was(tmp_path):
-    """Its count of validations without an improvement goes on."""
+def test_early_stopping_resumes(tmp_path):
+    """The count of validations without an improvement continues."""
     losses = [5.0, 4.0, 6.0, 6.0, 6.0, 1.0, 1.0]
 
     def run(**arguments):
@@ -246,7 +246,7 @@ def test_an_early_stop_is_where_it_was(tmp_path):
         folder = tmp_path / str(epochs)
         run(epochs=epochs, checkpoint=folder)
         assert_same_run(run(epochs=6, checkpoint=folder, resume=True), whole)
-        # And a run that has stopped stays as it is.
+        # A run that has stopped is not continued.
         assert_same_run(run(epochs=7, checkpoint=folder, resume=True), whole)
 
 
@@ -282,7 +282,7 @@ def test_keys_as_state(tmp_path):
 
 
 #
-# Interrupted, or broken off by an error
+# Interrupted by the user or by an error
 #
 
 
@@ -311,8 +311,8 @@ def improving_twice(epoch):
         [None, 2],
     ),
 )
-def test_broken_off_while_callbacks_are_told(event, broken_by, every, tmp_path):
-    """What some of them have seen, and others have not, is no part of the checkpoint."""
+def test_an_interrupt_during_callbacks(event, broken_by, every, tmp_path):
+    """The checkpoint excludes a step that only some of the callbacks have seen."""
     place, error = broken_by
 
     def run(broken, **arguments):
@@ -346,16 +346,16 @@ def test_broken_off_while_callbacks_are_told(event, broken_by, every, tmp_path):
 
 
 #
-# When and what is written
+# Which checkpoints are written, and when
 #
 
 
-def test_every_so_many_steps_and_the_latest_are_kept(tmp_path):
+def test_checkpoints_by_steps_and_the_latest_ones_are_kept(tmp_path):
     fit(steps=8, checkpoint=gnlin.Checkpoint(tmp_path, every_steps=3, keep=2))
     assert names(tmp_path) == [checkpoint(6), checkpoint(8)]
 
 
-def test_every_so_many_seconds(tmp_path, monkeypatch):
+def test_checkpoints_by_seconds(tmp_path, monkeypatch):
     now = [0.0]
 
     class Clock(Callback):
@@ -379,12 +379,12 @@ def test_checkpoints_change_nothing(tmp_path):
 
 
 #
-# Refusals
+# Errors
 #
 
 
 def refused(folder, step, **changes):
-    """The sentence."""
+    """Return the message of the error."""
     before = {path: path.read_bytes() for path in folder.iterdir()}
     steps = Steps()
     arguments = {"callbacks": steps, "checkpoint": folder, "resume": True, **changes}
@@ -494,7 +494,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     assert_same_run(fit(steps=9, checkpoint=saving, resume=True), fit(steps=9))
 
 
-def test_a_sound_file_that_is_no_run_is_refused(tmp_path):
+def test_a_valid_file_that_is_not_a_run_is_refused(tmp_path):
     _checkpoint.save(tmp_path, 3, [np.zeros(2)], {"step": 3}, 1)
     assert "was not written by a run of `gnlin.fit`; delete it" in refused(tmp_path, 3)
 
@@ -521,7 +521,7 @@ def test_room_for_a_long_history_is_asked_for(tmp_path, monkeypatch):
         fit(steps=10**6, checkpoint=tmp_path / "long")
 
 
-def test_a_disk_that_fills_up_later_is_no_reason_to_lose_the_run(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch):
     replace, calls = os.replace, []
 
     def full(*paths):

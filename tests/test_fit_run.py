@@ -1,4 +1,4 @@
-"""What surrounds the steps of `gnlin.fit`: data, history, callbacks, failures."""
+"""The parts of `gnlin.fit` around its steps: data, history, callbacks, failures."""
 
 import sys
 import warnings
@@ -34,12 +34,12 @@ def assert_same(left, right):
 
 
 #
-# Batches that come from elsewhere
+# Batches from other libraries
 #
 
 
 class Tensor:
-    """As of torch or TensorFlow: an array to NumPy, and to nobody else."""
+    """A tensor of torch or TensorFlow, which only NumPy can convert."""
 
     def __init__(self, values):
         self.values = np.asarray(values)
@@ -49,7 +49,8 @@ class Tensor:
 
 
 class Loader:
-    """As of torch: iterated again and again, in batches that are lists."""
+    """A data loader as in torch: it can be iterated repeatedly, and its batches are
+    lists."""
 
     def __iter__(self):
         for inputs, targets in BATCHES:
@@ -338,7 +339,7 @@ class StopAt(Callback):
 
 @pytest.mark.parametrize("event", ["on_step", "on_feature_update", "on_validation"])
 def test_a_stop_is_at_once(event):
-    """Though the next step had been started already."""
+    """The run stops at once, although the next step had already been started."""
     result = fit(
         validation=(X, T), validate_every=4, callbacks=[StopAt(event, 4)], epochs=9
     )
@@ -359,7 +360,7 @@ def test_a_stop_before_the_first_step_and_after_an_epoch():
 
 
 class Drift(eqx.Module):
-    """Its bias grows by 0.1 a step, and has no part in the validation loss."""
+    """A model whose bias grows by 0.1 a step and does not affect the validation loss."""
 
     bias: jax.Array
 
@@ -368,8 +369,7 @@ class Drift(eqx.Module):
 
 
 def drifting(figures, **arguments):
-    """A run of which the bias tells the step, and whose k-th validation loss is
-    `figures[k - 1]`."""
+    """A run whose bias counts the steps. The k-th validation loss is `figures[k - 1]`."""
 
     def validation(epoch):
         return [(jnp.zeros(1), jnp.sqrt(2 * jnp.asarray([0.0, *figures])[epoch])[None])]
@@ -410,7 +410,7 @@ def test_an_early_stop(arguments, figures, stopped, best):
     np.testing.assert_allclose(result.model.bias, 0.1 * stopped, rtol=1e-6)
 
 
-def test_an_early_stop_of_what_has_never_been_finite_is_no_success():
+def test_early_stopping_without_finite_losses_is_not_a_success():
     stop = EarlyStop(patience=1)
     with pytest.warns(UserWarning, match="validation_loss has not been finite in 1 val"):
         result = drifting([np.nan, 1, 1], callbacks=stop)
@@ -518,12 +518,12 @@ def test_a_bar_that_ends_with_why(monkeypatch, capsys):
 def test_nothing_is_printed_or_called_without(capfd):
     fit(steps=4, progress=False)
     assert capfd.readouterr() == ("", "")
-    fit(steps=4, progress=True)  # where there is no terminal
+    fit(steps=4, progress=True)  # when there is no terminal
     assert capfd.readouterr() == ("", "")
 
 
 #
-# Runs that end badly
+# Runs that fail
 #
 
 
@@ -589,7 +589,7 @@ def test_a_step_that_is_not_finite():
 
 
 def test_levenberg_marquardt_backs_off():
-    """Where Gauss-Newton itself does not come back."""
+    """Levenberg-Marquardt recovers where Gauss-Newton does not."""
     solver = gnlin.LevenbergMarquardt(
         scaling="identity", acceleration=False, damping=1e-12
     )
@@ -598,7 +598,7 @@ def test_levenberg_marquardt_backs_off():
     assert np.all(np.diff(result.history["loss"]) < 0)
 
 
-def test_labels_that_are_no_classes():
+def test_labels_outside_the_classes():
     loss = gnlin.SoftmaxCrossEntropy()
     labels = LABELS.at[-1].set(2)
     with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
@@ -610,7 +610,7 @@ def test_labels_that_are_no_classes():
         fit(data=batches, loss=loss)
     with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
         fit(data=(X, LABELS), loss=loss, validation=batches)
-    # What comes from elsewhere is seen when it comes.
+    # Errors in batches from elsewhere are found when they arrive.
     with pytest.warns(UserWarning, match="step 3: the loss is not finite.* but one is 2"):
         result = fit(data=lambda epoch: batches, loss=loss, steps=3)
     before = fit(data=batches[:2], loss=loss, steps=2)
@@ -640,7 +640,7 @@ def test_integer_labels_that_are_one_hot():
         (lambda outputs, targets: jnp.mean(outputs[targets > 0]), "use `jax.numpy`"),
     ],
 )
-def test_metrics_that_are_no_mean_over_the_examples(metric, said):
+def test_metrics_that_are_not_means_over_examples(metric, said):
     with pytest.raises(ValueError, match=f"The metric 'own' .*{said}"):
         fit(validation=(X, T), metrics={"own": metric})
 
@@ -662,7 +662,7 @@ def test_a_schedule_that_leaves_its_range(solver):
 
 
 def test_a_failure_is_not_explained_away():
-    """A callback that wants to stop, too, does not make a success of it."""
+    """A callback that asks for a stop does not turn a failure into a success."""
     data = with_bad_batch((X[:4] * jnp.nan, T[:4]))
     stop = StopAt("on_step", 5)
     with pytest.warns(UserWarning, match="stopped at step 5"):
@@ -733,7 +733,7 @@ def test_other_numbers_do_not_compile_again():
         )
 
     run(0)
-    for seed in (1, 2):  # the data themselves are compiled, too
+    for seed in (1, 2):  # making the data compiles programs too
         network(seed, width=5), X + seed, T * seed, X * seed
     before = len(COMPILED)
     assert before > 0
@@ -749,7 +749,7 @@ def test_the_old_kind_of_key():
 
 
 #
-# Mistakes
+# Errors
 #
 
 
@@ -851,7 +851,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered_in_one_sentence(changes, words):
+def test_error_messages(changes, words):
     with pytest.raises(ValueError, match=words) as caught:
         fit(**changes)
     message = str(caught.value)
@@ -891,7 +891,7 @@ def test_an_iterator_that_is_handed_out_once_is_used_from_its_first_batch():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_batches_of_no_weight_are_no_steps(reduction):
+def test_batches_of_weight_zero_take_no_step(reduction):
     weights = np.zeros(12)
     weights[5] = 1
     result = fit(
@@ -909,7 +909,7 @@ class Scaled(eqx.Module):
     by: int | float
 
     def __call__(self, x):
-        # A float times whole numbers is promoted, which is what makes two programs of it.
+        # A float times integers is promoted, and so makes a second program.
         with jax.numpy_dtype_promotion("standard"):
             return (x * self.by).astype(float) @ self.weight
 
@@ -920,11 +920,11 @@ def test_a_whole_number_and_a_float_are_two_programs():
         fit(Scaled(jnp.ones((3, 2)), by), (x, t), steps=1, batch_size=None).history
         for by in (3, 3.0)
     ]
-    assert losses[0]["loss"] != losses[1]["loss"]  # of which the first overflows
+    assert losses[0]["loss"] != losses[1]["loss"]  # the first of which overflows
 
 
 def test_no_step_after_the_first_is_compiled():
-    """Whatever the types of the state that the first is given."""
+    """This holds for every dtype of the initial state."""
     solvers = [
         gnlin.DampedGaussNewton(0.1),
         gnlin.TruncatedGaussNewton(0.1, warm_start=0.5),

@@ -1,4 +1,5 @@
-"""What a checkpoint holds comes back as it was; what no run has left is refused."""
+"""The contents of a checkpoint are restored exactly; files that no run has written are
+refused."""
 
 import json
 import math
@@ -18,12 +19,12 @@ from gnlin.callbacks import Callback, EarlyStop
 
 
 #
-# What callbacks keep
+# States of callbacks
 #
 
 
 class Keeps(Callback):
-    """All kinds of things, which change in each step."""
+    """A callback with states of all kinds, which change in each step."""
 
     def __init__(self):
         self.count, self.total, self.found, self.name = 0, 0.0, False, "none"
@@ -124,7 +125,7 @@ class KeepsWhatCannotBe(Callback):
     [print, object(), np.array(["a"]), np.array([None]), b"a"],
     ids=["function", "object", "strings", "objects", "bytes"],
 )
-def test_what_cannot_be_carried_is_said_before_training(what, tmp_path):
+def test_unsupported_states_are_reported_before_training(what, tmp_path):
     words = f"`KeepsWhatCannotBe` holds a {type(what).__name__}, which a checkpoint"
     with pytest.raises(CheckpointError, match=words):
         fit(callbacks=KeepsWhatCannotBe(what), checkpoint=tmp_path)
@@ -132,13 +133,13 @@ def test_what_cannot_be_carried_is_said_before_training(what, tmp_path):
 
 
 #
-# Checkpoints with a right checksum, that no run has left
+# Checkpoints with a right checksum that no run has written
 #
 
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """(arrays, meta) of a run at its fifth step."""
+    """Return (arrays, meta) of a run at its fifth step."""
     folder = tmp_path_factory.mktemp("left")
     fit(steps=5, callbacks=Keeps(), checkpoint=folder)
     return _checkpoint.load(folder / "step-000000000005.gnlin")
@@ -175,7 +176,7 @@ BAD = {
 }
 
 
-def test_as_it_was_left_it_is_gone_on_with(left, tmp_path):
+def test_an_unchanged_checkpoint_resumes(left, tmp_path):
     arrays, meta = left
     _checkpoint.save(tmp_path, 5, arrays, json.loads(json.dumps(meta)), 1)
     result = fit(steps=6, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
@@ -192,14 +193,14 @@ def test_crafted_meta_is_refused(name, left, tmp_path):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("meta", [None, [], 3, "meta", {}, {"step": 5}], ids=repr)
-def test_a_meta_that_is_none_is_refused(meta, left, tmp_path):
+def test_invalid_metadata_is_refused(meta, left, tmp_path):
     assert "was not written by a run of `gnlin.fit`" in refused(tmp_path, left[0], meta)
 
 
 @pytest.mark.parametrize(
     "name", ["settings", "step", "epoch", "index", "result", "reason", "callbacks"]
 )
-def test_a_meta_without_one_of_its_parts_is_refused(name, left, tmp_path):
+def test_incomplete_metadata_is_refused(name, left, tmp_path):
     arrays, meta = left
     refused(tmp_path, arrays, {k: v for k, v in meta.items() if k != name})
 
@@ -258,8 +259,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_crafted_arrays_are_refused(name, left, tmp_path):
-    """Each of them: of the run, of the callbacks (where the shape is other, or it is a
-    key), and the history."""
+    """Change each array of the run, of the callbacks (with another shape or a key), and
+    of the history."""
     arrays, meta = left
     kinds = [kind for _, _, kinds in meta["callbacks"] for kind, _ in kinds]
     kinds = [kind for kind in kinds if kind in ("array", "jax", "key", "scalar")]
@@ -301,7 +302,7 @@ def test_a_crafted_position_in_an_iterable_is_refused(tmp_path):
 
 
 def _mutated(meta, draw):
-    """With one part, somewhere, something else."""
+    """Replace a random part by something else."""
     inner = isinstance(meta, dict) and "settings" in meta
     if inner or (isinstance(meta, dict | list) and meta and draw.random() < 0.8):
         keys = list(meta) if isinstance(meta, dict) else range(len(meta))
@@ -314,7 +315,8 @@ def _mutated(meta, draw):
 
 
 def test_any_mutation_is_refused_or_harmless(left, tmp_path):
-    """Numbers and texts that a callback has kept may be any: those are only its own."""
+    """Numbers and strings that a callback stores may have any value, because only it
+    reads them."""
     arrays, meta = left
     draw = random.Random(0)
     stopped = {**meta, "reason": "step 5: over"}

@@ -1,4 +1,4 @@
-"""Gauss-Newton and damped Gauss-Newton, against dense formulas."""
+"""Gauss-Newton and damped Gauss-Newton, compared with dense formulas."""
 
 import equinox as eqx
 import jax
@@ -40,7 +40,7 @@ def one_step(fn, solver, y, args):
 
 @eqx.filter_jit
 def steps_by_each_method(fn, filter, methods, y, args):
-    """{method: step}, as one program, which serves all filters of one kind."""
+    """Return {method: step} from one program that serves all filters of one kind."""
     lin = gnlin.linearise(fn, y, args)
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     return {
@@ -123,10 +123,10 @@ def test_filtered(filter):
     np.testing.assert_allclose(step, expected, rtol=1e-10)
 
 
-def test_filtered_by_a_function_of_ones_own():
+def test_a_user_defined_filter():
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
-    # g = eta, whatever the eigenvalue: one step of gradient descent.
+    # g = eta for every eigenvalue: this is one step of gradient descent.
     solver = gnlin.methods.FilteredGaussNewton(lambda w: jnp.full_like(w, 0.1))
     step = one_step(sines, solver, y, args)
     np.testing.assert_allclose(step, descent_step(r, jacobian, 1, 0.1), rtol=1e-10)
@@ -190,7 +190,7 @@ def test_damped_step_of_a_rank_deficient_jacobian(method):
 
 
 @pytest.mark.parametrize("method", ["auto", "svd", "eigh", "matrix-free"])
-def test_no_damping_is_gauss_newton(method):
+def test_zero_damping_equals_gauss_newton(method):
     y, args = sines_data((7, 3))
     step = one_step(sines, gnlin.DampedGaussNewton(0.0, method=method), y, args)
     expected = gauss_newton_step(*sines_numpy(y, args))
@@ -200,7 +200,7 @@ def test_no_damping_is_gauss_newton(method):
 @pytest.mark.parametrize("method", ["kernel", "curvature"])
 def test_a_singular_matrix_is_reported_and_no_step_taken(method):
     y, (a, b) = deficient((4, 4), rank=1)
-    args = (np.round(a), b)  # in whole numbers, where the Cholesky factor is exact
+    args = (np.round(a), b)  # in whole numbers, for which the Cholesky factor is exact
     args[0][1:] = 0
     solver = gnlin.DampedGaussNewton(0.0, method=method)
     solution = least_squares(linear, solver, *as_jax((y, args)))
@@ -306,8 +306,8 @@ def test_methods_agree_under_vmap(method):
 
 
 def test_parameters_that_still_move_have_not_converged():
-    """The residuals change by less than `rtol` of their size, the parameter by all of
-    its own."""
+    """The residuals change by less than `rtol` of their size, but the parameter changes
+    by 100 %."""
     fn = lambda y, args: jnp.concatenate([jnp.array([1e6]), 1e-4 * (y - 1)])
     solution = least_squares(fn, gnlin.GaussNewton(), jnp.array([0.0]))
     assert int(solution.stats["num_steps"]) == 2
@@ -316,7 +316,7 @@ def test_parameters_that_still_move_have_not_converged():
 
 @pytest.mark.parametrize("time", [0.5, 100.0, np.inf])
 def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
-    """Of a traced time, too, which may be infinite."""
+    """This also holds for a traced time, which may be infinite."""
     y, args = sines_data((7, 3))
 
     def step(method):
@@ -331,8 +331,8 @@ def test_gradient_flow_by_products_is_that_by_the_spectrum(time):
 
 
 @pytest.mark.parametrize("damping", [0.0, 1e-13])
-def test_next_to_no_damping_on_a_singular_problem(damping):
-    """What damping does not hide is resolved, while that is cheap."""
+def test_tiny_damping_on_a_singular_problem(damping):
+    """Directions with little damping are resolved as long as this is cheap."""
     generator = np.random.default_rng(0)
     matrix = generator.normal(size=(30, 5)) @ generator.normal(size=(5, 30))
     target = jnp.asarray(matrix @ generator.normal(size=30))
@@ -342,7 +342,7 @@ def test_next_to_no_damping_on_a_singular_problem(damping):
     assert np.linalg.norm(residual(solution.value, matrix)) < 1e-10
 
 
-def test_what_was_made_ready_for_other_filters_says_so():
+def test_preparation_for_other_filters_is_an_error():
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)

@@ -1,4 +1,4 @@
-"""The solvers on losses that are not squared error, against dense linear algebra, SciPy's
+"""Solvers on losses other than squared error, compared with dense linear algebra, SciPy's
 minimisers and literal steps."""
 
 import dataclasses
@@ -42,7 +42,7 @@ from gnlin.filters import (
 
 
 class Quartic(gnlin.authoring.AbstractElementwiseLoss):
-    """A user's loss, known by its value in each output alone."""
+    """A user-defined loss that defines only its value in each output."""
 
     reduction: str = "sum"
 
@@ -83,7 +83,8 @@ PROBLEMS = {
 
 
 class Net(eqx.Module):
-    """44 parameters, 28 outputs in all; in one array, which is quick to compile."""
+    """A network of 44 parameters in one array, which is quick to compile, with 28
+    outputs."""
 
     w: jax.Array
 
@@ -104,8 +105,8 @@ def outputs_at(w):
 
 @functools.cache
 def compiled(loss):
-    """Of the sum over the examples, at w: f, dL/df, phi, d2L/df2 and dL/dw. And L, dL/df
-    at any f. By automatic differentiation of the value."""
+    """Return functions for the sum over examples at w: f, dL/df, phi, d2L/df2 and dL/dw;
+    and L and dL/df at any f. All come from automatic differentiation of the value."""
 
     def value(f, targets):
         return jnp.sum(jax.vmap(loss.value)(f.reshape(7, -1), targets))
@@ -141,14 +142,14 @@ class Dense:
         return self.value(np.asarray(outputs_at(self.w + step)).ravel())
 
     def linearised_loss(self, step, damping=0.0):
-        """L(f + phi delta) + damping/2 |delta|^2, and its gradient."""
+        """Return L(f + phi delta) + damping/2 |delta|^2, and its gradient."""
         f = self.outputs + self.jacobian @ step
         value, gradient = self._value_and_gradient(f, self.targets)
         value = float(value) + 0.5 * damping * step @ step
         return value, self.jacobian.T @ np.asarray(gradient) + damping * step
 
     def remaining(self, step, damping=0.0):
-        """Of the gradient of the linearised problem, that part of the first one."""
+        """Return the gradient of the linearised problem relative to the initial one."""
         _, gradient = self.linearised_loss(step, damping)
         return np.linalg.norm(gradient) / np.linalg.norm(self.gradient)
 
@@ -162,13 +163,13 @@ def dense(name):
     return Dense(PROBLEMS[name])
 
 
-# Most programs here would run for far less time than they take to compile: these run
-# operation by operation.
+# Most programs here take longer to compile than to run, so they run operation by
+# operation.
 op_by_op = jax.disable_jit
 
 
 def solve(problem, solver, max_steps=1, *, data=None, w=None, compiled=False):
-    """(step, solution), with no word of how it ended."""
+    """Return (step, solution), without warnings about the end of the run."""
     data = (X, problem.targets) if data is None else data
     w = start(problem.scale) if w is None else w
     with warnings.catch_warnings(), op_by_op(not compiled):
@@ -184,7 +185,7 @@ def result_is(solution, name):
 
 
 def near(actual, expected, rtol, least=0.0):
-    """In the norm, that of `expected` taken for `least` if it is smaller."""
+    """Compare in the norm, relative to that of `expected` but at least to `least`."""
     error = np.linalg.norm(np.asarray(actual) - expected)
     return error <= rtol * max(np.linalg.norm(expected), least)
 
@@ -201,7 +202,7 @@ def assert_close(actual, expected, rtol):
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_whitened_linearisation(name):
-    """Of a weighted mean."""
+    """The loss is a weighted mean."""
     problem, oracle = PROBLEMS[name], dense(name)
     mean = dataclasses.replace(problem.loss, reduction="mean")
 
@@ -236,7 +237,7 @@ def test_the_whitened_linearisation(name):
 
 
 def literal_quadratic(oracle, period, eta, momentum=0.0, nesterov=False, damping=0.0):
-    """Steps on g delta + delta C delta / 2 + damping |delta|^2 / 2."""
+    """Take steps on g delta + delta C delta / 2 + damping |delta|^2 / 2."""
     delta = np.zeros_like(oracle.gradient)
     velocity = np.zeros_like(delta)
     for _ in range(period):
@@ -255,7 +256,7 @@ def quadratic_flow(oracle, time, damping=0.0):
     return scipy.linalg.expm(time * system)[:p, p]
 
 
-# In units of the largest eigenvalue, which differs from problem to problem.
+# In units of the largest eigenvalue, which depends on the problem.
 FILTERS = {
     "damped": (
         lambda unit: Tikhonov(0.05 * unit),
@@ -284,7 +285,7 @@ BY_METHOD = {
 
 
 def test_every_filter_by_every_method():
-    """With a part of the gradient that the curvature does not reach."""
+    """The gradient has a part that the curvature does not reach."""
     problem, oracle = SATURATED, dense("softmax, saturated")
 
     @jax.jit
@@ -312,7 +313,7 @@ def test_every_filter_by_every_method():
 
 @pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_gauss_newton_is_the_pseudo_inverse(method):
-    """Of a softmax's singular Hessian, in more parameters than outputs."""
+    """A softmax's singular Hessian, with more parameters than outputs."""
     step, _ = solve(SOFTMAX, gnlin.GaussNewton(method=method, search=None))
     assert_close(step, pseudo_inverse_step(dense("softmax")), 1e-6)
 
@@ -343,7 +344,7 @@ SOLVERS = {
             )
         ),
     ),
-    # The kernel fits into the budget, the Jacobian does not.
+    # The kernel fits into the budget, but the Jacobian does not.
     "kernel in chunks": (
         gnlin.DampedGaussNewton(0.3, method="kernel", memory_budget=8000, search=None),
         lambda o: o.damped_step(0.3),
@@ -404,8 +405,8 @@ def test_outputs_may_be_a_tree(solver):
     ids=["gauss-newton", "truncated"],
 )
 def test_outliers_without_damping(solver):
-    """What is linear in the parameters for ever has no minimum: it is left alone, as by
-    the other methods, or at least no step is taken."""
+    """A loss that grows linearly in the parameters has no minimum. It is left alone, as
+    by the other methods, or at least no step is taken."""
     step, _ = solve(HUBER, solver)
     assert np.linalg.norm(step) < 1e6
 
@@ -430,7 +431,7 @@ def test_truncated_gauss_newton_stops_where_it_says():
 
 
 def textbook(oracle, tolerance, damping):
-    """Conjugate gradients, (step, number of iterations)."""
+    """Return (step, number of iterations) of conjugate gradients."""
     step = np.zeros_like(oracle.gradient)
     residual = direction = -oracle.gradient
     for k in range(200):
@@ -476,7 +477,7 @@ def test_levenberg_marquardt_descends_to_a_stationary_point(problem, options):
 
 
 class FourSquares(gnlin.authoring.AbstractElementwiseLoss):
-    """Squared error in other units: four times as much."""
+    """Squared error in other units: four times the value."""
 
     reduction: str = "sum"
 
@@ -519,8 +520,8 @@ def minimised(oracle, damping):
 
 
 @pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
-def test_damped_prox_linear_is_the_minimiser_of_scipy(name):
-    """With m coefficients and with p parameters."""
+def test_damped_prox_linear_matches_scipys_minimiser(name):
+    """This holds with m coefficients and with p parameters."""
     problem, oracle = PROBLEMS[name], dense(name)
 
     @jax.jit
@@ -540,7 +541,7 @@ def test_damped_prox_linear_is_the_minimiser_of_scipy(name):
         expected = minimised(oracle, damping)
         for step, decrease, norm in run(oracle.w, oracle.targets, damping):
             np.testing.assert_allclose(norm, np.linalg.norm(oracle.gradient), rtol=1e-9)
-            # The problem is strongly convex, and so this bounds the distance.
+            # The problem is strongly convex, so this bounds the distance.
             assert oracle.remaining(np.asarray(step), damping) <= 1e-9
             assert_close(step, expected, 1e-4)
             fall = oracle.value(oracle.outputs)
@@ -591,7 +592,7 @@ def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
 
 @pytest.mark.parametrize("form", ["quadratic", "prox-linear"])
 def test_a_warm_start_meets_the_same_tolerance(form):
-    """Of the second linearised problem, begun where the first ended."""
+    """The second linearised problem begins where the first ended."""
     solver = gnlin.TruncatedGaussNewton(0.05, 0.3, form=form, warm_start=0.9, search=None)
     fn = gnlin.PerExample(lambda w, x: Net(w)(x))
     x, targets = jnp.asarray(X), jnp.asarray(LABELS)
@@ -608,7 +609,7 @@ def test_a_warm_start_meets_the_same_tolerance(form):
     np.testing.assert_allclose(state.memory.step, middle - w, rtol=1e-9)
     end, warm = run(middle, state)
     assert float(warm.report.num_inner_steps) >= 1
-    # As the same, begun at zero
+    # The result equals that from a start at zero
     nothing = eqx.tree_at(lambda s: s.memory.step, state, jnp.zeros_like(w))
     cold_end, _ = run(middle, nothing)
     assert not np.allclose(end, cold_end, rtol=1e-6)
@@ -663,8 +664,8 @@ def literal_optax(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_descent_on_the_loss_itself_is_that_of_optax(nesterov):
-    """By steps on m coefficients and on p parameters."""
+def test_descent_on_the_loss_itself_matches_optax(nesterov):
+    """This holds for steps on m coefficients and on p parameters."""
     oracle = dense("softmax")
     momenta, dampings = np.array([0.0, 0.9, 0.9]), np.array([0.0, 0.0, 0.5])
 
@@ -762,7 +763,7 @@ def test_flow_is_a_hundred_thousand_small_steps():
 
 @functools.cache
 def many_steps(oracle, period, eta, damping):
-    """Literal, on the coefficients of delta = phi^T a."""
+    """Take literal steps on the coefficients of delta = phi^T a."""
     kernel = jnp.asarray(oracle.jacobian @ oracle.jacobian.T)
 
     @jax.jit
@@ -775,7 +776,7 @@ def many_steps(oracle, period, eta, damping):
     return oracle.jacobian.T @ np.asarray(run(jnp.asarray(oracle.outputs), kernel))
 
 
-def test_a_flow_that_is_not_done_is_no_success(monkeypatch):
+def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     monkeypatch.setattr(sys.modules["gnlin._subproblem._flow"], "_MAX_STEPS", 2)
     solver = gnlin.IterativeLinearisation(
         10**6,
@@ -815,8 +816,8 @@ def test_steps_without_an_end_are_the_damped_minimiser(solver):
     ids=["damped", "without an end", "truncated"],
 )
 def test_prox_linear_without_damping_and_with_outliers(solver):
-    """It has a minimum, of zero: the model has more parameters than outputs. Where the
-    residuals are large there is a slope to follow, and no curvature."""
+    """The minimum is zero, since the model has more parameters than outputs. At large
+    residuals there is a slope to follow, but no curvature."""
     step, solution = solve(HUBER, solver, compiled=True)
     fine = ("successful", "nonlinear_max_steps_reached")
     assert any(result_is(solution, name) for name in fine)
@@ -836,19 +837,19 @@ def test_gauss_newton_on_the_loss_itself():
         problem, gnlin.GaussNewton(form="prox-linear", search=None), compiled=True
     )
     assert oracle.remaining(step) <= 1e-9
-    # The shortest one: in the range of phi^T
+    # The shortest step: it is in the range of phi^T
     _, _, vt = np.linalg.svd(oracle.jacobian)
     rank = np.linalg.matrix_rank(oracle.jacobian)
     assert np.linalg.norm(vt[rank:] @ step) <= 1e-8 * np.linalg.norm(step)
 
 
 #
-# Squared error, known as such and not
+# Squared error, with gnlin's class and in disguise
 #
 
 
 class Disguised(gnlin.authoring.AbstractElementwiseLoss):
-    """Squared error, as a user might write it."""
+    """Squared error as a user might write it."""
 
     reduction: str = "sum"
 
@@ -857,7 +858,7 @@ class Disguised(gnlin.authoring.AbstractElementwiseLoss):
 
 
 class Masked(eqx.Module):
-    """A model of up to 8 parameters: where the mask is zero there is none."""
+    """A model of up to 8 parameters, of which the mask removes some."""
 
     w: jax.Array
     mask: jax.Array
@@ -868,8 +869,8 @@ class Masked(eqx.Module):
 
 
 def masked(seed, num_examples, num_parameters):
-    """A problem of that size, (w, mask, x, y, weights); of 6 examples the others weigh
-    nothing, so that one program serves all sizes."""
+    """Return a problem of that size, (w, mask, x, y, weights). Of 6 examples the
+    superfluous ones have weight zero, so that one program serves all sizes."""
     generator = np.random.default_rng(seed)
     x, y = generator.normal(size=(6, 3)), generator.normal(size=(6, 2))
     mask = generator.permutation(np.arange(8) < num_parameters).astype(float)
@@ -881,7 +882,7 @@ sizes = st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 8)
 
 
 class Linear(NamedTuple):
-    """What `literal_quadratic` and `quadratic_flow` need of a problem."""
+    """The parts of a problem that `literal_quadratic` and `quadratic_flow` need."""
 
     gradient: np.ndarray
     curvature: np.ndarray
@@ -913,8 +914,8 @@ ALIKE = {
 
 @jax.jit
 def in_every_form(w, mask, x, y, weights):
-    """The steps of the filters above on squared error in disguise, by form; and the true
-    residuals and Jacobian."""
+    """Return the steps of the filters above on disguised squared error, by form, and the
+    true residuals and Jacobian."""
     fn = gnlin.PerExample(lambda w, x: Masked(w, mask)(x))
     lin = gnlin.linearise(fn, w, x)
     shapes = jax.eval_shape(lambda: lin.outputs)
@@ -941,7 +942,7 @@ def in_every_form(w, mask, x, y, weights):
 
 @hypothesis.given(*sizes)
 def test_squared_error_in_disguise(seed, n, p):
-    """The general code, of any shape: tall, wide, one example, one parameter."""
+    """The general code handles any shape: tall, wide, one example, one parameter."""
     steps, residual, jacobian = in_every_form(*masked(seed, n, p))
     residual, jacobian = np.asarray(residual), np.asarray(jacobian)
     oracle = Linear(jacobian.T @ residual, jacobian.T @ jacobian)
@@ -1023,7 +1024,7 @@ def test_a_search_keeps_the_loss_from_rising(solver, full_step):
     assert len(losses) == 7
     assert np.all(np.diff(losses) < 0)
     assert losses[-1] < 0.5 * losses[0]
-    # The first full step would have raised it.
+    # The first full step would have raised the loss.
     oracle = dense("softmax")
     step = full_step(oracle)
     assert oracle.true_loss(step) > losses[0]
@@ -1086,7 +1087,7 @@ def test_targets_that_are_not_finite(problem):
 
 @pytest.mark.parametrize("method", ["kernel", "matrix-free"])
 def test_steps_that_diverge_are_not_taken(method):
-    """Of Poisson's loss, whose gradient grows without bound."""
+    """Poisson's loss has an unbounded gradient."""
     for eta in (1.0, 1e200):
         solver = gnlin.IterativeLinearisation(15, eta, method=method)
         step, solution = solve(POISSON, solver, 5)
@@ -1102,7 +1103,7 @@ def test_steps_that_diverge_are_not_taken(method):
 
 
 def test_cross_entropy_ends_where_the_numbers_do():
-    """Its gradient is bounded, and its steps are as long as they are told to be."""
+    """Its gradient is bounded, and its steps have the requested length."""
     step, solution = solve(SOFTMAX, gnlin.IterativeLinearisation(15, 1e308), 10)
     diverged = result_is(solution, "nonlinear_divergence")
     assert diverged or result_is(solution, "nonfinite")
@@ -1110,7 +1111,7 @@ def test_cross_entropy_ends_where_the_numbers_do():
     assert np.all(np.isfinite([*solution.history.loss, solution.loss]))
 
 
-def test_a_circle_is_no_convergence():
+def test_cycling_is_not_convergence():
     solver = gnlin.IterativeLinearisation(15, 1e3)
     _, solution = solve(SOFTMAX, solver, 10, compiled=True)
     gradients = solution.history.gradient_norm
@@ -1150,7 +1151,7 @@ class SoftmaxByValue(gnlin.authoring.AbstractLoss):
         600.0,
     ],
 )
-def test_saturated_outputs_of_a_loss_of_one_s_own(scale):
+def test_saturated_outputs_of_a_user_defined_loss(scale):
     oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
     own = Problem(SoftmaxByValue(), LABELS, scale)
     step, solution = solve(own, gnlin.DampedGaussNewton(10.0, search=None))
@@ -1187,7 +1188,7 @@ def test_a_sweep_of_cross_entropy_is_one_program():
 
 
 def test_single_precision():
-    """Of saturated outputs, in both forms."""
+    """Outputs are saturated, in both forms."""
     oracle = dense("softmax, saturated")
     data, w = (np.float32(X), LABELS), np.float32(start(SATURATED.scale))
     run = functools.partial(solve, SATURATED, data=data, w=w, compiled=True)
@@ -1201,13 +1202,13 @@ def test_single_precision():
 
 
 #
-# Filters: Nesterov, and any one damped
+# Filters: Nesterov's, and any filter with damping
 #
 
 
 @jax.jit
 def literal_nesterov(w, period, eta, momentum, damping):
-    """By optax, on theta w theta / 2 - theta + damping theta^2 / 2."""
+    """Run optax on theta w theta / 2 - theta + damping theta^2 / 2."""
     optimiser = optax.sgd(eta, momentum, nesterov=True)
 
     def body(_, carry):
@@ -1232,8 +1233,8 @@ def nesterov_filters(w, period, eta, momentum, damping):
     st.floats(1e-3, 1e3),
     st.floats(0, 0.3),
 )
-def test_nesterov_is_that_of_optax(fractions, period, momentum, eta, damping):
-    """At any eigenvalue for which it converges, and at zero."""
+def test_nesterov_matches_optax(fractions, period, momentum, eta, damping):
+    """This holds at zero, and at any eigenvalue for which it converges."""
     stable = 2 * (1 + momentum) / (1 + 2 * momentum)
     w = 0.69 * stable / eta * np.append(fractions, 0.0)
     damping = damping * stable / eta
@@ -1311,7 +1312,7 @@ def test_damped_descent_is_descent_with_the_penalty():
 
 
 #
-# Mistakes
+# Errors
 #
 
 nan, inf = math.nan, math.inf
@@ -1391,7 +1392,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
 )
-def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+def test_errors_of_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`[^`]*{name}|{name}[^`]*`") as caught:
         build()
     message = str(caught.value)
@@ -1422,7 +1423,7 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
         ),
     ],
 )
-def test_what_cannot_serve_this_loss_says_what_to_use(build, words):
+def test_errors_of_solvers_that_do_not_support_a_loss(build, words):
     with pytest.raises(ValueError, match=words):
         solve(SOFTMAX, build())
 
@@ -1447,8 +1448,8 @@ class Slope(eqx.Module):
         [15.0, 30.0, 40.0],
     ),
 )
-def test_a_large_count_is_no_outlier(dtype, method, start):
-    """Where the gradient and the curvature are large alike: each step is one of one."""
+def test_a_large_count_is_not_an_outlier(dtype, method, start):
+    """The gradient and the curvature are equally large, so each step has length one."""
     data = dtype(np.ones((4, 1))), dtype(np.ones((4, 1)))
     model = Slope(jnp.asarray([start], dtype))
     solver = gnlin.DampedGaussNewton(1.0, method=method, search=None)
@@ -1485,7 +1486,8 @@ REGRESSIONS = {
     ],
 )
 def test_a_regression_of_few_parameters_by_newton(name, dtype, damping):
-    """Tall, and next to no damping: the linearised problem is the problem itself."""
+    """The problem is tall with tiny damping: the linearised problem is the problem
+    itself."""
     loss, draw = REGRESSIONS[name]
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 5)).astype(dtype)

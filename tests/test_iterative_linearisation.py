@@ -1,4 +1,4 @@
-"""Iterative linearisation, against K literal steps on the linearised model."""
+"""Iterative linearisation, compared with K literal steps on the linearised model."""
 
 import math
 
@@ -83,7 +83,8 @@ def test_python_numbers_and_few_literal_steps(method, momentum):
         )
         expected = literal_loop(with_literal_steps(period, 0.05, momentum), y, args, 2)
         np.testing.assert_allclose(solution.value, expected, rtol=1e-11)
-        # The first gradient takes a transposed pass, each further step one of each.
+        # The first gradient takes a transposed pass, each further step one pass of either
+        # kind.
         taken = [float(solution.stats[name]) / 2 for name in ("num_jvps", "num_vjps")]
         literal, spectral = [period - 1, period], [3, 0]
         assert taken in {"matrix-free": [literal], "svd": [spectral]}.get(
@@ -102,7 +103,7 @@ def test_a_period_of_one_is_gradient_descent_on_the_model():
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.95])
-def test_heavy_ball_is_that_of_optax(momentum):
+def test_heavy_ball_matches_optax(momentum):
     y, args = as_jax(sines_data((7, 3)))
     lin = gnlin.linearise(sines, y, args)
     optimiser = optax.sgd(0.05, momentum)
@@ -122,7 +123,7 @@ def test_heavy_ball_is_that_of_optax(momentum):
 
 
 #
-# Without an end
+# Infinite periods
 #
 
 
@@ -209,7 +210,8 @@ def test_divergence_is_thrown_by_name():
 
 
 def test_a_few_steps_too_long_are_taken_as_asked():
-    """The growth of a short divergence says nothing yet: it is what was asked for."""
+    """Growth in a short run does not prove divergence, so the steps are taken as
+    requested."""
     y, args = sines_data((7, 3))
     for method in ("svd", "matrix-free"):
         solver = gnlin.IterativeLinearisation(3, 2.0, method=method)
@@ -315,7 +317,8 @@ def test_a_zero_residual_is_where_descent_stays(method):
 
 
 def test_a_period_is_the_same_number_as_a_float():
-    """And steps are taken one by one where that is cheaper, not only for integers."""
+    """Steps are taken one by one if that is cheaper, also for a period that is a
+    float."""
     periods = [gnlin.IterativeLinearisation(k, 0.1).period for k in (50, 50.0, math.inf)]
     assert periods == [50, 50, math.inf]
     assert [type(k) for k in periods] == [int, int, float]

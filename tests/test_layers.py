@@ -1,4 +1,4 @@
-"""Dense and convolutional layers: found in programs, and their products, against dense
+"""Dense and convolutional layers are found in programs; their products match dense
 Jacobians by `jax.jacrev`."""
 
 import equinox as eqx
@@ -20,7 +20,7 @@ def in_double(model):
 
 
 class Tower(eqx.Module):
-    """One layer, made into a vector of three outputs by fixed numbers."""
+    """A layer whose outputs fixed numbers map to a vector of three outputs."""
 
     layer: eqx.Module
 
@@ -31,7 +31,7 @@ class Tower(eqx.Module):
 
 
 class Positions(eqx.Module):
-    """A dense layer on each column, by a `jit` within; its weights on the right."""
+    """A dense layer on each column inside a `jit`, with its weights on the right."""
 
     weights: jax.Array
 
@@ -78,7 +78,8 @@ def dense(fn, parameters, x):
 
 
 def kernel_of(fn, parameters, x, *budget):
-    """In one program: an operation at a time there would be a hundred to compile."""
+    """Compute the kernel in one program; separate operations would be a hundred
+    compilations."""
     options = {"memory_budget": budget[0]} if budget else {}
     lin = lambda p, x: gnlin.linearise(gnlin.PerExample(fn), p, x, **options)
     kernel = lambda p, x: lin(p, x).kernel()
@@ -87,7 +88,7 @@ def kernel_of(fn, parameters, x, *budget):
 
 @pytest.fixture
 def always(monkeypatch):
-    """Layers of any size by their factors."""
+    """Keep layers of any size as factors."""
     monkeypatch.setattr(Layer, "is_smaller", lambda self: True)
 
 
@@ -134,7 +135,7 @@ def test_a_layer_is_its_rows(name):
 @pytest.mark.parametrize("name", ["positions", "padded", "dilated", "dense"])
 @pytest.mark.parametrize("way", ["_gram_of_positions", "_gram_by_rows"])
 def test_both_ways_to_inner_products(name, way, monkeypatch):
-    monkeypatch.setattr(_layer, "_PART_BYTES", 1)  # an output of the layer at a time
+    monkeypatch.setattr(_layer, "_PART_BYTES", 1)  # one output of the layer at a time
     fn, parameters, x = case(name)
 
     @jax.jit
@@ -228,7 +229,7 @@ class Unrolled(eqx.Module):
 
 
 class Laplacian(eqx.Module):
-    """Second derivatives of a network by its inputs, forward."""
+    """Second derivatives of a network with respect to its inputs, by forward mode."""
 
     layers: tuple[eqx.nn.Linear, eqx.nn.Linear]
 
@@ -301,7 +302,7 @@ UNLIKE = {
 }
 
 
-# How often the weights are used: twice, in three steps, once and in two derivatives.
+# The number of uses of the weights: twice, in three steps, once, and in two derivatives.
 SHARED = {
     "shared": (Shared(eqx.nn.Linear(4, 4, key=key)), (4,), [2, 0]),
     "unrolled": (Unrolled(eqx.nn.Linear(4, 4, use_bias=False, key=key)), (4,), [3]),
@@ -351,7 +352,7 @@ def test_weights_that_are_used_several_times_have_as_many_positions(name):
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", UNLIKE)
-def test_what_is_no_layer_keeps_its_rows(name):
+def test_parameters_outside_layers_keep_dense_rows(name):
     model, shape = UNLIKE[name], (4,)
     if callable(model) and not isinstance(model, eqx.Module):
         model, shape = model(), (4, 5) if name == "grouped" else (2, 3)
@@ -379,7 +380,7 @@ def test_a_program_with_effects_keeps_its_rows(capfd):
 
 @pytest.mark.parametrize(("name", "smaller"), [("dense", True), ("convolution", False)])
 def test_factors_only_where_they_are_smaller(name, smaller):
-    fn, parameters, x = case(name)  # the convolution: 12 positions of 18 numbers each
+    fn, parameters, x = case(name)  # the convolution has 12 positions of 18 numbers each
     found = []
 
     def run(parameters, x):
@@ -391,7 +392,7 @@ def test_factors_only_where_they_are_smaller(name, smaller):
 
 
 @pytest.mark.parametrize("name", ["dense", "convolution", "positions"])
-def test_the_bytes_of_blocks_are_foretold(name):
+def test_predicted_bytes_of_blocks(name):
     fn, parameters, x = case(name)
     lin = gnlin.linearise(gnlin.PerExample(fn), parameters, x)
     blocks = lin.jacobian.blocks()
@@ -400,7 +401,7 @@ def test_the_bytes_of_blocks_are_foretold(name):
 
 
 def test_the_kernel_within_a_budget():
-    """A few arrays of parameters at a time; those too large by rows; examples one by
+    """Take a few arrays of parameters at a time, large ones by rows, and examples one by
     one."""
     mlp = in_double(eqx.nn.MLP(3, 2, 16, 3, key=key))
     parameters, frozen = eqx.partition(mlp, eqx.is_inexact_array)
@@ -423,7 +424,7 @@ def test_the_kernel_within_a_budget():
 
 
 def test_a_damped_step_beyond_the_jacobians_memory():
-    """The step through factors, in groups, and through dense rows are one."""
+    """The step by factors, the step in groups and the step by dense rows are equal."""
     loss = gnlin.SoftmaxCrossEntropy()
     model = in_double(eqx.nn.MLP(5, 3, 24, 2, activation=jnp.tanh, key=key))
     x = jax.random.normal(jax.random.key(1), (6, 5))
@@ -462,7 +463,8 @@ def test_one_example_one_output():
 
 
 def test_a_wide_network_is_solved_by_its_kernel():
-    """Its Jacobian is beyond the budget, its factors are not: no conjugate gradients."""
+    """Its Jacobian exceeds the budget but its factors do not, so the solver does not fall
+    back on conjugate gradients."""
     model = in_double(eqx.nn.MLP(2, 1, 300, 3, key=key))
     x = jax.random.normal(jax.random.key(1), (8, 2))
     solver = gnlin.DampedGaussNewton(0.1, memory_budget=10**6)
@@ -520,7 +522,7 @@ def test_inputs_of_another_dtype(dtype):
 
 
 @pytest.mark.parametrize(("shape", "budget"), [((0, 3), 2**31), ((6, 0), 1)])
-def test_layers_of_nothing(shape, budget):
+def test_empty_layers(shape, budget):
     def fn(y, x):
         return jnp.tanh(y["a"] @ x) + jnp.sum(y["b"] @ jnp.ones(shape[1]))
 
@@ -550,7 +552,7 @@ def test_outputs_of_lower_precision_than_the_parameters(method):
 
 
 class WithNothing(eqx.Module):
-    """An array of parameters that holds none."""
+    """A model with an empty array of parameters."""
 
     weight: jax.Array
     nothing: jax.Array
@@ -560,7 +562,7 @@ class WithNothing(eqx.Module):
 
 
 @pytest.mark.parametrize("budget", [2000, 150, 20])
-def test_no_parameters_are_no_columns(budget):
+def test_empty_parameters_have_no_columns(budget):
     x = jax.random.normal(jax.random.key(0), (5, 4))
     weight = jax.random.normal(jax.random.key(1), (2, 4))
     solver = gnlin.DampedGaussNewton(1.0, method="kernel", memory_budget=budget)

@@ -1,4 +1,4 @@
-"""Levenberg-Marquardt: its steps against dense formulas, and hard little problems."""
+"""Levenberg-Marquardt: steps compared with dense formulas, and small hard problems."""
 
 import equinox as eqx
 import jax
@@ -47,7 +47,7 @@ few_variants = pytest.mark.parametrize(
 
 
 def first_step(r, jacobian, second, *, relative, scaled, accelerated):
-    """The first step of a fresh solver; `second(v)` is r'' along v."""
+    """Return the first step of a fresh solver; `second(v)` is r'' along v."""
     p = jacobian.shape[1]
     scale = np.linalg.norm(jacobian, axis=0) if scaled else np.ones(p)
     gradient = jacobian.T @ r / scale
@@ -93,7 +93,7 @@ def test_first_step(shape, accelerated, scaling, method):
 
 
 def test_a_rejected_trial_is_more_damped_and_leaves_the_point():
-    """From a far start: each outer step ends below the loss that it started from."""
+    """From a far start, each outer step ends below the loss at which it began."""
     y = jnp.asarray([-1.2, 1.0])
     solver = gnlin.LevenbergMarquardt(damping=1e-8, scaling="more", acceleration=False)
     solution = least_squares(rosenbrock, solver, y, max_steps=1)
@@ -117,7 +117,7 @@ def test_a_rejected_trial_is_more_damped_and_leaves_the_point():
 
 
 class Valley(eqx.Module):
-    """Rosenbrock's residuals as a model, whose targets are zero."""
+    """Rosenbrock's residuals as a model with targets of zero."""
 
     y: jax.Array
 
@@ -177,7 +177,7 @@ def test_units_of_the_residuals(scale):
 
 @few_variants
 def test_wide(solver):
-    """Fewer residuals than parameters: they can all be brought to zero."""
+    """There are fewer residuals than parameters, so all residuals can be zero."""
     y, (a, _) = sines_data((3, 7))
     args = as_jax((a, np.sin(a @ np.cos(np.arange(7.0)))))
     solution = least_squares(sines, solver, jnp.asarray(y), args)
@@ -220,7 +220,7 @@ def test_the_same_minimum_as_scipy(name):
         gtol=1e-15,
     )
     assert solution.result == optx.RESULTS.successful
-    # On the side of the outputs a tall problem is singular, but for the damping.
+    # On the side of the outputs a tall problem is singular without damping.
     rtol = 1e-3 if solver.method == "kernel" else 1e-6
     np.testing.assert_allclose(solution.value, expected.x, rtol=rtol)
 
@@ -237,7 +237,7 @@ def test_a_parameter_without_influence_stays():
 
 
 def test_it_converges_where_gauss_newton_does_not():
-    """arctan from afar: full steps overshoot, further each time."""
+    """arctan from afar: full steps overshoot by more each time."""
 
     def fn(y, args):
         return jnp.arctan(y)
@@ -251,7 +251,7 @@ def test_it_converges_where_gauss_newton_does_not():
 
 
 def test_success_is_claimed_at_stationary_points_only():
-    """Large damping makes small steps, and they are no convergence."""
+    """Large damping makes small steps, which are not convergence."""
     start = jnp.asarray([-1.2, 1.0])
     for first in (1e3, 1e8, 1e12):
         solver = gnlin.LevenbergMarquardt(damping=first)
@@ -261,7 +261,7 @@ def test_success_is_claimed_at_stationary_points_only():
     assert solution.result == optx.RESULTS.successful
 
 
-def test_nowhere_to_go_is_no_success():
+def test_without_finite_steps_the_run_does_not_succeed():
     """Every step leads to a NaN: no damping helps, and the gradient is not zero."""
 
     def fn(y, args):
@@ -364,7 +364,7 @@ def test_a_minimum_with_a_large_residual_is_success(problem, name):
 @pytest.mark.parametrize(
     ("name", "fn"),
     [
-        # a kink at its minimum, steps, and a wrong derivative
+        # a kink at the minimum, a function with steps, and a wrong derivative
         ("default", lambda y, args: 1 + jnp.abs(y - 1)),
         ("default", lambda y, args: jnp.floor(10 * y) / 10 + 1e-3 * y + 2),
         ("default", lambda y, args: jax.lax.stop_gradient(-2 * y) + y + 5),
@@ -372,13 +372,13 @@ def test_a_minimum_with_a_large_residual_is_success(problem, name):
     ],
     ids=["kink", "steps", "wrong derivative", "kink, identity"],
 )
-def test_no_way_down_from_a_gradient_is_no_success(fn, name):
+def test_without_a_descent_step_the_run_does_not_succeed(fn, name):
     solution = least_squares(fn, VARIANTS[name], jnp.array([3.0]))
     assert solution.result == optx.RESULTS.stagnation
 
 
 @pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
-def test_an_enormous_damping_is_no_convergence(method):
+def test_an_enormous_damping_is_not_convergence(method):
     solver = gnlin.LevenbergMarquardt(scaling="identity", damping=1e14, method=method)
     solution = least_squares(lambda y, args: jnp.exp(y) - 2, solver, jnp.array([3.0]))
     assert solution.result == optx.RESULTS.successful
@@ -437,7 +437,7 @@ def test_across_batches_it_never_ends_as_diverged():
 
 
 def test_rows_that_do_not_fit_where_their_factors_do():
-    """The default scaling needs the rows, and does without."""
+    """The default scaling needs the rows, and manages without them."""
     model = eqx.nn.MLP(60, 1, 60, 1, jnp.tanh, key=jax.random.key(0), dtype=float)
     x = jax.random.normal(jax.random.key(1), (60, 60))
     solver = gnlin.LevenbergMarquardt(memory_budget=200_000)

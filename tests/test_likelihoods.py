@@ -1,5 +1,5 @@
-"""Fits of counts, of successes and of censored values: against iteratively reweighted
-least squares, and SciPy's distributions."""
+"""Fits of counts, successes and censored values, compared with iteratively reweighted
+least squares and SciPy's distributions."""
 
 import functools
 
@@ -48,7 +48,7 @@ def negative_binomial(mean, dispersion=0.5):
 
 
 class Own(gnlin.authoring.AbstractLoss):
-    """Poisson's, of one example."""
+    """A user-defined Poisson loss of one example."""
 
     reduction: str | None = None
 
@@ -122,8 +122,8 @@ def test_by_iteratively_reweighted_least_squares(name):
         np.testing.assert_allclose(fit.bic, deviance + 2 * np.log(40), rtol=1e-6)
 
 
-def test_profiles_are_those_of_the_likelihood():
-    """Wilks's: a rise of the deviance by chi-squared's quantile."""
+def test_profiles_follow_the_likelihood():
+    """By Wilks's theorem the deviance rises by the quantile of chi-squared."""
     interval = fit_of("poisson").confidence_intervals(0.9)
     loss = lambda a, b: -np.sum(POISSON.logpmf(COUNTS, np.exp(a + b * X)))
 
@@ -146,7 +146,7 @@ def test_profiles_are_those_of_the_likelihood():
 
 
 def test_a_curve_that_is_the_rate_itself():
-    """And between bounds."""
+    """The curve is the rate itself, also between bounds."""
     fit = gnlin.curve_fit(
         rate,
         X,
@@ -267,7 +267,7 @@ def test_in_single_precision():
 
 
 def test_runs_of_one_sign():
-    """By the formula, in the order of x; and what is too smooth is seen."""
+    """Use the formula, in the order of x, and detect data that are too smooth."""
     order = np.random.default_rng(1).permutation(40)
     mixed = gnlin.curve_fit(
         line, X[order], COUNTS[order], START, loss=gnlin.losses.PoissonNLL()
@@ -332,7 +332,7 @@ def test_the_report_and_the_picture():
         (COUNTS, {"loss": "poisson"}, "`loss` must be one of gnlin's"),
     ],
 )
-def test_what_cannot_be_meant(y, options, message, unchecked):
+def test_errors_of_arguments(y, options, message, unchecked):
     options = {"loss": gnlin.losses.PoissonNLL(), **options}
     with pytest.raises(ValueError, match=message):
         gnlin.curve_fit(line, X, y, START, **options)
@@ -356,7 +356,7 @@ def test_what_cannot_be_meant(y, options, message, unchecked):
         ),
     ],
 )
-def test_what_no_loss_can_be(make, message, unchecked):
+def test_errors_of_losses(make, message, unchecked):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -391,7 +391,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_losses_are_scipys_distributions(name):
-    """The value, its slope, and as curvature the mean of the second derivative."""
+    """Compare the value, its slope, and the mean second derivative as the curvature."""
     loss, outputs, distribution, best = LOSSES[name]
     most = 7 if name == "binomial" else 2000
     every = np.arange(most + 1)
@@ -426,7 +426,7 @@ def test_the_losses_are_scipys_distributions(name):
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_the_loss_of_a_limit(dtype):
-    """Its slope and its curvature by the scaled complementary error function."""
+    """Compare slope and curvature with the scaled complementary error function."""
     z = np.array([-2000.0, -60.0, -31.0, -29.0, -10.5, -9.0, -3.0, 0.0, 2.0, 6.0], dtype)
     loss, zero = gnlin.losses.TobitNLL(1), jnp.zeros(z.size, dtype)
     wide = z.astype(float)

@@ -1,4 +1,4 @@
-"""Linearisations and spectra, against `jax.jacobian` and dense NumPy."""
+"""Linearisations and spectra, compared with `jax.jacobian` and dense NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +210,7 @@ def test_a_tiny_memory_budget_changes_nothing(shape, memory_budget):
     rows, kernel, eigenvalues = run(*as_jax((y, args)))
     np.testing.assert_allclose(rows, jacobian, rtol=1e-12)
     np.testing.assert_allclose(kernel, jacobian @ jacobian.T, atol=1e-13)
-    # On the output side there are m eigenvalues, the surplus ones exactly zero.
+    # On the output side there are m eigenvalues; the surplus ones are exactly zero.
     w = np.sort(np.asarray(eigenvalues))[::-1][: min(shape)]
     s = np.linalg.svd(jacobian, compute_uv=False)
     np.testing.assert_allclose(w, s**2, rtol=1e-10)
@@ -449,7 +449,7 @@ def test_a_nonfinite_jacobian_gives_nan(shape, bad, method):
 
 @pytest.mark.parametrize("with_a_nan", [False, True])
 def test_a_tall_jacobian_of_graded_columns(with_a_nan):
-    """QR comes first, and small columns are resolved relative to themselves."""
+    """QR is the first step, so small columns keep their relative accuracy."""
     generator = np.random.default_rng(0)
     scale = np.array([1e-4, 1.0, 1e-12, 1e-8])
     columns = generator.normal(size=(5000, 4))
@@ -465,7 +465,7 @@ def test_a_tall_jacobian_of_graded_columns(with_a_nan):
 
 
 def test_lapack_is_guarded(monkeypatch):
-    """Not by luck: what LAPACK is given is looked at."""
+    """Inspect the input of LAPACK, because a result could be right by luck."""
     given = []
 
     def record(original):

@@ -1,5 +1,5 @@
-"""Any solver of lineax solves the linearised problem: beside the augmented least squares
-of NumPy."""
+"""Any lineax solver can solve the linearised problem; compared with augmented least
+squares in NumPy."""
 
 import equinox as eqx
 import jax
@@ -64,7 +64,8 @@ def test_a_damped_step(name, shape):
 @pytest.mark.parametrize(
     ("name", "dtype", "shape"),
     [
-        # In single precision lineax's LSMR has numbers in double where x64 is enabled.
+        # lineax's LSMR uses double-precision numbers in single precision if x64 is
+        # enabled.
         case
         for case in each_pair(
             ["QR", "SVD", "LSMR", "CG", "Cholesky"],

@@ -1,5 +1,5 @@
-"""The longest step that keeps its promise: against a literal loop in NumPy, and what it
-is for."""
+"""The longest step whose loss decreases as predicted, compared with a literal loop in
+NumPy."""
 
 import equinox as eqx
 import jax
@@ -19,7 +19,7 @@ def wavy(size, seed, shape=(12, 5)):
 
 
 def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
-    """(y, dampings, rejected): the search for the edge, in each of some steps."""
+    """Return (y, dampings, rejected) of `num_steps` steps with a literal search."""
     damping, last, dampings, num_rejected = None, None, [], 0
     for _ in range(num_steps):
         r, jacobian = sines_numpy(y, args)
@@ -121,7 +121,7 @@ def test_under_vmap_each_has_its_own_search():
 
 
 def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
-    """In the median of four: each by itself may have luck, either way."""
+    """Compare medians of four runs, because a single run may be lucky."""
     x = jnp.linspace(-1, 1, 64)[:, None]
     keys = jax.random.split(jax.random.key(0), 4)
 

@@ -1,4 +1,4 @@
-"""Each loss against SciPy, dense matrices, and decimals in many digits."""
+"""Each loss, compared with SciPy, dense matrices and many-digit decimals."""
 
 import dataclasses
 import decimal
@@ -28,8 +28,8 @@ import gnlin
 from gnlin._linearisation._objective import BatchLoss
 
 
-# As a user's programs are, whatever conftest.py asks of XLA: where it is about the last
-# digits.
+# Use the optimisations of user programs for comparisons of the last digits, whatever
+# conftest.py sets.
 OPTIONS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
@@ -40,7 +40,7 @@ as_for_users = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 class Hinge(gnlin.authoring.AbstractLoss):
-    """A user's loss, known by its value alone."""
+    """A user-defined loss that defines only its value."""
 
     reduction: str = "sum"
 
@@ -50,7 +50,7 @@ class Hinge(gnlin.authoring.AbstractLoss):
 
 
 class Quartic(gnlin.authoring.AbstractElementwiseLoss):
-    """A user's loss, known by its value in each output alone."""
+    """A user-defined loss that defines only its value in each output."""
 
     reduction: str = "sum"
 
@@ -59,8 +59,7 @@ class Quartic(gnlin.authoring.AbstractElementwiseLoss):
 
 
 class Case(NamedTuple):
-    """A loss of one example, its value once more in SciPy and naively in JAX, and
-    targets for it."""
+    """A loss of one example, the same value in SciPy and naively in JAX, and targets."""
 
     loss: gnlin.authoring.AbstractLoss
     scipy: Callable
@@ -71,7 +70,7 @@ class Case(NamedTuple):
 
 
 def softmax_case(loss, target, shape=(4,)):
-    """Labels and probabilities, smoothed or not, are all the cross-entropy with y."""
+    """Labels and probabilities, smoothed or not, are cross-entropies with some y."""
 
     def y_of(t):
         y = jnp.asarray(t)
@@ -187,21 +186,22 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def examples(case, num=3, seed=0):
-    """(outputs, target) in NumPy, of moderate size."""
+    """Return (outputs, target) of moderate size in NumPy."""
     generator = np.random.default_rng(seed)
     for _ in range(num):
         yield 1.5 * generator.normal(size=case.shape), case.target(generator, case.shape)
 
 
 def dense(product, like):
-    """The matrix of a linear map between trees of the structure of `like`."""
+    """Return the matrix of a linear map between trees of the structure of `like`."""
     flat, unravel = ravel_pytree(like)
     columns = jax.vmap(lambda v: ravel_pytree(product(unravel(v)))[0], 1, 1)
     return columns(jnp.eye(flat.size, dtype=flat.dtype))
 
 
 def everything(loss, naive, outputs, target):
-    """What the loss says, as flat vectors and dense matrices, and the same naively."""
+    """Return all results of the loss as flat vectors and dense matrices, and the naive
+    ones."""
     flat, unravel = ravel_pytree(outputs)
     value = lambda flat: naive(unravel(flat), target)
     factor, gradient = loss.factor(outputs, target), loss.gradient(outputs, target)
@@ -228,7 +228,7 @@ def everything(loss, naive, outputs, target):
 
 @pytest.fixture(scope="module")
 def everything_of():
-    """Compiled once a case, for all tests."""
+    """Compile once for each case; all tests share the result."""
     compiled = {}
 
     def of(case, outputs, target):
@@ -246,7 +246,7 @@ def everything_of():
 
 
 @every_case
-def test_value_is_that_of_scipy_and_of_optax(case, everything_of):
+def test_value_matches_scipy_and_optax(case, everything_of):
     for outputs, target in examples(case):
         value = everything_of(case, outputs, target)["value"]
         assert value.shape == ()
@@ -257,7 +257,7 @@ def test_value_is_that_of_scipy_and_of_optax(case, everything_of):
 
 
 @every_case
-def test_gradient_is_that_of_the_naive_formula(case, everything_of):
+def test_gradient_matches_the_naive_formula(case, everything_of):
     for example in examples(case):
         of = everything_of(case, *example)
         np.testing.assert_allclose(
@@ -281,7 +281,7 @@ def test_factor_against_dense_matrices(case, everything_of):
             atol=1e-12,
         )
         gradient, remainder = of["gradient"], of["remainder"]
-        if isinstance(case.loss, gnlin.losses.Huber):  # all of an outlier's pull
+        if isinstance(case.loss, gnlin.losses.Huber):  # an outlier's full influence
             outlier = np.abs(outputs - target) > DELTA
             assert outlier.any()
             np.testing.assert_array_equal(remainder, np.where(outlier, gradient, 0))
@@ -377,7 +377,7 @@ def test_whole_numbers_as_targets_leave_the_outputs_precision(loss, dtype):
 
 
 #
-# Saturated outputs, in as many digits as it takes
+# Saturated outputs, in as many digits as necessary
 #
 
 D = decimal.Decimal
@@ -397,8 +397,8 @@ def exact(x):
 
 
 class Exact(NamedTuple):
-    """Value, gradient and Hessian-vector product in many digits; `size` is what the
-    product's terms add up to, their signs aside."""
+    """Value, gradient and Hessian-vector product in many digits. `size` is the sum of the
+    absolute values of the product's terms."""
 
     value: Any
     gradient: list
@@ -454,8 +454,8 @@ def exact_poisson(f, t):
 
 
 def assert_near(actual, expected, rtol, size=None):
-    """To `rtol` of `size`, the expected number itself unless given; numbers that the
-    precision cannot hold are zero, or what is next to it."""
+    """Compare to `rtol` of `size`, by default the expected number itself. A number that
+    the precision cannot hold may be zero or its neighbour."""
     actual = np.asarray(actual)
     tiny = 4 * D(float(np.finfo(actual.dtype).smallest_normal))
     assert np.all(np.isfinite(actual))
@@ -465,7 +465,7 @@ def assert_near(actual, expected, rtol, size=None):
         assert abs(a - e) <= D(rtol) * abs(s) + tiny, f"{a:.20e} is not {e:.20e}"
 
 
-# Halves and powers of two: their differences are exact in single precision, too.
+# Halves and powers of two, whose differences are exact in single precision too.
 LOGITS = {
     "the likeliest by 30": [30.0, 0.0, -30.0, 8.5],
     "the likeliest by 80": [-80.0, 80.0, 0.5, 0.0],
@@ -486,12 +486,12 @@ def tolerance(dtype, roundings):
 
 
 def softmax_tolerance(outputs):
-    """A few roundings of the result, and one of the logarithm of each probability."""
+    """Allow a few roundings of the result, and one of each log-probability."""
     return tolerance(outputs.dtype, 8 + float(np.ptp(outputs)))
 
 
 def derivatives(loss, f, t, v):
-    """(value, gradient, second derivative times v)"""
+    """Return (value, gradient, second derivative times v)."""
     factor = loss.factor(f, t)
     product = factor.transpose_mv(factor.mv(v))
     return loss.value(f, t), loss.gradient(f, t), product
@@ -517,7 +517,7 @@ def test_saturated_softmax(dtype, smoothing):
             value, gradient, product = run(outputs, jnp.asarray(label), v)
             assert value.dtype == gradient.dtype == product.dtype == dtype
             assert_near(value, expected.value, rtol)
-            # p - y of two classes that are both likely is a difference.
+            # p - y is a difference if two classes are both likely.
             size = [
                 abs(g)
                 if j == int(np.argmax(outputs)) or y[j] == 0
@@ -530,8 +530,8 @@ def test_saturated_softmax(dtype, smoothing):
             assert_near(product, expected.product, rtol, expected.size)
 
 
-def test_the_likeliest_class_loses_no_digit_to_one():
-    """1 - p, of a class that is as good as certain."""
+def test_loss_of_a_nearly_certain_class_keeps_all_digits():
+    """1 - p, for a class that is nearly certain."""
     loss = gnlin.SoftmaxCrossEntropy()
     outputs = jnp.asarray([40.0, 0.0, -3.0], jnp.float32)
     tail = math.exp(-40) + math.exp(-43)
@@ -556,7 +556,7 @@ ELEMENTWISE = {
         (0.0, 30.0, -79.5),
     ),
     "log-cosh": (
-        gnlin.losses.LogCosh(0.5),  # by which one can divide without rounding
+        gnlin.losses.LogCosh(0.5),  # dividing by 0.5 does not round
         lambda f, t: exact_log_cosh(f, t, D("0.5")),
         (0.0, 30.0, -79.5),
     ),
@@ -573,7 +573,7 @@ def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
     sizes += [300.0, 700.0] if dtype == np.float64 else []
     outputs = np.array(sizes + [-x for x in sizes], dtype)
     if isinstance(loss, gnlin.losses.PoissonNLL) and dtype == np.float32:
-        outputs = outputs[outputs <= 80]  # beyond is infinity
+        outputs = outputs[outputs <= 80]  # values beyond are infinite
     rtol = tolerance(dtype, 8)
     run = as_for_users(
         lambda f, t: (loss.elementwise(f, t), loss.derivative(f, t), loss.root(f, t))
@@ -586,7 +586,7 @@ def test_saturated_outputs_one_by_one(loss, formula, targets, dtype):
             value, slope, curvature = formula(f, D(target))
             size = abs(value), abs(slope)
             if target == 0.25 or isinstance(loss, gnlin.losses.PoissonNLL):
-                # Differences, of terms of the target's size
+                # Differences of terms of the target's size
                 size = (
                     max(value, abs(D(target) * f), D(target)),
                     max(abs(slope), D(target)),
@@ -621,7 +621,7 @@ SATURATED = {
     ],
 )
 def test_the_gradient_is_whitened_whole(name, dtype):
-    """R^T r~ + e is the gradient, and r~ leaves room for other examples beside it."""
+    """R^T r~ + e is the gradient, and r~ leaves room for other examples."""
     loss, target = SATURATED[name]
     target = jnp.asarray(target, dtype if target.dtype.kind == "f" else int)
 
@@ -645,7 +645,7 @@ def test_the_gradient_is_whitened_whole(name, dtype):
             error = np.abs(np.asarray(whole, float) - np.asarray(gradient, float))
             assert np.all(error <= 16 * eps * largest)
             if isinstance(loss, gnlin.losses.PoissonNLL):
-                continue  # whose gradient grows beyond all bounds
+                continue  # whose gradient is unbounded
             assert np.all(np.abs(residual) <= 100 / eps**0.5)
 
 
@@ -842,7 +842,7 @@ def test_weights_and_reduction_of_a_batch(case):
     for a, b in zip(plain[2:], weighted[2:], strict=True):
         np.testing.assert_allclose(by_example * a, b, rtol=1e-13)
     softmax = isinstance(case.loss, gnlin.SoftmaxCrossEntropy)
-    # Of an example.
+    # For one example.
     num_targets = float(np.prod(outputs.shape[1:-1])) if softmax else 1
     for total, summed, averaged in (
         (5, plain, plain_mean),
@@ -863,7 +863,7 @@ def test_without_weights_all_count_alike():
 
 
 class Affine(eqx.Module):
-    """Small and quick to compile."""
+    """A model that is small and quick to compile."""
 
     weight: jax.Array
     bias: jax.Array
@@ -913,14 +913,14 @@ def test_weights_and_reduction_in_a_solution(loss, targets, build):
     actual, weighted_losses = run((x, targets, weights), loss(), 1.0)
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
     np.testing.assert_allclose(weighted_losses, losses, rtol=1e-9)
-    # The mean is the sum, with all that refers to the loss in units of 1/n.
+    # The mean is the sum, if all settings that refer to the loss are divided by n.
     actual, mean_losses = run((x, targets, weights), loss(reduction="mean"), 1 / 6)
     np.testing.assert_allclose(actual, expected, rtol=1e-9)
     np.testing.assert_allclose(mean_losses, losses / 6, rtol=1e-9)
 
 
 #
-# Mistakes
+# Errors
 #
 
 X = np.linspace(-1.0, 1.0, 10).reshape(5, 2)
@@ -1019,7 +1019,7 @@ WRONG_LOSSES = {
     ("name", "build"),
     [(name, build) for name in WRONG_LOSSES for build in WRONG_LOSSES[name]],
 )
-def test_a_wrong_number_of_a_loss_is_named_in_one_sentence(name, build):
+def test_errors_of_a_losses_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`{name}`") as caught:
         build()
     assert is_one_sentence(str(caught.value)), str(caught.value)
@@ -1029,7 +1029,7 @@ def test_a_wrong_number_of_a_loss_is_named_in_one_sentence(name, build):
 @pytest.mark.parametrize(
     "loss", ["softmax", None, optax.l2_loss, gnlin.SoftmaxCrossEntropy]
 )
-def test_what_is_no_loss(loss):
+def test_errors_of_losses(loss):
     with pytest.raises(ValueError, match=r"`loss` must be one of gnlin's"):
         gnlin.solve(affine(), (X, np.zeros(5, int)), gnlin.GaussNewton(), loss=loss)
 
@@ -1073,9 +1073,9 @@ FORGETTING = {
 
 
 @pytest.mark.parametrize("name", FORGETTING)
-def test_losses_that_forget_what_is_far_off(name):
-    """Their formulas, derivatives by differences, and no curvature where there is less
-    than none."""
+def test_redescending_losses(name):
+    """Compare with formulas, and derivatives with differences; negative curvature becomes
+    zero."""
     kind, formula = FORGETTING[name]
     loss = kind(0.75)
     residual = np.array([-40.0, -1.5, -0.7, -0.3, 0.0, 1e-4, 0.2, 0.5, 0.8, 3.0, 1e6])
@@ -1096,6 +1096,6 @@ def test_losses_that_forget_what_is_far_off(name):
 
 
 @pytest.mark.parametrize("name", FORGETTING)
-def test_losses_that_forget_have_a_length_to_forget_by(name):
+def test_redescending_losses_need_a_scale(name):
     with pytest.raises(ValueError, match="`delta` must be greater than 0"):
         FORGETTING[name][0](0.0)

@@ -1,4 +1,4 @@
-"""A kernel in lower precision: the step is as accurate as was asked for."""
+"""With a kernel in lower precision, the step is as accurate as requested."""
 
 import equinox as eqx
 import jax
@@ -41,7 +41,7 @@ Y = jnp.stack([jnp.sin(X[:, 0]), X[:, 1] * X[:, 2]], axis=1)
         (jnp.float16, 1e-4, 3000),
     ],
 )
-def test_the_step_is_that_of_double_precision(dtype, damping, memory_budget):
+def test_the_step_matches_double_precision(dtype, damping, memory_budget):
     model = network()
     exact, _ = first_step(model, (X, Y), gnlin.DampedGaussNewton(damping, method="svd"))
     solver = gnlin.DampedGaussNewton(
@@ -66,7 +66,7 @@ def test_a_coarse_tolerance_takes_fewer_refinements():
     assert steps[0] < steps[1]
 
 
-def test_of_a_general_loss():
+def test_a_general_loss():
     model, labels = network(4), jnp.arange(15) % 4
     loss = gnlin.SoftmaxCrossEntropy()
     exact, _ = first_step(model, (X, labels), gnlin.DampedGaussNewton(0.1), loss)
@@ -104,7 +104,7 @@ def test_shapes_and_ranks(shape):
     np.testing.assert_allclose(solution.value, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_zero_residual_and_what_is_not_finite():
+def test_zero_and_nonfinite_residuals():
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.MixedPrecision())
     y = jnp.ones(2)
     solution = optx.least_squares(residuals, solver, y, jnp.eye(2), max_steps=5)
@@ -115,7 +115,7 @@ def test_zero_residual_and_what_is_not_finite():
     np.testing.assert_array_equal(solution.value, y)
 
 
-def test_a_tolerance_that_is_not_met_is_no_success():
+def test_an_unmet_tolerance_is_not_a_success():
     generator = np.random.default_rng(0)
     u, _ = np.linalg.qr(generator.normal(size=(8, 8)))
     matrix = jnp.asarray(u @ np.diag(np.geomspace(1, 1e-9, 8)) @ u.T)
@@ -180,7 +180,7 @@ def test_a_gradient_that_the_curvature_does_not_reach(damping):
     np.testing.assert_allclose(step, exact, rtol=1e-3)
 
 
-def test_such_a_gradient_with_next_to_no_damping_is_a_failure_that_is_told():
+def test_an_unreached_gradient_with_tiny_damping_is_reported_as_failure():
     with pytest.warns(UserWarning, match="linear solve"):
         step = huber_step(damping=1e-12, method=gnlin.methods.MixedPrecision())
     np.testing.assert_array_equal(step, 0)

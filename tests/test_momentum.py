@@ -1,4 +1,4 @@
-"""SPRING's momentum, and a grid along the step: beside dense formulae."""
+"""SPRING's momentum and the grid along the step, compared with dense formulas."""
 
 import equinox as eqx
 import jax
@@ -41,7 +41,7 @@ def test_damped_towards_a_part_of_the_last_step(method, shape):
     np.testing.assert_allclose(solution.value, expected, rtol=1e-7, atol=1e-9)
 
 
-def test_none_of_it_is_none():
+def test_zero_momentum_has_no_effect():
     y, args = sines_data((7, 3))
     ends = [
         least_squares(sines, solver, *as_jax((y, args)), max_steps=4).value
@@ -53,7 +53,7 @@ def test_none_of_it_is_none():
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-12)
 
 
-def test_in_other_units_and_of_another_loss():
+def test_other_units_and_another_loss():
     x = jax.random.normal(jax.random.key(1), (15, 3))
     net = eqx.nn.MLP(3, 4, 6, 1, jnp.tanh, key=jax.random.key(0))
     solver = gnlin.DampedGaussNewton(1.0, momentum=0.5, scaling="marquardt")
@@ -90,7 +90,7 @@ def test_the_best_of_a_grid():
     np.testing.assert_allclose(solution.value, expected, rtol=1e-9)
 
 
-def test_a_grid_on_which_nothing_is_won():
+def test_a_grid_without_a_decrease():
     solver = gnlin.GaussNewton(search=gnlin.methods.GridSearch(3))
     solution = least_squares(
         lambda y, _: jnp.stack([y, y**0 * 1.0]), solver, jnp.zeros(())

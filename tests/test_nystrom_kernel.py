@@ -1,4 +1,4 @@
-"""A kernel of lower rank, from random products: against the same in NumPy."""
+"""A kernel of lower rank from random products, compared with the same in NumPy."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ def expanded(y, matrix, **settings):
 
 
 def by_hand(jacobian, residual, rank, damping, seed=0):
-    """Equation (7) of arXiv:2505.12149, literally; the span of the probes is all that
-    the approximation depends on."""
+    """Compute equation (7) of arXiv:2505.12149 literally. The approximation depends only
+    on the span of the probes."""
     m = len(jacobian)
     probes = np.asarray(jax.random.normal(jax.random.key(seed), (m, min(rank, m))), float)
     kernel = jacobian @ jacobian.T
@@ -66,7 +66,7 @@ def test_a_step_is_the_formula(shape, rank):
 
 
 @pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
-def test_of_full_rank_it_is_the_damped_step(shape, dtype):
+def test_full_rank_gives_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(shape[0]))
     found = optx.least_squares(sines, solver, y, matrix, max_steps=1, throw=False)
@@ -105,7 +105,7 @@ def test_one_approximation_serves_for_several_residuals():
 
 @pytest.mark.parametrize("damping", [0.1, 1e-5])
 def test_single_precision_at_little_damping(damping):
-    """Of full rank, rounding is not divided by the damping."""
+    """At full rank, rounding is not divided by the damping."""
 
     @jax.jit
     def run(y, matrix):
@@ -129,8 +129,8 @@ def test_single_precision_at_little_damping(damping):
     each_once([1, 25], [{}, {"scaling": "identity", "acceleration": False}]),
 )
 def test_a_step_uphill_raises_the_damping(rank, settings):
-    """Of 50 equal eigenvalues too few are seen: with little damping the step is far too
-    long, and the linearised loss itself rises along it."""
+    """The probes see too few of 50 equal eigenvalues. With little damping the step is far
+    too long, and the linearised loss itself rises along it."""
     matrix, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(50, 50)))
 
     def residuals(y, matrix):
@@ -168,8 +168,8 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
         (gnlin.losses.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
     ],
 )
-def test_of_a_general_loss(loss, targets):
-    """Of full rank, and by layers; Huber's gradient is not in the curvature's range."""
+def test_a_general_loss(loss, targets):
+    """At full rank, and by layers; Huber's gradient is not in the curvature's range."""
     solvers = (
         gnlin.DampedGaussNewton(0.1, method=method, search=None)
         for method in ("kernel", gnlin.methods.NystromKernel(120))
@@ -197,14 +197,14 @@ def test_a_network_is_trained(solver):
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
-def test_without_damping_it_has_no_step():
+def test_without_damping_there_is_no_step():
     solver = gnlin.DampedGaussNewton(0.0, method=gnlin.methods.NystromKernel(20))
     with pytest.warns(UserWarning, match="linear solve"):
         solution = gnlin.solve(network(), (X, jnp.ones((40, 3))), solver, max_steps=3)
     assert solution.result == optx.RESULTS.singular
 
 
-def test_zero_residual_and_what_is_not_finite():
+def test_zero_and_nonfinite_residuals():
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(2))
     residuals = lambda y, matrix: matrix @ y - 1
     y = jnp.ones(2)

@@ -1,5 +1,5 @@
-"""Ordinary settings of solvers that do not adapt, and the default of `fit` on ordinary
-networks: all of them train."""
+"""Solvers that do not adapt, at ordinary settings, and the default of `fit` all train
+ordinary networks."""
 
 import equinox as eqx
 import jax
@@ -14,7 +14,7 @@ SOLVERS = {
     **{f"truncated {t}": gnlin.TruncatedGaussNewton(t) for t in (0.5, 0.1, 0.03, 0.01)},
     **{f"damped {d}": gnlin.DampedGaussNewton(d) for d in (1.0, 0.1, 0.01, 0.001)},
 }
-# Fixed before any of them was run; nearest neighbours get 0.95.
+# These bars were fixed before any run; nearest neighbours reach 0.95.
 BAR = 0.8
 NUM_STEPS = 40
 
@@ -73,7 +73,8 @@ def dense(key):
     return eqx.nn.MLP(64, 10, 32, 2, jnp.tanh, dtype=jnp.float32, key=key)
 
 
-# (network, batch size, steps): the first three are solved exactly, the last by products.
+# (network, batch size, steps): the first three are solved exactly, the last one by
+# products.
 UNTUNED = {
     "dense, batches of 8": (dense, 8, 300),
     "dense, batches of 16": (dense, 16, 200),

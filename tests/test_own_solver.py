@@ -1,4 +1,4 @@
-"""Solvers of one's own, as in the documentation's example."""
+"""User-defined solvers, as in the documentation's example."""
 
 import importlib.util
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_a_step_is_its_formula(own):
     assert int(solution.stats["num_feature_updates"]) == 1
 
 
-def test_it_converges_and_says_so(own):
+def test_convergence_is_reported(own):
     y, args = sines_data((7, 3))
     solution = optx.least_squares(sines, own(), *as_jax((y, args)), throw=False)
     assert solution.result == optx.RESULTS.successful
@@ -70,7 +70,7 @@ def test_on_a_model_and_on_batches(own):
 
 def test_a_filter_is_enough():
     y, args = sines_data((7, 3))
-    with jax.numpy_dtype_promotion("standard"):  # a user's own code may leave it to JAX
+    with jax.numpy_dtype_promotion("standard"):  # user code may leave promotion to JAX
         solution = optx.least_squares(
             sines, Cooled(1.0, search=None), *as_jax((y, args)), max_steps=2, throw=False
         )

@@ -1,4 +1,4 @@
-"""The package says what it needs, and what it says is what is tested."""
+"""The package's metadata: lower bounds, extras, version and types."""
 
 import re
 import tomllib

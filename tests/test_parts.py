@@ -1,4 +1,4 @@
-"""A batch in parts: the same to rounding, in the memory of one of them."""
+"""A batch in parts gives the same numbers to rounding, in the memory of one part."""
 
 import equinox as eqx
 import jax
@@ -27,7 +27,7 @@ def numbers(model):
     ("size", "outputs"),
     [(1, "tree"), (5, "array"), (5, "tree"), (23, "array"), (100, "tree")],
 )
-def test_all_products_are_those_of_the_whole(size, outputs):
+def test_all_products_in_parts_match_the_whole(size, outputs):
     parameters, static = eqx.partition(MODEL, eqx.is_inexact_array)
 
     def fn(y, x):
@@ -52,7 +52,7 @@ SOLVERS = {
 
 
 @pytest.mark.parametrize("name", SOLVERS)
-def test_a_run_is_that_of_the_whole(name):
+def test_a_run_in_parts_matches_the_whole(name):
     whole, parts = (
         gnlin.solve(MODEL, DATA, SOLVERS[name], max_steps=3, part_size=size)
         for size in (None, 5)
@@ -136,7 +136,7 @@ def test_nor_do_convolutions_keep_all_images_twice():
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, "5"])
-def test_what_is_no_size_is_refused(size):
+def test_invalid_sizes_are_refused(size):
     for run in (
         lambda: gnlin.solve(MODEL, DATA, part_size=size),
         lambda: gnlin.fit(MODEL, DATA, steps=1, part_size=size, progress=False),
@@ -145,7 +145,7 @@ def test_what_is_no_size_is_refused(size):
             run()
 
 
-def test_the_statistics_of_a_batch_are_of_all():
+def test_batch_normalisation_in_parts_is_refused():
     class Normalised(eqx.Module):
         norm: eqx.nn.BatchNorm
         last: eqx.nn.Linear

@@ -1,4 +1,4 @@
-"""Preconditioners: against their formulas in NumPy, and that the solution is the same."""
+"""Preconditioners match their formulas in NumPy, and do not change the solution."""
 
 import functools
 
@@ -59,7 +59,7 @@ def test_nystrom_is_its_formula(rank):
 
 
 def test_nystrom_of_full_rank_is_the_inverse():
-    """Up to a factor, whatever the rank asked for beyond p."""
+    """This holds up to a factor, for every rank of at least p."""
     residual, y, args = problem()
     lin = gnlin.linearise(residual, y, args)
     inverse = dense_inverse(Nystrom(10 * P), lin, 0.1)
@@ -69,7 +69,7 @@ def test_nystrom_of_full_rank_is_the_inverse():
 
 
 class Scaled(eqx.Module):
-    """Neurons of very different scale."""
+    """A network whose neurons have very different scales."""
 
     weights: jax.Array
     bias: jax.Array
@@ -168,7 +168,7 @@ def test_as_a_method_of_the_other_damped_solvers(preconditioner):
     assert least * (1 - 1e-12) <= found <= least * (1 + 1e-9)
 
 
-def test_only_of_damped_solvers():
+def test_errors_of_solvers_that_do_not_support_preconditioners():
     with pytest.raises(ValueError, match="`method` must be one of"):
         gnlin.GaussNewton(method=Nystrom(8))
     with pytest.raises(ValueError, match='use `scaling="identity"`, or another method'):
@@ -184,7 +184,7 @@ def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
     return float(state.report.num_inner_steps), state.counts
 
 
-def test_they_spare_iterations_where_they_should():
+def test_preconditioners_save_iterations():
     residual, y, args = problem()
     few = Nystrom(15)
     plain, _ = num_inner_steps(None, residual, y, args, 1e-8, 1e-6)
@@ -200,7 +200,7 @@ def test_they_spare_iterations_where_they_should():
 
 @functools.cache
 def two_steps(preconditioner, method):
-    """Of a network on a cross-entropy."""
+    """Two steps of a network with cross-entropy."""
     model = eqx.nn.MLP(
         3, 4, 4, 1, activation=jnp.tanh, dtype=float, key=jax.random.key(0)
     )
@@ -220,14 +220,14 @@ def two_steps(preconditioner, method):
     [(BlockDiagonal(), "matrix-free"), (Nystrom(8), "dense")],
 )
 def test_with_a_loss_and_a_network(preconditioner, method):
-    """Whole runs, whitened, with methods chosen; and no number for what has none."""
+    """Whole whitened runs with chosen methods."""
     expected = two_steps(None, "matrix-free")
     found = two_steps(preconditioner, method)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("preconditioner", CASES)
-def test_of_nothing_and_of_what_is_not_finite(preconditioner):
+def test_zero_and_nonfinite_jacobians(preconditioner):
     residual, y, (matrix, target) = problem()
     zero = gnlin.linearise(residual, y, (0 * matrix, target))
     inverse = dense_inverse(preconditioner, zero, 0.0)

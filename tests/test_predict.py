@@ -1,4 +1,4 @@
-"""Predictions of linearised models, against literal training and dense formulas."""
+"""Predictions of linearised models, compared with literal training and dense formulas."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ import gnlin
 
 RNG = np.random.default_rng(0)
 TEST = jnp.asarray(RNG.normal(size=(5, 3)))
-# Fewer outputs than parameters, and more
+# Fewer outputs than parameters, and more outputs
 CASES = {"wide": (16, 7), "tall": (3, 60), "one": (4, 1)}
 STEPS = [0, 1, 7, 500, 1e3]
 
@@ -54,7 +54,8 @@ def rate(model, inputs):
 
 
 def literal(model, data, optimiser, steps, gradient, damping=0.0, start=1.0):
-    """Steps of optax on the linearised model, and its outputs on the test inputs."""
+    """Take steps of optax on the linearised model; return its outputs on the test
+    inputs."""
     outputs, rows = dense(model, data[0])
     on_test, rows_of_test = dense(model, TEST)
     delta, found = np.zeros(rows.shape[1]), {}
@@ -129,7 +130,7 @@ def test_descent_with(options):
     np.testing.assert_allclose(predict(TEST, steps=STEPS), expected, rtol=1e-8, atol=1e-9)
 
 
-def test_without_end_it_interpolates():
+def test_infinite_time_interpolates():
     model, data = case("wide")
     predict = gnlin.predict.gradient_descent(
         model, data, learning_rate=rate(model, data[0])
@@ -193,7 +194,7 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     sgd = optax.sgd(learning_rate, 0.5)
     expected = literal(model, data, sgd, steps, softmax_gradient(labels))
     np.testing.assert_allclose(predict(TEST, steps=steps), expected, rtol=1e-8)
-    # Flow is what very small steps do
+    # Very small steps approximate the flow
     flow = gnlin.predict.gradient_flow(model, data, loss=loss, damping=0.01)
     small = optax.sgd(learning_rate / 20)
     along = literal(model, data, small, [200, 2000], softmax_gradient(labels), 0.01)
@@ -202,7 +203,7 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     losses = flow.loss([0, 1, 10, math.inf])
     assert np.all(np.diff(losses[:2]) < 0)
     outputs, rows = dense(model, inputs)
-    # Where it ends the slope along each parameter is the damping's
+    # At the end, the slope along each parameter is that of the damping
     end = flow()
     slope = softmax(end, -1) - np.eye(2)[np.asarray(labels)]
     pulled = rows @ rows.T @ np.ravel(slope)
@@ -210,7 +211,7 @@ def test_cross_entropy_by_literal_steps_and_by_flow(name):
     np.testing.assert_allclose(pulled, -0.01 * moved, atol=1e-6)
 
 
-def test_literally_where_nothing_fits():
+def test_without_memory_the_steps_are_literal():
     model, data = case("wide")
     settings = {"learning_rate": rate(model, data[0]), "momentum": 0.9}
     whole = gnlin.predict.gradient_descent(model, data, **settings)
@@ -270,7 +271,7 @@ def test_the_posterior_is_a_gaussian_process(name, zero):
 
 
 def test_the_evidence_finds_the_noise():
-    """Of data that are drawn from the prior."""
+    """The data are drawn from the prior."""
     model, (_, _) = case("wide")
     inputs = jnp.asarray(np.random.default_rng(1).normal(size=(150, 3)))
     outputs, rows = dense(model, inputs)
@@ -280,12 +281,12 @@ def test_the_evidence_finds_the_noise():
     posterior = gnlin.predict.posterior(model, (inputs, targets), noise=3.0).tuned()
     assert posterior.noise == pytest.approx(0.2, rel=0.2)
     assert posterior.prior == pytest.approx(0.5, rel=0.4)
-    # The top of it in both directions
+    # The evidence has its maximum there in both directions
     best = posterior.log_evidence()
     for factor in (0.97, 1.03):
         assert posterior.at(noise=factor * posterior.noise).log_evidence() < best
         assert posterior.at(prior=factor * posterior.prior).log_evidence() < best
-    # And intervals that hold what they promise
+    # Intervals have their nominal coverage
     low, high = posterior().interval(0.9, noise=posterior.noise)
     assert np.mean((low < targets) & (targets < high)) == pytest.approx(0.93, abs=0.06)
 
@@ -295,7 +296,7 @@ def test_laplace_about_a_classifier(name):
     model, (inputs, targets) = case(name)
     labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
     posterior = gnlin.predict.posterior(model, (inputs, labels), loss=loss, prior=0.5)
-    with warnings.catch_warnings(action="ignore"):  # of a model that is not trained
+    with warnings.catch_warnings(action="ignore"):  # the model is not trained
         _against_the_curvature(model, inputs, labels, posterior)
 
 
@@ -325,8 +326,8 @@ def _against_the_curvature(model, inputs, labels, posterior):
 
 
 def test_a_classifier_that_is_trained_with_its_prior():
-    """At the minimum of loss plus prior, as SciPy finds it. Of any other model it says by
-    how far it is off."""
+    """SciPy finds the minimum of loss plus prior. For any other model, a warning says how
+    far it is from the minimum."""
     rng = np.random.default_rng(0)
     inputs = jnp.asarray(rng.normal(size=(30, 2)))
     noise = 0.3 * rng.normal(size=30)
@@ -387,7 +388,7 @@ def test_intervals(confidence, noise):
 
 
 def solved(matrix, right):
-    """By Cholesky in the matrix's own precision, which LAPACK need not have."""
+    """Solve by Cholesky in the matrix's own precision, which LAPACK may not support."""
     n, rows = len(matrix), np.zeros_like(matrix)
     for j in range(n):
         rows[j, j] = np.sqrt(matrix[j, j] - rows[j, :j] @ rows[j, :j])
@@ -402,7 +403,7 @@ def solved(matrix, right):
 
 
 def mean_by_cholesky(phi, of_test, residual, noise):
-    """By how much it differs from the outputs."""
+    """Return the posterior mean less the outputs."""
     m, p = phi.shape
     damping = phi.dtype.type(noise) ** 2
     if m <= p:
@@ -431,8 +432,8 @@ def on_a_line(width, n, dtype):
 @pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_the_mean_far_from_the_data(width, n, dtype):
-    """Small eigenvalues matter there, down to the noise's variance: no worse than by
-    Cholesky, against Cholesky in more digits."""
+    """Small eigenvalues matter there, down to the noise variance. The error is no larger
+    than that of Cholesky, judged by Cholesky in more digits."""
     model, data, far, arrays, change = on_a_line(width, n, dtype)
     posterior = gnlin.predict.posterior(model, data, noise=1.0)
     small = [1e-4, 1e-5, 1e-6] if dtype == np.float64 else [1e-4]
@@ -448,9 +449,9 @@ def test_the_mean_far_from_the_data(width, n, dtype):
 
 
 @pytest.mark.parametrize(("width", "n"), [(16, 30), (4, 60)])
-def test_where_only_the_smaller_matrix_fits(width, n):
-    """Then it is eigenvalues, of either side: nearly as good as Cholesky on that side,
-    and it says where they are not."""
+def test_only_the_smaller_matrix_fits(width, n):
+    """Eigenvalues of the smaller matrix are used, of either side. They are nearly as
+    accurate as Cholesky on that side, and a warning says where they are not."""
     model, data, far, arrays, change = on_a_line(width, n, np.float64)
     budget = arrays[0].nbytes - 1
     posterior, whole = (
@@ -470,7 +471,7 @@ def test_where_only_the_smaller_matrix_fits(width, n):
 
 @pytest.mark.parametrize("name", ["wide", "tall"])
 def test_weights_are_inverse_variances(name):
-    """An example of weight 0 is none, and one of weight 4 has half of the noise."""
+    """An example of weight 0 has no effect, and one of weight 4 has half of the noise."""
     model, (inputs, targets) = case(name)
     n = len(inputs)
     few = n // 2
@@ -493,8 +494,8 @@ def test_weights_are_inverse_variances(name):
 
 
 def test_examples_that_contradict_each_other():
-    """No parameter tells them apart: along their difference there is nothing but
-    rounding, which long times and little damping do not make into something."""
+    """No parameter separates them. Their difference contains only rounding, which long
+    times and little damping must not amplify."""
     model, (inputs, targets) = case("wide")
     both = jnp.concatenate([inputs] * 2), jnp.concatenate([targets, targets + 0.1])
     between = inputs, targets + 0.05
@@ -513,7 +514,8 @@ def test_examples_that_contradict_each_other():
 
 @pytest.mark.parametrize("noise", [1e-2, 1e-8])
 def test_the_evidence_of_little_noise(noise):
-    """Of a model of few parameters that fits, against the parameters' own integral."""
+    """The model has few parameters and fits; compare with the integral over the
+    parameters."""
     rng = np.random.default_rng(0)
     inputs, weights = rng.normal(size=(50, 3)), rng.normal(size=3)
     model = (lambda w, x: w @ x, jnp.zeros(3))
@@ -536,7 +538,7 @@ def test_the_evidence_of_little_noise(noise):
 
 
 def test_flow_from_where_it_ends():
-    """At rest nothing has diverged, however long."""
+    """At a minimum the flow does not diverge, however long it lasts."""
     rng = np.random.default_rng(0)
     inputs = jnp.asarray(rng.normal(size=(40, 3)))
     labels = jnp.asarray(rng.integers(0, 2, size=40))
@@ -599,7 +601,7 @@ def test_single_precision():
         np.testing.assert_allclose(np.ravel(found.variance), variance, atol=5e-3)
 
 
-def test_what_cannot_be_meant(unchecked):
+def test_errors_of_arguments(unchecked):
     model, data = case("wide")
     inputs, targets = data
     descent = lambda *args, **options: gnlin.predict.gradient_descent(

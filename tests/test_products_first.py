@@ -1,4 +1,4 @@
-"""A damped step by products while that is cheap, and else by a factorisation."""
+"""A damped step by products if they are cheap, and otherwise by a factorisation."""
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from gnlin._subproblem import choose
 
 N, P = 600, 610
 DRAW = np.random.default_rng(0)
-# Singular values over six orders of magnitude: eigenvalues over twelve.
+# Singular values span six orders of magnitude, eigenvalues twelve.
 LEFT, _ = np.linalg.qr(DRAW.normal(size=(N, N)))
 RIGHT, _ = np.linalg.qr(DRAW.normal(size=(P, N)))
 INPUTS = LEFT @ np.diag(np.logspace(0, -6, N)) @ RIGHT.T
@@ -50,8 +50,8 @@ def by_hand(damping):
     return START[0] - jacobian.T @ np.linalg.solve(kernel, residual)
 
 
-# Rounding over the damping is what any method errs by: in single precision the smallest
-# would leave nothing.
+# Every method errs by rounding divided by the damping. In single precision the smallest
+# damping would leave no correct digit.
 @pytest.mark.parametrize(
     ("dtype", "damping", "rtol"),
     [
@@ -72,10 +72,10 @@ def test_both_ways_are_counted():
     easy, hard = (
         damped_step(products_first(damping), jnp.float64).stats for damping in (0.1, 1e-7)
     )
-    # Few eigenvalues are above the damping.
+    # Only a few eigenvalues are above the damping.
     assert 5 < easy["num_inner_steps"] < 45
     assert easy["num_jvps"] <= easy["num_inner_steps"] + 3
-    # And where many are, the tries, and the rows of the factorisation.
+    # If many are, the attempts add to the passes for the rows of the factorisation.
     assert hard["num_inner_steps"] > easy["num_inner_steps"]
     forced = gnlin.DampedGaussNewton(jnp.asarray(0.1), method="kernel")
     forced = damped_step(forced, jnp.float64).stats
@@ -84,7 +84,7 @@ def test_both_ways_are_counted():
     assert hard["num_vjps"] == hard["num_inner_steps"] + besides
 
 
-def test_data_that_are_not_finite_reach_neither():
+def test_nonfinite_data_leave_the_model():
     data = jnp.asarray(INPUTS).at[3, 4].set(jnp.nan), jnp.asarray(TARGETS)
     with pytest.warns(UserWarning, match="is not finite"):
         solution = gnlin.solve(model(float), data, products_first(0.1))

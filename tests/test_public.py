@@ -1,4 +1,4 @@
-"""The public names: documented, and cheap to import."""
+"""The public names are documented, and cheap to import."""
 
 import inspect
 import subprocess
@@ -42,8 +42,8 @@ METHODS = {
     and (inspect.isfunction(value) or isinstance(value, property))
 }
 
-# What optimistix and lineax ask of a solver is documented there, and `converged`,
-# `first_memory` and `update` where they are declared.
+# optimistix and lineax document the methods that they require of a solver. `converged`,
+# `first_memory` and `update` are documented at their declaration.
 INHERITED = {
     "init",
     "step",
@@ -149,7 +149,8 @@ def test_the_import_is_light():
 
 
 def test_the_import_leaves_jax_as_it_is():
-    """Its settings, and its devices: those are chosen until the first computation."""
+    """JAX's settings stay, and so does its choice of devices before a first
+    computation."""
     script = (
         "import jax; before = jax.config.values.copy(); import gnlin; "
         "assert jax.config.values == before; "

@@ -1,4 +1,4 @@
-"""Groups and robust losses through optimistix, beside SciPy's and `gnlin.solve`."""
+"""Groups and robust losses through optimistix, compared with SciPy and `gnlin.solve`."""
 
 import warnings
 
@@ -71,7 +71,7 @@ def test_robust_losses_of_a_residual_function(name, solver):
     np.testing.assert_allclose(solution.value, expected.x, atol=3e-7)
 
 
-def test_tukeys_is_that_of_solve():
+def test_tukeys_loss_matches_solve():
     data, start = tuple(map(jnp.asarray, measured())), jnp.asarray(TRUE)
     solved = gnlin.solve(
         start, gnlin.Residuals(decay, data, loss=gnlin.losses.Tukey(0.3))
@@ -91,7 +91,8 @@ def test_tukeys_is_that_of_solve():
     ],
 )
 def test_plain_residuals(name, dtype):
-    """Half their squares are the loss, and their derivative is its, over them."""
+    """Half the square of a residual is the loss, and its derivative is the loss's divided
+    by the residual."""
     loss = LOSSES[name]
     r = jnp.asarray([-5.0, -0.1, -1e-3, -1e-30, 0.0, 1e-30, 1e-9, 0.05, 0.2, 7.0], dtype)
 
@@ -133,8 +134,8 @@ GROUPS = {
 }
 
 
-def test_groups_are_those_of_solve():
-    """A dictionary of them, or a list."""
+def test_groups_match_solve():
+    """Groups may be a dictionary or a list."""
     solver = gnlin.DampedGaussNewton(0.1, method="kernel")
     solved = gnlin.solve(PARAMETERS, GROUPS, solver, max_steps=4).model
     groups = gnlin.Groups(list(GROUPS.values()))
@@ -202,7 +203,7 @@ def test_targets_of_a_group_without_data():
     np.testing.assert_allclose(found.value, 2.2, rtol=1e-8)
 
 
-def test_errors_in_x_are_odrpacks():
+def test_errors_in_x_match_odrpack():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         import scipy.odr as odr
@@ -300,12 +301,12 @@ def is_recognised(fn, y, args=None):
     return found[0]
 
 
-def test_what_is_recognised():
+def test_recognised_residual_functions():
     y = {"a": jnp.ones(2), "b": jnp.zeros(2)}
     group = gnlin.Residuals(lambda p, x: x * p["a"] - p["b"] - 1, X)
     assert is_recognised(group, y)
     assert is_recognised(lambda y, args: group(y), y)
-    # Of other parameters than those of the solver it is arithmetic.
+    # With parameters other than the solver's it is plain arithmetic.
     assert not is_recognised(lambda y, args: group({"a": y["b"], "b": y["a"]}), y)
     assert not is_recognised(lambda y, args: jax.tree.map(jnp.sin, group(y)), y)
     assert not is_recognised(lambda y, args: y, y)

@@ -1,4 +1,4 @@
-"""Groups of residuals: the same as one stacked problem by hand."""
+"""Groups of residuals give the same numbers as one stacked problem by hand."""
 
 import functools
 
@@ -51,7 +51,7 @@ GROUPS = {
 
 
 def by_hand(net):
-    """One flat vector, weights in it."""
+    """Return the residuals as one vector that includes the weights."""
     within = jax.vmap(lambda x: interior(net, x))(INSIDE) / np.sqrt(12)
     at_edges = jax.vmap(lambda x: boundary(net, x))(EDGES) * np.sqrt(3)
     return jnp.concatenate([at_edges.reshape(-1), within.reshape(-1)])
@@ -238,7 +238,7 @@ def test_other_losses_and_parameters_that_are_no_model():
     assert history["loss/classes"][-1] < history["loss/classes"][0]
 
 
-def test_a_weight_of_nothing_and_a_traced_one():
+def test_zero_weights_and_traced_weights():
     def end(weight):
         groups = {
             "interior": GROUPS["interior"],
@@ -261,7 +261,7 @@ def test_a_weight_of_nothing_and_a_traced_one():
 
 
 def test_poissons_equation():
-    """To the accuracy of energy natural gradients (Mueller and Zeinhofer, 2023)."""
+    """The accuracy is that of energy natural gradients (Mueller and Zeinhofer, 2023)."""
     exact = lambda x: jnp.sin(jnp.pi * x[..., 0]) * jnp.sin(jnp.pi * x[..., 1])
     side = (jnp.arange(12.0) + 0.5) / 12
     points = jnp.stack(jnp.meshgrid(side, side), -1).reshape(-1, 2)
@@ -287,7 +287,7 @@ def test_poissons_equation():
 #
 
 
-def test_points_drawn_anew():
+def test_points_drawn_for_each_step():
     seen = []
 
     def points(key):
@@ -309,7 +309,7 @@ def test_points_drawn_anew():
     np.testing.assert_array_equal(result.history.loss, again.history.loss)
 
 
-def test_all_examples_in_fit_are_those_of_solve():
+def test_fit_on_all_examples_matches_solve():
     means = {
         "interior": gnlin.Residuals(interior, INSIDE, loss=gnlin.SquaredError("mean")),
         "boundary": gnlin.Residuals(boundary, EDGES, loss=gnlin.SquaredError("mean")),
@@ -398,7 +398,7 @@ def test_mistakes_of_fit(options, words):
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("weight", [-1.0, jnp.inf, jnp.nan])
-def test_weights_that_cannot_be_meant(weight):
+def test_errors_of_weights(weight):
     with pytest.raises(ValueError, match="`weight` must"):
         gnlin.Residuals(boundary, EDGES, weight=weight)
 

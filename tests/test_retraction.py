@@ -1,4 +1,4 @@
-"""Points that are not added to: steps by a function, of rotations and poses."""
+"""Parameters on manifolds: steps by a retraction, for rotations and poses."""
 
 import functools
 
@@ -16,13 +16,13 @@ from gnlin._linearisation._retraction import Retraction
 
 @pytest.fixture(autouse=True)
 def as_a_user():
-    """Jaxlie leaves promotion to JAX."""
+    """Allow promotion, on which jaxlie relies."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 def moved(pose, step):
-    """Of seven numbers, the last of which is not used in a step."""
+    """A retraction of seven numbers, the last of which no step uses."""
     there = jaxlie.SE3(pose) @ jaxlie.SE3.exp(step[:6])
     return there.normalize().parameters()
 
@@ -70,7 +70,7 @@ def all_residuals(poses, edges, true):
 
 @jax.jit
 def literal_problem(true, start, edges):
-    """The residuals and their Jacobian by a step, which `moved` takes."""
+    """Return the residuals and their Jacobian with respect to a step of `moved`."""
 
     def ahead(step):
         there = jax.vmap(moved)(start, step.reshape(start.shape))
@@ -108,8 +108,8 @@ def test_poses_are_found_and_stay_poses(dtype):
     assert found.result == optx.RESULTS.successful
 
 
-def test_through_optimistix_and_of_some_arrays():
-    """Rotations of a body, and the place and the scale that are added to."""
+def test_through_optimistix_and_for_some_arrays():
+    """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)
     body = jnp.asarray(rng.normal(size=(10, 3)))
     turn = jaxlie.SO3.exp(jnp.array([2.0, -1.5, 1.0]))
@@ -138,7 +138,7 @@ def test_through_optimistix_and_of_some_arrays():
 
 @pytest.mark.parametrize("method", ["curvature", "kernel", "matrix-free"])
 def test_a_single_pose(method):
-    """Of shape (7,): the same steps as of shape (1, 7)."""
+    """A pose of shape (7,) takes the same steps as one of shape (1, 7)."""
     rng = np.random.default_rng(3)
     body = jnp.asarray(rng.normal(size=(6, 3)))
     true = jaxlie.SE3.exp(jnp.array([0.3, -1.0, 2.0, 1.5, -0.7, 0.4]))
@@ -213,7 +213,7 @@ def test_cameras_turn_where_points_are_eliminated():
     assert ours.loss < 1e-2 * ours.history.loss[0]
 
 
-def test_what_is_no_retraction_is_told():
+def test_errors_of_retractions():
     residuals = lambda y, _: y["a"].sum() + y["b"]
     y = {"a": jnp.ones((2, 3)), "b": jnp.ones(())}
     solve = lambda r: optx.least_squares(

@@ -46,8 +46,8 @@ GROUPS = {
 
 
 def problem(num_cameras=4, num_points=7, seen=23, dtype=jnp.float64):
-    """Cameras that see points, some of them often and some never, through one lens;
-    points between two cameras, which may be the same; and what is known of cameras."""
+    """Cameras observe points through one lens; some points are seen often and some never.
+    Others link two cameras, which may be the same one. There are priors on cameras."""
     rng = np.random.default_rng(0)
     often = np.minimum(rng.geometric(0.3, seen) - 1, num_points - 1)
     model = {
@@ -89,7 +89,7 @@ def dense(matrix, outputs, rest=None):
 
 
 def test_the_oracle_itself():
-    """The matrix is that of the function of all parameters."""
+    """The matrix is the Jacobian of the function of all parameters."""
     model, data = problem()
     point, unravel = jax.flatten_util.ravel_pytree(model)
 
@@ -200,7 +200,7 @@ def test_fixed_parameters_stay():
     assert found.loss < found.history.loss[0]
 
 
-def test_of_a_robust_loss():
+def test_a_robust_loss():
     model, data = problem()
     robust = groups(data, loss=gnlin.losses.PseudoHuber(0.3))
     ours, known = (
@@ -227,7 +227,7 @@ def test_in_a_program_whose_data_are_traced_and_many():
 
 
 def scene(num_cameras, num_points, each):
-    """A large one, of which only the shapes matter."""
+    """A large scene, of which only the shapes matter."""
     n = each * num_points
     examples = {"camera": jnp.arange(n) % num_cameras, "point": jnp.arange(n) // each}
     fn = lambda y, _: y["camera"][:2] - y["point"][:2]
@@ -237,7 +237,7 @@ def scene(num_cameras, num_points, each):
 
 
 def chosen(lin, filter, **how):
-    """How, of a problem that is never computed."""
+    """Return the chosen method for a problem that is never computed."""
     found = []
     jax.eval_shape(
         lambda j, r: found.append(choose(Quadratic(j, r), filter, **how)) or 0,
@@ -247,7 +247,7 @@ def chosen(lin, filter, **how):
     return type(found[0])
 
 
-def test_it_is_chosen_where_it_is_cheapest():
+def test_auto_chooses_it_when_it_is_cheapest():
     large = scene(50, 3_000, 4)
     assert chosen(large, Tikhonov(1.0)) is SchurComplement
     # The reduced system is counted: 4 x 300 x 300 numbers and more
@@ -260,7 +260,7 @@ def within(lin, memory_budget):
     return lin.with_jacobian(lin.jacobian.within(memory_budget))
 
 
-def test_memory_is_that_of_what_is_not_zero():
+def test_memory_holds_only_nonzero_blocks():
     lin = scene(50, 5_000, 5)
 
     def step(jacobian, outputs):
@@ -273,11 +273,11 @@ def test_memory_is_that_of_what_is_not_zero():
     assert memory is not None
     numbers = _schur.elimination(lin.jacobian.reads()).num_numbers
     assert memory.temp_size_in_bytes < 8 * numbers
-    # W by itself, were it dense
+    # W alone, if it were dense
     assert 8 * numbers < 300 * 15_000 * 8
 
 
-def test_where_there_is_nothing_to_eliminate_it_is_told():
+def test_errors_without_parameters_to_eliminate():
     poses = jnp.zeros((4, 2))
     ends = jnp.asarray([[0, 1], [1, 2], [2, 3]])
     edges = gnlin.Residuals(lambda pair, e: pair[1] - pair[0], ends, select=lambda e: e)
@@ -294,7 +294,7 @@ def test_where_there_is_nothing_to_eliminate_it_is_told():
         )
 
 
-def test_what_is_not_finite_is_carried():
+def test_nonfinite_values_propagate():
     model, data = problem()
     model["point"] = model["point"].at[0].set(jnp.nan)
 

@@ -1,5 +1,5 @@
-"""Losses of sequences, masks and class weights, against NumPy and against the run on the
-targets that count alone."""
+"""Losses of sequences, masks and class weights, compared with NumPy and with runs on only
+the targets that count."""
 
 import functools
 
@@ -35,7 +35,7 @@ LOSSES = {
 
 
 def by_hand(outputs, labels, weights, ignore_index=None, class_weights=None, smooth=0.0):
-    """(value, gradient, Hessians) of the mean, one target after another."""
+    """Return (value, gradient, Hessians) of the mean, target by target."""
     class_weights = np.ones(C) if class_weights is None else class_weights
     value, count = 0.0, 0.0
     gradient, hessian = np.zeros((N, T, C)), np.zeros((N, T, C, C))
@@ -117,7 +117,7 @@ def test_labels_and_their_probabilities_have_one_mean():
 
 
 class Token(eqx.Module):
-    """A small network of one target."""
+    """A small network for one target."""
 
     layer: eqx.nn.MLP
 
@@ -129,7 +129,7 @@ class Token(eqx.Module):
 
 
 class Sequence(Token):
-    """The same, of each position."""
+    """The same network at each position."""
 
     def __call__(self, x):
         return jax.vmap(self.layer)(x)
@@ -157,7 +157,7 @@ def test_masked_targets_are_left_out(solver):
     np.testing.assert_allclose(numbers(masked.model), numbers(alone.model), rtol=1e-6)
 
 
-def test_a_batch_of_masked_targets_only_is_no_step():
+def test_a_fully_masked_batch_takes_no_step():
     nothing = np.full_like(MASKED, -1)
     data = [(X, MASKED), (X, nothing), (X, MASKED)]
     solver = gnlin.DampedGaussNewton(0.1)
@@ -190,7 +190,7 @@ def test_validation_figures_are_means_over_the_targets_that_count():
 
 
 #
-# Examples of no weight
+# Examples of weight zero
 #
 
 BAD = X.copy()
@@ -202,7 +202,8 @@ ZERO = np.array([1.0, 0.0, 2.0, 0.5])
 
 
 def without_weight(run, *kinds):
-    """Of `run(data, loss)`: an example of weight zero that is NaN, and none."""
+    """Return `run(data, loss)` with an example that has weight zero and NaNs, and without
+    it."""
     targets = RANDOM.normal(size=(N, T, C))
     missing = targets.copy()
     missing[1] = np.nan
@@ -221,13 +222,13 @@ def solved(data, loss):
     return jnp.append(solution.history.loss, solution.loss)
 
 
-def test_an_example_of_no_weight_may_be_no_number():
-    """Where its weight is known, and where it is traced."""
+def test_an_example_of_weight_zero_may_be_nan():
+    """This holds for a known and for a traced weight."""
     without_weight(solved, "squares")
     without_weight(jax.jit(solved, static_argnums=1), "classes")
 
 
-def test_an_example_of_no_weight_in_training():
+def test_an_example_of_weight_zero_in_training():
     def trained(data, loss):
         result = gnlin.fit(
             Sequence(),
@@ -269,7 +270,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("labels", "options", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(labels, options, words):
+def test_error_messages(labels, options, words):
     def run():
         loss = gnlin.SoftmaxCrossEntropy(**options)
         gnlin.solve(Sequence(), (X, labels), gnlin.GaussNewton(), loss=loss)

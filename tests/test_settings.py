@@ -1,4 +1,4 @@
-"""What solvers and their parts are built with: what they print, and refuse."""
+"""How solvers and their parts print, and which arguments they refuse."""
 
 import equinox as eqx
 import jax
@@ -28,13 +28,13 @@ DECAYING = optax.linear_schedule(0.5, 0.01, 10)
     ],
 )
 @pytest.mark.parametrize("given", [DECAYING, gnlin.damping.TrustRegion])
-def test_a_function_is_no_number(check, given):
-    """As it is told where types are not checked, as in these tests."""
+def test_a_function_is_refused_as_a_number(check, given):
+    """The message when types are not checked, as in these tests."""
     with pytest.raises(ValueError, match="`rate` must be a real number, but <"):
         check("rate", given)
 
 
-def test_where_a_schedule_may_be():
+def test_settings_that_accept_schedules():
     gnlin.DampedGaussNewton(DECAYING)
     gnlin.TruncatedGaussNewton(DECAYING, DECAYING)
 
@@ -59,11 +59,11 @@ def test_where_a_schedule_may_be():
         ),
     ],
 )
-def test_what_is_set_is_printed(printed, expected):
+def test_settings_are_printed(printed, expected):
     assert repr(printed) == expected
 
 
-def test_what_is_traced_is_printed_by_its_type():
+def test_traced_values_print_as_their_type():
     said = []
 
     def look(damping):
@@ -123,7 +123,7 @@ def test_fit_inside_of_a_compiled_program():
         ),
     ],
 )
-def test_what_is_made_of_a_model_is_printed_in_a_line(printed, expected):
+def test_derived_objects_print_in_one_line(printed, expected):
     assert repr(printed()) == expected
 
 
@@ -142,7 +142,7 @@ class OfATuple(gnlin.authoring.AbstractGaussNewton):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_an_update_that_is_none():
+def test_errors_of_updates():
     with pytest.raises(
         TypeError,
         match=r"OfATuple must return a .*, but returns a tuple",

@@ -16,7 +16,7 @@ from sharded_problems import ALL, FEW
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Conjugate gradients to rounding end where it is met: elsewhere, if sums are others.
+# Conjugate gradients to rounding stop at a step that depends on the order of sums.
 TO_ROUNDING, ITERATED = 1e-11, 1e-8
 TIMEOUT = 1200
 
@@ -26,7 +26,7 @@ def start(*arguments):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "TF_CPP_MIN_LOG_LEVEL": "2",  # or it fills a pipe that nobody reads yet
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # otherwise it fills a pipe that nobody reads yet
     }
     return subprocess.Popen(
         [sys.executable, ROOT / "tests" / "sharded_problems.py", *map(str, arguments)],
@@ -38,7 +38,7 @@ def start(*arguments):
 
 
 def finished(child):
-    """What it has told."""
+    """Return the output of a finished process."""
     try:
         out, err = child.communicate(timeout=TIMEOUT)
     finally:
@@ -79,11 +79,11 @@ def test_a_matrix_free_product_is_one_all_reduce(few):
     of_parameters = 8 * found["p"]
     collectives = found["collectives"]
     assert {kind for kind, _, _ in collectives} == {"all-reduce"}
-    # Inside of the loop of outer steps: the one product of conjugate gradients, and the
+    # Inside the loop of outer steps: the product of conjugate gradients, and the
     # verdict's probes.
     assert [size for _, size, depth in collectives if depth == 2] == 2 * [of_parameters]
     assert max(depth for _, _, depth in collectives) == 2
-    # The gradient, what its rounding is, and the loss, before and after
+    # The gradient, its rounding, and the loss before and after
     assert max(size for _, size, _ in collectives) == 2 * of_parameters + 16
 
 
@@ -93,7 +93,7 @@ def test_the_kernel_is_one_all_reduce(few):
     with_the_loss = 8 * m**2 + 8
     assert [size for _, size, _ in collectives].count(with_the_loss) == 1
     assert max(size for _, size, _ in collectives) == with_the_loss
-    # Cotangents are gathered, and no Jacobian.
+    # Only cotangents are gathered, not the Jacobian.
     assert sum(size for _, size, _ in collectives) < 8 * m * p / 8
 
 

@@ -1,4 +1,5 @@
-"""The singular values of many small matrices at once, against LAPACK and more digits."""
+"""Singular values of many small matrices at once, compared with LAPACK and with 80
+bits."""
 
 import functools
 
@@ -33,7 +34,8 @@ of_many = jax.jit(jax.vmap(svd))
 
 
 def sound(matrices, u, s, vt):
-    """The factors' shapes and order, and that they are what they say, up to rounding."""
+    """Check the factors' shapes and order, and that they reproduce the matrix to
+    rounding."""
     eps = np.finfo(matrices.dtype).eps
     _, m, n = matrices.shape
     k = min(m, n)
@@ -78,14 +80,14 @@ def test_it_is_a_singular_value_decomposition(shape, dtype, rank, size, seed):
         st.sampled_from([0.0, 1.0, -1.0, 1e-9, 3.0]), min_size=120, max_size=120
     )
 )
-def test_of_equal_zero_and_parallel_columns(entries):
+def test_equal_zero_and_parallel_columns(entries):
     matrices = np.asarray(entries).reshape(10, 4, 3)
     sound(matrices, *map(np.asarray, of_many(matrices)))
     sound(matrices.mT.copy(), *map(np.asarray, of_many(matrices.mT)))
 
 
 def by_more_digits(matrix):
-    """Singular values by one-sided Jacobi, one pair after the other, in 80 bits."""
+    """Compute singular values by one-sided Jacobi, pair by pair, in 80 bits."""
     a = matrix.astype(np.longdouble)
     for _ in range(30):
         for i, j in zip(*np.triu_indices(a.shape[1], 1), strict=True):
@@ -104,7 +106,8 @@ def by_more_digits(matrix):
 @pytest.mark.parametrize("shape", [(6, 6), (24, 4)])
 @pytest.mark.parametrize("order", [1, -1])
 def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
-    """LAPACK, stable in the norm of all columns, loses those of the first."""
+    """LAPACK is stable in the norm of all columns, and so loses the digits of the small
+    ones."""
     m, n = shape
     matrices = np.random.default_rng(0).normal(size=(20, m, n))
     matrices *= 10.0 ** (-3 * np.arange(n))[::order]
@@ -122,7 +125,7 @@ def test_small_columns_keep_their_digits_beside_large_ones(shape, order):
 @pytest.mark.parametrize(
     ("bad", "shape"), [(np.nan, (3, 3)), (np.inf, (12, 3)), (-np.inf, (3, 12))]
 )
-def test_only_what_is_not_finite_has_no_factors(bad, shape):
+def test_only_nonfinite_matrices_have_nan_factors(bad, shape):
     matrices = np.random.default_rng(1).normal(size=(12, *shape))
     clean = [np.asarray(x) for x in of_many(matrices)]
     matrices[5, 1, 2] = bad
@@ -167,7 +170,7 @@ def test_more_matrices_than_go_at_once():
 
 
 @pytest.mark.parametrize("mode", [jax.jacfwd, jax.jacrev])
-def test_its_derivatives_are_those_of_lapack(mode):
+def test_derivatives_match_lapack(mode):
     matrices = jnp.asarray(np.random.default_rng(4).normal(size=(10, 8, 3)))
 
     def of_projections(factorise, a):

@@ -43,7 +43,7 @@ def numbers(model):
 
 
 #
-# What comes back
+# Results
 #
 
 
@@ -143,7 +143,7 @@ def test_convergence_ends_the_run_and_cuts_the_history():
 def test_the_ntk_regime():
     model = network()
     solver = gnlin.IterativeLinearisation(math.inf, 1e-3)
-    # The linearised model has converged, and the network is not it.
+    # The linearised model has converged, but the network differs from it.
     with pytest.warns(UserWarning, match="made 1 steps, and the loss has risen from"):
         solution = gnlin.solve(model, (X, T), solver)
     assert solution.result == optx.RESULTS.successful
@@ -151,8 +151,8 @@ def test_the_ntk_regime():
     assert solution.history.loss.shape == (1,)
 
 
-def test_a_run_that_has_come_to_nothing_says_so():
-    """Ten literal steps, whose rate is too large, far below what counts as diverged."""
+def test_a_run_whose_loss_rises_warns():
+    """Ten literal steps with too large a rate stay far below the bound for divergence."""
     solver = gnlin.IterativeLinearisation(1, 0.13)
     model = lambda p, x: p * x, jnp.ones(1)
     x = jnp.full((16, 1), 1.0)
@@ -169,7 +169,7 @@ def test_integer_targets_are_converted():
 
 
 #
-# What is trained
+# Trained parameters
 #
 
 
@@ -253,7 +253,7 @@ NORMALISED, STATE = eqx.nn.make_with_state(fit_problems.Normalised)(jax.random.k
     ("model", "state", "solver"),
     [
         (DROPPED, None, gnlin.DampedGaussNewton(0.3)),
-        # A bias before a normalisation has no effect, and nothing to be scaled by.
+        # A bias before a normalisation has no effect, so nothing can be scaled by it.
         (NORMALISED, STATE, gnlin.LevenbergMarquardt(scaling="identity")),
     ],
     ids=["dropout, damped", "norm, LM"],
@@ -276,7 +276,7 @@ def test_it_is_fit_on_one_batch_of_all_examples(model, state, solver):
     assert ours.reason == other.reason
 
 
-def test_dropout_is_drawn_anew_for_each_step():
+def test_dropout_is_drawn_for_each_step():
     x, targets = DATA
     key = jax.random.key(5)
     damping = 0.3
@@ -300,12 +300,12 @@ def test_dropout_is_drawn_anew_for_each_step():
         curvature = jacobian.T @ jacobian + damping * jnp.eye(flat.size)
         flat = flat - jnp.linalg.solve(curvature, jacobian.T @ r)
     np.testing.assert_allclose(numbers(solution.model), flat, rtol=1e-8)
-    # As the last step has left it, and under what was drawn for that step.
+    # The state after the last step, with the random numbers of that step.
     r = residuals(flat, keys)
     np.testing.assert_allclose(solution.loss, 0.5 * r @ r, rtol=1e-9)
 
 
-def test_what_is_drawn_anew_does_not_settle():
+def test_a_run_with_dropout_does_not_converge():
     nowhere = gnlin.DampedGaussNewton(1e30)
     solution = gnlin.solve(DROPPED, DATA, nowhere, max_steps=15)
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
@@ -452,7 +452,7 @@ def test_vmap_over_models():
         )
 
 
-def test_rows_of_steps_that_were_not_made_are_nan_where_their_number_is_not_known():
+def test_rows_of_steps_not_made_are_nan_inside_programs():
     model = Scalar(jnp.asarray(0.0))
     x = jnp.asarray([1.0, 2.0])
 
@@ -481,11 +481,11 @@ def test_one_compilation_for_all_dampings_models_and_data():
         before = len(num_traces)
         gnlin.solve(model, (X, i * T), gnlin.DampedGaussNewton(damping), max_steps=2)
         traced = len(num_traces) - before
-        # Its program is known, and asked for the shapes of the outputs, too.
+        # The program is cached, also when it is asked for the shapes of the outputs.
         assert traced == (1 if i == 0 else 0)
 
 
-def test_functions_that_are_written_anew_are_not_compiled_again():
+def test_redefined_functions_are_not_compiled_again():
     model = network()
 
     def with_activation():
@@ -503,7 +503,7 @@ def test_functions_that_are_written_anew_are_not_compiled_again():
     first = with_activation().loss
     assert with_activation().loss == first
     one, two = with_constant(jnp.zeros(1)), with_constant(jnp.ones(1))
-    # By the normal equation
+    # By the normal equations
     e, t = np.exp(np.asarray(X)), np.asarray(T)
     for w, c in (one, 0.0), (two, 1.0):
         np.testing.assert_allclose(w, np.sum(e * (t - c)) / np.sum(e * e))
@@ -536,7 +536,7 @@ def test_data_that_are_not_finite_warn_and_leave_the_model(solver, bad):
     with pytest.warns(
         UserWarning, match=r"stopped at step 1 of at most 12.*loss is not finite"
     ):
-        # As many steps as above: it is the same program.
+        # The same number of steps as above reuses the compiled program.
         solution = gnlin.solve(model, (X, targets), solver, max_steps=12)
     assert solution.result == optx.RESULTS.nonfinite
     np.testing.assert_array_equal(numbers(solution.model), numbers(model))
@@ -593,7 +593,7 @@ def test_divergence_warns_by_name_and_leaves_the_model():
 
 
 def test_no_warning_under_jit_or_vmap():
-    """Warnings are errors in these tests: there is none to be seen here."""
+    """Warnings are errors in these tests, so there is none."""
     solver = gnlin.DampedGaussNewton(0.1)
     solution = eqx.filter_vmap(
         lambda t: gnlin.solve(network(), (X, t), solver, max_steps=2)
@@ -667,7 +667,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("changes", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered_in_one_sentence(changes, words):
+def test_error_messages(changes, words):
     with pytest.raises(ValueError, match=words) as caught:
         call(**changes)
     message = str(caught.value)
@@ -676,7 +676,7 @@ def test_a_mistake_is_answered_in_one_sentence(changes, words):
 
 
 def test_more_steps_than_one_table_of_the_history_holds():
-    """The rows are made as they are needed; within another program all at once."""
+    """The rows are allocated as needed, but inside another program all at once."""
     model = (lambda theta, x: theta * x), jnp.array(1.0)
     data = jnp.ones(1), jnp.zeros(1)
     solver = gnlin.IterativeLinearisation(
@@ -698,7 +698,7 @@ class Scaled(eqx.Module):
     by: int | float
 
     def __call__(self, x):
-        # A float times whole numbers is promoted, which is what makes two programs of it.
+        # A float times integers is promoted, and so makes a second program.
         with jax.numpy_dtype_promotion("standard"):
             return (x * self.by).astype(float) @ self.weight
 
@@ -711,12 +711,12 @@ def test_a_whole_number_and_a_float_are_two_programs():
         ).history.loss[0]
         for by in (3, 3.0)
     ]
-    assert losses[0] != losses[1]  # of which the first overflows
+    assert losses[0] != losses[1]  # the first of which overflows
 
 
 @pytest.mark.parametrize("unit", [1e12, 1e-15])
 def test_outputs_far_from_one_in_single_precision(unit):
-    """By the kernel the gradient's norm is a square root of squares of squares."""
+    """With the kernel, the norm of the gradient takes squares of squares."""
     x = np.float32([[1, 2, 0], [0, 1, 1]])
     targets = np.float32([[unit], [-2 * unit]])
     model = (lambda w, x: w @ x), jnp.zeros((1, 3), jnp.float32)
@@ -736,7 +736,7 @@ def test_without_a_history():
 
 
 def long_run(**options):
-    """Of a network large enough for its steps to be made a few at a time."""
+    """A run of a network that is large enough for steps to be made a few at a time."""
     x = jnp.linspace(-1.0, 1.0, 700)[:, None]
     data, model = (x, jnp.sin(3 * x)), network(width=64)
     solver = gnlin.DampedGaussNewton(1e-3, rtol=0.0, atol=0.0)
@@ -809,14 +809,14 @@ def test_a_bar_is_drawn_of_a_long_run_on_a_terminal(monkeypatch, capsys):
 
 
 def told_of(run, capfd):
-    """The numbers that a run prints, a line a step."""
+    """Return the numbers that a run prints, a line for each step."""
     run()
     jax.effects_barrier()
     lines = capfd.readouterr().out.splitlines()
     return [[float(x) for x in re.findall(r": ([-+.e\d]+)", line)] for line in lines]
 
 
-def test_verbose_tells_each_step(capfd):
+def test_verbose_prints_each_step(capfd):
     data, solver = (X, T), gnlin.DampedGaussNewton(0.1, verbose=True)
     solution = gnlin.solve(
         network(), data, max_steps=3, solver=gnlin.DampedGaussNewton(0.1)

@@ -1,4 +1,4 @@
-"""What all solvers have in common, through `optimistix.least_squares`."""
+"""Behaviour that all solvers share, through `optimistix.least_squares`."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ from gnlin.filters import GradientFlow, Tikhonov
 
 
 def flow_step(r, jacobian, time):
-    """Of the flow delta' = -phi^T (r + phi delta), as a matrix exponential."""
+    """Compute the flow delta' = -phi^T (r + phi delta) by a matrix exponential."""
     p = jacobian.shape[1]
     system = np.zeros((p + 1, p + 1))
     system[:p, :p] = -jacobian.T @ jacobian
@@ -42,7 +42,7 @@ def flow_step(r, jacobian, time):
     return scipy.linalg.expm(time * system)[:p, p]
 
 
-# Each solver, and its step in NumPy from (r, J, number of the outer step).
+# Each solver, with its step in NumPy from (r, J, number of the outer step).
 SOLVERS = {
     "gauss-newton": (gnlin.GaussNewton(), lambda r, j, k: gauss_newton_step(r, j)),
     "damped": (gnlin.DampedGaussNewton(0.3), lambda r, j, k: damped_step(r, j, 0.3)),
@@ -132,7 +132,7 @@ def test_pytrees_of_parameters_and_residuals(solver):
 
 
 def oriented(y, args):
-    """`sines` with parameters in another order and residuals turned by a rotation."""
+    """Return `sines` with permuted parameters and rotated residuals."""
     data, order, rotation = args
     return rotation @ sines(y[order], data)
 
@@ -211,7 +211,7 @@ def test_converges_to_a_stationary_point(solver):
 
 @every_solver
 def test_a_start_without_residuals_ends_with_success(solver):
-    """Within as many steps as it takes to see that no rounding can be gained."""
+    """The run ends within as many steps as the criterion needs."""
     y, (a, _) = sines_data((7, 3))
     args = as_jax((a, np.sin(a @ y)))
     solution = least_squares(sines, solver, jnp.asarray(y), args, max_steps=3000)
@@ -235,7 +235,7 @@ def linear_through_zero(y, args):
 
 @every_solver
 def test_a_vanishing_gradient_ends_with_success(solver):
-    """A constant residual: nothing to gain, nothing to divide by."""
+    """The residual is constant: nothing can be gained, and nothing may divide by zero."""
     args = as_jax((np.zeros((7, 3)), np.ones(7)))
     solution = least_squares(sines, solver, jnp.ones(3), args, max_steps=3000)
     assert result_is(solution, "successful")
@@ -275,7 +275,7 @@ def test_best_so_far():
         max_steps=4,
         has_aux=True,
     )
-    # optimistix looks at the points that steps start from.
+    # optimistix examines the points at which steps start.
     starts = [y] + [
         least_squares(sines, solver, y, args, max_steps=n).value for n in (1, 2, 3)
     ]
@@ -306,7 +306,7 @@ def root(y, args):
     return jnp.sqrt(y) - 2 + 0 * jnp.sum(y)
 
 
-# Far enough that the first step leaves the logarithm's domain.
+# The first step from here leaves the logarithm's domain.
 FAR = {
     "gauss-newton": gnlin.GaussNewton(),
     "damped, kernel": gnlin.DampedGaussNewton(1e-8, method="kernel"),
@@ -613,7 +613,7 @@ def test_the_history_through_optimistix_is_that_of_solve(solver):
     curve = lambda b, x: b[0] * jnp.exp(-b[1] * x)
     y = curve(jnp.array([2.0, 3.0]), x) + 0.01 * jnp.sin(40 * x)
     start = jnp.array([1.0, 1.0])
-    # Before rounding decides what a step is worth.
+    # Stop before rounding decides the value of a step.
     expected = gnlin.solve((curve, start), (x, y), solver, max_steps=4).history
 
     def run(start, num_rows):
@@ -636,7 +636,8 @@ def test_the_history_through_optimistix_is_that_of_solve(solver):
         assert np.isnan(column[num_steps:]).all()
     if not isinstance(solver, gnlin.DampedGaussNewton):
         return
-    # What there is no row for is not kept; and of several runs each has its own.
+    # Steps beyond the last row are not recorded; each of several runs has its own
+    # history.
     several = jax.vmap(lambda start: run(start, 2))(jnp.stack([start, 2 * start]))
     np.testing.assert_allclose(several["loss"][0], expected["loss"][:2], rtol=1e-9)
     assert several["loss"].shape == (2, 2)
@@ -728,7 +729,7 @@ MISTAKES = {
 @pytest.mark.parametrize(
     ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]
 )
-def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
+def test_errors_of_hyperparameters(name, build):
     with pytest.raises(ValueError, match=f"`{name}`") as caught:
         build()
     message = str(caught.value)
@@ -763,7 +764,7 @@ def test_a_bad_hyperparameter_is_named_in_one_sentence(name, build):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_a_method_that_cannot_serve_says_what_to_use(build, words):
+def test_errors_of_methods(build, words):
     y, args = as_jax(sines_data((4, 4)))
     with pytest.raises(ValueError, match=words):
         optx.least_squares(sines, build(), y, args)

@@ -1,4 +1,4 @@
-"""Groups whose examples read few parameters: the same numbers as with all of them."""
+"""Groups whose examples read few parameters give the same numbers as dense ones."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def as_tree(y, example):
     [("array", jnp.float64), ("number", jnp.float64), ("tree", jnp.float32)],
 )
 def test_the_jacobian_is_the_dense_one(outputs, dtype):
-    """Of poses, one pair of which is twice the same, and of a scale that each reads."""
+    """The residuals read poses, one pair of them twice, and a scale that all share."""
 
     def fn(y, edge):
         found = as_tree(y, edge)
@@ -116,8 +116,8 @@ def test_steps_are_those_of_all_parameters(name):
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-9)
 
 
-def test_of_a_robust_loss():
-    """Whose curvature is another for each example."""
+def test_a_robust_loss():
+    """The curvature differs between examples."""
     ours, known = (
         gnlin.solve(
             POSES,
@@ -165,7 +165,7 @@ def test_in_a_program_whose_data_are_traced():
 
 
 def chain(n):
-    """A line of n poses, each measured from the one before, and so is the first."""
+    """A line of n poses: each is measured from the one before, the first from zero."""
     ends = jnp.stack([jnp.arange(n - 1), jnp.arange(1, n)], axis=1)
     edges = {"ends": ends, "measured": jnp.ones((n - 1, 3))}
     first = gnlin.Residuals(lambda pose, k: pose, jnp.zeros(1, int), select=lambda k: k)
@@ -173,9 +173,8 @@ def chain(n):
     return [first, gnlin.Residuals(fn, edges, select=lambda edge: edge["ends"])]
 
 
-def test_what_is_large_is_solved_without_a_matrix():
-    """Levenberg-Marquardt by itself takes products, whose curvature's diagonal blocks
-    precondition them."""
+def test_large_problems_are_solved_without_a_matrix():
+    """Levenberg-Marquardt chooses products, and preconditions them by diagonal blocks."""
     n = 2000
     start = jnp.zeros((n, 3))
     run = jax.jit(lambda start: gnlin.solve(start, chain(n), max_steps=30).model)
@@ -198,7 +197,7 @@ def test_what_is_large_is_solved_without_a_matrix():
         (lambda e: {"poses": e["ends"]}, "'edges' must return the structure"),
     ],
 )
-def test_what_cannot_be_selected_is_told(select, said):
+def test_errors_of_select(select, said):
     groups = {"edges": gnlin.Residuals(misfit, EDGES, select=select)}
     with pytest.raises(ValueError, match=said):
         gnlin.solve(POSES, groups)

@@ -1,4 +1,4 @@
-"""Sparse factorisations: the steps of the dense system, solved by NumPy."""
+"""Sparse factorisations give the steps of the dense system, solved by NumPy."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from gnlin.filters import GradientDescent, Tikhonov
 
 
 def chain(num_poses, closures=(), dtype=jnp.float64):
-    """Turns of a robot, each measured from the one before, and some seen again."""
+    """Headings of a robot; each is measured from the one before, and some again later."""
     pairs = [(k, k + 1) for k in range(num_poses - 1)] + list(closures)
     ends = np.asarray(pairs, int).reshape(-1, 2)
     rng = np.random.default_rng(0)
@@ -45,8 +45,8 @@ def chain(num_poses, closures=(), dtype=jnp.float64):
     [(jnp.float64, False), (jnp.float64, True), (jnp.float32, True)],
 )
 def test_steps_are_those_of_the_dense_system(dtype, with_rest):
-    """Of three groups, some of whose examples read the same row twice, and some arrays
-    not at all; all dampings by one set-up."""
+    """There are three groups. Some examples read one row twice, and some do not read all
+    arrays. One set-up serves all dampings."""
     model, data = problem(dtype=dtype)
     rest = jax.tree.map(jnp.cos, model) if with_rest else None
 
@@ -79,7 +79,7 @@ def test_steps_are_those_of_the_dense_system(dtype, with_rest):
 
 
 @pytest.mark.parametrize("what", ["jacobian", "residual"])
-def test_what_is_not_finite_comes_back_as_nan(what):
+def test_nonfinite_input_gives_nan(what):
     model, data = problem()
     if what == "jacobian":
         model = model | {"camera": model["camera"].at[0].set(jnp.nan)}
@@ -96,9 +96,9 @@ def test_what_is_not_finite_comes_back_as_nan(what):
     assert np.all(np.isnan(flat(step(model, data))))
 
 
-def test_a_singular_system_is_no_error():
-    """Without damping: a chain that nothing holds, of which one row is read by none, and
-    a Jacobian of zeros."""
+def test_a_singular_system_raises_no_error():
+    """Without damping: a chain without a fixed point, with one row that no residual
+    reads, and a Jacobian of zeros."""
 
     def run(start, groups):
         lin = gnlin.features.linearise_model(start, groups)
@@ -145,8 +145,8 @@ def test_levenberg_marquardt_ends_where_the_others_do():
     np.testing.assert_allclose(ours.loss, theirs.loss, rtol=1e-8, atol=1e-18)
 
 
-def test_by_itself_on_a_chain_and_products_first_on_what_is_coupled_more():
-    """`auto`, by what the costs say: the whole of it is in `benchmarks speed graph`."""
+def test_auto_chooses_by_the_coupling():
+    """`auto` decides by costs; `benchmarks speed graph` tests this in full."""
     reads = lambda edges: (Reads(edges, 3, ((1_000, 2, 3),)),)
     start, groups = chain(1_000, [(k, k + 200) for k in range(0, 800, 20)])
     costs: list[Cost] = []
@@ -183,8 +183,8 @@ def test_many_starts_at_once():
         np.testing.assert_allclose(each, one(alone), rtol=1e-9, atol=1e-12)
 
 
-def test_jax_is_left_as_it_was():
-    """In a process of its own: that a package is imported for the first time."""
+def test_jax_configuration_is_unchanged():
+    """Import the package for the first time, in a separate process."""
     program = """
 import jax
 from gnlin._subproblem import _sparse

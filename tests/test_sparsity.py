@@ -1,4 +1,4 @@
-"""Jacobians by colours: those of forward mode, and runs as with them."""
+"""Jacobians by colouring: equal to forward mode's, and used in whole runs."""
 
 import sys
 
@@ -19,7 +19,7 @@ from gnlin.filters import Tikhonov
 
 
 def graph(poses, edges):
-    """Of a chain with loops, in the plane."""
+    """A chain with loops, in the plane."""
     a, b = poses[edges[:, 0]], poses[edges[:, 1]]
     cos, sin = jnp.cos(a[:, 2]), jnp.sin(a[:, 2])
     dx, dy, turn = (b - a).T
@@ -33,14 +33,15 @@ def loops(n):
 
 
 def field(u, _):
-    """A grid with two numbers at each place, of which few entries of a row are read."""
+    """A grid with two numbers at each place; a residual reads few entries of a row."""
     v = u["of"]
     inner = v[1:-1, 1:-1] * 4 - v[2:, 1:-1] - v[:-2, 1:-1] - v[1:-1, 2:] - v[1:-1, :-2]
     return {"inside": inner + jnp.exp(v[1:-1, 1:-1]), "edge": v[0] - u["level"]}
 
 
 def summed(y, _):
-    """One row reads all, and each other row one: fewer by rows than by columns."""
+    """One residual reads all, and each other one: fewer colours by rows than by
+    columns."""
     return jnp.append(jnp.sin(y), jnp.sum(y**2)), y[2] * y[3]
 
 
@@ -115,7 +116,7 @@ def test_colours_do_not_grow_with_the_graph():
 
 
 def test_runs_are_those_of_the_dense_jacobian():
-    """Through optimistix and by `solve`, of a robust loss among groups."""
+    """Compare through optimistix, and by `solve` with a robust loss among groups."""
     edges = loops(12)
     start = jnp.asarray(0.3 * np.random.default_rng(0).normal(size=(12, 3)))
     sparsity = gnlin.Sparsity(graph, start, edges)
@@ -143,8 +144,8 @@ def test_runs_are_those_of_the_dense_jacobian():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-9)
 
 
-def test_points_are_eliminated_that_nobody_named():
-    """Arrays are read by rows, and of the points each residual reads one."""
+def test_points_are_eliminated_without_being_named():
+    """Arrays are read by rows, and each residual reads one of the points."""
     rng = np.random.default_rng(0)
     camera, point = rng.integers(0, 3, 40), rng.integers(0, 8, 40)
 
@@ -181,7 +182,7 @@ def test_a_known_pattern():
         gnlin.Sparsity(fn, y, pattern=dense.T)
 
 
-def test_what_it_does_not_serve_for_is_told(monkeypatch):
+def test_errors_of_unsupported_uses(monkeypatch):
     fn = lambda y, _: y[1:] ** 2 - y[:-1]
     y = jnp.ones(6)
     found = gnlin.Sparsity(fn, y)
@@ -204,7 +205,7 @@ def test_sparsity_must_be_one():
 
 
 def chain_of(order):
-    """Each entry with its neighbours, in an order of one's own."""
+    """Each entry reads its neighbours; the order is permuted."""
 
     def fn(y, _):
         z = jnp.pad(y[order], 1)
@@ -214,8 +215,8 @@ def chain_of(order):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_what_a_factorisation_takes(shuffled):
-    """Of a chain the curvature has two entries beside the diagonal, in a good order."""
+def test_cost_of_a_factorisation(shuffled):
+    """A chain's curvature has two entries beside the diagonal, if the order is good."""
     n = 300
     order = np.random.default_rng(0).permutation(n) if shuffled else np.arange(n)
     found = gnlin.Sparsity(chain_of(order), jnp.zeros(n))
@@ -228,14 +229,15 @@ def test_a_row_that_reads_all_leaves_a_dense_factor():
 
 
 @pytest.mark.parametrize("size", [8, 1_000])
-def test_many_rows_that_read_many_are_not_asked(size, monkeypatch):
+def test_factor_operations_are_infinite_beyond_a_limit(size, monkeypatch):
     monkeypatch.setattr(_coloured, "_MOST_ENTRIES", 1e3)
     found = gnlin.Sparsity(chain_of(np.arange(size)), jnp.zeros(size))
     assert np.isfinite(found.factor_operations) == (size == 8)
 
 
 def test_auto_factorises_a_long_chain():
-    """Whose condition number is that of the second difference: products take for ever."""
+    """The condition number is that of second differences, for which products take too
+    long."""
     n = 2_000
     fn = chain_of(np.arange(n))
     y = jnp.linspace(-1, 1, n)

@@ -1,4 +1,4 @@
-"""Spectra of large kernels, against dense ones in NumPy."""
+"""Spectra of large kernels, compared with dense ones in NumPy."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 
 
 def of_spectrum(eigenvalues, m, p):
-    """A Jacobian with these eigenvalues of the kernel, and zeros."""
+    """Return a Jacobian whose kernel has these eigenvalues, and zeros."""
     k = len(eigenvalues)
     u, v = (np.linalg.qr(RNG.standard_normal((size, k)))[0] for size in (m, p))
     return u * np.sqrt(eigenvalues) @ v.T
@@ -85,7 +85,7 @@ def test_leading_eigenpairs_are_the_dense_ones(name, dtype):
 
 
 def test_every_copy_of_an_eigenvalue_is_found():
-    """One that is found between two looks, from a random vector, is news too."""
+    """A copy that a random vector reveals between two checks also counts as new."""
 
     @jax.jit
     def largest(jacobian):
@@ -137,7 +137,7 @@ def test_as_many_products_as_arpack():
     assert int(pairs.num_products) < 2 * count
 
 
-def test_a_basis_beyond_the_budget_begins_anew():
+def test_a_basis_beyond_the_budget_restarts():
     jacobian = of_spectrum(1 / np.arange(1, 201.0), 200, 220)
     budget = 2 * 20 * 200 * 8
     pairs = spectra.leading(linear(jacobian, memory_budget=budget), 6)
@@ -148,7 +148,7 @@ def test_a_basis_beyond_the_budget_begins_anew():
     assert int(whole.num_products) < int(pairs.num_products)
 
 
-def test_too_few_products_are_no_convergence():
+def test_too_few_products_do_not_converge():
     jacobian = of_spectrum(DECAYING, 80, 100)
     pairs = spectra.leading(linear(jacobian), 9, tolerance=1e-10, max_products=10)
     assert not pairs.converged
@@ -157,7 +157,7 @@ def test_too_few_products_are_no_convergence():
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (30, 20)])
-def test_what_is_not_finite_does_not_converge(shape):
+def test_nonfinite_kernels_do_not_converge(shape):
     jacobian = RNG.standard_normal(shape)
     jacobian[3, 4] = np.nan
     pairs = spectra.leading(linear(jacobian), 3)
@@ -227,7 +227,7 @@ def test_the_leading_part_with_more_outputs():
 
 
 #
-# What one asks of a spectrum
+# Quantities computed from a spectrum
 #
 
 
@@ -259,7 +259,7 @@ def test_steps_until_half_is_learnt():
     assert np.all(np.isinf(found[[0, 4]]))
     left = np.abs(1 - eta * w[1:4]) ** found[1:4]
     np.testing.assert_allclose(left, 0.5, rtol=1e-12)
-    # The filter says the same: what is learnt is w g(w).
+    # The filter agrees: the learnt part is w g(w).
     filter = gnlin.filters.GradientDescent(round(float(found[3])), eta)
     learnt = w[3] * filter(jnp.array(w[3]))
     assert float(learnt) == pytest.approx(0.5, abs=1e-3)
@@ -304,7 +304,7 @@ SQUARES = {
     ("estimate", "square", "dtype"),
     each_pair(list(ESTIMATES), list(SQUARES), [jnp.float64, jnp.float32]),
 )
-def test_estimates_err_as_they_say(estimate, square, dtype):
+def test_estimated_errors_are_right(estimate, square, dtype):
     (estimate, exact), jacobian = ESTIMATES[estimate], SQUARES[square]
     expected = exact(np.linalg.eigvalsh(jacobian @ jacobian.T))
     draw = jax.jit(lambda jacobian, key: estimate(linear(jacobian, dtype), key))
@@ -312,8 +312,8 @@ def test_estimates_err_as_they_say(estimate, square, dtype):
     values = np.array([float(one.value) for one in found])
     said = np.array([float(one.standard_error) for one in found])
     rounding = 1e3 * float(jnp.finfo(dtype).eps) * abs(expected)
-    # In root mean square, over twenty draws. A trace's errors are of probes that are left
-    # out in turn, and not independent.
+    # Root mean square over twenty draws. A trace's errors come from probes that are left
+    # out in turn, so they are not independent.
     errors = np.sqrt(np.mean((values - expected) ** 2))
     assert errors <= 2 * np.sqrt(np.mean(said**2)) + rounding
     assert errors >= 0.4 * np.sqrt(np.mean(said**2)) - rounding
@@ -326,7 +326,7 @@ def test_a_trace_from_as_many_probes_as_dimensions():
     assert float(found.standard_error) < 1e-9 * float(found.value)
 
 
-def test_estimates_of_nothing():
+def test_estimates_for_zero_matrices():
     lin, key = linear(np.zeros((5, 7))), jax.random.key(0)
     assert float(spectra.trace(lin, key=key).value) == pytest.approx(0, abs=1e-12)
     found = spectra.log_determinant(lin, 2.0, key=key)
@@ -337,7 +337,7 @@ def test_estimates_of_nothing():
 @pytest.mark.parametrize(
     "estimate", [one for one, _ in ESTIMATES.values()], ids=ESTIMATES
 )
-def test_estimates_of_what_is_not_finite(estimate):
+def test_estimates_for_nonfinite_matrices(estimate):
     jacobian = np.ones((5, 7))
     jacobian[1, 2] = np.inf
     found = estimate(linear(jacobian), jax.random.key(0))
@@ -378,7 +378,7 @@ MISTAKES = {
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("run", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_in_one_sentence(run, words):
+def test_error_messages(run, words):
     with pytest.raises(ValueError, match=words) as caught:
         run()
     message = str(caught.value)

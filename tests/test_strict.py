@@ -1,4 +1,4 @@
-"""JAX promotes neither dtypes nor ranks by itself here, as in the tests of optimistix."""
+"""JAX promotes neither dtypes nor ranks in these tests, as in the tests of optimistix."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_least_squares(name, dtype):
 
     y = {"a": jnp.ones((), dtype), "rates": jnp.ones(2, dtype)}
     x = jnp.linspace(0, 1, 5, dtype=dtype)
-    # What does not fit is found when the program is made: it need not be compiled.
+    # Tracing finds what does not fit, so nothing need be compiled.
     value = eqx.filter_eval_shape(
         lambda y: optx.least_squares(fn, solvers[name], y, args=x).value, y
     )
@@ -143,14 +143,14 @@ class Network(eqx.Module):
 
 
 def traced(model, data, solver, loss):
-    """The model that `solve` would return."""
+    """Return the model that `solve` would return, without running it."""
     solution = eqx.filter_eval_shape(gnlin.solve, model, data, solver, loss=loss)
     return solution.model
 
 
 @pytest.mark.parametrize("name", problems)
 def test_losses(name):
-    # Single precision, with data, hyperparameters and weights in double.
+    # Models in single precision; data, hyperparameters and weights in double.
     loss, targets, solver = problems[name]
     model = Network(jnp.float32)
     inputs = jnp.linspace(-1, 1, 12).reshape(6, 2)
@@ -190,7 +190,7 @@ def test_parameters_of_both_precisions(solver):
     assert eqx.tree_equal(found, eqx.filter_eval_shape(lambda: model))
 
 
-def test_a_solution_is_that_of_the_other_setting():
+def test_a_solution_does_not_depend_on_promotion():
     model = Network(jnp.float64)
     data = jnp.linspace(-1, 1, 12).reshape(6, 2), NUMBERS
 
@@ -228,8 +228,8 @@ def test_fit(solver):
     assert result.model.hidden.dtype == jnp.float32
 
 
-def test_a_run_that_is_gone_on_with(tmp_path):
-    # What comes out of a file has lost JAX's weak types.
+def test_a_resumed_run(tmp_path):
+    # Arrays from a file do not have JAX's weak types.
     data = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(6, 2), LABELS
     solver = gnlin.IterativeLinearisation(2, 1e-2)
     settings = {

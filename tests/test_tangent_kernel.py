@@ -1,4 +1,4 @@
-"""The kernel between two sets, against rows of the Jacobian in NumPy."""
+"""The kernel between two sets, compared with rows of the Jacobian in NumPy."""
 
 import fcntl
 import functools
@@ -60,7 +60,7 @@ def drawn(shape, n, seed=0):
 
 
 def rows(model, inputs):
-    """By example and output."""
+    """Return the rows of the Jacobian by example and output."""
     fn, parameters = (
         model
         if isinstance(model, tuple)
@@ -116,7 +116,8 @@ def test_between_two_sets(name, outputs):
     ("outputs", "budget"), each_once(["all", "trace", "diagonal", 1], [4_000, 8_000])
 )
 def test_in_tiles(outputs, budget, tmp_path):
-    """In memory, and to a file: the last tile overlaps, the mirrored are not made."""
+    """In memory, and to a file: the last tile overlaps, and mirrored tiles are not
+    computed."""
     model, shape, _ = MODELS["dense"]
     x1, x2 = drawn(shape, 11), drawn(shape, 7, seed=1)
     whole = gnlin.TangentKernel(model, outputs=outputs)
@@ -149,7 +150,7 @@ def test_tiles_cover_everything_and_are_of_one_size(n1, n2, rows, columns, symme
     assert np.all(seen > 0)
 
 
-def test_parts_of_it():
+def test_parts_of_the_kernel():
     model, shape, c = MODELS["convolutional"]
     x1, x2 = drawn(shape, 4), drawn(shape, 3, seed=1)
     kernel = gnlin.TangentKernel(model)
@@ -173,7 +174,7 @@ def rows_of_dense(model, inputs):
     return each.reshape(len(inputs), 3, -1)
 
 
-def test_of_some_parameters_and_of_batch_normalisation():
+def test_some_parameters_and_batch_normalisation():
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
     spec = jax.tree.map(lambda _: False, model)
@@ -190,7 +191,7 @@ def test_of_some_parameters_and_of_batch_normalisation():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-def test_of_a_linearisation():
+def test_kernel_of_a_linearisation():
     fn = gnlin.PerExample(lambda w, example: jnp.tanh(w @ example[0]) * example[1])
     point = jnp.arange(3.0)
     one, other = ((drawn((3,), n), drawn((), n)) for n in (4, 6))
@@ -281,7 +282,7 @@ KILLED = """
 """
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
+def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(KILLED))
 
@@ -309,7 +310,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
     assert again.stdout == ""
 
 
-def test_files_that_are_something_else(tmp_path):
+def test_files_that_are_not_kernels(tmp_path):
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
     kernel = gnlin.TangentKernel(model)
@@ -355,7 +356,7 @@ def test_files_that_are_something_else(tmp_path):
         kernel(x, file="")
 
 
-def test_what_cannot_be_meant(unchecked):
+def test_errors_of_arguments(unchecked):
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 40)
     kernel = gnlin.TangentKernel(model)
@@ -428,6 +429,6 @@ def test_widens_to_the_arc_cosine_kernel():
         return np.sqrt(np.mean(np.square(np.asarray(found) - limit)))
 
     errors = [error(width) for width in (64, 1024, 16384)]
-    # As one over the root of the width: a factor of 4 each
+    # The distance falls as one over the root of the width: a factor of 4 each
     np.testing.assert_allclose(np.divide(errors[:-1], errors[1:]), 4.0, rtol=0.5)
     assert errors[-1] < 0.02 * np.abs(limit).max()

@@ -1,4 +1,4 @@
-"""Truncated Gauss-Newton, against its definition and the textbook's iteration."""
+"""Truncated Gauss-Newton, compared with its definition and the textbook's iteration."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -41,7 +41,7 @@ def test_the_definition_is_met_in_as_many_steps_as_the_textbooks(shape, damping,
         solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
         step = np.asarray(solution.value) - y
         left = jacobian.T @ (jacobian @ step) + gradient + damping * step
-        # Beyond beta only by what `y + step - y` rounds away.
+        # The residual exceeds beta only by the rounding of `y + step - y`.
         bound = (tolerance + 1e-13) * np.linalg.norm(gradient)
         assert np.linalg.norm(left) <= bound
         expected, num_steps = truncated_step(r, jacobian, tolerance, damping)
@@ -64,8 +64,9 @@ def test_dense_and_matrix_free_agree_and_count_their_passes():
     np.testing.assert_array_equal(dense.value, auto.value)
     inner = float(free.stats["num_inner_steps"])
     assert float(dense.stats["num_inner_steps"]) == inner
-    # A product an iteration, and twice each: a gradient and its rounding (transposed),
-    # and a look at the true residual (both).
+    # Each iteration takes one pass of either kind. Each of the two steps adds transposed
+    # passes for the gradient and its rounding, and checks the true residual by one pass
+    # of either kind.
     assert float(free.stats["num_vjps"]) == inner + 2 + 2 + 2
     assert float(free.stats["num_jvps"]) == inner + 2
     assert float(dense.stats["num_jvps"]) == 2 * 5
@@ -94,7 +95,7 @@ def test_single_precision_meets_loose_tolerances():
         assert np.linalg.norm(left) <= (tolerance + 1e-4) * np.linalg.norm(gradient)
 
 
-def test_at_most_so_many_inner_steps():
+def test_max_inner_steps():
     y, args = sines_data((30, 12))
     r, jacobian = sines_numpy(y, args)
     solver = gnlin.TruncatedGaussNewton(1e-8, max_inner_steps=1)
@@ -129,8 +130,8 @@ def test_schedules():
     each_pair([(6, 4), (4, 6), (10, 4)], ["dense", "matrix-free"], [0.1, 1e-6]),
 )
 def test_rank_deficient(shape, method, tolerance):
-    """At the solution the gradient is nothing but rounding, some of it where the
-    curvature is zero: there it is not to be followed."""
+    """At the solution the gradient is only rounding, part of it where the curvature is
+    zero. No step may follow that part."""
     for seed in range(3):
         y, args = deficient(shape, 2, seed)
         a, b = args
@@ -147,7 +148,7 @@ def test_rank_deficient(shape, method, tolerance):
 
 
 def forcing(rule, tolerance, norm, previous):
-    """Their choice 2, with its safeguard, in Python's own numbers."""
+    """Their choice 2, with its safeguard, in plain Python."""
     beta = rule.gamma * (norm / previous) ** rule.exponent
     safeguard = rule.gamma * tolerance**rule.exponent
     if safeguard > 0.1:

@@ -1,4 +1,4 @@
-"""The scripts of the tutorials reach what their pages say, on smaller problems."""
+"""The tutorials' scripts reach the results on their pages, on smaller problems."""
 
 import os
 import re
@@ -13,11 +13,11 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 
 
 def rows(name, folder=None):
-    """The numbers of each row of the table that a script prints, by its first cell; and
-    in the folder there is a picture."""
+    """Return the numbers of each row of the table that a script prints, by its first
+    cell. Check that it drew a picture."""
     out = () if folder is None else ("--out", folder)
     command = [sys.executable, EXAMPLES / f"{name}.py", "--quick", *out]
-    # A user's own code may leave promotion to JAX, and so does optax.
+    # User code, and optax, may rely on JAX's promotion.
     environment = {
         **os.environ,
         "JAX_NUMPY_DTYPE_PROMOTION": "standard",
@@ -41,7 +41,8 @@ def test_fit(tmp_path):
     for name in ("background", "height", "rate"):
         true, value, error, spread = found[name]
         assert abs(value - true) < 3 * error
-        # A hundred refits know it to 7 %, and the linearisation is one.
+        # A hundred refits determine the spread to 7 %, and the linearisation is
+        # approximate.
         assert abs(spread / error - 1) < 0.25
 
 
@@ -49,7 +50,7 @@ def test_fit(tmp_path):
 def test_poisson(tmp_path):
     found = rows("poisson", tmp_path)
     errors = {name.split(",")[0]: numbers[0] for name, numbers in found.items()}
-    # In 40, 100 and 300 steps.
+    # After 40, 100 and 300 steps.
     assert errors["Levenberg-Marquardt"] < 1e-5
     assert errors["Levenberg-Marquardt"] < 1e-2 * errors["L-BFGS"]
     assert errors["Levenberg-Marquardt"] < 1e-2 * errors["Adam"]
@@ -90,7 +91,7 @@ def test_classifier(tmp_path):
 @pytest.mark.slow
 def test_transformer(tmp_path):
     found = rows("transformer", tmp_path)
-    # The rule is right nine times of ten, and loses 0.464.
+    # The rule is right nine times out of ten, and its entropy is 0.464.
     assert found["validation"][0] < 0.8
     assert found["validation"][1] > 75
 

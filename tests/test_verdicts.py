@@ -1,4 +1,4 @@
-"""Success is told at stationary points, at all of them, and nowhere else."""
+"""Success is reported at every stationary point, and nowhere else."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ LEVENBERG_MARQUARDT = gnlin.LevenbergMarquardt()
 
 
 def one_by_one(solve, cases):
-    """Many problems of one shape, in one program; none waits for the slowest."""
+    """Solve many problems of one shape in one program, none waiting for the slowest."""
     return map(np.asarray, jax.jit(lambda cases: jax.lax.map(solve, cases))(cases))
 
 
@@ -39,8 +39,8 @@ def told_wrongly(name, family, precision, count, seed=0):
 # Many small problems, and a judge
 #
 
-# How many of the 48 problems are told success at least. When the step alone was looked
-# at, one in five of those of the first four was told so wrongly.
+# The least number of the 48 problems that must end in success. A criterion by the step
+# alone wrongly reported one in five of the successes of the first four settings.
 SAMPLE = {
     ("GN", "double"): 20,
     ("truncated blocks", "double"): 15,
@@ -52,14 +52,14 @@ SAMPLE = {
 
 
 @pytest.mark.parametrize(("name", "precision"), SAMPLE)
-def test_success_is_told_at_stationary_points(name, precision):
+def test_success_is_reported_at_stationary_points(name, precision):
     wrong, num_told = told_wrongly(name, "curves", precision, count=8)
     assert not wrong
     assert num_told >= SAMPLE[name, precision]
 
 
-# Half of the set, since nearly all of the time goes into compiling: every setting sees
-# both families and both precisions, but of each family only one.
+# Use half of the set, since compiling takes nearly all of the time. Every setting sees
+# both families and both precisions, but only one precision for each family.
 CASES = [
     (name, family, precision)
     for i, name in enumerate(SETTINGS)
@@ -69,10 +69,10 @@ CASES = [
 ]
 
 
-# At the edge, and only where XLA does not optimise: a hyperbolic tangent whose derivative
-# is zero or not by the rounding of its value; the rate of an exponential that has fallen
-# to 1e-18, and could gain 1.03 %; a cosine of 0.0124, not 0.01, where the probes take the
-# columns for a third longer than they are.
+# Borderline cases, which occur only if XLA does not optimise. Rounding decides whether
+# the derivative of a hyperbolic tangent is zero. The rate of an exponential has fallen to
+# 1e-18, and could gain 1.03 %. A cosine is 0.0124 instead of 0.01, because the probes
+# overestimate the columns' norms by a third.
 AT_THE_EDGE = {
     ("LM identity", "curves", "single"): {59},
     ("damped scaled", "networks", "single"): {22},
@@ -82,16 +82,16 @@ AT_THE_EDGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "family", "precision"), CASES)
-def test_no_setting_is_told_success_wrongly(name, family, precision):
-    """6,440 runs on other problems than those the constants were chosen on: of those
-    told success none, but for three at the edge, has a cosine above the judge's bound
-    where SciPy gains over 1 %."""
+def test_no_setting_reports_success_wrongly(name, family, precision):
+    """The constants were chosen on other problems. In 6,440 runs on these, only three
+    borderline ones report success although the cosine exceeds the judge's bound and SciPy
+    still gains over 1 %."""
     wrong, _ = told_wrongly(name, family, precision, count=40, seed=1)
     assert set(wrong) <= AT_THE_EDGE.get((name, family, precision), set())
 
 
 #
-# True successes are told
+# Successes are reported
 #
 
 
@@ -100,7 +100,7 @@ def test_no_setting_is_told_success_wrongly(name, family, precision):
 UNLISTED = {"kowalik_osborne-4": 0.0015943520}
 
 
-def test_classical_problems_are_solved_and_told_so():
+def test_classical_problems_are_solved_and_reported_so():
     branches = [padded(problem) for problem in PROBLEMS]
 
     def residuals(y, index):
@@ -126,7 +126,7 @@ def test_classical_problems_are_solved_and_told_so():
 
 
 def test_noise_free_fits_in_single_precision_are_successes():
-    """What is left of the loss at their solutions is rounding."""
+    """The remaining loss at their solutions is rounding."""
     x = np.linspace(0.0, 4.0, 30)
     truths = [
         (a, b)
@@ -151,7 +151,7 @@ def test_noise_free_fits_in_single_precision_are_successes():
 
 
 class Ends(gnlin.authoring.AbstractGaussNewton):
-    """Halves a number, and says at one step that it is over."""
+    """Halve a number, and report an end at a given step."""
 
     ends: jax.Array
 
@@ -160,7 +160,7 @@ class Ends(gnlin.authoring.AbstractGaussNewton):
         return gnlin.authoring.Update(y, evaluate(y), terminate=num_steps == self.ends)
 
 
-def test_of_many_runs_each_ends_by_itself():
+def test_each_of_many_runs_ends_by_itself():
     def run(ends):
         solution = optx.least_squares(
             lambda y, args: y, Ends(ends), jnp.asarray(1.0), max_steps=64, throw=False

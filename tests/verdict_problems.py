@@ -1,5 +1,5 @@
-"""Many small least-squares problems, hard ones among them, and a judge in NumPy and SciPy
-of whether a point is stationary, which knows nothing of gnlin."""
+"""Many small least-squares problems, hard ones among them, and a judge of stationary
+points in NumPy and SciPy that does not use gnlin."""
 
 import functools
 import math
@@ -76,8 +76,8 @@ PRECISIONS = {"double": np.float64, "single": np.float32}
 
 
 class Problem(eqx.Module):
-    """Residuals f(z) - targets with z = offset + mix (y / units); any number of them are
-    one, with a leading axis."""
+    """Residuals f(z) - targets with z = offset + mix (y / units). With a leading axis it
+    holds several problems."""
 
     model: Any
     mix: Any
@@ -88,13 +88,13 @@ class Problem(eqx.Module):
 
 
 MIXES = ("plain", "plain", "duplicate", "unused", "deficient")
-SPREADS = (0.1, 1.0, 3.0)  # of the start about the truth
+SPREADS = (0.1, 1.0, 3.0)  # perturbation of the start from the truth
 NOISES = (0.0, 1e-3, 0.3)
 
 
 def problems(family: str, precision: str, count: int, seed: int = 0) -> Problem:
-    """`count` problems of each model of a family. A quarter are in units from 1e-12 to
-    1e12, a parameter each."""
+    """Draw `count` problems of each model of a family. A quarter have a different unit
+    for each parameter, from 1e-12 to 1e12."""
     models, size, x = FAMILIES[family]
     generator = np.random.default_rng([seed, size, precision == "single"])
     made = []
@@ -103,7 +103,7 @@ def problems(family: str, precision: str, count: int, seed: int = 0) -> Problem:
             truth = generator.normal(size=size)
             mix, offset = _mix(MIXES[i % len(MIXES)], truth, generator)
             free = generator.normal(size=size)
-            # Of a deficient mix the truth is not in reach, but for its offset.
+            # With a deficient mix only the offset can reach the truth.
             truth = offset + mix @ truth
             targets = models[model](np, x, truth)
             targets = targets + NOISES[i // 3 % 3] * generator.normal(size=x.size)
@@ -126,7 +126,7 @@ def _mix(kind, truth, generator):
     size = truth.size
     mix, offset = np.eye(size), np.zeros(size)
     one, other = generator.choice(size, 2, replace=False)
-    if kind == "duplicate":  # two parameters that enter as their sum
+    if kind == "duplicate":  # two parameters that enter only as their sum
         mix[one, other] = 1
         mix[other] = 0
         offset[other] = truth[other]
@@ -140,12 +140,12 @@ def _mix(kind, truth, generator):
 
 
 def ordinary(problem: Problem) -> np.ndarray:
-    """Which problems have parameters in ordinary units."""
+    """Return which problems have parameters in ordinary units."""
     return np.all(problem.units == 1, axis=-1)
 
 
 def residuals(family: str) -> Callable:
-    """As a function `(y, problem)` for JAX."""
+    """Return the residuals as a function `(y, problem)` in JAX."""
     models, _, x = FAMILIES[family]
 
     def fn(y, problem):
@@ -204,7 +204,7 @@ class Runs(NamedTuple):
 
 
 def run(family: str, solver, problem: Problem, max_steps: int = 200) -> Runs:
-    """All problems at once, in one program."""
+    """Solve all problems in one program."""
     fn = residuals(family)
 
     def solve(problem):
@@ -214,7 +214,7 @@ def run(family: str, solver, problem: Problem, max_steps: int = 200) -> Runs:
         told = solution.result == optx.RESULTS.successful
         return told, solution.value, solution.stats["num_steps"]
 
-    # One after the other: together, all wait for the slowest.
+    # Solve one after the other: together, all would wait for the slowest.
     runs = jax.jit(lambda many: jax.lax.map(solve, many))(
         jax.tree.map(jnp.asarray, problem)
     )
@@ -227,19 +227,19 @@ def run(family: str, solver, problem: Problem, max_steps: int = 200) -> Runs:
 
 
 class Verdict(NamedTuple):
-    cosine: float  # the largest between the residual and a column of the Jacobian
+    cosine: float  # the largest cosine between the residual and a column of the Jacobian
     cost: float
-    gain: float  # the part of the cost that SciPy still takes away
-    stationary: bool  # by the cosine, or since nothing is left but rounding
-    wrong: bool  # and there is something to gain
+    gain: float  # the part of the cost that SciPy still removes
+    stationary: bool  # by the cosine, or because only rounding is left
+    wrong: bool  # and something can be gained
 
 
-# A cosine above these is for SciPy to look at. Below they are rounding, or the last steps
+# If a cosine is above these, SciPy decides. Smaller ones are rounding, or the last steps
 # of a linear convergence.
 COSINES = {np.dtype(np.float64): 1e-5, np.dtype(np.float32): 1e-2}
 GAIN = 0.01
-# Residuals of so many roundings of what they are computed from are zero, or what one
-# parameter by itself could change of them; and so is what is within the solvers' `atol`.
+# Residuals below this multiple of the rounding of their inputs, or of the largest effect
+# of one parameter, count as zero. So do those within the solvers' `atol`.
 ROUNDINGS = 30
 PARTIAL_ROUNDINGS = 6
 ATOL = 1e-12
@@ -251,8 +251,8 @@ def _own_jacobian(family: str) -> Callable:
 
 
 def judge(family: str, problem: Problem, y: np.ndarray) -> Verdict:
-    """Whether a point is stationary: in double precision, in parameters free of units,
-    with derivatives by complex steps."""
+    """Judge whether a point is stationary: in double precision, in dimensionless
+    parameters, with derivatives by complex steps."""
     models, _, x = FAMILIES[family]
     model, precision = models[int(problem.model)], y.dtype
     mix, offset, units, targets = (
@@ -276,17 +276,17 @@ def judge(family: str, problem: Problem, y: np.ndarray) -> Verdict:
         if not (np.all(np.isfinite(w)) and math.isfinite(cost)):
             return Verdict(math.nan, cost, math.nan, False, True)
         eps = np.finfo(precision).eps
-        # What each parameter makes of the outputs, and what a rounding of it does.
+        # The effect of each parameter on the outputs, and of its rounding.
         shares = np.linalg.norm(phi, axis=0) * np.abs(w)
         rounding = eps * (np.linalg.norm(targets) + np.sum(shares))
-        # A column is none that vanishes in the run's own precision, or next to it.
+        # Leave out columns that vanish, or nearly so, in the run's own precision.
         own = np.asarray(_own_jacobian(family)(y, problem))
         seen = np.any(own != 0, axis=0) & ((shares > eps * rounding) | (w == 0))
         seen = phi[:, seen] / np.linalg.norm(phi[:, seen], axis=0)
         cosine = float(np.max(np.abs(seen.T @ r) / np.linalg.norm(r), initial=0.0))
         length = math.sqrt(2 * cost)
         flat = cosine <= COSINES[precision] or cosine * length <= 2 * ATOL
-        if length <= np.linalg.norm(targets):  # else the fit is worse than none
+        if length <= np.linalg.norm(targets):  # otherwise zero is the better fit
             flat |= length <= ROUNDINGS * rounding
             flat |= cosine * length <= PARTIAL_ROUNDINGS * rounding
         if flat:

@@ -1,11 +1,12 @@
-"""A fit of the parameters of an ordinary differential equation, by each diffrax adjoint.
+"""Time fits of the parameters of ordinary differential equations, with each adjoint.
 
     python docs/examples/ode_parameters.py [--quick]
 
-The equations are Lotka and Volterra's, with six parameters and forty measurements. This
-prints a table of the CPU time of the first fit, with its compilation, and of a later
-one, also relative to SciPy's `least_squares` with a residual and a Jacobian that JAX
-compiles. It also times an epidemic in two cities: its fit, its profiles and its starts.
+The first table fits Lotka and Volterra's equations, with six parameters and forty
+measurements. For each diffrax adjoint it has the CPU times of the first fit, which
+includes compilation, and of a later one. It also divides them by the times of SciPy's
+`least_squares`, whose residual and Jacobian JAX compiles. The second table times an
+epidemic in two cities: a fit, its profiles, and a fit from several starts.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import gnlin
 
 jax.config.update("jax_enable_x64", True)
 
-# For each adjoint: the function that makes its Jacobian, and the solver.
+# For each adjoint: the JAX function that computes the Jacobian, and the solver.
 ADJOINTS = {
     "ForwardMode": (diffrax.ForwardMode(), jax.jacfwd, gnlin.LevenbergMarquardt()),
     "DirectAdjoint": (diffrax.DirectAdjoint(), jax.jacfwd, gnlin.LevenbergMarquardt()),
@@ -38,7 +39,7 @@ START = {"birth": 1.0, "catch": 0.5, "death": 0.5, "first": [8.0, 4.0], "growth"
 
 
 def populations(adjoint):
-    """A new function in each call, so that nothing is compiled yet."""
+    """Return the curve as a new function, so that JAX has not compiled it yet."""
 
     def rates(t, y, p):
         prey, predators = y
@@ -70,8 +71,8 @@ def populations(adjoint):
 
 
 def timed(fit):
-    """The result of `fit`, and the CPU seconds of its first call and of a later one (the
-    median of seven)."""
+    """Return the result of `fit`, the CPU seconds of its first call, and the median of
+    seven later ones."""
     seconds, found = [], None
     for _ in range(8):
         began = time.process_time()
@@ -81,7 +82,7 @@ def timed(fit):
 
 
 def compared(name, times, data):
-    """A fit, and its row of the table."""
+    """Return a fit with the adjoint `name`, and its row of the first table."""
     adjoint, derivative, solver = ADJOINTS[name]
     curve, again = populations(adjoint), populations(adjoint)
     start, unravel = ravel_pytree(jax.tree.map(float, START))
@@ -98,7 +99,7 @@ def compared(name, times, data):
 
 
 def in_two_cities():
-    """The same rates, and first cases of each city's own."""
+    """Return a new function that solves an epidemic in two cities with shared rates."""
 
     def spread(t, y, p):
         susceptible, infected = y
@@ -129,7 +130,7 @@ def in_two_cities():
 
 
 def compared_in_two_cities():
-    """The row of the table of an epidemic."""
+    """Return the row of the second table."""
     cities, again = in_two_cities(), in_two_cities()
     days = jnp.stack([jnp.arange(1.0, 40, 2), jnp.arange(3.0, 61, 3)])
     true = {"contact": 0.5, "first": jnp.array([0.01, 0.001]), "recovery": 0.2}
