@@ -20,7 +20,8 @@ NAMES = sorted(folder.parent.name for folder in RESULTS.glob("*/settings.json"))
 def without_age(text):
     """Drop the note on results older than the solvers, which changes with every commit to
     them."""
-    return [line for line in text.splitlines() if not line.startswith(report.OLDER)]
+    lines = [line for line in text.splitlines() if line]
+    return [line for line in lines if not line.startswith(report.OLDER)]
 
 
 def test_the_page_matches_the_results(tmp_path):
