@@ -21,11 +21,15 @@ PAGE = Path("docs")
 
 
 def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
-    """Copy the finished results into the repository, replacing the old ones."""
+    """Copy the finished results into the repository, replacing the old ones, and write
+    the page again."""
+    taken = []
     for name in names:
         settings = read_settings(results / name)
         if settings is not None and settings["finished"]:
             _copy(results / name, name, settings["figures"], root)
+            taken.append(name)
+    print(f"Finished experiments in '{results}': {', '.join(taken) or 'none'}.")
     if not (root / KEPT).exists():
         raise Refusal(f"'{results}' has no finished experiment; run one first.")
     report.write(root / KEPT, names, root / PAGE)

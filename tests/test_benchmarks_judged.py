@@ -514,7 +514,8 @@ def test_the_largest_stable_rate_is_below_the_first_that_diverges():
     np.testing.assert_allclose(largest, [[np.nan, 1e-3, 1e-4]] * 2)
 
 
-def test_divergence_that_depends_on_k_is_found():
+def stability_runs(is_stable):
+    """Settings, and runs of seven seeds that are stable where `is_stable` says so."""
     settings = dataclasses.replace(
         stability.QUICK,
         num_train=10,
@@ -525,7 +526,7 @@ def test_divergence_that_depends_on_k_is_found():
         Runs(
             {"period": period, "learning_rate": rate},
             {
-                "stable": np.full((7, 2), period * rate < 0.05),
+                "stable": np.full((7, 2), is_stable(period, rate)),
                 "train_loss": looks(*[1] * 7),
                 "guessing_loss": looks(*[20] * 7),
             },
@@ -533,6 +534,11 @@ def test_divergence_that_depends_on_k_is_found():
         for period in settings.periods
         for rate in settings.learning_rates
     ]
+    return settings, runs
+
+
+def test_divergence_that_depends_on_k_is_found():
+    settings, runs = stability_runs(lambda period, rate: period * rate < 0.05)
     depends, tenth, slope = stability.judge_all(settings, runs)
     assert slope.estimate == pytest.approx(-1)
     assert depends.estimate == tenth.estimate == pytest.approx(-2)
@@ -540,24 +546,7 @@ def test_divergence_that_depends_on_k_is_found():
 
 
 def test_a_largest_stable_rate_that_rises_with_k_refutes_that_it_falls():
-    settings = dataclasses.replace(
-        stability.QUICK,
-        num_train=10,
-        periods=(1, 10, 100),
-        learning_rates=(1e-3, 1e-2, 1e-1),
-    )
-    runs = [
-        Runs(
-            {"period": period, "learning_rate": rate},
-            {
-                "stable": np.full((7, 2), rate < 0.005 * period**0.5),
-                "train_loss": looks(*[1] * 7),
-                "guessing_loss": looks(*[20] * 7),
-            },
-        )
-        for period in settings.periods
-        for rate in settings.learning_rates
-    ]
+    settings, runs = stability_runs(lambda period, rate: rate < 0.005 * period**0.5)
     depends, tenth, _ = stability.judge_all(settings, runs)
     assert depends.estimate == pytest.approx(1)
     assert outcomes([depends, tenth]) == ["refuted", "confirmed"]

@@ -54,7 +54,7 @@ def test_the_results_are_small():
     assert sum(path.stat().st_size for path in files) < 8e6
 
 
-def test_finished_results_replace_kept_ones(tmp_path):
+def test_finished_results_replace_kept_ones(tmp_path, capsys):
     results = tmp_path / "results"
     commit = "c" * 40
     for name, figures in (("batch", {"batch": "One."}), ("filters", {"filters": "Two."})):
@@ -66,6 +66,7 @@ def test_finished_results_replace_kept_ones(tmp_path):
     assert {path.name for path in there.iterdir()} == {"batch", "filters", "report.json"}
     packed = (there / "batch" / "batch.csv.gz").read_bytes()
     assert gzip.decompress(packed) == b"seed,loss\n0,1.5\n"
+    assert f"experiments in '{results}': batch, filters.\n" in capsys.readouterr().out
     text = (tmp_path / kept.PAGE / "report.md").read_text()
     assert f"commit {commit[:7]}" in text
     assert "](report/filters.png)" in text

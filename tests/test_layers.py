@@ -586,6 +586,7 @@ def test_products_of_layers_are_in_full_precision():
         "push_forward": (layer.push_forward, jnp.ones((4, 6))),
         "gram": (lambda _: layer.gram(), jnp.ones(1)),
         "rows": (lambda _: layer.rows(), jnp.ones(1)),
+        "squared_columns": (lambda rows: Rows(rows).squared_columns(), jnp.ones((6, 3))),
     }
     for name, (product, of) in products.items():
         text = str(jax.make_jaxpr(product)(of))

@@ -457,8 +457,10 @@ def test_a_tall_jacobian_of_graded_columns(with_a_nan):
     if with_a_nan:
         a = a.at[7, 2].set(jnp.nan)
     lin = linearise(lambda y, a: a @ y - columns.sum(axis=1), jnp.zeros(4), a)
-    step = lin.spectrum("svd").step(gnlin.filters.PseudoInverse())
+    spectrum = lin.spectrum("svd")
+    step = spectrum.step(gnlin.filters.PseudoInverse())
     if with_a_nan:
+        assert np.all(np.isnan(spectrum.eigenvalues))
         assert np.all(np.isnan(step))
     else:
         np.testing.assert_allclose(step * scale, np.ones(4), rtol=1e-9)

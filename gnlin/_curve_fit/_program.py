@@ -107,7 +107,8 @@ def fitted(
         return _program(False, False)(setting, data, start, levels)
 
 
-# The levels of one data set with several starts
+# The levels of one data set with several starts. Up to this many starts run one after the
+# other: 32 starts of three parameters take 54 ms, not 12, but save 6 s of compilation.
 _OF_STARTS = ((None, 0, None),)
 _FEW_STARTS = 64
 

@@ -71,8 +71,8 @@ class ByPasses(AbstractJacobian):
     def of_one_array(self) -> "ByPasses":
         flat = jax.ShapeDtypeStruct((self.domain.size,), self.domain.dtype)
         jvp = Partial(_of_raveled, self._jvp, Partial(self.domain.unravel))
-        fixed = self.codomain, self.memory_budget, jvp, self.jac
-        return ByPasses(Structure.of(flat), *fixed)
+        domain = Structure.of(flat)
+        return ByPasses(domain, self.codomain, self.memory_budget, jvp, self.jac)
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._common._tree import gram, matmul, on_one_cpu, tensordot
+from .._common._tree import einsum, gram, matmul, on_one_cpu, tensordot
 from ._block import AbstractBlock
 from ._stacked_block import StackedBlock
 
@@ -70,7 +70,7 @@ class Rows(AbstractBlock):
         return jnp.sum(self.array**2, axis=tuple(range(1, self.array.ndim)))
 
     def squared_columns(self) -> Float[Array, "..."]:
-        return jnp.einsum("m...,m...->...", self.array, self.array)
+        return einsum("m...,m...->...", self.array, self.array)
 
     def push_forward(self, tangent: Float[Array, "..."]) -> Float[Array, " m"]:
         return tensordot(self.array, tangent, tangent.ndim)

@@ -153,17 +153,17 @@ class BatchLoss(AbstractObjective):
             return
         num_examples = jax.tree.leaves(outputs)[0].shape[0]
         given = jnp.ones(num_examples) if weights is None else weights
-        of_all = leading = given.astype(dtype)
+        every_weight = leading = given.astype(dtype)
         if num_leading is not None:
-            leading = jnp.where(jnp.arange(num_examples) < num_leading, of_all, 0)
+            leading = jnp.where(jnp.arange(num_examples) < num_leading, every_weight, 0)
         counts = counted(loss, self.targets).astype(dtype)
-        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, of_all))
+        total, total_of_all = (_tree.matmul(w, counts) for w in (leading, every_weight))
         unit = jnp.where(total > 0, total, 1) if self.loss.reduction == "mean" else 1
         if factor is not None:
             unit = unit / nan_unless(nonnegative(factor), factor).astype(dtype)
         self.weights = leading / unit
         share = total / jnp.where(total_of_all > 0, total_of_all, 1)
-        self.curvature_weights = of_all * share / unit
+        self.curvature_weights = every_weight * share / unit
 
     @property
     def is_quadratic(self) -> bool:

@@ -253,7 +253,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     (as in J. Demmel et al., Linear Algebra Appl. 299 (1999), for Jacobi's method).
     """
     phi = jacobian.as_matrix()
-    m, p = phi.shape
+    (m, p), rounding = phi.shape, _rounding(phi)
     # QR rounds each column relative to its norm, so that R may be sorted in its place.
     q, phi = _lapack.qr(phi) if m > p and _lapack.is_oblong(m, p) else (None, phi)
     norms = jnp.linalg.norm(phi, axis=0)
@@ -262,7 +262,7 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # |phi| |v| bounds the rounding error of phi v for each singular vector v.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
-    s = jnp.where(s <= max(m, p) * float(jnp.finfo(phi.dtype).eps) * sizes, 0, s)
+    s = jnp.where(s <= rounding * sizes, 0, s)
     return Spectrum(
         s**2,
         residual,

@@ -327,7 +327,7 @@ class TangentKernel(eqx.Module):
         from tqdm.auto import tqdm
 
         symmetric = sets.x2 is None
-        of_all = tiles((sets.n1, sets.n2), tile, symmetric)
+        all_tiles = tiles((sets.n1, sets.n2), tile, symmetric)
         devices = jax.local_devices()
         several = len(devices) > 1
         here = [_put(self, device) for device in devices] if several else [self]
@@ -346,9 +346,9 @@ class TangentKernel(eqx.Module):
             if symmetric and rows != columns:
                 yield self._place(columns, rows), tile.transpose(self._mirrored())
 
-        with tqdm(total=len(of_all), initial=num_done, disable=not progress) as bar:
-            for number in range(num_done, len(of_all)):
-                rows, columns = of_all[number]
+        with tqdm(total=len(all_tiles), initial=num_done, disable=not progress) as bar:
+            for number in range(num_done, len(all_tiles)):
+                rows, columns = all_tiles[number]
                 k = number % len(devices)
                 if k not in made or made[k][0] != rows:
                     made.pop(k, None)

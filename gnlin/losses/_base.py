@@ -171,7 +171,7 @@ def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
     return jax.tree.map(lambda t, f: t.astype(f.dtype), target, outputs)
 
 
-def summed(
+def total_of_each(
     fn: Callable[[Array, Array, Array], Array],
     outputs: PyTree[Array],
     new_outputs: PyTree[Array],

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
 from .._common._sharding import is_here
-from ._base import AbstractElementwiseLoss, check_between, Reduction, summed
+from ._base import AbstractElementwiseLoss, check_between, Reduction, total_of_each
 
 
 def _as_trials(given: Any) -> Array:
@@ -73,7 +73,7 @@ class BinomialNLL(AbstractElementwiseLoss):
 
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         each = lambda f, g, y: _decrease(f, g, y, self._of(f))
-        return summed(each, outputs, new_outputs, target)
+        return total_of_each(each, outputs, new_outputs, target)
 
     def _of(self, output: Array) -> Array:
         trials = jnp.asarray(self.trials)
@@ -150,7 +150,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         def each(f, g, y):
             return _decrease(self._odds(f), self._odds(g), y, self._trials(y))
 
-        return summed(each, outputs, new_outputs, target)
+        return total_of_each(each, outputs, new_outputs, target)
 
     def _odds(self, output: Array) -> Array:
         return output + jnp.log(jnp.asarray(self.dispersion, output.dtype))

@@ -7,7 +7,7 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, PyTree, Scalar
 
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, check_between, Reduction, summed
+from ._base import AbstractElementwiseLoss, check_between, Reduction, total_of_each
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -60,7 +60,7 @@ class PoissonNLL(AbstractElementwiseLoss):
             change = jnp.where(near, closer, change)
             return jnp.where(valid, change - (g - f), jnp.nan)
 
-        return summed(each, outputs, new_outputs, target)
+        return total_of_each(each, outputs, new_outputs, target)
 
     def derivative(self, output: Array, target: Array) -> Array:
         return jnp.exp(output) - target if self.log_input else 1 - target / output

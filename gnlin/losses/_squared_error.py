@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from jaxtyping import Array, PyTree, Scalar
 
-from ._base import AbstractElementwiseLoss, Reduction, summed
+from ._base import AbstractElementwiseLoss, Reduction, total_of_each
 from ._factors import AbstractFactor, IdentityFactor
 
 
@@ -35,4 +35,4 @@ class SquaredError(AbstractElementwiseLoss):
     def decrease(self, outputs, new_outputs, target) -> Scalar:
         # (|r|^2 - |r'|^2) / 2 without cancellation
         each = lambda f, g, y: 0.5 * (f - g) * ((f - y) + (g - y))
-        return summed(each, outputs, new_outputs, target)
+        return total_of_each(each, outputs, new_outputs, target)
