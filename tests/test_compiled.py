@@ -17,8 +17,8 @@ MOST = {
     "a fit": (3, 140),
     "a damped fit": (2, 68),
     "solve": (4, 280),
-    "solve, softmax": (2, 580),
-    "fit, softmax": (5, 390),
+    "solve, softmax": (2, 520),
+    "fit, softmax": (5, 375),
 }
 
 

@@ -28,6 +28,24 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
     - `batch`: the data, and the order of the examples.
     - `numbers`: one array of the batch's index in this order and the step's number.
     """
+    arrays, static = split(carry)
+
+    @jax.jit  # traced once for both uses
+    def advance(arrays):
+        new, row = _advanced(setting, join(arrays, static), batch, numbers)
+        return split(new)[0], row
+
+    def stay(arrays):
+        row = jax.eval_shape(advance, arrays)[1]
+        return arrays, jnp.ones(row.shape, row.dtype)
+
+    over = carry.solver_state.result != optx.RESULTS.successful
+    arrays, row = jax.lax.cond(over, stay, advance, arrays)
+    return join(arrays, static), row
+
+
+def _advanced(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
+    """Make one step, as `step` does, of a run that goes on."""
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size
     (index, number), (data, order) = numbers[0], batch
@@ -46,8 +64,7 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
     new, row, moved = advanced(
         setting, objective, outputs, args, carry, number, is_random=is_random
     )
-    over = carry.solver_state.result != optx.RESULTS.successful
-    new = keep(_tree.where(over, carry, new), setting.places.carry)
+    new = keep(new, setting.places.carry)
     state = new.solver_state
     ended = state.result != optx.RESULTS.successful, state.terminate
     row = jnp.stack([jnp.asarray(x, float) for x in [*row.values(), *ended, moved]])

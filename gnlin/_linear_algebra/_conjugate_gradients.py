@@ -100,13 +100,12 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             "preconditioner", lx.IdentityLinearOperator(operator.in_structure())
         ).mv
         dtype = _tree.dtype(vector)
-        eps = jnp.finfo(dtype).eps
+        limits = jnp.finfo(dtype)
+        eps = limits.eps
         max_steps = 10 * _tree.size(vector) if self.max_steps is None else self.max_steps
         # Scale by a power of two, which is exact, so that squares do not overflow.
-        size = _tree.max_norm(vector)
-        proper = (size > 0) & jnp.isfinite(size)
-        _, exponent = jnp.frexp(jnp.where(proper, size, 1))
-        unit = jnp.ldexp(jnp.ones((), dtype), exponent)
+        unit = jax.lax.reduce_precision(_tree.unit(vector) / 2, limits.nexp, 0)
+        unit = jnp.maximum(unit, limits.tiny)
         b = _tree.scale(1 / unit, vector)
         target = jnp.asarray(self.tolerance, dtype) * _tree.norm(b)
 
@@ -156,7 +155,7 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
             far = jnp.full_like(norm, jnp.inf)
             start = _Iterate(x, b, z, norm, gamma, ~no, far, zero, zero, no)
         it = jax.lax.while_loop(goes_on, iterate, start)
-        met = (it.size <= target) & jnp.isfinite(size)
+        met = (it.size <= target) & jnp.isfinite(norm)
         result = lx.RESULTS.where(
             met,
             lx.RESULTS.successful,

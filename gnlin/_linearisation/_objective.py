@@ -207,7 +207,7 @@ class BatchLoss(AbstractObjective):
         return each if self.weights is None else _by_example(jnp.sqrt(self.weights), each)
 
     def expand(self, lin: Linearisation) -> Quadratic:
-        return _expanded(lin, *self.whitened(lin.outputs))
+        return _expanded(self, lin, *self.whitened(lin.outputs))
 
     def whitened(self, outputs: PyTree[Array]) -> tuple[Any, PyTree, PyTree | None]:
         """Return the factor R of the Hessian (`None` for the identity), the whitened
@@ -230,13 +230,19 @@ class BatchLoss(AbstractObjective):
 
 
 def _expanded(
-    lin: Linearisation, factors: Any, residual: PyTree[Array], rest: PyTree | None
+    objective: AbstractObjective,
+    lin: Linearisation,
+    factors: Any,
+    residual: PyTree[Array],
+    rest: PyTree | None,
 ) -> Quadratic:
     jacobian = lin.jacobian
     if factors is not None:
         jacobian = jacobian.transformed(factors, Structure.of(residual))
-    rest = None if rest is None else _pulled_back_if_any(lin, rest)
-    return Quadratic(jacobian, residual, rest)
+    if rest is None:
+        return Quadratic(jacobian, residual)
+    slope = lin.vjp(objective.gradient(lin.outputs))
+    return Quadratic(jacobian, residual, _pulled_back_if_any(lin, rest), slope)
 
 
 class GroupLosses(eqx.Module):
@@ -325,9 +331,8 @@ class GroupLoss(AbstractObjective):
         none_left = all(x is None for x in rest.values())
         rest = {k: _or_zeros(x, lin.outputs[k]) for k, x in rest.items()}
         identity = all(x is None for x in factors.values())
-        return _expanded(
-            lin, None if identity else factors, residual, None if none_left else rest
-        )
+        factors, rest = None if identity else factors, None if none_left else rest
+        return _expanded(self, lin, factors, residual, rest)
 
 
 def objective_of(

@@ -19,14 +19,18 @@ class Quadratic(eqx.Module):
     - `residual`: the whitened residual, $\tilde r = R^{-\top}\nabla L$.
     - `rest`: $g_0$, the part of the gradient outside the range of the curvature; `None`
         if it is always zero.
+    - `slope`: the gradient, if one pass has computed it.
     """
 
     jacobian: AbstractJacobian
     residual: PyTree[Array]
     rest: PyTree[Array] | None = None
+    slope: PyTree[Array] | None = None
 
     def gradient(self) -> PyTree[Array]:
         r"""Return $\phi^\top r + g_0$."""
+        if self.slope is not None and not self.jacobian.is_at_hand:
+            return self.slope
         gradient = self.jacobian.rmv(self.residual)
         return gradient if self.rest is None else _tree.axpy(1, self.rest, gradient)
 
@@ -45,7 +49,7 @@ class Quadratic(eqx.Module):
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Quadratic":
         """Return the problem with its Jacobian replaced."""
-        return Quadratic(jacobian, self.residual, self.rest)
+        return Quadratic(jacobian, self.residual, self.rest, self.slope)
 
     def at_hand(self) -> "Quadratic":
         """Return the problem with its Jacobian in memory."""
@@ -57,7 +61,9 @@ class Quadratic(eqx.Module):
 
     def scaled(self, scale: PyTree[Array]) -> "Quadratic":
         r"""Return the problem in the variables $D\delta$; `scale` is D's diagonal."""
-        rest = self.rest
-        if rest is not None:
-            rest = jax.tree.map(jnp.divide, rest, scale)
-        return Quadratic(ScaledColumns(self.jacobian, scale), self.residual, rest)
+        rest, slope = (
+            None if x is None else jax.tree.map(jnp.divide, x, scale)
+            for x in (self.rest, self.slope)
+        )
+        jacobian = ScaledColumns(self.jacobian, scale)
+        return Quadratic(jacobian, self.residual, rest, slope)

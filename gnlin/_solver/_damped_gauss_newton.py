@@ -15,7 +15,13 @@ from .._common._checks import (
 )
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from .._subproblem import AbstractSubproblem, check_method, ProxLinear, WithMomentum
+from .._subproblem import (
+    AbstractSubproblem,
+    check_method,
+    ProxLinear,
+    pulled,
+    way_of,
+)
 from ..filters import Tikhonov
 from ._base import Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
@@ -119,7 +125,8 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         momentum = jnp.asarray(self.momentum)
         momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)
         towards = _tree.scale(momentum, memory.last)
-        return WithMomentum(problem, towards, ready), new_memory
+        way = way_of(problem, filter, 1, self.method)
+        return pulled(problem, towards, way, ready), new_memory
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         update = super().update(objective, lin, evaluate, memory, num_steps)

@@ -25,8 +25,8 @@ from .._subproblem import (
     Method,
     problem_of,
     ProxLinear,
+    pulled,
     way_of,
-    WithMomentum,
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
@@ -396,7 +396,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         problem, new_scale = measured.problem, measured.memory(scaling)
         if isinstance(problem, ProxLinear):
             return ready(problem), new_scale
-        return WithMomentum(problem, towards, ready), new_scale
+        return pulled(problem, towards, way, ready), new_scale
 
     def _relative_damping(self, num_examples: int, noiseless: bool) -> ScalarLike:
         """Return lambda divided by the curvature along the first gradient, on batches."""

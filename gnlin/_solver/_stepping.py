@@ -174,8 +174,12 @@ def take_step(
     at_point &= jnp.isfinite(objective.value(outputs))
     sound = at_point & jnp.isfinite(step_norm)
     takes = sound & solved & ~stuck
-    candidate = _tree.where(takes, lin.moved(step), y)
-    new_outputs = evaluate(candidate) if found is None else found.outputs
+    candidate = lin.moved(step)
+    if found is None:
+        candidate = _tree.where(takes, candidate, y)
+        new_outputs = evaluate(candidate)
+    else:
+        new_outputs = found.outputs
     finite = sound & _tree.all_finite((new_outputs, outputs))
     finite &= jnp.isfinite(objective.value(new_outputs))
     good = finite & takes

@@ -18,7 +18,7 @@ from ._choose import (
 from ._descent import updated as updated
 from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import MixedPrecision as MixedPrecision
-from ._momentum import WithMomentum as WithMomentum
+from ._momentum import pulled as pulled
 from ._nystrom_kernel import NystromKernel as NystromKernel
 from ._prox_linear import (
     OnSpace as OnSpace,

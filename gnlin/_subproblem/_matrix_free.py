@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import lineax as lx
@@ -18,7 +19,15 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
 from ..preconditioners import AbstractPreconditioner, BlockDiagonal
-from ._base import Answer, Descent, Early, num_steps_of, undamped, vanishes
+from ._base import (
+    AbstractWithGradient,
+    Answer,
+    Descent,
+    Early,
+    num_steps_of,
+    undamped,
+    vanishes,
+)
 from ._iteration import AbstractIteration
 from ._spaces import Linearised, Parameters
 
@@ -35,11 +44,13 @@ class MatrixFree(AbstractIteration):
 
     - `preconditioner`: the preconditioner of conjugate gradients. `None` is replaced by
         `BlockDiagonal` if each example reads few of the parameters.
+    - `towards`: the step that the damping pulls towards; `None` for zero.
     """
 
     method: ClassVar[str] = "matrix-free"
     problem: Quadratic
     preconditioner: AbstractPreconditioner | None
+    towards: PyTree[Array] | None
 
     def __init__(
         self, problem: Quadratic, preconditioner: AbstractPreconditioner | None = None
@@ -47,7 +58,7 @@ class MatrixFree(AbstractIteration):
         super().__init__(problem, Passes())
         if preconditioner is None and problem.jacobian.is_sparse:
             preconditioner = BlockDiagonal()
-        self.preconditioner = preconditioner
+        self.preconditioner, self.towards = preconditioner, None
 
     @classmethod
     def fits(cls, problem, filter: Filter) -> bool:
@@ -85,21 +96,24 @@ class MatrixFree(AbstractIteration):
         self, tolerance, damping, max_steps=None, start=None, *, is_damped=False
     ) -> tuple[Answer, Bool[Array, ""]]:
         """Solve as `to_tolerance` does; return also whether the tolerance was met."""
-        jacobian, residual = self.problem.jacobian, self.problem.residual
-        dtype = _tree.dtype(self._gradient)
+        jacobian, dtype = self.problem.jacobian, _tree.dtype(self._gradient)
         gradient = self._gradient if is_damped else self._reachable_gradient(damping)
         if not (isinstance(tolerance, float) and tolerance <= self.exactly()):
             gradient = stopped_early(gradient)
         norm = _tree.norm(gradient)
-        # A gradient within rounding of zero counts as zero, since it may point into the
-        # null space of phi. The size of its rounding is estimated by phi^T r with random
-        # signs of r, in which the terms of the sum do not cancel.
-        terms = _tree.norm(jacobian.rmv(_with_random_signs(residual)))
-        rounding = (
-            _ROUNDINGS * jnp.finfo(dtype).eps * terms / jnp.where(norm > 0, norm, 1)
-        )
+        down = _tree.scale(-1, gradient)
+        if self.towards is not None:
+            start, down = self.towards, _tree.axpy(damping, self.towards, down)
+        least = jnp.zeros((), dtype)
+        if not is_damped:
+            # A gradient within rounding of zero counts as zero, since it may point into
+            # the null space of phi. The size of its rounding is estimated by phi^T r with
+            # random signs of r, in which the terms of the sum do not cancel.
+            terms = _tree.norm(jacobian.rmv(_with_random_signs(self.problem.residual)))
+            unit = jnp.where(norm > 0, norm, 1)
+            least = _ROUNDINGS * jnp.finfo(dtype).eps * terms / unit
         tolerance = nan_unless(
-            nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), rounding)
+            nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), least)
         )
         curvature = semidefinite(
             lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
@@ -114,7 +128,7 @@ class MatrixFree(AbstractIteration):
             passes += self.preconditioner.passes(jacobian)
         solution = lx.linear_solve(
             curvature,
-            _tree.scale(-1, gradient),
+            down,
             # The tolerance and the options do not change the solution, and so are
             # constants to derivatives.
             ConjugateGradients(_tree.fixed(tolerance), max_steps),
@@ -124,6 +138,18 @@ class MatrixFree(AbstractIteration):
         passes += each * solution.stats["num_products"]
         answer = Answer(solution.value, solution.stats["num_steps"], passes)
         return answer, solution.result == lx.RESULTS.successful
+
+    def pulled(self, towards: PyTree[Array]) -> "MatrixFree":
+        """Return the subproblem with a damping that pulls towards a step."""
+        return eqx.tree_at(
+            lambda s: s.towards, self, towards, is_leaf=lambda x: x is None
+        )
+
+    def with_residual(self, residual: PyTree[Array]) -> AbstractWithGradient:
+        other = super().with_residual(residual)
+        if self.towards is None:
+            return other
+        return eqx.tree_at(lambda s: s.towards, other, None)
 
     def _reachable_gradient(self, damping: ScalarLike) -> PyTree[Array]:
         r"""Return the gradient, and without damping only its part in the range of

@@ -10,7 +10,25 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from ._base import AbstractSubproblem, AbstractWrapper, Answer
+from ._base import AbstractSubproblem, AbstractWay, AbstractWrapper, Answer
+from ._matrix_free import MatrixFree
+
+
+def pulled(
+    problem: Quadratic,
+    towards: PyTree[Array],
+    way: type[AbstractWay],
+    ready: Callable[[Quadratic], AbstractSubproblem],
+) -> AbstractSubproblem:
+    """Return a subproblem whose damping pulls towards a step.
+
+    - `ready`: sets a problem up, as `way` does.
+    """
+    if not issubclass(way, MatrixFree):
+        return WithMomentum(problem, towards, ready)
+    subproblem = ready(problem)
+    assert isinstance(subproblem, MatrixFree)
+    return subproblem.pulled(towards)
 
 
 class WithMomentum(AbstractWrapper):
