@@ -67,8 +67,9 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     r"""A rule that chooses the damping of each trial.
 
     A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
-    `after`. It may also override `accepts` and `goes_on`, which decide whether a step is
-    accepted and whether to try another damping at the same linearisation. The last
+    `after`. It may also override `begin`, which sees each linearisation once, and
+    `accepts` and `goes_on`, which decide whether a step is accepted and whether to try
+    another damping at the same linearisation. The last
     accepted step that lowers the loss by more than rounding is taken.
 
     - `num_trials`: the approximate number of dampings tried at one linearisation. If it
@@ -83,6 +84,10 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     @abc.abstractmethod
     def init(self, dtype: jnp.dtype) -> _State:
         """Return the state before the first trial of a run."""
+
+    def begin(self, state: _State, subproblem: AbstractSubproblem) -> _State:
+        """Return the state before the first trial at a linearisation."""
+        return state
 
     @abc.abstractmethod
     def damping(
@@ -142,8 +147,12 @@ class Nielsen(AbstractDamping[_Changing]):
     def init(self, dtype: jnp.dtype) -> _Changing:
         return _Changing(jnp.array(-1, dtype), jnp.array(2, dtype))
 
+    def begin(self, state: _Changing, subproblem: AbstractSubproblem) -> _Changing:
+        damping = _or_first(state.damping, self.initial, subproblem)
+        return eqx.tree_at(lambda s: s.damping, state, damping)
+
     def damping(self, state, subproblem, y) -> Scalar:
-        return _or_first(state.damping, self.initial, subproblem)
+        return state.damping
 
     def after(self, state: _Changing, trial: Trial) -> _Changing:
         factor = jnp.where(trial.accepted, _nielsen_factor(trial.ratio), state.growth)
@@ -161,13 +170,10 @@ def _or_first(
     damping: Scalar, initial: ScalarLike, subproblem: AbstractSubproblem
 ) -> Scalar:
     """Return `damping`, or the first damping of the run if `damping` is negative."""
-
-    def first():
-        curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
-        safe = jnp.where(positive(curvature), curvature, 1)
-        return nan_unless(positive(initial), initial).astype(damping.dtype) * safe
-
-    return jax.lax.cond(damping < 0, first, lambda: damping)
+    curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
+    safe = jnp.where(positive(curvature), curvature, 1)
+    first = nan_unless(positive(initial), initial).astype(damping.dtype) * safe
+    return jnp.where(damping < 0, first, damping)
 
 
 # The search ends when the largest failing and the smallest accepted damping are within
@@ -244,8 +250,12 @@ class LongestStep(AbstractDamping[_Edge]):
         no = jnp.array(False)
         return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero, no)
 
+    def begin(self, state: _Edge, subproblem: AbstractSubproblem) -> _Edge:
+        damping = _or_first(state.damping, self.initial, subproblem)
+        return eqx.tree_at(lambda s: s.damping, state, damping)
+
     def damping(self, state, subproblem, y) -> Scalar:
-        return _or_first(state.damping, self.initial, subproblem)
+        return state.damping
 
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)

@@ -368,13 +368,17 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         going = ~update.terminate & (update.result == optx.RESULTS.successful)
         stands = update.stuck | (state.num_still >= _MOST_STILL)
         asks = going & (state.settled | stands)
+        problem, gradient = update.problem, None
+        if problem is None:
+            # The solver has computed the same gradient, so XLA merges the two.
+            problem = objective.expand(lin)
+            gradient = problem.gradient()
 
         def look():
-            problem = update.problem
-            problem = objective.expand(lin) if problem is None else problem
             left = step if update.left is None else update.left
             return has_arrived(
                 problem,
+                problem.gradient() if gradient is None else gradient,
                 _as_in(problem, lin.point),
                 _as_in(problem, left),
                 self.rtol,

@@ -33,6 +33,7 @@ _MOST_FAR = 5
 
 def has_arrived(
     quadratic: Quadratic,
+    gradient: PyTree[Array],
     point: PyTree[Array],
     left: PyTree[Array],
     rtol: ScalarLike,
@@ -54,6 +55,7 @@ def has_arrived(
 
     **Arguments:**
 
+    - `gradient`: the gradient of the linearised problem.
     - `left`: the step that the solver would take next.
     - `rtol`, `atol`: the tolerances of the solver; `atol` is in units of the residual.
     - `loss`, `first_loss`: the loss here and at the start of the run.
@@ -70,7 +72,8 @@ def has_arrived(
     """
     dtype = first_loss.dtype
     eps = _tree.eps((point, quadratic.residual))
-    gradient, norms = _gradient_and_norms(quadratic, point)
+    gradient = _tree.joined(_tree.cast_like(gradient, point))
+    norms = _column_norms(quadratic, point)
     step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
 
@@ -106,34 +109,25 @@ def has_arrived(
     return known & flat & (jnp.sqrt(2 * predicted) <= allowed)
 
 
-def _gradient_and_norms(
-    quadratic: Quadratic, point: PyTree[Array]
-) -> tuple[list[Array], list[Array]]:
-    """Return the gradient and the norms of the Jacobian's columns, both `_tree.joined`.
-    The norms are estimated by probes if the matrix is not in memory. The loop compiles
-    one product for the gradient and all probes."""
+def _column_norms(quadratic: Quadratic, point: PyTree[Array]) -> list[Array]:
+    """Return the norms of the Jacobian's columns, `_tree.joined`. They are estimated by
+    probes if the matrix is not in memory."""
     jacobian = quadratic.jacobian
     joined = lambda tree: _tree.joined(_tree.cast_like(tree, point))
     if jacobian.is_at_hand:
-        norms = jax.tree.map(jnp.sqrt, jacobian.squared_columns())
-        return joined(quadratic.gradient()), joined(norms)
+        return joined(jax.tree.map(jnp.sqrt, jacobian.squared_columns()))
     residual = quadratic.flat_residual()
 
-    def add(carry, number):
-        norms, _ = carry
+    def add(norms, number):
         probe = _probe(number, residual.size).astype(residual.dtype)
-        is_last = number == _NUM_PROBES
-        pulled = joined(jacobian.pull_back(jnp.where(is_last, residual, probe)))
+        pulled = joined(jacobian.pull_back(probe))
         # `hypot` avoids the underflow of squares.
-        new = jax.tree.map(jnp.hypot, norms, pulled)
-        return (_tree.where(is_last, norms, new), pulled), None
+        return jax.tree.map(jnp.hypot, norms, pulled), None
 
     zeros = jax.tree.map(jnp.zeros_like, _tree.joined(point))
-    numbers = jnp.arange(_NUM_PROBES + 1, dtype=jnp.uint32)
-    (norms, gradient), _ = jax.lax.scan(add, (zeros, zeros), numbers)
-    if quadratic.rest is not None:
-        gradient = jax.tree.map(jnp.add, gradient, joined(quadratic.rest))
-    return gradient, _tree.scale(_NUM_PROBES**-0.5, norms)
+    numbers = jnp.arange(_NUM_PROBES, dtype=jnp.uint32)
+    norms, _ = jax.lax.scan(add, zeros, numbers)
+    return _tree.scale(_NUM_PROBES**-0.5, norms)
 
 
 def _probe(number: Array, size: int) -> Float[Array, " size"]:

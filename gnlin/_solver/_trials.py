@@ -154,7 +154,7 @@ def try_dampings(
     zero = jnp.zeros((), dtype)
     start = TrialOutcome(
         damping=zero,
-        state=state,
+        state=rule.begin(state, subproblem),
         step=_tree.zeros_like(lin.point),
         outputs=lin.outputs,
         found=jnp.array(False),
