@@ -149,12 +149,15 @@ class OfExamples(AbstractJacobian):
         return Passes(1, 1)
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
+        whole = self.function.part_size is None
+        if whole and is_by_forward(self._passes.jac, self._shape_of_one()):
+            return self._passes.blocks(wanted)
         wanted = range(len(self.domain.leaves)) if wanted is None else wanted
         return self._blocks_of(self._point, self._args, wanted)
 
     def _blocks_of(self, point, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
         outputs = self._outputs_of_one()
-        if is_by_forward(self._passes.jac, (outputs.size, self.domain.size)):
+        if is_by_forward(self._passes.jac, self._shape_of_one()):
             of_example = functools.partial(_rows_forward, self._fn, point)
             rows = jax.tree.leaves(by_parts(of_example, args, self.function.part_size))
             found = [rows[leaf] for leaf in wanted]
@@ -249,6 +252,9 @@ class OfExamples(AbstractJacobian):
 
     def _outputs_of_one(self) -> Structure:
         return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
+
+    def _shape_of_one(self) -> tuple[int, int]:
+        return self._outputs_of_one().size, self.domain.size
 
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.
