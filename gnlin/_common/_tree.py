@@ -200,7 +200,9 @@ def total(tree: PyTree[Array], dtype: jnp.dtype) -> Scalar:
 
 
 def norm(a: PyTree[Array]) -> Scalar:
-    """Return the Euclidean norm, without overflow of squares."""
+    """Return the Euclidean norm, without overflow of squares in single precision."""
+    if dtype(a) == jnp.float64:
+        return jnp.sqrt(dot(a, a))
     largest = unit(a)
     scaled = [x / largest.astype(x.dtype) for x in joined(a)]
     return (largest * jnp.sqrt(dot(scaled, scaled))).astype(dtype(a))

@@ -76,11 +76,8 @@ def has_arrived(
     norms = _column_norms(quadratic, point)
     step = _tree.cast_like(left, point)
     along = _tree.dot(_tree.joined(step), gradient).astype(dtype)
-
-    # Stack the two vectors, so that the product is compiled once.
-    both = jax.tree.map(lambda d, y: jnp.stack([d, _alternating(y)]), step, point)
-    size_of = lambda v: _tree.norm(quadratic.jacobian.mv(v)).astype(dtype)
-    change, size = jax.vmap(size_of)(both)
+    change = _tree.norm(quadratic.jacobian.mv(step)).astype(dtype)
+    size = _size(norms, _tree.joined(point)).astype(dtype)
     predicted = jnp.maximum(-along - 0.5 * change**2, 0)
 
     # For squared error this is the residual's norm.
@@ -142,17 +139,17 @@ def _probe(number: Array, size: int) -> Float[Array, " size"]:
     return 3**0.5 * (x.astype(jnp.float32) * 2.0**-31 - 1)
 
 
-def _alternating(x: Array) -> Array:
-    """Return `x` with alternating signs, so that equal entries do not cancel."""
-    signs = 1 - 2 * (jnp.arange(x.size, dtype=jnp.int32) % 2)
-    return x * signs.reshape(x.shape).astype(x.dtype)
+def _size(norms: PyTree[Array], point: PyTree[Array]) -> Scalar:
+    """Return the norm of the terms that the parameters contribute to the outputs."""
+    return _tree.norm(jax.tree.map(jnp.multiply, norms, point))
 
 
 def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
     """Return the norm of the whitened outputs' error that rounding the point causes."""
-    pushed = quadratic.jacobian.mv(jax.tree.map(_alternating, point))
+    norms = jax.tree.map(jnp.sqrt, quadratic.jacobian.squared_columns())
     dtype = _tree.dtype((point, quadratic.residual))
-    return _tree.eps((point, quadratic.residual)) * _tree.norm(pushed).astype(dtype)
+    eps = _tree.eps((point, quadratic.residual))
+    return eps * _size(norms, point).astype(dtype)
 
 
 def rounding_of_loss(
