@@ -312,8 +312,6 @@ _POORER, _FAILED = 0.5, 0.25
 _WITHIN = 0.1
 # The most solutions per trial; two or three are usual.
 _MOST_SOLUTIONS = 20
-# The largest curvature times eps to this power is a damping without effect.
-LEAST_POWER = 2.5
 # The smallest damping to try without a usable guess, as a part of the upper bound (Moré,
 # 1978, section 5).
 _LEAST_PART = 1e-3
@@ -399,8 +397,7 @@ def _damping_for_length(
         middle = jnp.maximum(_LEAST_PART * high, jnp.sqrt(low * high))
         return jnp.where((damping > low) & (damping < high), damping, middle)
 
-    largest = subproblem.largest_curvature().astype(dtype)
-    least = jnp.finfo(dtype).eps ** LEAST_POWER * largest
+    least = subproblem.least_damping().astype(dtype)
     # |D delta| is at most |D^-1 g| / lambda.
     most = subproblem.scaled_gradient_norm().astype(dtype) / radius
 

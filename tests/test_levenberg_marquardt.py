@@ -443,3 +443,22 @@ def test_rows_that_do_not_fit_where_their_factors_do():
     solver = gnlin.LevenbergMarquardt(memory_budget=200_000)
     solution = gnlin.solve(model, (x, jnp.sin(x[:, :1])), solver, max_steps=10)
     assert solution.loss < 0.1 * solution.history.loss[0]
+
+
+def test_conjugate_gradients_that_cannot_converge_have_a_limit():
+    """Singular values over twenty decades in single precision."""
+    n = 300
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(n, n)))[0] for _ in range(2))
+    a = jnp.asarray(left * np.logspace(0, -20, n) @ right, jnp.float32)
+    b = jnp.asarray(rng.normal(size=n), jnp.float32)
+    model = lambda y, x: x @ y, jnp.zeros(n, jnp.float32)
+
+    def iterations_a_trial(solver):
+        stats = gnlin.solve(model, (a, b), solver, max_steps=12).stats
+        trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
+        return stats["num_inner_steps"] / trials
+
+    default = gnlin.LevenbergMarquardt(method="matrix-free")
+    precise = gnlin.LevenbergMarquardt(method="matrix-free", tolerance=1e-6)
+    assert iterations_a_trial(default) <= 300 < iterations_a_trial(precise)

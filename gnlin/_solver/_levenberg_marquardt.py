@@ -51,6 +51,10 @@ _ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 _FIRST_DAMPING = 1e-3
 # The first tolerance of conjugate gradients on a full batch.
 _TOLERANCE = 0.1
+# The most iterations of conjugate gradients on a full batch, if the tolerance is not
+# given. A classifier takes up to a hundred, until its loss is so small that single
+# precision resolves no step; then tens of thousands change nothing.
+_MOST_ON_ALL_DATA = 300
 # Across batches: the damping divided by the curvature along the first gradient, and the
 # part of the last step that a step is pulled towards.
 _DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
@@ -118,8 +122,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         factorisations, which would be repeated for it.
     - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
-        square root of the gradient's norm relative to the first as an upper limit. Across
-        batches the default is 0.01, in at most 20 iterations.
+        square root of the gradient's norm relative to the first as an upper limit, in at
+        most 300 iterations. Across batches the default is 0.01, in at most 20 iterations.
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
@@ -314,7 +318,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         memory = eqx.tree_at(
             lambda m: (m.first_gradient, m.tolerance), memory, (first, tolerance)
         )
-        return memory, subproblem.truncated(tolerance)
+        most = _MOST_ON_ALL_DATA if self.tolerance is None else None
+        return memory, subproblem.truncated(tolerance, most)
 
     def _on_a_batch(
         self,

@@ -15,7 +15,7 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Early
-from ..damping import AbstractDamping, LEAST_POWER, Trial
+from ..damping import AbstractDamping, Trial
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
 from ._termination import rounding_of_loss, rounding_of_outputs
@@ -79,7 +79,8 @@ def try_dampings(
     largest = subproblem.largest_curvature().astype(dtype)
     # A smaller damping has no effect, and a larger one allows no step.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-    sensible = unit * eps**LEAST_POWER, unit / eps**2
+    least = subproblem.least_damping().astype(dtype)
+    sensible = jnp.where(unit == largest, least, 0), unit / eps**2
     root = objective.root(lin.outputs)
     point_size = subproblem.length(lin.point).astype(dtype)
     loss = objective.value(lin.outputs).astype(dtype)

@@ -29,6 +29,10 @@ from ..filters import (
 )
 
 
+# The largest curvature times eps to this power is a damping without effect.
+_LEAST_POWER = 2.5
+
+
 class Answer(eqx.Module):
     """A step of a subproblem, and what it cost.
 
@@ -111,6 +115,11 @@ class AbstractSubproblem(eqx.Module):
     def largest_curvature(self) -> Scalar:
         """Return the largest eigenvalue of phi^T phi, or a cheap estimate of it."""
 
+    def least_damping(self) -> Scalar:
+        """Return a damping so small that it has no effect in this precision."""
+        largest = self.largest_curvature()
+        return largest * float(jnp.finfo(largest.dtype).eps) ** _LEAST_POWER
+
     def attainable_decrease(self) -> Scalar:
         """Return the predicted decrease of the undamped step, |U^T r|^2 / 2 over the
         numerical range, or infinity if computing it would require a solution."""
@@ -131,6 +140,9 @@ class AbstractWrapper(AbstractSubproblem):
 
     def largest_curvature(self) -> Scalar:
         return self.inner.largest_curvature()
+
+    def least_damping(self) -> Scalar:
+        return self.inner.least_damping()
 
     def truncated(
         self, tolerance: ScalarLike, max_steps: int | None = None

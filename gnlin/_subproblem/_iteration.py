@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, PyTree, ScalarLike
+from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
@@ -57,6 +57,11 @@ class AbstractIteration(AbstractWithGradient):
             (tolerance, max_steps),
             is_leaf=lambda x: x is None,
         )
+
+    def least_damping(self) -> Scalar:
+        # Products round the curvature to eps times the largest.
+        largest = self.largest_curvature()
+        return largest * float(jnp.finfo(largest.dtype).eps)
 
     @abc.abstractmethod
     def exactly(self) -> float:

@@ -105,10 +105,11 @@ class MatrixFree(AbstractIteration):
         if self.towards is not None:
             start, down = self.towards, _tree.axpy(damping, self.towards, down)
         least = jnp.zeros((), dtype)
-        if not is_damped:
-            # A gradient within rounding of zero counts as zero, since it may point into
-            # the null space of phi. The size of its rounding is estimated by phi^T r with
-            # random signs of r, in which the terms of the sum do not cancel.
+        if not is_damped or max_steps is None:
+            # A gradient within rounding of zero counts as zero: it may point into the
+            # null space of phi, or no number of steps reduces it. Its rounding is
+            # estimated by phi^T r with random signs of r, so that the terms of the sum do
+            # not cancel.
             terms = _tree.norm(jacobian.rmv(_with_random_signs(self.problem.residual)))
             unit = jnp.where(norm > 0, norm, 1)
             least = _ROUNDINGS * jnp.finfo(dtype).eps * terms / unit
