@@ -57,6 +57,9 @@ def test_certain_and_right_is_calibrated():
     assert ece(jnp.eye(3, dtype=jnp.float32), jnp.arange(3, dtype=jnp.uint8)) == 0
     assert ece(jnp.eye(3), jnp.array([1, 2, 0])) == 1
     assert jnp.isnan(ece(jnp.eye(3), jnp.full(3, -1)))
+    # Half precision cannot count beyond 2048.
+    p = jnp.full((5000, 1), 0.75, jnp.float16)
+    assert ece(p, jnp.arange(5000) % 4 > 0) == pytest.approx(0, abs=1e-6)
 
 
 def test_the_reliability_diagram():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Scalar
 
+from .._common import _tree
 from .._common._checks import check_count, import_pyplot
 from ._base import check_between
 from ._cross_entropy import is_label
@@ -60,26 +61,16 @@ def reliability_diagram(
     the accuracy, and the share of the examples in each bin. A point below the diagonal is
     a bin of overconfident predictions.
 
-    This needs matplotlib. The other arguments are those of
-    [`gnlin.losses.expected_calibration_error`][].
-
-    **Arguments:**
-
-    - `ax`: the axes of matplotlib to draw on; by default new ones.
-
-    **Returns:** the axes.
+    This needs matplotlib. The arguments are those of
+    [`gnlin.losses.expected_calibration_error`][], and `ax`, the axes to draw on (by
+    default new ones), which are returned.
 
     !!! example
 
         ```python
         probabilities = jnp.array([[0.1, 0.9], [0.8, 0.2]])
-        ax = gnlin.losses.reliability_diagram(probabilities, jnp.array([1, 1]))
+        gnlin.losses.reliability_diagram(probabilities, jnp.array([1, 1]))
         ```
-
-    ??? cite "Reference"
-
-        C. Guo, G. Pleiss, Y. Sun and K. Weinberger, *On Calibration of Modern Neural
-        Networks*, ICML (2017), figure 1.
     """
     plt = import_pyplot("reliability_diagram")
     sums = np.asarray(_sums(probabilities, labels, num_bins), float)
@@ -108,6 +99,7 @@ def _sums(
     (k/bins, (k+1)/bins]."""
     check_count("num_bins", num_bins)
     p, labels = jnp.asarray(probabilities), jnp.asarray(labels)
+    p = p.astype(_tree.at_least_single(p))  # half precision cannot count
     if p.ndim == 1 or p.shape[-1:] == (1,):  # of the second of two classes
         p, labels = p.ravel(), jnp.where(labels.ravel().astype(float) > 0.5, 1, 0)
         p = jnp.stack([1 - p, p], axis=1)
@@ -122,7 +114,7 @@ def _sums(
     confidence, likeliest = jnp.max(p, axis=-1), jnp.argmax(p, axis=-1)
     right = likeliest == labels.astype(likeliest.dtype)
     each = jnp.stack([jnp.ones_like(confidence), right.astype(p.dtype), confidence])
-    each = jnp.where(labels >= 0, each, 0)
+    each = jnp.where((labels >= 0)[None], each, 0)
     bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(int) - 1, 0, num_bins - 1)
     sums = jnp.zeros((3, num_bins), p.dtype)
     return sums.at[:, bins.ravel()].add(each.reshape(3, -1))
