@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -63,7 +63,7 @@ def test_certain_and_right_is_calibrated():
 
 
 def test_the_reliability_diagram():
-    mpl.use("Agg")
+    plt.switch_backend("Agg")
     p, labels = drawn(500, 4)
     error, bins = by_a_loop(p, labels, 10)
     ax = gnlin.losses.reliability_diagram(p, labels, num_bins=10)
@@ -75,7 +75,7 @@ def test_the_reliability_diagram():
     assert sum(shares) == pytest.approx(1)
     assert f"ECE {100 * error:.1f} %" in ax.get_legend_handles_labels()[0][1].get_label()
     assert gnlin.losses.reliability_diagram(p, labels, ax=ax) is ax
-    mpl.pyplot.close("all")
+    plt.close("all")
 
 
 def test_errors_of_arguments():
