@@ -188,6 +188,9 @@ REACHED = {
         and n["curve"].max() <= n["posterior"].log_evidence() + 1e-3
         and n["scores"][1.0] > n["scores"][0.1]
         and n["log_loss"] < 0.25
+        and n["with_variance"][0] < n["alone"][0] - 0.1
+        and n["with_variance"][1] < 0.5 * n["alone"][1]
+        and gnlin.losses.accuracy(jax.vmap(n["again"])(n["few"]), n["their_digits"]) > 0.9
     ),
     "docs/training.md": lambda n: n["accuracy"] > 0.9 and n["again"] > 0.9,
 }

@@ -300,8 +300,25 @@ def test_laplace_about_a_classifier(name):
         _against_the_curvature(model, inputs, labels, posterior)
 
 
-def _against_the_curvature(model, inputs, labels, posterior):
+@pytest.mark.parametrize("name", ["wide", "tall"])
+def test_laplace_of_the_last_layer(name):
+    model, (inputs, targets) = case(name)
+    labels, loss = jnp.argmax(targets, axis=1), gnlin.SoftmaxCrossEntropy()
+    last = jax.tree.map(lambda _: False, model)
+    last = eqx.tree_at(lambda m: m.layers[-1], last, True)
+    posterior = gnlin.predict.posterior(
+        model, (inputs, labels), loss=loss, prior=0.5, filter_spec=last
+    )
+    num_parameters = 2 * (CASES[name][0] + 1)
+    with pytest.warns(UserWarning, match="standard deviations of the posterior"):
+        _against_the_curvature(model, inputs, labels, posterior, num_parameters)
+
+
+def _against_the_curvature(model, inputs, labels, posterior, last=0):
+    """Compare with dense formulas; `last` is the number of uncertain parameters, at the
+    end, and 0 if all are."""
     (outputs, rows), (on_test, of_test) = dense(model, inputs), dense(model, TEST)
+    rows, of_test = rows[:, -last:], of_test[:, -last:]
     p = softmax(outputs, -1)
     hessian = np.zeros((len(rows), len(rows)))
     for i, q in enumerate(p):
@@ -312,6 +329,7 @@ def _against_the_curvature(model, inputs, labels, posterior):
     np.testing.assert_allclose(np.ravel(found.variance), variance, rtol=1e-8)
     np.testing.assert_allclose(found.mean, on_test, rtol=1e-12)
     flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(posterior_point(model))])
+    flat = flat[-last:]
     evidence = (
         np.sum(np.log(p[np.arange(len(p)), labels]))
         - 2.0 * np.sum(flat**2)

@@ -246,3 +246,14 @@ def is_own(error: Exception) -> bool:
     module = str(last.tb_frame.f_globals.get("__name__", ""))
     raised = last.tb_frame.f_code.co_code[last.tb_lasti] == _RAISE
     return raised and module.partition(".")[0] not in _LIBRARIES
+
+
+def import_pyplot(name: str) -> Any:
+    """Return `matplotlib.pyplot`, which the function `name` needs."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError(
+            f"`{name}` needs matplotlib: install it with `pip install matplotlib`."
+        ) from error
+    return plt

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._common._checks import import_pyplot
 from ..losses import TobitNLL
 from ._likelihood import in_units_of_y, Likelihood, shown
 
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise ImportError(
-            "`plot` needs matplotlib: install it with `pip install matplotlib`."
-        ) from error
+    plt = import_pyplot("plot")
     data = fit._data
     leaves, structure = jax.tree.flatten(data.x)
     y, counted = np.asarray(data.y), np.asarray(data.counted) > 0

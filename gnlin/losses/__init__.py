@@ -3,6 +3,7 @@
 from ._accuracy import accuracy
 from ._base import AbstractElementwiseLoss, AbstractLoss
 from ._binomial import BinomialNLL, NegativeBinomialNLL
+from ._calibration import expected_calibration_error, reliability_diagram
 from ._cross_entropy import SigmoidCrossEntropy, SoftmaxCrossEntropy
 from ._poisson import PoissonNLL
 from ._robust import Arctan, Cauchy, Huber, LogCosh, PseudoHuber, Tukey
@@ -27,4 +28,6 @@ __all__ = [
     "TobitNLL",
     "Tukey",
     "accuracy",
+    "expected_calibration_error",
+    "reliability_diagram",
 ]

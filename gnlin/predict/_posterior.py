@@ -79,7 +79,8 @@ def posterior(
         log-likelihood, whatever its `reduction`.
     - `from_zero`: whether to replace the model's own outputs by zero. The result is a
         Gaussian process with the tangent kernel, independent of the initial outputs.
-    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][].
+    - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
+        as known. For a large network take those of the last layer (see below).
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.Posterior`][].
@@ -118,6 +119,17 @@ def posterior(
         posterior.probabilities(inputs)
         ```
 
+        The last layer only, for a network too large for the others:
+
+        ```python
+        model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+        last = jax.tree.map(lambda _: False, model)
+        last = eqx.tree_at(lambda m: m.layers[-1], last, True)
+        posterior = gnlin.predict.posterior(
+            model, (inputs, targets[:, None]), noise=0.1, filter_spec=last
+        )
+        ```
+
     ??? cite "Reference"
 
         A. Immer, M. Korzepa and M. Bauer, *Improving predictions of Bayesian neural nets
@@ -150,7 +162,8 @@ def posterior(
         raise ValueError(
             "The smaller of kernel and curvature, of "
             f"{min(linearised.train.shape):,} rows, does not fit into the memory budget "
-            f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data."
+            f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data or a "
+            "`filter_spec` of fewer parameters, such as those of the last layer."
         )
     basis, slope = _set_up(linearised)
     check_finite((basis.eigenvalues, basis.coefficients, basis.outside))
