@@ -309,7 +309,7 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
     try:
         archive.write_bytes(damaged)
         with pytest.raises(Refusal, match=r"period=10\.npz' cannot be read .*delete it"):
-            experiment._load(archive.parent, {"period": 10.0})
+            experiment.load(archive.parent, {"period": 10.0})
     finally:
         archive.write_bytes(whole)
 
@@ -317,13 +317,13 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
 @given(st.data())
 def test_a_changed_archive_is_refused_or_equivalent(archive, data):
     whole = archive.read_bytes()
-    known, *_ = experiment._load(archive.parent, {"period": 10.0})
+    known, *_ = experiment.load(archive.parent, {"period": 10.0})
     changed = bytearray(whole)
     place = data.draw(st.integers(0, len(whole) - 1))
     changed[place] ^= data.draw(st.integers(1, 255))
     try:
         archive.write_bytes(changed)
-        found, *_ = experiment._load(archive.parent, {"period": 10.0})
+        found, *_ = experiment.load(archive.parent, {"period": 10.0})
     except Refusal:
         return
     finally:

@@ -227,5 +227,6 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, 2 x 10^5 steps of Adam on each problem: 60.3 % (61.3 % in "
     "the earlier version) against 69.4 % by SGD with K = 1; Adam alone over 70 %.",
     grid="",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )
