@@ -497,13 +497,15 @@ def unplain(value: Any) -> Any:
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 
-def difference(old: Any, new: Any, key: str) -> str:
+def difference(
+    old: Any, new: Any, key: str, where: tuple[str, str] = ("there", "now")
+) -> str:
     """The first difference between two values, in a few words."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for each in sorted({*old, *new}):
             if old.get(each) != new.get(each):
-                return difference(old.get(each), new.get(each), each)
-    return f"{key}: {_short(old)} there, {_short(new)} now"
+                return difference(old.get(each), new.get(each), each, where)
+    return f"{key}: {_short(old)} {where[0]}, {_short(new)} {where[1]}"
 
 
 def _short(value: Any) -> str:

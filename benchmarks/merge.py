@@ -36,6 +36,7 @@ from .own_task import is_own, named
 
 SEEDS = "seeds", "first_seed"
 """The settings that may differ."""
+_WHERE = "in the first", "in the second"
 
 
 class _Part(NamedTuple):
@@ -111,7 +112,7 @@ def _check_alike(first: _Part, other: _Part) -> None:
         if old != new:
             raise Refusal(
                 f"'{first.folder}' and '{other.folder}' cannot be merged, because they "
-                f"differ in more than their seeds ({difference(old, new, key)})."
+                f"differ in more than their seeds ({difference(old, new, key, _WHERE)})."
             )
 
 

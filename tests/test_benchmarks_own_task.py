@@ -101,4 +101,4 @@ def test_an_experiment_runs_on_the_task(task, tmp_path):
     assert settings["settings"]["data"] == str(task)
     assert settings["settings"]["learning_rate"] == 0.02
     assert (out / "batch.png").exists()
-    assert batch.EXPERIMENT.any_task
+    assert batch.EXPERIMENT.own

@@ -112,9 +112,12 @@ def _caption(settings: Either, tasks, by_task) -> str:
     all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
+    dead = ""
+    if any(task.can_die for task in tasks.values()):
+        dead = ", and the share of hidden units that are off on all training inputs"
     return (
-        "Test error, training loss, kernel alignment with initialisation, and the share "
-        "of hidden units that are off on all training inputs, against effective damping, "
+        f"Test error, training loss, kernel alignment with initialisation{dead}, against "
+        "effective damping, "
         f"lambda = 1/(eta K), medians and ranges of {_seeds(settings, tasks)}. "
         f"{_setting(settings, tasks)} "
         f"{diverged} of {number} runs diverged; where one did, no median is drawn. Grey "
@@ -222,9 +225,10 @@ def _draw_sweeps(
         "test_error": None,
         "train_loss": "Training loss",
         "kernel_alignment": "Kernel alignment\nwith initialisation",
-        "dead": "Dead hidden units\n(share)",
     }
-    with figure(path, width=17, height=10.5) as drawing:
+    if any(task.can_die for task in tasks.values()):
+        rows["dead"] = "Dead hidden units\n(share)"
+    with figure(path, width=max(3.4 * len(tasks), 6), height=10.5) as drawing:
         axes = drawing.subplots(len(rows), len(tasks), sharex="col", squeeze=False)
         for i, (panels, (name, task)) in enumerate(
             zip(axes.T, tasks.items(), strict=True)
@@ -235,14 +239,14 @@ def _draw_sweeps(
                         _draw_curve(panel, runs, column, LOOKS[solver])
                 if i == 0 or label is None:
                     panel.set_ylabel(label or task.error_label)
-            top, middle, aligned, bottom = panels
+            top, middle, aligned, bottom = *panels[:3], panels[-1]
             is_rmse = "RMSE" in task.error_label
             top.set(xscale="log", yscale="log" if is_rmse else "linear")
             top.set_title(task.title)
             middle.set(yscale="log")
             middle.set_ylim(bottom=max(middle.get_ylim()[0], _LEAST_LOSS))
             aligned.set_ylim(top=1.03)
-            if not task.can_die:
+            if "dead" in rows and not task.can_die:
                 _say(bottom, "no unit can die")
             strength = r"$\lambda = 1/(\eta K)$"
             bottom.set_xlabel(f"{strength}, {task.num_steps} outer steps")
