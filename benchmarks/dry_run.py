@@ -70,7 +70,7 @@ class Planned(Exception):
 class Rehearsal:
     """Measures rates until the budget is used up."""
 
-    def __init__(self, budget: float = BUDGET):
+    def __init__(self, budget: float):
         self.end = time.perf_counter() + budget
         self.rates: dict[Hashable, Rate] = {}
 
@@ -149,7 +149,7 @@ def dry_run(name: str, experiment: Experiment, options: Options) -> None:
             "them here: name their folder with --data-dir for the run."
         )
     begun = time.perf_counter()
-    place = Place(options.data_dir, rehearsal=Rehearsal())
+    place = Place(options.data_dir, rehearsal=Rehearsal(BUDGET))
     base, planned = _peak(), {}
     with threadpool_limits(None if options.scale == "full" else 1, user_api="blas"):
         # In random order, so that those within the budget are like the others.
@@ -184,7 +184,7 @@ def _print_plans(
     in_known = sum(plan.steps for plan, _ in known)
     print(f"At most {_rounded(steps)} steps in all; a run that is trained ends earlier.")
     if not known or not in_known:
-        print("No rate was measured within a minute.")
+        print("No rate could be measured in the time for it.")
         return
     number = len(plans) / len(known)
     passes = number * sum(plan.steps * rate.passes for plan, rate in known)

@@ -6,6 +6,7 @@ classes that a hyperplane separates there is no minimum, but the learned functio
 settled by then.
 """
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
@@ -72,14 +73,17 @@ def solve(
 def _rehearse(settings: Images, place: Place, num_steps: int) -> NoReturn:
     """The first problem, as in all steps of L-BFGS."""
     seed = settings.first_seed
-    data = load(settings, place, seed).train
-    model = stateless(settings)(jax.random.key(seed))
+
+    @functools.cache
+    def start():
+        model = stateless(settings)(jax.random.key(seed))
+        return model, load(settings, place, seed).train
 
     def attempt(number):
-        found = solve(model, data, 0.0, number)
+        found = solve(*start(), 0.0, number)
         return Tally(found.num_steps, 2 * found.num_steps)  # there and back
 
-    program = "L-BFGS", settings.network, len(data[1])
+    program = "L-BFGS", settings.network, settings.num_train
     place.rehearsal(
         program, settings.seeds, num_steps, attempt, share=training.share(settings)
     )

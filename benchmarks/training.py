@@ -290,12 +290,15 @@ def full_batch(
 
 def _rehearse_full_batch(settings, place, solver, num_updates, options) -> NoReturn:
     seed = settings.first_seed
-    draws = jax.tree.map(lambda x: x[None], load(settings, place, seed))
+
+    @functools.cache
+    def draws():
+        return jax.tree.map(lambda x: x[None], load(settings, place, seed))
 
     def attempt(number):
         looks = np.full(settings.num_looks, min(number, num_updates))
         found = _train_all(
-            stateless(settings), solver, (jnp.asarray([seed]), draws), (looks, *options)
+            stateless(settings), solver, (jnp.asarray([seed]), draws()), (looks, *options)
         )
         steps, passes = (float(found[x][0, -1]) for x in ("feature_updates", "passes"))
         return Tally(steps, passes)

@@ -25,6 +25,7 @@ from numpy import ndarray
 import gnlin
 
 from .. import solved, thresholds, training
+from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLUE, figure, GREEN, ORANGE, VERMILION
 from ..scores import loss_of, number_of
@@ -129,6 +130,11 @@ def _adam(learning_rate: float) -> optax.GradientTransformation:
 def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
     """The damped mean loss that a method reaches on the first linearised problem, the
     largest entry of its gradient there, and its number of passes."""
+    if place.rehearsal is not None:
+        one = dataclasses.replace(settings, seeds=1)
+        alone = dataclasses.replace(place, rehearsal=None)
+        attempt = lambda _: Tally(1, solve_first(one, point, alone)["passes"].sum())
+        place.rehearsal(tuple(point.values()), settings.seeds, 1, attempt)
     make_model, mean = training.stateless(settings), jnp.asarray(2 * point["damping"])
     form = {"form": "prox-linear", "search": None}
     found = []
