@@ -137,15 +137,17 @@ def model_of(settings: Images) -> Callable[[Key[Array, ""]], Any]:
 
 def stateless(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
     """The same, for training without a state."""
-    make_model = model_of(settings)
+    return _stateless(model_of(settings))
 
-    @functools.wraps(make_model)
+
+@functools.cache  # the same object for the same network, which compiled programs share
+def _stateless(make_model):
     def checked(key):
         model, state = own_task.with_state(make_model(key))
         if state is not None:
             raise Refusal(
-                f"The model of '{settings.data}' has state, which only `k-vs-lambda` and "
-                "training on mini-batches (`batch`, `kernel-drift`) can train."
+                "The model of this task has state, which only `k-vs-lambda` and training "
+                "on mini-batches (`batch`, `kernel-drift`) can train."
             )
         return model
 

@@ -291,7 +291,7 @@ def test_the_guessing_loss_of_sequences_is_over_their_tokens():
 
 @pytest.mark.parametrize("kind", ["values", "state"])
 def test_mini_batches_train_values_and_state(kind, task):
-    """The sum over all examples, at a learning rate as many times smaller, is the mean."""
+    """The sum, at a rate as many times smaller as there are examples, is the mean."""
     written(task, KINDS[kind])
     settings = dataclasses.replace(
         settings_of(batch, task), seeds=1, batch_size=10, num_steps=60, num_looks=2
