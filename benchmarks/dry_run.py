@@ -136,12 +136,15 @@ def dry_run(name: str, experiment: Experiment, options: Options) -> None:
     """Print what the experiment would take with these options."""
     settings = experiment.settings(options)
     points = list(experiment.points(settings))
-    num_runs = len(points) * settings.seeds * experiment.runs_at_a_point(settings)
     last = settings.first_seed + settings.seeds - 1
     print(
         f"{name}, {options.scale}: {len(points)} points, seeds {settings.first_seed} to "
-        f"{last}, {num_runs:,} runs. Nothing is run or written."
+        f"{last}. Nothing is run or written."
     )
+    if not experiment.rehearsed:
+        num_runs = len(points) * settings.seeds * experiment.runs_at_a_point(settings)
+        print(f"{num_runs:,} runs. {_kept(name)}")
+        return
     data = getattr(settings, "data", "")
     if options.scale == "full" and data in ("mnist", "cifar10") and not options.data_dir:
         print(
@@ -154,21 +157,14 @@ def dry_run(name: str, experiment: Experiment, options: Options) -> None:
     with threadpool_limits(None if options.scale == "full" else 1, user_api="blas"):
         # In random order, so that those within the budget are like the others.
         for i in random.Random(0).sample(range(len(points)), len(points)):
-            plan = _rehearsed(experiment, settings, points[i], place)
-            if plan is None:
-                _print_kept(name)
-                return
-            planned[i] = plan
+            planned[i] = _rehearsed(experiment, settings, points[i], place)
     seconds = time.perf_counter() - begun
     _print_plans([(points[i], planned[i]) for i in range(len(points))], base, seconds)
 
 
 def _rehearsed(
     experiment: Experiment, settings: Any, point: Point, place: Place
-) -> Planned | None:
-    """The plan of a point; `None` if its experiment has no rates to measure."""
-    if not experiment.rehearsed:
-        return None
+) -> Planned:
     try:
         experiment.train(settings, point, place)
     except Planned as plan:
@@ -181,9 +177,12 @@ def _print_plans(
 ) -> None:
     known = [(plan, plan.rate) for _, plan in plans if plan.rate is not None]
     steps = sum(plan.steps for _, plan in plans)
-    in_known = sum(plan.steps for plan, _ in known)
-    print(f"At most {_rounded(steps)} steps in all; a run that is trained ends earlier.")
-    if not known or not in_known:
+    num_runs = sum(plan.num_runs for _, plan in plans)
+    print(
+        f"{num_runs:,} runs, and at most {_rounded(steps)} steps in all; a run that is "
+        "trained ends earlier."
+    )
+    if not known:
         print("No rate could be measured in the time for it.")
         return
     number = len(plans) / len(known)
@@ -209,9 +208,8 @@ def _print_plans(
         print(f"  {_rounded(each / 3600)} hours: {shown}")
 
 
-def _print_kept(name: str) -> None:
-    """Print how long the runs in the repository took, if this machine's rate is not
-    measured."""
+def _kept(name: str) -> str:
+    """How long the runs in the repository took."""
     settings = _results.read_settings(_KEPT / name)
     said = "No rate is measured for this experiment, whose steps are not alike."
     if settings is not None and settings.get("run_seconds"):
@@ -220,7 +218,7 @@ def _print_kept(name: str) -> None:
             f"{settings['run_seconds'] / 3600:.2g} hours on {settings['processors']} "
             "processors."
         )
-    print(said)
+    return said
 
 
 def _rounded(number: float) -> str:

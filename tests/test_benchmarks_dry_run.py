@@ -99,8 +99,8 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     options = ["--seeds", "3", "--seed-offset", "4", "--steps", "50", "--grid", "1,10"]
     assert main(["kernel-drift", "--dry-run", *options]) == 0
     said = capsys.readouterr().out
-    assert "2 points, seeds 4 to 6, 6 runs. Nothing is run or written." in said
-    assert "At most 300 steps in all" in said
+    assert "2 points, seeds 4 to 6. Nothing is run or written." in said
+    assert "6 runs, and at most 300 steps in all" in said
     assert "No rate could be measured" in said
     assert not list(tmp_path.iterdir())
 
@@ -110,7 +110,7 @@ def test_a_dry_run_measures(capsys):
     one = dataclasses.replace(kernel_drift.EXPERIMENT, quick=settings)
     dry_run.dry_run("kernel-drift", one, Options(None, "quick"))
     said = capsys.readouterr().out
-    assert "At most 80 steps in all" in said
+    assert "4 runs, and at most 80 steps in all" in said
     # Gradient steps on mini-batches: one tangent and one transposed pass.
     passes = re.search("About (.*) passes through the model, (.*) hours on this", said)
     assert 80 <= float(passes[1].replace(",", "")) <= 320
@@ -132,7 +132,8 @@ def test_missing_files_are_named_and_replaced(capsys, monkeypatch):
 def test_experiments_without_a_rate_say_how_long_they_took(capsys):
     assert main(["lambda-sweep", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "2 points, seeds 0 to 99, 2" in said
+    assert "2 points, seeds 0 to 99." in said
+    assert "2,600 runs. No rate" in said
     assert "No rate is measured for this experiment" in said
     assert re.search("runs in the repository took .* hours on 2 processors", said)
 
