@@ -175,14 +175,13 @@ def _own(settings: OwnKVsLambda) -> Task:
         largest = float(jnp.linalg.norm(kernel(inputs).reshape(number, number), 2))
         rate = 10.0 ** np.floor(np.log10(_STABLE_PART * 2 / largest))
     classes = scores.are_classes(targets)
-    wrong = lambda outputs, labels: 1 - gnlin.losses.accuracy(outputs, labels)
     loss = "cross-entropy" if classes else "squared error"
     return Task(
         f"{settings.network.split()[0]}, {loss}",
         drawn=drawn,
         make_model=make_model,
         loss=scores.loss_of(targets),
-        test_error=wrong if classes else _root_mean_square,
+        test_error=_share_wrong if classes else _root_mean_square,
         error_label=f"Test error ({'fraction wrong' if classes else 'RMSE'})",
         learning_rate=float(rate),
         num_steps=settings.num_steps,
@@ -227,7 +226,7 @@ def _quintic_sign(settings: KVsLambda) -> Task:
         loss=gnlin.SigmoidCrossEntropy(reduction="sum"),
         has_theory=False,
         more_seeds=1,
-        test_error=_wrong_signs,
+        test_error=_share_wrong,
         error_label="Test error (fraction wrong)",
     )
 
@@ -238,7 +237,7 @@ def _digits(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
-        test_error=_error_rate,
+        test_error=_share_wrong,
         error_label="Test error (fraction wrong)",
         learning_rate=settings.digits_rate,
         num_steps=settings.digits_steps,
@@ -253,7 +252,6 @@ def _digits_classes(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         has_theory=False,
-        test_error=lambda outputs, labels: 1 - gnlin.losses.accuracy(outputs, labels),
     )
 
 
@@ -315,9 +313,5 @@ def _root_mean_square(predictions: Array, targets: Array) -> Scalar:
     return jnp.sqrt(jnp.mean((predictions - targets) ** 2))
 
 
-def _error_rate(predictions: Array, targets: Array) -> Scalar:
-    return jnp.mean(jnp.argmax(predictions, axis=1) != jnp.argmax(targets, axis=1))
-
-
-def _wrong_signs(predictions: Array, targets: Array) -> Scalar:
-    return jnp.mean((predictions > 0) != (targets > 0))
+def _share_wrong(predictions: Array, targets: Array) -> Scalar:
+    return 1 - gnlin.losses.accuracy(predictions, targets)
