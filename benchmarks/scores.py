@@ -65,7 +65,7 @@ def spread(targets: Array) -> ScalarLike:
     """The variance of values, summed over the outputs; 1 for classes."""
     if are_classes(targets):
         return 1.0
-    return jnp.sum((targets - jnp.mean(targets, axis=0)) ** 2) / len(targets)
+    return jnp.sum((targets - targets.mean(axis=0, keepdims=True)) ** 2) / len(targets)
 
 
 def score(outputs: Array, targets: Array, spread: ScalarLike) -> Scalar:
