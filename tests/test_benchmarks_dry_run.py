@@ -59,7 +59,7 @@ def test_a_share_of_the_examples_stands_for_all(monkeypatch):
 
 
 def test_a_program_is_measured_once_and_within_the_budget(monkeypatch):
-    work, rehearsal = Work(monkeypatch), Rehearsal(30)
+    work, rehearsal = Work(monkeypatch), Rehearsal(25)
     first = planned(rehearsal, "a", work)
     number = len(work.asked)
     assert planned(rehearsal, "a", work).rate == first.rate
