@@ -607,9 +607,21 @@ def test_a_device_is_taken(ran, device, tmp_path):
 
 
 def test_options_arrive(ran, tmp_path):
-    arguments = "--scale full --seeds 3 --steps 7 --grid 1e6,1,1 --resume --data-dir x"
+    arguments = (
+        "--scale full --seeds 3 --seed-offset 5 --steps 7 --grid 1e6,1,1 --resume "
+        "--data-dir x"
+    )
     assert main(["k-sweep", *arguments.split(), "--out", str(tmp_path)]) == 0
-    expected = Options(tmp_path, "full", 3, 7, (1.0, 1e6), Path("x"), resume=True)
+    expected = Options(
+        tmp_path,
+        "full",
+        seeds=3,
+        first_seed=5,
+        steps=7,
+        grid=(1.0, 1e6),
+        data_dir=Path("x"),
+        resume=True,
+    )
     assert ran == [("k-sweep", expected)]
 
 
