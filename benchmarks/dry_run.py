@@ -81,6 +81,7 @@ class Rehearsal:
         num_steps: float,
         attempt: Callable[[int], Tally],
         *,
+        whole: bool = False,
         share: float = 1.0,
         held: float = 0.0,
     ) -> NoReturn:
@@ -88,12 +89,13 @@ class Rehearsal:
 
         - `program`: a step takes equally long in all runs with the same one.
         - `num_steps`: steps of a run, at most.
-        - `attempt`: makes this many steps, or a whole run.
+        - `attempt`: makes more steps the larger its argument; at 1 as few as possible.
+        - `whole`: an attempt makes a whole run, whatever its argument.
         - `share`: the share of the examples that an attempt has.
         - `held`: bytes that a run holds for its history.
         """
         if program not in self.rates and time.perf_counter() < self.end:
-            self.rates[program] = _measured(attempt, num_steps, share)
+            self.rates[program] = _measured(attempt, 1 if whole else num_steps, share)
         raise Planned(num_runs, num_steps, self.rates.get(program), held)
 
 
@@ -105,8 +107,7 @@ def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -
     first = attempt(1)
     overhead = time.perf_counter() - begun
     tally, seconds = first, overhead
-    # An attempt of more steps than it was asked for makes all of them at once.
-    while first.steps <= 1 and number < num_steps and seconds < overhead + _LONG_ENOUGH:
+    while number < num_steps and seconds < overhead + _LONG_ENOUGH:
         number = min(4 * number, math.ceil(num_steps))
         begun = time.perf_counter()
         tally = attempt(number)

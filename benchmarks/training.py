@@ -297,19 +297,23 @@ def _rehearse_full_batch(settings, place, solver, num_updates, options) -> NoRet
     def draws():
         return jax.tree.map(lambda x: x[None], load(settings, place, seed))
 
+    method = getattr(solver, "method", None)
+    # With the kernel, inner steps are made one by one.
+    counted, in_update = "feature_updates", 1.0
+    if method == "kernel":
+        counted, in_update = "inner_steps", float(solver.period)
+
     def attempt(number):
         looks = np.full(settings.num_looks, min(number, num_updates))
         found = _train_all(
             stateless(settings), solver, (jnp.asarray([seed]), draws()), (looks, *options)
         )
-        steps, passes = (float(found[x][0, -1]) for x in ("feature_updates", "passes"))
+        steps, passes = (float(found[name][0, -1]) for name in (counted, "passes"))
         return Tally(steps, passes)
 
-    method = getattr(solver, "method", None)
-    # With the kernel, inner steps are made one by one.
-    period = float(solver.period) if method == "kernel" else None
-    program = type(solver), method, period, settings.num_train
-    place.rehearsal(program, settings.seeds, num_updates, attempt, share=share(settings))
+    program = type(solver), method, settings.num_train
+    num_steps = in_update * num_updates
+    place.rehearsal(program, settings.seeds, num_steps, attempt, share=share(settings))
 
 
 @eqx.filter_jit

@@ -73,7 +73,7 @@ def test_runs_that_end_early_or_make_all_steps_are_measured(monkeypatch):
     work = Work(monkeypatch, overhead=0.0)
     ended = planned(Rehearsal(100), "a", lambda number: work(number, most=2))
     assert ended.rate.seconds == pytest.approx(0.1)
-    whole = planned(Rehearsal(100), "b", lambda number: work(50))
+    whole = planned(Rehearsal(100), "b", lambda number: work(50), whole=True)
     assert whole.rate.seconds == pytest.approx(0.1)
     assert work.asked[-2:] == [50, 50]
 

@@ -78,7 +78,8 @@ def train(settings: Either, point: Point, place: Place) -> Columns:
         return Tally(found["feature_updates"].sum(), found["passes"].sum())
 
     num_runs = settings.seeds * task.more_seeds * len(settings.periods)
-    place.rehearsal((point["task"], solver), num_runs, task.num_steps, attempt)
+    program = point["task"], solver
+    place.rehearsal(program, num_runs, task.num_steps, attempt, whole=True)
 
 
 def _train(settings: Either, task: Task, solver: str) -> Columns:
