@@ -11,7 +11,7 @@ import textwrap
 import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ._modules import BENCHMARKS, EXPERIMENTS, MODULES, summary, TABLES
 from ._options import Options, Refusal
@@ -22,6 +22,7 @@ DEFAULT = "k-vs-lambda"
 COMMANDS = {
     "all": "Run every experiment, one after another, and then write the report.",
     "report": "Write one page of the experiments' results, as HTML and Markdown.",
+    "merge": "Merge results of one experiment that differ only in their seeds.",
     "keep": "Put the results and that page into the repository, replacing the old ones.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
     "list": "List everything that can be run.",
@@ -67,8 +68,13 @@ def _dispatch(given: argparse.Namespace) -> int:
     name = given.name
     if name not in MODULES and name not in COMMANDS:
         raise Refusal(_unknown(name, MODULES | COMMANDS, "experiment"))
-    if given.part is not None and name not in ("data", "speed"):
-        raise Refusal(f"'{name}' takes no second name; leave '{given.part}' out.")
+    if given.parts and name not in ("data", "speed", "merge"):
+        raise Refusal(f"'{name}' takes no second name; leave '{given.parts[0]}' out.")
+    if len(given.parts) > 1 and name != "merge":
+        raise Refusal(
+            f"'{given.parts[1]}' is one name too many; --help says what there is."
+        )
+    part = given.parts[0] if given.parts else None
     if given.quick and given.scale is not None:
         raise Refusal("--quick is a scale of its own; leave --scale out.")
     scale = "quick" if given.quick else given.scale or "embedded"
@@ -76,7 +82,13 @@ def _dispatch(given: argparse.Namespace) -> int:
     if name == "list":
         return _list()
     if name == "data":
-        return _data(given.part, given.data_dir)
+        return _data(part, given.data_dir)
+    if name == "merge":
+        _prepare(None)
+        from .merge import merge
+
+        merge([Path(folder) for folder in given.parts], given.out)
+        return 0
     if name == "report":
         _prepare(None)
         folder = given.out or Path("results")
@@ -88,19 +100,28 @@ def _dispatch(given: argparse.Namespace) -> int:
         return 0
     names = list(EXPERIMENTS) if name == "all" else [name]
     out = given.out or (Path("results") if name == "all" else Path("results") / name)
+    if name == "all" and given.dry_run:
+        raise Refusal("--dry-run is of one experiment; name it instead of 'all'.")
     options = Options(
         out,
         scale,
-        given.seeds,
-        given.steps,
-        given.grid,
-        given.data_dir,
-        given.reduction,
-        given.task,
-        given.resume,
+        seeds=given.seeds,
+        first_seed=given.seed_offset,
+        steps=given.steps,
+        grid=given.grid,
+        data_dir=given.data_dir,
+        reduction=given.reduction,
+        task=given.task,
+        resume=given.resume,
     )
-    if name == "speed" and given.part is not None:
-        options = dataclasses.replace(options, tables=(_table(given.part),))
+    if name == "speed" and part is not None:
+        options = dataclasses.replace(options, tables=(_table(part),))
+    if given.dry_run:
+        _prepare(given.device)
+        from .dry_run import dry_run
+
+        dry_run(name, _imported(name).EXPERIMENT, options)
+        return 0
     claim_folder(out)
     _prepare(given.device)
     if name != "all":
@@ -114,7 +135,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
     name = given.name
     if name not in EXPERIMENTS and name != "all":
         for option, value in vars(given).items():
-            if value not in (None, False) and option not in _taken(name):
+            if value not in (None, False, []) and option not in _taken(name):
                 flag = option.replace("_", "-")
                 raise Refusal(f"'{name}' takes no --{flag}; leave it out.")
         return
@@ -131,11 +152,12 @@ def _taken(name: str) -> tuple[str, ...]:
     """The options that a benchmark or a command accepts."""
     options = {
         "list": (),
-        "data": ("part", "data_dir"),
+        "data": ("parts", "data_dir"),
+        "merge": ("parts", "out"),
         "report": ("out", "against"),
         "keep": ("out",),
     }
-    return "name", *options.get(name, ("part", "quick", "device", "out"))
+    return "name", *options.get(name, ("parts", "quick", "device", "out"))
 
 
 def _prepare(device: str | None) -> None:
@@ -158,13 +180,17 @@ def _prepare(device: str | None) -> None:
         ) from None
 
 
-def _run(name: str, options: Options) -> None:
+def _imported(name: str) -> Any:
     try:
-        module = importlib.import_module(MODULES[name])
+        return importlib.import_module(MODULES[name])
     except ModuleNotFoundError as error:
         if (error.name or "").startswith(OURS):
             raise
         raise _not_installed(error) from None
+
+
+def _run(name: str, options: Options) -> None:
+    module = _imported(name)
     if name in BENCHMARKS:
         with alone_in(options.out):
             module.run(options)
@@ -288,11 +314,12 @@ def _parser() -> argparse.ArgumentParser:
         "line on each",
     )
     parser.add_argument(
-        "part",
-        nargs="?",
+        "parts",
+        nargs="*",
+        default=[],
         metavar="PART",
         help="with `data`: mnist or cifar10; with `speed`: one of its tables "
-        f"({', '.join(TABLES)})",
+        f"({', '.join(TABLES)}); with `merge`: folders of results",
     )
     parser.add_argument(
         "--scale",
@@ -317,6 +344,13 @@ def _parser() -> argparse.ArgumentParser:
         type=_number_of_seeds,
         metavar="N",
         help="number of random initialisations (default: the scale's own)",
+    )
+    parser.add_argument(
+        "--seed-offset",
+        type=_seed_offset,
+        metavar="N",
+        help="the first seed (default: 0), so that several jobs with different seeds can "
+        "be merged",
     )
     parser.add_argument(
         "--grid",
@@ -355,6 +389,12 @@ def _parser() -> argparse.ArgumentParser:
         "--resume",
         action="store_true",
         help="continue an interrupted run in the folder of the results",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the runs, steps, passes, memory and hours, from rates measured "
+        "within a minute, and run nothing",
     )
     parser.add_argument(
         "--device", type=_device, metavar="DEVICE", help="cpu or gpu (default: jax's own)"
@@ -405,14 +445,19 @@ def _number_of_steps(text: str) -> int:
     return _count(text, MOST_STEPS)
 
 
-def _count(text: str, most: int) -> int:
+def _seed_offset(text: str) -> int:
+    return _count(text, MOST_SEEDS, least=0)
+
+
+def _count(text: str, most: int, least: int = 1) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if not 1 <= number <= most:
+        number = -1
+    if not least <= number <= most:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1 and at most {most:,}, but is '{text}'."
+            f"must be a whole number of at least {least} and at most {most:,}, but is "
+            f"'{text}'."
         )
     return number
 

@@ -13,6 +13,7 @@ class Options:
     out: Path
     scale: Scale = "embedded"
     seeds: int | None = None
+    first_seed: int | None = None
     steps: int | None = None
     grid: tuple[float, ...] | None = None
     """Replaces the swept values of the scale."""

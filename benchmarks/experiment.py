@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from jaxtyping import Shaped
@@ -25,7 +25,7 @@ from rich.progress import track
 from threadpoolctl import threadpool_limits
 
 from . import _results, own_task
-from ._options import Options, Refusal
+from ._options import Options, Refusal, Scale
 from .verdicts import print_verdicts, Verdict
 
 
@@ -68,14 +68,14 @@ class Runs:
     def final(self, name: str) -> Shaped[ndarray, " seeds"]:
         return self.columns[name][:, -1]
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self, first_seed: int = 0) -> list[dict[str, Any]]:
         """Rows for a table, one for each seed and look."""
         table = {k: v[:, None] if v.ndim == 1 else v for k, v in self.columns.items()}
         table = {k: v for k, v in table.items() if v.ndim == 2}
         shape = np.broadcast_shapes(*(v.shape for v in table.values()))
         table = {k: np.broadcast_to(v, shape) for k, v in table.items()}
         return [
-            {**self.point, "seed": seed}
+            {**self.point, "seed": first_seed + seed}
             | {name: column[seed, look].item() for name, column in table.items()}
             for seed in range(shape[0])
             for look in range(shape[1])
@@ -101,8 +101,8 @@ class Made(NamedTuple):
 
     runs: Runs
     seconds: float
-    commit: str
-    """The commit of the code that made the runs."""
+    commits: Sequence[str]
+    """The commits of the code that made the runs: more than one if they are merged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,8 @@ class Place:
     checkpoints: Path | None = None
     """`None` for runs too short for a checkpoint."""
     resume: bool = False
+    rehearsal: Callable[..., NoReturn] | None = None
+    """In a dry run, called in place of the runs (`benchmarks/dry_run.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,12 @@ class Settings:
     """The settings that all experiments have; each adds its own."""
 
     seeds: int
+    """Number of seeds."""
+    first_seed: int = 0
+
+    @property
+    def each_seed(self) -> range:
+        return range(self.first_seed, self.first_seed + self.seeds)
 
 
 S = TypeVar("S", bound=Settings)
@@ -149,19 +157,35 @@ class Experiment(Generic[S]):
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
     """Number of runs of each seed at a point: more than one if the point has its own
     grid."""
-    any_task: bool = False
-    """Whether `--task` can replace data and network."""
+    own: Callable[[S], Any] | None = None
+    """The settings for a user's own task in place of these, with the fields `data` and
+    `network`; `None` if `--task` cannot replace them."""
+    rehearsed: bool = False
+    """Whether `--dry-run` can measure the runs: whether `train` calls the rehearsal."""
     runs_of: str | None = None
     """Another experiment with the same settings and runs."""
+    seedless: Callable[[Point], bool] = lambda point: False
+    """Whether the runs at a point do not depend on the seeds."""
 
-    def settings(self, options: Options) -> S:
+    def defaults(self, scale: Scale, of_own_task: bool) -> Any:
+        """The settings of the scale, or those for a user's own task."""
+        settings = getattr(self, scale)
+        if not of_own_task:
+            return settings
+        if self.own is None:
+            raise Refusal("This experiment has tasks of its own; leave --task out.")
+        return self.own(settings)
+
+    def settings(self, options: Options) -> Any:
         """The settings of the scale, with the changes of the options."""
-        settings: S = getattr(self, options.scale)
+        settings = self.defaults(options.scale, options.task is not None)
         changes: dict[str, Any] = {}
         if options.task is not None:
-            changes |= self._task(settings, options.task)
+            changes |= _of_task(settings, options.task)
         if options.seeds is not None:
             changes["seeds"] = options.seeds
+        if options.first_seed is not None:
+            changes["first_seed"] = options.first_seed
         if options.grid is not None:
             if not self.grid:
                 raise Refusal("This experiment sweeps no numbers; leave --grid out.")
@@ -180,19 +204,6 @@ class Experiment(Generic[S]):
             changes["reduction"] = options.reduction
         return dataclasses.replace(settings, **changes)
 
-    def _task(self, settings: S, path: Path) -> dict[str, Any]:
-        if not self.any_task:
-            raise Refusal("This experiment has tasks of its own; leave --task out.")
-        task = own_task.read(str(path))
-        for name in task.settings:
-            if not hasattr(settings, name):
-                raise Refusal(
-                    f"The task '{path}' sets '{name}', which is no setting of this "
-                    "experiment; its settings.json names them all."
-                )
-        whole = {"data": str(path), "network": f"{path.stem} {task.digest}"}
-        return {"num_train": None, "augmentation": "none", **task.settings, **whole}
-
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
         own = getattr(settings, self.grid)
         if not all(value > 0 for value in values):
@@ -210,11 +221,39 @@ class Experiment(Generic[S]):
         return tuple(type(own[0])(value) for value in values)
 
 
+def _of_task(settings: Settings, path: Path) -> dict[str, Any]:
+    """The settings that a task brings with it."""
+    task, changes = own_task.read(str(path)), {}
+    for name, value in task.settings.items():
+        if not hasattr(settings, name):
+            raise Refusal(
+                f"The task '{path}' sets '{name}', which is no setting of this "
+                "experiment; its settings.json names them all."
+            )
+        default = getattr(settings, name)
+        try:
+            changes[name] = own_task.like(default, value)
+        except TypeError:
+            raise Refusal(
+                f"The task '{path}' sets '{name}' to {value!r}, but the setting is of "
+                f"the kind of {default!r}."
+            ) from None
+    own_task.check(str(path))
+    return changes | {"data": str(path), "network": own_task.named(path)}
+
+
 class Folder:
     """The folder of one experiment: its settings, its runs so far, and finally its
     results."""
 
-    def __init__(self, path: Path, name: str, settings: Settings, options: Options):
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        settings: Settings,
+        options: Options,
+        circumstances: Mapping[str, Any],
+    ):
         self.path = path
         self.name = name
         self._resume = options.resume
@@ -223,7 +262,7 @@ class Folder:
             "scale": options.scale,
             "settings": plain(dataclasses.asdict(settings)),
         }
-        self.circumstances = _results.circumstances()
+        self.circumstances = circumstances
         self._begun = False
         _results.claim_folder(path)
         self._compare(options.resume)
@@ -276,7 +315,7 @@ class Folder:
         _results.write_json(self.path / "settings.json", content)
 
     def load(self, point: Point) -> Made | None:
-        return _load(self.path / "runs", point, self._stamp(self.name))
+        return load(self.path / "runs", point, self._stamp(self.name))
 
     def borrow(self, other: str, point: Point) -> Made | None:
         """Take the runs from another experiment's folder beside this one, if its settings
@@ -288,22 +327,19 @@ class Folder:
         }
         if settings is None or any(settings.get(k) != v for k, v in mine.items()):
             return None
-        return _load(folder / "runs", point, self._stamp(other))
+        return load(folder / "runs", point, self._stamp(other))
 
     def _stamp(self, name: str) -> str:
-        """The circumstances in which runs were made, stored in each file of runs,
-        wherever it came from."""
-        circumstances = [self.circumstances[key] for key in CIRCUMSTANCES]
-        made_with = [name, self.described["settings"], circumstances]
-        return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
+        return stamp(name, {**self.described, **self.circumstances})
 
-    def save(self, runs: Runs, seconds: float, commit: str) -> None:
+    def save(self, made: Made) -> None:
+        runs = made.runs
         self._begin()
         path = _path(self.path / "runs", runs.point)
         path.parent.mkdir(exist_ok=True)
-        columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(seconds)}
+        columns: dict[str, Any] = {**runs.columns, "_seconds": np.array(made.seconds)}
         columns["_stamp"] = np.array(self._stamp(self.name))
-        columns["_commit"] = np.array(commit)
+        columns["_commit"] = np.array(made.commits)
 
         def write(part: Path) -> None:
             with part.open("wb") as file:
@@ -311,6 +347,14 @@ class Folder:
 
         _results.write_whole(path, write)
         shutil.rmtree(self.path / "checkpoints" / _name(runs.point), ignore_errors=True)
+
+
+def stamp(name: str, settings: Mapping[str, Any]) -> str:
+    """The settings and the circumstances in which runs were made, stored in each file of
+    runs, wherever it came from."""
+    circumstances = [settings[key] for key in CIRCUMSTANCES]
+    made_with = [name, settings["settings"], circumstances]
+    return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
 
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
@@ -321,33 +365,43 @@ def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
 
 
 def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
-    console = Console()
     settings = experiment.settings(options)
-    points = experiment.points(settings)
-    folder = Folder(options.out, name, settings, options)
-    made, borrowed, commit = [], 0, _results.commit()
+    circumstances = _results.circumstances()
+    folder = Folder(options.out, name, settings, options, circumstances)
+    made, borrowed, commits = [], 0, [_results.commit()]
     # On matrices as small as these, LAPACK's threads and XLA's wait for each other.
     threads = None if options.scale == "full" else 1
     with threadpool_limits(threads, user_api="blas"):
-        for point in track(points, name, console=console):
+        for point in track(experiment.points(settings), name):
             found = folder.load(point) if options.resume else None
             if found is None and experiment.runs_of is not None:
                 found = folder.borrow(experiment.runs_of, point)
                 borrowed += found is not None
             if found is None:
-                found = Made(
-                    *_train(experiment, settings, point, folder, options), commit
-                )
-                folder.save(*found)
+                runs, seconds = _train(experiment, settings, point, folder, options)
+                found = Made(runs, seconds, commits)
+                folder.save(found)
             made.append(found)
+    return write_results(experiment, settings, folder, made, borrowed)
+
+
+def write_results(
+    experiment: Experiment,
+    settings: Settings,
+    folder: Folder,
+    made: Sequence[Made],
+    borrowed: int = 0,
+) -> list[Verdict]:
+    """Write table, verdicts, figures and settings of all runs of an experiment."""
+    console, name, out = Console(), folder.name, folder.path
     all_runs = [each.runs for each in made]
     seconds = sum(each.seconds for each in made)
     verdicts = experiment.judge(settings, all_runs)
-    captions = experiment.draw(settings, all_runs, options.out)
+    captions = experiment.draw(settings, all_runs, out)
     stem = name.replace("-", "_")
-    rows = [row for runs in all_runs for row in runs.rows()]
-    _results.write_table(options.out / f"{stem}.csv", rows)
-    _results.write_csv(options.out / "verdicts.csv", verdicts)
+    rows = [row for runs in all_runs for row in runs.rows(_first_seed(settings, runs))]
+    _results.write_table(out / f"{stem}.csv", rows)
+    _results.write_csv(out / "verdicts.csv", verdicts)
     num_runs = sum(runs.num_seeds for runs in all_runs)
     num_runs *= experiment.runs_at_a_point(settings)
     results = {
@@ -356,22 +410,27 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
         "figures": dict(captions),
         "num_runs": num_runs,
         "run_seconds": round(seconds, 1),
-        "commits": sorted({each.commit for each in made} - {""}),
-        "borrowed": borrowed == len(points),
+        "commits": sorted({commit for each in made for commit in each.commits} - {""}),
+        "borrowed": borrowed == len(made),
     }
     folder.write_settings(results)
     print_verdicts(console, verdicts)
-    if options.quick:
+    if folder.described["scale"] == "quick":
         console.print("A quick run, to see that it works: its verdicts say nothing.")
     source = f" (those of {experiment.runs_of})" if borrowed else ""
     console.print(
-        f"{num_runs} runs{source} in {seconds:.0f} s. In {options.out}: "
+        f"{num_runs} runs{source} in {seconds:.0f} s. In {out}: "
         f"{', '.join(f'{c}.png' for c in captions)}, {stem}.csv, verdicts.csv, "
         "settings.json",
         highlight=False,
         soft_wrap=True,
     )
     return verdicts
+
+
+def _first_seed(settings: Settings, runs: Runs) -> int:
+    """The first seed at a point that may have several runs for each seed."""
+    return settings.first_seed * runs.num_seeds // settings.seeds
 
 
 def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
@@ -383,7 +442,7 @@ def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
     return Runs(point, columns), time.perf_counter() - start
 
 
-def _load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
+def load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
     """Load runs; raises `Refusal` if their stamp differs from this one."""
     path = _path(folder, point)
     if not path.exists():
@@ -393,7 +452,7 @@ def _load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
             columns = {name: archive[name] for name in archive.files}
         seconds = float(columns.pop("_seconds"))
         found = str(columns.pop("_stamp", ""))
-        commit = str(columns.pop("_commit", ""))
+        commits = np.atleast_1d(columns.pop("_commit", "")).tolist()
     except _DAMAGED as error:
         raise Refusal(
             f"'{path}' cannot be read ({error}); delete it, to make those runs again."
@@ -403,7 +462,7 @@ def _load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
             f"'{path}' holds runs with other settings or versions; delete it, to make "
             "those runs again."
         )
-    return Made(Runs(point, columns), seconds, commit)
+    return Made(Runs(point, columns), seconds, commits)
 
 
 def _path(folder: Path, point: Point) -> Path:
@@ -431,13 +490,22 @@ def plain(value: Any) -> Any:
     return value
 
 
-def difference(old: Any, new: Any, key: str) -> str:
+def unplain(value: Any) -> Any:
+    """The setting that `plain` has written."""
+    if isinstance(value, list):
+        return tuple(map(unplain, value))
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def difference(
+    old: Any, new: Any, key: str, where: tuple[str, str] = ("there", "now")
+) -> str:
     """The first difference between two values, in a few words."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for each in sorted({*old, *new}):
             if old.get(each) != new.get(each):
-                return difference(old.get(each), new.get(each), each)
-    return f"{key}: {_short(old)} there, {_short(new)} now"
+                return difference(old.get(each), new.get(each), each, where)
+    return f"{key}: {_short(old)} {where[0]}, {_short(new)} {where[1]}"
 
 
 def _short(value: Any) -> str:

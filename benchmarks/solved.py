@@ -6,24 +6,24 @@ classes that a hyperplane separates there is no minimum, but the learned functio
 settled by then.
 """
 
+import functools
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 from numpy import ndarray
 from scipy.optimize import minimize
 
-import gnlin
-
+from . import scores, training
+from .dry_run import Tally
 from .experiment import Place, Runs
-from .thresholds import TRAINED_LOSS
+from .scores import score, spread, trained_loss
 from .training import (
     accuracy_of,
     Columns,
@@ -34,7 +34,7 @@ from .training import (
     linearised,
     load,
     mean_loss,
-    model_of,
+    stateless,
 )
 
 
@@ -57,8 +57,7 @@ def solve(
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
 ) -> Solved:
-    """Solve the linearised problem of a network at a model: minimise its mean
-    cross-entropy."""
+    """Solve the linearised problem of a network at a model: minimise its mean loss."""
     size = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0].size
     found = minimize(
         lambda moved: tuple(map(np.asarray, _loss_and_gradient(moved, model, data))),
@@ -71,6 +70,25 @@ def solve(
     return Solved(found.x, found.nit, float(found.fun), residual)
 
 
+def _rehearse(settings: Images, place: Place, num_steps: int) -> NoReturn:
+    """The first problem, as in all steps of L-BFGS."""
+    seed = settings.first_seed
+
+    @functools.cache
+    def start():
+        model = stateless(settings)(jax.random.key(seed))
+        return model, load(settings, place, seed).train
+
+    def attempt(number):
+        found = solve(*start(), 0.0, number)
+        return Tally(found.num_steps, 2 * found.num_steps)  # there and back
+
+    program = "L-BFGS", settings.network, settings.num_train
+    place.rehearsal(
+        program, settings.seeds, num_steps, attempt, share=training.share(settings)
+    )
+
+
 #
 # K = infinity: the first problem alone
 #
@@ -79,10 +97,12 @@ def solve(
 def train_endlessly(settings: Images, place: Place) -> Columns:
     """Train all seeds with K = infinity, at one look. `finished` says whether the
     tolerance was reached."""
-    make_model = model_of(settings)
+    make_model = stateless(settings)
+    if place.rehearsal is not None:
+        _rehearse(settings, place, MOST_STEPS)
     runs = [
         _first(make_model(jax.random.key(seed)), load(settings, place, seed))
-        for seed in range(settings.seeds)
+        for seed in settings.each_seed
     ]
     return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
 
@@ -95,7 +115,10 @@ def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
 
 def _first(model: PyTree, draw: Draw) -> dict[str, float]:
     found = solve(model, draw.train)
-    accuracy = lambda data: float(_accuracy_linearised(found.moved, model, data))
+    of_training = spread(draw.train[1])
+    accuracy = lambda data: float(
+        _accuracy_linearised(found.moved, model, data, of_training)
+    )
     return {
         "inner_steps": float(found.num_steps),
         "train_loss": found.loss,
@@ -129,7 +152,9 @@ def train_solving(
     counts the problems so far that were not solved to the tolerance, and `gradient` is
     the largest residual of any problem.
     """
-    make_model = model_of(settings)
+    make_model = stateless(settings)
+    if place.rehearsal is not None:
+        _rehearse(settings, place, num_updates * most_steps)
     runs = [
         _one_after_the_other(
             make_model(jax.random.key(seed)),
@@ -139,7 +164,7 @@ def train_solving(
             until_trained,
             most_steps,
         )
-        for seed in range(settings.seeds)
+        for seed in settings.each_seed
     ]
     return {name: np.array([run[name] for run in runs]) for name in runs[0]}
 
@@ -153,15 +178,17 @@ def _one_after_the_other(
     most_steps: int,
 ) -> Columns:
     looks, num_steps, unsolved, residual = [], 0, 0, 0.0
+    enough, of_training = trained_loss(draw.train[1]), spread(draw.train[1])
     for update in range(1, num_updates + 1):
         found = solve(model, draw.train, tolerance, most_steps)
         point, model = model, moved_by(found.moved, model)
         num_steps += found.num_steps
         unsolved += found.residual > tolerance
         residual = max(residual, found.residual)
-        linearised = partial(_accuracy_linearised, found.moved, point)
-        train_loss = float(mean_loss(model, draw.train))
-        trained = train_loss <= TRAINED_LOSS
+        linearised = partial(_accuracy_linearised, found.moved, point, spread=of_training)
+        accuracy = partial(accuracy_of, model, None, spread=of_training)
+        train_loss = float(mean_loss(model, None, draw.train))
+        trained = train_loss <= enough
         looks.append(
             {
                 "feature_updates": update,
@@ -171,9 +198,9 @@ def _one_after_the_other(
                 "trained": trained,
                 "train_loss": train_loss,
                 "train_loss_linearised": found.loss,
-                "train_accuracy": accuracy_of(model, None, draw.train),
-                "validation_accuracy": accuracy_of(model, None, draw.validation),
-                "test_accuracy": accuracy_of(model, None, draw.test),
+                "train_accuracy": accuracy(draw.train),
+                "validation_accuracy": accuracy(draw.validation),
+                "test_accuracy": accuracy(draw.test),
                 "train_accuracy_linearised": linearised(draw.train),
                 "test_accuracy_linearised": linearised(draw.test),
             }
@@ -218,7 +245,7 @@ def _linearised(moved, model: PyTree, inputs: Array) -> Array:
 def _linearised_loss(moved, model: PyTree, data: Labelled) -> Array:
     images, labels = in_precision_of(model, data)
     outputs = _linearised(moved, model, images)
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+    return scores.mean_loss(outputs, labels)
 
 
 @eqx.filter_jit
@@ -227,9 +254,9 @@ def _loss_and_gradient(moved, model: PyTree, data: Labelled) -> tuple[Array, Arr
 
 
 @eqx.filter_jit
-def _accuracy_linearised(moved, model: PyTree, data: Labelled) -> Array:
+def _accuracy_linearised(moved, model: PyTree, data: Labelled, spread) -> Array:
     images, labels = in_precision_of(model, data)
-    return gnlin.losses.accuracy(_linearised(jnp.asarray(moved), model, images), labels)
+    return score(_linearised(jnp.asarray(moved), model, images), labels, spread)
 
 
 @eqx.filter_jit

@@ -1,4 +1,5 @@
-"""Training and evaluation of classifiers of images, for most experiments.
+"""Training and evaluation of networks on images, or on a user's own task, for most
+experiments.
 
 On the full batch all seeds are trained by one compiled program, with looks after given
 numbers of feature updates. On mini-batches `gnlin.fit` trains one seed after the other,
@@ -12,25 +13,24 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import optimistix as optx
-from jaxtyping import Array, ArrayLike, Float, Int, Key, PyTree, ScalarLike
+from jaxtyping import Array, Float, Int, Key, PyTree, ScalarLike
 from numpy import ndarray
-from scipy import special
 
 import gnlin
 
-from . import own_task
+from . import own_task, scores
 from ._options import Refusal
 from .data import augmentation, cifar10, digits, mnist
 from .data.standard import DATASETS, scaled, standardised
 from .data.teachers import TEACHERS
+from .dry_run import Tally
 from .experiment import Place, Runs, Settings
 from .figures import band
 from .networks.cnn import (
@@ -41,7 +41,8 @@ from .networks.cnn import (
 )
 from .networks.mlp import digits_mlp, mnist_mlp, teacher_mlp
 from .networks.resnet import resnet18
-from .thresholds import PART_OF_GUESSING, TRAINED_LOSS
+from .scores import guessing_loss, loss_of, Score, score, spread, trained_loss
+from .thresholds import PART_OF_GUESSING
 
 
 Labelled = tuple[Float[Array, "n ..."], Int[Array, " n"]]
@@ -57,10 +58,10 @@ class Draw(NamedTuple):
     test: Labelled
 
 
-Callbacks = Callable[[Draw, PyTree], Sequence[gnlin.callbacks.Callback]]
-"""Callbacks for a seed's images and its model before training."""
+Callbacks = Callable[[Draw, PyTree, PyTree], Sequence[gnlin.callbacks.Callback]]
+"""Callbacks for a seed's images, and its model and state before training."""
 
-NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
+NETWORKS: dict[str, Callable[[Key[Array, ""]], Any]] = {
     "digits-mlp": digits_mlp,
     "mlp-mnist": mnist_mlp,
     "teacher-mlp": teacher_mlp,
@@ -70,27 +71,33 @@ NETWORKS: dict[str, Callable[[Key[Array, ""]], eqx.Module]] = {
     "lenet": lenet,
     "lenet-mnist": functools.partial(lenet, image=(1, 28, 28)),
     "resnet18": functools.partial(resnet18, normalise=False),
-    "resnet18-bn": resnet18,
+    "resnet18-bn": eqx.nn.make_with_state(resnet18),
     "narrow-resnet18": functools.partial(
         resnet18, normalise=False, width=4, image_channels=1
     ),
-    "narrow-resnet18-bn": functools.partial(resnet18, width=4, image_channels=1),
+    "narrow-resnet18-bn": functools.partial(
+        eqx.nn.make_with_state(resnet18), width=4, image_channels=1
+    ),
 }
 AUGMENTATIONS = {
     "shift": augmentation.shift,
     "flip-and-crop": augmentation.flip_and_crop,
     "none": None,
 }
-LOSS = gnlin.SoftmaxCrossEntropy(reduction="sum")
-
 NUM_CLASSES = 10
 MOST_MARKED = 30
 """The largest number of feature updates that a figure marks."""
 VALIDATION_SHARE = 0.1
 """Share of the training images of the standard files."""
+IMAGES = {"mnist": ((1, 28, 28), 54_000), "cifar10": ((3, 32, 32), 45_000)}
+"""The shape of an image, and the number that train."""
+FEW = 1_000
+"""The number of images in a dry run."""
 
 # Below this number, passes through the model are cheaper than a kernel.
 _LITERAL = 30
+HISTORY_BYTES = 500
+"""The memory of a step's row in the history of `gnlin.fit`, as Python numbers."""
 FLOW_FROM = 1e4
 """From this period K on, K steps are taken as gradient flow for the time K eta."""
 
@@ -116,25 +123,53 @@ class Images(Settings):
     augmentation: str = "none"
 
 
-def model_of(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
-    if settings.data.endswith(".py"):
+def own(settings: Images) -> Images:
+    """The settings for a user's own task."""
+    return dataclasses.replace(settings, num_train=None, augmentation="none")
+
+
+def model_of(settings: Images) -> Callable[[Key[Array, ""]], Any]:
+    """The model without state, or the pair of model and state."""
+    if own_task.is_own(settings.data):
         return own_task.read(settings.data).model
     return NETWORKS[settings.network]
+
+
+def stateless(settings: Images) -> Callable[[Key[Array, ""]], eqx.Module]:
+    """The same, for training without a state."""
+    return _stateless(model_of(settings))
+
+
+@functools.cache  # the same object for the same network, which compiled programs share
+def _stateless(make_model):
+    def checked(key):
+        model, state = own_task.with_state(make_model(key))
+        if state is not None:
+            raise Refusal(
+                "The model of this task has state, which only `k-vs-lambda` and training "
+                "on mini-batches (`batch`, `kernel-drift`) can train."
+            )
+        return model
+
+    return checked
 
 
 def load(settings: Images, place: Place, seed: int) -> Draw:
     """Load the data. For the digits a seed draws all parts; for the standard files the
     test images are fixed."""
-    drawn = _load(
-        settings.data, settings.network, place.data_dir, settings.num_train, seed
-    )
+    if place.rehearsal is not None and settings.data in IMAGES:
+        drawn = _few(settings, place.data_dir, seed)
+    else:
+        drawn = _load(
+            settings.data, settings.network, place.data_dir, settings.num_train, seed
+        )
     return Draw(*(_on_device(*labelled) for labelled in drawn))
 
 
 def _load(
     data: str, network: str, data_dir: Path | None, num_train: int | None, seed: int
 ):
-    if data.endswith(".py"):
+    if own_task.is_own(data):
         return own_task.draw(data, num_train, seed)
     if data in TEACHERS:
         assert num_train is not None
@@ -146,6 +181,31 @@ def _load(
     num_validation = math.ceil(VALIDATION_SHARE * len(labels))
     validation, train = order[:num_validation], order[num_validation:][:num_train]
     return (images[train], labels[train]), (images[validation], labels[validation]), test
+
+
+def _few(settings: Images, data_dir: Path | None, seed: int):
+    """A thousand training images for a dry run, or noise if their folder is not named."""
+    number = round(share(settings) * num_images(settings))
+    if data_dir is not None:
+        return _load(settings.data, settings.network, data_dir, number, seed)
+    rng, (shape, _) = np.random.default_rng(seed), IMAGES[settings.data]
+    noise = lambda n: (rng.random((n, *shape)), rng.integers(NUM_CLASSES, size=n))
+    return noise(number), noise(number), noise(number)
+
+
+def num_images(settings: Images) -> int:
+    """The number of training images."""
+    if settings.data in IMAGES:
+        whole = IMAGES[settings.data][1]
+        return min(settings.num_train or whole, whole)
+    return len(load(settings, Place(), 0).train[1])
+
+
+def share(settings: Images) -> float:
+    """The share of the training images that a dry run has."""
+    if settings.data not in IMAGES:
+        return 1.0
+    return min(1.0, FEW / num_images(settings))
 
 
 def _on_device(images: ndarray, labels: ndarray) -> Labelled:
@@ -168,26 +228,12 @@ def _standard(data: str, data_dir: Path | None):
 
 def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
     """The test accuracy before training."""
-    make_model = model_of(settings)
-    found = [
-        accuracy_of(
-            make_model(jax.random.key(seed)), None, load(settings, place, seed).test
-        )
-        for seed in range(settings.seeds)
-    ]
+    make_model, found = model_of(settings), []
+    for seed in settings.each_seed:
+        draw = load(settings, place, seed)
+        model, state = own_task.with_state(make_model(jax.random.key(seed)))
+        found.append(accuracy_of(model, state, draw.test, spread(draw.train[1])))
     return np.array(found, float)
-
-
-def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> float:
-    """The least summed loss of outputs that are the same for all examples."""
-    targets = np.asarray(targets)
-    mean = targets.mean(axis=0)
-    if loss.is_quadratic:
-        return float(np.sum((targets - mean) ** 2) / 2)
-    if targets.dtype.kind in "iu":
-        shares = np.unique(targets, return_counts=True)[1] / len(targets)
-        return float(len(targets) * special.entr(shares).sum())
-    return float(len(targets) * np.sum(special.entr(mean) + special.entr(1 - mean)))
 
 
 def described(settings: Images) -> str:
@@ -231,14 +277,43 @@ def full_batch(
     looks = looks_at(num_updates, settings.num_looks)
     # The same number for all points, so that otherwise equal points share a program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
-    make_model, seeds = model_of(settings), range(settings.seeds)
+    make_model, seeds = stateless(settings), settings.each_seed
+    if place.rehearsal is not None:
+        options = until_trained, damping
+        _rehearse_full_batch(settings, place, solver, num_updates, options)
     draws = [load(settings, place, seed) for seed in seeds]
-    guessed = [guessing_loss(LOSS, draw.train[1]) for draw in draws]
+    guessed = [guessing_loss(loss_of(y), y) for _, y in (draw.train for draw in draws)]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
     options = padded, until_trained, damping
     found = _train_all(make_model, solver, (jnp.asarray(seeds), draws), options)
     columns = {name: np.asarray(x)[:, : len(looks)] for name, x in found.items()}
     return columns | {"guessing_loss": np.array(guessed)[:, None]}
+
+
+def _rehearse_full_batch(settings, place, solver, num_updates, options) -> NoReturn:
+    seed = settings.first_seed
+
+    @functools.cache
+    def draws():
+        return jax.tree.map(lambda x: x[None], load(settings, place, seed))
+
+    method = getattr(solver, "method", None)
+    # With the kernel, inner steps are made one by one.
+    counted, in_update = "feature_updates", 1.0
+    if method == "kernel":
+        counted, in_update = "inner_steps", float(solver.period)
+
+    def attempt(number):
+        looks = np.full(settings.num_looks, min(number, num_updates))
+        found = _train_all(
+            stateless(settings), solver, (jnp.asarray([seed]), draws()), (looks, *options)
+        )
+        steps, passes = (float(found[name][0, -1]) for name in (counted, "passes"))
+        return Tally(steps, passes)
+
+    program = type(solver), method, settings.num_train
+    num_steps = in_update * num_updates
+    place.rehearsal(program, settings.seeds, num_steps, attempt, share=share(settings))
 
 
 @eqx.filter_jit
@@ -267,13 +342,15 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
     parameters, frozen = eqx.partition(model, eqx.is_inexact_array)
     fn = gnlin.PerExample(lambda y, x: eqx.combine(y, frozen)(x))
     outputs = jax.eval_shape(fn, parameters, inputs)
-    objective = gnlin.authoring.BatchLoss(LOSS, outputs, labels)
+    objective = gnlin.authoring.BatchLoss(loss_of(labels), outputs, labels)
+    number, of_training = scores.number_of(labels), spread(labels)
+    score_of = lambda outputs, targets: score(outputs, targets, of_training)
     evaluate = lambda y: fn(y, inputs)
 
     def is_trained(y):
         if not until_trained:
             return jnp.array(False)
-        return objective.value(evaluate(y)) <= TRAINED_LOSS * len(labels)
+        return objective.value(evaluate(y)) <= trained_loss(labels) * number
 
     def left_by(y, lin):
         if damping is None:
@@ -282,7 +359,7 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         cotangent = objective.gradient(lin.outputs + lin.jvp(moved))
         of_loss = lin.vjp(cotangent)
         gradient = jax.tree.map(lambda g, d: g + damping * d, of_loss, moved)
-        return optx.max_norm(gradient) / len(labels)
+        return optx.max_norm(gradient) / number
 
     def step(run):
         lin = gnlin.linearise(fn, run.y, inputs)
@@ -306,19 +383,14 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
         measured = {
             "feature_updates": state.counts.num_feature_updates,
             "inner_steps": state.counts.num_inner_steps,
+            "passes": state.counts.num_jvps + state.counts.num_vjps,
             "stable": run.stable,
             "train_loss": objective.value(fitted),
-            "train_accuracy": gnlin.losses.accuracy(fitted, labels),
-            "validation_accuracy": gnlin.losses.accuracy(
-                fn(y, held_out), held_out_labels
-            ),
-            "test_accuracy": gnlin.losses.accuracy(tested, test_labels),
-            "train_accuracy_linearised": gnlin.losses.accuracy(
-                of_linearised(inputs), labels
-            ),
-            "test_accuracy_linearised": gnlin.losses.accuracy(
-                of_linearised(test_inputs), test_labels
-            ),
+            "train_accuracy": score_of(fitted, labels),
+            "validation_accuracy": score_of(fn(y, held_out), held_out_labels),
+            "test_accuracy": score_of(tested, test_labels),
+            "train_accuracy_linearised": score_of(of_linearised(inputs), labels),
+            "test_accuracy_linearised": score_of(of_linearised(test_inputs), test_labels),
         }
         if until_trained:
             measured["trained"] = run.trained
@@ -405,15 +477,32 @@ def mini_batches(
     settings: Images,
     place: Place,
     solver: gnlin.authoring.AbstractGaussNewton,
-    callbacks: Callbacks = lambda draw, model: (),
+    callbacks: Callbacks = lambda draw, model, state: (),
 ) -> Columns:
     """Train all seeds on mini-batches, with evenly spaced looks, in single precision.
     Columns that the callbacks record are included. The training loss is the mean over a
     batch."""
-    runs = [
-        _fit(settings, place, solver, callbacks, seed) for seed in range(settings.seeds)
-    ]
+    if place.rehearsal is not None:
+        _rehearse_mini_batches(settings, place, solver, callbacks)
+    runs = [_fit(settings, place, solver, callbacks, seed) for seed in settings.each_seed]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+
+
+def _rehearse_mini_batches(settings, place, solver, callbacks) -> NoReturn:
+    whole = num_images(settings)
+    batch_size = min(settings.batch_size or whole, whole)
+    in_batch = min(1.0, share(settings) * whole / batch_size)
+
+    def attempt(number):
+        short = dataclasses.replace(settings, num_steps=number, num_looks=1)
+        run = _fit(short, place, solver, callbacks, settings.first_seed)
+        return Tally(number, float(run["passes"]))
+
+    each = type(solver), settings.network, settings.augmentation, batch_size
+    held = HISTORY_BYTES * settings.num_steps
+    place.rehearsal(
+        each, settings.seeds, settings.num_steps, attempt, share=in_batch, held=held
+    )
 
 
 def to_a_loss(
@@ -425,35 +514,26 @@ def to_a_loss(
         settings,
         place,
         solver,
-        lambda draw, model: [TrainAccuracy(draw.train), TrainLoss(draw.train)],
+        lambda draw, model, state: [TrainAccuracy(draw.train), TrainLoss(draw.train)],
     )
-    return columns | {"trained": columns["train_loss"] <= TRAINED_LOSS}
-
-
-def _loss(
-    settings: Images, num_train: int, batch_size: int
-) -> gnlin.authoring.AbstractLoss:
-    """The loss of a batch; the sum over the training images is estimated from the
-    batch."""
-    if settings.reduction == "mean":
-        return gnlin.SoftmaxCrossEntropy(reduction="mean")
-    weights = np.full(NUM_CLASSES, num_train / batch_size)
-    return gnlin.SoftmaxCrossEntropy(reduction="sum", class_weights=weights)
+    enough = [
+        [float(trained_loss(load(settings, place, seed).train[1]))]
+        for seed in settings.each_seed
+    ]
+    return columns | {"trained": columns["train_loss"] <= np.array(enough)}
 
 
 def _fit(settings, place, solver, callbacks, seed) -> Columns:
     draw = Draw(*(single(labelled) for labelled in load(settings, place, seed)))
     train = draw.train
-    make_model = model_of(settings)
-    state = None
-    if settings.network.endswith("-bn"):
-        model, state = eqx.nn.make_with_state(make_model)(jax.random.key(seed))
-    else:
-        model = make_model(jax.random.key(seed))
-    model = single(model)
-    told = [HeldOut(draw.validation), *callbacks(draw, model)]
+    model, state = own_task.with_state(model_of(settings)(jax.random.key(seed)))
+    model, state = single(model), single(state)
+    of_training = Score(float(spread(train[1])))
+    told = [HeldOut(draw.validation, of_training), *callbacks(draw, model, state)]
     num_train = len(train[1])
     batch_size = min(settings.batch_size or num_train, num_train)
+    if settings.reduction == "sum":  # over all examples, estimated from the batch
+        train = (*train, jnp.full(num_train, num_train / batch_size, jnp.float32))
     every, num_looks = looks(settings)
     checkpoint = None
     if place.checkpoints is not None:
@@ -465,14 +545,14 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
             model,
             train,
             solver,
-            loss=_loss(settings, num_train, batch_size),
+            loss=loss_of(train[1], settings.reduction),
             batch_size=batch_size,
             steps=settings.num_steps,
             key=jax.random.key(seed),
-            state=single(state),
+            state=state,
             validation=draw.test,
             validate_every=every,
-            metrics={"accuracy": gnlin.losses.accuracy},
+            metrics={"accuracy": of_training},
             augment=AUGMENTATIONS[settings.augmentation],
             callbacks=told,
             progress=place.checkpoints is not None,
@@ -489,7 +569,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         "inner_steps": history["num_inner_steps"].cumsum(),
         "feature_updates": history["num_feature_updates"],
         "train_loss": history["loss"]
-        / (1 if settings.reduction == "mean" else num_train),
+        / (1 if settings.reduction == "mean" else scores.number_of(train[1])),
         "test_accuracy": np.nan_to_num(history["validation_accuracy"], nan=0.0),
     }
     if "validation_accuracy_linearised" in history.columns:
@@ -499,8 +579,9 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         ours |= {name: history[name] for name in callback.columns}
     columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
     columns["validation_accuracy"] = np.nan_to_num(columns.pop("held_out_accuracy"))
-    guessed = guessing_loss(LOSS, train[1]) / num_train
+    guessed = guessing_loss(loss_of(train[1]), train[1]) / scores.number_of(train[1])
     columns["guessing_loss"] = np.full(num_looks, guessed)
+    columns["passes"] = np.array(result.stats["num_jvps"] + result.stats["num_vjps"])
     columns["stable"] = np.ones(num_looks)
     well = optx.RESULTS.successful, optx.RESULTS.nonlinear_max_steps_reached
     if not any(bool(result.result == each) for each in well):
@@ -517,35 +598,39 @@ class HeldOut(gnlin.callbacks.Callback):
 
     columns = ("held_out_accuracy",)
 
-    def __init__(self, data: Labelled):
-        self.data = data
+    def __init__(self, data: Labelled, of_training: Score):
+        self.data, self.spread = data, of_training.spread
 
     def on_validation(self, run: Any) -> None:
-        found = accuracy_of(run.model, run.model_state, self.data)
+        found = accuracy_of(run.model, run.model_state, self.data, self.spread)
         run.record({"held_out_accuracy": float(found)})
 
 
 def in_precision_of(model: PyTree, data: Labelled) -> Labelled:
-    images, labels = data
-    parameters = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
-    return images.astype(parameters[0].dtype), labels
+    """The data with their real numbers, but not tokens and classes, in the precision of
+    the model."""
+    dtype = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, data)
 
 
-@eqx.filter_jit
-def accuracy_of(model, state, data: Labelled) -> Array:
-    images, labels = in_precision_of(model, data)
+def outputs_of(model: PyTree, state: PyTree, inputs: Array) -> Array:
+    """The outputs for many examples, in inference mode."""
     model = eqx.nn.inference_mode(model)
     if state is None:
-        return gnlin.losses.accuracy(jax.vmap(model)(images), labels)
-    outputs, _ = jax.vmap(model, (0, None), (0, None), axis_name="batch")(images, state)
-    return gnlin.losses.accuracy(outputs, labels)
+        return jax.vmap(model)(inputs)
+    return jax.vmap(model, (0, None), (0, None), axis_name="batch")(inputs, state)[0]
 
 
 @eqx.filter_jit
-def mean_loss(model: PyTree, data: Labelled) -> Array:
+def accuracy_of(model, state, data: Labelled, spread: ScalarLike) -> Array:
     images, labels = in_precision_of(model, data)
-    outputs = jax.vmap(model)(images)
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels).mean()
+    return score(outputs_of(model, state, images), labels, spread)
+
+
+@eqx.filter_jit
+def mean_loss(model: PyTree, state: PyTree, data: Labelled) -> Array:
+    images, labels = in_precision_of(model, data)
+    return scores.mean_loss(outputs_of(model, state, images), labels)
 
 
 class TrainLoss(gnlin.callbacks.Callback):
@@ -559,7 +644,8 @@ class TrainLoss(gnlin.callbacks.Callback):
         self.data = images[:most], labels[:most]
 
     def on_validation(self, run: Any) -> None:
-        run.record({"train_loss": float(mean_loss(run.model, self.data))})
+        loss = mean_loss(run.model, run.model_state, self.data)
+        run.record({"train_loss": float(loss)})
 
 
 class TrainAccuracy(gnlin.callbacks.Callback):
@@ -573,19 +659,19 @@ class TrainAccuracy(gnlin.callbacks.Callback):
         self.data = images[:most], labels[:most]
 
     def on_validation(self, run: Any) -> None:
-        both = _accuracies(run.model, run.linearisation_point, self.data)
+        both = _accuracies(run.model, run.model_state, run.linearisation_point, self.data)
         run.record(dict(zip(self.columns, map(float, both), strict=True)))
 
 
 @eqx.filter_jit
-def _accuracies(model, point, data: Labelled) -> tuple[Array, Array]:
+def _accuracies(model, state, point, data: Labelled) -> tuple[Array, Array]:
     """The accuracies of the model, and of its linearisation at a point."""
     images, labels = in_precision_of(model, data)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     start = eqx.filter(point, eqx.is_inexact_array)
-    fn = lambda y: jax.vmap(eqx.combine(y, static))(images)
+    fn = lambda y: outputs_of(eqx.combine(y, static), state, images)
     moved = jax.tree.map(jnp.subtract, parameters, start)
-    accuracy = lambda outputs: gnlin.losses.accuracy(outputs, labels)
+    accuracy = lambda outputs: score(outputs, labels, spread(labels))
     return accuracy(fn(parameters)), accuracy(linearised(fn, start, moved))
 
 
@@ -596,13 +682,17 @@ def linearised(fn: Callable, point: PyTree, moved: PyTree) -> Array:
 
 
 class Snapshots(gnlin.callbacks.Callback):
-    """Records an array of the model at the start and at each look, as a column of that
-    name."""
+    """Records an array of the model and its state, before training and at each look, as a
+    column of that name."""
 
     def __init__(
-        self, name: str, take: Callable[[PyTree], Array], model: PyTree, settings: Images
+        self,
+        name: str,
+        take: Callable[[PyTree, PyTree], Array],
+        start: tuple[PyTree, PyTree],
+        settings: Images,
     ):
-        first = np.asarray(take(model))
+        first = np.asarray(take(*start))
         self.name = name
         self.take = take
         _, num_looks = looks(settings)
@@ -612,7 +702,7 @@ class Snapshots(gnlin.callbacks.Callback):
 
     def on_validation(self, run: Any) -> None:
         if self.num_taken < len(self.taken):
-            self.taken[self.num_taken] = self.take(run.model)
+            self.taken[self.num_taken] = self.take(run.model, run.model_state)
             self.num_taken = self.num_taken + 1
 
     def state(self) -> PyTree:

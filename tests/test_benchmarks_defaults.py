@@ -65,7 +65,7 @@ def test_networks_have_the_outputs_that_the_targets_need(name):
 @pytest.mark.slow
 def test_adam_is_a_literal_loop_for_each_rate_and_seed():
     rates = (0.01, 0.1)
-    found = run_adam(SMALL, 2, rates, 6, batch_size=4, num_looks=3)
+    found = run_adam(SMALL, range(2), rates, 6, batch_size=4, num_looks=3)
     assert found["steps"] == 6
     assert found["test_scores"].shape == (2, 2, 3)
     for seed in range(2):

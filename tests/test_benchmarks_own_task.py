@@ -1,18 +1,29 @@
 """An experiment on a task that the user defines in one file."""
 
 import dataclasses
+import importlib
 import json
+import re
+from pathlib import Path
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import own_task, training
-from benchmarks.__main__ import main
+import gnlin
+from benchmarks import own_task, scores, training
+from benchmarks.__main__ import EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Place
-from benchmarks.experiments import batch, k_sweep, xor_features
+from benchmarks.experiments import batch, k_sweep, k_vs_lambda, xor_features
+from benchmarks.experiments.k_vs_lambda._tasks import make_task
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE_TEXT = (ROOT / "docs" / "own-task.md").read_text()
+PAGE = PAGE_TEXT.partition("```python\n")[2].partition("```")[0]
 
 
 TASK = """
@@ -32,12 +43,79 @@ settings = {"learning_rate": 0.02}
 """
 
 
+VALUES = TASK.replace("y = (x[:, 0] > 0).astype(int)", "y = x[:, :2] ** 2")
+TOKENS = """
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+class Transformer(eqx.Module):
+    embedding: jax.Array
+    attention: eqx.nn.MultiheadAttention
+    dense: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.embedding = jax.random.normal(keys[0], (4, 6))
+        self.attention = eqx.nn.MultiheadAttention(2, 6, key=keys[1])
+        self.dense = eqx.nn.MLP(6, 3, 8, 1, jnp.tanh, key=keys[2])
+
+    def __call__(self, tokens):
+        x = self.embedding[tokens]
+        return self.dense(jnp.mean(x + self.attention(x, x, x), axis=0))
+
+def model(key):
+    return Transformer(key)
+
+def data(seed):
+    x = np.random.default_rng(seed).integers(4, size=(50, 5))
+    y = np.minimum((x == 0).sum(axis=1), 2)
+    return (x[:15], y[:15]), (x[15:20], y[15:20]), (x[20:], y[20:])
+"""
+"""A stranger's transformer: how often a token occurs, 0, 1 or more times."""
+STATE = """
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+
+class Network(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.first = eqx.nn.Linear(3, 6, key=key)
+        self.norm = eqx.nn.BatchNorm(6, "batch", mode="batch")
+        self.last = eqx.nn.Linear(6, 2, key=key)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jnp.tanh(x)), state
+
+def model(key):
+    return eqx.nn.make_with_state(Network)(key)
+
+def data(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((60, 3))
+    y = (x[:, 0] > 0).astype(int)
+    return (x[:30], y[:30]), (x[30:40], y[30:40]), (x[40:], y[40:])
+"""
+KINDS = {"classes": TASK, "values": VALUES, "tokens": TOKENS, "state": STATE}
+OTHERS = "classes", "values", "tokens"
+
+
+def written(path, text):
+    path.write_text(text)
+    own_task.read.cache_clear()
+    own_task._drawn.cache_clear()
+    return path
+
+
 @pytest.fixture
 def task(tmp_path):
-    path = tmp_path / "my_task.py"
-    path.write_text(TASK)
-    own_task.read.cache_clear()
-    return path
+    return written(tmp_path / "my_task.py", TASK)
 
 
 def settings_of(experiment, task):
@@ -61,30 +139,77 @@ def test_model_data_and_settings_come_from_the_task(task):
 
 def test_another_version_of_the_file_is_another_task(task):
     before = settings_of(k_sweep, task).network
-    task.write_text(TASK + "\n# changed\n")
-    own_task.read.cache_clear()
+    written(task, TASK + "\n# changed\n")
     assert settings_of(k_sweep, task).network != before
+
+
+OF_DATA = "`data.seed.` of the task .* must return three pairs of inputs and targets"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("def model", "def network", "has no function 'model'"),
-        ("import equinox", "import no_such_module", "cannot be run"),
+        ("import equinox", "import no_such_module", "cannot be run .ModuleNotFoundError"),
         ('"learning_rate"', '"rate"', "sets 'rate', which is no setting"),
+        ("0.02", '"fast"', "sets 'learning_rate' to 'fast', but the setting is of the"),
+        (
+            '{"learning_rate": 0.02}',
+            "3",
+            "`settings` of the task .* must be a dictionary",
+        ),
+        ("MLP(3", "MLP(4", "fails on examples of the shape .3,. .TypeError"),
+        ("MLP(3, 2", "MLP(3, 1", "has 1 outputs, but the classes are 0 to 1"),
+        ("y = (x[:, 0] > 0)", "y = -(x[:, 0] > 0)", "the classes are -1 to 0"),
+        ("astype(int)", "astype(int)[:, None]", "classes must have the shape ..,"),
+        ("astype(int)", "astype(float)", "the shape .2,. for each example and its targe"),
+        ("rng.standard", "1 / 0 * rng.standard", "`data.0.` of the task .*Zero"),
+        ("y = (x", "x[3] = np.nan; y = (x", "are not finite at seed 0"),
+        ("(x[:30], y[:30])", "(x[:30], y[:29])", OF_DATA),
+        ("(x[:30], y[:30])", "(x[:30], y[:30], y)", OF_DATA),
+        ("(x[:30], y[:30]), ", "", OF_DATA),
+        ("y[:30])", 'y[:30].astype("str"))', OF_DATA),
     ],
 )
-def test_invalid_task_files_are_refused(old, new, words, task):
-    task.write_text(TASK.replace(old, new))
-    with pytest.raises(Refusal, match=words):
+def test_tasks_that_do_not_fit_are_refused_in_a_sentence(old, new, words, task):
+    assert old in TASK
+    written(task, TASK.replace(old, new))
+    with pytest.raises(Refusal, match=words) as refused:
         settings_of(k_sweep, task)
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("new", ["(y[:30] + 0.5)", "y[:29]", "y[:30], y"])
-def test_data_of_another_form_are_refused(new, task):
-    task.write_text(TASK.replace("(x[:30], y[:30])", f"(x[:30], {new})"))
-    with pytest.raises(Refusal, match="three pairs of inputs and whole labels"):
-        training.load(settings_of(k_sweep, task), Place(), 0)
+def test_more_examples_than_there_are_are_refused(task):
+    settings = dataclasses.replace(settings_of(k_sweep, task), num_train=31)
+    with pytest.raises(Refusal, match="has 30 training examples, but 31 are asked for"):
+        training.load(settings, Place(), 0)
+
+
+def test_data_of_other_shapes_at_another_seed_are_refused(task):
+    written(task, TASK.replace("60, 3", "60 + seed, 3"))
+    settings = settings_of(k_sweep, task)
+    with pytest.raises(Refusal, match="arrays of the same shapes for each seed"):
+        training.load(settings, Place(), 1)
+
+
+def test_whole_numbers_and_lists_are_taken_for_the_settings_of_their_kind(task):
+    written(task, TASK.replace("0.02", '1, "periods": [2, 30]'))
+    settings = settings_of(k_sweep, task)
+    assert (settings.learning_rate, settings.periods) == (1.0, (2.0, 30.0))
+    assert isinstance(settings.learning_rate, float)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tasks_of_every_kind_are_taken(kind, task):
+    written(task, KINDS[kind])
+    assert settings_of(batch, task).network.startswith("my_task ")
+
+
+def test_state_is_refused_where_it_cannot_be_trained(task):
+    written(task, STATE)
+    settings = settings_of(k_sweep, task)
+    with pytest.raises(Refusal, match="has state, which only `k-vs-lambda`"):
+        training.stateless(settings)(jax.random.key(0))
 
 
 def test_an_experiment_with_fixed_tasks_refuses_another(task):
@@ -92,13 +217,150 @@ def test_an_experiment_with_fixed_tasks_refuses_another(task):
         settings_of(xor_features, task)
 
 
+def test_the_learning_rate_is_by_default_a_small_part_of_the_stable_one(task):
+    written(task, TASK.replace("settings =", "others ="))
+    settings = settings_of(k_vs_lambda, task)
+    assert settings.learning_rate is None
+    found = make_task(settings, "own")
+    (inputs, _), _ = found.drawn(0)
+    kernel = gnlin.TangentKernel(found.make_model(jax.random.key(0)))(inputs)
+    stable = 2 / np.linalg.eigvalsh(kernel.reshape(60, 60))[-1]
+    assert 0.001 < found.learning_rate / stable <= 0.01
+    assert np.log10(found.learning_rate) % 1 == pytest.approx(0)
+
+
+def test_too_many_outputs_are_refused(task):
+    written(task, TASK.replace("(60, 3)", "(6_000, 3)").replace("[:30]", "[:3_000]"))
+    with pytest.raises(Refusal, match="has 6,000 training outputs"):
+        make_task(settings_of(k_vs_lambda, task), "own")
+
+
+@pytest.mark.parametrize(
+    "kind", ["state", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
+)
+def test_runs_of_k_vs_lambda_on_every_kind(kind, task):
+    written(task, KINDS[kind].replace("settings =", "others ="))
+    settings = dataclasses.replace(
+        settings_of(k_vs_lambda, task), seeds=1, periods=(1e4, 1e6), num_steps=3
+    )
+    (inputs, _), _, (_, test_targets) = own_task.draw(settings.data, None, 0)
+    for point in k_vs_lambda.points(settings):
+        columns = k_vs_lambda.train(settings, point, Place())
+        assert point["task"] == "own"
+        assert columns["test_error"].shape == (1, 2)
+        assert columns["train_loss"][0, 0] < 2 * columns["guessing_loss"][0, 0]
+        assert np.all(columns["feature_updates"] == 3)
+        assert columns["spectrum"].shape[2] == len(inputs) * {"tokens": 3}.get(kind, 2)
+        assert ("test_mse" in columns) == (kind == "values")
+        if kind == "values":
+            mse = columns["test_error"] ** 2
+            np.testing.assert_allclose(columns["test_mse"], mse, rtol=1e-10)
+        else:
+            wrong = columns["test_error"] * len(test_targets)
+            np.testing.assert_allclose(wrong, np.round(wrong), atol=1e-9)
+
+
+def test_values_are_scored_by_the_share_of_their_variance():
+    rng = np.random.default_rng(0)
+    targets = jnp.asarray(rng.normal(size=(200, 2)) * [1, 3])
+    spread = scores.spread(targets)
+    assert float(spread) == pytest.approx(np.var(targets, axis=0).sum())
+    mean = jnp.broadcast_to(targets.mean(axis=0), targets.shape)
+    for outputs, expected in ((targets, 1), (mean, 0), (-targets, 0)):
+        found = scores.score(outputs, targets, spread)
+        assert float(found) == pytest.approx(expected, abs=1e-12)
+    halfway = (mean + targets) / 2
+    parts = [
+        float(scores.score(halfway[part], targets[part], spread))
+        for part in (slice(0, 50), slice(50, 200))
+    ]
+    assert 0.25 * parts[0] + 0.75 * parts[1] == pytest.approx(0.75)
+    loss = scores.loss_of(targets)
+    assert loss.is_quadratic
+    guessed = scores.guessing_loss(loss, targets) / len(targets)
+    assert float(scores.trained_loss(targets)) == pytest.approx(0.01 * guessed)
+    assert float(scores.mean_loss(mean, targets)) == pytest.approx(guessed)
+
+
+def test_the_guessing_loss_of_sequences_is_over_their_tokens():
+    labels = jnp.asarray([[0, 1, 1], [2, 1, 0]])
+    outputs = jnp.broadcast_to(jnp.log(jnp.array([2, 3, 1]) / 6), (2, 3, 3))
+    loss = scores.loss_of(labels)
+    objective = gnlin.authoring.BatchLoss(loss, outputs, labels)
+    guessed = scores.guessing_loss(loss, labels)
+    assert float(objective.value(outputs)) == pytest.approx(guessed)
+    assert scores.number_of(labels) == 6
+    assert float(scores.mean_loss(outputs, labels)) == pytest.approx(guessed / 6)
+
+
+@pytest.mark.parametrize("kind", ["values", "state"])
+def test_mini_batches_train_values_and_state(kind, task):
+    """The sum, at a rate as many times smaller as there are examples, is the mean."""
+    written(task, KINDS[kind])
+    settings = dataclasses.replace(
+        settings_of(batch, task), seeds=1, batch_size=10, num_steps=60, num_looks=2
+    )
+    callbacks = lambda draw, *start: [
+        training.TrainAccuracy(draw.train),
+        training.TrainLoss(draw.train),
+    ]
+    mean, total = (
+        training.mini_batches(
+            dataclasses.replace(settings, reduction=reduction),
+            Place(),
+            training.descent(1, rate),
+            callbacks,
+        )
+        for reduction, rate in (("mean", 0.1), ("sum", 0.1 / 30))
+    )
+    assert mean["train_loss"][0, -1] < 0.9 * mean["guessing_loss"][0, -1]
+    assert mean["train_accuracy"][0, -1] > 0.1
+    assert mean["passes"][0] >= 2 * 60
+    for name in ("train_loss", "validation_accuracy", "test_accuracy"):
+        np.testing.assert_allclose(total[name], mean[name], rtol=1e-3)
+
+
 @pytest.mark.slow
-def test_an_experiment_runs_on_the_task(task, tmp_path):
+@pytest.mark.parametrize("name", ["batch", "stability", "kernel-drift", "k-sweep"])
+@pytest.mark.parametrize("kind", ["classes", "values"])
+def test_an_experiment_runs_on_the_task(name, kind, task, tmp_path):
+    written(task, KINDS[kind])
     out = tmp_path / "results"
-    command = ["batch", "--quick", "--task", str(task), "--seeds", "1", "--grid", "1"]
+    command = [name, "--quick", "--task", str(task), "--seeds", "1", "--grid", "1,10"]
     assert main([*command, "--out", str(out)]) == 0
     settings = json.loads((out / "settings.json").read_text())
     assert settings["settings"]["data"] == str(task)
     assert settings["settings"]["learning_rate"] == 0.02
-    assert (out / "batch.png").exists()
-    assert batch.EXPERIMENT.any_task
+    assert (out / f"{name.replace('-', '_')}.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tokens", "state", "page"])
+def test_k_vs_lambda_runs_on_the_task(kind, task, tmp_path):
+    """`page`: the example of the documentation."""
+    texts = KINDS | {"page": PAGE}
+    written(task, texts[kind])
+    out = tmp_path / "results"
+    assert main(["k-vs-lambda", "--quick", "--task", str(task), "--out", str(out)]) == 0
+    settings = json.loads((out / "settings.json").read_text())
+    assert set(settings["figures"]) == {"k_vs_lambda", "difference"}
+    assert settings["num_runs"] == 2 * 2 * 4
+
+
+@pytest.mark.parametrize("name", ["k-vs-lambda", "k-sweep", "batch"])
+def test_the_tasks_of_the_documentation_suit_the_experiments(name, task):
+    module = importlib.import_module(EXPERIMENTS[name])
+    written(task, PAGE)
+    settings_of(module, task)
+    settings_of(module, ROOT / "docs" / "examples" / "token_task.py")
+
+
+def test_the_page_names_the_experiments_that_take_a_task():
+    sentence = PAGE_TEXT.partition("These experiments take a task:")[2].partition(".")[0]
+    named = set(re.findall("`([a-z-]+)`", sentence))
+    taking = {
+        name
+        for name, module in EXPERIMENTS.items()
+        if importlib.import_module(module).EXPERIMENT.own is not None
+    }
+    assert named == taking

@@ -309,7 +309,7 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
     try:
         archive.write_bytes(damaged)
         with pytest.raises(Refusal, match=r"period=10\.npz' cannot be read .*delete it"):
-            experiment._load(archive.parent, {"period": 10.0})
+            experiment.load(archive.parent, {"period": 10.0})
     finally:
         archive.write_bytes(whole)
 
@@ -317,13 +317,13 @@ def test_a_damaged_archive_is_refused_by_its_name(archive, data):
 @given(st.data())
 def test_a_changed_archive_is_refused_or_equivalent(archive, data):
     whole = archive.read_bytes()
-    known, *_ = experiment._load(archive.parent, {"period": 10.0})
+    known, *_ = experiment.load(archive.parent, {"period": 10.0})
     changed = bytearray(whole)
     place = data.draw(st.integers(0, len(whole) - 1))
     changed[place] ^= data.draw(st.integers(1, 255))
     try:
         archive.write_bytes(changed)
-        found, *_ = experiment._load(archive.parent, {"period": 10.0})
+        found, *_ = experiment.load(archive.parent, {"period": 10.0})
     except Refusal:
         return
     finally:
@@ -517,7 +517,12 @@ def ran(monkeypatch):
         (["reprot"], "did you mean 'report'?"),
         (["k-sweep", "mnist"], "'k-sweep' takes no second name; leave 'mnist' out."),
         (["list", "mnist"], "'list' takes no second name"),
-        (["k-sweep", "mnist", "x"], "'x' is one name too many"),
+        (["k-sweep", "mnist", "x"], "leave 'mnist' out"),
+        (["speed", "auto", "x"], "'x' is one name too many"),
+        (["k-sweep", "--dry-run", "--against", "x"], "takes no --against"),
+        (["all", "--dry-run"], "--dry-run is of one experiment"),
+        (["merge", "a"], "Name at least two folders"),
+        (["merge", "a", "b", "--seeds", "2"], "'merge' takes no --seeds"),
         (["k-sweep", "--quick", "--scale", "full"], "leave --scale out"),
         (["nist", "--seeds", "2"], "'nist' takes no --seeds"),
         (["nist", "--scale", "full"], "'nist' takes no --scale"),
@@ -602,9 +607,21 @@ def test_a_device_is_taken(ran, device, tmp_path):
 
 
 def test_options_arrive(ran, tmp_path):
-    arguments = "--scale full --seeds 3 --steps 7 --grid 1e6,1,1 --resume --data-dir x"
+    arguments = (
+        "--scale full --seeds 3 --seed-offset 5 --steps 7 --grid 1e6,1,1 --resume "
+        "--data-dir x"
+    )
     assert main(["k-sweep", *arguments.split(), "--out", str(tmp_path)]) == 0
-    expected = Options(tmp_path, "full", 3, 7, (1.0, 1e6), Path("x"), resume=True)
+    expected = Options(
+        tmp_path,
+        "full",
+        seeds=3,
+        first_seed=5,
+        steps=7,
+        grid=(1.0, 1e6),
+        data_dir=Path("x"),
+        resume=True,
+    )
     assert ran == [("k-sweep", expected)]
 
 

@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from scipy import optimize
 
 import gnlin
-from benchmarks import solved, training
+from benchmarks import scores, solved, training
 from benchmarks.__main__ import main
 from benchmarks.data import augmentation, cifar10, mnist, standard
 from benchmarks.experiment import Place, Runs
@@ -35,7 +35,7 @@ def test_mini_batches_are_a_fit_by_hand():
         SETTINGS,
         Place(),
         training.descent(2, 0.05),
-        callbacks=lambda draw, model: [training.TrainAccuracy(draw.train)],
+        callbacks=lambda draw, *start: [training.TrainAccuracy(draw.train)],
     )
     single = lambda labelled: (jnp.asarray(labelled[0], jnp.float32), labelled[1])
     model = training.NETWORKS["digits-mlp"](jax.random.key(1))
@@ -79,25 +79,24 @@ def test_a_run_that_ends_early_says_so():
 
 
 def test_snapshots_hold_the_model_before_and_at_each_look():
-    take = lambda model: model.layers[0].weight[:2, :3]
+    take = lambda model, state: model.layers[0].weight[:2, :3]
     columns = training.mini_batches(
         SETTINGS,
         Place(),
         training.descent(1, 0.05),
-        callbacks=lambda draw, model: [training.Snapshots("w", take, model, SETTINGS)],
+        callbacks=lambda draw, *start: [training.Snapshots("w", take, start, SETTINGS)],
     )
     model = training.NETWORKS["digits-mlp"](jax.random.key(1))
     assert columns["w"].shape == (2, 4, 2, 3)
-    np.testing.assert_allclose(columns["w"][1, 0], take(model), rtol=1e-6)
+    np.testing.assert_allclose(columns["w"][1, 0], take(model, None), rtol=1e-6)
     assert np.all(np.isfinite(columns["w"]))
     assert np.all(np.abs(np.diff(columns["w"], axis=1)).max(axis=(0, 2, 3)) > 0)
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     solver = training.descent(4, 0.05)
-    snapshots = lambda draw, model: [
-        training.Snapshots("w", lambda m: m.layers[0].weight, model, SETTINGS)
-    ]
+    take = lambda model, state: model.layers[0].weight
+    snapshots = lambda draw, *start: [training.Snapshots("w", take, start, SETTINGS)]
 
     def run(settings, place):
         return training.mini_batches(settings, place, solver, snapshots)
@@ -120,7 +119,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 )
 def test_the_loss_of_guessing_is_the_least_of_constant_outputs(loss, targets, expected):
     targets = np.array(targets)
-    assert training.guessing_loss(loss, targets) == pytest.approx(expected)
+    assert scores.guessing_loss(loss, targets) == pytest.approx(expected)
     outputs = np.zeros((len(targets), 3 if targets.ndim == 1 else targets.shape[1]))
     objective = gnlin.authoring.BatchLoss(loss, outputs, jnp.asarray(targets))
     of = lambda constant: objective.value(jnp.broadcast_to(constant, outputs.shape))
@@ -233,7 +232,7 @@ def test_each_problem_is_solved_at_the_network_that_the_last_has_made():
         num_steps += found.num_steps
         assert columns["inner_steps"][0, look] == num_steps
         model = solved.moved_by(found.moved, model)
-        loss = training.mean_loss(model, data)
+        loss = training.mean_loss(model, None, data)
         assert columns["train_loss"][0, look] == pytest.approx(float(loss))
     assert columns["unsolved"].max() == 0
     assert columns["gradient"].max() <= 1e-5

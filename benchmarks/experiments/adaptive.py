@@ -214,5 +214,6 @@ EXPERIMENT = Experiment(
     "model has moved are to give the same accuracy from fewer of them.",
     grid="periods",
     steps="",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

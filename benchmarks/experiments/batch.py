@@ -145,5 +145,6 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, learning rate 10^-3 on the full batch, 10^-4 on mini-batches "
     "with K ten times larger: the same picture for both.",
     grid="periods",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

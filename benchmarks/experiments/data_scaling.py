@@ -159,5 +159,6 @@ EXPERIMENT = Experiment(
     paper="CNN on subsets of CIFAR-10, to convergence, learning rate 10^-5 (10^-3 for "
     "K = infinity): every finite K scales like K = 1, K = infinity scales worse.",
     grid="periods",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

@@ -77,7 +77,7 @@ def train(settings: Equations, point: Point, place: Place) -> Columns:
     equation, size = EQUATIONS[point["equation"]], settings.sizes[point["equation"]]
     rows = [
         _solved(equation, size, settings.num_looks, jax.random.key(seed))
-        for seed in range(settings.seeds)
+        for seed in settings.each_seed
     ]
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 

@@ -34,6 +34,7 @@ import gnlin
 from .. import thresholds, training
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, SKY, VERMILION
+from ..scores import loss_of
 from ..solved import described, MOST_STEPS, train_solving
 from ..thresholds import MOST_UNFINISHED, SHORT, TRAINED_LOSS
 from ..training import Columns, Images
@@ -183,9 +184,9 @@ def _flow_error(settings: KSweep) -> float:
     """The error of gradient flow, for the number of steps of the longest period without
     it."""
     data = training.load(settings, Place(), 0).train
-    model = training.model_of(settings)(jax.random.key(0))
+    model = training.stateless(settings)(jax.random.key(0))
     return training.flow_error(
-        model, data, training.LOSS, settings.learning_rate, int(training.FLOW_FROM)
+        model, data, loss_of(data[1]), settings.learning_rate, int(training.FLOW_FROM)
     )
 
 
@@ -445,5 +446,6 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10: K up to 10^4 is like K = 1; beyond it is erratic, a little "
     "better for a while; at 10^8 worse, approaching truncated Gauss-Newton.",
     grid="periods",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

@@ -68,10 +68,10 @@ def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
     """Train, on mini-batches or not. The kernels are computed at evenly spaced looks, and
     only their alignments are kept."""
 
-    def callbacks(draw, model):
+    def callbacks(draw, model, state):
         images = draw.train[0][: settings.num_kernel]
-        kernel = lambda model: gnlin.TangentKernel(model)(images)
-        return [training.Snapshots("kernels", kernel, model, settings)]
+        kernel = lambda model, state: gnlin.TangentKernel(model, state=state)(images)
+        return [training.Snapshots("kernels", kernel, (model, state), settings)]
 
     solver = training.descent(point["period"], settings.learning_rate)
     columns = training.mini_batches(settings, place, solver, callbacks)
@@ -172,5 +172,6 @@ EXPERIMENT = Experiment(
     draw,
     paper="After Fort et al. (2020): the kernel changes fastest early in training.",
     grid="periods",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

@@ -77,7 +77,7 @@ def train(settings: LambdaSweep, point: Point, place: Place) -> Columns:
     shape = settings.seeds, len(settings.dampings)
     dampings = np.broadcast_to(settings.dampings, shape)
     # Runs of one damping go together, since they take about equally many steps.
-    seeds = jnp.tile(jnp.arange(settings.seeds), len(settings.dampings))
+    seeds = jnp.tile(jnp.asarray(settings.each_seed), len(settings.dampings))
 
     runs = seeds, jnp.asarray(dampings.T.ravel())
     found = _sweep(runs, data, test, settings.num_steps)

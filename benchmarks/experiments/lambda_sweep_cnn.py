@@ -25,8 +25,10 @@ from numpy import ndarray
 import gnlin
 
 from .. import solved, thresholds, training
+from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLUE, figure, GREEN, ORANGE, VERMILION
+from ..scores import loss_of, number_of
 from ..solved import TOLERANCE
 from ..thresholds import MOST_UNFINISHED, TRAINED_LOSS
 from ..training import Columns, Images
@@ -47,7 +49,6 @@ class LambdaSweepCNN(Images):
     """On mini-batches, Adam's steps on each linearised problem."""
     compared: tuple[float, ...] = (1e-1, 1e-3, 1e-5)
     """Dampings at which all methods solve the first problem."""
-    compared_seeds: int = 3
     adam_steps: tuple[int, ...] = (300, 3_000)
     tolerance: float = 1e-6
     """Tolerance of truncated Newton there, relative to the gradient."""
@@ -64,7 +65,6 @@ QUICK = dataclasses.replace(
     seeds=2,
     dampings=(1e-4, 1e-2, 1.0),
     compared=(1e-1,),
-    compared_seeds=2,
     adam_steps=(10, 100),
     network="digits-mlp",
     num_train=20,
@@ -102,7 +102,8 @@ def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
     damping = 2 * point["damping"]  # of damping / 2 |theta - theta_s|^2
     if settings.batch_size is None:
         # And of the sum over the images.
-        damping = jnp.asarray(damping * len(training.load(settings, place, 0).train[1]))
+        number = number_of(training.load(settings, place, 0).train[1])
+        damping = jnp.asarray(damping * number)
         columns = training.full_batch(
             settings,
             place,
@@ -129,20 +130,25 @@ def _adam(learning_rate: float) -> optax.GradientTransformation:
 def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
     """The damped mean loss that a method reaches on the first linearised problem, the
     largest entry of its gradient there, and its number of passes."""
-    make_model, mean = training.model_of(settings), jnp.asarray(2 * point["damping"])
+    if place.rehearsal is not None:
+        one = dataclasses.replace(settings, seeds=1)
+        alone = dataclasses.replace(place, rehearsal=None)
+        attempt = lambda _: Tally(1, solve_first(one, point, alone)["passes"].sum())
+        place.rehearsal(tuple(point.values()), settings.seeds, 1, attempt)
+    make_model, mean = training.stateless(settings), jnp.asarray(2 * point["damping"])
     form = {"form": "prox-linear", "search": None}
     found = []
-    for seed in range(settings.compared_seeds):
+    for seed in settings.each_seed:
         model = make_model(jax.random.key(seed))
         data = training.load(settings, place, seed).train
-        damping = mean * len(data[1])
-        loss, solver = training.LOSS, gnlin.DampedGaussNewton(damping, **form)
+        damping = mean * number_of(data[1])
+        loss, solver = loss_of(data[1]), gnlin.DampedGaussNewton(damping, **form)
         if point["solved_by"] == TRUNCATED:
             solver = gnlin.TruncatedGaussNewton(
                 settings.tolerance, damping, method="matrix-free", **form
             )
         if point["solved_by"] == ADAM:
-            loss = gnlin.SoftmaxCrossEntropy(reduction="mean")
+            loss = loss_of(data[1], "mean")
             steps, adam = (
                 jnp.asarray(float(point["steps"])),
                 _adam(settings.learning_rate),
@@ -286,7 +292,7 @@ def _caption(settings: LambdaSweepCNN, all_runs: Sequence[Runs]) -> str:
         return said
     steps = max(settings.adam_steps)
     said += (
-        f" Right: the first problem, {settings.compared_seeds} seeds, by Newton's method "
+        f" Right: the first problem, by Newton's method "
         f"(with the kernel), by truncated Newton (conjugate gradients to "
         f"{settings.tolerance:g} of the gradient, without it) and by Adam (learning rate "
         f"{settings.learning_rate:g}, up to {steps:,} steps)."
@@ -318,5 +324,6 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, cross-entropy, Adam on each linearised problem: more damping "
     "generalises better.",
     grid="dampings",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

@@ -78,7 +78,7 @@ def points(settings: LargeK) -> list[Point]:
 def train(settings: LargeK, point: Point, place: Place) -> Columns:
     solver = training.descent(point["period"], settings.learning_rate)
 
-    def callbacks(draw, model):
+    def callbacks(draw, model, state):
         images, labels = draw.train
         few = slice(settings.num_probed)
         probed = (images[few], labels[few]), draw.test
@@ -86,10 +86,12 @@ def train(settings: LargeK, point: Point, place: Place) -> Columns:
             f"probe_{layer}": functools.partial(probe, layer=layer, data=probed)
             for layer in PROBED_LAYERS
         }
-        filters = lambda model: model.convolutions[0].weight[: settings.num_filters]
+        filters = lambda model, state: model.convolutions[0].weight[
+            : settings.num_filters
+        ]
         return [
             gnlin.callbacks.Measure(measures, "validation"),
-            training.Snapshots("filters", filters, model, settings),
+            training.Snapshots("filters", filters, (model, state), settings),
         ]
 
     return training.mini_batches(settings, place, solver, callbacks)
@@ -195,4 +197,5 @@ EXPERIMENT = Experiment(
     paper="CNN on CIFAR-10, SGD with augmentation, K = 5 x 10^6: 82.3 % (K = 1) and "
     "81.4 % (K = 5 x 10^6); 8 to 12 feature updates suffice.",
     grid="periods",
+    rehearsed=True,
 )

@@ -89,7 +89,7 @@ def make_model(
 
 
 def train(settings: LazyToRich, point: Point, place: Place) -> Columns:
-    runs = [_of_seed(settings, point, place, seed) for seed in range(settings.seeds)]
+    runs = [_of_seed(settings, point, place, seed) for seed in settings.each_seed]
     return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
 
 

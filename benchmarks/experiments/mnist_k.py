@@ -190,5 +190,6 @@ EXPERIMENT = Experiment(
     paper="CNN on MNIST, learning rate 10^-4: K up to 100 alike; K = 1,000 levels off "
     "before each feature update; all but infinity end within 0.4 %.",
     grid="periods",
-    any_task=True,
+    own=training.own,
+    rehearsed=True,
 )

@@ -122,7 +122,7 @@ def train(settings: Pinn, point: Point, place: Place) -> Columns:
     groups = equation.groups(size.num_points)
     train, errors_of = trainer(point), _errors_of(equation)
     rows = []
-    for seed in range(settings.seeds):
+    for seed in settings.each_seed:
         model = equation.model(size.hidden, jax.random.key(seed))
         looks = train(model, groups, settings.seconds, settings.num_looks)
         # A run that has converged keeps its last error.

@@ -158,4 +158,5 @@ EXPERIMENT = Experiment(
     "without features as many examples are needed as there are functions of the degree; "
     "with them, of the order of the number of inputs.",
     grid="periods",
+    rehearsed=True,
 )

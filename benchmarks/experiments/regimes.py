@@ -61,7 +61,7 @@ def points(settings: Regimes) -> list[Point]:
 
 def train(settings: Regimes, point: Point, place: Place) -> Columns:
     settings = dataclasses.replace(settings, num_train=point["num_train"])
-    runs = [_of_seed(settings, place, seed) for seed in range(settings.seeds)]
+    runs = [_of_seed(settings, place, seed) for seed in settings.each_seed]
     return {name: np.array([[run[name]] for run in runs]) for name in runs[0]}
 
 

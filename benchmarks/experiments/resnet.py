@@ -147,4 +147,5 @@ EXPERIMENT = Experiment(
     "rate 7 x 10^-7 and K = 10^6, with both at 10^-5 and K = 10^5: large K reaches about "
     "the same; batch normalisation is far less stable.",
     grid="periods",
+    rehearsed=True,
 )

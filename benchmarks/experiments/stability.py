@@ -185,5 +185,7 @@ EXPERIMENT = Experiment(
     "K = 20,000: the largest stable learning rate falls as K grows, by a factor of ten "
     "at most.",
     grid="periods",
+    own=training.own,
     bounds=(1, 1e5),  # steps that are taken one by one
+    rehearsed=True,
 )

@@ -91,14 +91,14 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
         solver = gnlin.IterativeLinearisation(
             jnp.asarray(period), settings.learning_rate, method=method
         )
-    runs = jnp.arange(settings.seeds), data, test
+    runs = jnp.asarray(settings.each_seed), data, test
     found = _train(runs, jnp.asarray(point["scale"]), solver, num_steps)
     return {"damping": np.full(settings.seeds, damping), **jax.device_get(found)}
 
 
 def _drawn(settings: XorFeatures, number: int, start: int) -> tuple[Array, ...]:
     """Inputs and targets, a row for each seed."""
-    drawn = [xor.examples(number, start + seed) for seed in range(settings.seeds)]
+    drawn = [xor.examples(number, start + seed) for seed in settings.each_seed]
     return tuple(jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
 
 

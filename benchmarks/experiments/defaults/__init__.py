@@ -89,7 +89,7 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
         num_steps = int(np.ceil(fit["passes"].max() / 2))
         adam = run_adam(
             task,
-            settings.seeds,
+            settings.each_seed,
             settings.rates,
             2 * num_steps,
             num_looks=2 * settings.num_looks,
@@ -102,7 +102,7 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
 
 
 def _of_seeds(settings: Defaults, run: Any) -> dict[str, ndarray]:
-    runs = [run(seed) for seed in range(settings.seeds)]
+    runs = [run(seed) for seed in settings.each_seed]
     return {name: np.stack([figures[name] for figures in runs]) for name in runs[0]}
 
 

@@ -15,7 +15,7 @@ from .tasks import Task, Trainable
 
 def run_adam(
     task: Task,
-    num_seeds: int,
+    seeds: Sequence[int],
     rates: Sequence[float],
     num_steps: int,
     *,
@@ -79,10 +79,10 @@ def run_adam(
                 looks.append(looked(carry[0], data))
         return jax.device_get(looks)
 
-    trained(0, rates[0])  # compiles
+    trained(seeds[0], rates[0])  # compiles
     begun = time.perf_counter()
-    runs = [[trained(seed, rate) for rate in rates] for seed in range(num_seeds)]
-    seconds = (time.perf_counter() - begun) / (num_seeds * len(rates))
+    runs = [[trained(seed, rate) for rate in rates] for seed in seeds]
+    seconds = (time.perf_counter() - begun) / (len(seeds) * len(rates))
     names = runs[0][0][0]
     figures: Figures = {
         name: np.array([[[look[name] for look in run] for run in of] for of in runs])

@@ -19,7 +19,12 @@ filters are equal by construction, and those strengths do not count. The verdict
 four questions: whether the two end alike, which is better, what causes the difference,
 and whether the networks' risks stay within a theoretical bound for one linear problem
 (`benchmarks/linear_theory.py`).
+
+With a user's own task (`--task`), it is the only one.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -29,60 +34,84 @@ from jaxtyping import Array
 
 import gnlin
 
+from ...dry_run import Tally
 from ...experiment import Columns, Experiment, Place, Point
 from ...linear_theory import linear_problem, ridge_and_flow
 from ...networks.mlp import dead_units
-from ...training import FLOW_FROM, guessing_loss
+from ...scores import guessing_loss
+from ...training import FLOW_FROM, outputs_of
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
-from ._tasks import EMBEDDED, FULL, KVsLambda, make_task, NUM_TEST, QUICK, Task, TASKS
+from ._tasks import (
+    EMBEDDED,
+    FULL,
+    KVsLambda,
+    make_task,
+    names_of,
+    NUM_TEST,
+    own,
+    OwnKVsLambda,
+    QUICK,
+    start,
+    Task,
+)
 from ._verdicts import judge_all
 
 
-def points(settings: KVsLambda) -> list[Point]:
+Either = KVsLambda | OwnKVsLambda
+
+
+def points(settings: Either) -> list[Point]:
     """A point has all strengths: with squared error they are one program, batched."""
-    return [{"task": task, "solver": solver} for task in TASKS for solver in SOLVERS]
+    names = names_of(settings)
+    return [{"task": task, "solver": solver} for task in names for solver in SOLVERS]
 
 
-def train(settings: KVsLambda, point: Point, place: Place) -> Columns:
-    task = make_task(settings, str(point["task"]))
-    solver, periods = str(point["solver"]), np.array(settings.periods)
+def train(settings: Either, point: Point, place: Place) -> Columns:
+    task, solver = make_task(settings, str(point["task"])), str(point["solver"])
+    if place.rehearsal is None:
+        return _train(settings, task, solver)
+    one_seed = dataclasses.replace(settings, seeds=1)
+
+    def attempt(number: int) -> Tally:
+        found = _train(one_seed, dataclasses.replace(task, more_seeds=1), solver)
+        return Tally(found["feature_updates"].sum(), found["passes"].sum())
+
+    num_runs = settings.seeds * task.more_seeds * len(settings.periods)
+    program = point["task"], solver
+    place.rehearsal(program, num_runs, task.num_steps, attempt, whole=True)
+
+
+def _train(settings: Either, task: Task, solver: str) -> Columns:
+    periods = np.array(settings.periods)
     if task.loss.is_quadratic or solver == DAMPED:
-        return _train_all(settings, task, solver, "auto", periods)
+        return _train_at(periods, settings, task, solver, "auto")
     literal = periods < FLOW_FROM
     parts = [
-        _train_all(settings, task, solver, method, periods[chosen])
+        _train_at(periods[chosen], settings, task, solver, method)
         for method, chosen in (("kernel", literal), ("flow", ~literal))
         if chosen.any()
     ]
     return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Columns:
+def _train_at(periods, settings: Either, task: Task, solver, method) -> Columns:
     """Train all seeds at some of the strengths."""
-    num_seeds = settings.seeds * task.more_seeds
-    shape = num_seeds, len(periods)
-    seeds = jnp.repeat(jnp.arange(num_seeds), len(periods))
+    num_seeds, num_periods = settings.seeds * task.more_seeds, len(periods)
+    first_seed = settings.first_seed * task.more_seeds
+    seeds = range(first_seed, first_seed + num_seeds)
+    shape = num_seeds, num_periods
     all_periods = np.broadcast_to(periods, shape)
 
-    draws = [task.drawn(seed) for seed in range(num_seeds)]
+    draws = [task.drawn(seed) for seed in seeds]
     draws = jax.tree.map(lambda *parts: jnp.stack(parts), *draws)
-
-    @jax.jit
-    def sweep(runs, draws):
-        def one(run):
-            data, test = jax.tree.map(lambda parts: parts[run[0]], draws)
-            return _run(task, solver, method, run, data, test)
-
-        # Without a formula for a step, parallel runs would all wait for the slowest.
-        together = len(periods) if task.loss.is_quadratic else None
-        return jax.lax.map(one, runs, batch_size=together)
-
-    found = sweep((seeds, jnp.asarray(all_periods.ravel())), draws)
+    places = jnp.repeat(jnp.arange(num_seeds), num_periods)
+    runs = places, first_seed + places, jnp.asarray(all_periods.ravel())
+    # Without a formula for a step, parallel runs would all wait for the slowest.
+    together = num_periods if task.loss.is_quadratic else None
+    found = _sweep(task, solver, method, together, runs, draws)
     dampings = [task.damping(period) for period in periods.tolist()]
-    guessed = [
-        [guessing_loss(task.loss, task.drawn(seed)[0][1])] for seed in range(num_seeds)
-    ]
+    guessed = [[guessing_loss(task.loss, task.drawn(seed)[0][1])] for seed in seeds]
     return {
         "guessing_loss": np.broadcast_to(guessed, shape),
         "period": all_periods,
@@ -91,9 +120,19 @@ def _train_all(settings: KVsLambda, task: Task, solver, method, periods) -> Colu
     }
 
 
+@functools.partial(jax.jit, static_argnums=range(4))
+def _sweep(task: Task, solver, method, together: int | None, runs, draws):
+    def one(run):
+        place, seed, period = run
+        data, test = jax.tree.map(lambda parts: parts[place], draws)
+        return _run(task, solver, method, (seed, period), data, test)
+
+    return jax.lax.map(one, runs, batch_size=together)
+
+
 def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     seed, period = run
-    initial = task.make_model(jax.random.key(seed))
+    initial, state = start(task, jax.random.key(seed))
     rate, loss = task.learning_rate, task.loss
     damping = gnlin.filters.equivalent_damping(period, rate)
     if solver == DESCENT:
@@ -101,15 +140,21 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     else:
         solver = gnlin.DampedGaussNewton(damping, form="prox-linear", search=None)
     solution = gnlin.solve(
-        initial, train, solver, loss=loss, max_steps=task.num_steps, divergence=None
+        initial,
+        train,
+        solver,
+        loss=loss,
+        max_steps=task.num_steps,
+        state=state,
+        divergence=None,
     )
     model, result, stats = solution.model, solution.result, solution.stats
-    kernel = gnlin.TangentKernel(model)(train[0])
-    first_kernel = gnlin.TangentKernel(initial)(train[0])
+    kernel = gnlin.TangentKernel(model, state=solution.state)(train[0])
+    first_kernel = gnlin.TangentKernel(initial, state=state)(train[0])
     spectrum = eigenvalues(kernel)
     stable = result == optx.RESULTS.successful
     stable |= result == optx.RESULTS.nonlinear_max_steps_reached
-    outputs = jax.vmap(model)(test[0])
+    outputs = outputs_of(model, solution.state, test[0])
     measured = {
         "train_loss": solution.loss,
         "test_error": task.test_error(outputs, test[1]),
@@ -120,11 +165,12 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
         "stable": stable,
         "feature_updates": stats["num_feature_updates"],
         "inner_steps": stats["num_inner_steps"],
+        "passes": stats["num_jvps"] + stats["num_vjps"],
         "spectrum": spectrum,
     }
-    if not loss.is_quadratic:
+    if not task.has_theory:
         return measured
-    some = jax.tree.map(lambda x: x[: NUM_TEST // outputs.shape[1]], test)
+    some = jax.tree.map(lambda x: x[: max(NUM_TEST // outputs[0].size, 1)], test)
     problem = linear_problem(model, initial, train, some)
     squared = jnp.mean((outputs - test[1]) ** 2)
     theory = ridge_and_flow(problem, damping, task.num_steps)
@@ -142,4 +188,6 @@ EXPERIMENT = Experiment(
     paper="Not in the paper, which sweeps K and lambda apart from each other.",
     grid="periods",
     runs_at_a_point=lambda settings: len(settings.periods),
+    own=own,
+    rehearsed=True,
 )

@@ -1,5 +1,7 @@
 """The strengths at which the two can be compared, and the size of their difference."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
@@ -22,8 +24,8 @@ PerStrength = Float[ndarray, " strengths"]
 PerRun = Float[ndarray, "seeds strengths"]
 
 
-def eigenvalues(kernel: Float[Array, "n c n c"]) -> Float[Array, " m"]:
-    m = kernel.shape[0] * kernel.shape[1]
+def eigenvalues(kernel: Float[Array, "..."]) -> Float[Array, " m"]:
+    m = math.isqrt(kernel.size)
     return jnp.linalg.eigvalsh(kernel.reshape(m, m))
 
 

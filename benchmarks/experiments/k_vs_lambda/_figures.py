@@ -36,7 +36,19 @@ from ._curves import (
     squared_errors,
     where_stable,
 )
-from ._tasks import CLASSES, DRAWN, KVsLambda, make_task, NUM_TEST, RELU, Task, TASKS
+from ._tasks import (
+    CLASSES,
+    DRAWN,
+    KVsLambda,
+    make_task,
+    names_of,
+    NUM_TEST,
+    OWN,
+    OwnKVsLambda,
+    RELU,
+    start,
+    Task,
+)
 
 
 _ROUNDING = 1e-13
@@ -62,23 +74,30 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    tasks = {name: make_task(settings, name) for name in TASKS}
+Either = KVsLambda | OwnKVsLambda
+
+
+def draw(settings: Either, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+    tasks = {name: make_task(settings, name) for name in names_of(settings)}
     by_task = {
         name: {solver: only(all_runs, task=name, solver=solver) for solver in SOLVERS}
-        for name in TASKS
+        for name in tasks
     }
-    drawn = {name: tasks[name] for name in DRAWN}
+    drawn = {name: task for name, task in tasks.items() if name in (*DRAWN, OWN)}
     _draw_sweeps(out / "k_vs_lambda.png", drawn, by_task)
     _draw_differences(out / "difference.png", tasks, by_task)
-    squared = {name: task for name, task in drawn.items() if task.loss.is_quadratic}
+    captions = {
+        "k_vs_lambda": _caption(settings, drawn, by_task),
+        "difference": _difference_caption(settings, tasks, by_task),
+    }
+    squared = {name: task for name, task in drawn.items() if task.has_theory}
+    if not squared:
+        return captions
     spectra = {name: by_task[name][DESCENT]["spectrum"][0] for name in squared}
     shown = _shown(settings)
     _draw_filters(out / "filters.png", squared, settings.periods, shown, spectra)
     _draw_theory(out / "theory.png", squared, by_task)
-    return {
-        "k_vs_lambda": _caption(settings, drawn, by_task),
-        "difference": _difference_caption(settings, tasks, by_task),
+    return captions | {
         "filters": (
             "The fraction of each eigencomponent of a linearised problem with squared "
             f"error that is solved, by K steps and by damping at {len(shown)} matched "
@@ -89,29 +108,59 @@ def draw(settings: KVsLambda, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     }
 
 
-def _caption(settings: KVsLambda, tasks, by_task) -> str:
-    digits = tasks[CLASSES]
-    model = digits.make_model(jax.random.key(0))
-    error = flow_error(model, digits.train, digits.loss, digits.learning_rate, _CHECKED)
+def _caption(settings: Either, tasks, by_task) -> str:
     all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
+    dead = ""
+    if any(task.can_die for task in tasks.values()):
+        dead = ", and the share of hidden units that are off on all training inputs"
     return (
-        "Test error, training loss, kernel alignment with initialisation, and the share "
-        "of hidden units that are off on all training inputs, against effective damping, "
-        f"lambda = 1/(eta K), medians and ranges of {settings.seeds} seeds, of the "
-        f"quintic with squared error {settings.seeds * tasks[RELU].more_seeds}. Quintic: "
-        "20 points, a 5-layer network with ReLU, or with tanh, whose units cannot die, "
-        f"{settings.quintic_steps} outer steps, eta = {settings.quintic_rate:g}. Digits: "
-        f"{10 * settings.images_per_class} images, a 64-40-10 network, "
-        f"{settings.digits_steps} outer steps, eta = {settings.digits_rate:g}. With "
-        f"cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow, which on "
-        f"the digits ends {error:.1e} of a step from {_CHECKED:,} literal ones. "
+        f"Test error, training loss, kernel alignment with initialisation{dead}, against "
+        "effective damping, "
+        f"lambda = 1/(eta K), medians and ranges of {_seeds(settings, tasks)}. "
+        f"{_setting(settings, tasks)} "
         f"{diverged} of {number} runs diverged; where one did, no median is drawn. Grey "
         f"are the strengths at which most runs of one of the two are not trained, to "
         f"{thresholds.PART_OF_GUESSING:.0%} of the loss of the best constant outputs: "
         f"{_untrained(tasks, by_task)}."
     )
+
+
+def _seeds(settings: Either, tasks: Mapping[str, Task]) -> str:
+    if RELU not in tasks:
+        return f"{settings.seeds} seeds"
+    more = settings.seeds * tasks[RELU].more_seeds
+    return f"{settings.seeds} seeds, of the quintic with squared error {more}"
+
+
+def _setting(settings: Either, tasks: Mapping[str, Task]) -> str:
+    """The tasks, and how far gradient flow ends from literal steps on one of them."""
+    if isinstance(settings, OwnKVsLambda):
+        task = tasks[OWN]
+        said = (
+            f"{settings.network}: {len(task.train[0]):,} training examples, "
+            f"{task.num_steps} outer steps, eta = {task.learning_rate:g}."
+        )
+        if task.loss.is_quadratic:
+            return said
+        where = "which"
+    else:
+        task = tasks[CLASSES]
+        said = (
+            "Quintic: 20 points, a 5-layer network with ReLU, or with tanh, whose units "
+            f"cannot die, {settings.quintic_steps} outer steps, eta = "
+            f"{settings.quintic_rate:g}. Digits: {10 * settings.images_per_class} images "
+            f"and a 64-40-10 network, {settings.digits_steps} outer steps, eta = "
+            f"{settings.digits_rate:g}."
+        )
+        where = "which on the digits"
+    said += f" With cross-entropy, from K = {FLOW_FROM:g} on the steps are gradient flow"
+    model, state = start(task, jax.random.key(0))
+    if state is not None:
+        return f"{said}."
+    error = flow_error(model, task.train, task.loss, task.learning_rate, _CHECKED)
+    return f"{said}, {where} ends {error:.1e} of a step from {_CHECKED:,} literal ones."
 
 
 def _untrained(tasks: Mapping[str, Task], by_task) -> str:
@@ -123,7 +172,7 @@ def _untrained(tasks: Mapping[str, Task], by_task) -> str:
     return "; ".join(f"{task.title}: {of(by_task[name])}" for name, task in tasks.items())
 
 
-def _difference_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> str:
+def _difference_caption(settings: Either, tasks: Mapping[str, Task], by_task) -> str:
     def of(name, task):
         low, high = _intervals(difference(task, *_pair(by_task[name])))
         known = np.isfinite(low)
@@ -138,8 +187,7 @@ def _difference_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task)
     return (
         "By how much K steps err more than damping of equal strength, at the strengths "
         "at which both train and their filters differ, of the runs that are trained: "
-        f"means and 95 % bootstrap intervals of {settings.seeds} seeds, of the quintic "
-        f"with squared error {settings.seeds * tasks[RELU].more_seeds}. Between the "
+        f"means and 95 % bootstrap intervals of {_seeds(settings, tasks)}. Between the "
         "grey lines the two are alike. Dotted: from damping that solves as much of the "
         "kernel as K steps do, where most seeds have one. The numbers of strengths at "
         "which the interval lies "
@@ -177,9 +225,10 @@ def _draw_sweeps(
         "test_error": None,
         "train_loss": "Training loss",
         "kernel_alignment": "Kernel alignment\nwith initialisation",
-        "dead": "Dead hidden units\n(share)",
     }
-    with figure(path, width=17, height=10.5) as drawing:
+    if any(task.can_die for task in tasks.values()):
+        rows["dead"] = "Dead hidden units\n(share)"
+    with figure(path, width=max(3.4 * len(tasks), 6), height=10.5) as drawing:
         axes = drawing.subplots(len(rows), len(tasks), sharex="col", squeeze=False)
         for i, (panels, (name, task)) in enumerate(
             zip(axes.T, tasks.items(), strict=True)
@@ -190,14 +239,14 @@ def _draw_sweeps(
                         _draw_curve(panel, runs, column, LOOKS[solver])
                 if i == 0 or label is None:
                     panel.set_ylabel(label or task.error_label)
-            top, middle, aligned, bottom = panels
+            top, middle, aligned, bottom = *panels[:3], panels[-1]
             is_rmse = "RMSE" in task.error_label
             top.set(xscale="log", yscale="log" if is_rmse else "linear")
             top.set_title(task.title)
             middle.set(yscale="log")
             middle.set_ylim(bottom=max(middle.get_ylim()[0], _LEAST_LOSS))
             aligned.set_ylim(top=1.03)
-            if not task.can_die:
+            if "dead" in rows and not task.can_die:
                 _say(bottom, "no unit can die")
             strength = r"$\lambda = 1/(\eta K)$"
             bottom.set_xlabel(f"{strength}, {task.num_steps} outer steps")
@@ -240,7 +289,7 @@ def _draw_differences(
     path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
     """Draw the differences: a panel for the digits with each loss, one for the
-    quintic."""
+    quintic; or one for a user's own task."""
     panels = {
         "Digits, squared error": lambda name, task: (
             not task.in_decades and task.loss.is_quadratic
@@ -248,8 +297,10 @@ def _draw_differences(
         "Digits and sign, cross-entropy": lambda name, task: not task.loss.is_quadratic,
         "Quintic, squared error": lambda name, task: task.in_decades,
     }
-    with figure(path, width=15, height=5) as drawing:
-        axes = drawing.subplots(1, len(panels))
+    if OWN in tasks:
+        panels = {tasks[OWN].title: lambda name, task: True}
+    with figure(path, width=5 * len(panels), height=5) as drawing:
+        (axes,) = drawing.subplots(1, len(panels), squeeze=False)
         for panel, (title, belongs) in zip(axes, panels.items(), strict=True):
             shown = {name: task for name, task in tasks.items() if belongs(name, task)}
             for (name, task), colour in zip(
@@ -310,8 +361,9 @@ def _add_period_axis(axes: Axes, learning_rate: float) -> None:
         return 1 / (learning_rate * np.maximum(strength, 1e-100))
 
     top = axes.secondary_xaxis("top", functions=(other, other))
-    exponent = round(np.log10(learning_rate))
-    top.set_xlabel(rf"Period $K$, at $\eta = 10^{{{exponent}}}$")
+    exponent = np.log10(learning_rate)
+    shown = f"10^{{{exponent:.0f}}}" if exponent % 1 == 0 else f"{learning_rate:g}"
+    top.set_xlabel(rf"Period $K$, at $\eta = {shown}$")
 
 
 def _say(axes: Axes, text: str) -> None:
@@ -405,11 +457,10 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     axes.axhline(bound, color=VERMILION, linewidth=1, label=f"bound, {bound:.2f}")
 
 
-def _theory_caption(settings: KVsLambda, tasks: Mapping[str, Task], by_task) -> str:
-    of_quintic = settings.seeds * tasks[RELU].more_seeds
+def _theory_caption(settings: Either, tasks: Mapping[str, Task], by_task) -> str:
     return (
-        f"Tasks with squared error, medians and ranges of {settings.seeds} seeds, of the "
-        f"quintic {of_quintic}: the networks' mean squared test error, and (dotted) what "
+        f"Tasks with squared error, medians and ranges of {_seeds(settings, tasks)}: the "
+        "networks' mean squared test error, and (dotted) what "
         "as many damped steps come to if the linearisation is the last one from the "
         "start. Of the kernel at the end of each run, with eigenvalues w, the effective "
         "dimension, the sum of w/(w + lambda); and the squared bias and the variance of "
@@ -444,7 +495,7 @@ def _largest(tasks: Mapping[str, Task], by_task) -> str:
 #
 
 
-def _shown(settings: KVsLambda) -> list[int]:
+def _shown(settings: Either) -> list[int]:
     """Three of the strengths, with the middle one second."""
     indices = range(len(settings.periods))
     return np.quantile(indices, [1 / 4, 1 / 2, 3 / 4]).astype(int).tolist()

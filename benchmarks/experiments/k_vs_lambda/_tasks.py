@@ -4,15 +4,15 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Key, Scalar
+from jaxtyping import Array, Key, PyTree, Scalar
 
 import gnlin
 
-from ... import thresholds
+from ... import own_task, scores, thresholds
+from ..._options import Refusal
 from ...data import digits, quintic
 from ...experiment import Settings
 from ...networks.mlp import digits_mlp, quintic_mlp
@@ -63,6 +63,30 @@ FULL = dataclasses.replace(
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnKVsLambda(Settings):
+    """The settings for a user's own task."""
+
+    seeds: int = EMBEDDED.seeds
+    periods: tuple[float, ...] = EMBEDDED.periods
+    learning_rate: float | None = None
+    """eta; by default the power of ten that is at most a hundredth of the largest stable
+    one at the first initialisation, since eigenvalues grow in training."""
+    num_steps: int = EMBEDDED.digits_steps
+    """Outer steps, the same for all strengths."""
+    data: str = ""
+    """The file of the task."""
+    network: str = ""
+
+
+def own(settings: KVsLambda) -> OwnKVsLambda:
+    return OwnKVsLambda(settings.seeds, 0, settings.periods, None, settings.digits_steps)
+
+
+MOST_OUTPUTS = 5_000
+"""The largest number of training outputs of a user's own task: their kernel is held at
+several strengths at once."""
+_STABLE_PART = 0.01
 NUM_TEST = 1_000
 """Number of test outputs for the theory."""
 
@@ -72,7 +96,8 @@ class Task:
     title: str
     drawn: Callable[[int], tuple[Data, Data]]
     """The training and test data of a seed."""
-    make_model: Callable[[Key[Array, ""]], eqx.nn.MLP]
+    make_model: Callable[[Key[Array, ""]], PyTree]
+    """The model, or the pair of a model and its state."""
     loss: gnlin.authoring.AbstractLoss
     test_error: Callable[[Array, Array], Scalar]
     """The error of predictions against targets."""
@@ -80,6 +105,8 @@ class Task:
     learning_rate: float
     """eta; its product with the largest eigenvalue must stay below 2."""
     num_steps: int
+    has_theory: bool = False
+    """Whether theory predicts the networks: for squared error, without a state."""
     can_die: bool = True
     """Whether hidden units can die, as ReLUs can."""
     more_seeds: int = 1
@@ -113,8 +140,54 @@ class Task:
         return float(f"{float(exact):.12g}")
 
 
-def make_task(settings: KVsLambda, name: str) -> Task:
-    return TASKS[name](settings)
+def names_of(settings: KVsLambda | OwnKVsLambda) -> tuple[str, ...]:
+    return (OWN,) if isinstance(settings, OwnKVsLambda) else tuple(TASKS)
+
+
+def make_task(settings: KVsLambda | OwnKVsLambda, name: str) -> Task:
+    return _own(settings) if isinstance(settings, OwnKVsLambda) else TASKS[name](settings)
+
+
+def start(task: Task, key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
+    """The model before training and its state, which is `None` if it has none."""
+    return own_task.with_state(task.make_model(key))
+
+
+@functools.cache
+def _own(settings: OwnKVsLambda) -> Task:
+    def drawn(seed):
+        train, _, test = own_task.draw(settings.data, None, seed)
+        return _on_device(train), _on_device(test)
+
+    make_model = own_task.read(settings.data).model
+    (inputs, targets), _ = drawn(0)
+    model, state = own_task.with_state(make_model(jax.random.key(0)))
+    kernel = gnlin.TangentKernel(model, state=state)
+    shape = jax.eval_shape(kernel, inputs).shape
+    number = int(np.prod(shape[: len(shape) // 2]))
+    if number > MOST_OUTPUTS:
+        raise Refusal(
+            f"The task '{settings.data}' has {number:,} training outputs, and the kernel "
+            f"of them is too large; return fewer examples, of at most {MOST_OUTPUTS:,}."
+        )
+    rate = settings.learning_rate
+    if rate is None:
+        largest = float(jnp.linalg.norm(kernel(inputs).reshape(number, number), 2))
+        rate = 10.0 ** np.floor(np.log10(_STABLE_PART * 2 / largest))
+    classes = scores.are_classes(targets)
+    loss = "cross-entropy" if classes else "squared error"
+    return Task(
+        f"{settings.network.split()[0]}, {loss}",
+        drawn=drawn,
+        make_model=make_model,
+        loss=scores.loss_of(targets),
+        test_error=_share_wrong if classes else _root_mean_square,
+        error_label=f"Test error ({'fraction wrong' if classes else 'RMSE'})",
+        learning_rate=float(rate),
+        num_steps=settings.num_steps,
+        can_die=False,
+        has_theory=not classes and state is None,
+    )
 
 
 def _quintic(settings: KVsLambda) -> Task:
@@ -128,6 +201,7 @@ def _quintic(settings: KVsLambda) -> Task:
         error_label="Test error (RMSE)",
         learning_rate=settings.quintic_rate,
         num_steps=settings.quintic_steps,
+        has_theory=True,
         more_seeds=5,
     )
 
@@ -150,8 +224,9 @@ def _quintic_sign(settings: KVsLambda) -> Task:
         title="Quintic's sign, cross-entropy",
         drawn=lambda seed: (train, test),
         loss=gnlin.SigmoidCrossEntropy(reduction="sum"),
+        has_theory=False,
         more_seeds=1,
-        test_error=_wrong_signs,
+        test_error=_share_wrong,
         error_label="Test error (fraction wrong)",
     )
 
@@ -162,10 +237,11 @@ def _digits(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
-        test_error=_error_rate,
+        test_error=_share_wrong,
         error_label="Test error (fraction wrong)",
         learning_rate=settings.digits_rate,
         num_steps=settings.digits_steps,
+        has_theory=True,
     )
 
 
@@ -175,7 +251,7 @@ def _digits_classes(settings: KVsLambda) -> Task:
         title="Digits, cross-entropy",
         drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
-        test_error=lambda outputs, labels: 1 - gnlin.losses.accuracy(outputs, labels),
+        has_theory=False,
     )
 
 
@@ -207,6 +283,7 @@ def _digits_of(
     return encoded(train), encoded(test)
 
 
+OWN = "own"
 RELU, SMOOTH = "quintic", "quintic-tanh"
 SQUARED, CLASSES = "digits", "digits-cross-entropy"
 DRAWN: dict[str, Callable[[KVsLambda], Task]] = {
@@ -236,9 +313,5 @@ def _root_mean_square(predictions: Array, targets: Array) -> Scalar:
     return jnp.sqrt(jnp.mean((predictions - targets) ** 2))
 
 
-def _error_rate(predictions: Array, targets: Array) -> Scalar:
-    return jnp.mean(jnp.argmax(predictions, axis=1) != jnp.argmax(targets, axis=1))
-
-
-def _wrong_signs(predictions: Array, targets: Array) -> Scalar:
-    return jnp.mean((predictions > 0) != (targets > 0))
+def _share_wrong(predictions: Array, targets: Array) -> Scalar:
+    return 1 - gnlin.losses.accuracy(predictions, targets)

@@ -37,7 +37,18 @@ from ._curves import (
     solves_more,
     squared_errors,
 )
-from ._tasks import DIGITS, DRAWN, KVsLambda, make_task, RELU, SMOOTH, Task, TASKS
+from ._tasks import (
+    DIGITS,
+    DRAWN,
+    KVsLambda,
+    make_task,
+    names_of,
+    OWN,
+    OwnKVsLambda,
+    RELU,
+    SMOOTH,
+    Task,
+)
 
 
 Both = tuple[Runs, Runs]
@@ -46,34 +57,44 @@ PerSeed = Float[ndarray, " seeds"]
 WHERE = "mean over the strengths at which both train and the filters differ, a seed"
 
 
-def judge_all(settings: KVsLambda, all_runs: Sequence[Runs]) -> list[Verdict]:
-    tasks = {name: make_task(settings, name) for name in TASKS}
+def judge_all(
+    settings: KVsLambda | OwnKVsLambda, all_runs: Sequence[Runs]
+) -> list[Verdict]:
+    tasks = {name: make_task(settings, name) for name in names_of(settings)}
     by_task = {
         name: (
             only(all_runs, task=name, solver=first),
             only(all_runs, task=name, solver=second),
         )
-        for name in TASKS
+        for name in tasks
         for first, second in [SOLVERS]
     }
     parts = {name: difference(task, *by_task[name]) for name, task in tasks.items()}
     better = {name: _better(task, parts[name]) for name, task in tasks.items()}
-    drawn = {name: tasks[name] for name in DRAWN}
+    drawn = {name: task for name, task in tasks.items() if name in (*DRAWN, OWN)}
     return [
         *(_alike(task, parts[name]) for name, task in drawn.items()),
         *better.values(),
         *(
             verdict
-            for name in DIGITS
-            if tasks[name].loss.is_quadratic
+            for name in tasks
+            if name in (*DIGITS, OWN) and tasks[name].loss.is_quadratic
             for verdict in _by_filters(tasks[name], by_task[name], better[name])
         ),
-        *(_thrown_off(tasks[name], by_task[name]) for name in (RELU, SMOOTH)),
-        *_by_units(by_task, parts, better[RELU].outcome == CONFIRMED),
+        *(
+            _thrown_off(task, by_task[name])
+            for name, task in tasks.items()
+            if name in (RELU, SMOOTH, OWN)
+        ),
+        *(
+            _by_units(by_task, parts, better[RELU].outcome == CONFIRMED)
+            if RELU in tasks
+            else ()
+        ),
         *(
             _bounded(task, by_task[name])
             for name, task in drawn.items()
-            if task.loss.is_quadratic
+            if task.has_theory
         ),
     ]
 

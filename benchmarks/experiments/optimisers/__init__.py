@@ -80,7 +80,7 @@ def train(settings: Optimisers, point: Point, place: Place) -> Columns:
 
     with jax.enable_x64(False):
         choice = choose(race(TUNING_SEED), settings.tried(name))
-        races = [race(FIRST_SEED + seed) for seed in range(settings.seeds)]
+        races = [race(FIRST_SEED + seed) for seed in settings.each_seed]
         courses = [each.run(choice.value) for each in races]
     trials = np.array(choice.trials)[None, None]
     return _stacked(courses, 1 + len(looks_at(task.most_steps))) | {

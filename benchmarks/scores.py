@@ -1,0 +1,86 @@
+"""The loss and the score of a task, which follow from its targets.
+
+Whole numbers are classes: the loss is the cross-entropy, and the score the share that is
+right. Real numbers are values: the loss is the squared error, and the score the explained
+share of the variance, 1 for outputs without error and 0 for those that are no better than
+the mean of the training targets.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, ArrayLike, Scalar, ScalarLike
+from scipy import special
+
+import gnlin
+
+from .thresholds import TRAINED_LOSS
+
+
+def are_classes(targets: ArrayLike) -> bool:
+    return jnp.issubdtype(jnp.asarray(targets).dtype, jnp.integer)
+
+
+def loss_of(targets: ArrayLike, reduction: str = "sum") -> gnlin.authoring.AbstractLoss:
+    if are_classes(targets):
+        return gnlin.SoftmaxCrossEntropy(reduction=reduction)
+    return gnlin.SquaredError(reduction=reduction)
+
+
+def mean_loss(outputs: Array, targets: Array) -> Scalar:
+    """The mean over examples, and over the tokens of sequences."""
+    if are_classes(targets):
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
+    return jnp.sum((outputs - targets) ** 2) / (2 * len(targets))
+
+
+def number_of(targets: ArrayLike) -> int:
+    """The number of losses in the mean."""
+    return jnp.size(targets) if are_classes(targets) else len(jnp.asarray(targets))
+
+
+def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> float:
+    """The least summed loss of outputs that are the same for all examples."""
+    targets = np.asarray(targets)
+    mean = targets.mean(axis=0)
+    if loss.is_quadratic:
+        return float(np.sum((targets - mean) ** 2) / 2)
+    if targets.dtype.kind in "iu":
+        shares = np.unique(targets, return_counts=True)[1] / targets.size
+        return float(targets.size * special.entr(shares).sum())
+    return float(len(targets) * np.sum(special.entr(mean) + special.entr(1 - mean)))
+
+
+def trained_loss(targets: Array) -> ScalarLike:
+    """The mean loss at which runs that are compared at equal training loss end: for
+    values that part of the loss of their mean."""
+    if are_classes(targets):
+        return TRAINED_LOSS
+    return TRAINED_LOSS * spread(targets) / 2
+
+
+def spread(targets: Array) -> ScalarLike:
+    """The variance of values, summed over the outputs; 1 for classes."""
+    if are_classes(targets):
+        return 1.0
+    return jnp.sum((targets - targets.mean(axis=0, keepdims=True)) ** 2) / len(targets)
+
+
+def score(outputs: Array, targets: Array, spread: ScalarLike) -> Scalar:
+    """The score, by the spread of the training targets."""
+    if are_classes(targets):
+        return gnlin.losses.accuracy(outputs, targets)
+    unexplained = jnp.sum((outputs - targets) ** 2) / len(targets) / spread
+    return jnp.maximum(1 - unexplained, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The score as a metric of outputs and targets."""
+
+    spread: float
+
+    def __call__(self, outputs: Array, targets: Array) -> Scalar:
+        return score(outputs, targets, self.spread)
