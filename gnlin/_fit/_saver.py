@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._checkpoint import Checkpoint, CheckpointError
-from ._snapshot import pack, Snapshot, unpack, Unsound
+from ._checkpoint import Checkpoint, CheckpointError, Fault
+from ._snapshot import pack, Snapshot, unpack
 
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ class Saver:
         try:
             snapshot = unpack(*_checkpoint.load(path))
             self._check_same(path, snapshot.settings)
-            if snapshot.step != _checkpoint.step_of(path):
-                raise Unsound(f"holds step {snapshot.step}, not the step in its name")
             self._run.restore(snapshot)
-        except Unsound as error:
-            raise _checkpoint.refusal(path, str(error)) from error
+        except Fault as error:
+            raise _checkpoint.refusal(path, error) from error
         return snapshot
 
     def begin(self) -> None:

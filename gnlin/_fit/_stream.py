@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._common._identity import checksum, described
+from .._common._identity import checksum, named
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._training._residuals import GroupsByName, where_not_finite
 
@@ -53,6 +52,9 @@ class ArrayStream:
 
     def example(self) -> Data:
         return self.data
+
+    def first(self) -> Batch:
+        return next(self.epoch(0, 0))
 
     def at_hand(self) -> Iterator[Data]:
         """Return the batches known before the first step, to check their targets."""
@@ -136,6 +138,9 @@ class IterableStream:
     def example(self) -> Data:
         return self._example
 
+    def first(self) -> Batch:
+        return Batch(self._example)
+
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
         batches = self._data if isinstance(self._data, list) else [self._example]
@@ -173,10 +178,10 @@ class IterableStream:
     def settings(self) -> dict:
         shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
         settings = {"shapes": shapes, "batch_size": None}
-        # Other iterables cannot be described before they yield their batches.
-        if isinstance(self._data, list | types.FunctionType | types.MethodType):
-            settings["data"] = described(self._data)
-        return settings
+        if isinstance(self._data, list):
+            return {**settings, "data's checksum": checksum(list(self.at_hand()))}
+        # Others cannot be compared before they yield their batches.
+        return {**settings, "data": named(self._data)}
 
 
 def make_stream(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._checks import check_count, check_flag, is_traced, is_whole
-from .._common._identity import checksum, described
+from .._common._identity import checksum, program
 from .._common._sharding import mesh_of
 from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from .._linearisation._linearisation import Linearisation, linearise
@@ -197,9 +197,9 @@ class TangentKernel(eqx.Module):
             )
         identity = {
             "parameters": checksum(self._point),
-            "functions": described(self._fn),
             "inputs": checksum((sets.x1, sets.x2)),
             "outputs": str(self.outputs),
+            "functions": program(_tile, self, _first(sets.x1), _first(sets.x2)),
         }
         shape = self._shape(sets.n1, sets.n2, sets.c)
         kept = KernelFile(path, shape, sets.dtype, identity)
