@@ -54,7 +54,7 @@ def names(folder):
 
 
 def checkpoint(step):
-    return f"step-{step:012d}.gnlin"
+    return f"step-{step:012d}.npz"
 
 
 #
@@ -413,7 +413,7 @@ OTHERS = {
     ),
     "width": (
         {"model": network(width=5)},
-        "its array 0 is (3, 3) float64, and here it is (5, 3) float64",
+        "its model.layers[0].weight is float64[3, 3] of checksum",
     ),
     "optimiser": (
         {"solver": gnlin.IterativeLinearisation(3, optimiser=ADAM)},
@@ -421,9 +421,9 @@ OTHERS = {
     ),
     "examples": (
         {"data": (X[:8], T[:8])},
-        "its num_examples is 12, and here it is 8",
+        "its shape of the data is ((12, 3), (12, 2), None), and here it is ((8, 3), ",
     ),
-    "other examples": ({"data": (X, T + 1)}, "its data's checksum is "),
+    "other examples": ({"data": (X, T + 1)}, "its data is arrays of checksum "),
     "hyperparameter": (
         {"solver": gnlin.IterativeLinearisation(3, 0.07)},
         "its solver's learning_rate is 0.05, and here it is 0.07",
@@ -434,16 +434,16 @@ OTHERS = {
     ),
     "augmentation": (
         {"augment": lambda x, key: x + 1e-3},
-        "its augmentation is None, and here it is",
+        "its augment is None, and here it is",
     ),
     "batches": ({"data": BATCHES, "batch_size": None}, "belongs to another run: its "),
     "metrics": (
         {"validation": (X, T), "metrics": {"spread": lambda f, t: jnp.std(f)}},
-        "its list of columns is",
+        "its columns is",
     ),
     "early stop": (
         {"validation": (X, T), "callbacks": EarlyStop()},
-        "its list of columns is",
+        "its columns is",
     ),
 }
 
@@ -479,12 +479,11 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
     fit(steps=7, checkpoint=saving)
     last = tmp_path / checkpoint(7)
     content = bytearray(last.read_bytes())
-    content[-20] ^= 1
+    content[content.index(b"history.npy") + 300] ^= 1
     for damaged, words in [
-        (content, "is damaged: its checksum does not match its contents"),
-        (content[:100], "is truncated"),
-        (b"PK\x03\x04" + bytes(100), "is not a gnlin checkpoint"),
-        (b"", "it is empty"),
+        (content, "is damaged, or not a gnlin checkpoint: the checksum of history.npy"),
+        (content[:100], "is damaged, or not a gnlin checkpoint: File is not a zip file"),
+        (b"", "is damaged, or not a gnlin checkpoint: File is not a zip file"),
     ]:
         last.write_bytes(damaged)
         message = refused(tmp_path, 7)
@@ -495,7 +494,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
 
 
 def test_a_valid_file_that_is_not_a_run_is_refused(tmp_path):
-    _checkpoint.save(tmp_path, 3, [np.zeros(2)], {"step": 3}, 1)
+    _checkpoint.save(tmp_path, 3, {"x": np.zeros(2)}, {"step": 3}, 1)
     assert "was not written by a run of `gnlin.fit`; delete it" in refused(tmp_path, 3)
 
 
@@ -538,7 +537,7 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch):
             told.append(run.step)
 
     saving = gnlin.Checkpoint(tmp_path, every_steps=2)
-    words = re.escape(str(tmp_path)) + r"/step-\d+\.gnlin could not be written: No space "
+    words = re.escape(str(tmp_path)) + r"/step-\d+\.npz could not be written: No space "
     words += "left on device; .* The run continues without it"
     with pytest.warns(UserWarning, match=words):
         result = fit(steps=7, checkpoint=saving, callbacks=Told())

@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 from .._common._checks import is_key
 from .._common._identity import (
     as_numpy,
+    checksum,
     described,
     described_by_field,
     described_by_leaf,
@@ -401,29 +402,26 @@ class Run(AbstractRun):
         )
 
     def settings(self) -> dict[str, str]:
-        """Describe everything that must be the same in a resumed run. This is called
-        before the first step, while the parameters are still the initial ones.
-
-        The step, the model's arrays and the data decide whether two runs are the same.
-        Everything else is there to name what differs.
-        """
+        """Describe the run: first in words, to name what differs in another run, then
+        what decides whether two runs are the same. This is called before the first step,
+        while the parameters are still the initial ones."""
         # Neither printing nor the number of devices changes a run.
         solver = eqx.tree_at(lambda solver: solver.verbose, self._setting.solver, False)
         setting = self._setting._replace(solver=solver, places=Places())
         inputs = self._inputs(self._stream.first())
         program = Compiled(step, (setting,), *inputs).program(*inputs)
+        others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
         return {
             **described_by_field("solver", setting.solver),
             **described_by_field("loss", setting.loss),
-            "augment": described(setting.augment),
-            "divergence": described(setting.divergence),
-            "curvature_batch_size": described(setting.curvature_batch_size),
-            "key": described(setting.key),
-            "list of columns": str(self._rows.columns),
-            **{name: str(value) for name, value in self._stream.settings().items()},
+            **{name: described(getattr(setting, name)) for name in others},
+            "shape of the data": str(jax.tree.map(np.shape, self._stream.example())),
             **described_by_leaf("model", self.model),
             **described_by_leaf("state", self.model_state),
             "step": f"{program} in jax {jax.__version__}",
+            "initial values": checksum(inputs[0]),
+            "data": self._stream.identity(),
+            "columns": ", ".join(self._rows.columns),
         }
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from ._run import Run
 
 
+# Settings that must be the same in a resumed run.
+_DECISIVE = "step", "initial values", "data", "columns"
+
+
 class Saver:
     """Saves a run to checkpoints, and resumes it from the latest."""
 
@@ -62,14 +66,15 @@ class Saver:
                 "that run, or another folder."
             )
 
-    def _check_same(self, path: Path, settings: dict[str, str]) -> None:
-        for name in [*self._settings, *settings]:
-            there, here = (of.get(name) for of in (settings, self._settings))
-            if there != here:
-                raise CheckpointError(
-                    f"{path} belongs to another run: its {name} is {there}, and here it "
-                    f"is {here}; pass the arguments of that run, or another folder."
-                )
+    def _check_same(self, path: Path, there: dict[str, str]) -> None:
+        here = self._settings
+        if all(there.get(name) == here[name] for name in _DECISIVE):
+            return
+        name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
+        raise CheckpointError(
+            f"{path} belongs to another run: its {name} is {there.get(name)}, and here "
+            f"it is {here.get(name)}; pass the arguments of that run, or another folder."
+        )
 
     def is_due(self, step: int) -> bool:
         if self._saved and step == self._saved[0]:
