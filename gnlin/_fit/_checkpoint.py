@@ -83,7 +83,7 @@ class Checkpoint:
 
 _FORMAT = 3
 
-# Versions of gnlin before 0.2 wrote files of another format, with the suffix `.gnlin`.
+# Earlier versions wrote files of their own format, with the suffix `.gnlin`.
 _NAME = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,})\.(npz|gnlin)")
 _TEMPORARY_NAME = re.compile(_NAME.pattern + r"\.[0-9a-f]{32}\.tmp")
 
