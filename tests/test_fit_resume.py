@@ -421,7 +421,7 @@ OTHERS = {
     ),
     "examples": (
         {"data": (X[:8], T[:8])},
-        "its shape of the data is ((12, 3), (12, 2), None), and here it is ((8, 3), ",
+        " with shapes ((12, 3), (12, 2), None), and here it is arrays of checksum ",
     ),
     "other examples": ({"data": (X, T + 1)}, "its data is arrays of checksum "),
     "hyperparameter": (

@@ -402,26 +402,26 @@ class Run(AbstractRun):
         )
 
     def settings(self) -> dict[str, str]:
-        """Describe the run: first in words, to name what differs in another run, then
-        what decides whether two runs are the same. This is called before the first step,
-        while the parameters are still the initial ones."""
-        # Neither printing nor the number of devices changes a run.
+        """Describe the run: what decides whether two runs are the same, and in words, to
+        name what differs. This is called before the first step, while the parameters are
+        still the initial ones."""
+        # A run may be resumed with other printing, or on another number of devices.
         solver = eqx.tree_at(lambda solver: solver.verbose, self._setting.solver, False)
         setting = self._setting._replace(solver=solver, places=Places())
         inputs = self._inputs(self._stream.first())
         program = Compiled(step, (setting,), *inputs).program(*inputs)
         others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
+        shapes = jax.tree.map(np.shape, self._stream.example())
         return {
+            "data": f"{self._stream.identity()} with shapes {shapes}",
+            "columns": ", ".join(self._rows.columns),
             **described_by_field("solver", setting.solver),
             **described_by_field("loss", setting.loss),
             **{name: described(getattr(setting, name)) for name in others},
-            "shape of the data": str(jax.tree.map(np.shape, self._stream.example())),
             **described_by_leaf("model", self.model),
             **described_by_leaf("state", self.model_state),
-            "step": f"{program} in jax {jax.__version__}",
             "initial values": checksum(inputs[0]),
-            "data": self._stream.identity(),
-            "columns": ", ".join(self._rows.columns),
+            "step": f"{program} in jax {jax.__version__}",
         }
 
     def restore(self, snapshot: Snapshot) -> None:

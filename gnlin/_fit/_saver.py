@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ._run import Run
 
 
-# Settings that must be the same in a resumed run.
-_DECISIVE = "step", "initial values", "data", "columns"
+# The settings that must be the same in a resumed run. The others only name what differs.
+_DECISIVE = "data", "columns", "initial values", "step"
 
 
 class Saver:
