@@ -300,7 +300,7 @@ PAIRS = {
     "dtype of the data": [
         lambda: {"data": (X, T)},
         lambda: {"data": (X, T.astype(jnp.float32))},
-        "its step is program ",
+        "its data is arrays of checksum ",
     ],
     "list of batches": [
         lambda: {"data": BATCHES},

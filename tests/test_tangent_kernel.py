@@ -315,6 +315,7 @@ def test_files_that_are_not_kernels(tmp_path):
     x = drawn(shape, 4)
     kernel = gnlin.TangentKernel(model)
     first = np.array(kernel(x, file=tmp_path / "k"))
+    kernel(jnp.asarray(x), file=tmp_path / "k")
     other = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.ones(5))
     changed = eqx.tree_at(lambda m: m.activation, model, lambda x: jnp.tanh(2 * x))
     cases = {

@@ -195,11 +195,14 @@ class TangentKernel(eqx.Module):
                 "A kernel cannot be written to a `file` inside a compiled function: call "
                 "it outside, or leave `file` out."
             )
+        first = jax.tree.map(jnp.asarray, (_first(sets.x1), _first(sets.x2)))
+        arrays, rest = eqx.partition((self, *first), eqx.is_array)
+        tile_of_one = jax.jit(lambda arrays: _tile(*eqx.combine(arrays, rest)))
         identity = {
             "parameters": checksum(self._point),
             "inputs": checksum((sets.x1, sets.x2)),
             "outputs": str(self.outputs),
-            "functions": program(_tile, self, _first(sets.x1), _first(sets.x2)),
+            "functions": program(tile_of_one, arrays),
         }
         shape = self._shape(sets.n1, sets.n2, sets.c)
         kept = KernelFile(path, shape, sets.dtype, identity)
