@@ -420,8 +420,8 @@ class Run(AbstractRun):
             **{name: described(getattr(setting, name)) for name in others},
             **described_by_leaf("model", self.model),
             **described_by_leaf("state", self.model_state),
-            "initial values": checksum(inputs[0]),
             "step": f"{program} in jax {jax.__version__}",
+            "initial values": checksum(inputs[0]),
         }
 
     def restore(self, snapshot: Snapshot) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # The settings that must be the same in a resumed run. The others only name what differs.
-_DECISIVE = "data", "columns", "initial values", "step"
+_DECISIVE = "data", "columns", "step", "initial values"
 
 
 class Saver:
