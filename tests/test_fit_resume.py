@@ -131,6 +131,44 @@ def test_killed_at_any_moment(tmp_path):
     assert {name for name, step in starts if step > 0} == set(KINDS)
 
 
+ON_DEVICES = """
+import os, sys
+number, folder, steps = sys.argv[1:]
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={number}"
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import gnlin
+
+x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
+on_all = NamedSharding(Mesh(np.array(jax.devices()), "batch"), PartitionSpec("batch"))
+data = jax.device_put((x, x[:, :2] ** 2), on_all)
+model = eqx.nn.MLP(3, 2, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+saving = {} if folder == "none" else {"checkpoint": folder, "resume": True}
+result = gnlin.fit(
+    model, data, gnlin.DampedGaussNewton(0.3), batch_size=8, steps=int(steps), **saving
+)
+print(*result.history.loss)
+"""
+
+
+@pytest.mark.slow
+def test_resumed_on_another_number_of_devices(tmp_path):
+    def losses(*arguments):
+        child = subprocess.run(
+            [sys.executable, "-c", ON_DEVICES, *map(str, arguments)],
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return np.array(child.stdout.split(), float)
+
+    losses(4, tmp_path, 3)
+    resumed = losses(2, tmp_path, 6)
+    assert len(resumed) == 6
+    np.testing.assert_allclose(resumed, losses(2, "none", 6), rtol=1e-4)
+
+
 #
 # Stopped and resumed
 #

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -242,12 +243,15 @@ def _way_out(path: Path) -> str:
 
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], meta: dict) -> None:
-    foreign = {k: x.dtype for k, x in arrays.items() if hasattr(ml_dtypes, x.dtype.name)}
-    as_bits = {k: arrays[k].view(f"u{dtype.itemsize}") for k, dtype in foreign.items()}
-    dtypes = {k: dtype.name for k, dtype in foreign.items()}
+    members: dict[str, Any] = dict(arrays)
+    dtypes = {}
+    for name, x in arrays.items():
+        if hasattr(ml_dtypes, x.dtype.name):
+            dtypes[name] = x.dtype.name
+            members[name] = x.view(f"u{x.dtype.itemsize}")
     text = json.dumps({**meta, "format": _FORMAT, "dtypes": dtypes})
     with path.open("xb") as file:
-        np.savez(file, **{**arrays, **as_bits, "meta": np.array(text)})
+        np.savez(file, **members, meta=np.array(text))
         file.flush()
         os.fsync(file.fileno())
 
