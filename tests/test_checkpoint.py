@@ -38,9 +38,9 @@ from gnlin._fit._checkpoint import (
 
 
 ARRAYS = {
-    "numbers": np.arange(6, dtype=np.float32).reshape(2, 3),
-    "truths": np.array([True, False, True]),
-    "half": np.array([1.5, -2], ml_dtypes.bfloat16),
+    "array_0": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "array_1": np.array([True, False, True]),
+    "array_2": np.array([1.5, -2], ml_dtypes.bfloat16),
 }
 ANEW = "; delete it to start over, or pass another folder."
 NAN = np.frombuffer(bytes.fromhex("0100c07f"), "<f4")  # with a payload of its own
@@ -149,7 +149,7 @@ def test_numpy_opens_a_checkpoint(tmp_path):
     path = save(tmp_path, 5, ARRAYS, {"step": 5}, 1)
     with np.load(path, allow_pickle=False) as archive:
         assert archive.files == [*ARRAYS, "meta"]
-        np.testing.assert_array_equal(archive["numbers"], ARRAYS["numbers"])
+        np.testing.assert_array_equal(archive["array_0"], ARRAYS["array_0"])
         assert json.loads(str(archive["meta"]))["step"] == 5
 
 
@@ -389,12 +389,12 @@ def test_refusals_say_what_is_wrong(tmp_path, monkeypatch):
     damaged = "is damaged, or not a gnlin checkpoint: "
     for no_archive in (b"", b"\x80\x04\x95", content[:-7], content[7:-30]):
         assert refused(no_archive) == f"{damaged}File is not a zip file{ANEW}"
-    at = content.index(ARRAYS["numbers"].tobytes())
+    at = content.index(ARRAYS["array_0"].tobytes())
     flipped = content[:at] + b"\x01" + content[at + 1 :]
-    assert refused(flipped) == f"{damaged}the checksum of numbers.npy is wrong{ANEW}"
-    np.savez(path, numbers=ARRAYS["numbers"])
+    assert refused(flipped) == f"{damaged}the checksum of array_0.npy is wrong{ANEW}"
+    np.savez(path, array_0=ARRAYS["array_0"])
     assert damaged in refusal(path)
-    np.savez(path, numbers=np.array([None]), meta=np.array("{}"))
+    np.savez(path, array_0=np.array([None]), meta=np.array("{}"))
     assert "allow_pickle=False" in refusal(path)
     with monkeypatch.context() as patch:
         patch.setattr(_checkpoint, "_FORMAT", 12)

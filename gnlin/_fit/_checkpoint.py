@@ -1,7 +1,8 @@
 """The checkpoint files of `gnlin.fit`: ordinary archives of NumPy, for `numpy.load`.
 
-Each array is a member. The member `meta` is a text in JSON. The types of ml_dtypes, which
-NumPy does not know, are stored as integers of the same bits, and `meta` has their names.
+Each array is a member. The member `meta` is a text in JSON, with the names of the arrays
+and of their types. The types of ml_dtypes, which NumPy does not know, are stored as
+integers of the same bits.
 """
 
 import errno
@@ -136,8 +137,12 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict]:
                 f"is a checkpoint of format {found}, and this gnlin reads format "
                 f"{_FORMAT} only (update gnlin)"
             )
-        for name, dtype in meta.pop("dtypes").items():
-            arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
+        dtypes = meta.pop("dtypes")
+        if list(dtypes) != list(arrays):
+            raise zipfile.BadZipFile("an array is missing")
+        for name, dtype in dtypes.items():
+            if hasattr(ml_dtypes, dtype):
+                arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
     except OSError as error:
         raise Fault(f"cannot be read: {_reason(error)}") from error
     except (Fault, MemoryError):
@@ -244,10 +249,9 @@ def _way_out(path: Path) -> str:
 
 def _write(path: Path, arrays: Mapping[str, np.ndarray], meta: dict) -> None:
     members: dict[str, Any] = dict(arrays)
-    dtypes = {}
+    dtypes = {name: x.dtype.name for name, x in arrays.items()}
     for name, x in arrays.items():
         if hasattr(ml_dtypes, x.dtype.name):
-            dtypes[name] = x.dtype.name
             members[name] = x.view(f"u{x.dtype.itemsize}")
     text = json.dumps({**meta, "format": _FORMAT, "dtypes": dtypes})
     with path.open("xb") as file:
