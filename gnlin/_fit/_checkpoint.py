@@ -154,6 +154,7 @@ def load(path: Path) -> tuple[dict[str, np.ndarray], dict]:
 
 
 def refusal(path: Path, fault: Fault) -> CheckpointError:
+    """Return the error for a file, which says what to do."""
     return CheckpointError(f"{path} {fault}{_way_out(path)}.")
 
 
