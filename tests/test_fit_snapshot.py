@@ -1,16 +1,14 @@
 """The contents of a checkpoint are restored exactly; files that no run has written are
 refused."""
 
-import json
 import math
-import random
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_problems import BATCHES, fit, T, X
+from fit_problems import fit, T, X
 
 import gnlin
 from gnlin import CheckpointError
@@ -28,7 +26,7 @@ class Keeps(Callback):
 
     def __init__(self):
         self.count, self.total, self.found, self.name = 0, 0.0, False, "none"
-        self.turn, self.least = 1 + 0j, math.inf
+        self.turn, self.least, self.names = 1 + 0j, math.inf, np.array(["one"])
         self.scalar, self.array = np.float32(0), np.zeros(3)
         self.on_device = jnp.zeros(2, jnp.bfloat16)
         self.key = jax.random.key(0)
@@ -48,7 +46,7 @@ class Keeps(Callback):
 
     def state(self):
         numbers = {"count": self.count, "total": self.total, "least": self.least}
-        others = self.found, self.name, self.turn, None
+        others = self.found, self.name, self.turn, None, self.names
         return [numbers, others, self.scalar, self.array, self.on_device, self.key]
 
     def restore(self, state):
@@ -56,7 +54,7 @@ class Keeps(Callback):
         numbers, others, self.scalar, self.array, self.on_device, self.key = state
         self.count, self.total = numbers["count"], numbers["total"]
         self.least = numbers["least"]
-        self.found, self.name, self.turn, _ = others
+        self.found, self.name, self.turn, _, self.names = others
 
 
 def assert_same_state(left, right):
@@ -122,8 +120,8 @@ class KeepsWhatCannotBe(Callback):
 
 @pytest.mark.parametrize(
     "what",
-    [print, object(), np.array(["a"]), np.array([None]), b"a"],
-    ids=["function", "object", "strings", "objects", "bytes"],
+    [print, object(), np.array([None]), b"a", 2**70],
+    ids=["function", "object", "objects", "bytes", "large integer"],
 )
 def test_unsupported_states_are_reported_before_training(what, tmp_path):
     words = f"`KeepsWhatCannotBe` holds a {type(what).__name__}, which a checkpoint"
@@ -133,7 +131,7 @@ def test_unsupported_states_are_reported_before_training(what, tmp_path):
 
 
 #
-# Checkpoints with a right checksum that no run has written
+# Archives that no run has written
 #
 
 
@@ -142,59 +140,26 @@ def left(tmp_path_factory):
     """Return (arrays, meta) of a run at its fifth step."""
     folder = tmp_path_factory.mktemp("left")
     fit(steps=5, callbacks=Keeps(), checkpoint=folder)
-    return _checkpoint.load(folder / "step-000000000005.gnlin")
+    return _checkpoint.load(folder / "step-000000000005.npz")
 
 
-def refused(folder, arrays, meta, **arguments):
-    path = _checkpoint.save(folder, 5, arrays, meta, 1)
+def resumed(folder, arrays, meta):
+    _checkpoint.save(folder, 5, arrays, meta, 1)
+    return fit(steps=6, callbacks=Keeps(), checkpoint=folder, resume=True)
+
+
+def refused(folder, arrays, meta):
     with pytest.raises(CheckpointError) as caught:
-        fit(
-            **{"steps": 6, "callbacks": Keeps(), **arguments},
-            checkpoint=folder,
-            resume=True,
-        )
+        resumed(folder, arrays, meta)
     message = str(caught.value)
-    assert message.startswith(f"{path} ")
+    assert message.startswith(f"{folder / 'step-000000000005.npz'} ")
     assert message.endswith(".")
     assert "\n" not in message
-    assert "delete it" in message or "pass the arguments of that run" in message
     return message
 
 
-NOT_NUMBERS = [-1, -(10**18), 10**18, 2**64, 5.0, math.nan, True, None, "5", [5], {}]
-BAD = {
-    **{f"step {x!r}": ("step", x) for x in NOT_NUMBERS},
-    **{f"epoch {x!r}": ("epoch", x) for x in [*NOT_NUMBERS, 0, 2, 5]},
-    **{f"index {x!r}": ("index", x) for x in [*NOT_NUMBERS, 0, 1, 3, 4]},
-    **{f"result {x!r}": ("result", x) for x in [-1, 0, 99, None, "", "_value", [], {}]},
-    **{f"reason {x!r}": ("reason", x) for x in [None, 1, ["why"], {}, math.nan]},
-    **{f"settings {x!r}": ("settings", x) for x in [None, [], "ab", {"a": 1}, {}]},
-    **{
-        f"callbacks {x!r}": ("callbacks", x)
-        for x in [None, 1, [], {}, [[]], ["abc"], [["Keeps", [], []]], [[1, 2, 3]]]
-    },
-}
-
-
 def test_an_unchanged_checkpoint_resumes(left, tmp_path):
-    arrays, meta = left
-    _checkpoint.save(tmp_path, 5, arrays, json.loads(json.dumps(meta)), 1)
-    result = fit(steps=6, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
-    assert result.stats["num_steps"] == 6
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_crafted_meta_is_refused(name, left, tmp_path):
-    arrays, meta = left
-    key, value = BAD[name]
-    assert repr(meta[key]) != repr(value)
-    refused(tmp_path, arrays, {**meta, key: value})
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("meta", [None, [], 3, "meta", {}, {"step": 5}], ids=repr)
-def test_invalid_metadata_is_refused(meta, left, tmp_path):
-    assert "was not written by a run of `gnlin.fit`" in refused(tmp_path, left[0], meta)
+    assert resumed(tmp_path, *left).stats["num_steps"] == 6
 
 
 @pytest.mark.parametrize(
@@ -202,150 +167,27 @@ def test_invalid_metadata_is_refused(meta, left, tmp_path):
 )
 def test_incomplete_metadata_is_refused(name, left, tmp_path):
     arrays, meta = left
-    refused(tmp_path, arrays, {k: v for k, v in meta.items() if k != name})
+    meta = {k: v for k, v in meta.items() if k != name}
+    assert "was not written by a run of `gnlin.fit`" in refused(tmp_path, arrays, meta)
 
 
-def other_step(table):
-    table[2, 0] = 7
-
-
-def nan_step(table):
-    table[2, 0] = math.nan
-
-
-def infinite_updates(table):
-    table[2, 7] = math.inf
-
-
-def negative_updates(table):
-    table[2, 7] = -1
-
-
-def later_epoch(table):
-    table[4, 1] = 2
-
-
-def earlier_epoch(table):
-    table[4, 1] = 0
-
-
+@pytest.mark.parametrize("name", ["carry_0", "carry_3", "callback_0_2", "history"])
 @pytest.mark.parametrize(
     "change",
-    [
-        other_step,
-        nan_step,
-        infinite_updates,
-        negative_updates,
-        later_epoch,
-        earlier_epoch,
-    ],
+    [lambda x: None, lambda x: np.stack([x, x]), lambda x: x[..., None][..., :0]],
+    ids=["missing", "wider", "empty"],
 )
-def test_a_crafted_history_is_refused(change, left, tmp_path):
+def test_other_arrays_are_refused(name, change, left, tmp_path):
     arrays, meta = left
-    table = arrays[-1].copy()
-    change(table)
-    assert "history" in refused(tmp_path, [*arrays[:-1], table], meta)
+    changed = {**arrays, name: change(arrays[name])}
+    refused(tmp_path, {k: x for k, x in changed.items() if x is not None}, meta)
 
 
-CHANGES = {
-    "wider": lambda x: np.stack([x, x]),
-    "flat": lambda x: np.concatenate([x.ravel(), x.ravel()]),
-    "narrower": lambda x: x.astype(np.int8),
-    "complex": lambda x: x.astype(complex),
-    "truth values": lambda x: x.astype(bool),
-    "empty": lambda x: x[..., None][..., :0],
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_crafted_arrays_are_refused(name, left, tmp_path):
-    """Change each array of the run, of the callbacks (with another shape or a key), and
-    of the history."""
+def test_other_dtypes_and_results_are_refused(left, tmp_path):
     arrays, meta = left
-    kinds = [kind for _, _, kinds in meta["callbacks"] for kind, _ in kinds]
-    kinds = [kind for kind in kinds if kind in ("array", "jax", "key", "scalar")]
-    kinds = ["own"] * (len(arrays) - 1 - len(kinds)) + kinds + ["history"]
-    draw = random.Random(name)
-    owns = [i for i, kind in enumerate(kinds) if kind == "own"]
-    tried = [*draw.sample(owns, 5), *(i for i, k in enumerate(kinds) if k != "own")]
-    for i in tried:
-        changed = CHANGES[name](arrays[i])
-        kept = changed.shape == arrays[i].shape and kinds[i] in ("array", "jax", "scalar")
-        if kept or (changed.dtype, changed.shape) == (arrays[i].dtype, arrays[i].shape):
-            continue
-        refused(tmp_path, [*arrays[:i], changed, *arrays[i + 1 :]], meta)
-
-
-def test_too_few_and_too_many_arrays_are_refused(left, tmp_path):
-    arrays, meta = left
-    for others in ([], arrays[:1], arrays[1:], arrays[:-1], [*arrays, arrays[0]]):
-        refused(tmp_path, others, meta)
-
-
-def test_another_name_is_refused(left, tmp_path):
-    arrays, meta = left
-    _checkpoint.save(tmp_path, 6, arrays, meta, 1)
-    with pytest.raises(CheckpointError, match="holds step 5, not the step in its name"):
-        fit(steps=9, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
-
-
-def test_a_crafted_position_in_an_iterable_is_refused(tmp_path):
-    def forever(epoch):
-        while True:
-            yield from BATCHES
-
-    arguments = {"data": forever, "callbacks": Keeps()}
-    fit(steps=5, checkpoint=tmp_path / "run", **arguments)
-    arrays, meta = _checkpoint.load(tmp_path / "run" / "step-000000000005.gnlin")
-    for changes in ({"index": 10**15}, {"epoch": 10**15}, {"epoch": 3, "index": 3}):
-        refused(tmp_path, arrays, {**meta, **changes}, **arguments)
-
-
-def _mutated(meta, draw):
-    """Replace a random part by something else."""
-    inner = isinstance(meta, dict) and "settings" in meta
-    if inner or (isinstance(meta, dict | list) and meta and draw.random() < 0.8):
-        keys = list(meta) if isinstance(meta, dict) else range(len(meta))
-        chosen = draw.choice(list(keys))
-        changed = dict(meta) if isinstance(meta, dict) else list(meta)
-        changed[chosen] = _mutated(meta[chosen], draw)
-        return changed
-    others = [None, -1, 2**70, 0.5, math.inf, "", "key", "jax", [], [0], {}, [[["a"]]]]
-    return draw.choice([x for x in others if x != meta])
-
-
-def test_any_mutation_is_refused_or_harmless(left, tmp_path):
-    """Numbers and strings that a callback stores may have any value, because only it
-    reads them."""
-    arrays, meta = left
-    draw = random.Random(0)
-    stopped = {**meta, "reason": "step 5: over"}
-    for _ in range(60):
-        changed = _mutated(stopped, draw)
-        _checkpoint.save(tmp_path, 5, arrays, changed, 1)
-        message, result = "refused.", None
-        try:
-            result = fit(steps=6, callbacks=Keeps(), checkpoint=tmp_path, resume=True)
-        except CheckpointError as error:
-            message = str(error)
-        assert message.endswith(".")
-        assert "\n" not in message
-        if result is not None:
-            assert result.stats["num_steps"] in (5, 6)
-            assert all(changed[k] == stopped[k] for k in stopped if k not in MAY_DIFFER)
-
-
-MAY_DIFFER = ("reason", "result", "callbacks")
-
-
-def test_a_run_whose_solver_has_failed_does_not_go_on(tmp_path):
-    data = [*BATCHES, (X[:4] * jnp.nan, T[:4])]
-    with pytest.warns(UserWarning, match="stopped at step 4"):
-        fit(data=data, checkpoint=tmp_path)
-    arrays, meta = _checkpoint.load(tmp_path / "step-000000000004.gnlin")
-    _checkpoint.save(tmp_path, 4, arrays, {**meta, "reason": ""}, 1)
-    with pytest.raises(CheckpointError, match="continues after its solver has failed"):
-        fit(data=data, checkpoint=tmp_path, resume=True)
+    narrow = {**arrays, "carry_0": arrays["carry_0"].astype(np.float16)}
+    refused(tmp_path, narrow, meta)
+    refused(tmp_path, arrays, {**meta, "result": "of a newer gnlin"})
 
 
 def test_a_documented_schedule_is_carried(tmp_path):

@@ -315,9 +315,12 @@ def test_files_that_are_not_kernels(tmp_path):
     x = drawn(shape, 4)
     kernel = gnlin.TangentKernel(model)
     first = np.array(kernel(x, file=tmp_path / "k"))
+    kernel(jnp.asarray(x), file=tmp_path / "k")
     other = eqx.tree_at(lambda m: m.layers[0].bias, model, jnp.ones(5))
+    changed = eqx.tree_at(lambda m: m.activation, model, lambda x: jnp.tanh(2 * x))
     cases = {
         "other parameters": lambda: gnlin.TangentKernel(other)(x, file=tmp_path / "k"),
+        "other functions": lambda: gnlin.TangentKernel(changed)(x, file=tmp_path / "k"),
         "other inputs": lambda: kernel(x[:3], file=tmp_path / "k"),
         "other outputs": lambda: gnlin.TangentKernel(model, outputs="trace")(
             x, file=tmp_path / "k"

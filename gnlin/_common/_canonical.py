@@ -50,7 +50,7 @@ class Program(eqx.Module):
 
     @property
     def outputs(self) -> PyTree[jax.ShapeDtypeStruct]:
-        shapes = [_struct(v.aval) for v in self.traced.jaxpr.outvars]
+        shapes = [struct(v.aval) for v in self.traced.jaxpr.outvars]
         return jax.tree.unflatten(self.traced.out_structure, shapes)
 
 
@@ -118,7 +118,7 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
     arrays = [x for x in leaves if isinstance(x, Array)]
     rest = tuple(None if isinstance(x, Array) else x for x in leaves)
     given, of_args = jax.tree.flatten((arrays, *args))
-    shapes = tuple(map(_struct, given))
+    shapes = tuple(map(struct, given))
     x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     types = tuple(map(type, rest))
     try:
@@ -195,7 +195,7 @@ def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
     of_one = {"constvars": [], "invars": given, "eqns": [equation]}
     alone = jaxpr.replace(**of_one, outvars=equation.outvars)
     fn = jaxpr_as_fun(ClosedJaxpr(alone, []))
-    shapes = [_struct(x.aval) for x in given]
+    shapes = [struct(x.aval) for x in given]
     which = [k for k, x in enumerate(shapes) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def tangents(primals, moving):
@@ -210,7 +210,7 @@ def _derivative(jaxpr: Jaxpr, equation: JaxprEqn) -> Jaxpr:
     return jax.make_jaxpr(tangents)(shapes, [shapes[k] for k in which]).jaxpr
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
     weak = getattr(aval, "weak_type", False)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 

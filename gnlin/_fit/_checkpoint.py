@@ -1,26 +1,20 @@
-r"""The checkpoint files of `gnlin.fit`, which hold arrays and a dictionary `meta` of JSON
-values, but no model. A file consists of
+"""The checkpoint files of `gnlin.fit`: ordinary archives of NumPy, for `numpy.load`.
 
-    gnlin checkpoint 2\n
-    <length of the payload, 20 digits> <SHA-256 of the payload, 64 digits>\n
-    <length of the header, 8 bytes><header, JSON><the arrays, one after the other>
-
-The third line is the payload. Its header holds `meta` and the dtype and shape of each
-array. Numbers are little-endian, arrays in C order.
+Each array is a member. The member `meta` is a text in JSON, with the names of the arrays
+and of their types. The types of ml_dtypes, which NumPy does not know, are stored as
+integers of the same bits.
 """
 
 import errno
-import hashlib
 import json
-import math
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+import zipfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -89,30 +83,27 @@ class Checkpoint:
         object.__setattr__(self, "keep", int(self.keep))
 
 
-_VERSION = 2
-_MAGIC = f"gnlin checkpoint {_VERSION}\n".encode()
-_ANY_MAGIC = re.compile(rb"gnlin checkpoint ([1-9][0-9]*)\n")
-_SEAL = re.compile(rb"([0-9]{20}) ([0-9a-f]{64})\n")
-_SEAL_SIZE = 20 + 1 + 64 + 1
-_HEADER_LENGTH_SIZE = 8
+_FORMAT = 3
 
-_NAME = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,})\.gnlin")
+# Earlier versions wrote files of their own format, with the suffix `.gnlin`.
+_NAME = re.compile(r"step-([0-9]{12}|[1-9][0-9]{12,})\.(npz|gnlin)")
 _TEMPORARY_NAME = re.compile(_NAME.pattern + r"\.[0-9a-f]{32}\.tmp")
 
-_CHUNK = 2**20
+
+class Fault(Exception):
+    """A fault of a checkpoint, as a predicate whose subject is the file."""
 
 
 def save(
-    folder: Path, step: int, arrays: Sequence[np.ndarray], meta: dict, keep: int
+    folder: Path, step: int, arrays: Mapping[str, np.ndarray], meta: dict, keep: int
 ) -> Path:
     """Write a checkpoint atomically, then delete all but the latest `keep` up to this
     step. Checkpoints of later steps are not touched."""
     path = _path(folder, step)
-    header = _header(arrays, meta)
     _remove(_leftovers(folder))
     temporary = _temporary(path)
     try:
-        _write(temporary, header, arrays)
+        _write(temporary, arrays, meta)
         os.replace(temporary, path)
         _synchronise(folder)
     except OSError as error:
@@ -128,36 +119,43 @@ def save(
     return path
 
 
-def load(path: Path) -> tuple[list[np.ndarray], dict]:
-    """Return the arrays and `meta` of a checkpoint; raise if it is damaged."""
+def load(path: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """Return the arrays and `meta` of a checkpoint; raise `Fault` if it is damaged."""
+    if path.suffix == ".gnlin":
+        raise Fault("was written by an older gnlin, and this one cannot read it")
     try:
-        if path.exists() and not (path.is_file() or path.is_dir()):  # such as a pipe
-            raise _Fault("is not a gnlin checkpoint: it is not a file")
-        with path.open("rb") as file:
-            return _decode(file, _verify(file))
-    except _Fault as error:
-        cause, fault = None, str(error)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # reads all members, and compares their CRC-32
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+        with np.load(path, allow_pickle=False) as members:
+            arrays = dict(members)
+        meta = json.loads(str(arrays.pop("meta")))
+        found = meta.pop("format")
+        if found != _FORMAT:
+            raise Fault(
+                f"is a checkpoint of format {found}, and this gnlin reads format "
+                f"{_FORMAT} only (update gnlin)"
+            )
+        dtypes = meta.pop("dtypes")
+        if list(dtypes) != list(arrays):
+            raise zipfile.BadZipFile("an array is missing")
+        for name, dtype in dtypes.items():
+            if hasattr(ml_dtypes, dtype):
+                arrays[name] = arrays[name].view(getattr(ml_dtypes, dtype))
     except OSError as error:
-        cause, fault = error, f"cannot be read: {_reason(error)}"
-    raise refusal(path, fault) from cause
+        raise Fault(f"cannot be read: {_reason(error)}") from error
+    except (Fault, MemoryError):
+        raise
+    except Exception as error:  # zipfile and NumPy raise many kinds
+        said = " ".join(str(error).split())
+        raise Fault(f"is damaged, or not a gnlin checkpoint: {said}") from error
+    return arrays, meta
 
 
-def refusal(path: Path, fault: str) -> CheckpointError:
-    """Return the error for a file. `fault` is a predicate whose subject is the file."""
+def refusal(path: Path, fault: Fault) -> CheckpointError:
+    """Return the error for a file, which says what to do."""
     return CheckpointError(f"{path} {fault}{_way_out(path)}.")
-
-
-def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
-    name = _NAME.fullmatch(path.name)
-    assert name is not None
-    return int(name[1])
-
-
-def storable(dtype: np.dtype) -> bool:
-    """Whether arrays of this dtype can be restored from its name and their bytes."""
-    numbers = dtype.kind in "biufc" or hasattr(ml_dtypes, dtype.name)
-    return numbers and not dtype.hasobject
 
 
 def latest(folder: Path) -> Path | None:
@@ -180,7 +178,7 @@ def check_writable(folder: Path, num_bytes: int, keep: int) -> None:
         if folder.is_file():
             raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a folder")
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(_MAGIC)
+        probe.write_bytes(b"probe")
         probe.unlink()
         own = [*_checkpoints(folder).values(), *_leftovers(folder)]
         held = sum(path.stat().st_size for path in own)
@@ -202,16 +200,12 @@ def check_writable(folder: Path, num_bytes: int, keep: int) -> None:
         )
 
 
-class _Fault(Exception):
-    """A fault of a file, as a predicate whose subject is the file's path."""
-
-
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
 def _path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:012d}.gnlin"
+    return folder / f"step-{step:012d}.npz"
 
 
 def _temporary(path: Path) -> Path:
@@ -254,31 +248,17 @@ def _way_out(path: Path) -> str:
     return "; delete it to start over, or pass another folder" if known else ""
 
 
-def _header(arrays: Sequence[np.ndarray], meta: dict) -> bytes:
-    kinds = [(_dtype(array.dtype.name).name, array.shape) for array in arrays]
-    header = json.dumps({"meta": meta, "arrays": kinds}).encode()
-    return len(header).to_bytes(_HEADER_LENGTH_SIZE, "little") + header
-
-
-def _write(path: Path, header: bytes, arrays: Sequence[np.ndarray]) -> None:
-    length, digest = 0, hashlib.sha256()
+def _write(path: Path, arrays: Mapping[str, np.ndarray], meta: dict) -> None:
+    members: dict[str, Any] = dict(arrays)
+    dtypes = {name: x.dtype.name for name, x in arrays.items()}
+    for name, x in arrays.items():
+        if hasattr(ml_dtypes, x.dtype.name):
+            members[name] = x.view(f"u{x.dtype.itemsize}")
+    text = json.dumps({**meta, "format": _FORMAT, "dtypes": dtypes})
     with path.open("xb") as file:
-        file.write(_MAGIC + bytes(_SEAL_SIZE))
-        for part in _payload(header, arrays):
-            digest.update(part)
-            file.write(part)
-            length += len(part)
-        file.seek(len(_MAGIC))
-        file.write(f"{length:020d} {digest.hexdigest()}\n".encode())
+        np.savez(file, **members, meta=np.array(text))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _payload(header: bytes, arrays: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
-    yield header
-    for array in arrays:
-        little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        yield _bytes(np.ascontiguousarray(little))
 
 
 def _synchronise(folder: Path) -> None:
@@ -295,97 +275,3 @@ def _synchronise(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _verify(file: BufferedReader) -> int:
-    """Check a file's integrity. Return the length of the payload, and leave the file
-    positioned at its beginning."""
-    head = file.read(len(_MAGIC) + _SEAL_SIZE)
-    if not head:
-        raise _Fault("is not a gnlin checkpoint: it is empty")
-    found = _ANY_MAGIC.match(head)
-    version = int(found[1]) if found else _VERSION
-    if version != _VERSION:
-        newer = version > _VERSION
-        raise _Fault(
-            f"is a checkpoint of format {version}, written by "
-            f"{'a newer' if newer else 'an older'} gnlin, and this one reads format "
-            f"{_VERSION} only" + " (update gnlin)" * newer
-        )
-    if head[: len(_MAGIC)] != _MAGIC[: len(head)]:
-        raise _Fault("is not a gnlin checkpoint: it does not begin like one")
-    if len(head) < len(_MAGIC) + _SEAL_SIZE:
-        raise _Fault(f"is truncated: all but its first {len(head)} bytes are missing")
-    seal = _SEAL.fullmatch(head, len(_MAGIC))
-    if seal is None:
-        raise _Fault("is damaged: its second line does not hold a length and a checksum")
-    length = int(seal[1])
-    surplus = os.fstat(file.fileno()).st_size - len(head) - length
-    if surplus < 0:
-        raise _Fault(f"is truncated: {-surplus} of its bytes are missing")
-    if surplus > 0:
-        raise _Fault(f"is damaged: {surplus} bytes follow its end")
-    digest = hashlib.sha256()
-    while chunk := file.read(_CHUNK):
-        digest.update(chunk)
-    if digest.hexdigest().encode() != seal[2]:
-        raise _Fault("is damaged: its checksum does not match its contents")
-    file.seek(len(head))
-    return length
-
-
-def _decode(file: BufferedReader, length: int) -> tuple[list[np.ndarray], dict]:
-    # The checksum is right, so a failure means that the file was not written by `save`,
-    # or that it has a dtype of a newer ml_dtypes.
-    try:
-        header_length = int.from_bytes(file.read(_HEADER_LENGTH_SIZE), "little")
-        rest = length - _HEADER_LENGTH_SIZE - header_length
-        if rest < 0:
-            raise ValueError("its header is longer than the file")
-        header = json.loads(file.read(header_length))
-        meta = header["meta"]
-        kinds = [(_dtype(name), _shape(shape)) for name, shape in header["arrays"]]
-        if rest != sum(dtype.itemsize * math.prod(shape) for dtype, shape in kinds):
-            raise ValueError("its arrays do not fill it")
-        return [_read(file, dtype, shape) for dtype, shape in kinds], meta
-    except RecursionError as error:
-        raise _Fault("cannot be decoded by this gnlin: it is nested too deep") from error
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise _Fault(f"cannot be decoded by this gnlin: {_one_line(error)}") from error
-
-
-def _read(file: BufferedReader, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    array = np.empty(shape, dtype.newbyteorder("<"))
-    if file.readinto(_bytes(array)) < array.nbytes:
-        raise ValueError("it became shorter while it was read")
-    if dtype.kind == "b" and np.any(array.view(np.uint8) > 1):
-        raise ValueError("an array of truth values holds other values")
-    return array.astype(dtype, copy=False)
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    """Return a contiguous array's memory as bytes: NumPy exports no buffers of the types
-    of ml_dtypes."""
-    return array.reshape(-1).view(np.uint8).data
-
-
-def _dtype(name: Any) -> np.dtype:
-    """Return the dtype of a name; raise if it is not storable."""
-    try:
-        dtype = np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-        dtype = None
-    if dtype is None or not storable(dtype) or dtype.name != name:
-        raise ValueError(f"an array of dtype {name} cannot be kept in a checkpoint")
-    return dtype
-
-
-def _shape(sizes: Any) -> tuple[int, ...]:
-    natural = lambda size: type(size) is int and 0 <= size < 2**63
-    if not isinstance(sizes, list) or not all(map(natural, sizes)):
-        raise ValueError("the header of an array holds no shape")
-    return tuple(sizes)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

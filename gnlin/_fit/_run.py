@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from .._common._identity import (
     described_by_field,
     described_by_leaf,
 )
+from .._common._sharding import Places
 from .._solver import result_name, RESULT_NAMES, statistics
 from .._training._solution import (
     COLUMNS,
@@ -29,10 +31,10 @@ from .._training._solution import (
 )
 from .._training._step import Carry, checked_outputs, StepSettings, why_it_failed
 from ..callbacks import Callback, Run as AbstractRun
-from ._checkpoint import Checkpoint
+from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._saver import Saver
-from ._snapshot import CallbackState, check_fits, give_back, Snapshot, state_of, Unsound
+from ._snapshot import CallbackState, give_back, Snapshot, state_of
 from ._step import AnyArray, Compiled, join, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
@@ -260,13 +262,15 @@ class Run(AbstractRun):
         return whole
 
     def _compile(self, batch: Batch) -> Compiled:
-        numbers = [np.zeros(2, np.int32)]
-        carry = self._carry()
-        advance = Compiled(step, (self._setting,), carry, batch.arrays(), numbers)
+        advance = Compiled(step, (self._setting,), *self._inputs(batch))
         # Batches of an iterable may differ in structure.
         if isinstance(self._stream, ArrayStream):
             self._advance = advance
         return advance
+
+    def _inputs(self, batch: Batch) -> tuple:
+        """Return inputs of the compiled step, to show their structures and shapes."""
+        return self._carry(), batch.arrays(), [np.zeros(2, np.int32)]
 
     def _settle(self, now: _Now, row: Array) -> None:
         """Record a step that was made, and tell the callbacks."""
@@ -398,40 +402,43 @@ class Run(AbstractRun):
         )
 
     def settings(self) -> dict[str, str]:
-        """Describe everything that must be the same in a resumed run. This is called
-        before the first step, while the parameters are still the initial ones."""
-        setting, carry, arrays = self._setting, self._carry(), self._now.arrays
-        validation = self._validation
+        """Describe the run: what decides whether two runs are the same, and in words, to
+        name what differs. This is called before the first step, while the parameters are
+        still the initial ones."""
+        # A run may be resumed with other printing, or on another number of devices.
+        solver = eqx.tree_at(lambda solver: solver.verbose, self._setting.solver, False)
+        setting = self._setting._replace(solver=solver, places=Places())
+        inputs = self._inputs(self._stream.first())
+        program = Compiled(step, (setting,), *inputs).program(*inputs)
+        others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
+        shapes = jax.tree.map(np.shape, self._stream.example())
         return {
+            "data": f"{self._stream.identity()} with shapes {shapes}",
+            "columns": ", ".join(self._rows.columns),
             **described_by_field("solver", setting.solver),
             **described_by_field("loss", setting.loss),
-            "augmentation": described(setting.augment),
-            "curvature_batch_size": str(setting.curvature_batch_size),
-            "key": str(as_numpy(setting.key).tolist()),
-            "list of columns": str(self._rows.columns),
-            **(validation.settings() if validation else {}),
-            **{name: str(value) for name, value in self._stream.settings().items()},
-            "number of arrays": str(len(arrays)),
-            **{f"array {i}": f"{x.shape} {x.dtype}" for i, x in enumerate(arrays)},
-            "axis_name": setting.network.axis_name,
-            **described_by_leaf("network", setting.network.frozen.rest),
-            "network's form": described(setting.network),
-            "initial parameters' checksum": checksum(carry.parameters),
-            "initial state's checksum": checksum(carry.model_state),
+            **{name: described(getattr(setting, name)) for name in others},
+            **described_by_leaf("model", self.model),
+            **described_by_leaf("state", self.model_state),
+            "step": f"{program} in jax {jax.__version__}",
+            "initial values": checksum(inputs[0]),
         }
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Resume from a snapshot; raise `Unsound` if this run cannot have left it."""
-        now, num_batches = self._now, self._stream.num_batches
-        check_fits(snapshot, now.arrays, self._rows.columns, num_batches, RESULT_NAMES)
-        own = list(map(like_array, snapshot.carry, now.arrays))
-        self._now = _Now(*snapshot.position, own)
+        """Resume from a snapshot; raise `Fault` if this run cannot have left it."""
+
+        def kinds(arrays):
+            return [(x.shape, x.dtype) for x in map(as_numpy, arrays)]
+
+        fits = kinds(snapshot.carry) == kinds(self._now.arrays)
+        fits &= snapshot.table.shape == (snapshot.step, len(self._rows.columns))
+        if not fits or snapshot.result not in RESULT_NAMES:
+            raise Fault("was not written by a run with these settings")
+        arrays = list(map(like_array, snapshot.carry, self._now.arrays))
+        self._now = _Now(*snapshot.position, arrays)
         self._rows.restore(snapshot.table)
         self._reason = snapshot.reason
         self.result = getattr(optx.RESULTS, snapshot.result)
-        solver_result = self._carry().solver_state.result
-        if not self._reason and solver_result != optx.RESULTS.successful:
-            raise Unsound("continues after its solver has failed")
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Restore the callbacks' states; return whether they fit the callbacks."""

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import _checkpoint
-from ._checkpoint import Checkpoint, CheckpointError
-from ._snapshot import pack, Snapshot, unpack, Unsound
+from ._checkpoint import Checkpoint, CheckpointError, Fault
+from ._snapshot import pack, Snapshot, unpack
 
 
 if TYPE_CHECKING:
     from ._run import Run
+
+
+# The settings that must be the same in a resumed run. The others only name what differs.
+_DECISIVE = "data", "columns", "step", "initial values"
 
 
 class Saver:
@@ -45,11 +49,9 @@ class Saver:
         try:
             snapshot = unpack(*_checkpoint.load(path))
             self._check_same(path, snapshot.settings)
-            if snapshot.step != _checkpoint.step_of(path):
-                raise Unsound(f"holds step {snapshot.step}, not the step in its name")
             self._run.restore(snapshot)
-        except Unsound as error:
-            raise _checkpoint.refusal(path, str(error)) from error
+        except Fault as error:
+            raise _checkpoint.refusal(path, error) from error
         return snapshot
 
     def begin(self) -> None:
@@ -64,14 +66,15 @@ class Saver:
                 "that run, or another folder."
             )
 
-    def _check_same(self, path: Path, settings: dict[str, str]) -> None:
-        for name in [*self._settings, *settings]:
-            there, here = (of.get(name) for of in (settings, self._settings))
-            if there != here:
-                raise CheckpointError(
-                    f"{path} belongs to another run: its {name} is {there}, and here it "
-                    f"is {here}; pass the arguments of that run, or another folder."
-                )
+    def _check_same(self, path: Path, there: dict[str, str]) -> None:
+        here = self._settings
+        if all(there.get(name) == here[name] for name in _DECISIVE):
+            return
+        name = next(x for x in {**here, **there} if here.get(x) != there.get(x))
+        raise CheckpointError(
+            f"{path} belongs to another run: its {name} is {there.get(name)}, and here "
+            f"it is {here.get(name)}; pass the arguments of that run, or another folder."
+        )
 
     def is_due(self, step: int) -> bool:
         if self._saved and step == self._saved[0]:

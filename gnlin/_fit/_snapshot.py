@@ -1,7 +1,6 @@
-"""The content of a checkpoint: its conversion to arrays and JSON and back, and checks
-that a run could have left it."""
+"""The content of a checkpoint, and its conversion to arrays and JSON and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,15 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._common._checks import is_key
 from .._common._identity import as_numpy
-from .._training._solution import COUNTS
 from ..callbacks import Callback
-from ._checkpoint import CheckpointError, storable
-
-
-class Unsound(Exception):
-    """A fault of a snapshot, as a predicate whose subject is the file."""
+from ._checkpoint import CheckpointError, Fault
 
 
 class CallbackState(NamedTuple):
@@ -46,89 +39,75 @@ class Snapshot(NamedTuple):
         return self.step, self.epoch, self.index
 
 
-_NUMBERS = ("settings", "step", "epoch", "index", "result", "reason")
+_PLAIN = ("settings", "step", "epoch", "index", "result", "reason")
 
 
-def pack(snapshot: Snapshot) -> tuple[list[np.ndarray], dict]:
+def pack(snapshot: Snapshot) -> tuple[dict[str, np.ndarray], dict]:
     """Return the snapshot as arrays and a dictionary `meta` of JSON values."""
-    arrays, callbacks = [*snapshot.carry], []
-    for name, paths, leaves in snapshot.callbacks:
-        packed = [_pack_leaf(leaf, name) for leaf in leaves]
-        arrays += [x for kind, x in packed if kind in _ARRAYS]
-        kinds = [[kind, None if kind in _ARRAYS else x] for kind, x in packed]
-        callbacks.append([name, paths, kinds])
-    meta = {name: getattr(snapshot, name) for name in _NUMBERS}
-    return [*arrays, snapshot.table], {**meta, "callbacks": callbacks}
+    arrays = {f"carry_{i}": x for i, x in enumerate(snapshot.carry)}
+    callbacks = []
+    for i, (name, paths, leaves) in enumerate(snapshot.callbacks):
+        arrays |= {_leaf(i, j): as_numpy(leaf) for j, leaf in enumerate(leaves)}
+        callbacks.append([name, paths, [_kind(leaf, name) for leaf in leaves]])
+    meta = {name: getattr(snapshot, name) for name in _PLAIN}
+    return {**arrays, "history": snapshot.table}, {**meta, "callbacks": callbacks}
 
 
-def unpack(arrays: Sequence[np.ndarray], meta: Any) -> Snapshot:
-    """Invert `pack`; raise `Unsound` if `pack` cannot have returned this."""
+def unpack(arrays: Mapping[str, np.ndarray], meta: dict) -> Snapshot:
+    """Invert `pack`; raise `Fault` if `pack` cannot have returned this."""
     try:
-        of_callbacks = meta["callbacks"]
-        num_arrays = sum(k in _ARRAYS for _, _, kinds in of_callbacks for k, _ in kinds)
-        num_own = len(arrays) - num_arrays - 1
-        _require(num_own >= 0)
-        *rest, table = arrays
-        remaining = iter(rest[num_own:])
         callbacks = []
-        for name, paths, kinds in of_callbacks:
-            _require(isinstance(name, str) and len(paths) == len(kinds))
-            _require(all(isinstance(path, str) for path in paths))
-            leaves = [
-                _unpack_leaf(kind, next(remaining) if kind in _ARRAYS else value)
-                for kind, value in kinds
-            ]
-            callbacks.append(CallbackState(name, paths, leaves))
-        snapshot = Snapshot(
-            **{name: meta[name] for name in _NUMBERS},
-            carry=rest[:num_own],
+        for i, (name, paths, kinds) in enumerate(meta["callbacks"]):
+            of = (_SAVED[kind](arrays[_leaf(i, j)]) for j, kind in enumerate(kinds))
+            callbacks.append(CallbackState(name, paths, list(of)))
+        return Snapshot(
+            **{name: meta[name] for name in _PLAIN},
+            carry=[x for name, x in arrays.items() if name.startswith("carry_")],
             callbacks=callbacks,
-            table=table,
+            table=arrays["history"],
         )
-        _require(all(type(x) is int and x >= 0 for x in snapshot.position))
-        _require(isinstance(snapshot.result, str) and isinstance(snapshot.reason, str))
-        texts = [*snapshot.settings.keys(), *snapshot.settings.values()]
-        _require(all(isinstance(text, str) for text in texts))
-    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise Unsound("was not written by a run of `gnlin.fit`") from error
-    return snapshot
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise Fault("was not written by a run of `gnlin.fit`") from error
 
 
-def check_fits(
-    snapshot: Snapshot,
-    carry: Sequence[Any],
-    columns: Sequence[str],
-    num_batches: int | None,
-    results: Sequence[str],
-) -> None:
-    """Raise `Unsound` if this run cannot have left the snapshot."""
-    step, epoch, index = snapshot.position
-    if num_batches is None:  # each epoch has at least one batch
-        possible = epoch + index <= step
-    else:
-        possible = index <= num_batches and step == epoch * num_batches + index
-    if not possible:
-        raise Unsound(f"cannot be at step {step}, epoch {epoch}, batch {index}")
-    if snapshot.result not in results:
-        raise Unsound(f"has the unknown result {snapshot.result!r}")
-    own = [as_numpy(x) for x in carry]
-    if list(map(_kind, own)) != list(map(_kind, snapshot.carry)):
-        raise Unsound("holds arrays that do not match its own settings")
-    table = snapshot.table
-    if _kind(table) != ((step, len(columns)), np.dtype(float)):
-        raise Unsound(f"has no history of {step} steps")
-    counts = table[:, [name in COUNTS for name in columns]]
-    if not np.all((counts >= 0) & (counts == np.floor(counts)) & np.isfinite(counts)):
-        raise Unsound("has a history whose counts are not whole numbers")
-    steps, epochs = (table[:, columns.index(name)] for name in ("step", "epoch"))
-    in_order = np.all(np.diff(epochs) >= 0) and np.all(epochs <= epoch)
-    if not (in_order and np.array_equal(steps, np.arange(1, step + 1))):
-        raise Unsound("has a history whose steps are not in order")
+def _leaf(callback: int, leaf: int) -> str:
+    return f"callback_{callback}_{leaf}"
 
 
 #
 # The states of callbacks
 #
+
+
+class _OnDevice(NamedTuple):
+    """The numbers of a JAX array, or of a random key. They are placed by the run that is
+    resumed."""
+
+    numbers: np.ndarray
+
+
+# How a leaf of each kind is made from its array.
+_SAVED: dict[str, Callable[[np.ndarray], Any]] = {
+    "jax": _OnDevice,
+    "array": lambda x: x,
+    "scalar": lambda x: x[()],
+    "python": lambda x: x.item(),
+}
+
+
+def _kind(leaf: Any, callback: str) -> str:
+    for kind, of in (
+        ("jax", jax.Array),
+        ("array", np.ndarray),
+        ("scalar", np.generic),
+        ("python", bool | int | float | complex | str),
+    ):
+        if isinstance(leaf, of) and not as_numpy(leaf).dtype.hasobject:
+            return kind
+    raise CheckpointError(
+        f"The state of the callback `{callback}` holds a {type(leaf).__name__}, which a "
+        "checkpoint cannot hold: let `state` return arrays, numbers and strings."
+    )
 
 
 def state_of(callback: Callback) -> CallbackState:
@@ -149,84 +128,21 @@ def give_back(
     own = [state_of(callback) for callback in callbacks]
     if list(map(_form, own)) != list(map(_form, states)):
         return False
-    for callback, state, like in zip(callbacks, states, own, strict=True):
-        leaves = [
-            _like(leaf, of, like_array)
-            for leaf, of in zip(state.leaves, like.leaves, strict=True)
-        ]
+
+    def placed(leaf: Any, like: Any) -> Any:
+        if not isinstance(leaf, _OnDevice):
+            return leaf
+        is_like = isinstance(like, jax.Array)
+        return like_array(leaf.numbers, like) if is_like else jnp.asarray(leaf.numbers)
+
+    for callback, state, now in zip(callbacks, states, own, strict=True):
+        leaves = map(placed, state.leaves, now.leaves)
         structure = jax.tree.structure(callback.state())
-        callback.restore(jax.tree.unflatten(structure, leaves))
+        callback.restore(jax.tree.unflatten(structure, list(leaves)))
     return True
-
-
-class _Key(NamedTuple):
-    """A random key whose implementation is known only by the run that is resumed."""
-
-    numbers: np.ndarray
 
 
 def _form(state: CallbackState) -> tuple:
     """Return the part of a state that stays the same during a run."""
-    forms = []
-    for leaf in state.leaves:
-        key = isinstance(leaf, _Key) or is_key(leaf)
-        numbers = leaf.numbers if isinstance(leaf, _Key) else leaf
-        forms.append(_kind(as_numpy(numbers)) if key else np.shape(leaf))
-    return state.callback, state.paths, forms
-
-
-def _like(leaf: Any, own: Any, like_array: Callable[[np.ndarray, Array], Array]) -> Any:
-    """Return a saved leaf; JAX arrays get the sharding of the run's `own` leaf."""
-    if isinstance(leaf, _Key):
-        return like_array(leaf.numbers, own)
-    if isinstance(leaf, jax.Array) and isinstance(own, jax.Array):
-        return like_array(as_numpy(leaf), own)
-    return leaf
-
-
-_ARRAYS = ("array", "jax", "key", "scalar")
-_PLAIN = {"bool": bool, "int": int, "float": float, "str": str}
-
-
-def _pack_leaf(leaf: Any, callback: str) -> tuple[str, Any]:
-    """Return the kind of a leaf, and its value as an array or a JSON value."""
-    if isinstance(leaf, jax.Array):
-        return "key" if is_key(leaf) else "jax", as_numpy(leaf)
-    if isinstance(leaf, np.ndarray | np.generic) and storable(leaf.dtype):
-        kind = "array" if isinstance(leaf, np.ndarray) else "scalar"
-        return kind, np.asarray(leaf)
-    for kind, of in _PLAIN.items():
-        if type(leaf) is of:
-            return kind, leaf
-    if type(leaf) is complex:
-        return "complex", [leaf.real, leaf.imag]
-    raise CheckpointError(
-        f"The state of the callback `{callback}` holds a {type(leaf).__name__}, which a "
-        "checkpoint cannot hold: let `state` return arrays, numbers and strings."
-    )
-
-
-def _unpack_leaf(kind: Any, x: Any) -> Any:
-    if kind == "key":
-        return _Key(x)
-    if kind == "jax":
-        return jnp.asarray(x)
-    if kind == "scalar":
-        _require(x.shape == ())
-        return x[()]
-    if kind == "array":
-        return x
-    if kind == "complex":
-        _require(len(x) == 2 and all(type(part) is float for part in x))
-        return complex(*x)
-    _require(type(x) is _PLAIN[kind])
-    return x
-
-
-def _kind(array: np.ndarray) -> tuple[tuple[int, ...], np.dtype]:
-    return array.shape, array.dtype
-
-
-def _require(condition: bool) -> None:
-    if not condition:
-        raise ValueError
+    numbers = (x.numbers if isinstance(x, _OnDevice) else x for x in state.leaves)
+    return state.callback, state.paths, [as_numpy(x).shape for x in numbers]

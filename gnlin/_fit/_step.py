@@ -11,6 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
+from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
 from .._linearisation._objective import BatchLoss, objective_of
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
@@ -116,6 +117,12 @@ class Compiled:
         arrays, static = split(fixed)
         self._fixed = [jnp.asarray(x) for x in arrays]
         self._jitted = _jitted(fn, static, tuple(split(part)[1] for part in changing))
+
+    def program(self, *changing: PyTree) -> str:
+        """Return a digest of the program, and a checksum of its fixed arrays."""
+        arrays = (split(part)[0] for part in changing)
+        digest = program(self._jitted, self._fixed, *arrays)
+        return f"program {digest} with numbers {checksum(self._fixed)}"
 
     def __call__(self, *changing: Sequence[Any]):
         return self._jitted(self._fixed, *changing)

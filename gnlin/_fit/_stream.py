@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, ScalarLike
 
-from .._common._identity import checksum, described
+from .._common._identity import checksum, named
 from .._training._data import a_kind_of, as_batch, as_tuple, not_finite
 from .._training._residuals import GroupsByName, where_not_finite
 
@@ -54,6 +53,9 @@ class ArrayStream:
     def example(self) -> Data:
         return self.data
 
+    def first(self) -> Batch:
+        return next(self.epoch(0, 0))
+
     def at_hand(self) -> Iterator[Data]:
         """Return the batches known before the first step, to check their targets."""
         yield self.data
@@ -74,12 +76,9 @@ class ArrayStream:
         """
         return not_finite(*self.data)
 
-    def settings(self) -> dict:
-        return {
-            "num_examples": self.num_examples,
-            "batch_size": self.batch_size,
-            "data's checksum": checksum(self.data),
-        }
+    def identity(self) -> str:
+        """Describe the data, so that a resumed run can compare them."""
+        return f"arrays of checksum {checksum(self.data)}"
 
 
 class GroupStream(ArrayStream):
@@ -99,9 +98,6 @@ class GroupStream(ArrayStream):
 
     def at_fault(self, check: Callable[[Data], Any]) -> str:
         return where_not_finite(self._groups)
-
-    def settings(self) -> dict:
-        return {"data's checksum": checksum(self.data)}
 
 
 class IterableStream:
@@ -135,6 +131,9 @@ class IterableStream:
 
     def example(self) -> Data:
         return self._example
+
+    def first(self) -> Batch:
+        return Batch(self._example)
 
     def at_hand(self) -> Iterator[Data]:
         """Return all batches of a list, or the first of any other iterable."""
@@ -170,13 +169,12 @@ class IterableStream:
         found = (not_finite(*batch) for batch in self._latest)
         return next((f"In its batch: {said}" for said in found if said), "")
 
-    def settings(self) -> dict:
-        shapes = jax.tree.map(lambda x: list(x.shape), self._example[:2])
-        settings = {"shapes": shapes, "batch_size": None}
-        # Other iterables cannot be described before they yield their batches.
-        if isinstance(self._data, list | types.FunctionType | types.MethodType):
-            settings["data"] = described(self._data)
-        return settings
+    def identity(self) -> str:
+        """Describe the data. Batches that are not in a list cannot be compared before
+        they are yielded."""
+        if isinstance(self._data, list):
+            return f"batches of checksum {checksum(list(self.at_hand()))}"
+        return named(self._data)
 
 
 def make_stream(

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._common._identity import described
 from .._training._step import all_checked, Carry, Shapes, StepSettings
 from ._step import Compiled, evaluate, split
 from ._stream import ArrayStream, make_stream
@@ -46,10 +45,6 @@ class Validation:
         self._chunks = None
         if isinstance(self._stream, ArrayStream):
             self._chunks = _chunks(example, setting.batch_size)
-
-    def settings(self) -> dict[str, str]:
-        """Describe the metrics, which must be the same in a resumed run."""
-        return {f"metric {name}": described(f) for name, f in self._metrics.items()}
 
     def look(self, arrays: list[Array], epoch: int) -> dict[str, float]:
         """Return the means of the loss and metrics for the arrays of a carry."""

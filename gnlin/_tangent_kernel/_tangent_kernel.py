@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common import _tree
 from .._common._checks import check_count, check_flag, is_traced, is_whole
-from .._common._identity import checksum, described
+from .._common._identity import checksum, program
 from .._common._sharding import mesh_of
 from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
 from .._linearisation._linearisation import Linearisation, linearise
@@ -195,11 +195,14 @@ class TangentKernel(eqx.Module):
                 "A kernel cannot be written to a `file` inside a compiled function: call "
                 "it outside, or leave `file` out."
             )
+        first = jax.tree.map(jnp.asarray, (_first(sets.x1), _first(sets.x2)))
+        arrays, rest = eqx.partition((self, *first), eqx.is_array)
+        tile_of_one = jax.jit(lambda arrays: _tile(*eqx.combine(arrays, rest)))
         identity = {
             "parameters": checksum(self._point),
-            "functions": described(self._fn),
             "inputs": checksum((sets.x1, sets.x2)),
             "outputs": str(self.outputs),
+            "functions": program(tile_of_one, arrays),
         }
         shape = self._shape(sets.n1, sets.n2, sets.c)
         kept = KernelFile(path, shape, sets.dtype, identity)
