@@ -37,10 +37,13 @@ def loop(n, dtype=jnp.float64):
     """Poses that turn far around, each measured from the last; the start is far off."""
     rng = np.random.default_rng(0)
     steps = jnp.asarray(np.tile([0.3, 0, 0.1, 0.4, 0.9, 0.2], (n - 1, 1)), dtype)
-    poses = [jaxlie.SE3.identity()]
-    for step in steps:
-        poses.append(poses[-1] @ jaxlie.SE3.exp(step))
-    true = jnp.stack([pose.parameters() for pose in poses]).astype(dtype)
+    first = jaxlie.SE3.identity().parameters().astype(dtype)
+
+    def ahead(pose, step):
+        pose = (jaxlie.SE3(pose) @ jaxlie.SE3.exp(step)).parameters()
+        return pose, pose
+
+    true = jnp.concatenate([first[None], jax.lax.scan(ahead, first, steps)[1]])
     k = jnp.arange(n - 1)
     ends = jnp.concatenate(
         [jnp.stack([k, k + 1], 1), jnp.stack([k[:-2], k[:-2] + 3], 1)[::2]]
@@ -80,9 +83,9 @@ def literal_problem(true, start, edges):
     return ahead(zero), jax.jacfwd(ahead)(zero)
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
+@pytest.mark.parametrize("method", ["svd", "matrix-free"])
 def test_a_step_is_the_literal_one(method):
-    true, start, edges = loop(5)
+    true, start, edges = loop(4)
     group = groups(edges, true)
     solver = gnlin.DampedGaussNewton(0.1, method=method, retraction=moved)
     found = gnlin.solve(start, group, solver, max_steps=1).model
@@ -94,7 +97,9 @@ def test_a_step_is_the_literal_one(method):
     np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float64, pytest.param(jnp.float32, marks=pytest.mark.slow)]
+)
 def test_poses_are_found_and_stay_poses(dtype):
     true, start, edges = loop(12, dtype)
     solver = gnlin.LevenbergMarquardt(retraction=moved)
@@ -136,25 +141,20 @@ def test_through_optimistix_and_for_some_arrays():
     np.testing.assert_allclose(matrix, turn.as_matrix(), atol=1e-8)
 
 
-@pytest.mark.parametrize("method", ["curvature", "kernel", "matrix-free"])
-def test_a_single_pose(method):
+def test_a_single_pose():
     """A pose of shape (7,) takes the same steps as one of shape (1, 7)."""
     rng = np.random.default_rng(3)
     body = jnp.asarray(rng.normal(size=(6, 3)))
     true = jaxlie.SE3.exp(jnp.array([0.3, -1.0, 2.0, 1.5, -0.7, 0.4]))
     seen = jax.vmap(true.apply)(body)
     fit = lambda pose: (jax.vmap(jaxlie.SE3(pose).apply)(body) - seen).ravel()
-    start, solver = jaxlie.SE3.identity().parameters(), gnlin.LevenbergMarquardt
-    solver = solver(method=method, retraction=moved)
+    start = jaxlie.SE3.identity().parameters()
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
     alone = optx.least_squares(lambda y, _: fit(y), solver, start, max_steps=50)
     row = optx.least_squares(lambda y, _: fit(y[0]), solver, start[None], max_steps=50)
     np.testing.assert_allclose(alone.value, row.value[0], atol=1e-9)
     matrix = jaxlie.SE3(alone.value).as_matrix()
     np.testing.assert_allclose(matrix, true.as_matrix(), atol=1e-7)
-    if method == "curvature":
-        group = gnlin.Residuals(lambda y, _: fit(y))
-        found = gnlin.solve(start, group, solver, max_steps=50).model
-        np.testing.assert_allclose(found, alone.value, atol=1e-9)
 
 
 def test_angles_are_rows_one_by_one():
@@ -170,6 +170,7 @@ def test_angles_are_rows_one_by_one():
     np.testing.assert_allclose(found.value, target, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_cameras_turn_where_points_are_eliminated():
     rng = np.random.default_rng(2)
     camera, point = np.repeat(np.arange(4), 9), np.tile(np.arange(9), 4)

@@ -101,8 +101,6 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
 
 SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(damping=1e-3),
-    "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
-    "matrix-free": gnlin.DampedGaussNewton(0.1, method="matrix-free"),
 }
 
 
@@ -116,6 +114,7 @@ def test_steps_are_those_of_all_parameters(name):
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_robust_loss():
     """The curvature differs between examples."""
     ours, known = (
@@ -135,6 +134,7 @@ def test_a_robust_loss():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_batch_of_edges_a_step():
     ours, known = (
         gnlin.fit(
@@ -150,6 +150,7 @@ def test_a_batch_of_edges_a_step():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_in_a_program_whose_data_are_traced():
     solver = gnlin.DampedGaussNewton(0.1, method="curvature")
 
