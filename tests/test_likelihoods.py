@@ -211,7 +211,8 @@ def test_censored_values():
     assert naive.parameters["b"] < fit.parameters["b"] - fit.standard_errors["b"]
 
 
-def test_missing_counts_many_of_them_and_starts():
+@pytest.mark.slow
+def test_missing_counts_and_many_of_them():
     loss = gnlin.losses.PoissonNLL()
     counts = COUNTS.astype(float)
     counts[[3, 17]] = np.nan
@@ -230,11 +231,9 @@ def test_missing_counts_many_of_them_and_starts():
     )
     of_each = [fit_of("poisson").standard_errors["b"], fit.standard_errors["b"]]
     np.testing.assert_allclose(both.standard_errors["b"], of_each, rtol=1e-6)
-    bounds = {"a": (-3.0, 3.0), "b": (-3.0, 3.0)}
-    started = gnlin.curve_fit(line, X, COUNTS, START, loss=loss, bounds=bounds, starts=4)
-    np.testing.assert_allclose(started.deviance, fit_of("poisson").deviance, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_derivatives_by_the_data():
     loss = gnlin.losses.PoissonNLL()
     y = jnp.asarray(COUNTS, float)
@@ -248,6 +247,7 @@ def test_derivatives_by_the_data():
     np.testing.assert_allclose(found[5], (ends[0] - ends[1]) / 2e-3, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_in_single_precision():
     fit = gnlin.curve_fit(
         line,
