@@ -311,10 +311,9 @@ def test_every_filter_by_every_method():
             assert near(step, expected, 1e-8), (method, filter)
 
 
-@pytest.mark.parametrize("method", ["svd", "matrix-free"])
-def test_gauss_newton_is_the_pseudo_inverse(method):
+def test_gauss_newton_is_the_pseudo_inverse():
     """A softmax's singular Hessian, with more parameters than outputs."""
-    step, _ = solve(SOFTMAX, gnlin.GaussNewton(method=method, search=None))
+    step, _ = solve(SOFTMAX, gnlin.GaussNewton(method="matrix-free", search=None))
     assert_close(step, pseudo_inverse_step(dense("softmax")), 1e-6)
 
 
@@ -384,7 +383,12 @@ class Split(Net):
     "solver",
     [
         gnlin.DampedGaussNewton(0.3, method="matrix-free", search=None),
-        gnlin.DampedGaussNewton(0.3, form="prox-linear", method="kernel", search=None),
+        pytest.param(
+            gnlin.DampedGaussNewton(
+                0.3, form="prox-linear", method="kernel", search=None
+            ),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["quadratic", "prox-linear"],
 )
@@ -485,7 +489,9 @@ class FourSquares(gnlin.authoring.AbstractElementwiseLoss):
         return 2 * (output - target) ** 2
 
 
-@pytest.mark.parametrize("by_weights", [False, True])
+@pytest.mark.parametrize(
+    "by_weights", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_accelerated_steps_do_not_depend_on_the_unit_of_the_loss(by_weights):
     solver = gnlin.LevenbergMarquardt()
     data = (X, REAL, np.full(7, 4.0)) if by_weights else (X, REAL)
@@ -663,7 +669,7 @@ def literal_optax(
     return np.asarray(w) - oracle.w, state
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("nesterov", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_descent_on_the_loss_itself_matches_optax(nesterov):
     """This holds for steps on m coefficients and on p parameters."""
     oracle = dense("softmax")
@@ -794,7 +800,7 @@ ENDLESS = gnlin.IterativeLinearisation(math.inf, 0.05, damping=0.3)
 @pytest.mark.parametrize(
     "solver",
     [
-        ENDLESS,
+        pytest.param(ENDLESS, marks=pytest.mark.slow),
         gnlin.IterativeLinearisation(math.inf, 0.1, 0.9, damping=0.3, method="kernel"),
     ],
     ids=["plain", "momentum, kernel"],
@@ -809,11 +815,10 @@ def test_steps_without_an_end_are_the_damped_minimiser(solver):
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.DampedGaussNewton(0.0, form="prox-linear", method="kernel", search=None),
         gnlin.IterativeLinearisation(math.inf, 0.05, method="kernel"),
         gnlin.TruncatedGaussNewton(0.1, form="prox-linear", search=None),
     ],
-    ids=["damped", "without an end", "truncated"],
+    ids=["without an end", "truncated"],
 )
 def test_prox_linear_without_damping_and_with_outliers(solver):
     """The minimum is zero, since the model has more parameters than outputs. At large
@@ -1006,10 +1011,6 @@ ARMIJO = optx.BacktrackingArmijo()
 
 SEARCHING = {
     "gauss-newton": (gnlin.GaussNewton(search=ARMIJO), pseudo_inverse_step),
-    "damped": (
-        gnlin.DampedGaussNewton(0.03, search=ARMIJO),
-        lambda o: o.damped_step(0.03),
-    ),
     "truncated": (
         gnlin.TruncatedGaussNewton(0.1, search=ARMIJO),
         lambda o: textbook(o, 0.1, 0.0)[0],
@@ -1146,10 +1147,7 @@ class SoftmaxByValue(gnlin.authoring.AbstractLoss):
 
 @pytest.mark.parametrize(
     "scale",
-    [
-        30.0,
-        600.0,
-    ],
+    [30.0, pytest.param(600.0, marks=pytest.mark.slow)],
 )
 def test_saturated_outputs_of_a_user_defined_loss(scale):
     oracle = Dense(Problem(gnlin.SoftmaxCrossEntropy(), LABELS, scale))
@@ -1443,9 +1441,7 @@ class Slope(eqx.Module):
 @pytest.mark.parametrize(
     ("method", "dtype", "start"),
     each_once(
-        ["auto", "svd", "eigh", "curvature", "matrix-free"],
-        [np.float32, np.float64],
-        [15.0, 30.0, 40.0],
+        ["svd", "curvature", "matrix-free"], [np.float32, np.float64], [15.0, 30.0, 40.0]
     ),
 )
 def test_a_large_count_is_not_an_outlier(dtype, method, start):
@@ -1479,8 +1475,6 @@ REGRESSIONS = {
 @pytest.mark.parametrize(
     ("name", "dtype", "damping"),
     [
-        ("sigmoid", np.float32, 0.0),
-        ("pseudo-huber", np.float64, 1e-6),
         ("huber", np.float64, 0.0),
         ("poisson", np.float32, 1e-6),
     ],

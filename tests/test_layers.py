@@ -423,6 +423,7 @@ def test_the_kernel_within_a_budget():
     assert passes[4] == (10, 10)
 
 
+@pytest.mark.slow
 def test_a_damped_step_beyond_the_jacobians_memory():
     """The step by factors, the step in groups and the step by dense rows are equal."""
     loss = gnlin.SoftmaxCrossEntropy()
@@ -462,6 +463,7 @@ def test_one_example_one_output():
     np.testing.assert_allclose(lin.kernel(), [[6.0]])
 
 
+@pytest.mark.slow
 def test_a_wide_network_is_solved_by_its_kernel():
     """Its Jacobian exceeds the budget but its factors do not, so the solver does not fall
     back on conjugate gradients."""
@@ -532,7 +534,7 @@ def test_empty_layers(shape, budget):
     np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature", "eigh", "mixed"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "mixed"])
 def test_outputs_of_lower_precision_than_the_parameters(method):
     settings = {"method": method}
     if method == "mixed":
@@ -561,7 +563,7 @@ class WithNothing(eqx.Module):
         return jnp.tanh(self.weight @ x)
 
 
-@pytest.mark.parametrize("budget", [2000, 150, 20])
+@pytest.mark.parametrize("budget", [2000, 20])
 def test_empty_parameters_have_no_columns(budget):
     x = jax.random.normal(jax.random.key(0), (5, 4))
     weight = jax.random.normal(jax.random.key(1), (2, 4))

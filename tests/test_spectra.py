@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import each_pair
+from problems import each_once
 from scipy.sparse.linalg import eigsh, LinearOperator
 
 import gnlin
@@ -33,9 +33,7 @@ CASES = {
     "more parameters": (of_spectrum(DECAYING, 80, 100), 9),
     "more outputs": (of_spectrum(DECAYING, 100, 80), 9),
     "repeated": (of_spectrum(np.repeat(DECAYING[:12], 10), 130, 140), 35),
-    "one value": (np.eye(12), 3),
     "rank below k": (of_spectrum([3.0, 2.0, 1.0], 30, 40), 5),
-    "rank below k, more outputs": (of_spectrum([3.0, 2.0, 1.0], 40, 30), 5),
     "all of them": (RNG.standard_normal((7, 9)), 7),
     "one output": (RNG.standard_normal((1, 9)), 1),
     "one parameter": (RNG.standard_normal((9, 1)), 1),
@@ -49,8 +47,6 @@ CASES = {
     ("name", "dtype"),
     [
         *((name, jnp.float64) for name in CASES if name not in ("tiny", "huge")),
-        ("more parameters", jnp.float32),
-        ("rank below k", jnp.float32),
         ("tiny", jnp.float32),
         ("huge", jnp.float32),
     ],
@@ -156,9 +152,8 @@ def test_too_few_products_do_not_converge():
     assert pairs.residuals[-1] > 1e-10 * pairs.eigenvalues[-1]
 
 
-@pytest.mark.parametrize("shape", [(20, 30), (30, 20)])
-def test_nonfinite_kernels_do_not_converge(shape):
-    jacobian = RNG.standard_normal(shape)
+def test_nonfinite_kernels_do_not_converge():
+    jacobian = RNG.standard_normal((20, 30))
     jacobian[3, 4] = np.nan
     pairs = spectra.leading(linear(jacobian), 3)
     assert not pairs.converged
@@ -216,14 +211,18 @@ def test_the_leading_part_of_a_spectrum():
 
 def test_the_leading_part_with_more_outputs():
     jacobian = of_spectrum(DECAYING[:6], 20, 6)
-    lin, r = linear(jacobian), RNG.standard_normal(20)
-    whole = lin.spectrum("svd")
-    part = spectra.leading(lin, 6, tolerance=1e-10).spectrum(jnp.asarray(r))
-    np.testing.assert_allclose(part.shares(jnp.asarray(r)), whole.shares(jnp.asarray(r)))
-    np.testing.assert_allclose(
-        part.step(gnlin.filters.Tikhonov(0.1)),
-        whole.with_residual(jnp.asarray(r)).step(gnlin.filters.Tikhonov(0.1)),
-    )
+    tikhonov = gnlin.filters.Tikhonov(0.1)
+
+    @jax.jit
+    def run(r):
+        lin = linear(jacobian)
+        whole = lin.spectrum("svd")
+        part = spectra.leading(lin, 6, tolerance=1e-10).spectrum(r)
+        of_whole = whole.shares(r), whole.with_residual(r).step(tikhonov)
+        return (part.shares(r), part.step(tikhonov)), of_whole
+
+    for part, whole in zip(*run(RNG.standard_normal(20)), strict=True):
+        np.testing.assert_allclose(part, whole)
 
 
 #
@@ -302,7 +301,7 @@ SQUARES = {
 
 @pytest.mark.parametrize(
     ("estimate", "square", "dtype"),
-    each_pair(list(ESTIMATES), list(SQUARES), [jnp.float64, jnp.float32]),
+    each_once(list(ESTIMATES), list(SQUARES), [jnp.float64, jnp.float32]),
 )
 def test_estimated_errors_are_right(estimate, square, dtype):
     (estimate, exact), jacobian = ESTIMATES[estimate], SQUARES[square]
