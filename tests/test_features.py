@@ -46,9 +46,15 @@ def test_the_kernel_of_a_model():
     np.testing.assert_allclose(
         np.reshape(kernel, (N * C, N * C)), dense_kernel(ONE), rtol=1e-10, atol=1e-12
     )
-    lin = features.linearise_model(ONE, X)
-    np.testing.assert_allclose(lin.outputs, jax.vmap(ONE)(X), rtol=1e-12)
-    np.testing.assert_allclose(lin.kernel(), dense_kernel(ONE), rtol=1e-10, atol=1e-12)
+
+    @eqx.filter_jit
+    def run(model):
+        lin = features.linearise_model(model, X)
+        return lin.outputs, jax.vmap(model)(X), lin.kernel()
+
+    outputs, expected, kernel = run(ONE)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-12)
+    np.testing.assert_allclose(kernel, dense_kernel(ONE), rtol=1e-10, atol=1e-12)
 
 
 def test_a_part_of_the_parameters():

@@ -63,13 +63,10 @@ def first_step(r, jacobian, second, *, relative, scaled, accelerated):
     ("shape", "accelerated", "scaling", "method"),
     [
         ((7, 3), True, "more", "svd"),
-        ((7, 3), False, "more", "eigh"),
-        ((7, 3), True, "marquardt", "curvature"),
         ((7, 3), False, "marquardt", "svd"),
         ((7, 3), True, "identity", "eigh"),
-        ((7, 3), False, "identity", "curvature"),
-        ((3, 7), True, "more", "kernel"),
-        ((3, 7), True, "marquardt", "eigh"),
+        ((7, 3), False, "more", "curvature"),
+        ((3, 7), True, "marquardt", "kernel"),
         ((3, 7), False, "identity", "kernel"),
     ],
 )
@@ -189,7 +186,6 @@ def test_wide(solver):
     ("name", "shape"),
     [
         ("default", (6, 4)),
-        ("no acceleration", (4, 6)),
         ("kernel", (6, 4)),
         ("curvature", (4, 6)),
         ("matrix-free", (4, 6)),
@@ -346,9 +342,10 @@ LARGE_RESIDUAL = {
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        *((problem, "default") for problem in LARGE_RESIDUAL),
-        ("freudenstein-roth", "identity"),
+        ("freudenstein-roth", "default"),
         ("jennrich-sampson", "no acceleration"),
+        ("quartic", "default"),
+        ("large constant", "identity"),
     ],
 )
 def test_a_minimum_with_a_large_residual_is_success(problem, name):

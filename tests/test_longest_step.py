@@ -120,6 +120,7 @@ def test_under_vmap_each_has_its_own_search():
         np.testing.assert_allclose(one, literal(*problem, 4)[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_network_is_trained_further_than_by_one_damping_a_linearisation():
     """Compare medians of four runs, because a single run may be lucky."""
     x = jnp.linspace(-1, 1, 64)[:, None]
