@@ -46,7 +46,7 @@ def decay(p, y):
     return p["a"] * jnp.exp(-p["rate"] * TIMES) - y
 
 
-@pytest.mark.parametrize("most", [2.0, 9.0])
+@pytest.mark.parametrize("most", [2.0, pytest.param(9.0, marks=pytest.mark.slow)])
 def test_free_parameters_move_as_if_the_others_were_fixed(most):
     bounds = {"a": 0.0, "rate": None}, {"a": most, "rate": None}
     solver = gnlin.LevenbergMarquardt(bounds=bounds)

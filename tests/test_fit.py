@@ -622,6 +622,7 @@ def test_batch_normalisation_in_single_precision_where_double_is_enabled(tmp_pat
     assert np.all(np.isfinite(result.history["validation_loss"][-1]))
 
 
+@pytest.mark.slow
 def test_batch_normalisation_by_levenberg_marquardt():
     points = Points(NORMALISED)
     solver = gnlin.LevenbergMarquardt(damping=1.0)

@@ -456,7 +456,6 @@ def textbook(oracle, tolerance, damping):
 
 LM_PROBLEMS = {
     "softmax": (SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.1)), {}),
-    "huber, outliers": (HUBER, {}),
     "poisson, prox-linear": (POISSON, {"form": "prox-linear"}),
 }
 
@@ -596,7 +595,7 @@ def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
     assert nums_steps[-1] > nums_steps[0]
 
 
-@pytest.mark.parametrize("form", ["quadratic", "prox-linear"])
+@pytest.mark.parametrize("form", ["prox-linear"])
 def test_a_warm_start_meets_the_same_tolerance(form):
     """The second linearised problem begins where the first ended."""
     solver = gnlin.TruncatedGaussNewton(0.05, 0.3, form=form, warm_start=0.9, search=None)
@@ -758,6 +757,7 @@ def test_an_optimiser_on_the_quadratic_form():
     assert_close(step, literal_quadratic(dense("softmax"), 20, 0.1), 1e-9)
 
 
+@pytest.mark.slow
 def test_flow_is_a_hundred_thousand_small_steps():
     period, eta, damping = 10**5, 1e-4, 0.01
     solver = gnlin.IterativeLinearisation(period, eta, method="flow", damping=damping)
@@ -987,7 +987,6 @@ def test_squared_error_has_one_form():
 SHARED = {
     "damped": gnlin.DampedGaussNewton(0.3, search=None),
     "damped, prox-linear": PROX,
-    "without an end": ENDLESS,
 }
 
 
@@ -1086,7 +1085,7 @@ def test_targets_that_are_not_finite(problem):
         assert not np.any(step)
 
 
-@pytest.mark.parametrize("method", ["kernel", "matrix-free"])
+@pytest.mark.parametrize("method", ["matrix-free"])
 def test_steps_that_diverge_are_not_taken(method):
     """Poisson's loss has an unbounded gradient."""
     for eta in (1.0, 1e200):
@@ -1164,6 +1163,7 @@ def test_saturated_outputs_of_a_user_defined_loss(scale):
 #
 
 
+@pytest.mark.slow
 def test_a_sweep_of_cross_entropy_is_one_program():
     build = lambda eta: gnlin.IterativeLinearisation(jnp.asarray(100), eta)
     values, num_traces = [1e-3, 1e-2, 1e-1], []

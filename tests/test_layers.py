@@ -474,6 +474,7 @@ def test_a_wide_network_is_solved_by_its_kernel():
     assert float(solution.stats["num_vjps"]) == 1
 
 
+@pytest.mark.slow
 def test_outputs_of_higher_precision_than_the_parameters():
     def fn(w, x):
         return jnp.tanh(w @ x.astype(w.dtype)).astype(float) * x[0]

@@ -97,7 +97,7 @@ def test_the_search_step_by_step(case, acceleration):
     assert int(solution.stats["num_rejected_steps"]) == rejected
 
 
-@pytest.mark.parametrize(("ratio", "most"), [(0.5, 10), (0.075, 24), (0.25, 1)])
+@pytest.mark.parametrize(("ratio", "most"), [(0.075, 24), (0.25, 1)])
 def test_the_ratio_and_the_number_of_trials(ratio, most):
     y, args = wavy(3, 7)
     expected, *_ = literal(y, args, 4, ratio, most)

@@ -287,11 +287,12 @@ def test_dropout_is_drawn_for_each_step():
         model = eqx.combine(unravel(flat), static)
         return jnp.ravel(jax.vmap(lambda x, key: model(x, key=key))(x, keys) - targets)
 
+    both = jax.jit(lambda *at: (residuals(*at), jax.jacobian(residuals)(*at)))
     of_steps = jax.random.split(key)[1]
     for k in range(3):
         of_step, _ = jax.random.split(jax.random.fold_in(of_steps, k))
         keys = jax.random.split(of_step, len(x))
-        r, jacobian = residuals(flat, keys), jax.jacobian(residuals)(flat, keys)
+        r, jacobian = both(flat, keys)
         np.testing.assert_allclose(solution.history.loss[k], 0.5 * r @ r, rtol=1e-9)
         curvature = jacobian.T @ jacobian + damping * jnp.eye(flat.size)
         flat = flat - jnp.linalg.solve(curvature, jacobian.T @ r)
@@ -572,6 +573,7 @@ def test_divergence_warns_by_name_and_leaves_the_model():
     np.testing.assert_allclose(solution.loss, loss_of(model), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_no_warning_under_jit_or_vmap():
     """Warnings are errors in these tests, so there is none."""
     solver = gnlin.DampedGaussNewton(0.1)

@@ -143,7 +143,7 @@ def oriented(y, args):
     return rotation @ sines(y[order], data)
 
 
-@few_solvers
+@two_solvers
 @hypothesis.given(st.integers(0, 2**32 - 1))
 def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(solver, seed):
     generator = np.random.default_rng(seed)
@@ -432,7 +432,6 @@ def test_vmap_over_a_grid_is_one_program(build, values):
 
 
 NEIGHBOURS = {
-    "damped": [gnlin.DampedGaussNewton(v) for v in (1.0, 2.0, 3)],
     "truncated": [gnlin.TruncatedGaussNewton(v, damping=v) for v in (0.1, 0.2)],
     "learning rate": [gnlin.IterativeLinearisation(9, v) for v in (0.1, 0.2)],
     "levenberg-marquardt": [gnlin.LevenbergMarquardt(damping=v) for v in (1e-3, 1)],
@@ -516,7 +515,7 @@ def test_single_precision(solver):
     assert result_is(converged, "successful")
 
 
-@pytest.mark.parametrize("name", ["truncated", "iterative linearisation"])
+@pytest.mark.parametrize("name", ["iterative linearisation"])
 def test_a_few_steps_in_single_precision(name):
     solver, _ = SOLVERS[name]
     y, args = sines_data((7, 3), seed=5)

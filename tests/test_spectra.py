@@ -100,18 +100,25 @@ def test_leading_eigenpairs_of_groups_in_two_precisions():
         return {"a": jnp.tanh(x @ y["w"]), "b": y["v"].astype(jnp.float64) ** 2}
 
     y = {"w": jnp.arange(1.0, 4), "v": jnp.ones((2, 2), jnp.float32)}
-    lin = gnlin.linearise(outputs, y, X)
-    pairs = spectra.leading(lin, 5)
-    assert pairs.converged
-    matrix = np.asarray(lin.matrix(), float)
+
+    @jax.jit
+    def run(y):
+        lin = gnlin.linearise(outputs, y, X)
+        pairs = spectra.leading(lin, 5)
+        parts = pairs.on_parameters(), pairs.on_outputs()
+        found = pairs.converged, pairs.eigenvalues, *parts
+        return *found, lin.matrix(), pairs.spectrum().shares(lin.outputs)
+
+    converged, eigenvalues, v, u, matrix, shares = run(y)
+    assert converged
+    matrix = np.asarray(matrix, float)
     exact = np.linalg.svd(matrix, compute_uv=False)[:5] ** 2
-    np.testing.assert_allclose(pairs.eigenvalues, exact, rtol=0, atol=1e-5 * exact[0])
-    v = pairs.on_parameters()
+    np.testing.assert_allclose(eigenvalues, exact, rtol=0, atol=1e-5 * exact[0])
     assert v["w"].shape == (5, 3)
     assert v["v"].shape == (5, 2, 2)
     assert v["v"].dtype == jnp.float32
-    u = np.asarray(pairs.on_outputs(), float)
-    assert np.all(np.isfinite(pairs.spectrum().shares(lin.outputs)))
+    u = np.asarray(u, float)
+    assert np.all(np.isfinite(shares))
     left = matrix @ (matrix.T @ u) - exact * u
     np.testing.assert_allclose(left, 0, rtol=0, atol=1e-4 * exact[0])
 
@@ -232,17 +239,18 @@ def test_the_leading_part_with_more_outputs():
 
 def test_effective_dimension_and_condition_number():
     w = np.array([4.0, 1.0, 0.25])
-    spectrum = linear(of_spectrum(w, 5, 4)).spectrum("svd")
-    dimension = float(spectrum.effective_dimension(0.5))
-    assert dimension == pytest.approx(np.sum(w / (w + 0.5)))
-    assert float(spectrum.effective_dimension(0.0)) == pytest.approx(3)
-    assert float(spectrum.condition_number()) == pytest.approx(16)
-    assert float(spectrum.condition_number(0.5)) == pytest.approx(4.5 / 0.5)
-    dampings = jnp.array([0.1, 1.0])
-    np.testing.assert_allclose(
-        jax.vmap(spectrum.effective_dimension)(dampings),
-        [np.sum(w / (w + damping)) for damping in dampings],
-    )
+    dampings = np.array([0.1, 1.0])
+
+    @jax.jit
+    def run(jacobian):
+        spectrum = linear(jacobian).spectrum("svd")
+        dimensions = [spectrum.effective_dimension(damping) for damping in (0.5, 0.0)]
+        conditions = [spectrum.condition_number(), spectrum.condition_number(0.5)]
+        return dimensions + conditions, jax.vmap(spectrum.effective_dimension)(dampings)
+
+    found, several = run(of_spectrum(w, 5, 4))
+    np.testing.assert_allclose(found, [np.sum(w / (w + 0.5)), 3, 16, 4.5 / 0.5], 1e-6)
+    np.testing.assert_allclose(several, [np.sum(w / (w + d)) for d in dampings])
 
 
 def test_condition_number_of_a_square_that_is_damped():
@@ -252,9 +260,9 @@ def test_condition_number_of_a_square_that_is_damped():
 
 def test_steps_until_half_is_learnt():
     w = np.array([40.0, 15.0, 1.0, 0.01, 0.0])
-    spectrum = linear(np.diag(np.sqrt(w))).spectrum("svd")
     eta = 0.1
-    found = np.asarray(spectrum.steps_to_half(eta))
+    steps = jax.jit(lambda phi: linear(phi).spectrum("svd").steps_to_half(eta))
+    found = np.asarray(steps(np.diag(np.sqrt(w))))
     assert np.all(np.isinf(found[[0, 4]]))
     left = np.abs(1 - eta * w[1:4]) ** found[1:4]
     np.testing.assert_allclose(left, 0.5, rtol=1e-12)
