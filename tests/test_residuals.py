@@ -138,14 +138,13 @@ def test_the_stacked_jacobian(budget):
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("budget", [1])
-def test_the_kernel_between_two_sets(budget):
+def test_the_kernel_between_two_sets():
     matrix = dense()
     rows = {"boundary": matrix[:10], "interior": matrix[10:], "both": matrix}
 
     @jax.jit
     def kernels():
-        whole = linearised(budget)[0].jacobian
+        whole = linearised(budget=1)[0].jacobian
         sets = {**whole.parts, "both": whole}
         pairs = [("interior", "boundary"), ("boundary", "both"), ("both", "both")]
         return {(a, b): sets[a].gram_with(sets[b]) for a, b in pairs}

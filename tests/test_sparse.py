@@ -99,16 +99,10 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
         np.testing.assert_allclose(grams[0][k], block, rtol=tolerance, atol=tolerance)
 
 
-SOLVERS = {
-    "levenberg-marquardt": gnlin.LevenbergMarquardt(damping=1e-3),
-}
-
-
-@pytest.mark.parametrize("name", SOLVERS)
-def test_steps_are_those_of_all_parameters(name):
+def test_steps_are_those_of_all_parameters():
+    solver = gnlin.LevenbergMarquardt(damping=1e-3)
     ours, known = (
-        gnlin.solve(POSES, groups, SOLVERS[name], max_steps=3)
-        for groups in (SPARSE, DENSE)
+        gnlin.solve(POSES, groups, solver, max_steps=3) for groups in (SPARSE, DENSE)
     )
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-8)
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-9)
