@@ -306,7 +306,7 @@ def program_of_solve(model, data, solver) -> str:
 def traffic_case(name):
     """Examples over all devices."""
     mesh, n = make_mesh((8, 1)), 64
-    model = eqx.nn.MLP(16, 2, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+    model = eqx.nn.MLP(16, 2, 64, 3, activation=jnp.tanh, key=jax.random.key(0))
     x = DRAW.normal(size=(n, 16))
     data = by_examples((x, np.sin(x[:, :2])), mesh)
     found = communicated(program_of_solve(by_rows(model, mesh), data, SOLVERS[name]))

@@ -483,7 +483,8 @@ def test_one_forward_one_tangent_and_one_transposed_pass_and_no_jacobian(
     ("reduction", "wider", "weighted", "classes"),
     [
         ("mean", 12, True, False),
-        ("sum", 8, False, True),
+        ("sum", 12, True, True),
+        ("mean", 8, False, True),
     ],
 )
 def test_the_gradient_of_a_batch_and_the_curvature_of_more(

@@ -11,7 +11,6 @@ import pytest
 from problems import (
     as_jax,
     descent_step,
-    each_once,
     each_pair,
     gauss_newton_step,
     least_squares,
@@ -37,7 +36,12 @@ TALL, WIDE = (7, 3), (3, 7)
 
 @pytest.mark.parametrize(
     ("method", "momentum", "shape"),
-    each_once(["svd", "eigh", "matrix-free", "svd"], [0.0, 0.9, 0.9], [TALL, WIDE]),
+    [
+        ("svd", 0.0, TALL),
+        ("eigh", 0.0, WIDE),
+        ("eigh", 0.9, TALL),
+        ("matrix-free", 0.9, WIDE),
+    ],
 )
 def test_k_literal_steps(shape, momentum, method):
     y, args = sines_data(shape)
@@ -174,7 +178,7 @@ def test_an_infinite_period_ends_without_a_spectrum(period, shape):
 
 @pytest.mark.parametrize(
     ("method", "momentum", "period"),
-    [("svd", 0.0, 10**8), ("eigh", 0.5, 10**8 + 1)],
+    [("svd", 0.5, 10**8 + 1), ("eigh", 0.0, 10**8 + 1), ("eigh", 0.5, 10**8)],
 )
 def test_divergence_is_reported_before_the_step_is_taken(method, period, momentum):
     y, args = as_jax(sines_data((7, 3)))

@@ -63,11 +63,11 @@ def test_a_damped_step(name, shape):
         # lineax's LSMR uses double-precision numbers in single precision if x64 is
         # enabled.
         ("QR", jnp.float32, "tall"),
-        ("SVD", jnp.float64, "wide"),
-        ("LSMR", jnp.float64, "tall"),
+        ("SVD", jnp.float64, "tall"),
+        ("LSMR", jnp.float64, "wide"),
         ("CG", jnp.float32, "wide"),
-        ("Cholesky", jnp.float64, "tall"),
-        ("Cholesky", jnp.float32, "wide"),
+        ("Cholesky", jnp.float64, "wide"),
+        ("Cholesky", jnp.float32, "tall"),
     ],
 )
 def test_an_undamped_step(name, dtype, shape):

@@ -132,7 +132,7 @@ def test_a_step_uphill_raises_the_damping():
     def residuals(y, matrix):
         return matrix @ y + 0.1 * jnp.sin(3 * y) - 1
 
-    y, method = jnp.zeros(50), gnlin.methods.NystromKernel(25)
+    y, method = jnp.zeros(50), gnlin.methods.NystromKernel(1)
     lin = gnlin.linearise(residuals, y, jnp.asarray(matrix))
     problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
     answer = gnlin.authoring.choose(problem, Tikhonov(1e-3), method=method).solve(
@@ -147,8 +147,8 @@ def test_a_step_uphill_raises_the_damping():
     assert np.linalg.norm(residuals(found.value, matrix)) < 1e-10
 
 
-def network():
-    model = eqx.nn.MLP(2, 3, 16, 1, jnp.tanh, key=jax.random.key(0))
+def network(width=40, depth=1):
+    model = eqx.nn.MLP(2, 3, width, depth, jnp.tanh, key=jax.random.key(0))
     cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, model)
 
@@ -182,7 +182,7 @@ def test_a_network_is_trained_with_momentum():
     method = gnlin.methods.NystromKernel(60)
     solver = gnlin.DampedGaussNewton(1.0, momentum=0.5, method=method)
     targets = jax.nn.one_hot(LABELS, 3, dtype=float)
-    solution = gnlin.solve(network(), (X, targets), solver, max_steps=40)
+    solution = gnlin.solve(network(16, 2), (X, targets), solver, max_steps=40)
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
