@@ -463,6 +463,7 @@ def two_lines(p, x):
     return jnp.stack([p["a"] + p["b"] * x, p["a"] - p["b"] * x], axis=1)
 
 
+@pytest.mark.slow
 def test_sigma_is_of_the_shape_of_y():
     x = np.linspace(-1, 1, 30)
     y = np.array(two_lines({"a": 1.0, "b": 2.0}, x)) + 0.1 * np.sin(9 * x)[:, None]
@@ -618,6 +619,7 @@ def test_many_data_sets_at_once():
     assert fits.history is None
 
 
+@pytest.mark.slow
 def test_many_starts_find_the_global_minimum():
     """The frequency of a sine has a local minimum at each wrong value."""
     x = np.linspace(0, 10, 60)
@@ -848,6 +850,7 @@ def test_derivatives_where_singular_values_are_equal(derivative):
     np.testing.assert_allclose(of_errors, jnp.stack([along, along]), atol=1e-12)
 
 
+@pytest.mark.slow
 def test_derivatives_at_a_bound():
     """A parameter at a bound moves with it; the others move with the bound and the
     data."""
@@ -891,6 +894,7 @@ def test_derivatives_of_many_data_sets_and_by_what_f_closes_over():
     np.testing.assert_allclose(of_y[1, 1], alone, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_undetermined_direction_has_no_derivative():
     def sums(y):
         with warnings.catch_warnings():
@@ -1125,6 +1129,7 @@ def test_a_data_frame_is_its_columns():
         of_both.plot()
 
 
+@pytest.mark.slow
 def test_a_point_of_infinite_sigma_is_left_out():
     loss = gnlin.losses.Huber(1.345)
     sigma, wrong = SIGMA.copy(), Y.copy()

@@ -164,7 +164,9 @@ def derivative_of_two_steps(step, dtype):
     ("name", "way", "dtype"),
     [
         *each_once(list(SOLVERS)[:4], list(DRIVERS), DTYPES[::-1]),
-        ("by products", "optimistix, backwards", jnp.float32),
+        pytest.param(
+            "by products", "optimistix, backwards", jnp.float32, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_derivatives_through_the_steps_of_a_solver(name, way, dtype):
@@ -213,10 +215,11 @@ def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function
             np.array([2]),
             gnlin.DampedGaussNewton(0.1),
         ),
-        (
+        pytest.param(
             gnlin.losses.Huber(1.0),
             np.array([[0.3, 1.4, 2.2, -0.7, 3.3]]),
             gnlin.DampedGaussNewton(1.0),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["softmax", "Huber"],

@@ -392,8 +392,8 @@ def seen_by_hand(k):
     "name",
     [
         pytest.param("direct", marks=pytest.mark.slow),
-        pytest.param("forward", marks=pytest.mark.slow),
-        "default",
+        "forward",
+        pytest.param("default", marks=pytest.mark.slow),
     ],
 )
 def test_differential_equations_by_each_adjoint(name):

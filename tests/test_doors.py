@@ -136,7 +136,17 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize(("make", "cases"), OUT_OF_RANGE.values(), ids=OUT_OF_RANGE)
+@pytest.mark.parametrize(
+    ("make", "cases"),
+    [
+        pytest.param(
+            *case,
+            id=name,
+            marks=pytest.mark.slow if name in ("rcond", "adaptive") else (),
+        )
+        for name, case in OUT_OF_RANGE.items()
+    ],
+)
 def test_numbers_out_of_range_in_a_program_are_not_finite(make, cases):
     @jax.jit
     def run(numbers):

@@ -95,7 +95,15 @@ def fit_of(name):
     return gnlin.curve_fit(line, X, y, START, loss=loss)
 
 
-@pytest.mark.parametrize("name", GLMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "poisson",
+        "binomial",
+        pytest.param("negative binomial", marks=pytest.mark.slow),
+        "own",
+    ],
+)
 def test_by_iteratively_reweighted_least_squares(name):
     _, y, mean_of, logarithm = GLMS[name]
     fit, p = fit_of(name), np.zeros(2)

@@ -133,7 +133,7 @@ HUBER = gnlin.losses.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # ha
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("LSMR", SOFTMAX), ("QR", HUBER)],
+    [pytest.param("LSMR", SOFTMAX, marks=pytest.mark.slow), ("QR", HUBER)],
     ids=["LSMR, softmax", "QR, Huber"],
 )
 def test_of_a_network_with_another_loss(name, problem):

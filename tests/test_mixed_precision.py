@@ -51,6 +51,7 @@ def test_the_step_matches_double_precision(dtype, damping, memory_budget):
     assert float(solution.history.num_inner_steps[0]) > 0
 
 
+@pytest.mark.slow
 def test_a_coarse_tolerance_takes_fewer_refinements():
     steps = []
     for tolerance in (1e-2, 1e-11):

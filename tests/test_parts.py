@@ -79,6 +79,7 @@ def test_fit_in_parts():
     )
 
 
+@pytest.mark.slow
 def test_groups_in_parts():
     groups = {
         "values": gnlin.Residuals(lambda m, x: m(x) - jnp.sin(x[:2]), X),

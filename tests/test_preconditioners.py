@@ -203,6 +203,7 @@ def two_steps(preconditioner, method):
     return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
 
 
+@pytest.mark.slow
 def test_with_a_loss_and_a_layer():
     """Whole whitened runs with chosen methods."""
     expected = two_steps(BlockDiagonal(), "matrix-free")

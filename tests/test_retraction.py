@@ -83,7 +83,9 @@ def literal_problem(true, start, edges):
     return ahead(zero), jax.jacfwd(ahead)(zero)
 
 
-@pytest.mark.parametrize("method", ["svd", "matrix-free"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("svd", marks=pytest.mark.slow), "matrix-free"]
+)
 def test_a_step_is_the_literal_one(method):
     true, start, edges = loop(4)
     group = groups(edges, true)

@@ -167,6 +167,7 @@ def groups(data, **options):
     }
 
 
+@pytest.mark.slow
 def test_runs_are_those_by_the_whole_curvature():
     """Runs with acceleration and between bounds."""
     bounds = {"camera": -1.0, "point": None}, {"point": 0.5, "lens": 0.3}

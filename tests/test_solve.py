@@ -737,7 +737,9 @@ def test_a_run_in_several_parts_is_one_run(monkeypatch):
     np.testing.assert_array_equal(numbers(parts.model), numbers(whole.model))
 
 
-@pytest.mark.parametrize(("size", "history"), [(1, True), (700, False)])
+@pytest.mark.parametrize(
+    ("size", "history"), [(1, True), pytest.param(700, False, marks=pytest.mark.slow)]
+)
 def test_as_a_part_of_a_program_that_closes_over_model_and_data(size, history):
     x = jnp.linspace(-1.0, 1.0, size)[:, None]
     model, data = network(width=64 if size > 1 else 4), (x, jnp.sin(3 * x))

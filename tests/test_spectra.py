@@ -43,10 +43,21 @@ CASES = {
 }
 
 
+QUICK = "more parameters", "more outputs", "repeated", "rank below k", "zero"
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, jnp.float64) for name in CASES if name not in ("tiny", "huge")),
+        *(
+            pytest.param(
+                name,
+                jnp.float64,
+                marks=() if name in QUICK else pytest.mark.slow,
+            )
+            for name in CASES
+            if name not in ("tiny", "huge")
+        ),
         ("tiny", jnp.float32),
         ("huge", jnp.float32),
     ],

@@ -110,7 +110,10 @@ def test_between_two_sets(name, outputs):
     np.testing.assert_allclose(kernel(x2[:1]), views(j2[:1], j2[:1])[outputs], **close)
 
 
-@pytest.mark.parametrize(("outputs", "budget"), [("all", 4_000), ("trace", 8_000)])
+@pytest.mark.parametrize(
+    ("outputs", "budget"),
+    [("all", 4_000), pytest.param("trace", 8_000, marks=pytest.mark.slow)],
+)
 def test_in_tiles(outputs, budget, tmp_path):
     """In memory, and to a file: the last tile overlaps, and mirrored tiles are not
     computed."""
@@ -170,6 +173,7 @@ def rows_of_dense(model, inputs):
     return each.reshape(len(inputs), 3, -1)
 
 
+@pytest.mark.slow
 def test_some_parameters_and_batch_normalisation():
     model, shape, _ = MODELS["dense"]
     x = drawn(shape, 4)
@@ -187,6 +191,7 @@ def test_some_parameters_and_batch_normalisation():
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_kernel_of_a_linearisation():
     fn = gnlin.PerExample(lambda w, example: jnp.tanh(w @ example[0]) * example[1])
     point = jnp.arange(3.0)
