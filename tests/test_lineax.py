@@ -8,7 +8,6 @@ import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
-from jax.flatten_util import ravel_pytree
 from problems import (
     as_jax,
     damped_step,
@@ -17,6 +16,7 @@ from problems import (
     gauss_newton_step,
     least_squares,
     linear,
+    numbers,
     SHAPES,
     sines,
     sines_data,
@@ -138,9 +138,8 @@ HUBER = gnlin.losses.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # ha
 )
 def test_of_a_network_with_another_loss(name, problem):
     loss, targets = problem
-    flat = lambda m: np.asarray(ravel_pytree(eqx.filter(m, eqx.is_inexact_array))[0])
     ends = [
-        flat(
+        numbers(
             gnlin.solve(
                 NETWORK,
                 (X, targets),

@@ -22,7 +22,7 @@ import optimistix as optx
 import pytest
 import scipy.special
 from jax.flatten_util import ravel_pytree
-from problems import each_once
+from problems import each_once, numbers
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -879,10 +879,6 @@ def affine(num_outputs=3, num_inputs=2, seed=0):
         jnp.asarray(generator.normal(size=(num_outputs, num_inputs))),
         jnp.asarray(generator.normal(size=num_outputs)),
     )
-
-
-def numbers(model):
-    return np.asarray(ravel_pytree(model)[0])
 
 
 SOLVED = {

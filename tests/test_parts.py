@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.flatten_util import ravel_pytree
+from problems import numbers
 
 import gnlin
 from benchmarks.speed import parts
@@ -17,10 +17,6 @@ MODEL = jax.tree.map(
 )
 X = jax.random.normal(jax.random.key(1), (23, 3))
 DATA = X, jnp.sin(X[:, :2])
-
-
-def numbers(model):
-    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
 
 
 @pytest.mark.parametrize(

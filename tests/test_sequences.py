@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.flatten_util import ravel_pytree
-from problems import each_once
+from problems import each_once, numbers
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -141,10 +140,6 @@ SOLVERS = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "descent": gnlin.IterativeLinearisation(5, 0.1),
 }
-
-
-def numbers(model):
-    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)

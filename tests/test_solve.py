@@ -12,6 +12,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
+from problems import numbers
 
 import gnlin
 
@@ -34,10 +35,6 @@ def network(seed=0, width=4):
 
 def loss_of(model, x=X, targets=T):
     return 0.5 * float(jnp.sum((jax.vmap(model)(x) - targets) ** 2))
-
-
-def numbers(model):
-    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0])
 
 
 #
