@@ -153,6 +153,7 @@ def test_profiles_follow_the_likelihood():
     np.testing.assert_allclose(band.high - band.mean, width, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_curve_that_is_the_rate_itself():
     """The curve is the rate itself, also between bounds."""
     fit = gnlin.curve_fit(

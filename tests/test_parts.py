@@ -89,6 +89,7 @@ def test_groups_in_parts():
     np.testing.assert_allclose(numbers(parts.model), numbers(whole.model), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_the_same():
     model = eqx.nn.Sequential([MODEL, eqx.nn.Dropout(0.5)])
     whole, parts = (
@@ -100,6 +101,7 @@ def test_dropout_is_drawn_the_same():
     np.testing.assert_allclose(numbers(parts.model), numbers(whole.model), atol=1e-10)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_batch():
     model = eqx.nn.MLP(4, 2, 128, 2, activation=jnp.tanh, key=jax.random.key(0))
     arrays, static = eqx.partition(model, eqx.is_array)

@@ -214,6 +214,7 @@ def test_one_group_is_a_model_on_its_data():
         assert end.history.columns == ends[0].history.columns
 
 
+@pytest.mark.slow
 def test_other_losses_and_parameters_that_are_no_model():
     x = jnp.linspace(0, 1, 20)
     labels = (x > 0.5).astype(int)

@@ -150,6 +150,7 @@ def test_through_optimistix_and_for_some_arrays():
     np.testing.assert_allclose(matrix, turn, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_a_single_pose():
     """A pose of shape (7,) takes the same steps as one of shape (1, 7)."""
     rng = np.random.default_rng(3)

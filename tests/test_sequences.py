@@ -142,7 +142,13 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(solver, id=name, marks=() if name == "descent" else pytest.mark.slow)
+        for name, solver in SOLVERS.items()
+    ],
+)
 def test_masked_targets_are_left_out(solver):
     mean = gnlin.SoftmaxCrossEntropy(reduction="mean", ignore_index=-1)
     run = functools.partial(gnlin.solve, solver=solver, loss=mean, max_steps=3)

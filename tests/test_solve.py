@@ -311,6 +311,7 @@ def test_a_run_with_dropout_does_not_converge():
     assert len(np.unique(solution.history.loss)) == 1
 
 
+@pytest.mark.slow
 def test_keys_under_vmap_and_states_under_jit():
     solver = gnlin.DampedGaussNewton(0.3)
 
