@@ -164,6 +164,7 @@ def test_profiles_match_separate_refits():
         np.testing.assert_allclose(found, roots, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_interval_without_an_end():
     """The rate is so large that the curve has vanished before the second point."""
     x = np.array([0.0, 1.0, 2.0, 3.0])
@@ -637,6 +638,7 @@ def test_many_starts_find_the_global_minimum():
     assert "of 32 starts reached the best loss" in str(fit)
 
 
+@pytest.mark.slow
 def test_complex_values_and_arrays():
     w = np.linspace(0.1, 3, 20)
 
@@ -651,6 +653,7 @@ def test_complex_values_and_arrays():
     assert fit.names == ("p[0]", "p[1]")
 
 
+@pytest.mark.slow
 def test_in_single_precision():
     fit = gnlin.curve_fit(
         decay,
@@ -918,6 +921,7 @@ def test_undetermined_parameters_are_reported():
     assert fit.degrees_of_freedom == 49
 
 
+@pytest.mark.slow
 def test_a_parameter_with_an_effect_below_rounding_is_reported():
     """This holds for any start; the others' errors are as if it were fixed."""
     sign = np.where(np.arange(50) % 3 == 0, 1, -1)

@@ -172,6 +172,7 @@ def test_a_user_defined_rule():
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_one_program_for_all_numbers():
     compiled = []
 

@@ -237,7 +237,9 @@ def test_through_the_steps_on_another_loss(loss, target, solver):
     "solver",
     [
         gnlin.LevenbergMarquardt(damping=0.1),
-        gnlin.DampedGaussNewton(1.0, bounds=(-9.0, 9.0)),
+        pytest.param(
+            gnlin.DampedGaussNewton(1.0, bounds=(-9.0, 9.0)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_backwards_through_a_loop_of_unknown_length_is_an_error_that_says_so(solver):

@@ -388,14 +388,8 @@ def seen_by_hand(k):
     return jnp.stack(found)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("direct", marks=pytest.mark.slow),
-        "forward",
-        pytest.param("default", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADJOINTS)
 def test_differential_equations_by_each_adjoint(name):
     def fn(k, data):
         return seen(ADJOINTS[name], k) - data

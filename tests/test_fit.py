@@ -54,7 +54,13 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        pytest.param(SOLVERS["damped"], id="damped", marks=pytest.mark.slow),
+        pytest.param(SOLVERS["iterative linearisation"], id="iterative linearisation"),
+    ],
+)
 def test_the_full_batch_is_solve_step_for_step(solver):
     solution = gnlin.solve(network(), (X, T), solver, max_steps=4)
     result = fit(data=(X, T), solver=solver, batch_size=None, steps=4)

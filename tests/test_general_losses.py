@@ -524,7 +524,9 @@ def minimised(oracle, damping):
     return found.x
 
 
-@pytest.mark.parametrize("name", ["softmax", "huber, outliers"])
+@pytest.mark.parametrize(
+    "name", ["softmax", pytest.param("huber, outliers", marks=pytest.mark.slow)]
+)
 def test_damped_prox_linear_matches_scipys_minimiser(name):
     """This holds with m coefficients and with p parameters."""
     problem, oracle = PROBLEMS[name], dense(name)
@@ -595,7 +597,9 @@ def test_truncated_prox_linear_reaches_its_tolerance(damping, truncated):
     assert nums_steps[-1] > nums_steps[0]
 
 
-@pytest.mark.parametrize("form", ["quadratic", "prox-linear"])
+@pytest.mark.parametrize(
+    "form", ["quadratic", pytest.param("prox-linear", marks=pytest.mark.slow)]
+)
 def test_a_warm_start_meets_the_same_tolerance(form):
     """The second linearised problem begins where the first ended."""
     solver = gnlin.TruncatedGaussNewton(0.05, 0.3, form=form, warm_start=0.9, search=None)
@@ -782,6 +786,7 @@ def many_steps(oracle, period, eta, damping):
     return oracle.jacobian.T @ np.asarray(run(jnp.asarray(oracle.outputs), kernel))
 
 
+@pytest.mark.slow
 def test_an_unfinished_flow_is_not_a_success(monkeypatch):
     monkeypatch.setattr(sys.modules["gnlin._subproblem._flow"], "_MAX_STEPS", 2)
     solver = gnlin.IterativeLinearisation(
@@ -829,12 +834,14 @@ def test_prox_linear_without_damping_and_with_outliers(solver):
     assert dense("huber, outliers").remaining(step) <= 0.1
 
 
+@pytest.mark.slow
 def test_a_traced_period_may_be_infinite():
     solver = gnlin.IterativeLinearisation(jnp.asarray(jnp.inf), 0.05, damping=0.3)
     step, _ = solve(SOFTMAX, solver)
     assert dense("softmax").remaining(step, 0.3) <= 1e-6
 
 
+@pytest.mark.slow
 def test_gauss_newton_on_the_loss_itself():
     problem = SOFTMAX._replace(loss=gnlin.SoftmaxCrossEntropy(0.2))
     oracle = Dense(problem)
@@ -965,7 +972,13 @@ DISGUISED = {
 }
 
 
-@pytest.mark.parametrize(("solver", "reference"), DISGUISED.values(), ids=DISGUISED)
+@pytest.mark.parametrize(
+    ("solver", "reference"),
+    [
+        pytest.param(*DISGUISED["quadratic"], id="quadratic"),
+        pytest.param(*DISGUISED["prox-linear"], id="prox-linear", marks=pytest.mark.slow),
+    ],
+)
 def test_levenberg_marquardt_in_disguise(solver, reference):
     step, _ = solve(Problem(Disguised(), REAL), solver)
     known, _ = solve(Problem(gnlin.SquaredError(), REAL), reference)

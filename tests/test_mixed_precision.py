@@ -62,6 +62,7 @@ def test_a_coarse_tolerance_takes_fewer_refinements():
     assert steps[0] < steps[1]
 
 
+@pytest.mark.slow
 def test_a_general_loss():
     model = eqx.nn.Linear(3, 4, dtype=float, key=jax.random.key(0))
     labels = jnp.arange(15) % 4

@@ -179,6 +179,7 @@ def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
     return float(state.report.num_inner_steps), state.counts
 
 
+@pytest.mark.slow
 def test_preconditioners_save_iterations():
     residual, y, args = problem()
     few = Nystrom(15)

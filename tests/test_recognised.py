@@ -168,6 +168,7 @@ def test_other_solvers_find_the_same_minimum():
         )
 
 
+@pytest.mark.slow
 def test_a_penalty_is_a_group_without_data():
     """Ridge regression, whose solution is known."""
     rng = np.random.default_rng(0)
@@ -261,6 +262,7 @@ def test_bounds_precision_and_many_at_once():
     np.testing.assert_allclose(ends[0], with_sums.x, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_derivatives_by_the_data_and_the_weight():
     x = jnp.asarray(T)
 

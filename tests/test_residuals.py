@@ -78,7 +78,9 @@ def damped_step_by_hand():
     return -np.linalg.solve(damped, matrix.T @ residual)
 
 
-@pytest.mark.parametrize("method", ["svd", "matrix-free"])
+@pytest.mark.parametrize(
+    "method", ["svd", pytest.param("matrix-free", marks=pytest.mark.slow)]
+)
 def test_a_damped_step(method):
     expected = damped_step_by_hand()
     residual = np.asarray(dense_by_hand(FLAT)[0])
@@ -324,6 +326,7 @@ def test_fit_on_all_examples_matches_solve():
     assert fitted.history.columns[-2:] == ["loss/boundary", "loss/interior"]
 
 
+@pytest.mark.slow
 def test_batches_of_each_group(tmp_path):
     solver, sizes = gnlin.LevenbergMarquardt(), {"interior": 4}
     settings = {"batch_size": sizes, "progress": False}

@@ -212,6 +212,7 @@ def test_a_robust_loss():
     np.testing.assert_allclose(ours.model["point"], known.model["point"], atol=1e-8)
 
 
+@pytest.mark.slow
 def test_in_a_program_whose_data_are_traced_and_many():
     model, data = problem()
     solver = gnlin.DampedGaussNewton(0.1, method="schur")

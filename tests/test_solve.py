@@ -535,6 +535,7 @@ def test_throw():
     assert solution.result == optx.RESULTS.nonlinear_max_steps_reached
 
 
+@pytest.mark.slow
 def test_throw_under_jit():
     solver = gnlin.DampedGaussNewton(0.1)
 

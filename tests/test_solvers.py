@@ -521,6 +521,7 @@ def test_a_few_steps_in_single_precision():
     np.testing.assert_allclose(solution.value, double.value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     y, args = sines_data((7, 3), seed=5)
     solver = gnlin.LevenbergMarquardt()
@@ -588,7 +589,10 @@ def test_with_double_precision_disabled():
 
 @pytest.mark.parametrize(
     "solver",
-    [gnlin.LevenbergMarquardt(), gnlin.DampedGaussNewton(0.3)],
+    [
+        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.slow),
+        gnlin.DampedGaussNewton(0.3),
+    ],
     ids=lambda solver: type(solver).__name__,
 )
 def test_the_history_through_optimistix_is_that_of_solve(solver):
