@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import updated
+from problems import numbers as numbers, updated
 
 import gnlin
 
@@ -38,10 +38,6 @@ def fit(model=None, data=(X, T), solver=DESCENT, **arguments):
         defaults["epochs"] = 2
     model = network() if model is None else model
     return gnlin.fit(model, data, solver, **{**defaults, **arguments})
-
-
-def numbers(tree):
-    return np.asarray(ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0])
 
 
 _PARAMETERS, _STATIC = eqx.partition(network(), eqx.is_inexact_array)

@@ -369,10 +369,6 @@ ALSO_FOR_CROSS_ENTROPY = (
 
 FEW = {
     "solve: eigh": lambda: solve_case("damped, eigh", (4, 2)),
-    "solve: matrix-free, in parts": lambda: solve_case(
-        "damped, matrix-free", (4, 2), part_size=8
-    ),
-    "fit: batches": lambda: fit_case("truncated", (4, 2), 8),
     "traffic: matrix-free": lambda: traffic_case("damped, matrix-free"),
     "traffic: eigh": lambda: traffic_case("damped, eigh"),
 }
@@ -399,6 +395,10 @@ ALL = {
         f"optimistix: {name}": lambda name=name: optimistix_case(name, (4, 2))
         for name in ("damped, eigh", "truncated")
     },
+    "solve: matrix-free, in parts": lambda: solve_case(
+        "damped, matrix-free", (4, 2), part_size=8
+    ),
+    "fit: batches": lambda: fit_case("truncated", (4, 2), 8),
     "fit: full batch": lambda: fit_case("damped, kernel", (4, 2), None),
     "fit: not divisible": lambda: fit_case("damped, eigh", (4, 2), 6),
     "fit: iterable": lambda: fit_case("damped, kernel", (4, 2), None, "iterable"),

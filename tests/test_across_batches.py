@@ -159,6 +159,7 @@ def test_scales_on_batches_between_bounds(scaling):
     assert result.history["loss"][-1] < 0.1 * result.history["loss"][0]
 
 
+@pytest.mark.slow
 def test_default_damping_on_sampled_points_and_on_batches():
     """For an ordinary differential equation the default damping is 1e-8. It is much
     larger if a batch size selects the data."""

@@ -45,7 +45,6 @@ def linear_problems(m, n, number):
     [
         *each_once(list(SOLVERS), [(20, 5), (8, 8), (6, 10), (9, 1), (1, 1)]),
         ("levenberg-marquardt", (6, 10)),
-        ("truncated", (6, 10)),
     ],
 )
 def test_a_linear_problems_constrained_minimum(name, shape):
@@ -129,7 +128,6 @@ def rosenbrock(y, args):
     ("name", "bounds"),
     [
         ("levenberg-marquardt", (None, 0.5)),
-        ("levenberg-marquardt", (-2.0, [0.2, np.inf])),
         ("levenberg-marquardt", ([-1.5, 0.3], None)),
         ("levenberg-marquardt", ([0.0, 0.0], [0.0, 2.0])),  # a parameter that stays
         ("damped", (-2.0, [0.2, np.inf])),

@@ -289,22 +289,26 @@ class Incomparable:
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "solver", "loss"),
     [
-        Incomparable(jnp.ones((1, 2))),
-        jax.tree_util.Partial(lambda w, x: jnp.tanh(w @ x), jnp.ones((1, 2))),
+        (
+            Incomparable(jnp.ones((1, 2))),
+            gnlin.TruncatedGaussNewton(
+                0.1, 0.1, preconditioner=gnlin.preconditioners.Nystrom(1)
+            ),
+            gnlin.SquaredError(),
+        ),
+        (
+            jax.tree_util.Partial(lambda w, x: jnp.tanh(w @ x), jnp.ones((1, 2))),
+            gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"),
+            gnlin.losses.Huber(),
+        ),
     ],
     ids=["incomparable", "partial"],
 )
-def test_models_that_are_pytrees_of_any_kind(model):
+def test_models_that_are_pytrees_of_any_kind(model, solver, loss):
     inputs = jnp.array([[1.0, 2.0], [0.5, -1.0], [0.3, 0.1]])
     targets = jnp.array([[0.5], [-0.5], [0.1]])
-    preconditioner = gnlin.preconditioners.Nystrom(1)
-    damped = gnlin.TruncatedGaussNewton(0.1, 0.1, preconditioner=preconditioner)
-    for solver, loss in [
-        (damped, gnlin.SquaredError()),
-        (gnlin.TruncatedGaussNewton(0.1, 0.1, form="prox-linear"), gnlin.losses.Huber()),
-    ]:
-        solution = gnlin.solve(model, (inputs, targets), solver, loss=loss, max_steps=3)
-        assert type(solution.model) is type(model)
-        assert solution.loss < solution.history.loss[0]
+    solution = gnlin.solve(model, (inputs, targets), solver, loss=loss, max_steps=3)
+    assert type(solution.model) is type(model)
+    assert solution.loss < solution.history.loss[0]

@@ -7,7 +7,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from hypothesis import given, settings, strategies as st
-from problems import each_pair, least_squares, linear, rosenbrock
+from problems import least_squares, linear, rosenbrock
 
 import gnlin
 from gnlin.damping import Nielsen, Trial, TrustRegion
@@ -78,14 +78,16 @@ def matrix(shape, seed=0):
 
 @pytest.mark.parametrize(
     ("method", "dtype", "shape"),
-    each_pair(
-        ["svd", "eigh", "kernel", "matrix-free"],
-        [jnp.float32, jnp.float64],
-        list(MATRICES.values()),
-    ),
+    [
+        ("svd", jnp.float32, "square"),
+        ("svd", jnp.float64, "tall"),
+        ("eigh", jnp.float64, "wide"),
+        ("kernel", jnp.float64, "rank-deficient"),
+        ("matrix-free", jnp.float32, "rank-deficient"),
+    ],
 )
 def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
-    a, b = matrix(shape)
+    a, b = matrix(MATRICES[shape])
     longest = np.linalg.norm(np.linalg.lstsq(a, b, rcond=None)[0])
 
     @jax.jit
@@ -111,22 +113,24 @@ def test_the_step_is_as_long_as_the_radius(shape, method, dtype):
 
 def test_a_step_within_the_radius_is_undamped():
     a, b = matrix(MATRICES["tall"])
-    lin = gnlin.linearise(lambda y, _: jnp.asarray(a) @ y + jnp.asarray(b), jnp.ones(4))
-    subproblem = gnlin.authoring.choose(
-        gnlin.authoring.SumOfSquares().expand(lin), gnlin.filters.PseudoInverse()
-    )
     rule = TrustRegion(factor=1e6)
-    damping = rule.damping(rule.init(jnp.dtype(float)), subproblem, lin.point)
-    assert float(damping) < 1e-20
+
+    @jax.jit
+    def damping(y):
+        lin = gnlin.linearise(lambda y, _: jnp.asarray(a) @ y + jnp.asarray(b), y)
+        subproblem = gnlin.authoring.choose(
+            gnlin.authoring.SumOfSquares().expand(lin), gnlin.filters.PseudoInverse()
+        )
+        return rule.damping(rule.init(jnp.dtype(float)), subproblem, lin.point)
+
+    assert float(damping(jnp.ones(4))) < 1e-20
 
 
 @pytest.mark.parametrize(
     ("rule", "acceleration"),
     [
         (None, True),
-        (1e-3, False),
         (Nielsen(1e-2), True),
-        (TrustRegion(), True),
         (TrustRegion(), False),
     ],
 )
@@ -168,6 +172,7 @@ def test_a_user_defined_rule():
     np.testing.assert_allclose(solution.value, 1, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_one_program_for_all_numbers():
     compiled = []
 

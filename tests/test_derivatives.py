@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from problems import each_once, each_pair
+from problems import each_once
 
 import gnlin
 from gnlin.filters import GradientDescent, GradientFlow, PseudoInverse, Tikhonov
 
 
 SHAPES, DTYPES = [(3, 3), (5, 3), (3, 5)], [jnp.float32, jnp.float64]
-WAYS = [(a, b) for a in ("svd", "eigh") for b in (jax.jacfwd, jax.jacrev)]
+MODES = [jax.jacfwd, jax.jacrev]
 
 
 def jacobian(a, shape):
@@ -67,10 +67,16 @@ FILTERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "shape", "dtype"), each_pair(FILTERS, WAYS, SHAPES, DTYPES)
+    ("name", "method", "mode", "shape", "dtype"),
+    [
+        (name, method, MODES[(i + j) % 2], SHAPES[(i + j) % 3], DTYPES[i % 2])
+        for i, name in enumerate(FILTERS)
+        for j, method in enumerate(["svd", "eigh"])
+    ],
 )
-def test_the_step_of_a_filter_where_singular_values_are_equal(name, way, shape, dtype):
-    method, mode = way
+def test_the_step_of_a_filter_where_singular_values_are_equal(
+    name, method, mode, shape, dtype
+):
     make, formula, number = FILTERS[name]
     b = jnp.asarray(np.random.default_rng(1).normal(size=shape[0]), dtype)
 
@@ -136,14 +142,12 @@ def damped_by_one(phi, r):
 SOLVERS = {
     "exact": (gnlin.GaussNewton(), exact),
     "damped": (gnlin.DampedGaussNewton(1.0), damped_by_one),
-    "by singular values": (gnlin.DampedGaussNewton(1.0, method="svd"), damped_by_one),
-    "by eigenvalues": (gnlin.GaussNewton(method="eigh"), exact),
     "by Cholesky": (gnlin.DampedGaussNewton(1.0, method="curvature"), damped_by_one),
-    "by products": (gnlin.DampedGaussNewton(1.0, method="matrix-free"), damped_by_one),
     "for K steps": (
         gnlin.IterativeLinearisation(period=7, learning_rate=0.1),
         lambda phi, r: descent(phi, r, 7, 0.1),
     ),
+    "by products": (gnlin.DampedGaussNewton(1.0, method="matrix-free"), damped_by_one),
 }
 DRIVERS = {
     "solve, forwards": (by_solve, jax.jacfwd),
@@ -159,10 +163,10 @@ def derivative_of_two_steps(step, dtype):
 @pytest.mark.parametrize(
     ("name", "way", "dtype"),
     [
-        *each_once(list(SOLVERS), list(DRIVERS), DTYPES[::-1]),
-        ("exact", "optimistix, backwards", jnp.float32),
-        ("damped", "solve, forwards", jnp.float32),
-        ("for K steps", "optimistix, backwards", jnp.float32),
+        *each_once(list(SOLVERS)[:4], list(DRIVERS), DTYPES[::-1]),
+        pytest.param(
+            "by products", "optimistix, backwards", jnp.float32, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_derivatives_through_the_steps_of_a_solver(name, way, dtype):
@@ -175,15 +179,6 @@ def test_derivatives_through_the_steps_of_a_solver(name, way, dtype):
     np.testing.assert_allclose(found, wanted, atol=tolerance * size, rtol=0)
 
 
-LEVENBERG_MARQUARDT = {
-    "default": gnlin.LevenbergMarquardt(),
-    "unscaled, by singular values": gnlin.LevenbergMarquardt(
-        scaling="identity", method="svd"
-    ),
-    "by eigenvalues": gnlin.LevenbergMarquardt(damping=0.1, method="eigh"),
-}
-
-
 def check_by_differences(after):
     # One program computes both the derivative and the value for the differences.
     both = jax.jit(jax.jacfwd(lambda a: (after(a),) * 2, has_aux=True))
@@ -194,13 +189,14 @@ def check_by_differences(after):
     np.testing.assert_allclose(found, np.stack(wanted, 1), atol=1e-7 * size, rtol=0)
 
 
-@pytest.mark.parametrize("name", LEVENBERG_MARQUARDT)
-def test_derivatives_through_the_trials_of_levenberg_marquardt(name):
-    check_by_differences(by_solve(LEVENBERG_MARQUARDT[name]))
+def test_derivatives_through_the_trials_of_levenberg_marquardt():
+    check_by_differences(by_solve(gnlin.LevenbergMarquardt()))
 
 
-@pytest.mark.parametrize("solver", [gnlin.LevenbergMarquardt(), gnlin.GaussNewton()])
-def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function(solver):
+@pytest.mark.slow
+def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function():
+    solver = gnlin.LevenbergMarquardt()
+
     def implicit(a):
         start, adjoint = jnp.zeros(3), gnlin.methods.ImplicitAdjoint()
         return optx.least_squares(residuals, solver, start, a, adjoint=adjoint).value
@@ -217,12 +213,13 @@ def test_the_minimum_that_forward_mode_leads_to_is_that_of_the_implicit_function
         (
             gnlin.SoftmaxCrossEntropy(),
             np.array([2]),
-            gnlin.LevenbergMarquardt(damping=0.1),
+            gnlin.DampedGaussNewton(0.1),
         ),
-        (
+        pytest.param(
             gnlin.losses.Huber(1.0),
             np.array([[0.3, 1.4, 2.2, -0.7, 3.3]]),
             gnlin.DampedGaussNewton(1.0),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["softmax", "Huber"],
@@ -240,25 +237,27 @@ def test_through_the_steps_on_another_loss(loss, target, solver):
     "solver",
     [
         gnlin.LevenbergMarquardt(damping=0.1),
-        gnlin.DampedGaussNewton(1.0, bounds=(-9.0, 9.0)),
+        pytest.param(
+            gnlin.DampedGaussNewton(1.0, bounds=(-9.0, 9.0)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_backwards_through_a_loop_of_unknown_length_is_an_error_that_says_so(solver):
     with pytest.raises(
         RuntimeError, match=r"use `jax.jvp` .*gnlin.methods.ImplicitAdjoint"
     ):
-        jax.jacrev(by_optimistix(solver))(jnp.zeros(5))
+        jax.eval_shape(jax.jacrev(by_optimistix(solver)), jnp.zeros(5))
 
 
 def test_backwards_through_solve_is_an_error_that_says_so():
     with pytest.raises(
         RuntimeError, match=r"use `jax.jvp` .*gnlin.methods.ImplicitAdjoint"
     ):
-        jax.jacrev(by_solve(gnlin.GaussNewton()))(jnp.zeros(5))
+        jax.eval_shape(jax.jacrev(by_solve(gnlin.GaussNewton())), jnp.zeros(5))
 
 
 def test_conjugate_gradients_that_stop_early_have_no_derivative_and_say_so():
     solver = gnlin.TruncatedGaussNewton(tolerance=0.1)
     for driver, mode in (by_solve, jax.jacfwd), (by_optimistix, jax.jacrev):
         with pytest.raises(RuntimeError, match=r"stop early .*ImplicitAdjoint"):
-            mode(driver(solver))(jnp.zeros(5))
+            jax.eval_shape(mode(driver(solver)), jnp.zeros(5))

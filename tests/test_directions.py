@@ -86,8 +86,8 @@ PAIRWISE = [
     ("loop", "tall", jnp.float64, False),
     ("loop", "wide", jnp.float32, True),
     ("root", "tall", jnp.float32, True),
-    ("root", "wide", jnp.float64, False),
-    ("custom_vjp", "tall", jnp.float32, False),
+    ("root", "wide", jnp.float64, True),
+    ("custom_vjp", "tall", jnp.float32, True),
     ("custom_vjp", "wide", jnp.float64, True),
 ]
 
@@ -145,7 +145,9 @@ def test_rows_of_examples_take_passes_of_one_example(kind):
         np.testing.assert_allclose(pulled, outputs.ravel() @ matrix)
 
 
-@pytest.mark.parametrize("kind", ["loop", "custom_vjp"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("loop", marks=pytest.mark.slow), "custom_vjp"]
+)
 def test_groups_with_selections_and_colours(kind):
     inner, _ = INNER[kind]
     plain = {"loop": lambda x: x**3, "custom_vjp": jnp.sin}[kind]
@@ -178,20 +180,11 @@ def test_groups_with_selections_and_colours(kind):
 
 SOLVERS = [
     ("loop", "wide", jnp.float64, gnlin.LevenbergMarquardt()),
-    ("root", "tall", jnp.float32, gnlin.LevenbergMarquardt(method="curvature")),
-    ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt()),
+    ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt(bounds=(0.0, 2.0))),
     ("custom_vjp", "wide", jnp.float32, gnlin.DampedGaussNewton(1e-6, method="kernel")),
-    ("root", "wide", jnp.float64, gnlin.DampedGaussNewton(1e-6, method="matrix-free")),
     ("loop", "tall", jnp.float64, gnlin.GaussNewton()),
-    ("custom_vjp", "wide", jnp.float64, gnlin.TruncatedGaussNewton(1e-4)),
     ("root", "tall", jnp.float64, gnlin.TruncatedGaussNewton(1e-4)),
     ("custom_vjp", "tall", jnp.float32, gnlin.IterativeLinearisation(1000, 0.5)),
-    (
-        "custom_vjp",
-        "wide",
-        jnp.float64,
-        gnlin.LevenbergMarquardt(bounds=(0.0, 2.0)),
-    ),
 ]
 
 
@@ -208,6 +201,7 @@ def test_solvers_find_the_zero(kind, shape, dtype, solver):
     assert jnp.max(jnp.abs(fn(found.value, None))) < accuracy
 
 
+@pytest.mark.slow
 def test_the_drift_of_a_kernel_by_products_at_hand():
     fn, y, _ = problem("loop", "wide", jnp.float32)
     descent = gnlin.IterativeLinearisation(1000, 0.5)
@@ -217,7 +211,7 @@ def test_the_drift_of_a_kernel_by_products_at_hand():
 
 
 def test_networks_with_a_reverse_derivative_only():
-    """Dense layers are still found, and many runs are one program."""
+    """Dense layers are still found."""
     model = eqx.nn.MLP(2, 1, 4, 1, activation=reverse_sin, key=jax.random.key(0))
     plain = eqx.tree_at(lambda m: m.activation, model, jnp.sin)
     x = jnp.linspace(-1, 1, 12).reshape(6, 2)
@@ -228,12 +222,9 @@ def test_networks_with_a_reverse_derivative_only():
         losses = gnlin.solve(each, (x, y), solver, max_steps=5, throw=False).history.loss
         rates.append(losses)
     np.testing.assert_allclose(*rates, rtol=1e-8)
-    fitted = gnlin.fit(
-        model, (x, y), gnlin.TruncatedGaussNewton(0.1), batch_size=3, steps=4
-    )
-    assert fitted.history.loss[-1] < fitted.history.loss[0]
 
 
+@pytest.mark.slow
 def test_many_fits_are_one_program():
     x = jnp.linspace(0.1, 1.0, 8)
     curve = lambda p, x: p["a"] * reverse_sin(p["b"] * x)
@@ -246,6 +237,7 @@ def test_many_fits_are_one_program():
     assert jnp.all(jnp.isfinite(fit.standard_errors["b"]))
 
 
+@pytest.mark.slow
 def test_the_minimum_is_differentiated_as_with_solvers_of_optimistix():
     def minimum(shift, solver):
         fn = lambda y, s: jnp.append(reverse_sin(y) - s, 0.1 * jnp.sum(y))
@@ -281,18 +273,26 @@ def test_a_direction_can_be_asked_for(shape):
     fn = lambda y, _: jnp.tanh(weights @ y) - 0.1
     of_one = lambda y, w: jnp.tanh(w @ y)
     y = jnp.linspace(-0.5, 0.5, p)
-    fewest = gnlin.linearise(fn, y)
     rows = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=m)}
-    assert fewest.jacobian.cost().rows == rows["fwd" if p < m else "bwd"]
-    for jac, passes in rows.items():
-        lin = gnlin.linearise(fn, y, jac=jac)
-        assert lin.jacobian.cost().rows == passes
-        assert lin.jacobian.within(10**6).cost().rows == passes
-        np.testing.assert_allclose(lin.matrix(), fewest.matrix(), rtol=1e-12)
-        lin = gnlin.linearise(gnlin.PerExample(of_one), y, weights, jac=jac)
-        one = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=1)}[jac]
-        assert lin.jacobian.cost().rows == one
-        np.testing.assert_allclose(lin.matrix(), fewest.matrix(), rtol=1e-12)
+
+    @jax.jit
+    def matrices(y):
+        fewest = gnlin.linearise(fn, y)
+        assert fewest.jacobian.cost().rows == rows["fwd" if p < m else "bwd"]
+        found = []
+        for jac, passes in rows.items():
+            lin = gnlin.linearise(fn, y, jac=jac)
+            assert lin.jacobian.cost().rows == passes
+            assert lin.jacobian.within(10**6).cost().rows == passes
+            each = gnlin.linearise(gnlin.PerExample(of_one), y, weights, jac=jac)
+            one = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=1)}[jac]
+            assert each.jacobian.cost().rows == one
+            found += [lin.matrix(), each.matrix()]
+        return fewest.matrix(), found
+
+    expected, found = matrices(y)
+    for matrix in found:
+        np.testing.assert_allclose(matrix, expected, rtol=1e-12)
 
 
 def test_options_are_those_of_optimistix():
@@ -388,6 +388,7 @@ def seen_by_hand(k):
     return jnp.stack(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADJOINTS)
 def test_differential_equations_by_each_adjoint(name):
     def fn(k, data):

@@ -202,14 +202,9 @@ REACHED = {
 }
 
 
-# These take half a minute each, and `.ci/run` runs them; the README comes first.
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=() if page == "README.md" else pytest.mark.slow)
-        for page in PAGES
-    ],
-)
+# These take up to half a minute each, and `.ci/run` runs them; the README comes first.
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_page_reaches_its_result(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some draw a picture
     blocks = _python_blocks((ROOT / page).read_text())

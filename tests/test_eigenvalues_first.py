@@ -57,8 +57,10 @@ def test_a_step(shape, smallest, rank, dtype, resolved, rtol):
 
 def test_auto_takes_eigenvalues_when_an_svd_is_expensive():
     for size, expected in (((300, 500), "eigh-first"), ((5, 6), "svd")):
-        a, b, _ = problem(size, 0.1, min(size), jnp.float64)
-        assert prepared(a, b, "auto").method == expected
+        shapes = (jax.ShapeDtypeStruct(s, float) for s in (size, size[:1]))
+        # Tracing chooses the method, so nothing need be compiled.
+        way = eqx.filter_eval_shape(prepared, *shapes, "auto")
+        assert way.method == expected
 
 
 def test_a_value_just_above_zero_is_seen():
@@ -78,12 +80,13 @@ def test_nonfinite_input_gives_nonfinite_output():
     assert np.isnan(found).all()
 
 
+@pytest.mark.slow
 def test_a_network_with_cross_entropy():
     """The curvature of each example has a direction in which it is zero."""
-    net = eqx.nn.MLP(6, 10, 40, 1, jnp.tanh, key=jax.random.key(0))
+    net = eqx.nn.MLP(6, 4, 8, 1, jnp.tanh, key=jax.random.key(0))
     net = jax.tree.map(lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, net)
-    x = jax.random.normal(jax.random.key(1), (20, 6))
-    labels = jnp.arange(20) % 10
+    x = jax.random.normal(jax.random.key(1), (8, 6))
+    labels = jnp.arange(8) % 4
     losses = [
         gnlin.solve(
             net,

@@ -23,12 +23,17 @@ def network(seed):
 ONE, OTHER = network(1), network(2)
 
 
-def dense_kernel(model):
+@eqx.filter_jit
+def dense_rows(model):
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(parameters)
     outputs = lambda p: jax.vmap(eqx.combine(unravel(p), static))(X)
-    rows = np.reshape(jax.jacrev(outputs)(flat), (N * C, -1))
-    return np.asarray(rows @ rows.T)
+    return jax.jacrev(outputs)(flat)
+
+
+def dense_kernel(model):
+    rows = np.asarray(dense_rows(model)).reshape(N * C, -1)
+    return rows @ rows.T
 
 
 def dense_centred(matrix):
@@ -46,9 +51,15 @@ def test_the_kernel_of_a_model():
     np.testing.assert_allclose(
         np.reshape(kernel, (N * C, N * C)), dense_kernel(ONE), rtol=1e-10, atol=1e-12
     )
-    lin = features.linearise_model(ONE, X)
-    np.testing.assert_allclose(lin.outputs, jax.vmap(ONE)(X), rtol=1e-12)
-    np.testing.assert_allclose(lin.kernel(), dense_kernel(ONE), rtol=1e-10, atol=1e-12)
+
+    @eqx.filter_jit
+    def run(model):
+        lin = features.linearise_model(model, X)
+        return lin.outputs, jax.vmap(model)(X), lin.kernel()
+
+    outputs, expected, kernel = run(ONE)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-12)
+    np.testing.assert_allclose(kernel, dense_kernel(ONE), rtol=1e-10, atol=1e-12)
 
 
 def test_a_part_of_the_parameters():
@@ -93,17 +104,21 @@ def test_alignment_with_targets():
 
 
 def test_drift_is_the_relative_change_of_the_kernel():
-    now, then = features.linearise_model(OTHER, X), features.linearise_model(ONE, X)
+    @eqx.filter_jit
+    def drift(now, then, key, num_probes):
+        lins = (features.linearise_model(model, X) for model in (now, then))
+        return features.kernel_drift(*lins, key=key, num_probes=num_probes)
+
     a, b = dense_kernel(OTHER), dense_kernel(ONE)
     expected = np.linalg.norm(a - b) / np.linalg.norm(b)
     key = jax.random.key(3)
-    estimate = features.kernel_drift(now, then, key=key, num_probes=4000)
+    estimate = drift(OTHER, ONE, key, 4000)
     assert float(estimate) == pytest.approx(expected, rel=0.1)
-    assert float(features.kernel_drift(then, then, key=key)) == 0
+    assert float(drift(ONE, ONE, key, 1)) == 0
     # One probe gives the number computed by hand.
     u = jax.random.normal(jax.random.split(key, 1)[0], (N * C,))
     by_hand = np.linalg.norm((a - b) @ u) / np.linalg.norm(b @ u)
-    found = float(features.kernel_drift(now, then, key=key))
+    found = float(drift(OTHER, ONE, key, 1))
     assert found == pytest.approx(by_hand, rel=1e-9)
 
 

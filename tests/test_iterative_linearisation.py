@@ -36,7 +36,12 @@ TALL, WIDE = (7, 3), (3, 7)
 
 @pytest.mark.parametrize(
     ("method", "momentum", "shape"),
-    each_pair(["svd", "eigh", "matrix-free"], [0.0, 0.9], [TALL, WIDE]),
+    [
+        ("svd", 0.0, TALL),
+        ("eigh", 0.0, WIDE),
+        ("eigh", 0.9, TALL),
+        ("matrix-free", 0.9, WIDE),
+    ],
 )
 def test_k_literal_steps(shape, momentum, method):
     y, args = sines_data(shape)
@@ -72,7 +77,7 @@ def test_a_hundred_thousand_literal_steps():
 
 @pytest.mark.parametrize(
     ("method", "momentum"),
-    [("svd", 0.5), ("matrix-free", 0.0), ("matrix-free", 0.5), ("auto", 0.5)],
+    [("matrix-free", 0.0), ("matrix-free", 0.5), ("auto", 0.5)],
 )
 def test_python_numbers_and_few_literal_steps(method, momentum):
     y, args = sines_data((7, 3))
@@ -173,7 +178,7 @@ def test_an_infinite_period_ends_without_a_spectrum(period, shape):
 
 @pytest.mark.parametrize(
     ("method", "momentum", "period"),
-    each_pair(["svd", "eigh"], [0.0, 0.5], [10**8, 10**8 + 1]),
+    [("svd", 0.5, 10**8 + 1), ("eigh", 0.0, 10**8 + 1), ("eigh", 0.5, 10**8)],
 )
 def test_divergence_is_reported_before_the_step_is_taken(method, period, momentum):
     y, args = as_jax(sines_data((7, 3)))
@@ -250,7 +255,7 @@ STEPS = [1, 2, 10, 100]
 
 @pytest.mark.parametrize(
     ("method", "momentum"),
-    [("auto", 0.5), ("eigh", 0.0), ("matrix-free", 0.0), ("matrix-free", 0.5)],
+    [("eigh", 0.0), ("matrix-free", 0.5)],
 )
 def test_trajectory(method, momentum):
     y, args = sines_data((7, 3))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
-from problems import each_pair
+from problems import each_pair, numbers
 
 import gnlin
 from gnlin._common import _tree
@@ -423,6 +423,7 @@ def test_the_kernel_within_a_budget():
     assert passes[4] == (10, 10)
 
 
+@pytest.mark.slow
 def test_a_damped_step_beyond_the_jacobians_memory():
     """The step by factors, the step in groups and the step by dense rows are equal."""
     loss = gnlin.SoftmaxCrossEntropy()
@@ -433,7 +434,7 @@ def test_a_damped_step_beyond_the_jacobians_memory():
     def step(**settings):
         solver = gnlin.DampedGaussNewton(0.1, **settings)
         solution = gnlin.solve(model, (x, target), solver, loss=loss, max_steps=2)
-        return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+        return numbers(solution.model)
 
     found, by_svd = step(method="eigh", memory_budget=3000), step(method="svd")
     np.testing.assert_allclose(found, by_svd, rtol=1e-8, atol=1e-10)
@@ -462,6 +463,7 @@ def test_one_example_one_output():
     np.testing.assert_allclose(lin.kernel(), [[6.0]])
 
 
+@pytest.mark.slow
 def test_a_wide_network_is_solved_by_its_kernel():
     """Its Jacobian exceeds the budget but its factors do not, so the solver does not fall
     back on conjugate gradients."""
@@ -472,6 +474,7 @@ def test_a_wide_network_is_solved_by_its_kernel():
     assert float(solution.stats["num_vjps"]) == 1
 
 
+@pytest.mark.slow
 def test_outputs_of_higher_precision_than_the_parameters():
     def fn(w, x):
         return jnp.tanh(w @ x.astype(w.dtype)).astype(float) * x[0]
@@ -532,7 +535,7 @@ def test_empty_layers(shape, budget):
     np.testing.assert_allclose(kernel, jacobian @ jacobian.T, rtol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["kernel", "curvature", "eigh", "mixed"])
+@pytest.mark.parametrize("method", ["kernel", "curvature", "mixed"])
 def test_outputs_of_lower_precision_than_the_parameters(method):
     settings = {"method": method}
     if method == "mixed":
@@ -546,7 +549,7 @@ def test_outputs_of_lower_precision_than_the_parameters(method):
     def step(model, **settings):
         solver = gnlin.DampedGaussNewton(0.5, **settings)
         solution = gnlin.solve(model, data, solver, max_steps=1)
-        return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+        return numbers(solution.model)
 
     np.testing.assert_allclose(step(model, **settings), step(mlp), atol=1e-5)
 
@@ -561,7 +564,7 @@ class WithNothing(eqx.Module):
         return jnp.tanh(self.weight @ x)
 
 
-@pytest.mark.parametrize("budget", [2000, 150, 20])
+@pytest.mark.parametrize("budget", [2000, 20])
 def test_empty_parameters_have_no_columns(budget):
     x = jax.random.normal(jax.random.key(0), (5, 4))
     weight = jax.random.normal(jax.random.key(1), (2, 4))

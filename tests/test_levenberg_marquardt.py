@@ -63,13 +63,10 @@ def first_step(r, jacobian, second, *, relative, scaled, accelerated):
     ("shape", "accelerated", "scaling", "method"),
     [
         ((7, 3), True, "more", "svd"),
-        ((7, 3), False, "more", "eigh"),
-        ((7, 3), True, "marquardt", "curvature"),
         ((7, 3), False, "marquardt", "svd"),
         ((7, 3), True, "identity", "eigh"),
-        ((7, 3), False, "identity", "curvature"),
-        ((3, 7), True, "more", "kernel"),
-        ((3, 7), True, "marquardt", "eigh"),
+        ((7, 3), False, "more", "curvature"),
+        ((3, 7), True, "marquardt", "kernel"),
         ((3, 7), False, "identity", "kernel"),
     ],
 )
@@ -189,7 +186,6 @@ def test_wide(solver):
     ("name", "shape"),
     [
         ("default", (6, 4)),
-        ("no acceleration", (4, 6)),
         ("kernel", (6, 4)),
         ("curvature", (4, 6)),
         ("matrix-free", (4, 6)),
@@ -206,7 +202,7 @@ def test_rank_deficient(name, shape):
     assert np.linalg.norm(solution.value) < 1e3
 
 
-@pytest.mark.parametrize("name", ["marquardt", "eigh", "kernel", "curvature"])
+@pytest.mark.parametrize("name", ["marquardt", "kernel"])
 def test_the_same_minimum_as_scipy(name):
     solver = VARIANTS[name]
     y, args = sines_data((7, 3), seed=5)
@@ -346,9 +342,10 @@ LARGE_RESIDUAL = {
 @pytest.mark.parametrize(
     ("problem", "name"),
     [
-        *((problem, "default") for problem in LARGE_RESIDUAL),
         ("freudenstein-roth", "identity"),
         ("jennrich-sampson", "no acceleration"),
+        ("quartic", "default"),
+        ("large constant", "default"),
     ],
 )
 def test_a_minimum_with_a_large_residual_is_success(problem, name):

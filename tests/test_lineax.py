@@ -8,16 +8,15 @@ import lineax as lx
 import numpy as np
 import optimistix as optx
 import pytest
-from jax.flatten_util import ravel_pytree
 from problems import (
     as_jax,
     damped_step,
     deficient,
     each_once,
-    each_pair,
     gauss_newton_step,
     least_squares,
     linear,
+    numbers,
     SHAPES,
     sines,
     sines_data,
@@ -41,15 +40,12 @@ SOLVERS = {
 }
 
 
-EVERY_SHAPE = ["QR", "LSMR", "CG"]
-
-
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
         *each_once(list(SOLVERS), ["tall", "wide"]),
-        *each_once(EVERY_SHAPE, ["wide", "one residual", "one parameter"]),
         ("QR", "one parameter"),
+        ("LSMR", "one residual"),
         ("CG", "one residual"),
     ],
 )
@@ -66,13 +62,12 @@ def test_a_damped_step(name, shape):
     [
         # lineax's LSMR uses double-precision numbers in single precision if x64 is
         # enabled.
-        case
-        for case in each_pair(
-            ["QR", "SVD", "LSMR", "CG", "Cholesky"],
-            [jnp.float32, jnp.float64],
-            ["tall", "wide"],
-        )
-        if case[:2] != ("LSMR", jnp.float32)
+        ("QR", jnp.float32, "tall"),
+        ("SVD", jnp.float64, "tall"),
+        ("LSMR", jnp.float64, "wide"),
+        ("CG", jnp.float32, "wide"),
+        ("Cholesky", jnp.float64, "wide"),
+        ("Cholesky", jnp.float32, "tall"),
     ],
 )
 def test_an_undamped_step(name, dtype, shape):
@@ -112,7 +107,7 @@ def test_iterations_that_do_not_arrive_are_told():
     assert int(solution.stats["num_steps"]) == 1
 
 
-@pytest.mark.parametrize("name", ["QR", "LSMR", "CG"])
+@pytest.mark.parametrize("name", ["QR", "CG"])
 def test_levenberg_marquardt(name):
     y0, args = sines_data((7, 3))
     default, other = (
@@ -128,7 +123,7 @@ def test_levenberg_marquardt(name):
 X = jax.random.normal(jax.random.key(1), (15, 3))
 NETWORK = jax.tree.map(
     lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
-    eqx.nn.MLP(3, 4, 8, 1, jnp.tanh, key=jax.random.key(0)),
+    eqx.nn.Linear(3, 4, key=jax.random.key(0)),
 )
 
 
@@ -138,14 +133,13 @@ HUBER = gnlin.losses.Huber(0.1), jnp.sin(X[:, :1] * jnp.arange(4.0)[None])  # ha
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("LSMR", SOFTMAX), ("QR", HUBER), ("CG", HUBER)],
-    ids=["LSMR, softmax", "QR, Huber", "CG, Huber"],
+    [pytest.param("LSMR", SOFTMAX, marks=pytest.mark.slow), ("QR", HUBER)],
+    ids=["LSMR, softmax", "QR, Huber"],
 )
 def test_of_a_network_with_another_loss(name, problem):
     loss, targets = problem
-    flat = lambda m: np.asarray(ravel_pytree(eqx.filter(m, eqx.is_inexact_array))[0])
     ends = [
-        flat(
+        numbers(
             gnlin.solve(
                 NETWORK,
                 (X, targets),

@@ -23,10 +23,8 @@ def pulled_step(r, jacobian, damping, towards):
         ("svd", "tall"),
         ("svd", "one residual"),
         ("kernel", "wide"),
-        ("kernel", "one parameter"),
         ("curvature", "tall"),
-        ("matrix-free", "wide"),
-        ("matrix-free", "tall"),
+        ("matrix-free", "one parameter"),
         ("auto", "square"),
     ],
 )
@@ -53,18 +51,17 @@ def test_zero_momentum_has_no_effect():
     np.testing.assert_allclose(ends[1], ends[0], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_other_units_and_another_loss():
     x = jax.random.normal(jax.random.key(1), (15, 3))
     net = eqx.nn.MLP(3, 4, 6, 1, jnp.tanh, key=jax.random.key(0))
     solver = gnlin.DampedGaussNewton(1.0, momentum=0.5, scaling="marquardt")
-    for loss in (gnlin.SoftmaxCrossEntropy(), gnlin.SigmoidCrossEntropy()):
-        targets = jnp.arange(15) % 4
-        if isinstance(loss, gnlin.SigmoidCrossEntropy):
-            targets = jax.nn.one_hot(targets, 4)
-        solution = gnlin.solve(net, (x, targets), solver, loss=loss, max_steps=15)
-        assert solution.loss < 0.5 * solution.history.loss[0]
+    data, loss = (x, jnp.arange(15) % 4), gnlin.SoftmaxCrossEntropy()
+    solution = gnlin.solve(net, data, solver, loss=loss, max_steps=15)
+    assert solution.loss < 0.5 * solution.history.loss[0]
 
 
+@pytest.mark.slow
 def test_across_batches_and_resumed(tmp_path):
     x = jnp.linspace(-1, 1, 40)[:, None]
     net = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0))

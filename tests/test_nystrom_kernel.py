@@ -42,9 +42,7 @@ def by_hand(jacobian, residual, rank, damping, seed=0):
 SHAPES = [(30, 8), (8, 30), (9, 9), (1, 6), (6, 1)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "rank"), [*each_once(SHAPES, [1, 4, 100]), ((30, 8), 4), ((8, 30), 100)]
-)
+@pytest.mark.parametrize(("shape", "rank"), each_once(SHAPES, [1, 4, 100]))
 def test_a_step_is_the_formula(shape, rank):
     @jax.jit
     def run(y, matrix):
@@ -65,7 +63,9 @@ def test_a_step_is_the_formula(shape, rank):
     np.testing.assert_allclose(norm, np.linalg.norm(jacobian.T @ r))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), each_once(SHAPES, [np.float32, np.float64]))
+@pytest.mark.parametrize(
+    ("shape", "dtype"), each_once(SHAPES[:3], [np.float32, np.float64])
+)
 def test_full_rank_gives_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(shape[0]))
@@ -124,11 +124,7 @@ def test_single_precision_at_little_damping(damping):
     assert error < 1e-3 * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(
-    ("rank", "settings"),
-    each_once([1, 25], [{}, {"scaling": "identity", "acceleration": False}]),
-)
-def test_a_step_uphill_raises_the_damping(rank, settings):
+def test_a_step_uphill_raises_the_damping():
     """The probes see too few of 50 equal eigenvalues. With little damping the step is far
     too long, and the linearised loss itself rises along it."""
     matrix, _ = np.linalg.qr(np.random.default_rng(0).normal(size=(50, 50)))
@@ -136,23 +132,25 @@ def test_a_step_uphill_raises_the_damping(rank, settings):
     def residuals(y, matrix):
         return matrix @ y + 0.1 * jnp.sin(3 * y) - 1
 
-    y, method = jnp.zeros(50), gnlin.methods.NystromKernel(rank)
-    lin = gnlin.linearise(residuals, y, jnp.asarray(matrix))
-    problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
-    answer = gnlin.authoring.choose(problem, Tikhonov(1e-3), method=method).solve(
-        Tikhonov(1e-3)
-    )
-    assert answer.decrease is not None
-    assert answer.decrease < 0
-    solver = gnlin.LevenbergMarquardt(method=method, **settings)
+    y, method = jnp.zeros(50), gnlin.methods.NystromKernel(1)
+
+    @jax.jit
+    def decrease(y, matrix):
+        lin = gnlin.linearise(residuals, y, matrix)
+        problem = gnlin.authoring.Quadratic(lin.jacobian, lin.outputs)
+        way = gnlin.authoring.choose(problem, Tikhonov(1e-3), method=method)
+        return way.solve(Tikhonov(1e-3)).decrease
+
+    assert decrease(y, jnp.asarray(matrix)) < 0
+    solver = gnlin.LevenbergMarquardt(method=method)
     found = optx.least_squares(residuals, solver, y, jnp.asarray(matrix), throw=False)
     assert found.result == optx.RESULTS.successful
     assert found.stats["num_accepted_steps"] >= found.stats["num_steps"] - 3
     assert np.linalg.norm(residuals(found.value, matrix)) < 1e-10
 
 
-def network():
-    model = eqx.nn.MLP(2, 3, 16, 2, jnp.tanh, key=jax.random.key(0))
+def network(width=40, depth=1):
+    model = eqx.nn.MLP(2, 3, width, depth, jnp.tanh, key=jax.random.key(0))
     cast = lambda x: x.astype(float) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, model)
 
@@ -164,7 +162,7 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
 @pytest.mark.parametrize(
     ("loss", "targets"),
     [
-        (gnlin.SoftmaxCrossEntropy(), LABELS),
+        pytest.param(gnlin.SoftmaxCrossEntropy(), LABELS, marks=pytest.mark.slow),
         (gnlin.losses.Huber(delta=0.1), jax.nn.one_hot(LABELS, 3, dtype=float)),
     ],
 )
@@ -181,26 +179,20 @@ def test_a_general_loss(loss, targets):
     np.testing.assert_allclose(one, two, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [
-        gnlin.LevenbergMarquardt(method=gnlin.methods.NystromKernel(20)),
-        gnlin.DampedGaussNewton(
-            1.0, momentum=0.5, method=gnlin.methods.NystromKernel(60)
-        ),
-    ],
-    ids=["default", "momentum"],
-)
-def test_a_network_is_trained(solver):
+@pytest.mark.slow
+def test_a_network_is_trained_with_momentum():
+    method = gnlin.methods.NystromKernel(60)
+    solver = gnlin.DampedGaussNewton(1.0, momentum=0.5, method=method)
     targets = jax.nn.one_hot(LABELS, 3, dtype=float)
-    solution = gnlin.solve(network(), (X, targets), solver, max_steps=40)
+    solution = gnlin.solve(network(16, 2), (X, targets), solver, max_steps=40)
     assert solution.loss < 0.1 * solution.history.loss[0]
 
 
 def test_without_damping_there_is_no_step():
     solver = gnlin.DampedGaussNewton(0.0, method=gnlin.methods.NystromKernel(20))
+    model = eqx.nn.Linear(2, 3, dtype=float, key=jax.random.key(0))
     with pytest.warns(UserWarning, match="linear solve"):
-        solution = gnlin.solve(network(), (X, jnp.ones((40, 3))), solver, max_steps=3)
+        solution = gnlin.solve(model, (X, jnp.ones((40, 3))), solver, max_steps=3)
     assert solution.result == optx.RESULTS.singular
 
 

@@ -83,13 +83,10 @@ UNTUNED = {
 }
 
 
-def untuned():
-    for name, setting in UNTUNED.items():
-        quick = name == "recurrent, batches of 8"
-        yield pytest.param(*setting, marks=() if quick else pytest.mark.slow, id=name)
-
-
-@pytest.mark.parametrize(("network", "batch_size", "steps"), list(untuned()))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("network", "batch_size", "steps"), UNTUNED.values(), ids=UNTUNED
+)
 def test_digits_are_learnt_without_a_solver(digits, network, batch_size, steps):
     train, (images, labels) = digits
     key = jax.random.key(0)

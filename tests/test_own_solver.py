@@ -57,6 +57,7 @@ def test_convergence_is_reported(own):
     assert np.linalg.norm(jacobian.T @ r) < 1e-7
 
 
+@pytest.mark.slow
 def test_on_a_model_and_on_batches(own):
     key = jax.random.key(0)
     model = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=key, dtype=float)

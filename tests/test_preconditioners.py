@@ -1,14 +1,12 @@
 """Preconditioners match their formulas in NumPy, and do not change the solution."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from jax.flatten_util import ravel_pytree
+from problems import numbers
 
 import gnlin
 from gnlin.preconditioners import BlockDiagonal, Nystrom
@@ -91,7 +89,6 @@ def scaled_network(dtype=float):
     [
         (100, [slice(0, 24), slice(24, 28)], 2**31),
         (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)], 1),
-        (6, [*(slice(k, k + 6) for k in range(0, 24, 6)), slice(24, 28)], 2**31),
         (3, [slice(k, k + 1) for k in range(28)], 2**31),
         (1, [slice(k, k + 1) for k in range(28)], 1),
     ],
@@ -99,14 +96,18 @@ def scaled_network(dtype=float):
 def test_block_diagonal_is_the_inverse_of_the_blocks(max_size, blocks, memory_budget):
     model, x = scaled_network()
     fn = gnlin.PerExample(lambda model, x: model(x))
-    lin = gnlin.linearise(fn, model, x, memory_budget=memory_budget)
-    jacobian = np.asarray(lin.matrix())
+
+    @eqx.filter_jit
+    def run(model, x):
+        lin = gnlin.linearise(fn, model, x, memory_budget=memory_budget)
+        inverse = BlockDiagonal(max_size).inverse(lin.jacobian, 0.1)
+        return lin.matrix(), inverse.as_matrix()
+
+    jacobian, found = map(np.asarray, run(model, x))
     curvature = jacobian.T @ jacobian + 0.1 * np.eye(28)
     expected = np.zeros((28, 28))
     for block in blocks:
         expected[block, block] = np.linalg.inv(curvature[block, block])
-    preconditioner = BlockDiagonal(max_size)
-    found = dense_inverse(preconditioner, lin, 0.1)
     np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
 
 
@@ -118,18 +119,12 @@ def advance(solver, fn, y, args, state):
     )
 
 
-CASES = [Nystrom(8), BlockDiagonal(), BlockDiagonal(1)]
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "preconditioner"),
     [
-        *(((M, P), jnp.float64, case) for case in CASES),
-        ((10, P), jnp.float32, Nystrom(8)),
+        ((M, P), jnp.float64, Nystrom(8)),
         ((10, P), jnp.float32, BlockDiagonal()),
-        ((P, P), jnp.float64, BlockDiagonal()),
         ((1, P), jnp.float64, Nystrom(8)),
-        ((M, 1), jnp.float32, Nystrom(8)),
         ((M, 1), jnp.float32, BlockDiagonal(1)),
     ],
 )
@@ -150,8 +145,8 @@ def test_the_solution_is_the_same(shape, dtype, preconditioner):
     assert np.linalg.norm(left) <= 1.5e-5 * np.linalg.norm(phi.T @ target)
 
 
-@pytest.mark.parametrize("preconditioner", [Nystrom(8), BlockDiagonal()], ids=str)
-def test_as_a_method_of_the_other_damped_solvers(preconditioner):
+def test_as_a_method_of_the_other_damped_solvers():
+    preconditioner = Nystrom(8)
     residual, y, args = problem()
     phi, target = (np.asarray(x) for x in args)
     damped = gnlin.DampedGaussNewton(1e-2, method=preconditioner)
@@ -184,6 +179,7 @@ def num_inner_steps(preconditioner, fn, y, args, tolerance, damping):
     return float(state.report.num_inner_steps), state.counts
 
 
+@pytest.mark.slow
 def test_preconditioners_save_iterations():
     residual, y, args = problem()
     few = Nystrom(15)
@@ -198,12 +194,9 @@ def test_preconditioners_save_iterations():
     assert helped < 0.5 * plain
 
 
-@functools.cache
 def two_steps(preconditioner, method):
-    """Two steps of a network with cross-entropy."""
-    model = eqx.nn.MLP(
-        3, 4, 4, 1, activation=jnp.tanh, dtype=float, key=jax.random.key(0)
-    )
+    """Two steps of a layer with cross-entropy."""
+    model = eqx.nn.Linear(3, 4, dtype=float, key=jax.random.key(0))
     x = np.random.default_rng(1).normal(size=(12, 3))
     labels = np.arange(12) % 4
     solver = gnlin.TruncatedGaussNewton(
@@ -212,21 +205,18 @@ def two_steps(preconditioner, method):
     solution = gnlin.solve(
         model, (x, labels), solver, loss=gnlin.SoftmaxCrossEntropy(), max_steps=2
     )
-    return ravel_pytree(eqx.filter(solution.model, eqx.is_inexact_array))[0]
+    return numbers(solution.model)
 
 
-@pytest.mark.parametrize(
-    ("preconditioner", "method"),
-    [(BlockDiagonal(), "matrix-free"), (Nystrom(8), "dense")],
-)
-def test_with_a_loss_and_a_network(preconditioner, method):
+@pytest.mark.slow
+def test_with_a_loss_and_a_layer():
     """Whole whitened runs with chosen methods."""
-    expected = two_steps(None, "matrix-free")
-    found = two_steps(preconditioner, method)
+    expected = two_steps(BlockDiagonal(), "matrix-free")
+    found = two_steps(Nystrom(8), "dense")
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("preconditioner", CASES)
+@pytest.mark.parametrize("preconditioner", [Nystrom(8), BlockDiagonal()])
 def test_zero_and_nonfinite_jacobians(preconditioner):
     residual, y, (matrix, target) = problem()
     zero = gnlin.linearise(residual, y, (0 * matrix, target))

@@ -9,6 +9,7 @@ import numpy as np
 import optimistix as optx
 import pytest
 from jax.flatten_util import ravel_pytree
+from problems import numbers
 
 import gnlin
 from gnlin._jacobian import PerGroup, Stacked
@@ -68,7 +69,7 @@ def dense_by_hand(y):
 
 
 def difference(model):
-    return np.asarray(ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0] - FLAT)
+    return numbers(model) - np.asarray(FLAT)
 
 
 def damped_step_by_hand():
@@ -77,7 +78,9 @@ def damped_step_by_hand():
     return -np.linalg.solve(damped, matrix.T @ residual)
 
 
-@pytest.mark.parametrize("method", ["svd", "curvature", "matrix-free"])
+@pytest.mark.parametrize(
+    "method", ["svd", pytest.param("matrix-free", marks=pytest.mark.slow)]
+)
 def test_a_damped_step(method):
     expected = damped_step_by_hand()
     residual = np.asarray(dense_by_hand(FLAT)[0])
@@ -109,7 +112,7 @@ def dense():
     return np.asarray(jax.jit(jax.jacobian(flat))(FLAT))
 
 
-@pytest.mark.parametrize("budget", [2**31, 20_000, 1])
+@pytest.mark.parametrize("budget", [20_000, 1])
 def test_the_stacked_jacobian(budget):
     matrix = dense()
     rng = np.random.default_rng(0)
@@ -138,14 +141,13 @@ def test_the_stacked_jacobian(budget):
         np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("budget", [2**31, 1])
-def test_the_kernel_between_two_sets(budget):
+def test_the_kernel_between_two_sets():
     matrix = dense()
     rows = {"boundary": matrix[:10], "interior": matrix[10:], "both": matrix}
 
     @jax.jit
     def kernels():
-        whole = linearised(budget)[0].jacobian
+        whole = linearised(budget=1)[0].jacobian
         sets = {**whole.parts, "both": whole}
         pairs = [("interior", "boundary"), ("boundary", "both"), ("both", "both")]
         return {(a, b): sets[a].gram_with(sets[b]) for a, b in pairs}
@@ -167,11 +169,10 @@ def test_kernel_of_test_and_training_images():
     np.testing.assert_allclose(between, every[:6, 6:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrapped", [lambda groups: groups, gnlin.Groups])
-def test_a_model_linearised_on_groups(wrapped):
+def test_a_model_linearised_on_groups():
     @eqx.filter_jit
     def found(net):
-        lin = gnlin.features.linearise_model(net, wrapped(GROUPS))
+        lin = gnlin.features.linearise_model(net, gnlin.Groups(GROUPS))
         assert isinstance(lin.jacobian, Stacked)
         expected = {
             name: jax.vmap(lambda x, fn=group.fn: fn(net, x))(group.data)
@@ -202,16 +203,20 @@ def test_groups_that_draw_their_data_have_no_linearisation():
 
 def test_one_group_is_a_model_on_its_data():
     x = jnp.linspace(-1, 1, 9)[:, None]
-    net = eqx.nn.MLP(1, 1, 5, 1, jnp.tanh, key=jax.random.key(0))
-    target = jnp.sin(3 * x)
+    net = eqx.nn.Linear(1, 1, key=jax.random.key(0))
+    target, solver = jnp.sin(3 * x), gnlin.DampedGaussNewton(0.1)
     group = gnlin.Residuals(lambda net, xy: net(xy[0]) - xy[1], (x, target))
     aimed = gnlin.Residuals(lambda net, x: net(x), x, targets=target)
-    ends = [gnlin.solve(net, data, max_steps=5) for data in ((x, target), group, [aimed])]
+    ends = [
+        gnlin.solve(net, data, solver, max_steps=5)
+        for data in ((x, target), group, [aimed])
+    ]
     for end in ends[1:]:
         np.testing.assert_allclose(end.history.loss, ends[0].history.loss, rtol=1e-4)
         assert end.history.columns == ends[0].history.columns
 
 
+@pytest.mark.slow
 def test_other_losses_and_parameters_that_are_no_model():
     x = jnp.linspace(0, 1, 20)
     labels = (x > 0.5).astype(int)
@@ -248,18 +253,17 @@ def test_zero_weights_and_traced_weights():
             NET, groups, gnlin.DampedGaussNewton(0.1, method="kernel"), max_steps=1
         ).model
 
-    alone = gnlin.solve(
-        NET,
-        {"interior": GROUPS["interior"]},
-        gnlin.DampedGaussNewton(0.1, method="kernel"),
-        max_steps=1,
-    ).model
-    np.testing.assert_allclose(difference(end(0.0)), difference(alone), atol=1e-9)
+    # The interior's residuals follow the ten of the boundary.
+    residual, matrix = (np.asarray(x)[10:] for x in dense_by_hand(FLAT))
+    damped = matrix.T @ matrix + 0.1 * np.eye(matrix.shape[1])
+    alone = -np.linalg.solve(damped, matrix.T @ residual)
+    np.testing.assert_allclose(difference(end(0.0)), alone, atol=1e-9)
     swept = eqx.filter_vmap(end)(jnp.array([0.0, 3.0]))
     last = jax.tree.map(lambda x: x[1] if eqx.is_array(x) else x, swept)
     np.testing.assert_allclose(difference(last), damped_step_by_hand(), atol=1e-8)
 
 
+@pytest.mark.slow
 def test_poissons_equation():
     """The accuracy is that of energy natural gradients (Mueller and Zeinhofer, 2023)."""
     exact = lambda x: jnp.sin(jnp.pi * x[..., 0]) * jnp.sin(jnp.pi * x[..., 1])
@@ -309,6 +313,7 @@ def test_points_drawn_for_each_step():
     np.testing.assert_array_equal(result.history.loss, again.history.loss)
 
 
+@pytest.mark.slow
 def test_fit_on_all_examples_matches_solve():
     means = {
         "interior": gnlin.Residuals(interior, INSIDE, loss=gnlin.SquaredError("mean")),
@@ -321,6 +326,7 @@ def test_fit_on_all_examples_matches_solve():
     assert fitted.history.columns[-2:] == ["loss/boundary", "loss/interior"]
 
 
+@pytest.mark.slow
 def test_batches_of_each_group(tmp_path):
     solver, sizes = gnlin.LevenbergMarquardt(), {"interior": 4}
     settings = {"batch_size": sizes, "progress": False}

@@ -37,10 +37,13 @@ def loop(n, dtype=jnp.float64):
     """Poses that turn far around, each measured from the last; the start is far off."""
     rng = np.random.default_rng(0)
     steps = jnp.asarray(np.tile([0.3, 0, 0.1, 0.4, 0.9, 0.2], (n - 1, 1)), dtype)
-    poses = [jaxlie.SE3.identity()]
-    for step in steps:
-        poses.append(poses[-1] @ jaxlie.SE3.exp(step))
-    true = jnp.stack([pose.parameters() for pose in poses]).astype(dtype)
+    first = jaxlie.SE3.identity().parameters().astype(dtype)
+
+    def ahead(pose, step):
+        pose = (jaxlie.SE3(pose) @ jaxlie.SE3.exp(step)).parameters()
+        return pose, pose
+
+    true = jnp.concatenate([first[None], jax.lax.scan(ahead, first, steps)[1]])
     k = jnp.arange(n - 1)
     ends = jnp.concatenate(
         [jnp.stack([k, k + 1], 1), jnp.stack([k[:-2], k[:-2] + 3], 1)[::2]]
@@ -80,9 +83,11 @@ def literal_problem(true, start, edges):
     return ahead(zero), jax.jacfwd(ahead)(zero)
 
 
-@pytest.mark.parametrize("method", ["svd", "kernel", "matrix-free"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("svd", marks=pytest.mark.slow), "matrix-free"]
+)
 def test_a_step_is_the_literal_one(method):
-    true, start, edges = loop(5)
+    true, start, edges = loop(4)
     group = groups(edges, true)
     solver = gnlin.DampedGaussNewton(0.1, method=method, retraction=moved)
     found = gnlin.solve(start, group, solver, max_steps=1).model
@@ -94,16 +99,19 @@ def test_a_step_is_the_literal_one(method):
     np.testing.assert_allclose(found, expected, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float64, pytest.param(jnp.float32, marks=pytest.mark.slow)]
+)
 def test_poses_are_found_and_stay_poses(dtype):
     true, start, edges = loop(12, dtype)
     solver = gnlin.LevenbergMarquardt(retraction=moved)
     found = gnlin.solve(start, groups(edges, true), solver, max_steps=40)
     tolerance = 1e-9 if dtype == jnp.float64 else 1e-3
-    signs = jnp.sign(jnp.sum(found.model[:, :4] * true[:, :4], axis=1, keepdims=True))
-    np.testing.assert_allclose(found.model[:, :4] * signs, true[:, :4], atol=tolerance)
-    np.testing.assert_allclose(found.model[:, 4:], true[:, 4:], atol=tolerance)
-    norms = jnp.linalg.norm(found.model[:, :4], axis=1)
+    poses, true = np.asarray(found.model), np.asarray(true)
+    signs = np.sign(np.sum(poses[:, :4] * true[:, :4], axis=1, keepdims=True))
+    np.testing.assert_allclose(poses[:, :4] * signs, true[:, :4], atol=tolerance)
+    np.testing.assert_allclose(poses[:, 4:], true[:, 4:], atol=tolerance)
+    norms = np.linalg.norm(poses[:, :4], axis=1)
     np.testing.assert_allclose(norms, 1, atol=1e-6)
     assert found.result == optx.RESULTS.successful
 
@@ -112,8 +120,14 @@ def test_through_optimistix_and_for_some_arrays():
     """Rotations of a body have a retraction; the position and the scale are added to."""
     rng = np.random.default_rng(1)
     body = jnp.asarray(rng.normal(size=(10, 3)))
-    turn = jaxlie.SO3.exp(jnp.array([2.0, -1.5, 1.0]))
-    seen = jax.vmap(lambda x: turn.apply(x))(body) * 1.7 + jnp.array([0.3, 0.1, -2.0])
+
+    @jax.jit
+    def turned(twist):
+        turn = jaxlie.SO3.exp(twist)
+        return turn.as_matrix(), jax.vmap(lambda x: turn.apply(x))(body)
+
+    turn, seen = map(np.asarray, turned(jnp.array([2.0, -1.5, 1.0])))
+    seen = 1.7 * seen + np.array([0.3, 0.1, -2.0])
 
     def residuals(y, _):
         turned = jax.vmap(lambda x: jaxlie.SO3(y["turn"][0]).apply(x))(body)
@@ -132,29 +146,30 @@ def test_through_optimistix_and_for_some_arrays():
     solver = gnlin.LevenbergMarquardt(retraction=retraction)
     found = optx.least_squares(residuals, solver, y0, max_steps=100).value
     np.testing.assert_allclose(found["scale"], 1.7, atol=1e-8)
-    matrix = jaxlie.SO3(found["turn"][0]).as_matrix()
-    np.testing.assert_allclose(matrix, turn.as_matrix(), atol=1e-8)
+    matrix = jax.jit(lambda turn: jaxlie.SO3(turn).as_matrix())(found["turn"][0])
+    np.testing.assert_allclose(matrix, turn, atol=1e-8)
 
 
-@pytest.mark.parametrize("method", ["curvature", "kernel", "matrix-free"])
-def test_a_single_pose(method):
+@pytest.mark.slow
+def test_a_single_pose():
     """A pose of shape (7,) takes the same steps as one of shape (1, 7)."""
     rng = np.random.default_rng(3)
     body = jnp.asarray(rng.normal(size=(6, 3)))
-    true = jaxlie.SE3.exp(jnp.array([0.3, -1.0, 2.0, 1.5, -0.7, 0.4]))
-    seen = jax.vmap(true.apply)(body)
+
+    @jax.jit
+    def true(twist):
+        pose = jaxlie.SE3.exp(twist)
+        return pose.as_matrix(), jax.vmap(pose.apply)(body)
+
+    expected, seen = true(jnp.array([0.3, -1.0, 2.0, 1.5, -0.7, 0.4]))
     fit = lambda pose: (jax.vmap(jaxlie.SE3(pose).apply)(body) - seen).ravel()
-    start, solver = jaxlie.SE3.identity().parameters(), gnlin.LevenbergMarquardt
-    solver = solver(method=method, retraction=moved)
+    start = jaxlie.SE3.identity().parameters()
+    solver = gnlin.LevenbergMarquardt(retraction=moved)
     alone = optx.least_squares(lambda y, _: fit(y), solver, start, max_steps=50)
     row = optx.least_squares(lambda y, _: fit(y[0]), solver, start[None], max_steps=50)
     np.testing.assert_allclose(alone.value, row.value[0], atol=1e-9)
-    matrix = jaxlie.SE3(alone.value).as_matrix()
-    np.testing.assert_allclose(matrix, true.as_matrix(), atol=1e-7)
-    if method == "curvature":
-        group = gnlin.Residuals(lambda y, _: fit(y))
-        found = gnlin.solve(start, group, solver, max_steps=50).model
-        np.testing.assert_allclose(found, alone.value, atol=1e-9)
+    matrix = jax.jit(lambda pose: jaxlie.SE3(pose).as_matrix())(alone.value)
+    np.testing.assert_allclose(matrix, expected, atol=1e-7)
 
 
 def test_angles_are_rows_one_by_one():
@@ -170,6 +185,7 @@ def test_angles_are_rows_one_by_one():
     np.testing.assert_allclose(found.value, target, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_cameras_turn_where_points_are_eliminated():
     rng = np.random.default_rng(2)
     camera, point = np.repeat(np.arange(4), 9), np.tile(np.arange(9), 4)

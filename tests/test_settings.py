@@ -87,8 +87,8 @@ def test_parameters_that_are_pythons_numbers():
     x = jnp.linspace(0, 1, 5)
     group = gnlin.Residuals(lambda p, x: line(p, x) - 2 * x, x)
     for solution in (
-        gnlin.solve((line, {"a": 1.0}), (x, 2 * x)).model[1],
-        gnlin.solve({"a": 1.0}, group).model,
+        gnlin.solve((line, {"a": 1.0}), (x, 2 * x), gnlin.GaussNewton()).model[1],
+        gnlin.solve({"a": 1.0}, group, gnlin.GaussNewton()).model,
     ):
         assert solution["a"] == pytest.approx(2)
     with pytest.raises(ValueError, match="Python floats, but no trainable array: conv"):

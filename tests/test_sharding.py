@@ -63,6 +63,7 @@ def check(name, found):
     assert found.get("kept", True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FEW if "traffic" not in name])
 def test_as_on_one_device(few, name):
     check(name, few[name])
@@ -74,6 +75,7 @@ def test_every_solver_as_on_one_device(every, name):
     check(name, every[name])
 
 
+@pytest.mark.slow
 def test_a_matrix_free_product_is_one_all_reduce(few):
     found = few["traffic: matrix-free"]
     of_parameters = 8 * found["p"]
@@ -87,6 +89,7 @@ def test_a_matrix_free_product_is_one_all_reduce(few):
     assert max(size for _, size, _ in collectives) == 2 * of_parameters + 16
 
 
+@pytest.mark.slow
 def test_the_kernel_is_one_all_reduce(few):
     found = few["traffic: eigh"]
     m, p, collectives = found["m"], found["p"], found["collectives"]

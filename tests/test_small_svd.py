@@ -182,6 +182,7 @@ def test_derivatives_match_lapack(mode):
     np.testing.assert_allclose(derivative(svd)(matrices), expected, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_fits_at_once_end_where_they_end_one_by_one():
     random = np.random.default_rng(5)
     t = np.linspace(0, 3, 15)

@@ -77,6 +77,12 @@ few_solvers = pytest.mark.parametrize(
 )
 
 
+# The two with the most different loops.
+two_solvers = pytest.mark.parametrize(
+    "solver", [(SOLVERS | LM)[name][0] for name in FEW[2:]], ids=FEW[2:]
+)
+
+
 def result_is(solution, name):
     return bool(solution.result == getattr(optx.RESULTS, name))
 
@@ -118,7 +124,7 @@ def split_sines(y, args):
     return (r[0], {"rest": r[1:].reshape(2, 3)})
 
 
-@few_solvers
+@two_solvers
 def test_pytrees_of_parameters_and_residuals(solver):
     y, args = as_jax(sines_data((7, 3)))
     flat = least_squares(sines, solver, y, args, max_steps=3)
@@ -137,7 +143,7 @@ def oriented(y, args):
     return rotation @ sines(y[order], data)
 
 
-@few_solvers
+@two_solvers
 @hypothesis.given(st.integers(0, 2**32 - 1))
 def test_order_of_parameters_and_rotation_of_residuals_do_not_matter(solver, seed):
     generator = np.random.default_rng(seed)
@@ -209,7 +215,7 @@ def test_converges_to_a_stationary_point(solver):
     assert int(solution.stats["num_steps"]) < 3000
 
 
-@every_solver
+@few_solvers
 def test_a_start_without_residuals_ends_with_success(solver):
     """The run ends within as many steps as the criterion needs."""
     y, (a, _) = sines_data((7, 3))
@@ -224,13 +230,10 @@ def test_a_start_without_residuals_ends_with_success(solver):
 def test_a_start_with_residuals_of_exactly_zero_ends_with_success(solver):
     _, (a, _) = sines_data((7, 3))
     args = as_jax((a, np.zeros(7)))
-    exactly = least_squares(linear_through_zero, solver, jnp.zeros(3), args)
+    # The same program as above
+    exactly = least_squares(sines, solver, jnp.zeros(3), args, max_steps=3000)
     assert result_is(exactly, "successful")
     np.testing.assert_array_equal(exactly.value, np.zeros(3))
-
-
-def linear_through_zero(y, args):
-    return args[0] @ y
 
 
 @every_solver
@@ -255,7 +258,7 @@ def sines_with_aux(y, args):
     return sines(y, args), {"point": y, "constant": 3}
 
 
-@few_solvers
+@two_solvers
 def test_aux_is_of_the_point_that_is_returned(solver):
     y, args = as_jax(sines_data((7, 3)))
     solution = least_squares(sines_with_aux, solver, y, args, max_steps=3, has_aux=True)
@@ -264,6 +267,7 @@ def test_aux_is_of_the_point_that_is_returned(solver):
     assert not np.array_equal(solution.value, y)
 
 
+@pytest.mark.slow
 def test_best_so_far():
     solver = gnlin.GaussNewton()
     y, args = as_jax(sines_data((7, 3)))
@@ -309,20 +313,15 @@ def root(y, args):
 # The first step from here leaves the logarithm's domain.
 FAR = {
     "gauss-newton": gnlin.GaussNewton(),
-    "damped, kernel": gnlin.DampedGaussNewton(1e-8, method="kernel"),
     "damped, curvature": gnlin.DampedGaussNewton(1e-8, method="curvature"),
     "damped, more": gnlin.DampedGaussNewton(1e-8, scaling="more"),
-    "truncated": gnlin.TruncatedGaussNewton(0.1),
     "truncated, matrix-free": gnlin.TruncatedGaussNewton(0.1, method="matrix-free"),
-    "iterative linearisation": gnlin.IterativeLinearisation(1000, 0.5),
     "matrix-free": gnlin.IterativeLinearisation(1000, 0.5, method="matrix-free"),
     "infinite period": gnlin.IterativeLinearisation(math.inf, 0.5),
-    "filtered": gnlin.methods.FilteredGaussNewton(GradientFlow(1e4)),
     "eigh": gnlin.GaussNewton(method="eigh"),
 }
 FAR_LM = {
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
-    "lm, identity": gnlin.LevenbergMarquardt(scaling="identity", acceleration=False),
     "lm, matrix-free": gnlin.LevenbergMarquardt(scaling="identity", method="matrix-free"),
 }
 all_solvers_far = pytest.mark.parametrize(
@@ -347,7 +346,6 @@ def test_residuals_not_finite_at_the_start_or_at_the_next_point(solver):
     "name",
     [
         "gauss-newton",
-        "damped, kernel",
         "damped, curvature",
         "truncated, matrix-free",
         "infinite period",
@@ -372,9 +370,7 @@ def test_levenberg_marquardt_steps_back_from_points_that_are_not_finite(solver):
     assert int(solution.stats["num_rejected_steps"]) > 0
 
 
-@pytest.mark.parametrize(
-    "solver", [FAR["gauss-newton"], FAR["truncated"], FAR["infinite period"]]
-)
+@pytest.mark.parametrize("solver", [FAR["gauss-newton"], FAR["infinite period"]])
 def test_the_last_finite_point_is_kept_later_on_too(solver):
     def valley(y, args):  # the first steps are fine, a later one leaves the domain
         return jnp.stack([jnp.log(y[0]), jnp.where(y[0] < 2, jnp.nan, y[1])])
@@ -390,7 +386,6 @@ def test_the_last_finite_point_is_kept_later_on_too(solver):
 
 
 GRIDS = {
-    "damping": (gnlin.DampedGaussNewton, [0.0, 0.01, 1.0, 100.0]),
     "period, to infinity": (
         lambda period: gnlin.IterativeLinearisation(period, 0.05),
         [1.0, 1e5, math.inf],
@@ -398,10 +393,6 @@ GRIDS = {
     "first damping": (
         lambda damping: gnlin.LevenbergMarquardt(damping=damping),
         [1e-6, 1e-3, 10.0],
-    ),
-    "time": (
-        lambda time: gnlin.methods.FilteredGaussNewton(GradientFlow(time)),
-        [0.1, 10.0, math.inf],
     ),
 }
 
@@ -439,7 +430,6 @@ def test_vmap_over_a_grid_is_one_program(build, values):
 
 
 NEIGHBOURS = {
-    "damped": [gnlin.DampedGaussNewton(v) for v in (1.0, 2.0, 3)],
     "truncated": [gnlin.TruncatedGaussNewton(v, damping=v) for v in (0.1, 0.2)],
     "learning rate": [gnlin.IterativeLinearisation(9, v) for v in (0.1, 0.2)],
     "levenberg-marquardt": [gnlin.LevenbergMarquardt(damping=v) for v in (1e-3, 1)],
@@ -464,7 +454,7 @@ def test_another_number_of_the_same_solver_does_not_compile_again(solvers):
     assert not np.allclose(values[0], values[1])
 
 
-@few_solvers
+@two_solvers
 def test_vmap_over_starts(solver):
     y, args = as_jax(sines_data((7, 3), seed=5))
     starts = jnp.stack([y, 0.5 * y, -y])
@@ -477,7 +467,6 @@ def test_vmap_over_starts(solver):
 
 
 IMPLICIT = {
-    "gauss-newton": gnlin.GaussNewton(),
     "levenberg-marquardt": gnlin.LevenbergMarquardt(),
     "iterative linearisation": gnlin.IterativeLinearisation(10**6, 0.3),
 }
@@ -515,7 +504,7 @@ def test_derivative_of_the_solution_with_respect_to_the_data(solver):
 #
 
 
-@every_solver
+@few_solvers
 def test_single_precision(solver):
     y, args = sines_data((7, 3), seed=5)
     single = as_jax((y, args), jnp.float32)
@@ -524,15 +513,15 @@ def test_single_precision(solver):
     assert result_is(converged, "successful")
 
 
-@pytest.mark.parametrize("name", ["truncated", "iterative linearisation"])
-def test_a_few_steps_in_single_precision(name):
-    solver, _ = SOLVERS[name]
+def test_a_few_steps_in_single_precision():
+    solver, _ = SOLVERS["iterative linearisation"]
     y, args = sines_data((7, 3), seed=5)
     solution = least_squares(sines, solver, *as_jax((y, args), jnp.float32), max_steps=3)
     double = least_squares(sines, solver, *as_jax((y, args)), max_steps=3)
     np.testing.assert_allclose(solution.value, double.value, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_mixed_precision():
     y, args = sines_data((7, 3), seed=5)
     solver = gnlin.LevenbergMarquardt()
@@ -563,7 +552,6 @@ def test_with_double_precision_disabled():
             return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
 
         solvers = [
-            gnlin.DampedGaussNewton(1e-3),
             gnlin.LevenbergMarquardt(),
             gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker()),
         ]
@@ -574,7 +562,7 @@ def test_with_double_precision_disabled():
             assert jnp.allclose(solution.value, 1, atol=1e-2), (solver, solution.value)
 
         warnings.filterwarnings("ignore", ".*loss has risen")
-        model = eqx.nn.MLP(1, 1, 3, 1, activation=jnp.tanh, key=jax.random.key(0))
+        model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
         x = jnp.linspace(-1, 1, 6)[:, None]
         for period in (10**8, math.inf, jnp.asarray(1000)):
             solver = gnlin.IterativeLinearisation(period, 1e-2)
@@ -584,7 +572,7 @@ def test_with_double_precision_disabled():
             assert solution.history.loss.dtype == jnp.float32
 
         labels, loss = jnp.array([0, 1, 2, 1, 0, 2]), gnlin.SoftmaxCrossEntropy()
-        model = eqx.nn.MLP(1, 3, 4, 1, activation=jnp.tanh, key=jax.random.key(0))
+        model = eqx.nn.Linear(1, 3, key=jax.random.key(0))
         solver = gnlin.IterativeLinearisation(10, 0.1, damping=0.1)
         solution = gnlin.solve(model, (x, labels), solver, loss=loss, max_steps=2)
         assert solution.stats["num_accepted_steps"] == 2
@@ -602,9 +590,8 @@ def test_with_double_precision_disabled():
 @pytest.mark.parametrize(
     "solver",
     [
-        gnlin.LevenbergMarquardt(),
+        pytest.param(gnlin.LevenbergMarquardt(), marks=pytest.mark.slow),
         gnlin.DampedGaussNewton(0.3),
-        gnlin.IterativeLinearisation(20, 0.05),
     ],
     ids=lambda solver: type(solver).__name__,
 )

@@ -44,7 +44,7 @@ def as_tree(y, example):
 
 @pytest.mark.parametrize(
     ("outputs", "dtype"),
-    [("array", jnp.float64), ("number", jnp.float64), ("tree", jnp.float32)],
+    [("number", jnp.float64), ("tree", jnp.float32)],
 )
 def test_the_jacobian_is_the_dense_one(outputs, dtype):
     """The residuals read poses, one pair of them twice, and a scale that all share."""
@@ -99,23 +99,16 @@ def test_the_jacobian_is_the_dense_one(outputs, dtype):
         np.testing.assert_allclose(grams[0][k], block, rtol=tolerance, atol=tolerance)
 
 
-SOLVERS = {
-    "levenberg-marquardt": gnlin.LevenbergMarquardt(damping=1e-3),
-    "kernel": gnlin.DampedGaussNewton(0.1, method="kernel"),
-    "matrix-free": gnlin.DampedGaussNewton(0.1, method="matrix-free"),
-}
-
-
-@pytest.mark.parametrize("name", SOLVERS)
-def test_steps_are_those_of_all_parameters(name):
+def test_steps_are_those_of_all_parameters():
+    solver = gnlin.LevenbergMarquardt(damping=1e-3)
     ours, known = (
-        gnlin.solve(POSES, groups, SOLVERS[name], max_steps=3)
-        for groups in (SPARSE, DENSE)
+        gnlin.solve(POSES, groups, solver, max_steps=3) for groups in (SPARSE, DENSE)
     )
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-7, atol=1e-8)
     np.testing.assert_allclose(ours.history.loss, known.history.loss, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_robust_loss():
     """The curvature differs between examples."""
     ours, known = (
@@ -135,6 +128,7 @@ def test_a_robust_loss():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_batch_of_edges_a_step():
     ours, known = (
         gnlin.fit(
@@ -150,6 +144,7 @@ def test_a_batch_of_edges_a_step():
     np.testing.assert_allclose(ours.model, known.model, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_in_a_program_whose_data_are_traced():
     solver = gnlin.DampedGaussNewton(0.1, method="curvature")
 

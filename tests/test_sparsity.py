@@ -115,6 +115,7 @@ def test_colours_do_not_grow_with_the_graph():
     assert num[0] == num[1] <= 14
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_the_dense_jacobian():
     """Compare through optimistix, and by `solve` with a robust loss among groups."""
     edges = loops(12)

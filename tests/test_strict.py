@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import optimistix as optx
 import pytest
+from problems import each_once
 
 import gnlin
 
@@ -33,8 +34,9 @@ solvers = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("name", solvers)
+@pytest.mark.parametrize(
+    ("name", "dtype"), each_once(list(solvers), [jnp.float32, jnp.float64])
+)
 def test_least_squares(name, dtype):
     def fn(y, x):
         return y["a"] * jnp.exp(-y["rates"][0] * x) - jnp.cos(y["rates"][1] * x)

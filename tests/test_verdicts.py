@@ -43,11 +43,8 @@ def told_wrongly(name, family, precision, count, seed=0):
 # alone wrongly reported one in five of the successes of the first four settings.
 SAMPLE = {
     ("GN", "double"): 20,
-    ("truncated blocks", "double"): 15,
     ("damped 1e-8", "single"): 3,
-    ("adaptive", "double"): 5,
     ("LM", "double"): 30,
-    ("LM", "single"): 30,
 }
 
 
