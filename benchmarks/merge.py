@@ -66,15 +66,15 @@ def merge(folders: Sequence[Path], out: Path | None) -> None:
     name = first.described["experiment"]
     experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
     settings = _settings(experiment, parts)
-    out = out or Path("results") / name
+    target: Path = Path("results") / name if out is None else out
     circumstances = _results.circumstances() | {
         key: first.described[key]
         for key in (*CIRCUMSTANCES, "platform", "processors", "backend")
     }
-    options = Options(out, first.described["scale"])
-    _results.claim_folder(out)
-    with _results.alone_in(out):
-        folder = Folder(out, name, settings, options, circumstances)
+    options = Options(target, first.described["scale"])
+    _results.claim_folder(target)
+    with _results.alone_in(target):
+        folder = Folder(target, name, settings, options, circumstances)
         made = [_together(experiment, parts, p) for p in experiment.points(settings)]
         for each in made:
             folder.save(each)

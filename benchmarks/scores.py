@@ -7,6 +7,7 @@ the mean of the training targets.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,9 @@ def are_classes(targets: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.asarray(targets).dtype, jnp.integer)
 
 
-def loss_of(targets: ArrayLike, reduction: str = "sum") -> gnlin.authoring.AbstractLoss:
+def loss_of(
+    targets: ArrayLike, reduction: Literal["sum", "mean"] = "sum"
+) -> gnlin.authoring.AbstractLoss:
     if are_classes(targets):
         return gnlin.SoftmaxCrossEntropy(reduction=reduction)
     return gnlin.SquaredError(reduction=reduction)
@@ -53,7 +56,7 @@ def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> flo
     return float(len(targets) * np.sum(special.entr(mean) + special.entr(1 - mean)))
 
 
-def trained_loss(targets: Array) -> ScalarLike:
+def trained_loss(targets: Array) -> float | Scalar:
     """The mean loss at which runs that are compared at equal training loss end: for
     values that part of the loss of their mean."""
     if are_classes(targets):
@@ -61,7 +64,7 @@ def trained_loss(targets: Array) -> ScalarLike:
     return TRAINED_LOSS * spread(targets) / 2
 
 
-def spread(targets: Array) -> ScalarLike:
+def spread(targets: Array) -> float | Scalar:
     """The variance of values, summed over the outputs; 1 for classes."""
     if are_classes(targets):
         return 1.0

@@ -9,7 +9,7 @@ settled by then.
 import functools
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -70,7 +70,7 @@ def solve(
     return Solved(found.x, found.nit, float(found.fun), residual)
 
 
-def _rehearse(settings: Images, place: Place, num_steps: int) -> NoReturn:
+def _rehearse(settings: Images, place: Place, num_steps: int) -> None:
     """The first problem, as in all steps of L-BFGS."""
     seed = settings.first_seed
 
@@ -84,6 +84,7 @@ def _rehearse(settings: Images, place: Place, num_steps: int) -> NoReturn:
         return Tally(found.num_steps, 2 * found.num_steps)  # there and back
 
     program = "L-BFGS", settings.network, settings.num_train
+    assert place.rehearsal is not None
     place.rehearsal(
         program, settings.seeds, num_steps, attempt, share=training.share(settings)
     )

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -290,7 +290,7 @@ def full_batch(
     return columns | {"guessing_loss": np.array(guessed)[:, None]}
 
 
-def _rehearse_full_batch(settings, place, solver, num_updates, options) -> NoReturn:
+def _rehearse_full_batch(settings, place, solver, num_updates, options) -> None:
     seed = settings.first_seed
 
     @functools.cache
@@ -313,6 +313,7 @@ def _rehearse_full_batch(settings, place, solver, num_updates, options) -> NoRet
 
     program = type(solver), method, settings.num_train
     num_steps = in_update * num_updates
+    assert place.rehearsal is not None
     place.rehearsal(program, settings.seeds, num_steps, attempt, share=share(settings))
 
 
@@ -488,7 +489,7 @@ def mini_batches(
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
 
 
-def _rehearse_mini_batches(settings, place, solver, callbacks) -> NoReturn:
+def _rehearse_mini_batches(settings, place, solver, callbacks) -> None:
     whole = num_images(settings)
     batch_size = min(settings.batch_size or whole, whole)
     in_batch = min(1.0, share(settings) * whole / batch_size)
@@ -500,6 +501,7 @@ def _rehearse_mini_batches(settings, place, solver, callbacks) -> NoReturn:
 
     each = type(solver), settings.network, settings.augmentation, batch_size
     held = HISTORY_BYTES * settings.num_steps
+    assert place.rehearsal is not None
     place.rehearsal(
         each, settings.seeds, settings.num_steps, attempt, share=in_batch, held=held
     )
