@@ -116,11 +116,11 @@ def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -
             break
     memory = (_peak() - before) / share
     more = tally.steps - first.steps
-    if more <= 0:
+    if more <= 0 or seconds <= overhead:
         steps = max(tally.steps, 1)
         return Rate(seconds / steps / share, tally.passes / steps, memory)
     passes = (tally.passes - first.passes) / more
-    return Rate(max(seconds - overhead, 0) / more / share, passes, memory)
+    return Rate((seconds - overhead) / more / share, passes, memory)
 
 
 def _peak() -> float:
