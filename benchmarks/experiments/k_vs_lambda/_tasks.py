@@ -314,8 +314,8 @@ def _root_mean_square(predictions: Array, targets: Array) -> Scalar:
 
 
 def _share_of_largest_wrong(predictions: Array, targets: Array) -> Scalar:
-    """The error rate of values, one for each class. With `gnlin.losses.accuracy`, XLA
-    0.10's program for a CPU of two cores waits forever."""
+    """The error rate of values, one for each class. With `gnlin.losses.accuracy` the
+    compiled program of all strengths waits forever (jax 0.10, two cores)."""
     return jnp.mean(jnp.argmax(predictions, axis=1) != jnp.argmax(targets, axis=1))
 
 
