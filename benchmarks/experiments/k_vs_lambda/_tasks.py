@@ -252,6 +252,7 @@ def _digits_classes(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         has_theory=False,
+        test_error=_share_wrong,
     )
 
 
