@@ -69,8 +69,8 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
     `after`. It may also override `begin`, which sees each linearisation once, and
     `accepts` and `goes_on`, which decide whether a step is accepted and whether to try
-    another damping at the same linearisation. The last
-    accepted step that lowers the loss by more than rounding is taken.
+    another damping at the same linearisation. The last accepted step that lowers the loss
+    by more than rounding is taken.
 
     - `num_trials`: the approximate number of dampings tried at one linearisation. If it
         is large, a decomposition that serves all of them is worth its cost.

@@ -33,7 +33,7 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
 
     @jax.jit  # traced once for both uses
     def advance(arrays):
-        new, row = _advanced(setting, join(arrays, static), batch, numbers)
+        new, row = _next(setting, join(arrays, static), batch, numbers)
         return split(new)[0], row
 
     def stay(arrays):
@@ -45,7 +45,7 @@ def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]
     return join(arrays, static), row
 
 
-def _advanced(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
+def _next(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
     """Make one step, as `step` does, of a run that goes on."""
     size = setting.batch_size or 0
     wider = setting.curvature_batch_size or size

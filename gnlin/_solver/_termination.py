@@ -146,10 +146,9 @@ def _size(norms: PyTree[Array], point: PyTree[Array]) -> Scalar:
 
 def rounding_of_outputs(quadratic: Quadratic, point: PyTree[Array]) -> Scalar:
     """Return the norm of the whitened outputs' error that rounding the point causes."""
-    norms = jax.tree.map(jnp.sqrt, quadratic.jacobian.squared_columns())
-    dtype = _tree.dtype((point, quadratic.residual))
-    eps = _tree.eps((point, quadratic.residual))
-    return eps * _size(norms, point).astype(dtype)
+    size = _size(_column_norms(quadratic, point), _tree.joined(point))
+    both = point, quadratic.residual
+    return _tree.eps(both) * size.astype(_tree.dtype(both))
 
 
 def rounding_of_loss(

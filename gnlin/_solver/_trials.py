@@ -80,7 +80,7 @@ def try_dampings(
     # A smaller damping has no effect, and a larger one allows no step.
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
     least = subproblem.least_damping().astype(dtype)
-    sensible = jnp.where(unit == largest, least, 0), unit / eps**2
+    sensible = jnp.where(jnp.isfinite(least), least, 0), unit / eps**2
     root = objective.root(lin.outputs)
     point_size = subproblem.length(lin.point).astype(dtype)
     loss = objective.value(lin.outputs).astype(dtype)
