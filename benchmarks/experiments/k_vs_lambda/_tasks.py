@@ -237,7 +237,7 @@ def _digits(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed),
         make_model=digits_mlp,
         loss=gnlin.SquaredError(reduction="sum"),
-        test_error=_share_of_largest_wrong,
+        test_error=_share_wrong,
         error_label="Test error (fraction wrong)",
         learning_rate=settings.digits_rate,
         num_steps=settings.digits_steps,
@@ -252,7 +252,6 @@ def _digits_classes(settings: KVsLambda) -> Task:
         drawn=lambda seed: _digits_of(settings.images_per_class, seed, False),
         loss=gnlin.SoftmaxCrossEntropy(reduction="sum"),
         has_theory=False,
-        test_error=_share_wrong,
     )
 
 
@@ -312,12 +311,6 @@ def _on_device(data: tuple[np.ndarray, np.ndarray]) -> Data:
 
 def _root_mean_square(predictions: Array, targets: Array) -> Scalar:
     return jnp.sqrt(jnp.mean((predictions - targets) ** 2))
-
-
-def _share_of_largest_wrong(predictions: Array, targets: Array) -> Scalar:
-    """The error rate of values, one for each class. With `gnlin.losses.accuracy` the
-    compiled program of all strengths waits forever (jax 0.10, two cores)."""
-    return jnp.mean(jnp.argmax(predictions, axis=1) != jnp.argmax(targets, axis=1))
 
 
 def _share_wrong(predictions: Array, targets: Array) -> Scalar:
