@@ -318,7 +318,7 @@ def _draw_differences(
                 xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
             )
             panel.set_ylabel(f"Test error, $K$ steps less damping ({unit})")
-            panel.legend(fontsize="small")
+            panel.legend(fontsize="small", frameon=True, edgecolor="none")
 
 
 def _draw_difference(axes: Axes, task: Task, a: Runs, b: Runs, colour: str) -> None:
@@ -409,7 +409,7 @@ def _draw_theory(
                 where_stable(damped, np.median(damped["squared_bias_repeated"], axis=0)),
                 ":",
                 color=BLACK,
-                label="the last kernel, as often",
+                label="as many damped steps by the last kernel",
             )
             _draw_ratios(risk, both[DESCENT], damped)
             error.set(xscale="log", title=task.title)
