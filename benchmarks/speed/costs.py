@@ -1,4 +1,4 @@
-"""What the operations cost that `method="auto"` chooses by, on this machine."""
+"""What the operations cost that `method="auto"` chooses by, on this device."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +14,8 @@ from .timing import alternate, Case, Timing
 
 
 SIZES = (16, 64, 256, 768)
+LARGE_SIZES = (16, 64, 256, 1024, 2048)
+"""Sizes that also fill a GPU."""
 _NUM_STEPS = 1_000
 
 _FACTORISATIONS: dict[str, Callable[[jax.Array], Any]] = {
@@ -24,9 +26,14 @@ _FACTORISATIONS: dict[str, Callable[[jax.Array], Any]] = {
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
-    num_rounds = 5 if quick else 30
-    sizes = SIZES[:3] if quick else SIZES
-    rows = [_product(num_rounds), _passed(num_rounds), _looped(num_rounds)]
+    large = jax.default_backend() != "cpu" and not quick
+    num_rounds = 5 if quick or large else 30
+    sizes = LARGE_SIZES if large else SIZES[:3] if quick else SIZES
+    rows = [
+        _product(4096 if large else 1000, num_rounds),
+        _passed(65_536 if large else 256, num_rounds),
+        _looped(num_rounds),
+    ]
     for name, factorise in _FACTORISATIONS.items():
         rows.extend(_factorisation(name, factorise, sizes, num_rounds))
     yield Comparison("Rates, in double precision", rows, "itself")
@@ -43,20 +50,20 @@ def _timed(name: str, fn: Callable, *args: Any, num_rounds: int) -> float:
     return _least(timing)
 
 
-def _product(num_rounds: int) -> Row:
-    a = jax.random.normal(jax.random.key(0), (1000, 1000), float)
+def _product(n: int, num_rounds: int) -> Row:
+    a = jax.random.normal(jax.random.key(0), (n, n), float)
     seconds = _timed("product", lambda a: a @ a.T, a, num_rounds=num_rounds)
-    return Row("rates", "jax", "an operation of a matrix product", seconds / 2e9)
+    return Row("rates", "jax", "an operation of a matrix product", seconds / (2.0 * n**3))
 
 
-def _passed(num_rounds: int) -> Row:
-    """A tangent pass of 256 digits."""
+def _passed(num_examples: int, num_rounds: int) -> Row:
+    """A tangent pass of many digits."""
     model = jax.tree.map(
         lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
         digits_mlp(jax.random.key(0)),
     )
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
-    x = jax.random.normal(jax.random.key(1), (256, 64), float)
+    x = jax.random.normal(jax.random.key(1), (num_examples, 64), float)
 
     def passed(parameters, x):
         fn = lambda p: jax.vmap(eqx.combine(p, rest))(x)
@@ -65,7 +72,9 @@ def _passed(num_rounds: int) -> Row:
     seconds = _timed("pass", passed, parameters, x, num_rounds=num_rounds)
     size = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     # The outputs, and the tangents by activations and by weights
-    return Row("rates", "jax", "an operation of a pass", seconds / (6.0 * 256 * size))
+    return Row(
+        "rates", "jax", "an operation of a pass", seconds / (6.0 * num_examples * size)
+    )
 
 
 def _looped(num_rounds: int) -> Row:
