@@ -90,6 +90,11 @@ def equations(jaxpr):
                     yield from equations(inner)
 
 
+only_on_a_cpu = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="convolutions are rewritten on a CPU only"
+)
+
+
 def layouts_of(fn, *args):
     """Return for each convolution of a program whether its channels are last."""
     found = []
@@ -117,6 +122,7 @@ def assert_equal(found, expected, dtype):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
+@only_on_a_cpu
 @pytest.mark.parametrize(("name", "layout", "n"), CASES)
 def test_a_convolution_of_any_kind_and_its_derivatives(name, layout, n):
     dtype = (jnp.float32, jnp.float64)[(n + layout) % 2]
@@ -184,6 +190,7 @@ WITHIN = {
 }
 
 
+@only_on_a_cpu
 @pytest.mark.parametrize("name", WITHIN)
 def test_in_programs_within(name):
     fn = WITHIN[name]
@@ -270,6 +277,7 @@ def network():
     return fn, parameters, jnp.asarray(x)
 
 
+@only_on_a_cpu
 @pytest.mark.parametrize("part_size", [None, 4])
 def test_products_of_a_linearisation_have_them_with_channels_last(part_size):
     fn, parameters, x = network()

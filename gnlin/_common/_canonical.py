@@ -23,6 +23,7 @@ from jax.extend.core import (
 from jaxtyping import Array, PyTree
 
 from ._cost import primitives_of
+from ._precision import matmul_precision
 
 
 _LOOPS = primitives.while_p, primitives.scan_p
@@ -84,7 +85,7 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     programs = _of_functions.setdefault(fn, {}) if is_kept else {}
     leaves, structure = jax.tree.flatten(args)
     kinds = [(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves]
-    asked = structure, tuple(kinds), jax.config.jax_enable_x64  # type: ignore[attr-defined]
+    asked = structure, tuple(kinds), _settings()
     if asked in programs:
         return programs[asked]
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -119,10 +120,9 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
     rest = tuple(None if isinstance(x, Array) else x for x in leaves)
     given, of_args = jax.tree.flatten((arrays, *args))
     shapes = tuple(map(struct, given))
-    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
     types = tuple(map(type, rest))
     try:
-        program = _traced(structure, rest, types, of_args, shapes, x64)
+        program = _traced(structure, rest, types, of_args, shapes, _settings())
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
@@ -131,8 +131,8 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
-def _traced(structure, rest, types, of_args, shapes, x64) -> Program:
-    del types, x64  # part of the cache's key
+def _traced(structure, rest, types, of_args, shapes, settings) -> Program:
+    del types, settings  # part of the cache's key
 
     def called(arrays, *args):
         remaining = iter(arrays)
@@ -140,6 +140,11 @@ def _traced(structure, rest, types, of_args, shapes, x64) -> Program:
         return structure.unflatten(leaves)(*args)
 
     return program_of(functools.partial(called), *of_args.unflatten(shapes))
+
+
+def _settings() -> Hashable:
+    """Return the settings of JAX that a traced program depends on."""
+    return jax.config.jax_enable_x64, matmul_precision()  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=_MOST_PROGRAMS)

@@ -27,6 +27,9 @@ class Rates(NamedTuple):
     - `step`: for the overhead of one iteration of a loop.
     - `gathered`: a factor for operations in passes that gather few parameters.
     - `cholesky`, `eigh`, `svd`: for the factorisation of a square matrix.
+    - `accuracy`: what accurate small singular values are worth, where no damping hides
+        them. With 5,121 parameters on a GPU a step by singular values took 2.7 s and one
+        by the curvature 0.05 s, and both ended at the same error.
     """
 
     product: float
@@ -36,10 +39,11 @@ class Rates(NamedTuple):
     cholesky: Factorisation
     eigh: Factorisation
     svd: Factorisation
+    accuracy: float
 
 
 # Measured by `python -m benchmarks speed costs` in double precision, "cpu" on a processor
-# with two cores. Only the ratios matter, and only roughly.
+# with two cores, "gpu" on an H100. Only the ratios matter, and only roughly.
 _RATES = {
     "cpu": Rates(
         product=1.1e-11,
@@ -49,15 +53,17 @@ _RATES = {
         cholesky=Factorisation(1.5e-5, 1e-8, 1.7e-11),
         eigh=Factorisation(3e-5, 1.2e-7, 1.3e-10),
         svd=Factorisation(3e-5, 2.5e-7, 2.5e-10),
+        accuracy=3.0,
     ),
     "gpu": Rates(
-        product=5e-14,
-        passed=1e-13,
-        step=3e-5,
+        product=1.8e-14,
+        passed=1.7e-13,
+        step=1.3e-5,
         gathered=1.0,
-        cholesky=Factorisation(1e-4, 3e-9, 1e-13),
-        eigh=Factorisation(1e-3, 2e-8, 1e-11),
-        svd=Factorisation(2e-3, 1e-7, 2e-11),
+        cholesky=Factorisation(1e-4, 2.8e-10, 1e-14),
+        eigh=Factorisation(7e-4, 8e-9, 0),
+        svd=Factorisation(8e-4, 1.06e-7, 0),
+        accuracy=0.05,
     ),
 }
 

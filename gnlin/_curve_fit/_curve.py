@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._canonical import Program, program_of
+from .._common._precision import full_precision
 from .._common._tree import ravel_pytree
 
 
@@ -51,7 +52,8 @@ class Curve(eqx.Module):
     fixed_names: tuple[str, ...] = eqx.field(static=True)
 
     def __call__(self, free: PyTree, fixed: dict, x: PyTree) -> Float[Array, " m"]:
-        return flat(self.f(self.merged(free, fixed), x))
+        with full_precision():
+            return flat(self.f(self.merged(free, fixed), x))
 
     def on(self, free: PyTree, fixed: dict, x: PyTree) -> "Curve":
         """Trace the curve for arguments of these shapes, so that functions which compute
@@ -59,7 +61,8 @@ class Curve(eqx.Module):
         already, and is returned unchanged."""
         if jax.tree.leaves(self.f) != [self.f]:
             return self
-        program = program_of(self.f, self.merged(free, fixed), x)
+        with full_precision():
+            program = program_of(self.f, self.merged(free, fixed), x)
         return Curve(program, self.fixed_names)
 
     def shapes(self, free: PyTree, fixed: dict, x: PyTree) -> PyTree:

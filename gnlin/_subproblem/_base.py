@@ -14,6 +14,7 @@ from equinox import AbstractVar
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
+from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
@@ -280,14 +281,11 @@ def _is_known(number: ScalarLike) -> bool:
     return isinstance(number, int | float | np.ndarray)
 
 
-# Seconds that accurate small singular values are worth where no damping hides them.
-_ACCURACY = 3.0
-
-
 def price_of_squaring(cost: Cost, filter: Filter) -> float:
     """Return the seconds to add to the cost of a way that forms phi phi^T or phi^T phi,
     and so squares the condition number."""
-    return _ACCURACY if vanishes(filter) or svd_is_cheap(*cost.shape) else 0.0
+    wanted = vanishes(filter) or svd_is_cheap(*cost.shape)
+    return rates().accuracy if wanted else 0.0
 
 
 def unless_endless(

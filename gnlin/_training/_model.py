@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from .._common._canonical import canonical, of_one_example
 from .._common._checks import is_own
 from .._common._convolutions import channels_last
+from .._common._precision import full_precision
 from .._jacobian import PerExample
 from .._linearisation._linearisation import check_parameters
 
@@ -148,7 +149,8 @@ def _in_single(x: Array) -> Array:
 def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
     """Call a model on one example's input, and explain its errors."""
     try:
-        return _function_of(model)(x, *args, **kwargs)
+        with full_precision():
+            return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
         said = str(error).strip().partition("\n")[0]
         if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):

@@ -19,6 +19,7 @@ from .._common._checks import (
     check_finite_nonnegative,
     is_own,
 )
+from .._common._precision import full_precision
 from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
 from .._linearisation._objective import GroupLosses, objective_of
 from .._linearisation._recognised import AbstractRecognised, Posed
@@ -354,7 +355,8 @@ def _residuals(
     example: Any,
 ):
     try:
-        residuals = fn(frozen.in_training(parameters), example)
+        with full_precision():
+            residuals = fn(frozen.in_training(parameters), example)
     except (IndexError, TypeError, ValueError) as error:
         if is_own(error):
             raise

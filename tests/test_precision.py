@@ -1,0 +1,74 @@
+"""The user's functions multiply matrices in full precision, unless JAX is set
+otherwise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import primitives
+
+import gnlin
+
+
+x = jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32)
+y = jnp.tanh(2 * x)
+start = jnp.array([[0.5], [1.0]], jnp.float32)
+
+
+def of_point(w, point):
+    """One product of matrices, and the setting in which it is traced."""
+    seen.append(jax.config.jax_default_matmul_precision)
+    return jnp.tanh(jnp.stack([point, jnp.ones_like(point)])[None] @ w)[0, 0]
+
+
+seen: list[str | None] = []
+
+runs = {
+    "a model": lambda: gnlin.solve((of_point, start), (x, y), max_steps=1),
+    "residuals": lambda: gnlin.solve(
+        start,
+        gnlin.Residuals(lambda w, xy: of_point(w, xy[0]) - xy[1], (x, y)),
+        max_steps=1,
+    ),
+    "batches": lambda: gnlin.fit(
+        (of_point, start), (x, y), batch_size=4, steps=1, progress=False
+    ),
+    "a curve": lambda: gnlin.curve_fit(
+        lambda w, x: jax.vmap(lambda one: of_point(w, one))(x), x, y, start
+    ),
+    "a kernel": lambda: gnlin.TangentKernel((of_point, start))(x),
+}
+
+
+@pytest.mark.parametrize("name", runs)
+@pytest.mark.parametrize("asked", [None, "tensorfloat32"])
+@pytest.mark.filterwarnings("ignore:.*max_steps")
+def test_the_setting_in_which_a_function_is_traced(name, asked):
+    seen.clear()
+    with jax.default_matmul_precision(asked):
+        runs[name]()
+    assert set(seen) == {asked or "highest"}
+    assert jax.config.jax_default_matmul_precision is None
+
+
+def test_products_of_a_run_have_full_precision():
+    def run(w):
+        return gnlin.solve((of_point, w), (x, y), max_steps=2).loss
+
+    found = list(products(jax.make_jaxpr(run)(start).jaxpr))
+    full = jax.lax.Precision.HIGHEST
+    assert len(found) > 2
+    assert all(e.params["precision"] in (full, (full, full)) for e in found)
+    np.testing.assert_array_less(run(start), 0.1)
+
+
+def products(jaxpr):
+    for equation in jaxpr.eqns:
+        if equation.primitive is primitives.dot_general_p:
+            yield equation
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from products(inner)
