@@ -121,14 +121,14 @@ def damped_step(r, jacobian, damping, scale=None):
     return -np.linalg.lstsq(augmented, np.concatenate([r, np.zeros(p)]), rcond=None)[0]
 
 
-def corrected_step(residuals, jacobian, step, damping, scale, predicted):
+def corrected_step(residuals, jacobian, step, damping, scale, predicted, most=3):
     """Return (the corrected step of the lowest loss, whether it is trusted) by a literal
     loop; `residuals(step)` is r after a step."""
     before = half_squares(residuals(np.zeros_like(step)))
     target = residuals(np.zeros_like(step)) + jacobian @ step
     length, best, trusted = np.linalg.norm(scale * step), -np.inf, True
     following = step
-    for number in range(17):
+    for number in range(most + 1):
         now = residuals(following)
         decrease = before - half_squares(now)
         if number > 0 and decrease <= best + 1e-14 * before:

@@ -253,7 +253,7 @@ def _asdex() -> Any:
         import asdex
     except ImportError as error:
         raise ImportError(
-            "`gnlin.Sparsity` needs asdex, which is not installed: run "
-            "`pip install gnlin[sparse]`."
+            "`gnlin.Sparsity` needs asdex, which cannot be imported here "
+            f"({error}): run `pip install gnlin[sparse]`."
         ) from error
     return asdex

@@ -51,7 +51,7 @@ def try_dampings(
     subproblem: AbstractSubproblem,
     rule: AbstractDamping,
     state: PyTree,
-    acceleration: bool,
+    most_corrections: int,
     again: Callable[[Linearisation, Scalar], PyTree[Array]],
     inverse: Callable[[Scalar], Float[Array, "p p"]] | None,
     problem: Quadratic | None,
@@ -60,7 +60,8 @@ def try_dampings(
     """Try the dampings of a rule at one linearisation, with one factorisation.
 
     - `state`: the state of the rule.
-    - `acceleration`: whether to add the second-order correction.
+    - `most_corrections`: how often a step may be corrected for the curvature of the
+        model.
     - `again`: a function that solves another linearisation with a damping, for its step.
     - `inverse`: a function that returns the inverse of the damped curvature, for steps
         between bounds. Without it they solve the problem again.
@@ -85,7 +86,9 @@ def try_dampings(
     def attempt(last: TrialOutcome) -> TrialOutcome:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
-        held = subproblem.factorised(Early(damping)) if acceleration else subproblem
+        held = subproblem
+        if most_corrections > 0:
+            held = subproblem.factorised(Early(damping))
         answer = held.solve(Early(damping))
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         share = jnp.where(attainable > 0, predicted / attainable, 1)
@@ -115,7 +118,8 @@ def try_dampings(
             length,
             predicted,
             (rounding, of_outputs),
-            solve if acceleration else None,
+            solve,
+            most_corrections,
         )
         step, outputs, actual = now.step, now.outputs, now.actual
         y = lin.moved(step)
