@@ -456,11 +456,11 @@ def test_conjugate_gradients_that_cannot_converge_have_a_limit():
     b = jnp.asarray(rng.normal(size=n), jnp.float32)
     model = lambda y, x: x @ y, jnp.zeros(n, jnp.float32)
 
-    def iterations_a_trial(solver):
-        stats = gnlin.solve(model, (a, b), solver, max_steps=12).stats
+    def iterations_a_trial(solver, num_steps):
+        stats = gnlin.solve(model, (a, b), solver, max_steps=num_steps).stats
         trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
         return stats["num_inner_steps"] / trials
 
     default = gnlin.LevenbergMarquardt(method="matrix-free")
     precise = gnlin.LevenbergMarquardt(method="matrix-free", tolerance=1e-6)
-    assert iterations_a_trial(default) <= 300 < iterations_a_trial(precise)
+    assert iterations_a_trial(default, 40) <= 300 < iterations_a_trial(precise, 12)
