@@ -237,7 +237,7 @@ class LongestStep(AbstractDamping[_Edge]):
 
     ratio: ScalarLike = eqx.field(default=0.25, converter=as_scalar)
     num_trials: int = eqx.field(default=10, static=True, kw_only=True)  # type: ignore
-    initial: ScalarLike = eqx.field(default=1e-4, converter=as_scalar, kw_only=True)
+    initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar, kw_only=True)
 
     def __check_init__(self):
         check_fraction("ratio", self.ratio)

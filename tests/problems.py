@@ -121,29 +121,6 @@ def damped_step(r, jacobian, damping, scale=None):
     return -np.linalg.lstsq(augmented, np.concatenate([r, np.zeros(p)]), rcond=None)[0]
 
 
-def corrected_step(residuals, jacobian, step, damping, scale, predicted, most=3):
-    """Return (the corrected step of the lowest loss, whether it is trusted) by a literal
-    loop; `residuals(step)` is r after a step."""
-    before = half_squares(residuals(np.zeros_like(step)))
-    target = residuals(np.zeros_like(step)) + jacobian @ step
-    length, best, trusted = np.linalg.norm(scale * step), -np.inf, True
-    following = step
-    for number in range(most + 1):
-        now = residuals(following)
-        decrease = before - half_squares(now)
-        if number > 0 and decrease <= best + 1e-14 * before:
-            break
-        best, step = decrease, following
-        correction = damped_step(now - target, jacobian, damping, scale)
-        close = predicted - decrease <= 0.05 * predicted
-        if number == 0:
-            trusted = close or np.linalg.norm(scale * correction) <= 0.375 * length
-        if close or not trusted:
-            break
-        following = step + correction
-    return step, trusted
-
-
 def descent_step(r, jacobian, period, learning_rate, momentum=0.0):
     """`period` literal steps of (heavy-ball) gradient descent on the linearised model."""
     delta = np.zeros(jacobian.shape[1])

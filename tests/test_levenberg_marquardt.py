@@ -9,7 +9,6 @@ import pytest
 import scipy.optimize
 from problems import (
     as_jax,
-    corrected_step,
     damped_step,
     deficient,
     half_squares,
@@ -47,21 +46,17 @@ few_variants = pytest.mark.parametrize(
 #
 
 
-def first_step(r, jacobian, residuals, *, relative, scaled, accelerated):
-    """Return the first step of a fresh solver; `residuals(v)` is r after a step v."""
+def first_step(r, jacobian, second, *, relative, scaled, accelerated):
+    """Return the first step of a fresh solver; `second(v)` is r'' along v."""
     p = jacobian.shape[1]
     scale = np.linalg.norm(jacobian, axis=0) if scaled else np.ones(p)
     gradient = jacobian.T @ r / scale
     pushed = (jacobian / scale) @ gradient
     damping = relative * (pushed @ pushed) / (gradient @ gradient)
-    step = damped_step(r, jacobian, damping, scale)
+    velocity = damped_step(r, jacobian, damping, scale)
     if not accelerated:
-        return step
-    length = np.linalg.norm(scale * step)
-    predicted = 0.5 * (damping * length**2 - step @ (jacobian.T @ r))
-    step, trusted = corrected_step(residuals, jacobian, step, damping, scale, predicted)
-    assert trusted, "the first trial is taken"
-    return step
+        return velocity
+    return velocity + 0.5 * damped_step(second(velocity), jacobian, damping, scale)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +76,7 @@ def test_first_step(shape, accelerated, scaling, method):
     expected = first_step(
         r,
         jacobian,
-        lambda v: sines_numpy(y + v, args)[0],
+        lambda v: 20 * ((sines_numpy(y + 0.1 * v, args)[0] - r) / 0.1 - jacobian @ v),
         relative=0.5,
         scaled=scaling != "identity",
         accelerated=accelerated,
@@ -153,7 +148,7 @@ def test_rosenbrock(solver):
     assert solution.result == optx.RESULTS.successful
     np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
     assert int(solution.stats["num_rejected_steps"]) > 0
-    assert int(solution.stats["num_steps"]) < 70
+    assert int(solution.stats["num_steps"]) < 60
 
 
 @few_variants

@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from problems import (
-    as_jax,
-    corrected_step,
-    damped_step,
-    half_squares,
-    least_squares,
-    sines,
-    sines_numpy,
-)
+from problems import as_jax, damped_step, half_squares, least_squares, sines, sines_numpy
 
 import gnlin
 from gnlin.damping import LongestStep
@@ -40,24 +32,25 @@ def literal(y, args, num_steps, ratio=0.25, most=10, acceleration=False):
         if damping is None:
             scaled = gradient / scale
             pushed = (jacobian / scale) @ scaled
-            damping = 1e-4 * (pushed @ pushed) / (scaled @ scaled)
+            damping = 1e-3 * (pushed @ pushed) / (scaled @ scaled)
         low, high, move, found = 0.0, np.inf, 3.0, None
         for number in range(1, 61):
             step = damped_step(r, jacobian, damping, scale)
             length = np.linalg.norm(scale * step)
             last = length if last is None else last
             predicted = 0.5 * (damping * length**2 - step @ gradient)
-            trusted = True
+            gentle = True
             if acceleration:
-                after = lambda step, y=y: sines_numpy(y + step, args)[0]
-                step, trusted = corrected_step(
-                    after, jacobian, step, damping, scale, predicted
-                )
+                ahead = sines_numpy(y + 0.1 * step, args)[0]
+                second = 20 * ((ahead - r) / 0.1 - jacobian @ step)
+                bend = damped_step(second, jacobian, damping, scale)
+                gentle = np.linalg.norm(scale * bend) <= 0.75 * length
+                step = step + 0.5 * bend
             kept = half_squares(r) - half_squares(sines_numpy(y + step, args)[0])
             kept = min(kept / predicted, 1)
             longest = max(3 * last, 1e-3 * np.linalg.norm(scale * y))
             least = 0.3 * ratio if predicted > 0.99 * attainable else ratio
-            good = trusted and kept >= least and length <= longest
+            good = gentle and kept >= least and length <= longest
             undamped = good and predicted >= (1 - 1e-6) * attainable
             saturated = bool(good and found and length * (1 - 1e-6) <= found[2])
             undamped |= saturated

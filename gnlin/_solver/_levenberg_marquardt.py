@@ -31,7 +31,6 @@ from .._subproblem import (
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
-from ._corrections import num_corrections
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._stepping import check_quadratic, take_step
 from ._trials import try_dampings
@@ -90,10 +89,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     Each outer step linearises and factorises once. It then looks for the longest step
     that lowers the loss by at least a quarter of the prediction. A further trial costs a
-    filter, a product and an evaluation. Each step is corrected until the outputs are
-    nearly as the linearisation predicts, so that it follows the curvature of the model's
-    manifold. This greatly shortens the way through narrow valleys. A step is rejected if
-    its first correction is more than three eighths as long.
+    filter, a product and an evaluation. Steps follow the curvature of the model's
+    manifold to second order (geodesic acceleration), which greatly shortens the way
+    through narrow valleys. A step is rejected if its correction is nearly as long.
 
     Across batches of n examples a step is pulled towards 0.8 n / (n + 2) times the last
     step, so that directions that one batch does not determine follow the others. It is
@@ -119,11 +117,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         multiple of the norms if they are below a millionth of the largest; `"identity"`
         uses ones, and the others need the dense Jacobian. The default is `"root"`, or
         `"identity"` across batches and if the method is matrix-free.
-    - `acceleration`: whether to correct each step, by at most 16 chord iterations. Each
-        costs an evaluation and a product with a factorisation at hand, and there are at
-        most 3 where these are not cheap beside a linearisation. The first one agrees with
-        geodesic acceleration to second order. By default steps are corrected if the
-        Jacobian is in memory, except with sparse factorisations, which would be repeated.
+    - `acceleration`: whether to add the second-order correction, for one more evaluation
+        per trial. By default it is added if the Jacobian is in memory, except with sparse
+        factorisations, which would be repeated for it.
     - `tolerance`: the tolerance of conjugate gradients if the method is matrix-free, as
         in [`gnlin.TruncatedGaussNewton`][]. On a full batch the default is 0.1, with the
         square root of the gradient's norm relative to the first as an upper limit, in at
@@ -244,10 +240,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
         acceleration = self.acceleration
         if acceleration is None:
             acceleration = self.form == "quadratic" and not way.solves_anew
-        most_corrections = 0
-        if acceleration:
-            once = way.cost(cost, Tikhonov(1.0), 0)
-            most_corrections = num_corrections(once, cost.one_product)
         rows, as_tree = Passes(), lambda parameters: parameters
         if scaling != "identity":
             rows = cost.rows
@@ -282,7 +274,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             subproblem,
             rule,
             memory.state,
-            most_corrections,
+            acceleration,
             again,
             inverse,
             in_memory,

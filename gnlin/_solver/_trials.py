@@ -14,14 +14,20 @@ from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import AbstractSubproblem, Answer, Early
+from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
 from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
-from ._corrections import corrected
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 
+# A step is too long for the linearisation if its second-order correction is longer than
+# this part of it (Transtrum and Sethna, 2012, section 4).
+_MAX_ACCELERATION = 0.75
+# The part of the step over which its second derivative is measured (ibid.), and the least
+# second derivative that is not rounding, as a multiple of the outputs' rounding divided
+# by the square of that part.
+_PART, _ROUNDINGS = 0.1, 20
 # After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
 
@@ -51,7 +57,7 @@ def try_dampings(
     subproblem: AbstractSubproblem,
     rule: AbstractDamping,
     state: PyTree,
-    most_corrections: int,
+    acceleration: bool,
     again: Callable[[Linearisation, Scalar], PyTree[Array]],
     inverse: Callable[[Scalar], Float[Array, "p p"]] | None,
     problem: Quadratic | None,
@@ -60,8 +66,7 @@ def try_dampings(
     """Try the dampings of a rule at one linearisation, with one factorisation.
 
     - `state`: the state of the rule.
-    - `most_corrections`: how often a step may be corrected for the curvature of the
-        model.
+    - `acceleration`: whether to add the second-order correction.
     - `again`: a function that solves another linearisation with a damping, for its step.
     - `inverse`: a function that returns the inverse of the damped curvature, for steps
         between bounds. Without it they solve the problem again.
@@ -76,24 +81,23 @@ def try_dampings(
     unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
     least = subproblem.least_damping().astype(dtype)
     sensible = jnp.where(jnp.isfinite(least), least, 0), unit / eps**2
+    root = objective.root(lin.outputs)
     point_size = subproblem.length(lin.point).astype(dtype)
     loss = objective.value(lin.outputs).astype(dtype)
     rounding = rounding_of_loss(loss, problem, lin.point)
-    of_outputs = jnp.zeros((), dtype)
+    least_second = jnp.zeros((), dtype)
     if problem is not None:
-        of_outputs = rounding_of_outputs(problem, lin.point)
+        least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(problem, lin.point)
 
     def attempt(last: TrialOutcome) -> TrialOutcome:
         damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
         damping = jnp.clip(damping, *sensible)
-        held = subproblem
-        if most_corrections > 0:
-            held = subproblem.factorised(Early(damping))
+        held = subproblem.factorised(Early(damping)) if acceleration else subproblem
         answer = held.solve(Early(damping))
         predicted = subproblem.predicted(answer, damping).astype(dtype)
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         length = subproblem.length_of(answer).astype(dtype)
-        step = _tree.cast_like(answer.step, lin.point)
+        step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
         if lin.box is not None:
             step, predicted = between_bounds(
                 objective,
@@ -103,26 +107,19 @@ def try_dampings(
                 None if inverse is None else functools.partial(inverse, damping),
             )
             predicted = predicted.astype(dtype)
+        if acceleration:
+            bend = _accelerated(root, evaluate, lin, held, damping, step, least_second)
+            gentle = (
+                subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
+            )
+            bent = bend.step
+            if lin.box is not None:
+                bent = lin.box.within(lin.moved(step), bent)
+            step, taken = _tree.axpy(0.5, bent, step), [answer, bend]
 
-        def solve(residual: PyTree[Array]) -> tuple[Answer, Scalar]:
-            other = held.with_residual(residual)
-            answer = other.solve(Early(damping))
-            answer = eqx.tree_at(lambda a: a.passes, answer, answer.passes + other.passes)
-            return answer, subproblem.length_of(answer)
-
-        now = corrected(
-            objective,
-            lin,
-            evaluate,
-            step,
-            length,
-            predicted,
-            (rounding, of_outputs),
-            solve,
-            most_corrections,
-        )
-        step, outputs, actual = now.step, now.outputs, now.actual
         y = lin.moved(step)
+        outputs = evaluate(y)
+        actual = objective.decrease(lin.outputs, outputs).astype(dtype)
         # An approximate step may be uphill. Reject it by an infinite prediction.
         predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
@@ -130,7 +127,7 @@ def try_dampings(
         trial = Trial(
             damping,
             jnp.where(noise, 1, jnp.minimum(ratio, 1)),
-            _tree.all_finite((y, outputs)) & now.trusted,
+            _tree.all_finite((y, outputs)) & gentle,
             length,
             point_size,
             share.astype(dtype),
@@ -150,9 +147,9 @@ def try_dampings(
             goes_on=rule.goes_on(state, trial) & (damping < sensible[1]),
             num_tried=last.num_tried + 1,
             num_inner_steps=increased(
-                last.num_inner_steps, answer.num_inner_steps, now.num_inner_steps
+                last.num_inner_steps, *(a.num_inner_steps for a in taken)
             ),
-            passes=(last.passes + answer.passes + now.passes).traced(),
+            passes=sum((a.passes for a in taken), last.passes).traced(),
         )
 
     zero = jnp.zeros((), dtype)
@@ -169,3 +166,25 @@ def try_dampings(
     )
     goes_on = lambda tried: tried.goes_on & (tried.num_tried < _MAX_TRIALS)
     return forwards_only(jax.lax.while_loop(goes_on, attempt, start))
+
+
+def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):
+    """Return the second-order correction to a step: the damped least-squares solution for
+    the whitened second derivative of the outputs along the step. The derivative is
+    computed as a difference of outputs. There is no correction if it is not finite, as
+    at the edge of the function's domain, or not above `least`, its rounding."""
+    ahead, pushed = evaluate(lin.moved(velocity, _PART)), lin.jvp(velocity)
+
+    def second(ahead, here, pushed):
+        change = (ahead - here.astype(ahead.dtype)) / _PART
+        return 2 / _PART * (change - pushed.astype(ahead.dtype))
+
+    whitened = root(jax.tree.map(second, ahead, lin.outputs, pushed))
+    size = _tree.norm(whitened)
+    known = jnp.isfinite(size) & (size > least.astype(size.dtype))
+    whitened = jax.tree.map(lambda x: jnp.where(known, x, 0), whitened)
+    bent = subproblem.with_residual(whitened)
+    answer = bent.solve(Early(damping))
+    jvps = lin.jacobian.a_product().jvps
+    passes = answer.passes + bent.passes + Passes(jvps=jvps)
+    return eqx.tree_at(lambda a: a.passes, answer, passes)

@@ -78,7 +78,7 @@ class OnSpace(AbstractIteration):
 
     def with_residual(self, residual: PyTree[Array]) -> AbstractSubproblem:
         raise ValueError(
-            '`form="prox-linear"` has no corrections of a step: pass '
+            '`form="prox-linear"` has no geodesic acceleration: pass '
             "`acceleration=False`."
         )
 
