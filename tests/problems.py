@@ -16,6 +16,18 @@ SHAPES = {
 }
 
 
+def equations(jaxpr):
+    """Yield all equations of a program, including nested ones."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 def each_once(*axes):
     """Return the fewest cases in which each value of each axis occurs. Use it in
     `parametrize` if the axes are independent."""

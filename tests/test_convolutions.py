@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
-from problems import each_pair
+from problems import each_pair, equations
 
 import gnlin
 from gnlin._common._convolutions import channels_last
@@ -77,17 +77,6 @@ def cropped_beforehand(convolve, n, layout):
         padding[axis] = (0, 0, 0) if kind in "NC" else (-1, 0, 0)
     later = functools.partial(convolve, padding=[(0, 1)] * n)
     return lambda x, w: later(jax.lax.pad(x, jnp.zeros((), x.dtype), padding), w)
-
-
-def equations(jaxpr):
-    """Yield all equations of a program, including nested ones."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 only_on_a_cpu = pytest.mark.skipif(

@@ -32,7 +32,7 @@ from fit_problems import (
     X,
 )
 from jax.flatten_util import ravel_pytree
-from problems import damped_step, truncated_step, updated
+from problems import damped_step, equations, truncated_step, updated
 from sklearn.datasets import load_digits
 
 import gnlin
@@ -423,17 +423,6 @@ def test_validation_of_the_network_and_of_its_linearisation():
         data=BATCHES, solver=gnlin.DampedGaussNewton(0.3), steps=1, validation=(X, T)
     )
     assert "validation_loss_linearised" not in gauss_newton.history
-
-
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for parameter in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["adam", "momentum"])

@@ -22,7 +22,7 @@ import optimistix as optx
 import pytest
 import scipy.special
 from jax.flatten_util import ravel_pytree
-from problems import each_once, numbers
+from problems import each_once, equations, numbers
 
 import gnlin
 from gnlin._linearisation._objective import BatchLoss
@@ -768,14 +768,9 @@ def test_a_small_decrease_of_squared_error_is_known_to_rounding(f, y, change, ex
 
 
 def all_sizes(jaxpr):
-    for equation in jaxpr.eqns:
+    for equation in equations(jaxpr):
         for variable in equation.outvars:
             yield math.prod(variable.aval.shape)
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from all_sizes(inner)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import primitives
+from problems import equations
 
 import gnlin
 
@@ -55,20 +56,9 @@ def test_products_of_a_run_have_full_precision():
     def run(w):
         return gnlin.solve((of_point, w), (x, y), max_steps=2).loss
 
-    found = list(products(jax.make_jaxpr(run)(start).jaxpr))
+    program = jax.make_jaxpr(run)(start).jaxpr
+    found = [e for e in equations(program) if e.primitive is primitives.dot_general_p]
     full = jax.lax.Precision.HIGHEST
     assert len(found) > 2
     assert all(e.params["precision"] in (full, (full, full)) for e in found)
     np.testing.assert_array_less(run(start), 0.1)
-
-
-def products(jaxpr):
-    for equation in jaxpr.eqns:
-        if equation.primitive is primitives.dot_general_p:
-            yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from products(inner)

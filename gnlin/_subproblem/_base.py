@@ -284,8 +284,8 @@ def _is_known(number: ScalarLike) -> bool:
 def price_of_squaring(cost: Cost, filter: Filter) -> float:
     """Return the seconds to add to the cost of a way that forms phi phi^T or phi^T phi,
     and so squares the condition number."""
-    wanted = vanishes(filter) or svd_is_cheap(*cost.shape)
-    return rates().accuracy if wanted else 0.0
+    needs_accuracy = vanishes(filter) or svd_is_cheap(*cost.shape)
+    return rates().accuracy if needs_accuracy else 0.0
 
 
 def unless_endless(
