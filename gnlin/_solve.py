@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int, Key, PyTree
 
 from ._common._checks import as_key, check_count, check_flag, forwards_only, is_traced
 from ._common._progress import Bar
+from ._common._quickly import quickly
 from ._common._sharding import (
     automatic,
     choosing,
@@ -73,8 +74,9 @@ from .losses._base import check_loss
 
 # Rows of the history that are allocated at a time.
 _MOST_ROWS = 4096
-# Steps are fast up to this number of parameters times examples.
-_SMALL = 2**17
+# Up to these numbers of parameters times examples, steps are fast, and a run takes less
+# time than its compilation.
+_SMALL, _SHORT = 2**17, 2**21
 # Steps of the first call of the program, and the factor by which this number grows as
 # long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
 _FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
@@ -251,13 +253,12 @@ def solve(
     return solution
 
 
-def _takes_long(start: tuple, data: tuple) -> bool:
-    """Whether a step takes longer than the call of a program. If not, a single call
-    initialises the run and makes all steps for which history is allocated."""
+def _size(start: tuple, data: tuple) -> int:
+    """Return the number of parameters times that of examples."""
     parameters, _ = start
     sizes = [x.size for x in jax.tree.leaves(parameters)]
     lengths = [len(x) for x in jax.tree.leaves(data) if jnp.ndim(x)]
-    return sum(sizes) * max(lengths, default=1) > _SMALL
+    return sum(sizes) * max(lengths, default=1)
 
 
 def _best(carry: Carry, loss: float) -> tuple[Carry, float]:
@@ -308,14 +309,18 @@ def _run(
     num_rows = min(max_steps, _MOST_ROWS)
     sizes = max_steps, num_rows, history, types
     now, most, parts, is_interrupted = start, num_rows, [], False
-    if _takes_long(start, data):
+    size = _size(start, data)
+    steps = _steps_quickly if size <= _SHORT else _steps
+    # If steps are fast, a single call initialises the run and makes all steps for which
+    # history is allocated.
+    if size > _SMALL:
         now, most = _begun(setting, data, start, types), min(_FIRST_STEPS, num_rows)
         if is_traced(now):
             return whole()
     try:
         while not parts or not _is_over(parts[-1][0], max_steps):
             began = time.monotonic()
-            part = _steps(setting, data, now, sizes, jnp.array(most))
+            part = steps(setting, data, now, sizes, jnp.array(most))
             # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
                 is_whole = num_rows == max_steps
@@ -356,8 +361,7 @@ def _begun(setting: StepSettings, data: tuple, start: tuple, types: tuple) -> _N
     return _Now(begin(setting, parameters, state, outputs), jnp.array(0))
 
 
-@eqx.filter_jit
-def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
+def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: Array):
     """Make at most `most` steps, from the end `now` of another call (a `_Now`), or from
     `now = (parameters, model state)`."""
     max_steps, num_rows, history, _ = sizes
@@ -407,3 +411,7 @@ def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: A
     )
     others = everywhere((rows, result, carry.loss), places.mesh)
     return now._replace(carry=carry), *others
+
+
+_steps = eqx.filter_jit(_all_steps)
+_steps_quickly = quickly(_all_steps, has_loops=True)

@@ -775,7 +775,7 @@ def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gnlin._solve, "_steps", interrupt)
+    monkeypatch.setattr(gnlin._solve, "_steps_quickly", interrupt)
     with pytest.raises(KeyboardInterrupt):
         long_run()
 
