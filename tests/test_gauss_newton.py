@@ -352,3 +352,27 @@ def test_preparation_for_other_filters_is_an_error():
             gnlin.authoring.choose(problem, damped, method=method).solve(pseudo)
     with pytest.raises(ValueError, match="choose another method for this filter"):
         gnlin.authoring.choose(problem, pseudo, method=gnlin.methods.MixedPrecision())
+
+
+@pytest.mark.parametrize(("method", "least"), [("svd", 3e-4), ("eigh", 1e-3)])
+def test_damped_steps_use_small_singular_values_in_single_precision(method, least):
+    """Singular values above the usual rounding move a damped step even where they are
+    below max(m, p) eps, and so do not count as nonzero without damping."""
+    rng, (m, p) = np.random.default_rng(0), (20_000, 40)
+    left, right = (np.linalg.qr(rng.normal(size=(n, p)))[0] for n in (m, p))
+    s = np.geomspace(1, least, p)
+    phi = ((left * s) @ right.T).astype(np.float32)
+    target = phi.astype(float) @ rng.normal(size=p)
+    damping = float(least**2)
+    expected = np.linalg.solve(
+        phi.T.astype(float) @ phi + damping * np.eye(p), phi.T.astype(float) @ target
+    )
+
+    def residuals(y, args):
+        return args[0] @ y - args[1]
+
+    args, y = (jnp.asarray(phi), jnp.asarray(target, jnp.float32)), jnp.zeros(p, "f4")
+    solver = gnlin.DampedGaussNewton(damping, method=method)
+    taken = optx.least_squares(residuals, solver, y, args, max_steps=1, throw=False).value
+    error = np.asarray(taken) - expected
+    assert np.linalg.norm(error) < 0.05 * np.linalg.norm(expected)

@@ -54,6 +54,9 @@ class Spectrum(eqx.Module):
     _pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None
     # Needed for derivatives of the step; None if only some eigenpairs are known
     _origin: "_Origin | None"
+    # The same with smaller eigenvalues, which may be rounding, and the least damping that
+    # allows them; None if there are none
+    _faint: "tuple[Spectrum, Scalar] | None"
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Spectrum(eqx.Module):
         lift: Callable[[Float[Array, " k"]], PyTree[Array]],
         pushed: Callable[[Float[Array, " k"]], PyTree[Array]] | None = None,
         origin: "_Origin | None" = None,
+        faint: "tuple[Spectrum, Scalar] | None" = None,
     ):
         self.eigenvalues = eigenvalues
         # Residuals may be in double precision while the Jacobian is in single precision.
@@ -71,6 +75,7 @@ class Spectrum(eqx.Module):
         self._lift = lift
         self._pushed = pushed
         self._origin = origin
+        self._faint = faint
 
     def __repr__(self) -> str:
         w = self.eigenvalues
@@ -105,8 +110,21 @@ class Spectrum(eqx.Module):
         origin = self._origin
         if origin is not None:
             origin = _Origin(origin.jacobian, flat, origin.vectors)
-        parts = self._project, self._lift, self._pushed, origin
+        faint = self._faint
+        if faint is not None:
+            faint = faint[0].with_residual(residual), faint[1]
+        parts = self._project, self._lift, self._pushed, origin, faint
         return Spectrum(self.eigenvalues, flat, *parts)
+
+    def damped(self, damping: ScalarLike) -> "Spectrum":
+        """Return the spectrum for a damped step. It also has eigenvalues that are above
+        the usual rounding, but below its largest possible value, unless the damping is
+        so small that they would make the step long if they were rounding."""
+        if self._faint is None:
+            return self
+        faint, least = self._faint
+        sure = eqx.tree_at(lambda s: s._faint, self, None)
+        return _tree.where(jnp.asarray(damping, least.dtype) >= least, faint, sure)
 
     def resolved(self) -> tuple["Spectrum", Bool[Array, ""]]:
         r"""Return the spectrum without eigenvalues below $\varepsilon^{1/2}$ of the
@@ -262,14 +280,19 @@ def from_svd(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectr
     vt = jnp.zeros_like(sorted_vt).at[:, order].set(sorted_vt)
     # |phi| |v| bounds the rounding error of phi v for each singular vector v.
     sizes = jnp.linalg.norm(vt * norms[None], axis=1)
-    s = jnp.where(s <= rounding * sizes, 0, s)
-    return Spectrum(
-        s**2,
-        residual,
-        Partial(_project_singular, q, u),
-        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, vt),
-        origin=_Origin(jacobian, residual, u if m <= p else vt.T),
-    )
+
+    def above(least: float, faint=None) -> Spectrum:
+        kept = jnp.where(s <= least * sizes, 0, s)
+        lift = Partial(_lift_singular, Partial(jacobian.domain.unravel), kept, vt)
+        origin = _Origin(jacobian, residual, u if m <= p else vt.T)
+        project = Partial(_project_singular, q, u)
+        return Spectrum(kept**2, residual, project, lift, origin=origin, faint=faint)
+
+    if svd_is_cheap(m, p):
+        return above(rounding)
+    usual = max(m, p) ** 0.5 * float(jnp.finfo(s.dtype).eps)
+    least = (float(jnp.finfo(s.dtype).eps) * jnp.max(s)) ** 2
+    return above(rounding, (above(usual), least))
 
 
 def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
@@ -285,17 +308,23 @@ def from_kernel(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spe
 def from_curvature(jacobian: AbstractJacobian, residual: Float[Array, " m"]) -> Spectrum:
     """Return the spectrum from eigenpairs of the curvature: u = phi v / sqrt(w)."""
     phi = jacobian.as_matrix()
-    w, v = _lapack.eigh(gram_of_columns(phi))
-    w = jnp.where(w <= _rounding(v) * w[-1], 0, w)
-    s = jnp.sqrt(w)
-    return Spectrum(
-        w,
-        residual,
-        Partial(_project_curvature, phi, v, s),
-        Partial(_lift_singular, Partial(jacobian.domain.unravel), s, v.T),
-        Partial(_pushed_forward, phi, v),
-        _Origin(jacobian, residual, v),
-    )
+    eigenvalues, v = _lapack.eigh(gram_of_columns(phi))
+
+    def above(least: float, faint=None) -> Spectrum:
+        w = jnp.where(eigenvalues <= least * eigenvalues[-1], 0, eigenvalues)
+        s = jnp.sqrt(w)
+        return Spectrum(
+            w,
+            residual,
+            Partial(_project_curvature, phi, v, s),
+            Partial(_lift_singular, Partial(jacobian.domain.unravel), s, v.T),
+            Partial(_pushed_forward, phi, v),
+            _Origin(jacobian, residual, v),
+            faint,
+        )
+
+    usual = float(jnp.finfo(v.dtype).eps)
+    return above(_rounding(v), (above(usual), usual**2 * eigenvalues[-1]))
 
 
 class _Origin(eqx.Module):

@@ -14,7 +14,7 @@ from .._common._passes import Passes
 from .._jacobian import Cost
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter, Spectrum, spectrum_of, with_derivative_of
-from ..filters import PseudoInverse
+from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
 
 
@@ -73,7 +73,8 @@ class Spectral(AbstractWay):
         return jnp.max(self.spectrum.eigenvalues)
 
     def attainable_decrease(self) -> Scalar:
-        w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
+        spectrum = self.spectrum.damped(jnp.inf)
+        w, c = spectrum.eigenvalues, spectrum.coefficients
         attainable = 0.5 * jnp.sum(jnp.where(w > 0, c, 0) ** 2)
         if self.problem.rest is None:
             exact = self.spectrum.step(PseudoInverse())
@@ -85,19 +86,22 @@ class Spectral(AbstractWay):
         return type(self)(self.problem.with_residual(residual), spectrum, Passes())
 
     def solve(self, filter: Filter) -> Answer:
-        w, c = self.spectrum.eigenvalues, self.spectrum.coefficients
+        spectrum = self.spectrum
+        if isinstance(filter, Tikhonov) and self.problem.rest is None:
+            spectrum = spectrum.damped(filter.damping)
+        w, c = spectrum.eigenvalues, spectrum.coefficients
         g = filter(w)
         # The step multiplies the linearised residual by 1 - w g(w). Growth by 1/eps
         # counts as divergence.
         growth = jnp.abs(1 - w * g)
         diverged = jnp.any(~(growth < 1 / jnp.finfo(w.dtype).eps))
         result = optx.RESULTS.where(
-            diverged & self.spectrum.finite(),
+            diverged & spectrum.finite(),
             optx.RESULTS.nonlinear_divergence,
             optx.RESULTS.successful,
         )
         if self.problem.rest is None:
-            step = self.spectrum.step(filter)
+            step = spectrum.step(filter)
             decrease = 0.5 * jnp.sum(w * g * (2 - w * g) * c**2)
             norm = _tree.norm(jnp.sqrt(w) * g * c)
             return Answer(
