@@ -257,3 +257,14 @@ def import_pyplot(name: str) -> Any:
             f"`{name}` needs matplotlib: install it with `pip install matplotlib`."
         ) from error
     return plt
+
+
+def says_where(module: str, **instead: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which says what to use `instead` of a name that
+    the module no longer has."""
+
+    def missing(name: str) -> Any:
+        hint = f": {instead[name]}." if name in instead else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return missing

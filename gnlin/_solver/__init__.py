@@ -30,5 +30,4 @@ from ._termination import (
     Watch as Watch,
     why_it_ended as why_it_ended,
 )
-from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

@@ -51,7 +51,6 @@ from ._base import (
 )
 from ._stepping import take_step
 from ._termination import STANDS_STILL
-from ._trajectory import Trajectory
 
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
@@ -171,7 +170,16 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_form(self.form, "auto")
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
-        """Return the spectral filter of `num_inner_steps`, by default `period`."""
+        """Return the spectral filter of `num_inner_steps`, by default `period`.
+
+        !!! example
+
+            ```python
+            spectrum = gnlin.linearise(residuals, y, (inputs, targets)).spectrum()
+            step_of = lambda k: spectrum.step(solver.filter(k))
+            path = jax.vmap(step_of)(jnp.array([1, 10, 100]))
+            ```
+        """
         eta = self.learning_rate
         if eta is None:
             raise ValueError(
@@ -370,24 +378,6 @@ class IterativeLinearisation(AbstractGaussNewton):
             (stream, report, counts, result),
         )
         return new_y, state, loss, aux
-
-    def trajectory(self, lin: Linearisation) -> Trajectory:
-        """Return the path of the inner steps at one linearisation.
-
-        !!! example
-
-            ```python
-            lin = gnlin.linearise(residuals, y, (inputs, targets))
-            trajectory = solver.trajectory(lin)
-            trajectory.parameters(jnp.array([1, 10, 100]))
-            trajectory.outputs(jnp.array([1, 10, 100]))
-            trajectory.outputs(jnp.array([1, 10, 100]), on=gnlin.linearise(f, y, test))
-            ```
-        """
-        method = self.method if self.method in ("svd", "eigh") else None
-        jacobian = lin.jacobian.within(self.memory_budget)
-        spectrum = lin.with_jacobian(jacobian).spectrum(method)
-        return Trajectory(lin, spectrum, self.filter)
 
 
 class Stream(eqx.Module):
