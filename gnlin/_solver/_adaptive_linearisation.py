@@ -7,7 +7,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import as_scalar, check_nonnegative, check_period, check_positive
+from .._common._checks import as_scalar, check_period, check_positive, check_share
 from .._common._passes import Passes
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import Linearisation, linearise
@@ -88,11 +88,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         if max_drift is not None:
             check_positive("max_drift", max_drift)
         if min_ratio is not None:
-            check_nonnegative("min_ratio", min_ratio)
-            if isinstance(min_ratio, float | int) and min_ratio > 1:
-                raise ValueError(
-                    f"`min_ratio` must be at most 1, but {min_ratio} was given."
-                )
+            check_share("min_ratio", min_ratio)
         check_period("check_every", check_every)
         self.descent = descent
         self.max_drift = max_drift

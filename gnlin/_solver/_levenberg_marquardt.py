@@ -100,9 +100,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     **Arguments:**
 
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `damping`: the rule that adapts $\lambda$, one of `gnlin.damping`. The default is
         [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
         [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
@@ -133,8 +130,8 @@ class LevenbergMarquardt(AbstractGaussNewton):
         [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][], one of
         [`gnlin.preconditioners`][] for conjugate gradients, or a solver of lineax. See
         "How to choose" in the documentation.
-    - `memory_budget`: the most bytes that a matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import (
     as_scalar,
-    check_between,
     check_finite_nonnegative,
     check_fraction,
     check_period,
+    check_share,
     fraction,
     nan_unless,
     nonnegative,
@@ -94,7 +94,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             check_fraction("tolerance", self.tolerance)
         if not callable(self.damping):
             check_finite_nonnegative("damping", self.damping)
-        check_between("warm_start", self.warm_start, 0.0, 1.0)
+        check_share("warm_start", self.warm_start)
         if self.max_inner_steps is not None:
             check_period("max_inner_steps", self.max_inner_steps)
         if self.method not in ("auto", "dense", "matrix-free"):
