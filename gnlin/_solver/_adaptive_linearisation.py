@@ -143,7 +143,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         )
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             memory=search.best,

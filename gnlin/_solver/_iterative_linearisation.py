@@ -215,7 +215,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             damping=self.damping_now(),
@@ -285,9 +285,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         subproblem, answer, state = optimised(
             problem, lin.point, self.optimiser, state, self.period, damping
         )
-        update = take_step(
-            self, objective, lin, evaluate, subproblem, answer, damping=damping
-        )
+        update = take_step(objective, lin, evaluate, subproblem, answer, damping=damping)
         if memory is None:
             return update
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)

@@ -357,7 +357,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
         curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
         curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
         update = take_step(
-            self,
             objective,
             lin,
             evaluate,

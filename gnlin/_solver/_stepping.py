@@ -107,7 +107,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
         subproblem, new_memory = prepared(lin)
         answer = subproblem.solve(filter)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         return take_step(
             *given,
             search=self.search,
@@ -128,7 +128,6 @@ def _reported(filter: Filter) -> ScalarLike:
 
 
 def take_step(
-    solver: AbstractGaussNewton,
     objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
@@ -145,7 +144,7 @@ def take_step(
 
     **Arguments:**
 
-    - `solver`, `objective`, `lin`, `evaluate`: the solver, and its `update`'s arguments.
+    - `objective`, `lin`, `evaluate`: the arguments of a solver's `update`.
     - `subproblem`, `answer`: the subproblem and its solution.
     - `search`: a line search, `"auto"`, or `None` for the whole step.
     - `memory`: the memory for the next update.

@@ -136,7 +136,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             subproblem, _ = self._prepared(problem)
             return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
 
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             search=self.search,
