@@ -32,8 +32,6 @@ from ._solver import (
     check_divergence,
     LevenbergMarquardt,
     result_name,
-    row_of,
-    statistics,
 )
 from ._training._data import as_batch, not_finite
 from ._training._model import make_network, Network
@@ -204,7 +202,7 @@ def solve(
     if history:
         rows["step"] = rows["num_feature_updates"]  # every step is a feature update
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
-    stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
+    stats = {"num_steps": num_steps, **carry.solver_state.counts.by_name()}
     reason = complaint = doubt = ""
     if not is_traced((num_steps, loss_now, rows)):
         stats, loss_now = on_host((stats, loss_now))
@@ -377,7 +375,7 @@ def _steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, most: A
         ours = keep((carry.parameters, carry.model_state), places.carry)
         return carry._replace(parameters=ours[0], model_state=ours[1])
 
-    row = row_of(now.carry.solver_state)
+    row = now.carry.solver_state.row()
     row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
     row = row if history else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)

@@ -20,7 +20,7 @@ from .._common._identity import (
     described_by_leaf,
 )
 from .._common._sharding import Places
-from .._solver import result_name, RESULT_NAMES, statistics
+from .._solver import result_name, RESULT_NAMES
 from .._training._solution import (
     COLUMNS,
     History,
@@ -371,7 +371,7 @@ class Run(AbstractRun):
             own, static = split((parameters, state))
             chosen = map(like_array, self._chosen, own)
             (parameters, state), loss = join(list(chosen), static), None
-        counts = on_host(statistics(carry.solver_state.counts))
+        counts = on_host(carry.solver_state.counts.by_name())
         return Solution(
             model=self._with_frozen(parameters),
             state=state,

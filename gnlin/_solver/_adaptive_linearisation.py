@@ -12,8 +12,9 @@ from .._common._passes import Passes
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
-from ._base import AbstractGaussNewton, State, Update
+from ._base import AbstractGaussNewton
 from ._iterative_linearisation import IterativeLinearisation
+from ._state import State, Update
 from ._stepping import take_step
 from ._termination import rounding_of_loss
 

@@ -23,9 +23,9 @@ from .._subproblem import (
     way_of,
 )
 from ..filters import Tikhonov
-from ._base import Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
+from ._state import Update
 from ._stepping import AbstractFilteredGaussNewton
 
 

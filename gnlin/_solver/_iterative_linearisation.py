@@ -41,14 +41,8 @@ from .._subproblem import (
     updated,
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
-from ._base import (
-    AbstractGaussNewton,
-    Evaluate,
-    linearised,
-    Report,
-    State,
-    Update,
-)
+from ._base import AbstractGaussNewton, linearised
+from ._state import Evaluate, Report, State, Update
 from ._stepping import take_step
 from ._termination import STANDS_STILL
 

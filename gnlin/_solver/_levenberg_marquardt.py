@@ -30,8 +30,9 @@ from .._subproblem import (
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton
 from ._scaling import check_scaling, first_scale, Measured, Scaling
+from ._state import Evaluate, State, Update
 from ._stepping import check_quadratic, take_step
 from ._trials import try_dampings
 

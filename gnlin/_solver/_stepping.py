@@ -26,9 +26,10 @@ from .._subproblem import (
     ProxLinear,
 )
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton
 from ._between_bounds import Again, between_bounds
 from ._grid_search import Found, GridSearch
+from ._state import Evaluate, State, Update
 from ._termination import rounding_of_loss
 
 

@@ -23,8 +23,8 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
 from ..preconditioners import AbstractPreconditioner
-from ._base import Update
 from ._schedules import EisenstatWalker, Schedule, value_at
+from ._state import Update
 from ._stepping import AbstractSearchedGaussNewton, take_step
 
 
