@@ -11,13 +11,12 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
 from ._base import AbstractWay, does_not_serve
+from ._cholesky import OnOutputs, OnParameters
 from ._fallbacks import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
 from ._nystrom_kernel import NystromKernel, OfLowRank
-from ._on_outputs import OnOutputs
-from ._on_parameters import OnParameters
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._schur import SchurComplement
 from ._sparse import has_factorisation, SparseLU

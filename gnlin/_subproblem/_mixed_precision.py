@@ -17,8 +17,7 @@ from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefin
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of
-from ._on_outputs import Solved, through_outputs
+from ._cholesky import damping_of, Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
