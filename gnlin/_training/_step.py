@@ -22,8 +22,8 @@ from .._solver import (
     why_it_ended,
 )
 from ..losses import AbstractLoss
+from ._group_network import GroupNetwork
 from ._model import Network
-from ._residuals import GroupNetwork
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
