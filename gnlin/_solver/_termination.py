@@ -1,7 +1,6 @@
 """Decide how a run ends: it has converged, stands still, or diverges."""
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TYPE_CHECKING
 
 import equinox as eqx
 import jax
@@ -15,6 +14,10 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from ._state import State, Update
+
+
+if TYPE_CHECKING:
+    from ._base import AbstractGaussNewton
 
 
 # Random probes for the columns' norms. Eight give a norm to within a quarter, and less
@@ -40,14 +43,6 @@ _MOST_STILL = 10
 _FEW = 1_000
 
 
-class Tolerances(Protocol):
-    """What a verdict asks a solver."""
-
-    rtol: float
-    atol: float
-    norm: Callable[[PyTree], Scalar]
-
-
 class Ended(NamedTuple):
     """The verdict on a run at a linearisation: whether it has converged (`arrived`), and
     what the next verdict needs."""
@@ -59,7 +54,7 @@ class Ended(NamedTuple):
 
 
 def verdict(
-    solver: Tolerances,
+    solver: "AbstractGaussNewton",
     objective: AbstractObjective,
     lin: Linearisation,
     update: Update,
@@ -116,7 +111,7 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
 
 
 def _is_within(
-    solver: Tolerances,
+    solver: "AbstractGaussNewton",
     y: PyTree[Array],
     step: PyTree[Array],
     residual: PyTree[Array],
