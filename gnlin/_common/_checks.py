@@ -5,7 +5,7 @@ number: where one is allowed, test for it before calling these.
 """
 
 import dis
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -95,6 +95,16 @@ def check_callable(name: str, value: object, what: str, example: str) -> None:
         raise ValueError(
             f"`{name}` must be {what}, such as `{example}`, but {value!r} was given."
         )
+
+
+def check_one_of(
+    name: str, value: object, choices: Sequence[str], hint: str = ""
+) -> None:
+    """Raise unless a value is one of several strings. `hint` ends the sentence."""
+    if not isinstance(value, str) or value not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        known = f"{', '.join(others)} or {last}"
+        raise ValueError(f"`{name}` must be {known}, but {value!r} was given{hint}.")
 
 
 def check_search(search: object, *also: type) -> None:

@@ -95,13 +95,8 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         self.max_drift = max_drift
         self.min_ratio = min_ratio
         self.check_every = check_every
-        self.rtol = descent.rtol
-        self.atol = descent.atol
-        self.norm = descent.norm
-        self.memory_budget = descent.memory_budget
-        self.bounds = descent.bounds
-        self.retraction = descent.retraction
-        self.verbose = descent.verbose
+        for name in AbstractGaussNewton.__dataclass_fields__:
+            setattr(self, name, getattr(descent, name))
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:
         """Return the first period to try."""

@@ -89,12 +89,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
         the curvature along the first gradient. It stays constant, except that it grows
         tenfold after a batch whose problem cannot be solved in this precision.
-    - `scaling`: the diagonal $D$ of the damping $\frac\lambda2\lVert D\delta\rVert^2$.
-        `"marquardt"` uses the norms of the Jacobian's columns; `"more"` their maxima,
-        which decay by 0.8 per outer step (Moré, 1978); `"root"` their square roots, or a
-        multiple of the norms if they are below a millionth of the largest; `"identity"`
-        uses ones, and the others need the dense Jacobian. The default is `"root"`, or
-        `"identity"` across batches and if the method is matrix-free.
+    - `scaling`: the diagonal $D$ of the damping, as in [`gnlin.DampedGaussNewton`][]. The
+        default is `"root"`, or `"identity"` across batches and if the method is
+        matrix-free.
     - `acceleration`: whether to add the second-order correction, for one more evaluation
         per trial. By default it is added if the Jacobian is in memory, except with sparse
         factorisations, which would be repeated for it.
@@ -105,12 +102,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
-    - `method`: the way to compute a step: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
-        `"schur"`, `"sparse"` or `"matrix-free"`. `"auto"` is matrix-free if the Jacobian
-        would cost many times as much, or exceed the memory budget. It may also be a
-        [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][], one of
-        [`gnlin.preconditioners`][] for conjugate gradients, or a solver of lineax. See
-        "How to choose" in the documentation.
+    - `method`: the way to compute a step, as in [`gnlin.DampedGaussNewton`][]. `"auto"`
+        is matrix-free if the Jacobian would cost many times as much, or exceed the memory
+        budget.
     - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
         [`gnlin.authoring.AbstractGaussNewton`][].
 

@@ -12,6 +12,7 @@ from .._common._checks import (
     as_scalar,
     check_finite_nonnegative,
     check_fraction,
+    check_one_of,
     check_period,
     check_share,
     fraction,
@@ -97,12 +98,8 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
         check_share("warm_start", self.warm_start)
         if self.max_inner_steps is not None:
             check_period("max_inner_steps", self.max_inner_steps)
-        if self.method not in ("auto", "dense", "matrix-free"):
-            raise ValueError(
-                '`method` must be "auto", "dense" or "matrix-free", but '
-                f"{self.method!r} was given; to solve exactly use "
-                "`gnlin.DampedGaussNewton`."
-            )
+        hint = "; to solve exactly use `gnlin.DampedGaussNewton`"
+        check_one_of("method", self.method, ("auto", "dense", "matrix-free"), hint)
         if not isinstance(self.preconditioner, AbstractPreconditioner | None):
             raise ValueError(
                 "`preconditioner` must be one of `gnlin.preconditioners`, but "

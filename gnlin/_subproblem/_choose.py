@@ -5,6 +5,7 @@ from typing import Any, get_args, Literal
 
 import lineax as lx
 
+from .._common._checks import check_one_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -100,10 +101,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
 
 
 def check_form(form: str, method: Any) -> None:
-    if form not in get_args(Form):
-        raise ValueError(
-            f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
-        )
+    check_one_of("form", form, get_args(Form))
     by_passes = method in ("auto", "kernel", "matrix-free")
     if form == "prox-linear" and not by_passes:
         raise ValueError(

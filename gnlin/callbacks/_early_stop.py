@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import PyTree
 
-from .._common._checks import check_flag, check_nonnegative, check_period
+from .._common._checks import check_flag, check_nonnegative, check_one_of, check_period
 from ._base import Callback, Run
 
 
@@ -45,10 +45,9 @@ class EarlyStop(Callback):
                 "`monitor` must be a column of the history, such as "
                 f'"validation_loss", but {monitor!r} was given.'
             )
-        if mode not in (None, "min", "max"):
-            raise ValueError(f'`mode` must be "min" or "max", but {mode!r} was given.')
         if mode is None:
             mode = "min" if monitor.endswith(("loss", "error")) else "max"
+        check_one_of("mode", mode, ("min", "max"))
         self.monitor = monitor
         self.patience = patience
         self.sign = 1.0 if mode == "min" else -1.0

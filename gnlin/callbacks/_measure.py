@@ -1,7 +1,7 @@
 """Further columns of the history: measures of the model, and of its kernel's change."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, get_args, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -9,18 +9,19 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .. import features
-from .._common._checks import check_period
+from .._common._checks import check_one_of, check_period
 from .._tangent_kernel._tangent_kernel import TangentKernel
 from ._base import Callback, Run
 
 
-_EVENTS = "step", "feature_update", "validation", "epoch"
+Event = Literal["step", "feature_update", "validation", "epoch"]
+Every = Event | int
 
 
 class _Looks(Callback):
     """A callback that calls `look` at one kind of event."""
 
-    every: Literal["step", "feature_update", "validation", "epoch"] | int
+    every: Every
 
     def look(self, run: Run) -> None:
         raise NotImplementedError
@@ -45,12 +46,9 @@ class _Looks(Callback):
 
 
 def _check_every(every: object) -> None:
-    if isinstance(every, str) and every not in _EVENTS:
-        raise ValueError(
-            f"`every` must be one of {', '.join(map(repr, _EVENTS))} or a number of "
-            f"steps, but {every!r} was given."
-        )
-    if not isinstance(every, str):
+    if isinstance(every, str):
+        check_one_of("every", every, get_args(Event), "; or pass a number of steps")
+    else:
         check_period("every", every)
 
 
@@ -76,7 +74,7 @@ class Measure(_Looks):
     def __init__(
         self,
         measures: Mapping[str, Callable[[PyTree], Any]],
-        every: Literal["step", "feature_update", "validation", "epoch"] | int = "epoch",
+        every: Every = "epoch",
     ):
         by_name = isinstance(measures, Mapping) and all(
             isinstance(name, str) and callable(f) for name, f in measures.items()
@@ -122,7 +120,7 @@ class KernelVelocity(_Looks):
     def __init__(
         self,
         inputs: PyTree[Array],
-        every: Literal["step", "feature_update", "validation", "epoch"] | int = "epoch",
+        every: Every = "epoch",
         filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     ):
         _check_every(every)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
+from .._common._checks import check_one_of
 from .._common._sharding import is_here
 from .._common._tree import ravel_pytree
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
@@ -55,11 +56,8 @@ class AbstractLoss(eqx.Module):
     is_quadratic: ClassVar[bool] = False
 
     def __check_init__(self):
-        if self.reduction not in (None, *get_args(Reduction)):
-            raise ValueError(
-                '`reduction` must be "sum" or "mean", or None for the default, but '
-                f"{self.reduction!r} was given."
-            )
+        if self.reduction is not None:
+            check_one_of("reduction", self.reduction, get_args(Reduction))
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""
