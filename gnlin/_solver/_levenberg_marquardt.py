@@ -203,10 +203,10 @@ class LevenbergMarquardt(AbstractGaussNewton):
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
-        way = self.way_for(objective, problem, kind, rule.num_trials)
+        way = self._way(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
             rule = _ONE_TRIAL
-        scaling, method = self.scaling_for(objective, cost, way), self.method
+        scaling, method = self._scaling(objective, cost, way), self.method
         if way.stops_early and method == "auto":
             method = way.method
         acceleration = self.acceleration
@@ -302,7 +302,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             return LongestStep()
         return Nielsen(_FIRST_DAMPING if damping is None else damping)
 
-    def way_for(
+    def _way(
         self,
         objective: AbstractObjective,
         problem: Quadratic | ProxLinear,
@@ -316,7 +316,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             kind = Early(kind.damping, *price)
         return way_of(problem, kind, num_trials, self.method)
 
-    def scaling_for(
+    def _scaling(
         self, objective: AbstractObjective, cost: Cost, way: type[AbstractWay]
     ) -> Scaling:
         if self.form == "prox-linear":

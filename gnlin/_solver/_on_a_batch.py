@@ -110,8 +110,8 @@ def _pulled(
     """Return the subproblem of one batch, with a solution that is pulled towards a
     step, and the state of the scales."""
     problem, kind = problem_of(solver.form, objective, lin), Tikhonov(1.0)
-    way, method = solver.way_for(objective, problem, kind, 1), solver.method
-    scaling = solver.scaling_for(objective, problem.jacobian.cost(), way)
+    way, method = solver._way(objective, problem, kind, 1), solver.method
+    scaling = solver._scaling(objective, problem.jacobian.cost(), way)
     if scaling == "identity" and method == "auto":
         method = way.method
     measured = Measured.of(problem, scaling, scale)
