@@ -108,13 +108,19 @@ class AbstractDamping(eqx.Module, Generic[_State]):
         return ~trial.accepted
 
 
-class _AbstractFromFirst(AbstractDamping[_State]):
-    """A rule whose state holds the next damping, which is negative before the first trial
-    of a run."""
+class _Kept(eqx.Module):
+    damping: Float[Array, ""]  # to try next; negative before the first trial
+
+
+_KeptState = TypeVar("_KeptState", bound=_Kept)
+
+
+class _AbstractFromFirst(AbstractDamping[_KeptState]):
+    """A rule whose state holds the next damping."""
 
     initial: AbstractVar[ScalarLike]
 
-    def begin(self, state: _State, subproblem: AbstractSubproblem) -> _State:
+    def begin(self, state: _KeptState, subproblem: AbstractSubproblem) -> _KeptState:
         damping = state.damping
         curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
         safe = jnp.where(positive(curvature), curvature, 1)
@@ -126,8 +132,7 @@ class _AbstractFromFirst(AbstractDamping[_State]):
         return state.damping
 
 
-class _Changing(eqx.Module):
-    damping: Float[Array, ""]
+class _Changing(_Kept):
     growth: Float[Array, ""]  # factor of the damping if the next trial fails
 
 
@@ -198,8 +203,7 @@ _LONG_WAY = 2
 _GROWTH, _SHORT = 3.0, 1e-3
 
 
-class _Edge(eqx.Module):
-    damping: Float[Array, ""]  # to try next
+class _Edge(_Kept):
     low: Float[Array, ""]  # largest failing damping at this linearisation, or 0
     high: Float[Array, ""]  # smallest accepted damping at this linearisation, or infinity
     move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing

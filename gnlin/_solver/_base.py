@@ -252,11 +252,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             return
         values = {"num_steps": num_steps} | {name: row[name] for name in _PRINTED}
         titles = {name: name.replace("_", " ").capitalize() for name in values}
-        if callable(self.verbose):
-            show = lambda: self.verbose(**{n: (titles[n], values[n]) for n in values})
-        else:
-            line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
-            show = lambda: jax.debug.print(line, *values.values())
+
+        def show() -> None:
+            if callable(self.verbose):
+                self.verbose(**{name: (titles[name], values[name]) for name in values})
+            else:
+                line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
+                jax.debug.print(line, *values.values())
+
         jax.lax.cond(moved, show, lambda: None)
 
     #
@@ -343,10 +346,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if num_rows is None:
             return state
         check_count("history", num_rows)
-        rows = jax.tree.map(
-            lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype), state.row()
-        )
-        return dataclasses.replace(state, rows=rows)
+        empty = lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype)
+        return dataclasses.replace(state, rows=jax.tree.map(empty, state.row()))
 
     def step(
         self, fn, y, args, options, state: State, tags

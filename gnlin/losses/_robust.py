@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from equinox import AbstractClassVar
 from jaxtyping import Array, PyTree
 
 from .._common._checks import check_finite_positive
@@ -25,7 +24,7 @@ class AbstractRobust(AbstractElementwiseLoss):
     """A loss that is half the square of residuals much smaller than `delta`, and less
     than half the square of larger ones."""
 
-    _rho: AbstractClassVar[Rho]
+    _rho: ClassVar[Rho]
     delta: float = 1.0
     reduction: Reduction | None = None
 
