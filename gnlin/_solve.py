@@ -33,14 +33,13 @@ from ._solver import (
     check_divergence,
     LevenbergMarquardt,
     result_name,
-    row_of,
-    statistics,
 )
 from ._training._data import as_batch, not_finite
+from ._training._doubts import after_full_batch
+from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
 from ._training._residuals import (
     as_groups,
-    GroupNetwork,
     Groups,
     GroupsByName,
     of_groups,
@@ -54,7 +53,6 @@ from ._training._solution import (
     History,
     in_words,
     Model,
-    NO_GRADIENT,
     on_host,
     Solution,
 )
@@ -81,9 +79,6 @@ _SMALL, _SHORT = 2**17, 2**21
 # long as a call takes less than `_SECONDS`. Ctrl-C is noticed between calls.
 _FIRST_STEPS, _GROWTH, _SECONDS = 8, 8, 0.5
 _WELL = "successful", "nonlinear_max_steps_reached"
-# Warn if the loss has grown by the factor `_WORSE` in a run that has converged, or has
-# made at least `_LOOKED_BACK` steps.
-_LOOKED_BACK, _WORSE = 10, 2.0
 
 
 def solve(
@@ -206,7 +201,7 @@ def solve(
     if history:
         rows["step"] = rows["num_feature_updates"]  # every step is a feature update
     rows = {name: rows[name] for name in (*COLUMNS, *rows) if name in rows}
-    stats = {"num_steps": num_steps, **statistics(carry.solver_state.counts)}
+    stats = {"num_steps": num_steps, **carry.solver_state.counts.by_name()}
     reason = complaint = doubt = ""
     if not is_traced((num_steps, loss_now, rows)):
         stats, loss_now = on_host((stats, loss_now))
@@ -225,16 +220,10 @@ def solve(
             carry, loss_now = _best(carry, loss_now)
             reason = f"step {num_steps}: interrupted"
             complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
-        elif ended in _WELL and history and num_steps > 0:
-            first, long = float(rows["loss"][0]), num_steps >= _LOOKED_BACK
-            if loss_now > _WORSE * abs(first) and (long or ended == "successful"):
-                doubt = (
-                    f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
-                    f"{first:.4g} to {loss_now:.4g}: use `gnlin.LevenbergMarquardt()`, "
-                    "more damping, a smaller learning rate or fewer inner steps."
-                )
-            if first != 0 and not np.any(rows["gradient_norm"]):
-                doubt = f"`gnlin.solve` made no step: {NO_GRADIENT}"
+        elif ended in _WELL and history:
+            found = rows["loss"].tolist(), rows["gradient_norm"].tolist()
+            converged = ended == "successful"
+            doubt = after_full_batch(*found, float(loss_now), converged=converged)
     solution = Solution(
         model=network.frozen.with_parameters(carry.parameters),
         state=carry.model_state,
@@ -381,7 +370,7 @@ def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, mos
         ours = keep((carry.parameters, carry.model_state), places.carry)
         return carry._replace(parameters=ours[0], model_state=ours[1])
 
-    row = row_of(now.carry.solver_state)
+    row = now.carry.solver_state.row()
     row |= dict.fromkeys(columns_of(objective.names).values(), row["loss"])
     row = row if history else {}
     rows = jax.tree.map(lambda x: jnp.full(num_rows, jnp.nan, x.dtype), row)

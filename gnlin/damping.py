@@ -8,11 +8,12 @@ For a fixed damping or a schedule use [`gnlin.DampedGaussNewton`][].
 """
 
 import abc
+import dataclasses
 from typing import ClassVar, Generic, TypeVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
+from equinox import AbstractVar
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from ._common import _tree
@@ -24,8 +25,7 @@ from ._common._checks import (
     nan_unless,
     positive,
 )
-from ._subproblem import AbstractSubproblem
-from .filters import Tikhonov
+from ._subproblem import AbstractSubproblem, damping_for_length
 
 
 __all__ = ["AbstractDamping", "LongestStep", "Nielsen", "Trial", "TrustRegion"]
@@ -108,8 +108,31 @@ class AbstractDamping(eqx.Module, Generic[_State]):
         return ~trial.accepted
 
 
-class _Changing(eqx.Module):
-    damping: Float[Array, ""]  # negative before the first trial
+class _Kept(eqx.Module):
+    damping: Float[Array, ""]  # to try next; negative before the first trial
+
+
+_KeptState = TypeVar("_KeptState", bound=_Kept)
+
+
+class _AbstractFromFirst(AbstractDamping[_KeptState]):
+    """A rule whose state holds the next damping."""
+
+    initial: AbstractVar[ScalarLike]
+
+    def begin(self, state: _KeptState, subproblem: AbstractSubproblem) -> _KeptState:
+        damping = state.damping
+        curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
+        safe = jnp.where(positive(curvature), curvature, 1)
+        initial = nan_unless(positive(self.initial), self.initial)
+        first = jnp.where(damping < 0, initial.astype(damping.dtype) * safe, damping)
+        return eqx.tree_at(lambda s: s.damping, state, first)
+
+    def damping(self, state, subproblem, y) -> Scalar:
+        return state.damping
+
+
+class _Changing(_Kept):
     growth: Float[Array, ""]  # factor of the damping if the next trial fails
 
 
@@ -121,7 +144,7 @@ _LESS = 1 / 3
 _EXACT, _MUCH_LESS = 0.98, 1 / 10
 
 
-class Nielsen(AbstractDamping[_Changing]):
+class Nielsen(_AbstractFromFirst[_Changing]):
     r"""A damping that falls by a factor of up to 3 after a good step, and rises by
     factors of 2, 4, 8 and so on after failing steps.
 
@@ -147,13 +170,6 @@ class Nielsen(AbstractDamping[_Changing]):
     def init(self, dtype: jnp.dtype) -> _Changing:
         return _Changing(jnp.array(-1, dtype), jnp.array(2, dtype))
 
-    def begin(self, state: _Changing, subproblem: AbstractSubproblem) -> _Changing:
-        damping = _or_first(state.damping, self.initial, subproblem)
-        return eqx.tree_at(lambda s: s.damping, state, damping)
-
-    def damping(self, state, subproblem, y) -> Scalar:
-        return state.damping
-
     def after(self, state: _Changing, trial: Trial) -> _Changing:
         factor = jnp.where(trial.accepted, _nielsen_factor(trial.ratio), state.growth)
         growth = jnp.where(trial.accepted, 2, 2 * state.growth)
@@ -164,16 +180,6 @@ def _nielsen_factor(ratio: Scalar) -> Scalar:
     """Return the factor of the damping after an accepted step."""
     shrink = jnp.maximum(_LESS, 1 - (2 * ratio - 1) ** 3)
     return jnp.where(ratio >= _EXACT, _MUCH_LESS, shrink)
-
-
-def _or_first(
-    damping: Scalar, initial: ScalarLike, subproblem: AbstractSubproblem
-) -> Scalar:
-    """Return `damping`, or the first damping of the run if `damping` is negative."""
-    curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
-    safe = jnp.where(positive(curvature), curvature, 1)
-    first = nan_unless(positive(initial), initial).astype(damping.dtype) * safe
-    return jnp.where(damping < 0, first, damping)
 
 
 # The search ends when the largest failing and the smallest accepted damping are within
@@ -197,8 +203,7 @@ _LONG_WAY = 2
 _GROWTH, _SHORT = 3.0, 1e-3
 
 
-class _Edge(eqx.Module):
-    damping: Float[Array, ""]  # to try next; negative before the first trial
+class _Edge(_Kept):
     low: Float[Array, ""]  # largest failing damping at this linearisation, or 0
     high: Float[Array, ""]  # smallest accepted damping at this linearisation, or infinity
     move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing
@@ -209,7 +214,7 @@ class _Edge(eqx.Module):
     real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
 
 
-class LongestStep(AbstractDamping[_Edge]):
+class LongestStep(_AbstractFromFirst[_Edge]):
     r"""The longest reliable step: the smallest damping at which the loss still falls by
     $\rho$ times the predicted decrease. It is searched for at each linearisation.
 
@@ -250,13 +255,6 @@ class LongestStep(AbstractDamping[_Edge]):
         no = jnp.array(False)
         return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero, no)
 
-    def begin(self, state: _Edge, subproblem: AbstractSubproblem) -> _Edge:
-        damping = _or_first(state.damping, self.initial, subproblem)
-        return eqx.tree_at(lambda s: s.damping, state, damping)
-
-    def damping(self, state, subproblem, y) -> Scalar:
-        return state.damping
-
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
         longest = jnp.maximum(longest, _SHORT * trial.size)
@@ -289,18 +287,13 @@ class LongestStep(AbstractDamping[_Edge]):
         move = jnp.minimum(state.move**2, _LARGEST_MOVE)
         move = jnp.where(number > 1, move, state.move)
         length = jnp.where(state.length < 0, trial.length, state.length)
-        # Once the search is over, reset the state for the next linearisation.
-        return _Edge(
-            jnp.where(found, next_damping, damping),
-            jnp.where(found, 0, low),
-            jnp.where(found, jnp.inf, high),
-            jnp.where(found, _MOVE, move),
-            jnp.where(found, 0, number),
-            jnp.where(found, next_length, length),
-            next_length,
-            next_damping,
-            real & ~found,
+        following = next_length, next_damping
+        on = _Edge(damping, low, high, move, number, length, *following, real)
+        # Once the search is over, the next linearisation begins another.
+        over = dataclasses.replace(
+            self.init(low.dtype), damping=next_damping, length=next_length
         )
+        return _tree.where(found, over, on)
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         return state.number > 0
@@ -308,13 +301,6 @@ class LongestStep(AbstractDamping[_Edge]):
 
 # The next radius, divided by the length of a poor step and of a failing one.
 _POORER, _FAILED = 0.5, 0.25
-# Relative tolerance between the length of a step and the radius.
-_WITHIN = 0.1
-# The most solutions per trial; two or three are usual.
-_MOST_SOLUTIONS = 20
-# The smallest damping to try without a usable guess, as a part of the upper bound (Moré,
-# 1978, section 5).
-_LEAST_PART = 1e-3
 
 
 class _Region(eqx.Module):
@@ -358,7 +344,7 @@ class TrustRegion(AbstractDamping[_Region]):
         size = subproblem.length(y).astype(dtype)
         first = factor * jnp.where(size > 0, size, 1)
         radius = jnp.where(state.radius < 0, first, state.radius)
-        return _damping_for_length(subproblem, radius, state.damping)
+        return damping_for_length(subproblem, radius, state.damping)
 
     def after(self, state: _Region, trial: Trial) -> _Region:
         poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
@@ -370,52 +356,3 @@ class TrustRegion(AbstractDamping[_Region]):
             fair,
         )
         return _Region(radius, trial.damping)
-
-
-class _Search(eqx.Module):
-    damping: Float[Array, ""]  # to try next
-    tried: Float[Array, ""]  # the last damping
-    length: Float[Array, ""]  # the step's with that damping
-    low: Float[Array, ""]
-    high: Float[Array, ""]
-    num_solutions: Int[Array, ""]
-
-
-def _damping_for_length(
-    subproblem: AbstractSubproblem, radius: Scalar, guess: Scalar
-) -> Scalar:
-    """Return the damping at which |D delta| is the radius, by Hebden's iteration with
-    Moré's bounds: secants of 1 / |D delta|, which is nearly linear in the damping."""
-    dtype = radius.dtype
-
-    def length(damping: Scalar) -> Scalar:
-        long = subproblem.length_of(subproblem.solve(Tikhonov(damping))).astype(dtype)
-        # The factorisation has failed for lack of damping, so the step is too long.
-        return jnp.where(jnp.isfinite(long), long, jnp.inf)
-
-    def inside(damping: Scalar, low: Scalar, high: Scalar) -> Scalar:
-        middle = jnp.maximum(_LEAST_PART * high, jnp.sqrt(low * high))
-        return jnp.where((damping > low) & (damping < high), damping, middle)
-
-    least = subproblem.least_damping().astype(dtype)
-    # |D delta| is at most |D^-1 g| / lambda.
-    most = subproblem.scaled_gradient_norm().astype(dtype) / radius
-
-    def closer(last: _Search) -> _Search:
-        damping, long = last.damping, length(last.damping)
-        slope = (1 / long - 1 / last.length) / (damping - last.tried)
-        secant = damping + (1 / radius - 1 / long) / slope
-        low = jnp.where(long > radius, damping, last.low)
-        high = jnp.where(long > radius, last.high, damping)
-        number = last.num_solutions + 1
-        return _Search(inside(secant, low, high), damping, long, low, high, number)
-
-    def apart(search: _Search) -> Bool[Array, ""]:
-        far = jnp.abs(search.length - radius) > _WITHIN * radius
-        return far & (search.num_solutions < _MOST_SOLUTIONS)
-
-    guess, undamped = inside(guess, least, most), length(least)
-    start = _Search(guess, least, undamped, least, most, jnp.array(1))
-    reaches = undamped > (1 + _WITHIN) * radius
-    found = jax.lax.while_loop(lambda search: reaches & apart(search), closer, start)
-    return nan_unless(radius > 0, jnp.where(reaches, found.tried, least))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Num, PyTree, Scalar
 
 from ._common import _tree
-from ._common._checks import as_key, check_count
+from ._common._checks import as_key, check_count, says_where
 from ._common._tree import ravel_pytree
 from ._jacobian import DEFAULT_MEMORY_BUDGET
 from ._linearisation._linearisation import Linearisation, linearise
@@ -40,7 +40,6 @@ from .losses._cross_entropy import is_label
 
 
 __all__ = [
-    "direction_alignment",
     "kernel_alignment",
     "kernel_distance",
     "kernel_drift",
@@ -50,6 +49,11 @@ __all__ = [
     "target_alignment",
 ]
 
+
+__getattr__ = says_where(
+    __name__,
+    direction_alignment="the experiment `xor-features` of the benchmarks has it",
+)
 
 Kernel = Float[Array, "n c n c"]
 
@@ -223,24 +227,6 @@ def relative_distances(now: PyTree, then: PyTree) -> PyTree[Scalar]:
         return jnp.where(moved == 0, 0, moved / was)
 
     return jax.tree.map(of_array, now, then)
-
-
-def direction_alignment(
-    rows: Float[Array, "rows d"], directions: Float[Array, "k d"]
-) -> Float[Array, " rows"]:
-    r"""Return how well each row, such as a hidden unit's weights, points along one of the
-    directions: $\max_c \cos(w, c)$. It is 0 for a row of zeros."""
-    if rows.ndim != 2 or directions.ndim != 2 or rows.shape[1] != directions.shape[1]:
-        raise ValueError(
-            "Rows and directions must be matrices with the same number of columns, but "
-            f"have the shapes {rows.shape} and {directions.shape}."
-        )
-
-    def unit(x):
-        size = jnp.linalg.norm(x, axis=1, keepdims=True)
-        return x / jnp.where(size > 0, size, 1)
-
-    return jnp.max(_tree.matmul(unit(rows), unit(directions).T), axis=1)
 
 
 def _check_kernels(*kernels: Kernel) -> None:

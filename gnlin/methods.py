@@ -5,11 +5,11 @@
 - For `search`: `GridSearch`.
 - For `tolerance`: `EisenstatWalker`.
 - For the `adjoint` of optimistix: `ImplicitAdjoint`.
-- `Trajectory`: the path of the inner steps of iterative linearisation.
 """
 
+from ._common._checks import says_where
 from ._linear_algebra._conjugate_gradients import ConjugateGradients
-from ._solver import AdaptiveLinearisation, FilteredGaussNewton, GridSearch, Trajectory
+from ._solver import AdaptiveLinearisation, FilteredGaussNewton, GridSearch
 from ._solver._adjoint import ImplicitAdjoint
 from ._solver._schedules import EisenstatWalker
 from ._subproblem import MixedPrecision, NystromKernel
@@ -24,5 +24,9 @@ __all__ = [
     "ImplicitAdjoint",
     "MixedPrecision",
     "NystromKernel",
-    "Trajectory",
 ]
+
+__getattr__ = says_where(
+    __name__,
+    Trajectory="use `spectrum.step(solver.filter(k))`, with `spectrum = lin.spectrum()`",
+)

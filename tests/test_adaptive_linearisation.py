@@ -194,8 +194,8 @@ def test_an_optimiser_across_batches():
         ((0.1,), "`descent` must be a `gnlin.IterativeLinearisation`"),
         ((None, None), "pass `max_drift` or `min_ratio`"),
         ((0.0,), "`max_drift` must be greater than 0"),
-        ((0.5, -0.1), "`min_ratio` must not be negative"),
-        ((0.5, 1.1), "`min_ratio` must be at most 1"),
+        ((0.5, -0.1), "`min_ratio` must lie between 0 and 1"),
+        ((0.5, 1.1), "`min_ratio` must lie between 0 and 1"),
         ((0.5, 0.5, 0), "`check_every` must be"),
     ],
 )

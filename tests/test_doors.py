@@ -471,7 +471,5 @@ def test_short_representations():
     lin = gnlin.linearise(lambda y, _: jnp.array([y[0], 2 * y[1], 0.0]), jnp.ones(3))
     spectrum = lin.spectrum()
     assert repr(spectrum) == "Spectrum(3 eigenvalues from 0 to 4, 1 of them zero)"
-    trajectory = gnlin.IterativeLinearisation(10, 0.1).trajectory(lin)
-    assert repr(trajectory) == f"Trajectory({spectrum})"
     several = jax.vmap(lambda s: lin.with_outputs(s * lin.outputs).spectrum())
     assert repr(several(jnp.ones(2))) == "Spectrum(eigenvalues=f64[2,3])"

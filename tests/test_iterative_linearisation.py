@@ -226,7 +226,7 @@ def test_a_few_steps_too_long_are_taken_as_asked():
 
 
 #
-# The filter and the trajectory
+# The filter
 #
 
 
@@ -253,63 +253,23 @@ def test_more_feature_updates_of_fewer_steps_fit_a_nonlinear_model_better():
 STEPS = [1, 2, 10, 100]
 
 
-@pytest.mark.parametrize(
-    ("method", "momentum"),
-    [("eigh", 0.0), ("matrix-free", 0.5)],
-)
-def test_trajectory(method, momentum):
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_the_path_of_the_inner_steps(momentum):
     y, args = sines_data((7, 3))
     r, jacobian = sines_numpy(y, args)
-    _, test_args = sines_data((4, 3), seed=9)
-    test_r, test_jacobian = sines_numpy(y, test_args)
-    lin = gnlin.linearise(sines, *as_jax((y, args)))
-    solver = gnlin.IterativeLinearisation(10, 0.05, momentum, method=method)
-    trajectory = solver.trajectory(lin)
-    parameters = trajectory.parameters(jnp.asarray(STEPS))
-    outputs = trajectory.outputs(jnp.asarray(STEPS))
-    elsewhere = trajectory.outputs(
-        jnp.asarray(STEPS), on=gnlin.linearise(sines, *as_jax((y, test_args)))
-    )
-    assert parameters.shape == (4, 3)
-    for i, k in enumerate(STEPS):
-        delta = descent_step(r, jacobian, k, 0.05, momentum)
-        np.testing.assert_allclose(parameters[i], y + delta, rtol=1e-10)
-        np.testing.assert_allclose(outputs[i], r + jacobian @ delta, atol=1e-10)
-        expected = test_r + test_jacobian @ delta
-        np.testing.assert_allclose(elsewhere[i], expected, atol=1e-10)
-    step = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
-    np.testing.assert_allclose(parameters[2], step.value, rtol=1e-10)
-
-
-def test_trajectory_of_pytrees_under_jit():
-    y = {"a": jnp.asarray([0.3, 0.2]), "b": jnp.asarray(0.5)}
-    x = jnp.linspace(0.0, 1.0, 5)
-
-    def fn(y, x):
-        return {"out": jnp.sin(y["a"][0] * x) + y["a"][1] * y["b"] - x}
+    solver = gnlin.IterativeLinearisation(10, 0.05, momentum)
 
     @jax.jit
-    def path(y, x, steps):
-        lin = gnlin.linearise(fn, y, x)
-        solver = gnlin.IterativeLinearisation(10, 0.1)
-        trajectory = solver.trajectory(lin)
-        return trajectory.parameters(steps), trajectory.outputs(steps)
+    def path(y, args, steps):
+        spectrum = gnlin.linearise(sines, y, args).spectrum()
+        return jax.vmap(lambda k: spectrum.step(solver.filter(k)))(steps)
 
-    parameters, outputs = path(y, x, jnp.asarray([1, 5]))
-    assert parameters["a"].shape == (2, 2)
-    assert parameters["b"].shape == (2,)
-    assert outputs["out"].shape == (2, 5)
-    gradient = jax.grad(lambda y: 0.5 * jnp.sum(fn(y, x)["out"] ** 2))(y)
-    np.testing.assert_allclose(
-        parameters["b"][0], y["b"] - 0.1 * gradient["b"], rtol=1e-12
-    )
-
-
-def test_trajectory_starts_after_the_first_step():
-    lin = gnlin.linearise(sines, *as_jax(sines_data((7, 3))))
-    trajectory = gnlin.IterativeLinearisation(10, 0.05).trajectory(lin)
-    with pytest.raises(ValueError, match="`inner_steps`"):
-        trajectory.parameters(jnp.asarray([0, 1]))
+    steps = path(*as_jax((y, args)), jnp.asarray(STEPS))
+    for k, step in zip(STEPS, steps, strict=True):
+        expected = descent_step(r, jacobian, k, 0.05, momentum)
+        np.testing.assert_allclose(step, expected, rtol=1e-10, atol=1e-12)
+    one = least_squares(sines, solver, *as_jax((y, args)), max_steps=1)
+    np.testing.assert_allclose(y + steps[2], one.value, rtol=1e-10)
 
 
 @pytest.mark.parametrize("method", ["eigh", "matrix-free"])

@@ -113,6 +113,20 @@ def test_a_name_that_never_was():
         gnlin.Adam  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    ("room", "name", "instead"),
+    [
+        (gnlin.methods, "Trajectory", r"`spectrum\.step\(solver\.filter\(k\)\)`"),
+        (gnlin.features, "direction_alignment", "`xor-features`"),
+    ],
+)
+def test_a_name_that_is_gone_says_what_to_use(room, name, instead):
+    with pytest.raises(AttributeError, match=f"no attribute {name!r}: .*{instead}"):
+        getattr(room, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'Adam'$"):
+        room.Adam  # noqa: B018
+
+
 def test_every_public_name_is_documented():
     assert PUBLIC
     for name, value in PUBLIC.items():

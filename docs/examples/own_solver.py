@@ -28,6 +28,6 @@ class ProportionalDamping(gnlin.authoring.AbstractGaussNewton):
         damped = gnlin.filters.Tikhonov(self.factor * optx.two_norm(problem.gradient()))
         subproblem = gnlin.authoring.choose(problem, damped)
         answer = subproblem.solve(damped)
-        step = self, objective, lin, evaluate, subproblem, answer
+        step = objective, lin, evaluate, subproblem, answer
         search = optx.BacktrackingArmijo()
         return gnlin.authoring.take_step(*step, search=search, damping=damped.damping)

@@ -5,7 +5,7 @@ number: where one is allowed, test for it before calling these.
 """
 
 import dis
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -52,45 +52,36 @@ def _check(name: str, value: Any, holds: Callable[[np.ndarray], Any], what: str)
         raise ValueError(f"`{name}` must {what}, but {value} was given.")
 
 
-def check_positive(name: str, value) -> None:
-    _check(name, value, lambda x: x > 0, "be greater than 0")
+def _checks_that(
+    what: str, holds: Callable[[np.ndarray], Any]
+) -> Callable[[str, Any], None]:
+    return lambda name, value: _check(name, value, holds, what)
 
 
-def check_nonnegative(name: str, value) -> None:
-    _check(name, value, lambda x: x >= 0, "not be negative")
+_check_finite = _checks_that("be finite", np.isfinite)
+check_positive = _checks_that("be greater than 0", lambda x: x > 0)
+check_nonnegative = _checks_that("not be negative", lambda x: x >= 0)
+check_fraction = _checks_that("lie strictly between 0 and 1", lambda x: (x > 0) & (x < 1))
+check_less_than_one = _checks_that(
+    "be at least 0 and less than 1", lambda x: (x >= 0) & (x < 1)
+)
+check_up_to_one = _checks_that("be above 0 and at most 1", lambda x: (x > 0) & (x <= 1))
+check_share = _checks_that("lie between 0 and 1", lambda x: (x >= 0) & (x <= 1))
+check_exponent = _checks_that("be above 1 and at most 2", lambda x: (x > 1) & (x <= 2))
+check_period = _checks_that(
+    "be a whole number of at least 1, or `math.inf`",
+    lambda x: (x >= 1) & (x == np.floor(x)),
+)
 
 
-def check_finite_positive(name: str, value) -> None:
+def check_finite_positive(name: str, value: Any) -> None:
     check_positive(name, value)
-    _check(name, value, np.isfinite, "be finite")
+    _check_finite(name, value)
 
 
-def check_finite_nonnegative(name: str, value) -> None:
+def check_finite_nonnegative(name: str, value: Any) -> None:
     check_nonnegative(name, value)
-    _check(name, value, np.isfinite, "be finite")
-
-
-def check_fraction(name: str, value) -> None:
-    _check(name, value, lambda x: (x > 0) & (x < 1), "lie strictly between 0 and 1")
-
-
-def check_less_than_one(name: str, value) -> None:
-    _check(name, value, lambda x: (x >= 0) & (x < 1), "be at least 0 and less than 1")
-
-
-def check_between(name: str, value, least: float, most: float) -> None:
-    what = f"lie between {least:g} and {most:g}"
-    _check(name, value, lambda x: (x >= least) & (x <= most), what)
-
-
-def check_range(name: str, value, above: float, most: float) -> None:
-    what = f"be above {above:g} and at most {most:g}"
-    _check(name, value, lambda x: (x > above) & (x <= most), what)
-
-
-def check_period(name: str, value) -> None:
-    what = "be a whole number of at least 1, or `math.inf`"
-    _check(name, value, lambda x: (x >= 1) & (x == np.floor(x)), what)
+    _check_finite(name, value)
 
 
 def check_scalar(name: str, value) -> None:
@@ -104,6 +95,16 @@ def check_callable(name: str, value: object, what: str, example: str) -> None:
         raise ValueError(
             f"`{name}` must be {what}, such as `{example}`, but {value!r} was given."
         )
+
+
+def check_one_of(
+    name: str, value: object, choices: Sequence[str], hint: str = ""
+) -> None:
+    """Raise unless a value is one of several strings. `hint` ends the sentence."""
+    if not isinstance(value, str) or value not in choices:
+        *others, last = (f'"{choice}"' for choice in choices)
+        known = f"{', '.join(others)} or {last}"
+        raise ValueError(f"`{name}` must be {known}, but {value!r} was given{hint}.")
 
 
 def check_search(search: object, *also: type) -> None:
@@ -257,3 +258,14 @@ def import_pyplot(name: str) -> Any:
             f"`{name}` needs matplotlib: install it with `pip install matplotlib`."
         ) from error
     return plt
+
+
+def says_where(module: str, **instead: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which says what to use `instead` of a name that
+    the module no longer has."""
+
+    def missing(name: str) -> Any:
+        hint = f": {instead[name]}." if name in instead else ""
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
+
+    return missing

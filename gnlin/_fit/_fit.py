@@ -16,8 +16,9 @@ from .._linearisation._bounds import check_start
 from .._linearisation._objective import GroupLosses
 from .._solver import AbstractGaussNewton, as_solver, check_divergence, LevenbergMarquardt
 from .._training._data import as_tuple
+from .._training._group_network import GroupNetwork
 from .._training._model import make_network, Network
-from .._training._residuals import as_groups, GroupNetwork, of_groups, refuse_for_groups
+from .._training._residuals import as_groups, of_groups, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, columns_of, StepSettings
 from ..callbacks import Callback, Progress

@@ -11,6 +11,12 @@ class Rows:
     """A growing table of floats."""
 
     def __init__(self, columns: list[str]):
+        for i, name in enumerate(columns):
+            if name in columns[:i]:
+                raise ValueError(
+                    f"The history would have two columns {name!r}: rename a metric or "
+                    "the column of a callback."
+                )
         self.columns = columns
         self._rows: list[list[float]] = []
 

@@ -2,30 +2,20 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
-from .._common._checks import is_key
-from .._common._identity import (
-    as_numpy,
-    checksum,
-    described,
-    described_by_field,
-    described_by_leaf,
-)
-from .._common._sharding import Places
-from .._solver import result_name, RESULT_NAMES, statistics
+from .._common._identity import as_numpy
+from .._solver import result_name, RESULT_NAMES
+from .._training._doubts import after_batches
 from .._training._solution import (
     COLUMNS,
     History,
     in_words,
-    NO_GRADIENT,
     on_host,
     Solution,
 )
@@ -33,20 +23,11 @@ from .._training._step import Carry, checked_outputs, StepSettings, why_it_faile
 from ..callbacks import Callback, Run as AbstractRun
 from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
-from ._saver import Saver
-from ._snapshot import CallbackState, give_back, Snapshot, state_of
-from ._step import AnyArray, Compiled, join, split, step
+from ._saver import described_run, Saver
+from ._snapshot import CallbackState, give_back, like_array, Snapshot, state_of
+from ._step import as_handed_out, Compiled, join, split, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
-
-
-# A run that made all its steps warns that the loss rose if the mean of this many last
-# losses exceeds `_WORSE` times the first loss; or if it exceeds the first loss and more
-# than a part `_RISEN` of all pairs of an early and a late loss rise. A run of fewer steps
-# is not judged.
-_LOOKED_BACK = 10
-_WORSE = 2.0
-_RISEN = 0.9
 
 
 class _Now(NamedTuple):
@@ -94,7 +75,7 @@ class Run(AbstractRun):
     ):
         """`parts`: the history's columns of the parts of the loss."""
         self._setting = setting
-        arrays, self._static = split(_as_handed_out(carry))
+        arrays, self._static = split(as_handed_out(carry))
         self._now = _Now(0, 0, 0, [jnp.asarray(x) for x in arrays])
         self._stream = stream
         self._num_epochs = epochs
@@ -105,7 +86,7 @@ class Run(AbstractRun):
         self._validation = validation
         self._validate_every = validate_every
         own = [*COLUMNS, *parts, *(validation.columns if validation else ())]
-        self._rows = Rows(_checked_columns(own, callbacks))
+        self._rows = Rows([*own, *(n for each in callbacks for n in each.columns)])
         self._saver = None if checkpoint is None else Saver(checkpoint, self)
         self._advance: Compiled | None = None
         self._chosen: list[np.ndarray] | None = None
@@ -203,7 +184,9 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            self._look_back()
+            losses, norms = map(self._rows.column, ("loss", "gradient_norm"))
+            doubt = after_batches(losses, norms, made_all=not self._reason)
+            self.complaint = doubt or self.complaint
             self._save()
             self._validate_if_not_yet()
         except KeyboardInterrupt:
@@ -318,36 +301,14 @@ class Run(AbstractRun):
         carry, at_fault = self._carry(), ""
         self.result = carry.solver_state.result
         if self.result == optx.RESULTS.nonfinite:
-            at_fault = self._stream.at_fault(self._check)
+            model = carry.parameters, carry.model_state
+            check = lambda batch: checked_outputs(self._setting, *model, batch)
+            at_fault = self._stream.at_fault(check)
         why = why_it_failed(self._setting, carry)
         self._reason = in_words(result_name(self.result), self.step, why)
         self.complaint = (
             f"`gnlin.fit` stopped at step {self.step}: {why} {at_fault}".rstrip()
         )
-
-    def _check(self, batch: tuple) -> None:
-        carry = self._carry()
-        checked_outputs(self._setting, carry.parameters, carry.model_state, batch)
-
-    def _look_back(self) -> None:
-        """Warn if a run that made all its steps has not decreased the loss."""
-        losses = self._rows.column("loss")
-        if np.any(losses) and not np.any(self._rows.column("gradient_norm")):
-            self.complaint = f"`gnlin.fit` made no step: {NO_GRADIENT}"
-            return
-        if self._reason or len(losses) < _LOOKED_BACK:
-            return
-        some = min(_LOOKED_BACK, len(losses) // 2)
-        early, late = np.array(losses[:some]), np.array(losses[-some:])
-        first, last = losses[0], np.mean(late)
-        # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
-        risen = last > first and np.mean(late > early[:, None]) > _RISEN
-        if risen or last > _WORSE * first:
-            self.complaint = (
-                f"`gnlin.fit` made all {self.step} steps, but the loss rose from "
-                f"{first:.3g} to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more "
-                "damping or a smaller learning rate."
-            )
 
     def _validate(self) -> None:
         assert self._validation is not None
@@ -371,7 +332,7 @@ class Run(AbstractRun):
             own, static = split((parameters, state))
             chosen = map(like_array, self._chosen, own)
             (parameters, state), loss = join(list(chosen), static), None
-        counts = on_host(statistics(carry.solver_state.counts))
+        counts = on_host(carry.solver_state.counts.by_name())
         return Solution(
             model=self._with_frozen(parameters),
             state=state,
@@ -402,27 +363,11 @@ class Run(AbstractRun):
         )
 
     def settings(self) -> dict[str, str]:
-        """Describe the run: what decides whether two runs are the same, and in words, to
-        name what differs. This is called before the first step, while the parameters are
-        still the initial ones."""
-        # A run may be resumed with other printing, or on another number of devices.
-        solver = eqx.tree_at(lambda solver: solver.verbose, self._setting.solver, False)
-        setting = self._setting._replace(solver=solver, places=Places())
+        """Describe the run. This is called before the first step, while the parameters
+        are still the initial ones."""
         inputs = self._inputs(self._stream.first())
-        program = Compiled(step, (setting,), *inputs).program(*inputs)
-        others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
-        shapes = jax.tree.map(np.shape, self._stream.example())
-        return {
-            "data": f"{self._stream.identity()} with shapes {shapes}",
-            "columns": ", ".join(self._rows.columns),
-            **described_by_field("solver", setting.solver),
-            **described_by_field("loss", setting.loss),
-            **{name: described(getattr(setting, name)) for name in others},
-            **described_by_leaf("model", self.model),
-            **described_by_leaf("state", self.model_state),
-            "step": f"{program} in jax {jax.__version__}",
-            "initial values": checksum(inputs[0]),
-        }
+        of_run = self._stream, self._rows.columns, self.model, self.model_state
+        return described_run(self._setting, inputs, *of_run)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Resume from a snapshot; raise `Fault` if this run cannot have left it."""
@@ -442,7 +387,7 @@ class Run(AbstractRun):
 
     def restore_callbacks(self, states: list[CallbackState]) -> bool:
         """Restore the callbacks' states; return whether they fit the callbacks."""
-        own = give_back(states, self._callbacks, like_array)
+        own = give_back(states, self._callbacks)
         self._all_told()
         return own
 
@@ -450,42 +395,3 @@ class Run(AbstractRun):
         """Return the size of the last checkpoint, without the callbacks' states."""
         table = 8 * len(self._rows.columns) * (self.num_steps or 0)
         return sum(as_numpy(x).nbytes for x in self._now.arrays) + table
-
-
-def _checked_columns(own: list[str], callbacks: list[Callback]) -> list[str]:
-    columns = [*own, *(name for callback in callbacks for name in callback.columns)]
-    for i, name in enumerate(columns):
-        if name in columns[:i]:
-            raise ValueError(
-                f"The history would have two columns {name!r}: rename a metric or the "
-                "column of a callback."
-            )
-    return columns
-
-
-def _as_handed_out(carry: Carry) -> Carry:
-    """Give the carry the types that a step returns, so that the second step is not
-    compiled again: all become strong, except for integers of the model's state. A strong
-    integer would promote single precision to double where a float is computed from it, as
-    in batch normalisation."""
-
-    def strong(x):
-        if not isinstance(x, AnyArray) or is_key(x):
-            return x
-        return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
-
-    def of_model(x):
-        counts = isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
-        return x if counts else strong(x)
-
-    typed = jax.tree.map(strong, carry._replace(model_state=None))
-    return typed._replace(model_state=jax.tree.map(of_model, carry.model_state))
-
-
-def like_array(x: np.ndarray, like: Any) -> Array:
-    if is_key(like):
-        return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
-    weak = getattr(like, "weak_type", False) and like.ndim == 0
-    array = jnp.asarray(x.item() if weak else x)
-    on_one = len(like.devices()) == 1
-    return array if on_one else jax.device_put(array, like.sharding)

@@ -5,9 +5,24 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from .._common._identity import (
+    checksum,
+    described,
+    described_by_field,
+    described_by_leaf,
+)
+from .._common._sharding import Places
+from .._training._step import StepSettings
 from . import _checkpoint
 from ._checkpoint import Checkpoint, CheckpointError, Fault
 from ._snapshot import pack, Snapshot, unpack
+from ._step import Compiled, step
+from ._stream import ArrayStream, IterableStream
 
 
 if TYPE_CHECKING:
@@ -16,6 +31,38 @@ if TYPE_CHECKING:
 
 # The settings that must be the same in a resumed run. The others only name what differs.
 _DECISIVE = "data", "columns", "step", "initial values"
+
+
+def described_run(
+    setting: StepSettings,
+    inputs: tuple,
+    stream: ArrayStream | IterableStream,
+    columns: list[str],
+    model: PyTree,
+    state: PyTree,
+) -> dict[str, str]:
+    """Describe a run: what decides whether two runs are the same, and in words, to name
+    what differs.
+
+    - `inputs`: the arguments of the first step.
+    """
+    # A run may be resumed with other printing, or on another number of devices.
+    solver = eqx.tree_at(lambda solver: solver.verbose, setting.solver, False)
+    setting = setting._replace(solver=solver, places=Places())
+    program = Compiled(step, (setting,), *inputs).program(*inputs)
+    others = "key", "augment", "batch_size", "curvature_batch_size", "divergence"
+    shapes = jax.tree.map(np.shape, stream.example())
+    return {
+        "data": f"{stream.identity()} with shapes {shapes}",
+        "columns": ", ".join(columns),
+        **described_by_field("solver", setting.solver),
+        **described_by_field("loss", setting.loss),
+        **{name: described(getattr(setting, name)) for name in others},
+        **described_by_leaf("model", model),
+        **described_by_leaf("state", state),
+        "step": f"{program} in jax {jax.__version__}",
+        "initial values": checksum(inputs[0]),
+    }
 
 
 class Saver:
@@ -76,12 +123,12 @@ class Saver:
             f"it is {here.get(name)}; pass the arguments of that run, or another folder."
         )
 
-    def is_due(self, step: int) -> bool:
-        if self._saved and step == self._saved[0]:
+    def is_due(self, number: int) -> bool:
+        if self._saved and number == self._saved[0]:
             return False
         every_steps = self._checkpoint.every_steps
         every_seconds = self._checkpoint.every_seconds
-        if every_steps is not None and step % every_steps == 0:
+        if every_steps is not None and number % every_steps == 0:
             return True
         elapsed = time.monotonic() - self._saved_at
         return every_seconds is not None and elapsed >= every_seconds
@@ -102,6 +149,6 @@ class Saver:
 
     def _write(self) -> None:
         snapshot = self._run.snapshot(self._settings)
-        step, keep = snapshot.step, self._checkpoint.keep
-        _checkpoint.save(self._folder, step, *pack(snapshot), keep)
+        keep = self._checkpoint.keep
+        _checkpoint.save(self._folder, snapshot.step, *pack(snapshot), keep)
         self._saved, self._saved_at = snapshot.position, time.monotonic()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .._common._checks import is_key
 from .._common._identity import as_numpy
 from ..callbacks import Callback
 from ._checkpoint import CheckpointError, Fault
@@ -116,11 +117,7 @@ def state_of(callback: Callback) -> CallbackState:
     return CallbackState(type(callback).__qualname__, paths, [leaf for _, leaf in found])
 
 
-def give_back(
-    states: Sequence[CallbackState],
-    callbacks: Sequence[Callback],
-    like_array: Callable[[np.ndarray, Array], Array],
-) -> bool:
+def give_back(states: Sequence[CallbackState], callbacks: Sequence[Callback]) -> bool:
     """Restore the callbacks' states; return whether they fit the callbacks."""
     # Callbacks without a state may be added or removed.
     callbacks = [callback for callback in callbacks if state_of(callback).leaves]
@@ -140,6 +137,15 @@ def give_back(
         structure = jax.tree.structure(callback.state())
         callback.restore(jax.tree.unflatten(structure, list(leaves)))
     return True
+
+
+def like_array(x: np.ndarray, like: Any) -> Array:
+    if is_key(like):
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
+    weak = getattr(like, "weak_type", False) and like.ndim == 0
+    array = jnp.asarray(x.item() if weak else x)
+    on_one = len(like.devices()) == 1
+    return array if on_one else jax.device_put(array, like.sharding)
 
 
 def _form(state: CallbackState) -> tuple:

@@ -11,6 +11,7 @@ import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
+from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
 from .._linearisation._objective import BatchLoss, objective_of
@@ -106,6 +107,25 @@ def evaluate(setting: StepSettings, metrics: tuple, with_linearised: bool, carry
         found += figures(_tree.axpy(1, change, outputs))
     sums = jnp.stack([jnp.asarray(x, float) for x in [total, number, *found]])
     return (everywhere(sums, setting.places.mesh),)
+
+
+def as_handed_out(carry: Carry) -> Carry:
+    """Give the carry the types that a step returns, so that the second step is not
+    compiled again: all become strong, except for integers of the model's state. A strong
+    integer would promote single precision to double where a float is computed from it, as
+    in batch normalisation."""
+
+    def strong(x):
+        if not isinstance(x, AnyArray) or is_key(x):
+            return x
+        return jax.lax.convert_element_type(jnp.asarray(x), x.dtype)
+
+    def of_model(x):
+        counts = isinstance(x, AnyArray) and jnp.issubdtype(x.dtype, jnp.integer)
+        return x if counts else strong(x)
+
+    typed = jax.tree.map(strong, carry._replace(model_state=None))
+    return typed._replace(model_state=jax.tree.map(of_model, carry.model_state))
 
 
 class Compiled:

@@ -3,14 +3,13 @@
 from ._at_hand import AtHand as AtHand
 from ._base import (
     AbstractJacobian as AbstractJacobian,
-    Cost as Cost,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
     plain_operator as plain_operator,
-    Reads as Reads,
 )
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses
 from ._coloured import Sparsity as Sparsity
+from ._cost import Cost as Cost, Reads as Reads
 from ._directions import (
     check_jac as check_jac,
     Direction as Direction,

@@ -9,8 +9,9 @@ from jaxtyping import Array, Float, PyTree
 from .._common._passes import Passes
 from .._common._sharding import by_columns, is_spread
 from .._common._tree import matmul, ravel_pytree, Structure, summed
-from ._base import AbstractJacobian, Cost, gram_of, multiplied
+from ._base import AbstractJacobian, gram_of, multiplied
 from ._block import AbstractBlock
+from ._cost import Cost
 from ._rows import Rows
 
 

@@ -13,8 +13,9 @@ from .._common._cost import num_flops
 from .._common._passes import Passes
 from .._common._tree import on_one_cpu, Structure
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, multiplied
+from ._base import AbstractJacobian, multiplied
 from ._block import AbstractBlock
+from ._cost import Cost
 from ._directions import Direction
 from ._rows import Rows
 

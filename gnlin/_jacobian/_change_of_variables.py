@@ -7,8 +7,9 @@ from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, Reads
+from ._base import AbstractJacobian
 from ._block import AbstractBlock
+from ._cost import Cost, Reads
 
 
 class ChangeOfVariables(AbstractJacobian):

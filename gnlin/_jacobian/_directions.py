@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import Primitive, primitives
 from jaxtyping import Array, PyTree
 
+from .._common._checks import check_one_of
 from .._common._cost import primitives_of
 from .._common._tree import Structure
 
@@ -55,11 +56,9 @@ def _is_transposed(jvp, domain: Structure, codomain: Structure) -> bool:
 
 def check_jac(jac: Any, only: Direction | None = None) -> None:
     """Raise `ValueError` if `jac` is invalid, or is not the function's `only` mode."""
-    if jac not in (None, "fwd", "bwd"):
-        raise ValueError(
-            f'`jac` must be "fwd", "bwd" or `None` (the mode that takes fewer passes), '
-            f"but {jac!r} was given."
-        )
+    if jac is not None:
+        hint = "; leave it out for the mode that takes fewer passes"
+        check_one_of("jac", jac, ("fwd", "bwd"), hint)
     if None not in (jac, only) and jac != only:
         mode, other = ("forward", "bwd") if jac == "fwd" else ("reverse", "fwd")
         raise ValueError(

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from .._common._passes import Passes
 from .._common._tree import einsum, Structure
 from ._at_hand import AtHand
-from ._base import Cost, Reads
 from ._block import AbstractBlock
 from ._by_passes import is_by_forward
+from ._cost import Cost, Reads
 from ._directions import Direction
 from ._rows import Rows
 

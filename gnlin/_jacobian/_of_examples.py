@@ -18,9 +18,10 @@ from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree, Structure
 from . import _program
 from ._at_hand import AtHand
-from ._base import AbstractJacobian, Cost, grouped, Of
+from ._base import AbstractJacobian, grouped, Of
 from ._block import AbstractBlock
 from ._by_passes import ByPasses, is_by_forward
+from ._cost import Cost
 from ._layer import Layer
 from ._rows import Rows
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_count
+from .._common._checks import check_count, check_one_of
 from .._common._sharding import is_spread
 from .._common._tree import ravel_pytree, Structure
 from .._jacobian import (
@@ -136,10 +136,7 @@ class Linearisation(eqx.Module):
         """
         if method is None:
             method = "svd" if svd_is_cheap(*self.shape) else "eigh"
-        if method not in ("svd", "eigh"):
-            raise ValueError(
-                f'`method` must be "svd" or "eigh", but {method!r} was given.'
-            )
+        check_one_of("method", method, ("svd", "eigh"))
         return spectrum_of(self.jacobian, self.outputs, method)
 
     def materialise(self) -> "Linearisation":

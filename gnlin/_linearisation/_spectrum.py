@@ -16,6 +16,7 @@ from .._common._sharding import is_here
 from .._common._tree import gram_of_columns, matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
 from .._linear_algebra import _lapack, _small_svd
+from .._linear_algebra._derivatives import of_matrix, with_derivative_of
 from ..filters import GradientDescent, Tikhonov
 
 
@@ -340,70 +341,13 @@ class _Origin(eqx.Module):
         return len(self.vectors) == len(self.residual)
 
 
-@eqx.filter_custom_jvp
-def with_derivative_of(formula, value, *args):
-    """Return `value`, with the derivative of `formula(*args)`, which must be equal to it.
-    Use this if `value` was computed in a way that is not differentiable; `formula` is
-    only ever differentiated."""
-    return value
-
-
-@with_derivative_of.def_jvp
-def _(primals, tangents):
-    formula, value, *args = primals
-    _, _, *moved = tangents
-    _, tangent = eqx.filter_jvp(formula, args, moved)
-    return value, _tree.cast_like(tangent, value)
-
-
 def _step(filter: Filter, eigenvalues: Float[Array, " k"], origin: _Origin):
     """Return the step as a formula that needs no derivatives of the eigenvectors."""
     jacobian, r, pairs = origin.jacobian, origin.residual, (eigenvalues, origin.vectors)
     if origin.on_outputs:
-        return jacobian.pull_back(-_of_matrix(filter, jacobian.gram(), r, *pairs))
+        return jacobian.pull_back(-of_matrix(filter, jacobian.gram(), r, *pairs))
     gradient, unravel = ravel_pytree(jacobian.pull_back(r))
-    return unravel(-_of_matrix(filter, jacobian.curvature(), gradient, *pairs))
-
-
-@eqx.filter_custom_jvp
-def _of_matrix(filter, matrix, vector, w, vectors):
-    r"""Return $g(A) b$ for a symmetric matrix A with known eigenpairs."""
-    return matmul(vectors, filter(w) * matmul(vectors.T, vector))
-
-
-@_of_matrix.def_jvp
-def _(primals, tangents):
-    r"""Use $dg(A) = Q\,(G \circ Q^\top dA\,Q)\,Q^\top$, with the divided differences
-    $G_{ij} = (g(w_i) - g(w_j))/(w_i - w_j)$, or $g'(w_i)$ if $w_i = w_j$.
-
-    ??? cite "Reference"
-
-        Y. Daleckii and S. Krein (1965); N. Higham, *Functions of matrices* (2008),
-        theorem 3.11.
-    """
-    filter, _, vector, w, q = primals
-    moved_filter, moved_matrix, moved_vector, *_ = tangents
-    c, g = matmul(q.T, vector), filter(w)
-    moved = jnp.zeros_like(c)
-    if moved_matrix is not None:
-        rotated = matmul(q.T, matmul(moved_matrix, q))
-        moved += matmul(_divided_differences(filter, w) * rotated, c)
-    if moved_vector is not None:
-        moved += g * matmul(q.T, moved_vector)
-    if jax.tree.leaves(moved_filter):
-        _, change = eqx.filter_jvp(lambda f: f(w), (filter,), (moved_filter,))
-        moved += change * c
-    return matmul(q, g * c), matmul(q, moved)
-
-
-def _divided_differences(filter: Filter, w: Float[Array, " k"]) -> Float[Array, "k k"]:
-    """Return the divided differences of the filter. At relative distances d below
-    eps^(1/3), use the mean of both derivatives: its error d^2 is below eps / d."""
-    g, slope = jax.jvp(filter, (w,), (jnp.ones_like(w),))
-    gap, size = w[:, None] - w[None], jnp.maximum(w[:, None], w[None])
-    near = jnp.abs(gap) <= float(jnp.finfo(w.dtype).eps) ** (1 / 3) * size
-    mean = 0.5 * (slope[:, None] + slope[None])
-    return jnp.where(near, mean, (g[:, None] - g[None]) / jnp.where(near, 1, gap))
+    return unravel(-of_matrix(filter, jacobian.curvature(), gradient, *pairs))
 
 
 def _project_singular(q, u, residual):

@@ -5,10 +5,6 @@ from ._as_solver import as_solver as as_solver
 from ._base import (
     AbstractGaussNewton as AbstractGaussNewton,
     linearised as linearised,
-    row_of as row_of,
-    State as State,
-    statistics as statistics,
-    Update as Update,
 )
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
@@ -18,6 +14,7 @@ from ._gauss_newton import (
 from ._grid_search import GridSearch as GridSearch
 from ._iterative_linearisation import IterativeLinearisation as IterativeLinearisation
 from ._levenberg_marquardt import LevenbergMarquardt as LevenbergMarquardt
+from ._state import State as State, Update as Update
 from ._stepping import (
     AbstractFilteredGaussNewton as AbstractFilteredGaussNewton,
     take_step as take_step,
@@ -30,5 +27,4 @@ from ._termination import (
     Watch as Watch,
     why_it_ended as why_it_ended,
 )
-from ._trajectory import Trajectory as Trajectory
 from ._truncated_gauss_newton import TruncatedGaussNewton as TruncatedGaussNewton

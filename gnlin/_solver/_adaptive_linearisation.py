@@ -7,13 +7,14 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import as_scalar, check_nonnegative, check_period, check_positive
+from .._common._checks import as_scalar, check_period, check_positive, check_share
 from .._common._passes import Passes
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import Linearisation, linearise
 from .._linearisation._objective import AbstractObjective
-from ._base import AbstractGaussNewton, State, Update
+from ._base import AbstractGaussNewton
 from ._iterative_linearisation import IterativeLinearisation
+from ._state import State, Update
 from ._stepping import take_step
 from ._termination import rounding_of_loss
 
@@ -88,23 +89,14 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         if max_drift is not None:
             check_positive("max_drift", max_drift)
         if min_ratio is not None:
-            check_nonnegative("min_ratio", min_ratio)
-            if isinstance(min_ratio, float | int) and min_ratio > 1:
-                raise ValueError(
-                    f"`min_ratio` must be at most 1, but {min_ratio} was given."
-                )
+            check_share("min_ratio", min_ratio)
         check_period("check_every", check_every)
         self.descent = descent
         self.max_drift = max_drift
         self.min_ratio = min_ratio
         self.check_every = check_every
-        self.rtol = descent.rtol
-        self.atol = descent.atol
-        self.norm = descent.norm
-        self.memory_budget = descent.memory_budget
-        self.bounds = descent.bounds
-        self.retraction = descent.retraction
-        self.verbose = descent.verbose
+        for name in AbstractGaussNewton.__dataclass_fields__:
+            setattr(self, name, getattr(descent, name))
 
     def first_memory(self, y: PyTree[Array], dtype: jnp.dtype) -> Scalar:
         """Return the first period to try."""
@@ -147,7 +139,7 @@ class AdaptiveLinearisation(AbstractGaussNewton):
         )
         answer = subproblem.solve(descent.filter(search.best))
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, search.best)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             memory=search.best,

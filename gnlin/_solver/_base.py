@@ -2,19 +2,17 @@
 
 import abc
 import dataclasses
-import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._common._checks import check_callable, check_count, check_flag, check_nonnegative
-from .._common._passes import Passes
 from .._jacobian import DEFAULT_MEMORY_BUDGET
 from .._linearisation._bounds import Box, check_pair
 from .._linearisation._linearisation import (
@@ -24,135 +22,14 @@ from .._linearisation._linearisation import (
     linearise,
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
-from .._linearisation._quadratic import Quadratic
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
-from ._stride import Stride
-from ._termination import has_arrived, rounding_of_loss, STANDS_STILL
+from ._state import Counts, Evaluate, Report, State, Update
+from ._termination import Ended, verdict
 
 
-# A run ends after this many steps in a row that change the loss by rounding only.
-_MOST_STILL = 10
 # History columns printed by `verbose`.
 _PRINTED = "loss", "gradient_norm", "step_norm", "damping"
-# Up to this many parameters, a `jax.lax.cond` around the test of a step does not pay.
-_FEW = 1_000
-
-
-class Report(eqx.Module):
-    """The values of one outer step for the history.
-
-    - `loss`: the loss at the new point.
-    - `gradient_norm`: the norm of the loss's gradient at the linearisation point.
-    - `step_norm`: |delta|; 0 if no step was taken.
-    - `damping`: lambda; 0 for a solver without damping.
-    - `num_inner_steps`: the number of steps on the subproblem.
-    """
-
-    loss: Float[Array, ""]
-    gradient_norm: Float[Array, ""]
-    step_norm: Float[Array, ""]
-    damping: Float[Array, ""]
-    num_inner_steps: Float[Array, ""]
-
-
-class Counts(eqx.Module):
-    """The cost of the run so far. Inner steps are a float, as they may exceed 2^31."""
-
-    num_feature_updates: Int[Array, ""]
-    num_inner_steps: Float[Array, ""]
-    num_jvps: Float[Array, ""]
-    num_vjps: Float[Array, ""]
-    num_accepted_steps: Int[Array, ""]
-    num_rejected_steps: Int[Array, ""]
-
-    def plus(self, *more: ScalarLike) -> "Counts":
-        """Return the counts increased by one number each, in their order."""
-        return Counts(*map(increased, jax.tree.leaves(self), more))
-
-
-def increased(count: Array, *more: ScalarLike) -> Array:
-    """Return the sum of a count and further numbers, in the dtype of the count."""
-    return sum((jnp.asarray(each, count.dtype) for each in more), count)
-
-
-class State(eqx.Module):
-    # What the solver itself carries from one linearisation to the next
-    memory: PyTree
-    # Shown to the user
-    report: Report
-    counts: Counts
-    # Used for termination
-    first_loss: Float[Array, ""]
-    settled: Bool[Array, ""]  # the last step was within the tolerances
-    num_still: Int[Array, ""]  # steps in a row that changed the loss by rounding only
-    terminate: Bool[Array, ""]
-    result: optx.RESULTS
-    # Used across batches if each batch judges the step before it
-    stride: Stride | None = None
-    # The history, if it is requested through optimistix
-    rows: dict[str, Array] | None = None
-
-    def with_stride(self, y: PyTree[Array]) -> "State":
-        """Return the state with a stride, with which each batch judges the last step."""
-        stride = Stride.start(y, self.report.loss.dtype)
-        return dataclasses.replace(self, stride=stride)
-
-
-class Update(eqx.Module):
-    """The result of one linearisation: the next point, and statistics of the step. A
-    solver of your own only has to set `y` and `outputs`.
-
-    **Arguments:**
-
-    - `y`, `outputs`: the next point, and the outputs there.
-    - `memory`: the memory for the next update.
-    - `gradient_norm`, `step_norm`: the norms of the objective's gradient at the
-        linearisation point, and of `y - lin.point`. If `None`, they are computed.
-    - `damping`, `num_inner_steps`: values for the history.
-    - `passes`: the [`gnlin.authoring.Passes`][] made in addition to the linearisation.
-    - `num_accepted`, `num_rejected`: the numbers of accepted and rejected steps.
-    - `stuck`: whether no step could be found. The run then ends, converged or not.
-    - `left`: the whole step that solves the linearised problem, even if it was shortened
-        or rejected; `None` for `y - lin.point`. If the last step was within the
-        tolerances and this one has almost nothing to gain, the run has converged.
-    - `problem`: the [`gnlin.authoring.Quadratic`][] of the linearisation, if its Jacobian
-        is in memory.
-    - `searched`: whether the solver has searched for the longest step that lowers the
-        loss.
-    - `terminate`: whether to end the run as a success, whatever the gradient.
-    - `result`: any value other than `successful` ends the run.
-    """
-
-    y: PyTree[Array]
-    outputs: PyTree[Array]
-    memory: PyTree = None
-    gradient_norm: Scalar | None = None
-    step_norm: Scalar | None = None
-    damping: ScalarLike = 0.0
-    num_inner_steps: ScalarLike = 1
-    passes: Passes = Passes()
-    num_accepted: ScalarLike = 1
-    num_rejected: ScalarLike = 0
-    left: PyTree[Array] | None = None
-    problem: Quadratic | None = None
-    searched: bool = eqx.field(default=False, static=True)
-    stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
-    terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
-    result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
-
-
-class Ended(NamedTuple):
-    """The verdict on a run at a linearisation: whether it has converged (`arrived`), and
-    what the next verdict needs."""
-
-    arrived: Bool[Array, ""]
-    settled: Bool[Array, ""]
-    num_still: Int[Array, ""]
-    result: optx.RESULTS
-
-
-Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
 
 
 class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
@@ -317,11 +194,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "`gnlin.authoring.Update(y, outputs)`, but returns a "
                 f"{type(update).__name__}."
             )
-        gradient_norm, step, step_norm = _completed(update, objective, lin)
+        gradient_norm, step, step_norm = update.completed(objective, lin)
         no = jnp.array(False)
         ended = Ended(no, no, state.num_still, update.result)
         if same_examples:
-            ended = solver._ended(objective, lin, update, step, state, loss, first_loss)
+            ended = verdict(solver, objective, lin, update, step, state, loss, first_loss)
         # A run that has converged here takes no further step.
         stays = ended.arrived & (num_steps > 0)
         one = jnp.where(stays, 0, 1)
@@ -353,55 +230,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
         return _tree.where(stays, lin.point, update.y), new
 
-    def _ended(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        update: Update,
-        step: PyTree[Array],
-        state: State,
-        loss: Scalar,
-        first_loss: Scalar,
-    ) -> "Ended":
-        """Return the verdict at a linearisation. Convergence is tested after a small
-        step, after many steps without progress, and if no step could be found."""
-        going = ~update.terminate & (update.result == optx.RESULTS.successful)
-        stands = update.stuck | (state.num_still >= _MOST_STILL)
-        asks = going & (state.settled | stands)
-        problem, gradient = update.problem, None
-        if problem is None:
-            # The solver has computed the same gradient, so XLA merges the two.
-            problem = objective.expand(lin)
-            gradient = problem.gradient()
-
-        def look():
-            left = step if update.left is None else update.left
-            return has_arrived(
-                problem,
-                problem.gradient() if gradient is None else gradient,
-                _as_in(problem, lin.point),
-                _as_in(problem, left),
-                self.rtol,
-                self.atol,
-                loss,
-                first_loss,
-                update.searched,
-            )
-
-        arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
-        now, then = map(objective.residual, (update.outputs, lin.outputs))
-        gained = objective.decrease(lin.outputs, update.outputs).astype(loss.dtype)
-        point = _as_in(update.problem, lin.point)
-        quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
-        return Ended(
-            arrived,
-            settled=self.converged(update.y, step, now, then),
-            num_still=jnp.where(quiet, state.num_still + 1, 0),
-            result=optx.RESULTS.where(
-                asks & stands & ~arrived, STANDS_STILL, update.result
-            ),
-        )
-
     def _in_units_of(
         self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
     ) -> "AbstractGaussNewton":
@@ -422,16 +250,17 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Print a row of the history if `verbose` is set and a step was made."""
         if self.verbose is False:
             return
-        jax.lax.cond(moved, lambda: self._tell(row, num_steps), lambda: None)
-
-    def _tell(self, row: dict[str, Array], num_steps: Int[Array, ""]) -> None:
         values = {"num_steps": num_steps} | {name: row[name] for name in _PRINTED}
         titles = {name: name.replace("_", " ").capitalize() for name in values}
-        if callable(self.verbose):
-            self.verbose(**{name: (titles[name], values[name]) for name in values})
-        else:
-            line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
-            jax.debug.print(line, *values.values())
+
+        def show() -> None:
+            if callable(self.verbose):
+                self.verbose(**{name: (titles[name], values[name]) for name in values})
+            else:
+                line = ", ".join(f"{title}: {{:.6g}}" for title in titles.values())
+                jax.debug.print(line, *values.values())
+
+        jax.lax.cond(moved, show, lambda: None)
 
     #
     # Bounds and retractions
@@ -490,7 +319,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             new_y = stride.along(y, new_y)
             outputs = evaluate(new_y)
             stride = stride.after(y, objective.decrease(lin.outputs, outputs))
-            state = _with_stride(state, stride, objective.value(outputs), back)
+            state = state.after_part(stride, objective.value(outputs), back)
         return new_y, state, objective.value(lin.outputs), aux
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
@@ -499,37 +328,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     def check_curvature_batch(self) -> None:
         """Raise `ValueError` if the curvature cannot use more examples than the loss."""
-
-    def converged(
-        self,
-        y: PyTree[Array],
-        step: PyTree[Array],
-        residual: PyTree[Array],
-        old_residual: PyTree[Array],
-    ) -> Bool[Array, ""]:
-        """Whether a step was within the tolerances for each parameter and for the norm of
-        the residuals. The relative tolerance is at least 4 eps."""
-        eps = _tree.eps((y, residual))
-        change = jax.tree.map(jnp.subtract, residual, old_residual)
-
-        def norm(tree):
-            return self.norm(_tree.promoted(tree))
-
-        def relative(x, size):
-            rtol = jnp.maximum(self.rtol, 4 * eps).astype(x.dtype)
-            scale = jnp.asarray(self.atol, x.dtype) + rtol * size
-            return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
-
-        def small_step():
-            of_y = _tree.cast_like(step, y)
-            each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
-            # A finite step may lead to a point that is not finite.
-            return (norm(each) < 1) & _tree.all_finite(y)
-
-        small_change = relative(norm(change), norm(residual)) < 1
-        if _tree.size(y) <= _FEW:
-            return small_change & small_step()
-        return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
     #
     # The interface to optimistix
@@ -548,10 +346,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if num_rows is None:
             return state
         check_count("history", num_rows)
-        rows = jax.tree.map(
-            lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype), row_of(state)
-        )
-        return eqx.tree_at(_rows, state, rows, is_leaf=lambda x: x is None)
+        empty = lambda x: jnp.full(int(num_rows), jnp.nan, x.dtype)
+        return dataclasses.replace(state, rows=jax.tree.map(empty, state.row()))
 
     def step(
         self, fn, y, args, options, state: State, tags
@@ -568,7 +364,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
-        row = row_of(after) | {"loss": objective.value(lin.outputs)}
+        row = after.row() | {"loss": objective.value(lin.outputs)}
         self.tell(row, after.counts.num_feature_updates, moved)
         if state.rows is not None:
             at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)
@@ -576,7 +372,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 name: column.at[at].set(row[name].astype(column.dtype), mode="drop")
                 for name, column in state.rows.items()
             }
-            after = eqx.tree_at(_rows, after, rows, is_leaf=lambda x: x is None)
+            after = dataclasses.replace(after, rows=rows)
         return y, after, aux
 
     def terminate(
@@ -590,60 +386,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             _, aux = fn(y, args)
         # Do not count a last linearisation that only found that the run was over.
         own = {"num_steps": state.counts.num_feature_updates}
-        stats: dict[str, Any] = own | statistics(state.counts)
+        stats: dict[str, Any] = own | state.counts.by_name()
         if state.rows is not None:
             stats["history"] = state.rows
         return y, aux, stats
-
-
-_rows = operator.attrgetter("rows")
-
-
-def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
-    """Return parameters in the structure of a problem, a tree or one array."""
-    if problem is None:
-        return parameters
-    domain = problem.jacobian.domain
-    is_tree = domain.treedef == jax.tree.structure(parameters)
-    return parameters if is_tree else _tree.ravel_pytree(parameters)[0]
-
-
-def _completed(
-    update: Update, objective: AbstractObjective, lin: Linearisation
-) -> tuple[Scalar, PyTree[Array], Scalar]:
-    """Return the gradient's norm, the step and its norm, computed if they are missing."""
-    gradient_norm, step_norm = update.gradient_norm, update.step_norm
-    if gradient_norm is None:
-        gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
-    step = jax.tree.map(jnp.subtract, update.y, lin.point)
-    if step_norm is None:
-        step_norm = _tree.norm(step)
-    return gradient_norm, step, step_norm
-
-
-def _with_stride(
-    state: State, stride: Stride, loss: Scalar, back: Bool[Array, ""]
-) -> State:
-    """Return the state after a part of a step, with `back` if the last one was undone."""
-    undone = jnp.where(back, 1, 0)
-    report, counts = state.report, state.counts
-    return eqx.tree_at(
-        lambda s: (
-            s.stride,
-            s.report.loss,
-            s.report.step_norm,
-            s.counts.num_accepted_steps,
-            s.counts.num_rejected_steps,
-        ),
-        state,
-        (
-            stride,
-            loss.astype(report.loss.dtype),
-            stride.length * report.step_norm,
-            counts.num_accepted_steps - undone,
-            counts.num_rejected_steps + undone,
-        ),
-    )
 
 
 def linearised(
@@ -652,13 +398,3 @@ def linearised(
     if has_aux:
         return linearise(fn, y, args, has_aux=True, memory_budget=memory_budget)
     return linearise(fn, y, args, memory_budget=memory_budget), None
-
-
-def row_of(state: State) -> dict[str, Array]:
-    """Return a row of the history, but with the loss after the step."""
-    row = {name: getattr(state.report, name) for name in Report.__dataclass_fields__}
-    return row | {"num_feature_updates": state.counts.num_feature_updates.astype(float)}
-
-
-def statistics(counts: Counts) -> dict[str, Array]:
-    return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}

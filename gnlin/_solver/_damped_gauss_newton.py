@@ -23,9 +23,9 @@ from .._subproblem import (
     way_of,
 )
 from ..filters import Tikhonov
-from ._base import Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
+from ._state import Update
 from ._stepping import AbstractFilteredGaussNewton
 
 
@@ -47,9 +47,10 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
         ...), such as optax's.
     - `scaling`: `"identity"` damps $\lVert\delta\rVert^2$. The others damp
         $\lVert D\delta\rVert^2$ with a diagonal D: `"marquardt"` uses the norms of the
-        Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step;
-        `"root"` their square roots. With `"marquardt"` and `"more"` the parameters' units
-        do not matter.
+        Jacobian's columns; `"more"` their maxima, which decay by 0.8 per outer step
+        (Moré, 1978); `"root"` their square roots, or a multiple of the norms if they are
+        below a millionth of the largest. These three need the dense Jacobian. With
+        `"marquardt"` and `"more"` the parameters' units do not matter.
     - `momentum`: $\mu$ below 1, as in SPRING: the damping is
         $\frac\lambda2\lVert\delta - \mu\delta_{k-1}\rVert^2$, so that directions that one
         batch or draw of points does not determine follow the last step.

@@ -11,7 +11,7 @@ from .._common import _tree
 from .._common._checks import check_count
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
-from ._base import Evaluate
+from ._state import Evaluate
 
 
 class Found(NamedTuple):

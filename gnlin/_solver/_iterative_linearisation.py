@@ -1,14 +1,13 @@
 """Iterative linearisation: K steps of descent on each linearised model."""
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import (
@@ -24,7 +23,6 @@ from .._common._checks import (
     nonnegative,
     positive,
 )
-from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
@@ -38,27 +36,16 @@ from .._subproblem import (
     optimised,
     problem_of,
     ProxLinear,
-    updated,
 )
 from ..filters import Damped, GradientDescent, GradientFlow, HeavyBall, Nesterov
-from ._base import (
-    AbstractGaussNewton,
-    Evaluate,
-    linearised,
-    Report,
-    State,
-    Update,
-)
+from ._base import AbstractGaussNewton
+from ._inner_step import inner_step, optimiser_of, Stream, Trigger
+from ._state import Evaluate, State, Update
 from ._stepping import take_step
 from ._termination import STANDS_STILL
-from ._trajectory import Trajectory
 
 
 DescentMethod = Literal["auto", "svd", "eigh", "kernel", "matrix-free", "flow"]
-
-Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
-"""Whether to linearise again, given the linearisation, its outputs at the current point,
-and the number of inner steps."""
 
 
 def _whole(period: ScalarLike) -> ScalarLike:
@@ -73,10 +60,6 @@ def _unless_zero(damping: ScalarLike) -> ScalarLike:
 
 def _is_endless(period: ScalarLike) -> bool:
     return isinstance(period, float) and math.isinf(period)
-
-
-def _is_one(period: ScalarLike) -> bool:
-    return isinstance(period, int | float) and period == 1
 
 
 class IterativeLinearisation(AbstractGaussNewton):
@@ -171,7 +154,16 @@ class IterativeLinearisation(AbstractGaussNewton):
         check_form(self.form, "auto")
 
     def filter(self, num_inner_steps: ScalarLike | None = None) -> Filter:
-        """Return the spectral filter of `num_inner_steps`, by default `period`."""
+        """Return the spectral filter of `num_inner_steps`, by default `period`.
+
+        !!! example
+
+            ```python
+            spectrum = gnlin.linearise(residuals, y, (inputs, targets)).spectrum()
+            step_of = lambda k: spectrum.step(solver.filter(k))
+            path = jax.vmap(step_of)(jnp.array([1, 10, 100]))
+            ```
+        """
         eta = self.learning_rate
         if eta is None:
             raise ValueError(
@@ -207,7 +199,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         answer = subproblem.solve(self.filter())
         period = jnp.asarray(as_float(self.period), float)
         answer = eqx.tree_at(lambda a: a.num_inner_steps, answer, period)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             damping=self.damping_now(),
@@ -277,9 +269,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         subproblem, answer, state = optimised(
             problem, lin.point, self.optimiser, state, self.period, damping
         )
-        update = take_step(
-            self, objective, lin, evaluate, subproblem, answer, damping=damping
-        )
+        update = take_step(objective, lin, evaluate, subproblem, answer, damping=damping)
         if memory is None:
             return update
         return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
@@ -295,7 +285,7 @@ class IterativeLinearisation(AbstractGaussNewton):
                 f'"auto" or "matrix-free", but {self.method!r} was given.'
             )
         state = self.start(y, outputs)
-        inner = self._optimiser().init(y)
+        inner = optimiser_of(self).init(y)
         stream = Stream(y, inner, jnp.array(0))
         return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
 
@@ -308,114 +298,10 @@ class IterativeLinearisation(AbstractGaussNewton):
             "`curvature_batch_size` out."
         )
 
-    def _optimiser(self) -> Any:
-        if self.learning_rate is None:
-            return self.optimiser
-        return _Momentum(self.learning_rate, self.momentum, self.nesterov)
-
     def advance_stream(
         self, objective, fn, y, args, state, *, has_aux, trigger: Trigger | None = None
     ):
-        """Take one inner step. A `trigger` may linearise again before the period ends."""
-        stream: Stream = state.memory
-        # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
-        lin, aux = linearised(fn, stream.point, args, has_aux, self.memory_budget)
-        if _is_one(self.period):
-            outputs, passes = lin.outputs, Passes(vjps=1)
-            gradient = lin.vjp(objective.gradient(outputs))
-        else:
-            delta = jax.tree.map(jnp.subtract, y, stream.point)
-            change, passes = lin.jvp(delta), Passes(1, 1)
-            outputs = _tree.axpy(1, change, lin.outputs)
-            if self.form == "quadratic" and not objective.is_quadratic:
-                curved = objective.curvature(lin.outputs)(change)
-                cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
-            else:
-                cotangent = objective.gradient(outputs)
-            gradient = _tree.axpy(self.damping_now(), delta, lin.vjp(cotangent))
-        loss = objective.value(outputs)
-
-        optimiser = self._optimiser()
-        updates, inner = updated(optimiser, gradient, stream.inner, y)
-        new_y = self.between_bounds(_tree.axpy(1, updates, y))
-        finite = _tree.all_finite((new_y, loss))
-        new_y = _tree.where(finite, new_y, y)
-        num_steps = stream.num_steps + 1
-        renew = num_steps.astype(float) >= jnp.asarray(as_float(self.period), float)
-        if trigger is not None:
-            renew |= trigger(lin, outputs, num_steps)
-        point = _tree.where(renew, new_y, stream.point)
-        if self.restart:
-            inner = _tree.where(renew, optimiser.init(new_y), inner)
-        begins = jnp.where(stream.num_steps == 0, 1, 0)
-        stream = Stream(point, inner, jnp.where(renew, 0, num_steps))
-
-        dtype = state.report.loss.dtype
-        one = jnp.ones((), float)
-        report = Report(
-            loss.astype(dtype),
-            _tree.norm(gradient).astype(dtype),
-            jnp.where(finite, _tree.norm(updates), 0).astype(dtype),
-            self.damping_now().astype(dtype),
-            one,
-        )
-        taken, refused = jnp.where(finite, 1, 0), jnp.where(finite, 0, 1)
-        counts = state.counts.plus(begins, 1, passes.jvps, passes.vjps, taken, refused)
-        result = optx.RESULTS.where(
-            finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
-        )
-        state = eqx.tree_at(
-            lambda s: (s.memory, s.report, s.counts, s.result),
-            state,
-            (stream, report, counts, result),
-        )
-        return new_y, state, loss, aux
-
-    def trajectory(self, lin: Linearisation) -> Trajectory:
-        """Return the path of the inner steps at one linearisation.
-
-        !!! example
-
-            ```python
-            lin = gnlin.linearise(residuals, y, (inputs, targets))
-            trajectory = solver.trajectory(lin)
-            trajectory.parameters(jnp.array([1, 10, 100]))
-            trajectory.outputs(jnp.array([1, 10, 100]))
-            trajectory.outputs(jnp.array([1, 10, 100]), on=gnlin.linearise(f, y, test))
-            ```
-        """
-        method = self.method if self.method in ("svd", "eigh") else None
-        jacobian = lin.jacobian.within(self.memory_budget)
-        spectrum = lin.with_jacobian(jacobian).spectrum(method)
-        return Trajectory(lin, spectrum, self.filter)
-
-
-class Stream(eqx.Module):
-    """The memory between the inner steps on one batch and on the next."""
-
-    point: PyTree[Array]  # theta_s
-    inner: PyTree  # the optimiser's state, or the velocity
-    num_steps: Int[Array, ""]  # inner steps since the linearisation
-
-
-class _Momentum(eqx.Module):
-    """Gradient descent with momentum as an optimiser with traced hyperparameters."""
-
-    learning_rate: ScalarLike
-    momentum: ScalarLike
-    nesterov: bool
-
-    def init(self, y: PyTree[Array]) -> PyTree[Array] | None:
-        return None if is_zero(self.momentum) else _tree.zeros_like(y)
-
-    def update(self, gradient, velocity, y):
-        step = _tree.scale(-jnp.asarray(self.learning_rate), gradient)
-        if velocity is None:
-            return step, None
-        velocity = _tree.axpy(self.momentum, velocity, step)
-        if self.nesterov:
-            return _tree.axpy(self.momentum, velocity, step), velocity
-        return velocity, velocity
+        return inner_step(self, objective, fn, y, args, state, has_aux, trigger)
 
 
 def _check_optimiser(optimiser, momentum, nesterov, method) -> None:

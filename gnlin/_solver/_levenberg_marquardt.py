@@ -25,14 +25,15 @@ from .._subproblem import (
     Method,
     problem_of,
     ProxLinear,
-    pulled,
     way_of,
 )
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton
+from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
-from ._stepping import check_quadratic, take_step
+from ._state import Evaluate, State, Update
+from ._stepping import check_quadratic
 from ._trials import try_dampings
 
 
@@ -55,20 +56,6 @@ _TOLERANCE = 0.1
 # given. A classifier takes up to a hundred, until its loss is so small that single
 # precision resolves no step; then tens of thousands change nothing.
 _MOST_ON_ALL_DATA = 300
-# Across batches: the damping divided by the curvature along the first gradient, and the
-# part of the last step that a step is pulled towards.
-_DAMPING_ACROSS, _MOMENTUM = 1e-3, 0.8
-# The same damping for a differential equation at points drawn for each step, which has no
-# noise. The relative errors for the heat equation and Poisson's in five dimensions are
-# 1e-5 and 1.6e-5; with 1e-3 they are 2e-3 and 6e-4, and with 1e-10 1e-6 and 1e-4.
-_DAMPING_OF_DRAWN = 1e-8
-# The batch sizes at which the damping is doubled, and the pull is halved. With less
-# damping or more pull ReLU networks die on batches of one example.
-_FEW_TO_DAMP, _FEW_TO_PULL = 48, 2
-# The factor of the damping after a batch whose problem could not be solved.
-_MORE_DAMPING = 10
-# The tolerance of conjugate gradients across batches, and their most iterations.
-_TOLERANCE_ACROSS, _MOST_ITERATIONS = 0.01, 20
 
 
 class _Memory(eqx.Module):
@@ -76,12 +63,6 @@ class _Memory(eqx.Module):
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
-
-
-class _MemoryAcross(eqx.Module):
-    scale: PyTree[Array] | None
-    curvature: Float[Array, ""]  # along the first gradient; not positive before it
-    step: PyTree[Array]  # the last step
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
@@ -100,9 +81,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
 
     **Arguments:**
 
-    - `rtol`, `atol`: the run has converged when a step changes each parameter `y` by less
-        than `atol + rtol * |y|`, and the residuals, in `norm`, likewise.
-    - `norm`: the norm in this test, `optimistix.max_norm` by default.
     - `damping`: the rule that adapts $\lambda$, one of `gnlin.damping`. The default is
         [`gnlin.damping.LongestStep`][], with one trial if trials are expensive, and
         [`gnlin.damping.Nielsen`][] in the prox-linear form. A number is the `initial` of
@@ -111,12 +89,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
         [`gnlin.fit`][] draws, which have no noise. $\lambda$ is then this number times
         the curvature along the first gradient. It stays constant, except that it grows
         tenfold after a batch whose problem cannot be solved in this precision.
-    - `scaling`: the diagonal $D$ of the damping $\frac\lambda2\lVert D\delta\rVert^2$.
-        `"marquardt"` uses the norms of the Jacobian's columns; `"more"` their maxima,
-        which decay by 0.8 per outer step (Moré, 1978); `"root"` their square roots, or a
-        multiple of the norms if they are below a millionth of the largest; `"identity"`
-        uses ones, and the others need the dense Jacobian. The default is `"root"`, or
-        `"identity"` across batches and if the method is matrix-free.
+    - `scaling`: the diagonal $D$ of the damping, as in [`gnlin.DampedGaussNewton`][]. The
+        default is `"root"`, or `"identity"` across batches and if the method is
+        matrix-free.
     - `acceleration`: whether to add the second-order correction, for one more evaluation
         per trial. By default it is added if the Jacobian is in memory, except with sparse
         factorisations, which would be repeated for it.
@@ -127,14 +102,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
     - `form`: the linearised problem for a loss other than squared error, as in
         [`gnlin.GaussNewton`][]. The prox-linear form has the scaling `"identity"` and no
         acceleration.
-    - `method`: the way to compute a step: `"svd"`, `"eigh"`, `"kernel"`, `"curvature"`,
-        `"schur"`, `"sparse"` or `"matrix-free"`. `"auto"` is matrix-free if the Jacobian
-        would cost many times as much, or exceed the memory budget. It may also be a
-        [`gnlin.methods.MixedPrecision`][], a [`gnlin.methods.NystromKernel`][], one of
-        [`gnlin.preconditioners`][] for conjugate gradients, or a solver of lineax. See
-        "How to choose" in the documentation.
-    - `memory_budget`: the most bytes that a matrix may take.
-    - `bounds`, `retraction`, `verbose`: as in [`gnlin.authoring.AbstractGaussNewton`][].
+    - `method`: the way to compute a step, as in [`gnlin.DampedGaussNewton`][]. `"auto"`
+        is matrix-free if the Jacobian would cost many times as much, or exceed the memory
+        budget.
+    - `rtol`, `atol`, `norm`, `memory_budget`, `bounds`, `retraction`, `verbose`: as in
+        [`gnlin.authoring.AbstractGaussNewton`][].
 
     !!! example
 
@@ -198,7 +170,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> State:
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
-        memory = _MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
+        memory = MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
         return eqx.tree_at(lambda s: s.memory, state.with_stride(y), memory)
 
     def update(
@@ -206,11 +178,11 @@ class LevenbergMarquardt(AbstractGaussNewton):
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
-        memory: _Memory | _MemoryAcross,
+        memory: _Memory | MemoryAcross,
         num_steps: Int[Array, ""],
     ) -> Update:
-        if isinstance(memory, _MemoryAcross):
-            return self._on_a_batch(objective, lin, evaluate, memory)
+        if isinstance(memory, MemoryAcross):
+            return step_on_a_batch(self, objective, lin, evaluate, memory)
         return self._on_all_data(objective, lin, evaluate, memory)
 
     def _on_all_data(
@@ -320,102 +292,6 @@ class LevenbergMarquardt(AbstractGaussNewton):
         )
         most = _MOST_ON_ALL_DATA if self.tolerance is None else None
         return memory, subproblem.truncated(tolerance, most)
-
-    def _on_a_batch(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _MemoryAcross,
-    ) -> Update:
-        """Take one step on one batch. The damping stays constant: a step that is too long
-        is shortened on its own batch, or by the stride after the next batch."""
-        num_examples = max(x.shape[0] for x in jax.tree.leaves(lin.outputs))
-        momentum = _MOMENTUM * num_examples / (num_examples + _FEW_TO_PULL)
-        towards = _tree.scale(momentum, memory.step)
-        subproblem, scale = self._pulled(objective, lin, towards, memory.scale)
-
-        def along() -> Scalar:
-            return subproblem.curvature_along_gradient().astype(memory.curvature.dtype)
-
-        curvature = jax.lax.cond(memory.curvature > 0, lambda: memory.curvature, along)
-        unit = jnp.where(curvature > 0, curvature, 1)
-        noiseless = objective.is_quadratic and not objective.is_noisy
-        relative = self._relative_damping(num_examples, noiseless)
-        damping = jnp.asarray(relative, unit.dtype) * unit
-        answer = subproblem.solve(Early(damping))
-        # The damping may be too small for a factorisation in this precision.
-        solved = answer.result == optx.RESULTS.successful
-        failed = ~(solved & _tree.all_finite(answer.step))
-        failed &= jnp.isfinite(subproblem.gradient_norm)
-        step = _tree.where(failed, _tree.zeros_like(answer.step), answer.step)
-        result = optx.RESULTS.where(failed, optx.RESULTS.successful, answer.result)
-        answer = eqx.tree_at(lambda a: (a.step, a.result), answer, (step, result))
-
-        def again(lin: Linearisation) -> PyTree[Array]:
-            held, _ = self._pulled(objective, lin, towards, memory.scale)
-            return held.solve(Early(damping)).step
-
-        # A batch that is not finite must not set the curvature for all others.
-        curvature = jnp.where(jnp.isfinite(curvature), curvature, 0)
-        curvature = jnp.where(failed, _MORE_DAMPING * curvature, curvature)
-        update = take_step(
-            self,
-            objective,
-            lin,
-            evaluate,
-            subproblem,
-            answer,
-            search="auto",
-            memory=_MemoryAcross(scale, curvature, memory.step),
-            damping=damping,
-            again=again,
-        )
-        step = jax.tree.map(jnp.subtract, update.y, lin.point)
-        return eqx.tree_at(lambda u: u.memory.step, update, step)
-
-    def _pulled(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        towards: PyTree[Array],
-        scale: PyTree[Array] | None,
-    ) -> tuple[AbstractSubproblem, PyTree[Array] | None]:
-        """Return the subproblem of one batch, with a solution that is pulled towards a
-        step, and the state of the scales."""
-        problem, kind = problem_of(self.form, objective, lin), Tikhonov(1.0)
-        way, method = self._way(objective, problem, kind, 1), self.method
-        scaling = self._scaling(objective, problem.jacobian.cost(), way)
-        if scaling == "identity" and method == "auto":
-            method = way.method
-        measured = Measured.of(problem, scaling, scale)
-
-        def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
-            subproblem = measured.of_another(problem).chosen(kind, 1, method)
-            if not way.stops_early:
-                return subproblem
-            tolerance = self.tolerance
-            tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
-            return subproblem.truncated(tolerance, _MOST_ITERATIONS)
-
-        problem, new_scale = measured.problem, measured.memory(scaling)
-        if isinstance(problem, ProxLinear):
-            return ready(problem), new_scale
-        return pulled(problem, towards, way, ready), new_scale
-
-    def _relative_damping(self, num_examples: int, noiseless: bool) -> ScalarLike:
-        """Return lambda divided by the curvature along the first gradient, on batches."""
-        if isinstance(self.damping, AbstractDamping):
-            raise ValueError(
-                f"{self.damping} cannot be used across batches, where the damping stays "
-                "constant: pass a number, relative to the curvature along the first "
-                "gradient, or use one batch of all data."
-            )
-        if self.damping is None and noiseless:
-            return _DAMPING_OF_DRAWN
-        if self.damping is None:
-            return _DAMPING_ACROSS * (1 + (_FEW_TO_DAMP / num_examples) ** 2)
-        return self.damping
 
     def _rule(self) -> AbstractDamping:
         """Return the rule on a full batch."""

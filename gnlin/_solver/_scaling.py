@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
+from .._common._checks import check_one_of
 from .._common._passes import Passes
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
@@ -30,11 +31,7 @@ Scaling = Literal["identity", "root", "marquardt", "more"]
 
 
 def check_scaling(scaling: str, method: Any, form: str) -> None:
-    if scaling not in get_args(Scaling):
-        raise ValueError(
-            '`scaling` must be "identity", "root", "marquardt" or "more", but '
-            f"{scaling!r} was given."
-        )
+    check_one_of("scaling", scaling, get_args(Scaling))
     if scaling != "identity" and form == "prox-linear":
         raise ValueError(
             f'`scaling={scaling!r}` cannot be used with `form="prox-linear"`: use '

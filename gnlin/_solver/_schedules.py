@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import as_scalar, check_fraction, check_range, nan_unless
+from .._common._checks import (
+    as_scalar,
+    check_exponent,
+    check_fraction,
+    check_up_to_one,
+    nan_unless,
+)
 
 
 Schedule = Callable[[Int[Array, ""]], ScalarLike]
@@ -67,8 +73,8 @@ class EisenstatWalker(eqx.Module):
     def __check_init__(self):
         for name in ("initial", "maximum", "minimum"):
             check_fraction(name, getattr(self, name))
-        check_range("gamma", self.gamma, 0.0, 1.0)
-        check_range("exponent", self.exponent, 1.0, 2.0)
+        check_up_to_one("gamma", self.gamma)
+        check_exponent("exponent", self.exponent)
 
     def next_tolerance(
         self, tolerance: Scalar, gradient_norm: Scalar, previous_norm: Scalar

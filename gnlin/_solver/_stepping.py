@@ -26,9 +26,10 @@ from .._subproblem import (
     ProxLinear,
 )
 from ..filters import PseudoInverse, Tikhonov
-from ._base import AbstractGaussNewton, Evaluate, State, Update
+from ._base import AbstractGaussNewton
 from ._between_bounds import Again, between_bounds
 from ._grid_search import Found, GridSearch
+from ._state import Evaluate, State, Update
 from ._termination import rounding_of_loss
 
 
@@ -107,7 +108,7 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
         subproblem, new_memory = prepared(lin)
         answer = subproblem.solve(filter)
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         return take_step(
             *given,
             search=self.search,
@@ -128,7 +129,6 @@ def _reported(filter: Filter) -> ScalarLike:
 
 
 def take_step(
-    solver: AbstractGaussNewton,
     objective: AbstractObjective,
     lin: Linearisation,
     evaluate: Evaluate,
@@ -145,7 +145,7 @@ def take_step(
 
     **Arguments:**
 
-    - `solver`, `objective`, `lin`, `evaluate`: the solver, and its `update`'s arguments.
+    - `objective`, `lin`, `evaluate`: the arguments of a solver's `update`.
     - `subproblem`, `answer`: the subproblem and its solution.
     - `search`: a line search, `"auto"`, or `None` for the whole step.
     - `memory`: the memory for the next update.

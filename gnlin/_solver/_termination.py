@@ -1,5 +1,7 @@
 """Decide how a run ends: it has converged, stands still, or diverges."""
 
+from typing import NamedTuple, TYPE_CHECKING
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,8 +10,14 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import check_finite_positive
+from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
+from ._state import State, Update
+
+
+if TYPE_CHECKING:
+    from ._base import AbstractGaussNewton
 
 
 # Random probes for the columns' norms. Eight give a norm to within a quarter, and less
@@ -29,6 +37,109 @@ _ROUNDINGS = 10
 STANDS_STILL: optx.RESULTS = optx.RESULTS.stagnation  # type: ignore[assignment]
 # A run diverges when its loss is far above its start for this many steps in a row.
 _MOST_FAR = 5
+# A run ends after this many steps in a row that change the loss by rounding only.
+_MOST_STILL = 10
+# Up to this many parameters, a `jax.lax.cond` around the test of a step does not pay.
+_FEW = 1_000
+
+
+class Ended(NamedTuple):
+    """The verdict on a run at a linearisation: whether it has converged (`arrived`), and
+    what the next verdict needs."""
+
+    arrived: Bool[Array, ""]
+    settled: Bool[Array, ""]
+    num_still: Int[Array, ""]
+    result: optx.RESULTS
+
+
+def verdict(
+    solver: "AbstractGaussNewton",
+    objective: AbstractObjective,
+    lin: Linearisation,
+    update: Update,
+    step: PyTree[Array],
+    state: State,
+    loss: Scalar,
+    first_loss: Scalar,
+) -> Ended:
+    """Return the verdict at a linearisation. Convergence is tested after a small
+    step, after many steps without progress, and if no step could be found."""
+    going = ~update.terminate & (update.result == optx.RESULTS.successful)
+    stands = update.stuck | (state.num_still >= _MOST_STILL)
+    asks = going & (state.settled | stands)
+    problem, gradient = update.problem, None
+    if problem is None:
+        # The solver has computed the same gradient, so XLA merges the two.
+        problem = objective.expand(lin)
+        gradient = problem.gradient()
+
+    def look():
+        left = step if update.left is None else update.left
+        return has_arrived(
+            problem,
+            problem.gradient() if gradient is None else gradient,
+            _as_in(problem, lin.point),
+            _as_in(problem, left),
+            solver.rtol,
+            solver.atol,
+            loss,
+            first_loss,
+            update.searched,
+        )
+
+    arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
+    now, then = map(objective.residual, (update.outputs, lin.outputs))
+    gained = objective.decrease(lin.outputs, update.outputs).astype(loss.dtype)
+    point = _as_in(update.problem, lin.point)
+    quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
+    return Ended(
+        arrived,
+        settled=_is_within(solver, update.y, step, now, then),
+        num_still=jnp.where(quiet, state.num_still + 1, 0),
+        result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
+    )
+
+
+def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
+    """Return parameters in the structure of a problem, a tree or one array."""
+    if problem is None:
+        return parameters
+    domain = problem.jacobian.domain
+    is_tree = domain.treedef == jax.tree.structure(parameters)
+    return parameters if is_tree else _tree.ravel_pytree(parameters)[0]
+
+
+def _is_within(
+    solver: "AbstractGaussNewton",
+    y: PyTree[Array],
+    step: PyTree[Array],
+    residual: PyTree[Array],
+    old_residual: PyTree[Array],
+) -> Bool[Array, ""]:
+    """Whether a step was within the tolerances for each parameter and for the norm of
+    the residuals. The relative tolerance is at least 4 eps."""
+    eps = _tree.eps((y, residual))
+    change = jax.tree.map(jnp.subtract, residual, old_residual)
+
+    def norm(tree):
+        return solver.norm(_tree.promoted(tree))
+
+    def relative(x, size):
+        rtol = jnp.maximum(solver.rtol, 4 * eps).astype(x.dtype)
+        scale = jnp.asarray(solver.atol, x.dtype) + rtol * size
+        return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
+
+    def small_step():
+        of_y = _tree.cast_like(step, y)
+        each = jax.tree.map(lambda d, x: relative(d, jnp.abs(x)), of_y, y)
+        # A finite step may lead to a point that is not finite.
+        return (norm(each) < 1) & _tree.all_finite(y)
+
+    small_change = relative(norm(change), norm(residual)) < 1
+    if _tree.size(y) <= _FEW:
+        return small_change & small_step()
+    return jax.lax.cond(small_change, small_step, lambda: jnp.array(False))
 
 
 def has_arrived(

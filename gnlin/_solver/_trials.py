@@ -16,8 +16,8 @@ from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
-from ._base import Evaluate, increased
 from ._between_bounds import between_bounds
+from ._state import Evaluate, increased
 from ._termination import rounding_of_loss, rounding_of_outputs
 
 

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._checks import (
     as_scalar,
-    check_between,
     check_finite_nonnegative,
     check_fraction,
+    check_one_of,
     check_period,
+    check_share,
     fraction,
     nan_unless,
     nonnegative,
@@ -23,8 +24,8 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
 from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
 from ..preconditioners import AbstractPreconditioner
-from ._base import Update
 from ._schedules import EisenstatWalker, Schedule, value_at
+from ._state import Update
 from ._stepping import AbstractSearchedGaussNewton, take_step
 
 
@@ -94,15 +95,11 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             check_fraction("tolerance", self.tolerance)
         if not callable(self.damping):
             check_finite_nonnegative("damping", self.damping)
-        check_between("warm_start", self.warm_start, 0.0, 1.0)
+        check_share("warm_start", self.warm_start)
         if self.max_inner_steps is not None:
             check_period("max_inner_steps", self.max_inner_steps)
-        if self.method not in ("auto", "dense", "matrix-free"):
-            raise ValueError(
-                '`method` must be "auto", "dense" or "matrix-free", but '
-                f"{self.method!r} was given; to solve exactly use "
-                "`gnlin.DampedGaussNewton`."
-            )
+        hint = "; to solve exactly use `gnlin.DampedGaussNewton`"
+        check_one_of("method", self.method, ("auto", "dense", "matrix-free"), hint)
         if not isinstance(self.preconditioner, AbstractPreconditioner | None):
             raise ValueError(
                 "`preconditioner` must be one of `gnlin.preconditioners`, but "
@@ -136,7 +133,7 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
             subproblem, _ = self._prepared(problem)
             return subproblem.to_tolerance(tolerance, damping, self.max_inner_steps).step
 
-        given = self, objective, lin, evaluate, subproblem, answer
+        given = objective, lin, evaluate, subproblem, answer
         update = take_step(
             *given,
             search=self.search,

@@ -20,6 +20,7 @@ from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import MixedPrecision as MixedPrecision
 from ._momentum import pulled as pulled
 from ._nystrom_kernel import NystromKernel as NystromKernel
+from ._of_length import damping_for_length as damping_for_length
 from ._prox_linear import (
     OnSpace as OnSpace,
     optimised as optimised,

@@ -5,19 +5,19 @@ from typing import Any, get_args, Literal
 
 import lineax as lx
 
+from .._common._checks import check_one_of
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ..preconditioners import AbstractPreconditioner
 from ._base import AbstractWay, does_not_serve
+from ._cholesky import OnOutputs, OnParameters
 from ._fallbacks import EigenvaluesFirst, ProductsFirst
 from ._lineax import ByLineax
 from ._matrix_free import MatrixFree
 from ._mixed_precision import MixedPrecision, Refined
 from ._nystrom_kernel import NystromKernel, OfLowRank
-from ._on_outputs import OnOutputs
-from ._on_parameters import OnParameters
 from ._prox_linear import ProxLinear, ProxLinearOnOutputs, ProxLinearOnParameters
 from ._schur import SchurComplement
 from ._sparse import has_factorisation, SparseLU
@@ -101,10 +101,7 @@ def check_method(method: Any, *, damped: bool = True, also: tuple[str, ...] = ()
 
 
 def check_form(form: str, method: Any) -> None:
-    if form not in get_args(Form):
-        raise ValueError(
-            f'`form` must be "quadratic" or "prox-linear", but {form!r} was given.'
-        )
+    check_one_of("form", form, get_args(Form))
     by_passes = method in ("auto", "kernel", "matrix-free")
     if form == "prox-linear" and not by_passes:
         raise ValueError(

@@ -26,10 +26,8 @@ from ._base import (
     price_of_squaring,
     vanishes,
 )
-from ._cholesky import damping_of
+from ._cholesky import damping_of, OnOutputs, OnParameters
 from ._matrix_free import MatrixFree
-from ._on_outputs import OnOutputs
-from ._on_parameters import OnParameters
 from ._sparse import has_factorisation, SparseLU
 from ._spectral import Eigenvalues, SingularValues
 

@@ -11,14 +11,13 @@ import optimistix as optx
 from jaxtyping import Array, Float, Scalar
 
 from .._common import _tree
-from .._common._checks import check_finite_positive
+from .._common._checks import check_finite_positive, check_one_of
 from .._jacobian import AtHand, Cost
 from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of
-from ._on_outputs import Solved, through_outputs
+from ._cholesky import damping_of, Solved, through_outputs
 
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -66,11 +65,7 @@ class MixedPrecision(eqx.Module):
         name = kernel_dtype
         with contextlib.suppress(TypeError):
             name = jnp.dtype(kernel_dtype).name
-        if name not in _DTYPES:
-            raise ValueError(
-                f"`kernel_dtype` must be one of {', '.join(_DTYPES)}, but "
-                f"{kernel_dtype!r} was given."
-            )
+        check_one_of("kernel_dtype", name, _DTYPES)
         if tolerance is not None:
             check_finite_positive("tolerance", tolerance)
         self.kernel_dtype = name

@@ -16,8 +16,7 @@ from .._linear_algebra import _nystrom
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
-from ._cholesky import damping_of
-from ._on_outputs import Solved, through_outputs
+from ._cholesky import damping_of, Solved, through_outputs
 
 
 SINGULAR: optx.RESULTS = optx.RESULTS.singular  # type: ignore[assignment]

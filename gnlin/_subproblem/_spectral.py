@@ -12,8 +12,9 @@ from .._common import _tree
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import Cost
+from .._linear_algebra._derivatives import with_derivative_of
 from .._linearisation._quadratic import Quadratic
-from .._linearisation._spectrum import Filter, Spectrum, spectrum_of, with_derivative_of
+from .._linearisation._spectrum import Filter, Spectrum, spectrum_of
 from ..filters import PseudoInverse, Tikhonov
 from ._base import AbstractWay, Answer, price_of_squaring
 

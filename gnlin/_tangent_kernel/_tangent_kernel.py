@@ -17,11 +17,24 @@ from .._common import _tree
 from .._common._checks import check_count, check_flag, is_traced, is_whole
 from .._common._identity import checksum, program
 from .._common._sharding import mesh_of
-from .._jacobian import AbstractBlock, DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
-from .._linearisation._linearisation import Linearisation, linearise
+from .._jacobian import DEFAULT_MEMORY_BUDGET, OfExamples, PerExample
+from .._linearisation._linearisation import Linearisation
 from .._training._data import as_inputs
 from .._training._model import is_of_model, make_network
 from ._file import KernelFile, Place, tiles
+from ._parts import (
+    Blocks,
+    blocks_of,
+    by_parameter,
+    diagonal_of,
+    look,
+    mirrored,
+    number_of,
+    place_of,
+    product,
+    shape_of,
+    tile_of,
+)
 
 
 Outputs = Literal["all", "trace", "diagonal"] | int
@@ -174,7 +187,7 @@ class TangentKernel(eqx.Module):
         sets = self._checked(x1, x2)
         if file is not None:
             return self._in_file(_npy(file), sets, progress)
-        shape = self._shape(sets.n1, sets.n2, sets.c)
+        shape = shape_of(self, sets.n1, sets.n2, sets.c)
         self._check_budget(
             shape, sets.dtype, "pass `file`, to which it is written tile by tile, or"
         )
@@ -182,7 +195,7 @@ class TangentKernel(eqx.Module):
         inside = is_traced((self, sets)) or mesh_of((sets.x1, sets.x2))
         tile = whole if inside else self._tile(sets)
         if tile == whole:
-            return _tile(self, sets.x1, sets.x2)
+            return tile_of(self, sets.x1, sets.x2)
         kernel = np.empty(shape, sets.dtype)
         for parts in self._tiles(sets, tile, 0, progress):
             for place, part in parts:
@@ -197,14 +210,14 @@ class TangentKernel(eqx.Module):
             )
         first = jax.tree.map(jnp.asarray, (_first(sets.x1), _first(sets.x2)))
         arrays, rest = eqx.partition((self, *first), eqx.is_array)
-        tile_of_one = jax.jit(lambda arrays: _tile(*eqx.combine(arrays, rest)))
+        tile_of_one = jax.jit(lambda arrays: tile_of(*eqx.combine(arrays, rest)))
         identity = {
             "parameters": checksum(self._point),
             "inputs": checksum((sets.x1, sets.x2)),
             "outputs": str(self.outputs),
             "functions": program(tile_of_one, arrays),
         }
-        shape = self._shape(sets.n1, sets.n2, sets.c)
+        shape = shape_of(self, sets.n1, sets.n2, sets.c)
         kept = KernelFile(path, shape, sets.dtype, identity)
         with kept.alone():
             tile, num_done = kept.begin(self._tile(sets))
@@ -217,10 +230,10 @@ class TangentKernel(eqx.Module):
         """Return the contribution of each array of parameters to the kernel, in the
         structure of the model."""
         sets = self._checked(x1, x2)
-        shape = self._shape(sets.n1, sets.n2, sets.c)
+        shape = shape_of(self, sets.n1, sets.n2, sets.c)
         shape = len(jax.tree.leaves(self._point)), *shape
         self._check_budget(shape, sets.dtype, "pass fewer inputs, or")
-        return _by_parameter(self, sets.x1, sets.x2)
+        return by_parameter(self, sets.x1, sets.x2)
 
     def _check_budget(self, shape: tuple[int, ...], dtype: np.dtype, do: str) -> None:
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -232,53 +245,15 @@ class TangentKernel(eqx.Module):
 
     def diagonal(self, x: PyTree) -> Float[Array, "n c"]:
         r"""Return $\Theta_{ic,ic}$ for each input and output, without the full kernel."""
-        return _diagonal(self, self._checked(x, None).x1)
-
-    #
-    # The parts of the kernel
-    #
-
-    def _linearise(self, x: PyTree) -> Linearisation:
-        args = (x, None) if self._has_keys else x
-        fn = self._fn
-        if not isinstance(self.outputs, str):
-            fn = PerExample(eqx.Partial(_one_output, fn.fn, self.outputs), fn.part_size)
-        return linearise(fn, self._point, args, memory_budget=self.memory_budget)
-
-    def _rows(self, x: PyTree) -> "_Blocks":
-        lin = self._linearise(x)
-        n = _number(lin.outputs)
-        return _Blocks(tuple(lin.jacobian.blocks()), n, lin.shape[0] // n)
-
-    def _parts(self, these: "_Blocks", those: "_Blocks | None") -> list[Array]:
-        """Return the part of the kernel for each array of parameters."""
-        others = these if those is None else those
-        shape = self._shape(these.n, others.n, these.c)
-        pairs = zip(these.blocks, others.blocks, strict=True)
-        return [self._gram(a, b, these.c).reshape(shape) for a, b in pairs]
-
-    def _gram(self, a: AbstractBlock, b: AbstractBlock, c: int) -> Float[Array, "..."]:
-        def of(view: Callable[[AbstractBlock], AbstractBlock]) -> Array:
-            viewed = view(a)
-            return viewed.gram_with(viewed if a is b else view(b))
-
-        match self.outputs:
-            case "trace":
-                return of(lambda block: block.merged(c))
-            case "diagonal":
-                each = jax.lax.map(
-                    lambda k: of(lambda block: block.of_output(k, c)), jnp.arange(c)
-                )
-                return jnp.moveaxis(each, 0, -1)
-        return of(lambda block: block)
+        return diagonal_of(self, self._checked(x, None).x1)
 
     def _checked(self, x1: PyTree, x2: PyTree | None) -> "_Sets":
         x1 = as_inputs(x1)
-        n1 = n2 = _number(x1)
+        n1 = n2 = number_of(x1)
         if x2 is not None:
             x2 = as_inputs(x2)
-            n2 = _number(x2)
-        shapes, dtype, num_bytes = _look(self, _first(x1), _first(x2))
+            n2 = number_of(x2)
+        shapes, dtype, num_bytes = look(self, _first(x1), _first(x2))
         if shapes[0] != shapes[-1]:
             raise ValueError(
                 "The model must have outputs of the same shape on both sets of inputs, "
@@ -290,14 +265,6 @@ class TangentKernel(eqx.Module):
                 f"`outputs` is {self.outputs}, but the model has outputs 0 to {c - 1}."
             )
         return _Sets(x1, x2, n1, n2, c, dtype, num_bytes)
-
-    def _shape(self, n1: int, n2: int, c: int) -> tuple[int, ...]:
-        match self.outputs:
-            case "all":
-                return n1, c, n2, c
-            case "diagonal":
-                return n1, n2, c
-        return n1, n2
 
     #
     # Tiles
@@ -314,7 +281,7 @@ class TangentKernel(eqx.Module):
 
         def num_bytes(rows: int, columns: int) -> int:
             # The kernel, and one part that is added to it
-            entries = 2 * math.prod(self._shape(rows, columns, sets.c))
+            entries = 2 * math.prod(shape_of(self, rows, columns, sets.c))
             return (rows + columns) * sets.bytes_of_one + entries * sets.dtype.itemsize
 
         number, most = jax.local_device_count(), max(sets.n1, sets.n2)
@@ -336,18 +303,18 @@ class TangentKernel(eqx.Module):
         here = [_put(self, device) for device in devices] if several else [self]
         waiting: collections.deque = collections.deque()
         # The blocks of the latest rows on each device.
-        made: dict[int, tuple[slice, _Blocks]] = {}
+        made: dict[int, tuple[slice, Blocks]] = {}
 
-        def blocks_of(x, at, k):
+        def rows_of(x, at, k):
             part = jax.tree.map(lambda a: a[at], x)
-            return _blocks(here[k], _put(part, devices[k]) if several else part)
+            return blocks_of(here[k], _put(part, devices[k]) if several else part)
 
         def finished():
             (rows, columns), tile = waiting.popleft()
             tile = np.asarray(tile)
-            yield self._place(rows, columns), tile
+            yield place_of(self, rows, columns), tile
             if symmetric and rows != columns:
-                yield self._place(columns, rows), tile.transpose(self._mirrored())
+                yield place_of(self, columns, rows), tile.transpose(mirrored(self))
 
         with tqdm(total=len(all_tiles), initial=num_done, disable=not progress) as bar:
             for number in range(num_done, len(all_tiles)):
@@ -355,11 +322,11 @@ class TangentKernel(eqx.Module):
                 k = number % len(devices)
                 if k not in made or made[k][0] != rows:
                     made.pop(k, None)
-                    made[k] = rows, blocks_of(sets.x1, rows, k)
+                    made[k] = rows, rows_of(sets.x1, rows, k)
                 these, those = made[k][1], None
                 if not (symmetric and rows == columns):
-                    those = blocks_of(sets.x1 if symmetric else sets.x2, columns, k)
-                waiting.append(((rows, columns), _product(here[k], these, those)))
+                    those = rows_of(sets.x1 if symmetric else sets.x2, columns, k)
+                waiting.append(((rows, columns), product(here[k], these, those)))
                 del these, those
                 if len(waiting) == len(devices):
                     yield list(finished())
@@ -367,26 +334,6 @@ class TangentKernel(eqx.Module):
             while waiting:
                 yield list(finished())
                 bar.update()
-
-    def _place(self, rows: slice, columns: slice) -> Place:
-        every = slice(None)
-        return (rows, every, columns, every) if self.outputs == "all" else (rows, columns)
-
-    def _mirrored(self) -> tuple[int, ...]:
-        match self.outputs:
-            case "all":
-                return 2, 3, 0, 1
-            case "diagonal":
-                return 1, 0, 2
-        return 1, 0
-
-
-class _Blocks(eqx.Module):
-    """The Jacobian's rows for n examples of c outputs, by array of parameters."""
-
-    blocks: tuple[AbstractBlock, ...]
-    n: int = eqx.field(static=True)
-    c: int = eqx.field(static=True)
 
 
 class _Sets(NamedTuple):
@@ -404,77 +351,9 @@ class _Sets(NamedTuple):
     bytes_of_one: int
 
 
-@eqx.filter_jit
-def _look(
-    kernel: TangentKernel, one: PyTree, other: PyTree | None
-) -> tuple[list[tuple[int, ...]], np.dtype, int]:
-    """Return, from the first example of each set, the shapes of its outputs, the kernel's
-    dtype, and the bytes of its blocks. This is compiled only to cache the result."""
-    shapes = []
-    for x in (one, other):
-        if x is None:
-            continue
-        args = (x, None) if kernel._has_keys else x
-        leaves = jax.tree.leaves(eqx.filter_eval_shape(kernel._fn, kernel._point, args))
-        if len(leaves) != 1:
-            raise ValueError(
-                f"A tangent kernel needs a model of one array of outputs, but this model "
-                f"has {len(leaves)}: pass a function that returns one of them, such as "
-                "`(lambda model, x: model(x)[0], model)`."
-            )
-        shapes.append(leaves[0].shape[1:])
-    if shapes[0] != shapes[-1]:  # The caller raises an error.
-        other = None
-    dtype = eqx.filter_eval_shape(_tile, kernel, one, other).dtype
-    num_bytes = sum(kernel._linearise(one).jacobian.block_bytes())
-    return shapes, np.dtype(dtype), num_bytes
-
-
-@eqx.filter_jit
-def _blocks(kernel: TangentKernel, x: PyTree) -> _Blocks:
-    return kernel._rows(x)
-
-
-@eqx.filter_jit
-def _product(
-    kernel: TangentKernel, these: _Blocks, those: _Blocks | None
-) -> Float[Array, "..."]:
-    return _tree.summed(kernel._parts(these, those))
-
-
-@eqx.filter_jit
-def _tile(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> Float[Array, "..."]:
-    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
-    return _product(kernel, these, those)
-
-
-@eqx.filter_jit
-def _by_parameter(kernel: TangentKernel, x1: PyTree, x2: PyTree | None) -> PyTree[Array]:
-    structure = jax.tree.structure(kernel._point)
-    these, those = kernel._rows(x1), None if x2 is None else kernel._rows(x2)
-    return structure.unflatten(kernel._parts(these, those))
-
-
-@eqx.filter_jit
-def _diagonal(kernel: TangentKernel, x: PyTree) -> Float[Array, "n c"]:
-    squares = kernel._linearise(x).jacobian.squared_rows()
-    return squares.reshape(_number(x), -1)
-
-
-def _one_output(
-    fn: Callable[[Any, Any], PyTree[Array]], k: int, y: PyTree[Array], example: Any
-) -> Float[Array, ""]:
-    (outputs,) = jax.tree.leaves(fn(y, example))
-    return outputs.reshape(-1)[k]
-
-
 def _in_inference(state: PyTree, model: Any, x: PyTree) -> PyTree[Array]:
     outputs, _ = eqx.nn.inference_mode(model)(x, state)
     return outputs
-
-
-def _number(x: PyTree) -> int:
-    return jax.tree.leaves(x)[0].shape[0]
 
 
 def _first(x: PyTree | None) -> PyTree | None:

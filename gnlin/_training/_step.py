@@ -17,14 +17,13 @@ from .._solver import (
     LAST_FINITE,
     linearised,
     result_name,
-    row_of,
     State,
     Watch,
     why_it_ended,
 )
 from ..losses import AbstractLoss
+from ._group_network import GroupNetwork
 from ._model import Network
-from ._residuals import GroupNetwork
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -184,7 +183,7 @@ def advanced(
     if has_aux:
         failed = state.result != optx.RESULTS.successful
         model_state = _tree.where(failed, model_state, aux)
-    row = row_of(state) | {"loss": loss}
+    row = state.row() | {"loss": loss}
     each = objective.values(now) if objective.names else {}
     before = carry.solver_state.counts.num_feature_updates
     moved = jnp.array(True)

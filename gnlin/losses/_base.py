@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common import _tree
+from .._common._checks import check_one_of
 from .._common._sharding import is_here
 from .._common._tree import ravel_pytree
 from ._factors import AbstractFactor, DenseFactor, DiagonalFactor
@@ -55,11 +56,8 @@ class AbstractLoss(eqx.Module):
     is_quadratic: ClassVar[bool] = False
 
     def __check_init__(self):
-        if self.reduction not in (None, *get_args(Reduction)):
-            raise ValueError(
-                '`reduction` must be "sum" or "mean", or None for the default, but '
-                f"{self.reduction!r} was given."
-            )
+        if self.reduction is not None:
+            check_one_of("reduction", self.reduction, get_args(Reduction))
 
     def reduced(self, default: Reduction) -> "AbstractLoss":
         """Return the loss with `default` as its reduction if it has none."""
@@ -126,6 +124,9 @@ class AbstractElementwiseLoss(AbstractLoss):
         ```
     """
 
+    # What the targets are, and their least and their largest value, if there are such
+    _targets: ClassVar[tuple[str, float, float] | None] = None
+
     @abc.abstractmethod
     def elementwise(self, output: Array, target: Array) -> Array:
         """Return the loss of each output."""
@@ -164,6 +165,9 @@ class AbstractElementwiseLoss(AbstractLoss):
                 f"but have {given}; reshape them, or for labels use "
                 "`gnlin.SoftmaxCrossEntropy()`."
             )
+        if self._targets is not None:
+            name, least, most = self._targets
+            check_between(name, targets, least, most)
 
 
 def as_outputs(target: PyTree[Array], outputs: PyTree[Array]) -> PyTree[Array]:
@@ -195,16 +199,19 @@ def _derivative(fn, x: Array) -> Array:
     return jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
 
 
+def known(values: PyTree) -> list[np.ndarray]:
+    """Return the arrays whose values can be checked: those that are not traced, and that
+    this process holds in full."""
+    leaves = jax.tree.leaves(values)
+    return [np.asarray(x) for x in leaves if not isinstance(x, Tracer) and is_here(x)]
+
+
 def check_between(
     name: str, values: PyTree, least: float | int, most: float | int
 ) -> None:
-    """Raise `ValueError` for values out of range. Traced values, and arrays that are not
-    fully addressable by this process, are not checked."""
-    for leaf in jax.tree.leaves(values):
-        if isinstance(leaf, Tracer) or not is_here(leaf):
-            continue
-        wrong = np.asarray(leaf)
-        wrong = wrong[~((wrong >= least) & (wrong <= most))]
+    """Raise `ValueError` for known values out of range."""
+    for array in known(values):
+        wrong = array[~((array >= least) & (array <= most))]
         if wrong.size > 0:
             raise ValueError(
                 f"The {name} must lie between {least:g} and {most:g}, but one is "

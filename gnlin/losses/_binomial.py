@@ -1,6 +1,8 @@
 """Losses for successes among trials, and for overdispersed counts."""
 
-from typing import Any
+import abc
+import math
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,8 +13,7 @@ from jax.scipy.special import xlogy
 from jaxtyping import Array, Float, PyTree, Scalar
 
 from .._common._checks import check_finite_positive, check_scalar
-from .._common._sharding import is_here
-from ._base import AbstractElementwiseLoss, check_between, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, known, Reduction, total_of_each
 
 
 def _as_trials(given: Any) -> Array:
@@ -20,18 +21,42 @@ def _as_trials(given: Any) -> Array:
     if isinstance(given, Tracer):
         return given
     try:
-        known = np.asarray(given, float)
+        trials = np.asarray(given, float)
     except (TypeError, ValueError):
-        known = np.array(np.nan)
-    if not np.all(np.isfinite(known) & (known >= 0)):
+        trials = np.array(np.nan)
+    if not np.all(np.isfinite(trials) & (trials >= 0)):
         raise ValueError(
             "`trials` must be a number, or an array of numbers, finite and not negative, "
             f"but {given!r} was given."
         )
-    return jnp.asarray(known)
+    return jnp.asarray(trials)
 
 
-class BinomialNLL(AbstractElementwiseLoss):
+class _Binomial(AbstractElementwiseLoss):
+    """The negative log-likelihood of successes among trials, minus its smallest value for
+    these successes."""
+
+    @abc.abstractmethod
+    def _odds_and_trials(self, output: Array, target: Array) -> tuple[Array, Array]:
+        """Return the log-odds of a success, and the number of trials."""
+
+    def elementwise(self, output: Array, target: Array) -> Array:
+        odds, trials = self._odds_and_trials(output, target)
+        return _value(odds, target, trials)
+
+    def derivative(self, output: Array, target: Array) -> Array:
+        odds, trials = self._odds_and_trials(output, target)
+        return binomial_slope(odds, target, trials)
+
+    def decrease(self, outputs, new_outputs, target) -> Scalar:
+        def each(f, g, y):
+            odds, trials = self._odds_and_trials(f, y)
+            return _decrease(odds, g - f, y, trials)
+
+        return total_of_each(each, outputs, new_outputs, target)
+
+
+class BinomialNLL(_Binomial):
     r"""The binomial negative log-likelihood of $y$ successes among $n$ trials, each with
     the probability $\sigma(f) = 1/(1 + e^{-f})$: the outputs $f$ are log-odds. Its
     smallest value for these successes is subtracted, so that a perfect fit has the loss
@@ -59,41 +84,28 @@ class BinomialNLL(AbstractElementwiseLoss):
         P. McCullagh and J. A. Nelder, *Generalized linear models* (1989), chapter 4.
     """
 
+    _targets: ClassVar = "successes", 0.0, math.inf
     trials: Float[Array, "..."] = eqx.field(converter=_as_trials)
     reduction: Reduction | None = None
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        return _value(output, target, self._of(output))
-
-    def derivative(self, output: Array, target: Array) -> Array:
-        return binomial_slope(output, target, self._of(output))
+    def _odds_and_trials(self, output, target):
+        trials = jnp.asarray(self.trials).astype(output.dtype)
+        return output, jnp.broadcast_to(trials, output.shape)
 
     def root(self, output: Array, target: Array) -> Array:
-        return jnp.sqrt(self._of(output)) * binomial_root(output)
-
-    def decrease(self, outputs, new_outputs, target) -> Scalar:
-        each = lambda f, g, y: _decrease(f, g, y, self._of(f))
-        return total_of_each(each, outputs, new_outputs, target)
-
-    def _of(self, output: Array) -> Array:
-        trials = jnp.asarray(self.trials)
-        return jnp.broadcast_to(trials.astype(output.dtype), output.shape)
+        _, trials = self._odds_and_trials(output, target)
+        return jnp.sqrt(trials) * binomial_root(output)
 
     def check(self, outputs, targets: PyTree[Array]) -> None:
         super().check(outputs, targets)
-        check_between("successes", targets, 0.0, np.inf)
-        for leaf in jax.tree.leaves(targets):
-            is_traced = isinstance(leaf, Tracer) or isinstance(self.trials, Tracer)
-            if is_traced or not is_here(leaf):
-                continue
-            shape = np.shape(self.trials)
-            if shape and shape != leaf.shape[leaf.ndim - len(shape) :]:
+        for successes in known(targets) if known(self.trials) else ():
+            shape, of_trials = successes.shape, np.shape(self.trials)
+            if of_trials and of_trials != shape[len(shape) - len(of_trials) :]:
                 raise ValueError(
                     f"`trials` must be one number, or have the shape of the successes, "
-                    f"{leaf.shape}, but has the shape {shape}."
+                    f"{shape}, but has the shape {of_trials}."
                 )
-            successes = np.asarray(leaf)
-            trials = np.broadcast_to(np.asarray(self.trials), successes.shape)
+            trials = np.broadcast_to(np.asarray(self.trials), shape)
             wrong = np.flatnonzero(successes > trials)
             if wrong.size > 0:
                 raise ValueError(
@@ -102,7 +114,7 @@ class BinomialNLL(AbstractElementwiseLoss):
                 )
 
 
-class NegativeBinomialNLL(AbstractElementwiseLoss):
+class NegativeBinomialNLL(_Binomial):
     r"""The negative binomial's negative log-likelihood of counts $y$ with the mean
     $\mu = e^f$ and the variance $\mu + \alpha\mu^2$, which is larger than Poisson's. Its
     smallest value for that count is subtracted (half the deviance). The curvature is the
@@ -127,6 +139,7 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
         J. M. Hilbe, *Negative binomial regression* (2011), chapter 8.
     """
 
+    _targets: ClassVar = "counts", 0.0, math.inf
     dispersion: float
     reduction: Reduction | None = None
 
@@ -137,30 +150,13 @@ class NegativeBinomialNLL(AbstractElementwiseLoss):
     # The likelihood equals the binomial one of y successes among y + 1/alpha trials, with
     # the log-odds f + log(alpha).
 
-    def elementwise(self, output: Array, target: Array) -> Array:
-        return _value(self._odds(output), target, self._trials(target))
-
-    def derivative(self, output: Array, target: Array) -> Array:
-        return binomial_slope(self._odds(output), target, self._trials(target))
+    def _odds_and_trials(self, output, target):
+        alpha = jnp.asarray(self.dispersion, output.dtype)
+        return output + jnp.log(alpha), target + 1 / alpha
 
     def root(self, output: Array, target: Array) -> Array:
-        return jnp.sqrt(jax.nn.sigmoid(self._odds(output)) / self.dispersion)
-
-    def decrease(self, outputs, new_outputs, target) -> Scalar:
-        def each(f, g, y):
-            return _decrease(self._odds(f), self._odds(g), y, self._trials(y))
-
-        return total_of_each(each, outputs, new_outputs, target)
-
-    def _odds(self, output: Array) -> Array:
-        return output + jnp.log(jnp.asarray(self.dispersion, output.dtype))
-
-    def _trials(self, target: Array) -> Array:
-        return target + jnp.asarray(1 / self.dispersion, target.dtype)
-
-    def check(self, outputs, targets: PyTree[Array]) -> None:
-        super().check(outputs, targets)
-        check_between("counts", targets, 0.0, np.inf)
+        odds, _ = self._odds_and_trials(output, target)
+        return jnp.sqrt(jax.nn.sigmoid(odds) / self.dispersion)
 
 
 def _value(odds: Array, successes: Array, trials: Array) -> Array:
@@ -183,13 +179,12 @@ def binomial_root(odds: Array) -> Array:
     return jnp.exp(-0.5 * x) / (1 + jnp.exp(-x))
 
 
-def _decrease(odds: Array, new_odds: Array, successes: Array, trials: Array) -> Array:
+def _decrease(odds: Array, change: Array, successes: Array, trials: Array) -> Array:
     r"""Return $y d - n\log(1 + p(e^d - 1))$, the decrease if log-odds change by d."""
-    change = new_odds - odds
     near = jnp.abs(change) < 1
     small = jnp.where(near, change, 0)
     closer = successes * small - trials * jnp.log1p(
         jax.nn.sigmoid(odds) * jnp.expm1(small)
     )
-    values = _value(odds, successes, trials) - _value(new_odds, successes, trials)
+    values = _value(odds, successes, trials) - _value(odds + change, successes, trials)
     return jnp.where(near, closer, values)

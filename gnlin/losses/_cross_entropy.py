@@ -1,6 +1,6 @@
 """Cross-entropy losses for classification."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Num, Scalar
 
 from .._common import _tree
 from .._common._checks import check_less_than_one, is_whole
-from .._common._sharding import is_here
-from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, Reduction
+from ._base import AbstractElementwiseLoss, AbstractLoss, check_between, known, Reduction
 from ._binomial import binomial_root, binomial_slope
 from ._factors import AbstractFactor, SoftmaxFactor
 
@@ -25,14 +24,14 @@ def _as_class_weights(given: Any) -> Array | None:
     """Check and convert `class_weights`; traced values are not checked."""
     if given is None or isinstance(given, Tracer):
         return given
-    known = np.asarray(given)
-    good = known.dtype.kind in "iuf" and known.ndim == 1 and known.size > 0
-    if not (good and np.all(np.isfinite(known)) and known.min() >= 0 < known.max()):
+    weights = np.asarray(given)
+    good = weights.dtype.kind in "iuf" and weights.ndim == 1 and weights.size > 0
+    if not (good and np.all(np.isfinite(weights)) and weights.min() >= 0 < weights.max()):
         raise ValueError(
             "`class_weights` must be one number for each class, finite and not negative, "
             f"and not all of them zero, but {given!r} was given."
         )
-    return jnp.asarray(known, float)
+    return jnp.asarray(weights, float)
 
 
 class SoftmaxCrossEntropy(AbstractLoss):
@@ -188,17 +187,15 @@ class SoftmaxCrossEntropy(AbstractLoss):
             )
 
     def _check_labels(self, labels: Array, num_classes: int) -> None:
-        if isinstance(labels, Tracer) or not is_here(labels):
-            return
-        known = np.asarray(labels)
-        wrong = known[(known < 0) | (known >= num_classes)]
-        wrong = wrong[wrong != self.ignore_index]
-        if wrong.size > 0:
-            raise ValueError(
-                f"The labels must lie between 0 and {num_classes - 1}, but one is "
-                f"{wrong[0]}; if it stands for targets that do not count, pass "
-                f"`ignore_index={wrong[0]}`."
-            )
+        for each in known(labels):
+            wrong = each[(each < 0) | (each >= num_classes)]
+            wrong = wrong[wrong != self.ignore_index]
+            if wrong.size > 0:
+                raise ValueError(
+                    f"The labels must lie between 0 and {num_classes - 1}, but one is "
+                    f"{wrong[0]}; if it stands for targets that do not count, pass "
+                    f"`ignore_index={wrong[0]}`."
+                )
 
 
 class SigmoidCrossEntropy(AbstractElementwiseLoss):
@@ -210,6 +207,7 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
     """
 
+    _targets: ClassVar = "probabilities", 0, 1
     reduction: Reduction | None = None
 
     def elementwise(self, output: Array, target: Array) -> Array:
@@ -222,10 +220,6 @@ class SigmoidCrossEntropy(AbstractElementwiseLoss):
 
     def root(self, output: Array, target: Array) -> Array:
         return binomial_root(output)
-
-    def check(self, outputs, targets) -> None:
-        super().check(outputs, targets)
-        check_between("probabilities", targets, 0, 1)
 
 
 def _log_softmax(

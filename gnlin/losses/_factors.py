@@ -28,10 +28,6 @@ class AbstractFactor(eqx.Module):
         r"""Return $R^\top u$."""
 
     @abc.abstractmethod
-    def pseudo_inverse_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        """Return $R^+ u$."""
-
-    @abc.abstractmethod
     def whiten(
         self, gradient: PyTree[Array]
     ) -> tuple[PyTree[Array], PyTree[Array] | None]:
@@ -50,9 +46,6 @@ class IdentityFactor(AbstractFactor):
         return v
 
     def transpose_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        return u
-
-    def pseudo_inverse_mv(self, u: PyTree[Array]) -> PyTree[Array]:
         return u
 
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], None]:
@@ -88,9 +81,6 @@ class DiagonalFactor(AbstractFactor):
 
     def transpose_mv(self, u: PyTree[Array]) -> PyTree[Array]:
         return self.mv(u)
-
-    def pseudo_inverse_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        return jax.tree.map(lambda d, x: _quotient(x, d, d > 0), self.root, u)
 
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         steep = jax.tree.map(lambda g, d: _is_steep(g, d, self.unit), gradient, self.root)
@@ -146,14 +136,6 @@ class SoftmaxFactor(AbstractFactor):
         of_top = u_top * rest - s_top * along
         return jnp.where(top, of_top, u - self.s * (along + s_top * u_top))
 
-    def pseudo_inverse_mv(self, u: Float[Array, "*k c"]) -> Float[Array, "*k c"]:
-        possible = self.s > 0
-        v = _quotient(self._across(u), self.s, possible)
-        count = jnp.sum(possible, axis=-1, keepdims=True, dtype=v.dtype)
-        mean = jnp.sum(v, axis=-1, keepdims=True) / count
-        positive = self.total > 0
-        return _quotient(jnp.where(possible, v - mean, 0), jnp.sqrt(self.total), positive)
-
     def whiten(
         self, gradient: Float[Array, "*k c"]
     ) -> tuple[Float[Array, "*k c"], Float[Array, "*k c"]]:
@@ -195,10 +177,6 @@ class DenseFactor(AbstractFactor):
     def transpose_mv(self, u: PyTree[Array]) -> PyTree[Array]:
         u, unravel = ravel_pytree(u)
         return unravel(matmul(self.vectors, self.root * u))
-
-    def pseudo_inverse_mv(self, u: PyTree[Array]) -> PyTree[Array]:
-        u, unravel = ravel_pytree(u)
-        return unravel(matmul(self.vectors, _quotient(u, self.root, self.root > 0)))
 
     def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
         g, unravel = ravel_pytree(gradient)

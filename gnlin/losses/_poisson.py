@@ -1,13 +1,15 @@
 """The Poisson loss for counts."""
 
+import math
+from typing import ClassVar
+
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
 from jax.scipy.special import xlogy
-from jaxtyping import Array, PyTree, Scalar
+from jaxtyping import Array, Scalar
 
 from .._common._checks import check_flag
-from ._base import AbstractElementwiseLoss, check_between, Reduction, total_of_each
+from ._base import AbstractElementwiseLoss, Reduction, total_of_each
 
 
 class PoissonNLL(AbstractElementwiseLoss):
@@ -36,6 +38,7 @@ class PoissonNLL(AbstractElementwiseLoss):
         P. McCullagh and J. A. Nelder, *Generalized linear models* (1989), chapter 6.
     """
 
+    _targets: ClassVar = "counts", 0.0, math.inf
     reduction: Reduction | None = None
     log_input: bool = eqx.field(default=True, static=True)
 
@@ -67,7 +70,3 @@ class PoissonNLL(AbstractElementwiseLoss):
 
     def root(self, output: Array, target: Array) -> Array:
         return jnp.exp(0.5 * output) if self.log_input else output**-0.5
-
-    def check(self, outputs, targets: PyTree[Array]) -> None:
-        super().check(outputs, targets)
-        check_between("counts", targets, 0.0, np.inf)

@@ -1,7 +1,8 @@
 """Robust losses, which grow at most linearly and so limit the influence of outliers."""
 
-import abc
 import functools
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,19 @@ from .._common._checks import check_finite_positive
 from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
+class Rho(NamedTuple):
+    r"""A robust loss $\delta^2\rho(u)$ of residuals $r = \delta u$."""
+
+    value: Callable[[Array], Array]
+    slope: Callable[[Array], Array]  # the first derivative
+    root: Callable[[Array], Array]  # the root of the second, or 0 if that is negative
+
+
 class AbstractRobust(AbstractElementwiseLoss):
     """A loss that is half the square of residuals much smaller than `delta`, and less
     than half the square of larger ones."""
 
+    _rho: ClassVar[Rho]
     delta: float = 1.0
     reduction: Reduction | None = None
 
@@ -23,26 +33,14 @@ class AbstractRobust(AbstractElementwiseLoss):
             raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
         check_finite_positive("delta", self.delta)
 
-    @abc.abstractmethod
-    def _rho(self, r: Array) -> Array:
-        """Return the loss of a residual."""
-
-    @abc.abstractmethod
-    def _slope(self, r: Array) -> Array:
-        """Return its first derivative."""
-
-    @abc.abstractmethod
-    def _root(self, r: Array) -> Array:
-        """Return the square root of its second derivative, or 0 if that is negative."""
-
     def elementwise(self, output: Array, target: Array) -> Array:
-        return self._rho(output - target)
+        return self.delta * (self.delta * self._rho.value((output - target) / self.delta))
 
     def derivative(self, output: Array, target: Array) -> Array:
-        return self._slope(output - target)
+        return self.delta * self._rho.slope((output - target) / self.delta)
 
     def root(self, output: Array, target: Array) -> Array:
-        return self._root(output - target)
+        return self._rho.root((output - target) / self.delta)
 
     @property
     def unit(self) -> float:
@@ -87,15 +85,11 @@ class Huber(AbstractRobust):
         (1964).
     """
 
-    def _rho(self, r: Array) -> Array:
-        near = jnp.minimum(jnp.abs(r), self.delta)
-        return near * (jnp.abs(r) - 0.5 * near)
-
-    def _slope(self, r: Array) -> Array:
-        return jnp.clip(r, -self.delta, self.delta)
-
-    def _root(self, r: Array) -> Array:
-        return (jnp.abs(r) <= self.delta).astype(r.dtype)
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: jnp.minimum(abs(u), 1) * (abs(u) - 0.5 * jnp.minimum(abs(u), 1)),
+        slope=lambda u: jnp.clip(u, -1, 1),
+        root=lambda u: (abs(u) <= 1).astype(u.dtype),
+    )
 
 
 class PseudoHuber(AbstractRobust):
@@ -111,17 +105,15 @@ class PseudoHuber(AbstractRobust):
         imaging*, IEEE Trans. Image Processing 6 (1997).
     """
 
-    def _rho(self, r: Array) -> Array:
-        return r**2 / (1 + self._scale(r))
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: u * (u / (1 + _one_beside(u))),
+        slope=lambda u: u / _one_beside(u),
+        root=lambda u: _one_beside(u) ** -1.5,
+    )
 
-    def _slope(self, r: Array) -> Array:
-        return r / self._scale(r)
 
-    def _root(self, r: Array) -> Array:
-        return self._scale(r) ** -1.5
-
-    def _scale(self, r: Array) -> Array:
-        return jnp.hypot(1.0, r / self.delta).astype(r.dtype)
+def _one_beside(u: Array) -> Array:
+    return jnp.hypot(jnp.ones_like(u), u)
 
 
 class LogCosh(AbstractRobust):
@@ -131,18 +123,15 @@ class LogCosh(AbstractRobust):
     The arguments are those of [`gnlin.losses.Huber`][].
     """
 
-    def _rho(self, r: Array) -> Array:
-        x = jnp.abs(r) / self.delta
-        near = 0.5 * jnp.log1p(jnp.sinh(jnp.minimum(x, 1)) ** 2)
-        far = x + jnp.log1p(jnp.exp(-2 * x)) - jnp.log(2).astype(x.dtype)
-        return self.delta**2 * jnp.where(x < 1, near, far)
-
-    def _slope(self, r: Array) -> Array:
-        return self.delta * jnp.tanh(r / self.delta)
-
-    def _root(self, r: Array) -> Array:
-        x = jnp.abs(r) / self.delta
-        return 2 * jnp.exp(-x) / (1 + jnp.exp(-2 * x))  # 1 / cosh
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: jnp.where(
+            abs(u) < 1,
+            0.5 * jnp.log1p(jnp.sinh(jnp.clip(u, -1, 1)) ** 2),
+            abs(u) + jnp.log1p(jnp.exp(-2 * abs(u))) - jnp.log(2).astype(u.dtype),
+        ),
+        slope=jnp.tanh,
+        root=lambda u: 2 * jnp.exp(-abs(u)) / (1 + jnp.exp(-2 * abs(u))),  # 1 / cosh
+    )
 
 
 class Cauchy(AbstractRobust):
@@ -158,15 +147,11 @@ class Cauchy(AbstractRobust):
         least-squares*, Comm. Statist. 6 (1977).
     """
 
-    def _rho(self, r: Array) -> Array:
-        return 0.5 * self.delta**2 * jnp.log1p((r / self.delta) ** 2)
-
-    def _slope(self, r: Array) -> Array:
-        return r / (1 + (r / self.delta) ** 2)
-
-    def _root(self, r: Array) -> Array:
-        u2 = (r / self.delta) ** 2
-        return jnp.sqrt(jnp.maximum(1 - u2, 0)) / (1 + u2)
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: 0.5 * jnp.log1p(u**2),
+        slope=lambda u: u / (1 + u**2),
+        root=lambda u: jnp.sqrt(jnp.maximum(1 - u**2, 0)) / (1 + u**2),
+    )
 
 
 class Tukey(AbstractRobust):
@@ -182,19 +167,15 @@ class Tukey(AbstractRobust):
         illustrated on band-spectroscopic data*, Technometrics 16 (1974).
     """
 
-    def _rho(self, r: Array) -> Array:
-        u2 = self._near(r)
-        return self.delta**2 / 6 * u2 * (3 - 3 * u2 + u2**2)
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: _near(u) * (3 - 3 * _near(u) + _near(u) ** 2) / 6,
+        slope=lambda u: u * (1 - _near(u)) ** 2,
+        root=lambda u: jnp.sqrt(jnp.maximum((1 - _near(u)) * (1 - 5 * _near(u)), 0)),
+    )
 
-    def _slope(self, r: Array) -> Array:
-        return r * (1 - self._near(r)) ** 2
 
-    def _root(self, r: Array) -> Array:
-        u2 = self._near(r)
-        return jnp.sqrt(jnp.maximum((1 - u2) * (1 - 5 * u2), 0))
-
-    def _near(self, r: Array) -> Array:
-        return jnp.minimum((r / self.delta) ** 2, 1)
+def _near(u: Array) -> Array:
+    return jnp.minimum(u**2, 1)
 
 
 class Arctan(AbstractRobust):
@@ -208,12 +189,8 @@ class Arctan(AbstractRobust):
         B. Triggs et al., *Bundle adjustment: a modern synthesis* (2000), section 3.3.
     """
 
-    def _rho(self, r: Array) -> Array:
-        return 0.5 * self.delta**2 * jnp.arctan((r / self.delta) ** 2)
-
-    def _slope(self, r: Array) -> Array:
-        return r / (1 + (r / self.delta) ** 4)
-
-    def _root(self, r: Array) -> Array:
-        u4 = (r / self.delta) ** 4
-        return jnp.sqrt(jnp.maximum(1 - 3 * u4, 0)) / (1 + u4)
+    _rho: ClassVar[Rho] = Rho(
+        value=lambda u: 0.5 * jnp.arctan(u**2),
+        slope=lambda u: u / (1 + u**4),
+        root=lambda u: jnp.sqrt(jnp.maximum(1 - 3 * u**4, 0)) / (1 + u**4),
+    )

@@ -257,17 +257,9 @@ class Flow(AbstractPath):
     def __call__(
         self, inputs: PyTree[ArrayLike] | None = None, times: ArrayLike | list = math.inf
     ) -> PyTree[Array]:
-        """Return the outputs after some times.
-
-        **Arguments:**
-
-        - `inputs`: n inputs, with a leading axis; `None` for the training inputs.
-        - `times`: the time, or a list of times; `math.inf` for the limit.
-
-        **Returns:** an array of the shape `(n, ...)`, or `(len(times), n, ...)`.
-
-        **Raises:** `ValueError` if a time is negative.
-        """
+        """Return the outputs after a time of at least 0, or a list of times, as
+        [`gnlin.predict.Descent.__call__`][] does after numbers of steps; `math.inf` for
+        the limit."""
         return self._outputs(self._linearised.on(inputs), _amounts("times", times))
 
     def loss(self, times: ArrayLike | list = math.inf, data: Any = None) -> Array:
@@ -384,9 +376,7 @@ def _amounts(name: str, given: Any) -> np.ndarray:
         amounts = np.asarray(given, float)
     except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(wrong) from error
-    sound = (amounts >= 0) & (~np.isfinite(amounts) | (np.floor(amounts) == amounts))
-    if not whole:
-        sound = amounts >= 0
+    sound = (amounts >= 0) & ((not whole) | (np.floor(amounts) == amounts))
     if amounts.ndim > 1 or amounts.size == 0 or not sound.all():
         raise ValueError(wrong)
     return amounts

@@ -1,0 +1,133 @@
+"""Iterative linearisation across batches: each batch is for one inner step, and the
+linearisation point is kept for K of them."""
+
+from collections.abc import Callable
+from typing import Any, TYPE_CHECKING
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._checks import as_float, is_zero
+from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._subproblem import updated
+from ._base import linearised
+from ._state import Report, State
+
+
+if TYPE_CHECKING:
+    from ._iterative_linearisation import IterativeLinearisation
+
+
+Trigger = Callable[[Linearisation, PyTree[Array], Array], Array]
+"""Whether to linearise again, given the linearisation, its outputs at the current point,
+and the number of inner steps."""
+
+
+class Stream(eqx.Module):
+    """The memory between the inner steps on one batch and on the next."""
+
+    point: PyTree[Array]  # theta_s
+    inner: PyTree  # the optimiser's state, or the velocity
+    num_steps: Int[Array, ""]  # inner steps since the linearisation
+
+
+class _Momentum(eqx.Module):
+    """Gradient descent with momentum as an optimiser with traced hyperparameters."""
+
+    learning_rate: ScalarLike
+    momentum: ScalarLike
+    nesterov: bool
+
+    def init(self, y: PyTree[Array]) -> PyTree[Array] | None:
+        return None if is_zero(self.momentum) else _tree.zeros_like(y)
+
+    def update(self, gradient, velocity, y):
+        step = _tree.scale(-jnp.asarray(self.learning_rate), gradient)
+        if velocity is None:
+            return step, None
+        velocity = _tree.axpy(self.momentum, velocity, step)
+        if self.nesterov:
+            return _tree.axpy(self.momentum, velocity, step), velocity
+        return velocity, velocity
+
+
+def optimiser_of(solver: "IterativeLinearisation") -> Any:
+    """Return the optimiser that takes the inner steps."""
+    if solver.learning_rate is None:
+        return solver.optimiser
+    return _Momentum(solver.learning_rate, solver.momentum, solver.nesterov)
+
+
+def _is_one(period: ScalarLike) -> bool:
+    return isinstance(period, int | float) and period == 1
+
+
+def inner_step(
+    solver: "IterativeLinearisation",
+    objective: AbstractObjective,
+    fn: Callable[[Any, Any], Any],
+    y: PyTree[Array],
+    args: PyTree,
+    state: State,
+    has_aux: bool,
+    trigger: Trigger | None,
+) -> tuple[PyTree[Array], State, Scalar, Any]:
+    """Take one inner step on one batch, as `advance_stream` does. A `trigger` may
+    linearise again before the period ends."""
+    stream: Stream = state.memory
+    # One forward, one tangent and one transposed pass; no tangent pass if K = 1.
+    lin, aux = linearised(fn, stream.point, args, has_aux, solver.memory_budget)
+    if _is_one(solver.period):
+        outputs, passes = lin.outputs, Passes(vjps=1)
+        gradient = lin.vjp(objective.gradient(outputs))
+    else:
+        delta = jax.tree.map(jnp.subtract, y, stream.point)
+        change, passes = lin.jvp(delta), Passes(1, 1)
+        outputs = _tree.axpy(1, change, lin.outputs)
+        if solver.form == "quadratic" and not objective.is_quadratic:
+            curved = objective.curvature(lin.outputs)(change)
+            cotangent = _tree.axpy(1, curved, objective.gradient(lin.outputs))
+        else:
+            cotangent = objective.gradient(outputs)
+        gradient = _tree.axpy(solver.damping_now(), delta, lin.vjp(cotangent))
+    loss = objective.value(outputs)
+
+    optimiser = optimiser_of(solver)
+    updates, inner = updated(optimiser, gradient, stream.inner, y)
+    new_y = solver.between_bounds(_tree.axpy(1, updates, y))
+    finite = _tree.all_finite((new_y, loss))
+    new_y = _tree.where(finite, new_y, y)
+    num_steps = stream.num_steps + 1
+    renew = num_steps.astype(float) >= jnp.asarray(as_float(solver.period), float)
+    if trigger is not None:
+        renew |= trigger(lin, outputs, num_steps)
+    point = _tree.where(renew, new_y, stream.point)
+    if solver.restart:
+        inner = _tree.where(renew, optimiser.init(new_y), inner)
+    begins = jnp.where(stream.num_steps == 0, 1, 0)
+    stream = Stream(point, inner, jnp.where(renew, 0, num_steps))
+
+    dtype = state.report.loss.dtype
+    one = jnp.ones((), float)
+    report = Report(
+        loss.astype(dtype),
+        _tree.norm(gradient).astype(dtype),
+        jnp.where(finite, _tree.norm(updates), 0).astype(dtype),
+        solver.damping_now().astype(dtype),
+        one,
+    )
+    taken, refused = jnp.where(finite, 1, 0), jnp.where(finite, 0, 1)
+    counts = state.counts.plus(begins, 1, passes.jvps, passes.vjps, taken, refused)
+    result = optx.RESULTS.where(finite, optx.RESULTS.successful, optx.RESULTS.nonfinite)
+    state = eqx.tree_at(
+        lambda s: (s.memory, s.report, s.counts, s.result),
+        state,
+        (stream, report, counts, result),
+    )
+    return new_y, state, loss, aux

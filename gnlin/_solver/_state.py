@@ -1,0 +1,163 @@
+"""What a run carries from step to step, and what a step returns."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optimistix as optx
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+
+from .._common import _tree
+from .._common._passes import Passes
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from ._stride import Stride
+
+
+Evaluate = Callable[[PyTree[Array]], PyTree[Array]]
+"""A function that returns the outputs at a point."""
+
+
+class Report(eqx.Module):
+    """The values of one outer step for the history.
+
+    - `loss`: the loss at the new point.
+    - `gradient_norm`: the norm of the loss's gradient at the linearisation point.
+    - `step_norm`: |delta|; 0 if no step was taken.
+    - `damping`: lambda; 0 for a solver without damping.
+    - `num_inner_steps`: the number of steps on the subproblem.
+    """
+
+    loss: Float[Array, ""]
+    gradient_norm: Float[Array, ""]
+    step_norm: Float[Array, ""]
+    damping: Float[Array, ""]
+    num_inner_steps: Float[Array, ""]
+
+
+class Counts(eqx.Module):
+    """The cost of the run so far. Inner steps are a float, as they may exceed 2^31."""
+
+    num_feature_updates: Int[Array, ""]
+    num_inner_steps: Float[Array, ""]
+    num_jvps: Float[Array, ""]
+    num_vjps: Float[Array, ""]
+    num_accepted_steps: Int[Array, ""]
+    num_rejected_steps: Int[Array, ""]
+
+    def plus(self, *more: ScalarLike) -> "Counts":
+        """Return the counts increased by one number each, in their order."""
+        return Counts(*map(increased, jax.tree.leaves(self), more))
+
+    def by_name(self) -> dict[str, Array]:
+        return {name: getattr(self, name) for name in Counts.__dataclass_fields__}
+
+
+def increased(count: Array, *more: ScalarLike) -> Array:
+    """Return the sum of a count and further numbers, in the dtype of the count."""
+    return sum((jnp.asarray(each, count.dtype) for each in more), count)
+
+
+class State(eqx.Module):
+    # What the solver itself carries from one linearisation to the next
+    memory: PyTree
+    # Shown to the user
+    report: Report
+    counts: Counts
+    # Used for termination
+    first_loss: Float[Array, ""]
+    settled: Bool[Array, ""]  # the last step was within the tolerances
+    num_still: Int[Array, ""]  # steps in a row that changed the loss by rounding only
+    terminate: Bool[Array, ""]
+    result: optx.RESULTS
+    # Used across batches if each batch judges the step before it
+    stride: Stride | None = None
+    # The history, if it is requested through optimistix
+    rows: dict[str, Array] | None = None
+
+    def with_stride(self, y: PyTree[Array]) -> "State":
+        """Return the state with a stride, with which each batch judges the last step."""
+        stride = Stride.start(y, self.report.loss.dtype)
+        return dataclasses.replace(self, stride=stride)
+
+    def after_part(self, stride: Stride, loss: Scalar, back: Bool[Array, ""]) -> "State":
+        """Return the state after a part of a step, with `back` if the last one was
+        undone."""
+        undone = jnp.where(back, 1, 0)
+        report, counts = self.report, self.counts
+        report = dataclasses.replace(
+            report,
+            loss=loss.astype(report.loss.dtype),
+            step_norm=stride.length * report.step_norm,
+        )
+        counts = dataclasses.replace(
+            counts,
+            num_accepted_steps=counts.num_accepted_steps - undone,
+            num_rejected_steps=counts.num_rejected_steps + undone,
+        )
+        return dataclasses.replace(self, stride=stride, report=report, counts=counts)
+
+    def row(self) -> dict[str, Array]:
+        """Return a row of the history, but with the loss after the step."""
+        names = Report.__dataclass_fields__
+        row = {name: getattr(self.report, name) for name in names}
+        updates = self.counts.num_feature_updates
+        return row | {"num_feature_updates": updates.astype(float)}
+
+
+class Update(eqx.Module):
+    """The result of one linearisation: the next point, and statistics of the step. A
+    solver of your own only has to set `y` and `outputs`.
+
+    **Arguments:**
+
+    - `y`, `outputs`: the next point, and the outputs there.
+    - `memory`: the memory for the next update.
+    - `gradient_norm`, `step_norm`: the norms of the objective's gradient at the
+        linearisation point, and of `y - lin.point`. If `None`, they are computed.
+    - `damping`, `num_inner_steps`: values for the history.
+    - `passes`: the [`gnlin.authoring.Passes`][] made in addition to the linearisation.
+    - `num_accepted`, `num_rejected`: the numbers of accepted and rejected steps.
+    - `stuck`: whether no step could be found. The run then ends, converged or not.
+    - `left`: the whole step that solves the linearised problem, even if it was shortened
+        or rejected; `None` for `y - lin.point`. If the last step was within the
+        tolerances and this one has almost nothing to gain, the run has converged.
+    - `problem`: the [`gnlin.authoring.Quadratic`][] of the linearisation, if its Jacobian
+        is in memory.
+    - `searched`: whether the solver has searched for the longest step that lowers the
+        loss.
+    - `terminate`: whether to end the run as a success, whatever the gradient.
+    - `result`: any value other than `successful` ends the run.
+    """
+
+    y: PyTree[Array]
+    outputs: PyTree[Array]
+    memory: PyTree = None
+    gradient_norm: Scalar | None = None
+    step_norm: Scalar | None = None
+    damping: ScalarLike = 0.0
+    num_inner_steps: ScalarLike = 1
+    passes: Passes = Passes()
+    num_accepted: ScalarLike = 1
+    num_rejected: ScalarLike = 0
+    left: PyTree[Array] | None = None
+    problem: Quadratic | None = None
+    searched: bool = eqx.field(default=False, static=True)
+    stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
+    terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
+    result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
+
+    def completed(
+        self, objective: AbstractObjective, lin: Linearisation
+    ) -> tuple[Scalar, PyTree[Array], Scalar]:
+        """Return the gradient's norm, the step and its norm, computed if missing."""
+        gradient_norm, step_norm = self.gradient_norm, self.step_norm
+        if gradient_norm is None:
+            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
+        step = jax.tree.map(jnp.subtract, self.y, lin.point)
+        if step_norm is None:
+            step_norm = _tree.norm(step)
+        return gradient_norm, step, step_norm

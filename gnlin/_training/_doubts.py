@@ -1,0 +1,66 @@
+"""Doubts about a run that ended well: it has not moved, or its loss has risen."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ._solution import NO_GRADIENT
+
+
+# A run of fewer steps is not judged, unless it has converged.
+_LOOKED_BACK = 10
+# The loss has risen if it is more than this multiple of the first loss.
+_WORSE = 2.0
+# Across batches it has also risen if the mean of the last losses exceeds the first loss,
+# and more than this part of all pairs of an early and a late loss rise.
+_RISEN = 0.9
+
+
+def after_full_batch(
+    losses: Sequence[float],
+    gradient_norms: Sequence[float],
+    last: float,
+    *,
+    converged: bool,
+) -> str:
+    """Return what is to be doubted about a run of `gnlin.solve`, in a sentence; or "".
+
+    - `last`: the loss at the end.
+    """
+    if _has_not_moved(losses, gradient_norms):
+        return f"`gnlin.solve` made no step: {NO_GRADIENT}"
+    num_steps = len(losses)
+    judged = converged or num_steps >= _LOOKED_BACK
+    if num_steps == 0 or not judged or not last > _WORSE * abs(losses[0]):
+        return ""
+    return (
+        f"`gnlin.solve` made {num_steps} steps, and the loss has risen from "
+        f"{losses[0]:.4g} to {last:.4g}: use `gnlin.LevenbergMarquardt()`, more damping, "
+        "a smaller learning rate or fewer inner steps."
+    )
+
+
+def after_batches(
+    losses: Sequence[float], gradient_norms: Sequence[float], *, made_all: bool
+) -> str:
+    """Return what is to be doubted about a run of `gnlin.fit`, in a sentence; or ""."""
+    if _has_not_moved(losses, gradient_norms):
+        return f"`gnlin.fit` made no step: {NO_GRADIENT}"
+    if not made_all or len(losses) < _LOOKED_BACK:
+        return ""
+    some = min(_LOOKED_BACK, len(losses) // 2)
+    early, late = np.array(losses[:some]), np.array(losses[-some:])
+    first, last = losses[0], np.mean(late)
+    # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
+    risen = last > first and np.mean(late > early[:, None]) > _RISEN
+    if not (risen or last > _WORSE * first):
+        return ""
+    return (
+        f"`gnlin.fit` made all {len(losses)} steps, but the loss rose from {first:.3g} "
+        f"to {last:.3g}: use `gnlin.LevenbergMarquardt()`, more damping or a smaller "
+        "learning rate."
+    )
+
+
+def _has_not_moved(losses: Sequence[float], gradient_norms: Sequence[float]) -> bool:
+    return bool(np.any(losses)) and not np.any(gradient_norms)

@@ -1,0 +1,137 @@
+"""Groups of residuals as a function of the model's parameters."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Key, PyTree
+
+from .._common._canonical import canonical, of_one_example
+from .._common._checks import is_own
+from .._common._precision import full_precision
+from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
+from ._model import Frozen
+
+
+class GroupNetwork(eqx.Module):
+    """The counterpart of `Network` for a model and groups of residuals."""
+
+    frozen: Frozen
+    fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
+    takes_key: bool = eqx.field(static=True, default=False)
+    has_state: bool = eqx.field(static=True, default=False)
+    axis_name: str = eqx.field(static=True, default="batch")
+    at_once: frozenset[str] = eqx.field(static=True, default=frozenset())
+    samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
+        default_factory=dict
+    )
+    batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
+    selections: Mapping[str, Callable[[Any], PyTree[Array]] | None] = eqx.field(
+        default_factory=dict
+    )
+    sparsities: Mapping[str, Sparsity | None] = eqx.field(default_factory=dict)
+    part_size: int | None = eqx.field(static=True, default=None)
+
+    @property
+    def draws(self) -> bool:
+        """Whether examples are drawn or chosen for each step."""
+        chosen = (*self.samplers.values(), *self.batch_sizes.values())
+        return any(x is not None for x in chosen)
+
+    def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
+        """Return the data of a step, with examples drawn or chosen by `key`."""
+        inputs, targets, weights = data
+        found = {}
+        for k, name in enumerate(sorted(self.fns)):
+            found[name] = inputs[name], targets[name]
+            own_key, size = jax.random.fold_in(key, k), self.batch_sizes.get(name)
+            sampler = self.samplers.get(name)
+            if sampler is not None:
+                found[name] = sampler(own_key), targets[name]
+            elif size is not None:
+                n = jax.tree.leaves(inputs[name])[0].shape[0]
+                chosen = jax.random.permutation(own_key, n)[:size]
+                found[name] = jax.tree.map(lambda x, c=chosen: x[c], found[name])
+        inputs, targets = ({k: x[i] for k, x in found.items()} for i in (0, 1))
+        return inputs, targets, weights
+
+    def as_many(self, targets: PyTree[Array]) -> PyTree[Array]:
+        """Return the first targets, one for each example of a step."""
+        sizes = {name: self.batch_sizes.get(name) for name in targets}
+        return {
+            name: jax.tree.map(lambda x, k=size: x[:k], targets[name])
+            for name, size in sizes.items()
+        }
+
+    def function(self) -> Callable[[PyTree, Any], Any]:
+        def of_one(name: str) -> Callable:
+            at_once = name in self.at_once
+            fn = eqx.Partial(_residuals, name, at_once, self.frozen, self.fns[name])
+            if at_once:
+                return AtOnce(fn, self.sparsities.get(name))
+            select = self.selections.get(name)
+            return fn if select is None else Selected(fn, select)
+
+        return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
+
+    def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
+        """Return an equivalent network, compared by what the groups compute from inputs
+        of these shapes. Unchanged if a group has a `select`."""
+        if any(select is not None for select in self.selections.values()):
+            return self
+        found = {}
+        for name, fn in self.fns.items():
+            at_once, example = name in self.at_once, inputs[name]
+            if not at_once:
+                example = of_one_example(example)
+            of_one = eqx.Partial(_residuals, name, at_once, self.frozen, fn)
+            found[name] = canonical(of_one, parameters, example)
+        rest = jax.tree.map(lambda _: None, parameters)
+        frozen = Frozen(rest, self.frozen.dtypes, None)
+        return dataclasses.replace(self, frozen=frozen, fns=found)
+
+    def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> PyTree:
+        return inputs
+
+    def outputs(self, parameters: PyTree, args: PyTree) -> PyTree[Array]:
+        return self.function()(parameters, args)
+
+    def is_random(self, parameters: PyTree, args: PyTree) -> bool:
+        return False
+
+    def in_inference(self) -> "GroupNetwork":
+        return self
+
+
+def _residuals(
+    name: str,
+    at_once: bool,
+    frozen: Frozen,
+    fn: Callable,
+    parameters: PyTree,
+    example: Any,
+):
+    try:
+        with full_precision():
+            residuals = fn(frozen.in_training(parameters), example)
+    except (IndexError, TypeError, ValueError) as error:
+        if is_own(error):
+            raise
+        what = f"The function of the group {name!r} is called with the model and "
+        what += "`args`, as the group has no `data`" if at_once else "one example"
+        raise failed(what, error, at_once) from error
+    leaves = jax.tree.leaves(residuals)
+    if not leaves or not all(map(eqx.is_array_like, leaves)):
+        raise ValueError(
+            f"The function of the group {name!r} must return arrays, but returned "
+            f"{residuals!r}."
+        )
+    return residuals
+
+
+def failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
+    said = str(error).strip().partition("\n")[0].rstrip(".")
+    how = "" if at_once else ", without the data's leading axis"
+    return ValueError(f"{what}{how}, but failed: {said}.")

@@ -1,0 +1,93 @@
+"""The end of a run whose validation stops improving."""
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import PyTree
+
+from .._common._checks import check_flag, check_nonnegative, check_one_of, check_period
+from ._base import Callback, Run
+
+
+class EarlyStop(Callback):
+    """Ends the run when a validation figure stops improving, and returns the best model.
+
+    **Arguments:**
+
+    - `monitor`: a column of the history, such as `"validation_loss"`.
+    - `patience`: the number of validations in a row without improvement that ends the
+        run.
+    - `mode`: `"min"` if smaller is better, `"max"` if larger is. The default is `"min"`
+        for names that end with `loss` or `error`, and `"max"` for others.
+    - `min_change`: the change that an improvement must exceed.
+    - `restore_best`: whether the run returns the best model rather than the last.
+
+    !!! example
+
+        ```python
+        gnlin.callbacks.EarlyStop("validation_accuracy", patience=5)
+        ```
+    """
+
+    def __init__(
+        self,
+        monitor: str = "validation_loss",
+        patience: int = 10,
+        mode: Literal["min", "max"] | None = None,
+        min_change: float = 0.0,
+        restore_best: bool = True,
+    ):
+        check_period("patience", patience)
+        check_nonnegative("min_change", min_change)
+        check_flag("restore_best", restore_best)
+        if not isinstance(monitor, str):
+            raise ValueError(
+                "`monitor` must be a column of the history, such as "
+                f'"validation_loss", but {monitor!r} was given.'
+            )
+        if mode is None:
+            mode = "min" if monitor.endswith(("loss", "error")) else "max"
+        check_one_of("mode", mode, ("min", "max"))
+        self.monitor = monitor
+        self.patience = patience
+        self.sign = 1.0 if mode == "min" else -1.0
+        self.min_change = min_change
+        self.restore_best = restore_best
+
+    def on_start(self, run: Run) -> None:
+        if "validation_loss" not in run.history.columns:
+            raise ValueError(
+                "`EarlyStop` needs validation data: pass `validation` to `gnlin.fit`."
+            )
+        if self.monitor not in run.history.columns:
+            raise ValueError(
+                f"`EarlyStop` cannot monitor {self.monitor!r}: the history's columns are "
+                f"{', '.join(run.history.columns)}."
+            )
+        self.best, self.num_worse = np.array(np.inf), np.array(0)
+        self.best_arrays = run.arrays() if self.restore_best else None
+
+    def on_validation(self, run: Run) -> None:
+        value = self.sign * run.row[self.monitor]
+        if value < self.best - self.min_change:
+            self.best, self.num_worse = np.array(value), np.array(0)
+            if self.restore_best:
+                self.best_arrays = run.arrays()
+            return
+        self.num_worse = self.num_worse + 1
+        if self.num_worse >= self.patience:
+            finite = bool(np.isfinite(self.best))
+            best = f"has not improved on {self.sign * float(self.best):.4g}"
+            what = best if finite else "has not been finite"
+            why = f"{self.monitor} {what} in {self.patience} validations"
+            run.stop(why, failed=not finite)
+
+    def on_end(self, run: Run) -> None:
+        if self.best_arrays is not None and np.isfinite(self.best):
+            run.set_arrays(self.best_arrays)
+
+    def state(self) -> PyTree:
+        return self.best, self.num_worse, self.best_arrays
+
+    def restore(self, state: PyTree) -> None:
+        self.best, self.num_worse, self.best_arrays = state
