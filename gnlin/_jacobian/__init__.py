@@ -5,6 +5,7 @@ from ._base import (
     AbstractJacobian as AbstractJacobian,
     Cost as Cost,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
+    grouped as grouped,
     plain_operator as plain_operator,
     Reads as Reads,
 )
