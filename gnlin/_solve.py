@@ -127,10 +127,10 @@ def solve(
         [`gnlin.authoring.AbstractLoss`][]; by default summed over examples.
     - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
         about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
-        to the loss of all examples. A loss that is a mean is then
-        divided by the number of targets. For squared error, $s$ is in units of the
-        noise's standard deviation. [`gnlin.predict.posterior`][] uses the same prior. In
-        the history, `"loss/data"` and `"loss/prior"` are the two parts of the loss.
+        to the sum of the loss over all examples, and both are divided by the number of
+        targets if the loss is a mean. For squared error, $s$ is in units of the noise's
+        standard deviation. [`gnlin.predict.posterior`][] takes the prior from the
+        solution. The history has the two parts as `"loss/data"` and `"loss/prior"`.
     - `max_steps`: maximum number of outer steps, each of which is one feature update.
     - `key`: the key for dropout; `jax.random.key(0)` by default. All evaluations within a
         step use the same keys, and the next step uses others, so that such a run never

@@ -1,6 +1,6 @@
 """Posteriors of a classifier of digits, and those of laplace-torch for the same networks.
 
-    python docs/examples/laplace.py [--quick]
+    python docs/examples/posteriors.py [--quick]
 
 A small network is trained on 500 images, with its prior to the minimum and without it.
 The other 1,297 images are the test. The table has the negative log-likelihood, the
