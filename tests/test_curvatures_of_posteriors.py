@@ -219,7 +219,7 @@ def test_mistakes():
         gnlin.predict.posterior(
             model, data, loss=loss, curvature="kronecker", memory_budget=100
         )
-    with pytest.raises(ValueError, match="`from_zero` is for squared error with"):
+    with pytest.raises(ValueError, match="`from_zero` is for squared error only"):
         gnlin.predict.posterior(
             model,
             (inputs, jnp.zeros((7, 2))),

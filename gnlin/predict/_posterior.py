@@ -152,8 +152,8 @@ def posterior(
         raise ValueError("`noise` is for squared error only: leave it out.")
     if from_zero and not moves:
         raise ValueError(
-            "`from_zero` is for squared error with another curvature than "
-            '"kronecker" only: leave it out.'
+            "`from_zero` is for squared error only, without "
+            '`curvature="kronecker"`: leave it out.'
         )
     if about is not None and from_zero:
         raise ValueError(
