@@ -91,7 +91,7 @@ def by_laplace_torch(net, data, test, names):
 
     before = predicted()
     found.optimize_prior_precision(
-        pred_type="glm", method="marglik", prior_structure="scalar", n_steps=100
+        pred_type="glm", method="marglik", prior_structure="scalar", n_steps=60
     )
     tuned = float(found.prior_precision.reshape(-1)[0]) ** -0.5
     return [before, predicted()], tuned
