@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Int, Key, PyTree
+from jaxtyping import Array, Bool, Int, Key, PyTree, ScalarLike
 
 from ._common._checks import as_key, check_count, check_flag, forwards_only, is_traced
 from ._common._progress import Bar
@@ -26,7 +26,7 @@ from ._common._sharding import (
     places,
 )
 from ._linearisation._bounds import check_start
-from ._linearisation._objective import GroupLosses, objective_of
+from ._linearisation._objective import GroupLosses
 from ._solver import (
     AbstractGaussNewton,
     as_solver,
@@ -38,6 +38,7 @@ from ._training._data import as_batch, not_finite
 from ._training._doubts import after_full_batch
 from ._training._group_network import GroupNetwork
 from ._training._model import make_network, Network
+from ._training._prior import Prior
 from ._training._residuals import (
     as_groups,
     Groups,
@@ -87,6 +88,7 @@ def solve(
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
+    prior: ScalarLike | None = None,
     max_steps: int = 256,
     key: Key[Array, ""] | None = None,
     state: PyTree = None,
@@ -120,6 +122,12 @@ def solve(
         no tuning; or an optimiser from optax.
     - `loss`: [`gnlin.SquaredError`][], [`gnlin.SoftmaxCrossEntropy`][] or another
         [`gnlin.authoring.AbstractLoss`][]; by default summed over examples.
+    - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
+        about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
+        to the sum of the loss over all examples, and both are divided by the number of
+        targets if the loss is a mean. For squared error, $s$ is in units of the noise's
+        standard deviation. [`gnlin.predict.posterior`][] takes the prior from the
+        solution. The history has the two parts as `"loss/data"` and `"loss/prior"`.
     - `max_steps`: maximum number of outer steps, each of which is one feature update.
     - `key`: the key for dropout; `jax.random.key(0)` by default. All evaluations within a
         step use the same keys, and the next step uses others, so that such a run never
@@ -172,13 +180,15 @@ def solve(
     model, state = automatic((model, state))
     network: Network | GroupNetwork
     losses: AbstractLoss | GroupLosses = loss
+    of_prior = None
     if groups is None:
         batch = as_batch(data)
+        of_prior = Prior.of(prior, losses.reduced("sum"), batch)
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
     else:
-        refuse_for_groups(loss=loss, state=state, key=key)
+        refuse_for_groups(loss=loss, state=state, key=key, prior=prior)
         refuse_samplers(groups)
         parameters, network, batch, losses = of_groups(
             model, groups, filter_spec, part_size=part_size
@@ -189,7 +199,9 @@ def solve(
     if mesh is None and not is_traced((network, parameters, batch)):
         compiled = network.canonical(parameters, batch[0])
     placed = places((parameters, state), batch)
-    setting = StepSettings(solver, losses, compiled, key, divergence, places=placed)
+    setting = StepSettings(
+        solver, losses, compiled, key, divergence, places=placed, prior=of_prior
+    )
     with choosing():
         if not losses.is_quadratic:  # squared error accepts targets of any value
             checked_outputs(setting, parameters, state, batch)
@@ -232,6 +244,7 @@ def solve(
         reason=reason,
         history=History(rows),
         stats={**stats, "max_steps": max_steps},
+        prior=None if of_prior is None else of_prior.deviation,
     )
     solution = on_mesh(solution, mesh)
     if doubt or (complaint and (is_interrupted or not throw)):
@@ -361,7 +374,7 @@ def _all_steps(setting: StepSettings, data: tuple, now: tuple, sizes: tuple, mos
     parameters, state = now if begins else (now.carry.parameters, now.carry.model_state)
     outputs = checked_outputs(setting, parameters, state, data)
     is_random = setting.is_random(parameters, setting.args(inputs, 0, state))
-    objective = objective_of(setting.loss, outputs, data)
+    objective = setting.objective(outputs, data)
     if begins:
         now = _Now(begin(setting, parameters, state, outputs), jnp.array(0))
     begun = now.num_steps

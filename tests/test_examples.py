@@ -77,3 +77,13 @@ def test_ode_parameters():
     said = run("ode_parameters.py")
     assert re.search(r"^\| `ForwardMode` \|", said, re.MULTILINE)
     assert "converged in" in said
+
+
+def test_posteriors():
+    said = run("posteriors.py")
+    rows = [line.split("|")[1:4] for line in said.splitlines() if "%" in line]
+    assert len(rows) == 15
+    found = {(how.strip(), name.strip()): figures for how, name, figures in rows}
+    numbers = {k: float(figures.split(",")[0]) for k, figures in found.items()}
+    assert all(0 < number < 2.4 for number in numbers.values())
+    assert len(set(numbers.values())) > 6

@@ -383,7 +383,7 @@ def test_a_classifier_that_is_trained_with_its_prior():
     distance = np.sqrt(slope @ np.linalg.solve(curvature, slope))
     with pytest.warns(UserWarning, match=f"is {distance:.2g} standard deviations"):
         posterior(model)(inputs)
-    with pytest.warns(UserWarning, match="train it with the prior of"):
+    with pytest.warns(UserWarning, match="train it, or train it further, with `prior="):
         posterior(model).tuned()
     small = gnlin.predict.posterior(
         model, (inputs, labels), loss=loss, prior=prior, memory_budget=phi.nbytes - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jaxtyping import Array, Key, PyTree
+from jaxtyping import Array, Key, PyTree, ScalarLike
 
 from .._common._checks import as_key, check_count, check_flag, is_traced
 from .._common._progress import on_a_terminal
@@ -18,6 +18,7 @@ from .._solver import AbstractGaussNewton, as_solver, check_divergence, Levenber
 from .._training._data import as_tuple
 from .._training._group_network import GroupNetwork
 from .._training._model import make_network, Network
+from .._training._prior import PARTS, Prior
 from .._training._residuals import as_groups, of_groups, refuse_for_groups
 from .._training._solution import Model, Solution
 from .._training._step import all_checked, begin, columns_of, StepSettings
@@ -26,7 +27,7 @@ from ..losses import AbstractLoss, SquaredError
 from ..losses._base import check_loss
 from ._checkpoint import Checkpoint
 from ._run import Run
-from ._stream import GroupStream, IterableStream, make_stream
+from ._stream import ArrayStream, GroupStream, IterableStream, make_stream
 from ._validation import Validation
 
 
@@ -36,6 +37,7 @@ def fit(
     solver: AbstractGaussNewton | Any = LevenbergMarquardt(),
     *,
     loss: AbstractLoss = SquaredError(),
+    prior: ScalarLike | None = None,
     batch_size: int | Mapping[str, int] | None = None,
     epochs: int | None = None,
     steps: int | None = None,
@@ -78,6 +80,10 @@ def fit(
         no settings; or an optimiser of optax, which then trains the model itself.
     - `loss`: the loss of outputs and targets. Unless its `reduction` says otherwise it is
         the mean, so that damping and learning rate do not depend on the batch size.
+    - `prior`: the standard deviation $s$ of a normal prior of each trained parameter
+        about zero, which is weight decay: $\frac{1}{2 s^2}\lVert\theta\rVert^2$ is added
+        to the sum of the loss over all examples, and both are divided by the number of
+        examples; see [`gnlin.solve`][]. This needs data in arrays.
     - `batch_size`: the number of examples in a step, or `None` for all. Each epoch
         shuffles the examples and leaves out an incomplete last batch. For groups it is a
         number, or a dictionary of numbers by name: each step draws that many examples of
@@ -192,7 +198,8 @@ def fit(
     data_key, step_key = jax.random.split(key)
     model, state = automatic((model, state))
     network: Network | GroupNetwork
-    losses: AbstractLoss | GroupLosses = loss
+    losses: AbstractLoss | GroupLosses = loss.reduced("mean")
+    of_prior, names = None, ()
     if groups is None:
         if isinstance(batch_size, Mapping):
             raise ValueError(
@@ -201,6 +208,8 @@ def fit(
         size, stream = batch_size, make_stream(data, batch_size, data_key)
         streaming = size is not None or isinstance(stream, IterableStream)
         _check_curvature_batch(curvature_batch_size, stream, solver)
+        if prior is not None:
+            of_prior, names = _prior(prior, losses, stream), PARTS
         parameters, network = make_network(
             model, filter_spec, state, axis_name, part_size
         )
@@ -211,9 +220,11 @@ def fit(
             augment=augment,
             validation=validation,
             curvature_batch_size=curvature_batch_size,
+            prior=prior,
         )
         posed = of_groups(model, groups, filter_spec, batch_size, part_size)
         parameters, network, batch, losses = posed
+        losses, names = losses.reduced("mean"), losses.names
         size, stream, streaming = None, GroupStream(groups, batch), network.draws
     check_start(solver.bounds, parameters)
     if solver.retraction is not None:
@@ -222,7 +233,7 @@ def fit(
         )
     setting = StepSettings(
         solver,
-        losses.reduced("mean"),
+        losses,
         network,
         step_key,
         divergence,
@@ -230,6 +241,7 @@ def fit(
         size,
         curvature_batch_size,
         streaming,
+        prior=of_prior,
     )
     outputs = all_checked(setting, parameters, state, stream.at_hand())
     carry = begin(setting, parameters, state, outputs)
@@ -243,7 +255,6 @@ def fit(
         evaluation = Validation(setting, carry, validation, metrics, linearised)
     if progress and on_a_terminal():
         callbacks.append(Progress())
-    names = losses.names if isinstance(losses, GroupLosses) else ()
     parts = list(columns_of(names).values())
     run = Run(
         setting,
@@ -273,6 +284,16 @@ def _as_list(callbacks: Any) -> list[Callback]:
                 f"`gnlin.callbacks.Progress()`, but {callback!r} was given."
             )
     return callbacks
+
+
+def _prior(prior: ScalarLike, loss: AbstractLoss, stream: Any) -> Prior | None:
+    if not isinstance(stream, ArrayStream):
+        raise ValueError(
+            "`prior` needs to know the number of examples: pass the data as arrays, or "
+            "leave it out."
+        )
+    size = stream.batch_size or stream.num_examples
+    return Prior.of(prior, loss, stream.data, size / stream.num_examples)
 
 
 def _check_curvature_batch(size, stream, solver) -> None:

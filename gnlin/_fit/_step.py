@@ -14,7 +14,7 @@ from .._common import _tree
 from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
-from .._linearisation._objective import BatchLoss, objective_of
+from .._linearisation._objective import BatchLoss
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
 from ._stream import gather
@@ -55,8 +55,7 @@ def _next(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array
     data = setting.drawn(keep(data, setting.places.batch), number)
     outputs = checked_outputs(setting, carry.parameters, carry.model_state, data)
     args = setting.args(data[0], number, carry.model_state)
-    objective = objective_of(
-        setting.loss,
+    objective = setting.objective(
         outputs,
         data,
         num_leading=size if wider > size else None,

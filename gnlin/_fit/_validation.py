@@ -36,7 +36,8 @@ class Validation:
                 "list, a loader, or a function of the epoch that returns an iterable."
             )
         self._stream = make_stream(data, None, None, "validation")
-        seen = setting._replace(network=setting.network.in_inference(), augment=None)
+        inference = setting.network.in_inference()
+        seen = setting._replace(network=inference, augment=None, prior=None)
         trained = carry.parameters, carry.model_state
         outputs = all_checked(seen, *trained, self._stream.at_hand())
         example = self._stream.example()

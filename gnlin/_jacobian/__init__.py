@@ -4,6 +4,7 @@ from ._at_hand import AtHand as AtHand
 from ._base import (
     AbstractJacobian as AbstractJacobian,
     DEFAULT_MEMORY_BUDGET as DEFAULT_MEMORY_BUDGET,
+    grouped as grouped,
     plain_operator as plain_operator,
 )
 from ._block import AbstractBlock as AbstractBlock
@@ -21,5 +22,11 @@ from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
 from ._retracted import Retracted as Retracted
 from ._rows import Rows as Rows
 from ._scaled_columns import ScaledColumns as ScaledColumns
-from ._stacked import AtOnce as AtOnce, PerGroup as PerGroup, Stacked as Stacked
+from ._stacked import (
+    AtOnce as AtOnce,
+    itself as itself,
+    PerGroup as PerGroup,
+    Stacked as Stacked,
+    WithPrior as WithPrior,
+)
 from ._stacked_block import StackedBlock as StackedBlock

@@ -89,6 +89,35 @@ class Layer(AbstractBlock):
             return (jnp.sum(self.signals**2, axis=(2, 3)) * sizes[:, None]).reshape(-1)
         return jax.lax.map(of_example, (self.signals, self.activations)).reshape(-1)
 
+    def partial_traces(self) -> tuple[Float[Array, "o o"], Float[Array, "q q"]]:
+        # See `Rows.partial_traces`.
+        signals, activations = self.signals, self.activations
+        of_positions = einsum("ntq,nuq->ntu", activations, activations)
+        weighted = einsum("ncot,ntu->ncou", signals, of_positions)
+        left = einsum("ncou,ncpu->op", weighted, signals)
+        of_positions = einsum("ncot,ncou->ntu", signals, signals)
+        weighted = einsum("ntu,nuq->ntq", of_positions, activations)
+        return left, einsum("ntq,ntr->qr", weighted, activations)
+
+    def weighted_squares(
+        self,
+        left: Float[Array, "o o"],
+        right: Float[Array, "q q"],
+        weights: Float[Array, "o q"],
+    ) -> Float[Array, " m"]:
+        # See `Rows.weighted_squares`.
+        signals = einsum("ncot,op->ncpt", self.signals, left)
+        activations = einsum("ntq,qr->ntr", self.activations, right)
+        if signals.shape[3] == 1:
+            by_example = einsum("ntr,pr->np", activations**2, weights)
+            return einsum("ncpt,np->nc", signals**2, by_example).reshape(-1)
+
+        def of_example(example):
+            signals, activations = example
+            return jnp.sum(matmul(signals, activations) ** 2 * weights[None], axis=(1, 2))
+
+        return jax.lax.map(of_example, (signals, activations)).reshape(-1)
+
     def squared_columns(self) -> Float[Array, "..."]:
         n, _, o, t = self.signals.shape
         if t > 1:

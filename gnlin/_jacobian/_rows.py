@@ -59,6 +59,37 @@ class Rows(AbstractBlock):
         left = product(a[:, first:], b[:, first:])
         return jax.lax.fori_loop(0, num_slices, add, left)
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the parameters, first those of o and then those of q, where a row
+        is an o x q matrix. A vector has q = 1."""
+        return tuple(range(len(self.shape)))
+
+    @property
+    def num_left(self) -> int:
+        """o; see `axes`."""
+        return self.shape[0] if len(self.shape) > 1 else math.prod(self.shape)
+
+    def partial_traces(self) -> tuple[Float[Array, "o o"], Float[Array, "q q"]]:
+        r"""Return $\sum_m J_m J_m^\top$ and $\sum_m J_m^\top J_m$ of rows as matrices."""
+        a = self._as_matrices()
+        return einsum("moq,mpq->op", a, a), einsum("moq,mor->qr", a, a)
+
+    def weighted_squares(
+        self,
+        left: Float[Array, "o o"],
+        right: Float[Array, "q q"],
+        weights: Float[Array, "o q"],
+    ) -> Float[Array, " m"]:
+        """Return the weighted sums of squares of each row in the basis of `left` and
+        `right`."""
+        a = einsum("moq,op,qr->mpr", self._as_matrices(), left, right)
+        return einsum("mpr,pr->m", a**2, weights)
+
+    def _as_matrices(self) -> Float[Array, "m o q"]:
+        num_right = math.prod(self.shape[1:])
+        return self.array.reshape(self.num_rows, self.num_left, num_right)
+
     def merged(self, num_outputs: int) -> "Rows":
         n = self.num_rows // num_outputs
         return Rows(self.array.reshape(n, num_outputs, *self.shape))

@@ -46,6 +46,24 @@ class PerGroup(eqx.Module):
         return {name: fn(y, args[name]) for name, fn in self.each().items()}
 
 
+class WithPrior(eqx.Module):
+    """A function of data, and its parameters as the outputs of a second group, `"prior"`.
+    With `has_aux` the function returns auxiliary data, too, and so does this one."""
+
+    fn: Callable[[Any, Any], Any]
+    has_aux: bool = eqx.field(static=True)
+
+    def __call__(self, y, args):
+        found = self.fn(y, args)
+        outputs, aux = found if self.has_aux else (found, None)
+        outputs = {"data": outputs, "prior": AtOnce(itself)(y, None)}
+        return (outputs, aux) if self.has_aux else outputs
+
+
+def itself(y, args):
+    return y
+
+
 class Stacked(AbstractJacobian):
     """Jacobians of named groups with the same parameters, stacked; kinds may differ."""
 

@@ -1,6 +1,6 @@
 """The linearisation of a function at a point, from which every solver starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 import equinox as eqx
@@ -20,6 +20,7 @@ from .._jacobian import (
     check_jac,
     DEFAULT_MEMORY_BUDGET,
     Direction,
+    itself,
     OfExamples,
     only_direction,
     PerExample,
@@ -29,6 +30,7 @@ from .._jacobian import (
     Selected,
     Sparse,
     Stacked,
+    WithPrior,
 )
 from ._bounds import Box, free_scale
 from ._retraction import Retraction
@@ -261,14 +263,17 @@ def linearise(
     check_jac(jac)
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
+    given: Any = {"jac": jac, "memory_budget": memory_budget}
     if isinstance(fn, PerGroup):
-        lins = {
-            name: linearise(of_group, y, args[name], jac=jac, memory_budget=memory_budget)
-            for name, of_group in fn.each().items()
-        }
-        outputs = {name: lin.outputs for name, lin in lins.items()}
-        parts = {name: lin.jacobian for name, lin in lins.items()}
-        return Linearisation(y, outputs, Stacked(parts))
+        each = fn.each().items()
+        lins = {name: linearise(part, y, args[name], **given) for name, part in each}
+        return _stacked(y, lins)
+    if isinstance(fn, WithPrior):
+        found = linearise(fn.fn, y, args, has_aux=has_aux, **given)
+        lin, aux = found if has_aux else (found, None)
+        prior = linearise(AtOnce(itself), y, memory_budget=memory_budget)
+        both = _stacked(y, {"data": lin, "prior": prior})
+        return (both, aux) if has_aux else both
 
     def with_aux(y_):
         out = fn(y_, args)
@@ -299,6 +304,12 @@ def linearise(
             jacobian = jacobian.at_hand()
     lin = Linearisation(y, outputs, jacobian)
     return (lin, aux) if has_aux else lin
+
+
+def _stacked(y: PyTree[Array], lins: Mapping[str, Linearisation]) -> Linearisation:
+    outputs = {name: lin.outputs for name, lin in lins.items()}
+    parts = {name: lin.jacobian for name, lin in lins.items()}
+    return Linearisation(y, outputs, Stacked(parts))
 
 
 def _by_tangents(

@@ -380,7 +380,11 @@ def refuse_for_groups(**options: Any) -> None:
     defaults = {"loss": SquaredError(), "state": None, "key": None}
     for name, value in options.items():
         if not eqx.tree_equal(value, defaults.get(name)):
-            hint = "each group has its own" if name == "loss" else "groups have none"
+            hint = {
+                "loss": "each group has its own",
+                "prior": "add the parameters as one more, such as `gnlin.Residuals(lambda"
+                " model, _: eqx.filter(model, eqx.is_inexact_array), weight=1 / s**2)`",
+            }.get(name, "groups have none")
             raise ValueError(f"`{name}` is not for groups of residuals: {hint}.")
 
 

@@ -139,8 +139,8 @@ class Solution(eqx.Module, Generic[Model]):
     - `model`: the trained model: the last finite one, or the best one if the run diverged
         or a callback asked for it.
     - `state`: the model's state; `None` if it has none.
-    - `loss`: the model's loss on all examples; `None` if it was not computed, as after
-        mini-batches, or for a model that a callback chose.
+    - `loss`: the model's loss on all examples, with the prior's part; `None` if it was
+        not computed, as after mini-batches, or for a model that a callback chose.
     - `result`: an `optimistix.RESULTS`: `successful` if the run converged or a callback
         stopped it; `nonlinear_max_steps_reached` if all steps were made or the run was
         interrupted; `stagnation` if no step reduced the loss any further, but the
@@ -153,6 +153,8 @@ class Solution(eqx.Module, Generic[Model]):
         `num_epochs` from `fit`.
     - `linearisation_point`: the model at $\theta_s$ if iterative linearisation kept it
         across batches, else `None`.
+    - `prior`: the standard deviation of the prior, `None` if there was none.
+        [`gnlin.predict.posterior`][] takes it from here.
     """
 
     model: Model
@@ -163,6 +165,7 @@ class Solution(eqx.Module, Generic[Model]):
     history: History
     stats: dict[str, Any]
     linearisation_point: Model | None = None
+    prior: Any = None
 
     def __repr__(self) -> str:
         name, history = type(self.model).__name__, self.history

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._sharding import Places, spread
-from .._linearisation._objective import AbstractObjective, GroupLosses
+from .._jacobian import WithPrior
+from .._linearisation._objective import AbstractObjective, GroupLosses, objective_of
 from .._solver import (
     AbstractGaussNewton,
     LAST_FINITE,
@@ -24,6 +25,7 @@ from .._solver import (
 from ..losses import AbstractLoss
 from ._group_network import GroupNetwork
 from ._model import Network
+from ._prior import Prior
 
 
 Shapes = PyTree[jax.ShapeDtypeStruct]
@@ -57,6 +59,19 @@ class StepSettings(NamedTuple):
     curvature_batch_size: int | None = None
     streaming: bool = False  # whether each step sees another batch
     places: Places = Places()
+    prior: Prior | None = None
+
+    def function(self) -> Callable[[PyTree, Any], Any]:
+        """Return the function whose outputs the objective takes."""
+        fn = self.network.function()
+        return fn if self.prior is None else WithPrior(fn, self.network.has_state)
+
+    def objective(self, outputs: Shapes, data: tuple, **options) -> AbstractObjective:
+        """Return the objective of a batch; `options` are those of `objective_of`."""
+        if self.prior is None:
+            return objective_of(self.loss, outputs, data, **options)
+        of_data = objective_of(self.loss, outputs["data"], data, **options)
+        return self.prior.beside(of_data, outputs["prior"])
 
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:
         """Return the network's `args` for step `number`. Keys and augmentation differ
@@ -96,10 +111,11 @@ def checked_outputs(
     targets = setting.network.as_many(example[1])
 
     def forward(parameters, inputs, state):
-        return setting.network.outputs(parameters, setting.args(inputs, 0, state))
+        found = setting.function()(parameters, setting.args(inputs, 0, state))
+        return found[0] if setting.network.has_state else found
 
     outputs = eqx.filter_eval_shape(forward, parameters, inputs, model_state)
-    setting.loss.check(outputs, targets)
+    setting.loss.check(outputs if setting.prior is None else outputs["data"], targets)
     return outputs
 
 
@@ -148,16 +164,15 @@ def advanced(
 
     - `is_random`: whether outputs of the same examples differ between steps.
     """
-    solver, network = setting.solver, setting.network
-    fn, has_aux = network.function(), network.has_state
+    solver, fn, has_aux = setting.solver, setting.function(), setting.network.has_state
+    evaluate = lambda y: fn(y, args)[0] if has_aux else fn(y, args)
     if setting.streaming:
         with spread(setting.places):
             y, state, loss, aux = solver.advance_stream(
                 objective, fn, carry.parameters, args, carry.solver_state, has_aux=has_aux
             )
-        now = network.outputs(carry.parameters, args) if objective.names else None
+        now = evaluate(carry.parameters) if objective.names else None
     else:
-        evaluate = lambda y: network.outputs(y, args)
         budget, begun = solver.memory_budget, carry.solver_state
         lin, aux = linearised(fn, carry.parameters, args, has_aux, budget)
         with spread(setting.places):

@@ -1,6 +1,9 @@
 """Eigenpairs of the kernel or of the curvature, and their effect on other outputs."""
 
+from typing import ClassVar
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Scalar
 
@@ -8,8 +11,11 @@ from .._common._cost import rates
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian, Cost
 from .._linear_algebra import _lapack, _small_svd
+from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
+from ..filters import Tikhonov
+from ..spectra import leading
 
 
 # Singular values take up to some tens of times as long as eigenvalues, but resolve
@@ -28,6 +34,8 @@ _NEXT_TO_ZERO = 1e-2
 # Least damping, as a multiple of the rounding, at which rounding does not dominate the
 # prediction. At this damping its error was measured as up to 1 %.
 _LEAST_DAMPING = 100.0
+# Tolerance of a low-rank curvature's eigenvectors; eigenvalues have errors of its square.
+_TOLERANCE = 1e-3
 
 
 class Eigenbasis(eqx.Module):
@@ -56,6 +64,8 @@ class Eigenbasis(eqx.Module):
     jacobian: AbstractJacobian
     on_outputs: bool = eqx.field(static=True)
 
+    moves: ClassVar[bool] = True  # whether the posterior's mean is not the model's output
+
     @staticmethod
     def fits(jacobian: AbstractJacobian) -> bool:
         """Whether the smaller of kernel and curvature fits into the memory budget."""
@@ -68,6 +78,24 @@ class Eigenbasis(eqx.Module):
         if _singular_values_pay(problem.jacobian.cost()):
             return _by_singular_values(problem)
         return _by_kernel(problem) if m <= p else _by_curvature(problem)
+
+    @staticmethod
+    def of_rank(problem: Quadratic, point: PyTree[Array], rank: int) -> "Eigenbasis":
+        """Return the leading eigenpairs of the curvature. The others count as zero."""
+        lin = Linearisation(point, problem.residual, problem.jacobian)
+        pairs = leading(lin, rank, tolerance=_TOLERANCE)
+        rows = jax.vmap(lambda x: ravel_pytree(x)[0])(pairs.on_parameters())
+        rounding = jnp.finfo(rows.dtype).eps * pairs.eigenvalues[0]
+        return _by_vectors(problem, pairs.eigenvalues, rows.T, rounding)
+
+    def predicted(
+        self, other: AbstractJacobian, damping: Scalar
+    ) -> tuple[Float[Array, " m"], Float[Array, " m"]]:
+        """Return the change of the mean, and the variance in units of the prior's, of the
+        outputs of another Jacobian."""
+        seen = self.seen_from(other)
+        change = matmul(seen, self.filtered(Tikhonov(damping)))
+        return change, self.variance(other, seen, damping)
 
     def filtered(self, filter: Filter) -> Float[Array, " k"]:
         """Return -g(w) c. Eigenvalues that are only rounding are left out if the filter
@@ -185,9 +213,15 @@ def _by_kernel(problem: Quadratic) -> Eigenbasis:
 
 
 def _by_curvature(problem: Quadratic) -> Eigenbasis:
+    w, v = _lapack.eigh(problem.jacobian.curvature())
+    return _by_vectors(problem, w, v, jnp.finfo(w.dtype).eps * w[-1])
+
+
+def _by_vectors(
+    problem: Quadratic, w: Float[Array, " k"], v: Float[Array, "p k"], rounding: Scalar
+) -> Eigenbasis:
+    """Return the basis of eigenpairs of the curvature."""
     jacobian, residual = problem.jacobian, problem.flat_residual()
-    w, v = _lapack.eigh(jacobian.curvature())
-    rounding = jnp.finfo(w.dtype).eps * w[-1]
     gradient, unravel = ravel_pytree(jacobian.pull_back(residual))
     coefficients = matmul(v.T, gradient).astype(w.dtype)
     # Components along eigenvalues that are only rounding count as outside.

@@ -26,8 +26,8 @@ class LinearisedModel(eqx.Module):
     - `train`: the linearisation on the training inputs.
     - `objective`: the loss on the training data.
     - `from_zero`: whether the outputs at the linearisation point count as zero.
-    - `about`: the mean of the prior, if it is not the linearisation point. With squared
-        error the linearised model starts there.
+    - `about`: the mean of the prior, if it is not the linearisation point.
+    - `starts_there`: whether the linearised model starts at `about`.
     """
 
     network: Network
@@ -37,6 +37,7 @@ class LinearisedModel(eqx.Module):
     from_zero: bool = eqx.field(static=True)
     memory_budget: int = eqx.field(static=True)
     about: PyTree[Array] | None = None
+    starts_there: bool = eqx.field(static=True, default=True)
 
     @staticmethod
     def of(
@@ -47,6 +48,7 @@ class LinearisedModel(eqx.Module):
         memory_budget: int,
         from_zero: bool,
         about: PyTree | None = None,
+        starts_there: bool = True,
     ) -> "LinearisedModel":
         check_loss(loss)
         check_flag("from_zero", from_zero)
@@ -55,22 +57,34 @@ class LinearisedModel(eqx.Module):
         parameters, network = make_network(model, filter_spec)
         if about is not None:
             about = _parameters_of(about, parameters, filter_spec)
-        fixed = memory_budget, from_zero, about if loss.is_quadratic else None
+        fixed = memory_budget, from_zero, about if starts_there else None
         train = _linearise(network, parameters, batch[0], *fixed)
         outputs = Structure.of(train.outputs).tree
         loss.check(outputs, batch[1])
         objective = BatchLoss(loss, outputs, *batch[1:])
         return LinearisedModel(
-            network, loss, train, objective, from_zero, memory_budget, about
+            network,
+            loss,
+            train,
+            objective,
+            from_zero,
+            memory_budget,
+            about,
+            starts_there,
         )
 
     def on(self, inputs: PyTree | None) -> Linearisation:
         """Linearise on other inputs; `None` for the training inputs."""
         if inputs is None:
             return self.train
-        start = self.about if self.loss.is_quadratic else None
+        start = self.about if self.starts_there else None
         fixed = self.memory_budget, self.from_zero, start
         return _linearise(self.network, self.train.point, as_inputs(inputs), *fixed)
+
+    def moved(self) -> PyTree[Array]:
+        """Return the parameters relative to the mean of the prior, or to zero."""
+        point, about = self.train.point, self.about
+        return point if about is None else _tree.axpy(-1, about, point)
 
     def on_data(self, data: Any) -> tuple[Linearisation, BatchLoss]:
         """Linearise on the inputs of other data; also return their loss."""

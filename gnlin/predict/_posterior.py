@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -12,25 +11,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_finite_positive, check_scalar, is_traced
-from .._common._tree import matmul
+from .._common._checks import check_finite_positive, check_scalar, is_whole
 from .._jacobian import DEFAULT_MEMORY_BUDGET
-from ..filters import Tikhonov
+from .._training._solution import Solution
 from ..losses import AbstractLoss, SigmoidCrossEntropy, SoftmaxCrossEntropy, SquaredError
 from ..losses._base import check_loss
 from ._eigenbasis import Eigenbasis
 from ._gaussian import Gaussian
+from ._kronecker import Kronecker
 from ._linearised import check_finite, LinearisedModel
+from ._trust import warn_of_rounding, warn_of_slope
 
 
 # The search for the damping of most evidence: points of a grid, the number of its
 # refinements, and its upper end as a multiple of the largest eigenvalue.
 _TRIED, _ROUNDS, _BEYOND = 65, 5, 1e4
-# A prediction warns if the model is farther from the minimum, in standard deviations of
-# the posterior; no output is off by more of its own. Measured on 150 points and 522
-# parameters: 1e-5 if trained with the prior, 0.2 after the prior was tuned, 3 to 40 if
-# trained without it.
-_AT_MINIMUM = 1.0
+
+Curvature = Literal["full", "kronecker"] | int
 
 
 def posterior(
@@ -38,9 +35,10 @@ def posterior(
     data: Any,
     *,
     noise: ScalarLike | None = None,
-    prior: ScalarLike = 1.0,
+    prior: ScalarLike | None = None,
     about: PyTree | None = None,
     loss: AbstractLoss = SquaredError(),
+    curvature: Curvature = "full",
     from_zero: bool = False,
     filter_spec: PyTree | Callable[[Any], bool] = eqx.is_inexact_array,
     memory_budget: int = DEFAULT_MEMORY_BUDGET,
@@ -61,22 +59,30 @@ def posterior(
 
     With another loss this is Laplace's approximation about a trained model: the mean is
     the model's output, and $\Theta$ is weighted by the loss's second derivative. It holds
-    at the minimum of loss plus prior, so train the model with the prior, as a group of
-    residuals (see below). The prior is about zero, unless `about` is given.
+    at the minimum of loss plus prior, so train the model with its prior, and pass the
+    result of the training. The prior is about zero, unless `about` is given.
 
     **Arguments:**
 
-    - `model`: a model of one example's input, as for [`gnlin.solve`][].
+    - `model`: a [`gnlin.Solution`][] of [`gnlin.solve`][] or [`gnlin.fit`][], whose prior
+        is then used, or a model of one example's input.
     - `data`: `(inputs, targets)`, or `(inputs, targets, weights)` with weights of the
         examples, which are inverse variances in units of the noise's.
     - `noise`: $\sigma$, in units of the targets, for squared error only, which needs it.
         [`gnlin.predict.Posterior.tuned`][] finds a better one.
-    - `prior`: $s$, in units of the parameters.
-    - `about`: a model whose parameters are the prior's mean, if it is not `model`. For a
+    - `prior`: $s$, in units of the parameters; by default that of the training, or else
+        1. (For squared error that of the training times `noise`.)
+    - `about`: a model whose parameters are the prior's mean. By default the mean is zero
+        after training with a prior, and for another loss; else it is `model`. For a
         trained `model`, pass the model before training: a prior about parameters that
         were fitted to the data would count the data twice.
     - `loss`: the loss of one example. Its sum over the examples is the negative
         log-likelihood, whatever its `reduction`.
+    - `curvature`: `"full"` is exact. For large networks there are two approximations. A
+        number k keeps the k largest eigenpairs of the curvature. `"kronecker"` replaces
+        the curvature of each array of parameters by the Kronecker product with the same
+        partial traces, and neglects that between two arrays; the mean is then the output
+        of the trained model, with any loss.
     - `from_zero`: whether to replace the model's own outputs by zero. The result is a
         Gaussian process with the tangent kernel, independent of the initial outputs.
     - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
@@ -101,21 +107,10 @@ def posterior(
         A classifier, trained with its prior:
 
         ```python
-        def arrays(model, _):
-            return eqx.filter(model, eqx.is_inexact_array)
-
         model = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-        labels, loss = (targets > 0).astype(int), gnlin.SoftmaxCrossEntropy()
-        groups = {
-            "data": gnlin.Residuals(
-                lambda model, x: model(x), inputs, targets=labels, loss=loss
-            ),
-            "prior": gnlin.Residuals(arrays, weight=1 / 0.5**2),
-        }
-        trained = gnlin.solve(model, groups, max_steps=100).model
-        posterior = gnlin.predict.posterior(
-            trained, (inputs, labels), loss=loss, prior=0.5
-        )
+        data, loss = (inputs, (targets > 0).astype(int)), gnlin.SoftmaxCrossEntropy()
+        solution = gnlin.solve(model, data, loss=loss, prior=0.5)
+        posterior = gnlin.predict.posterior(solution, data, loss=loss)
         posterior.probabilities(inputs)
         ```
 
@@ -133,9 +128,19 @@ def posterior(
     ??? cite "Reference"
 
         A. Immer, M. Korzepa and M. Bauer, *Improving predictions of Bayesian neural nets
-        via local linearization*, AISTATS (2021), equations 8 and 9.
+        via local linearization*, AISTATS (2021), equations 8 and 9. For the Kronecker
+        product: H. Ritter, A. Botev and D. Barber, *A Scalable Laplace Approximation for
+        Neural Networks*, ICLR (2018); C. Van Loan and N. Pitsianis, *Approximation with
+        Kronecker Products* (1993), for one from traces.
     """
     check_loss(loss)
+    is_rank = is_whole(curvature) and curvature >= 1
+    if not is_rank and curvature not in ("full", "kronecker"):
+        raise ValueError(
+            '`curvature` must be "full", "kronecker" or a whole number of at least 1, '
+            f"but {curvature!r} was given."
+        )
+    moves = loss.is_quadratic and curvature != "kronecker"
     if loss.is_quadratic:
         if noise is None:
             raise ValueError(
@@ -145,28 +150,46 @@ def posterior(
         _check_deviation("noise", noise)
     elif noise is not None:
         raise ValueError("`noise` is for squared error only: leave it out.")
-    elif from_zero:
-        raise ValueError("`from_zero` is for squared error only: leave it out.")
+    if from_zero and not moves:
+        raise ValueError(
+            "`from_zero` is for squared error only, without "
+            '`curvature="kronecker"`: leave it out.'
+        )
     if about is not None and from_zero:
         raise ValueError(
             "With `from_zero` the outputs at the start are zero and `about` has no "
             "effect: leave one of them out."
         )
+    if isinstance(model, Solution):
+        trained_with, model = model.prior, model.model
+        if trained_with is not None:
+            unit = 1.0 if noise is None else noise
+            prior = trained_with * unit if prior is None else prior
+            if about is None and not from_zero:
+                about = jax.tree.map(_zero, model)
+    prior = 1.0 if prior is None else prior
     _check_deviation("prior", prior)
     # The likelihood sums over all examples, however the loss was reduced in training.
     loss = dataclasses.replace(loss, reduction="sum")
     linearised = LinearisedModel.of(
-        model, data, loss, filter_spec, memory_budget, from_zero, about
+        model, data, loss, filter_spec, memory_budget, from_zero, about, moves
     )
-    if not Eigenbasis.fits(linearised.train.jacobian):
+    jacobian = linearised.train.jacobian
+    if curvature == "kronecker" and not Kronecker.fits(jacobian):
+        raise ValueError(
+            "The Kronecker factors of an array do not fit into the memory budget of "
+            f"{memory_budget:,} bytes: raise `memory_budget`, or leave the array out by "
+            "`filter_spec`."
+        )
+    if curvature == "full" and not Eigenbasis.fits(jacobian):
         raise ValueError(
             "The smaller of kernel and curvature, of "
             f"{min(linearised.train.shape):,} rows, does not fit into the memory budget "
-            f"of {memory_budget:,} bytes: raise `memory_budget`, or pass fewer data or a "
+            f'of {memory_budget:,} bytes: pass `curvature="kronecker"`, or a '
             "`filter_spec` of fewer parameters, such as those of the last layer."
         )
-    basis, slope = _set_up(linearised)
-    check_finite((basis.eigenvalues, basis.coefficients, basis.outside))
+    basis, slope = _set_up(linearised, curvature)
+    check_finite((basis.eigenvalues, slope, basis.misfit(jnp.ones(()))))
     dtype = basis.eigenvalues.dtype
     noise = jnp.asarray(1.0 if noise is None else noise, dtype)
     return Posterior(linearised, basis, slope, noise, jnp.asarray(prior, dtype))
@@ -182,7 +205,7 @@ class Posterior(eqx.Module):
     """
 
     _linearised: LinearisedModel = eqx.field(repr=False)
-    _basis: Eigenbasis = eqx.field(repr=False)
+    _basis: Eigenbasis | Kronecker = eqx.field(repr=False)
     _slope: PyTree[Array] = eqx.field(repr=False)  # the gradient of the loss
     noise: Scalar
     prior: Scalar
@@ -200,10 +223,10 @@ class Posterior(eqx.Module):
         leading axis; `None` for the training inputs.
 
         This warns if the noise is so small compared to the prior that rounding dominates
-        the mean. For losses other than squared error it warns if the model is more than
+        the mean. If the mean is the model's output, it warns if the model is more than
         one standard deviation of the posterior from the minimum of loss plus prior."""
-        _warn_of_rounding(self)
-        _warn_of_slope(self, stacklevel=3)
+        warn_of_rounding(self)
+        warn_of_slope(self, stacklevel=3)
         return _predicted(self, inputs)
 
     def probabilities(self, inputs: PyTree[ArrayLike] | None = None) -> PyTree[Array]:
@@ -279,7 +302,7 @@ class Posterior(eqx.Module):
         if not self._is_quadratic:
             train = self._linearised.train
             loss = self._linearised.objective.value(train.outputs).astype(w.dtype)
-            moved = self._moved()
+            moved = self._linearised.moved()
             squared = _tree.dot(moved, moved).astype(w.dtype)
             return -loss - squared / (2 * scale) - 0.5 * jnp.sum(jnp.log1p(scale * w))
         m, log_weights = self._counted()
@@ -287,11 +310,6 @@ class Posterior(eqx.Module):
         log_det = jnp.sum(jnp.log(scale * w + variance)) + left - log_weights
         misfit = self._basis.misfit(self.damping)
         return -0.5 * (misfit / scale + log_det + m * math.log(2 * math.pi))
-
-    def _moved(self) -> PyTree[Array]:
-        """Return the parameters relative to the mean of the prior."""
-        point, about = self._linearised.train.point, self._linearised.about
-        return point if about is None else _tree.axpy(-1, about, point)
 
     def _counted(self) -> tuple[Scalar, Scalar]:
         """Return the number of targets of positive weight, and the sum of the logarithms
@@ -318,12 +336,17 @@ class Posterior(eqx.Module):
         the minimum: train again with the tuned prior, and compare the evidence of both.
         """
         tuned = _tuned(self)
-        _warn_of_slope(tuned, stacklevel=4)  # one more level: Equinox wraps the method
+        warn_of_slope(tuned, stacklevel=4)  # one more level: Equinox wraps the method
         return tuned
 
     @property
     def _is_quadratic(self) -> bool:
         return self._linearised.objective.is_quadratic
+
+    @property
+    def _moves(self) -> bool:
+        """Whether the mean is not the model's output."""
+        return self._is_quadratic and self._basis.moves
 
     def _scaled(self) -> "Posterior":
         """Return the posterior with the same damping and the scale of most evidence."""
@@ -344,62 +367,34 @@ def _check_deviation(name: str, value: ScalarLike) -> None:
     check_finite_positive(name, value)
 
 
-def _warn_of_rounding(posterior: Posterior) -> None:
-    """Warn if rounding dominates the mean, unless the numbers are traced."""
-    damping, least = posterior.damping, posterior._basis.least_damping
-    if is_traced((damping, least)) or not posterior._is_quadratic or damping >= least:
-        return
-    precision = "double precision, " if jnp.finfo(damping.dtype).bits < 64 else ""
-    smallest = float(posterior.prior * jnp.sqrt(least))
-    warnings.warn(
-        f"The noise, {float(posterior.noise):.2g}, is below {smallest:.2g}, where "
-        f"rounding decides the mean: use {precision}more noise or a narrower prior.",
-        stacklevel=3,
-    )
-
-
-def _warn_of_slope(posterior: Posterior, stacklevel: int) -> None:
-    """Warn if the model is not at the minimum, unless the numbers are traced."""
-    if posterior._is_quadratic or is_traced(posterior):
-        return
-    distance = float(_distance(posterior))
-    if not distance <= _AT_MINIMUM:
-        warnings.warn(
-            f"The model is {distance:.2g} standard deviations of the posterior from the "
-            "minimum of loss plus prior, where Laplace's approximation holds: train it "
-            f"with the prior of {float(posterior.prior):.3g}, as a group of residuals "
-            "(see `gnlin.predict.posterior`).",
-            stacklevel=stacklevel,
-        )
+def _zero(leaf: Any) -> Any:
+    return jnp.zeros_like(leaf) if eqx.is_inexact_array(leaf) else leaf
 
 
 @eqx.filter_jit
-def _distance(posterior: Posterior) -> Scalar:
-    r"""Return the length of a Newton step in standard deviations of the posterior,
-    $\sqrt{g^\top H^{-1} g}$ with the gradient and curvature of loss plus prior. No output
-    moves by more of its own standard deviations."""
-    scale = posterior.prior**2
-    slope = _tree.axpy(1 / scale, posterior._moved(), posterior._slope)
-    return jnp.sqrt(scale * posterior._basis.inverse_norm(slope, 1 / scale))
-
-
-@eqx.filter_jit
-def _set_up(linearised: LinearisedModel) -> tuple[Eigenbasis, PyTree[Array]]:
-    problem = linearised.objective.expand(linearised.train)
-    return Eigenbasis.of(problem), problem.gradient()
+def _set_up(
+    linearised: LinearisedModel, curvature: Curvature
+) -> tuple[Eigenbasis | Kronecker, PyTree[Array]]:
+    train = linearised.train
+    problem = linearised.objective.expand(train)
+    basis: Eigenbasis | Kronecker
+    if curvature == "kronecker":
+        basis = Kronecker.of(problem, linearised.moved())
+    elif curvature == "full":
+        basis = Eigenbasis.of(problem)
+    else:
+        basis = Eigenbasis.of_rank(problem, train.point, curvature)
+    return basis, problem.gradient()
 
 
 @eqx.filter_jit
 def _predicted(posterior: Posterior, inputs: PyTree | None) -> Gaussian:
     linearised, basis = posterior._linearised, posterior._basis
     on, damping = linearised.on(inputs), posterior.damping
-    seen = basis.seen_from(on.jacobian)
     unravel = on.jacobian.codomain.unravel
-    mean = on.outputs
-    if posterior._is_quadratic:
-        change = unravel(matmul(seen, basis.filtered(Tikhonov(damping))))
-        mean = jax.tree.map(jnp.add, mean, change)
-    left = basis.variance(on.jacobian, seen, damping)
+    mean, (change, left) = on.outputs, basis.predicted(on.jacobian, damping)
+    if posterior._moves:
+        mean = jax.tree.map(jnp.add, mean, unravel(change))
     variance = posterior.prior**2 * jnp.maximum(left, 0)
     return Gaussian(mean, unravel(variance))
 

@@ -1,0 +1,198 @@
+"""A prior in training, against dense formulas and SciPy."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import optimize
+
+import gnlin
+
+
+RNG = np.random.default_rng(0)
+INPUTS = jnp.asarray(RNG.normal(size=(30, 2)))
+LABELS = jnp.asarray(np.prod(INPUTS, axis=1) + 0.3 * RNG.normal(size=30) > 0, int)
+LOSS = gnlin.SoftmaxCrossEntropy()
+PRIOR = 2.0
+
+
+def network(num_outputs=2):
+    return eqx.nn.MLP(2, num_outputs, 4, 1, jnp.tanh, key=jax.random.key(0))
+
+
+def parameters_of(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def flat(model):
+    return jax.flatten_util.ravel_pytree(parameters_of(model))
+
+
+@eqx.filter_jit
+def objective(model):
+    chosen = jax.nn.log_softmax(jax.vmap(model)(INPUTS))[jnp.arange(30), LABELS]
+    return -jnp.sum(chosen) + jnp.sum(flat(model)[0] ** 2) / (2 * PRIOR**2)
+
+
+def test_training_finds_the_minimum_of_loss_plus_prior():
+    start, unravel = flat(network())
+    static = eqx.filter(network(), eqx.is_inexact_array, inverse=True)
+    value = jax.jit(
+        jax.value_and_grad(lambda x: objective(eqx.combine(unravel(x), static)))
+    )
+    data = INPUTS, LABELS
+    solution = gnlin.solve(network(), data, loss=LOSS, prior=PRIOR, max_steps=100)
+    found, _ = flat(solution.model)
+    best = optimize.minimize(value, found, jac=True, tol=1e-9).fun
+    assert best < value(start)[0] - 5
+    assert solution.loss == pytest.approx(best, rel=1e-7)
+    assert solution.prior == PRIOR
+    history = solution.history
+    np.testing.assert_allclose(history["loss/data"] + history["loss/prior"], history.loss)
+    # `fit` minimises a thirtieth of it, on the full batch and on batches
+    full = gnlin.fit(network(), data, loss=LOSS, prior=PRIOR, steps=60)
+    assert full.loss == pytest.approx(best / 30, rel=1e-4)
+    # Adam returns to it from nearby; there are several minima
+    adam = optax.adam(optax.exponential_decay(0.03, 100, 0.3))
+    options = {"loss": LOSS, "prior": PRIOR, "batch_size": 10, "epochs": 200}
+    nearby = eqx.combine(unravel(0.8 * found), static)
+    assert objective(nearby) > 1.02 * best
+    by_adam = gnlin.fit(nearby, data, adam, **options)
+    assert objective(by_adam.model) == pytest.approx(best, rel=1e-2)
+
+
+def first_losses(model, data, **kwargs):
+    """Return the parts of the loss before the first step."""
+    history = gnlin.fit(model, data, optax.sgd(1e-3), steps=1, **kwargs).history
+    return history["loss/data"][0], history["loss/prior"][0]
+
+
+def test_the_weight_of_the_prior():
+    """It is such that the loss of the data and the prior sum to the whole objective, or
+    to the part of it that a batch is."""
+    model = network()
+    whole = jnp.sum(flat(model)[0] ** 2) / (2 * PRIOR**2)
+    data, options = (INPUTS, LABELS), {"prior": PRIOR, "loss": LOSS}
+    assert first_losses(model, data, **options)[1] == pytest.approx(whole / 30)
+    batches = {**options, "batch_size": 10}
+    assert first_losses(model, data, **batches)[1] == pytest.approx(whole / 30)
+    batches["loss"] = gnlin.SoftmaxCrossEntropy(reduction="sum")
+    assert first_losses(model, data, **batches)[1] == pytest.approx(whole / 3)
+    weights = jnp.linspace(0.0, 2.0, 30)
+    found = first_losses(model, (*data, weights), **options)
+    assert found[1] == pytest.approx(whole / jnp.sum(weights))
+    ignoring = gnlin.SoftmaxCrossEntropy(ignore_index=-1)
+    labels = LABELS.at[:6].set(-1)
+    found = first_losses(model, (INPUTS, labels), prior=PRIOR, loss=ignoring)
+    assert found[1] == pytest.approx(whole / 24)
+    solution = gnlin.solve(model, data, max_steps=1, **options)
+    assert solution.history["loss/prior"][0] == pytest.approx(whole)
+    last = jax.tree.map(lambda _: False, model)
+    last = eqx.tree_at(lambda m: m.layers[-1], last, True)
+    found = first_losses(model, data, filter_spec=last, **options)
+    of_last = jnp.sum(flat(model.layers[-1])[0] ** 2) / (2 * PRIOR**2)
+    assert found[1] == pytest.approx(of_last / 30)
+
+
+class Normalised(eqx.Module):
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.first = eqx.nn.Linear(2, 4, key=keys[0])
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+        self.last = eqx.nn.Linear(4, 2, key=keys[1])
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jnp.tanh(x)), state
+
+
+def test_a_prior_beside_other_options():
+    """Batch normalisation, validation, a larger batch for the curvature, and iterative
+    linearisation across batches. The loss of validation data has no prior."""
+    model, state = eqx.nn.make_with_state(Normalised)(jax.random.key(0))
+    data = INPUTS, LABELS
+    options = {"loss": LOSS, "prior": PRIOR, "batch_size": 10, "validation": data}
+    solution = gnlin.fit(
+        model, data, state=state, epochs=2, curvature_batch_size=20, **options
+    )
+    rows = len(solution.history.step)
+    whole = jnp.sum(flat(model)[0] ** 2) / (2 * PRIOR**2)
+    assert rows == 6
+    assert solution.history["loss/prior"][0] == pytest.approx(whole / 30)
+    plain = gnlin.fit(model, data, state=state, steps=6, **{**options, "prior": None})
+    assert jnp.linalg.norm(flat(solution.model)[0]) < jnp.linalg.norm(
+        flat(plain.model)[0]
+    )
+    solver = gnlin.IterativeLinearisation(5, learning_rate=0.1)
+    solution = gnlin.fit(network(), data, solver, epochs=30, **options)
+    mean = np.mean(jax.vmap(lambda x, y: LOSS.value(x, y))(outputs(solution), LABELS))
+    assert solution.history.validation_loss[-1] == pytest.approx(mean)
+    assert objective(solution.model) < objective(network()) - 1
+
+
+def outputs(solution):
+    return jax.vmap(solution.model)(INPUTS)
+
+
+def test_priors_under_vmap():
+    def smaller(prior):
+        solution = gnlin.solve(
+            network(), (INPUTS, LABELS), loss=LOSS, prior=prior, max_steps=10
+        )
+        return jnp.linalg.norm(flat(solution.model)[0]), solution.prior
+
+    norms, priors = jax.vmap(smaller)(jnp.array([0.1, 1.0]))
+    assert norms[0] < 0.5 * norms[1]
+    np.testing.assert_array_equal(priors, [0.1, 1.0])
+
+
+def test_the_posterior_knows_the_prior_of_the_training():
+    data = INPUTS, LABELS
+    solution = gnlin.solve(network(), data, loss=LOSS, prior=PRIOR, max_steps=100)
+    with warnings.catch_warnings(action="error"):
+        found = gnlin.predict.posterior(solution, data, loss=LOSS)(INPUTS)
+        told = gnlin.predict.posterior(solution.model, data, loss=LOSS, prior=PRIOR)
+    np.testing.assert_array_equal(found.variance, told(INPUTS).variance)
+    other = gnlin.predict.posterior(solution, data, loss=LOSS, prior=0.1 * PRIOR)
+    with pytest.warns(UserWarning, match="train it further, with `prior=0.2`"):
+        other(INPUTS)
+    plain = gnlin.solve(network(), data, loss=LOSS, max_steps=5)
+    assert gnlin.predict.posterior(plain, data, loss=LOSS).prior == 1
+
+
+def test_the_posterior_of_a_regression_trained_with_its_prior():
+    """In training the prior is in units of the noise. The posterior's mean is the trained
+    model, whose parameters have zero as their prior's mean."""
+    targets = jnp.asarray(np.prod(INPUTS, axis=1, keepdims=True))
+    data, noise = (INPUTS, targets), 0.2
+    solution = gnlin.solve(network(1), data, prior=PRIOR / noise, max_steps=100)
+    posterior = gnlin.predict.posterior(solution, data, noise=noise)
+    assert posterior.prior == pytest.approx(PRIOR)
+    np.testing.assert_allclose(posterior(INPUTS).mean, outputs(solution), atol=1e-6)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x), parameters_of(solution.model))
+    zeros = eqx.combine(zeros, solution.model)
+    same = gnlin.predict.posterior(
+        solution.model, data, noise=noise, prior=PRIOR, about=zeros
+    )
+    assert same.log_evidence() == pytest.approx(float(posterior.log_evidence()), rel=1e-9)
+
+
+def test_mistakes():
+    data, model = (INPUTS, LABELS), network()
+    with pytest.raises(ValueError, match="`prior` must be greater than 0"):
+        gnlin.solve(model, data, loss=LOSS, prior=-1.0)
+    with pytest.raises(ValueError, match="`prior` needs to know the number of examples"):
+        gnlin.fit(model, [data], loss=LOSS, prior=1.0, epochs=1)
+    group = gnlin.Residuals(lambda model, x: model(x), INPUTS)
+    with pytest.raises(ValueError, match="`prior` is not for groups of residuals: add"):
+        gnlin.solve(model, group, prior=1.0)
+    with pytest.raises(ValueError, match="`prior` is not for groups of residuals: add"):
+        gnlin.fit(model, group, prior=1.0, steps=1)
