@@ -33,7 +33,7 @@ from ..filters import Tikhonov
 from ._base import AbstractGaussNewton, Evaluate, State, Update
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._stepping import check_quadratic, take_step
-from ._trials import try_dampings
+from ._trials import TrialOutcome, Trials, try_dampings
 
 
 # The most that an exact step may cost before conjugate gradients that stop early replace
@@ -46,7 +46,7 @@ _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 
 # as many as the residuals. Else a factorisation on each face takes fewer operations.
 _MOST_WIDE = 10
 # The default rule if trials are expensive.
-_ONE_TRIAL = LongestStep(1e-4, num_trials=1)
+ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch, where a rejected trial is cheap.
 _FIRST_DAMPING = 1e-3
 # The first tolerance of conjugate gradients on a full batch.
@@ -211,29 +211,30 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> Update:
         if isinstance(memory, _MemoryAcross):
             return self._on_a_batch(objective, lin, evaluate, memory)
-        return self._on_all_data(objective, lin, evaluate, memory)
+        trials = self.trials(objective, lin, evaluate, memory)
+        return self.after(trials, try_dampings(trials))
 
-    def _on_all_data(
+    def trials(
         self,
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: _Memory,
-    ) -> Update:
-        """Take one outer step on the full batch, with one or more trial dampings."""
+    ) -> Trials:
+        """Return the dampings to try in one outer step on the full batch."""
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule()
         by_default = self.damping is None and isinstance(rule, LongestStep)
         if by_default and cost.reads:  # Each trial may need a sparse factorisation.
-            rule = _ONE_TRIAL
+            rule = ONE_TRIAL
         # If p <= m the damping may become so small that squaring the condition number
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
         way = self._way(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
-            rule = _ONE_TRIAL
+            rule = ONE_TRIAL
         scaling, method = self._scaling(objective, cost, way), self.method
         if way.stops_early and method == "auto":
             method = way.method
@@ -267,34 +268,40 @@ class LevenbergMarquardt(AbstractGaussNewton):
         assert not isinstance(in_memory, ProxLinear)
         finite = jnp.isfinite(subproblem.gradient_norm)
         finite &= jnp.isfinite(objective.value(lin.outputs))
-        tried = try_dampings(
+        return Trials(
             objective,
             lin,
             lambda y: evaluate(as_tree(y)),
             subproblem,
             rule,
-            memory.state,
+            memory,
             acceleration,
             again,
             inverse,
             in_memory,
             finite,
+            as_tree,
+            rows,
         )
-        finite &= ~jnp.isnan(tried.damping)
+
+    def after(self, trials: Trials, tried: TrialOutcome) -> Update:
+        """Return the outer step that the trials lead to."""
+        lin, as_tree, subproblem = trials.lin, trials.as_tree, trials.subproblem
+        finite = trials.is_finite & ~jnp.isnan(tried.damping)
         step = _tree.where(tried.found, tried.step, _tree.zeros_like(tried.step))
         return Update(
             y=as_tree(lin.moved(step)),
             outputs=_tree.where(tried.found, tried.outputs, lin.outputs),
-            memory=eqx.tree_at(lambda m: m.state, memory, tried.state),
+            memory=eqx.tree_at(lambda m: m.state, trials.memory, tried.state),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
-            passes=rows + subproblem.passes + tried.passes,
+            passes=trials.rows + subproblem.passes + tried.passes,
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=as_tree(tried.step),
-            problem=in_memory,
+            problem=trials.problem,
             searched=True,
             stuck=finite & ~tried.found,
             result=optx.RESULTS.where(
