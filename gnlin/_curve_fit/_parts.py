@@ -64,6 +64,7 @@ class Parts:
         num = min(_num(y), max(1, most // max(1, each)))
         self.size = int(-(-num // self.block) * self.block)
         self.num_points: int | None = None  # known after the first pass
+        self.starts: list[int] = []  # the first point of each part
 
     def _whole(self) -> Iterator[tuple]:
         """Return all data as given: the arrays, or the user's parts."""
@@ -80,10 +81,11 @@ class Parts:
             yield columns_of(x), columns_of(y), sigma
 
     def __iter__(self) -> Iterator[Part]:
-        seen = 0
+        seen, self.starts = 0, []
         for given in self._whole():
             x, y, sigma = _lengths_checked(*given)
             for start in range(0, _num(y), self.size):
+                self.starts.append(seen + start)
                 rows = jax.tree.map(
                     lambda v, start=start: self._cut(v, start), (x, y, sigma)
                 )
@@ -91,8 +93,8 @@ class Parts:
             seen += _num(y)
         if self.num_points not in (None, seen):
             raise ValueError(
-                f"`x` yielded {self.num_points:,} points in the first pass over the data, "
-                f"and {seen:,} in a later one: each pass must see the same data."
+                f"`x` yielded {self.num_points:,} points in the first pass, and "
+                f"{seen:,} in a later one: each pass must see the same data."
             )
         self.num_points = seen
 
@@ -120,6 +122,7 @@ def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
         said = ", ".join(
             f"`{name}` has {[np.shape(v) for v in leaves]}"
             for name, leaves in arrays.items()
+            if leaves
         )
         raise ValueError(
             "Data in parts need a leading axis over the points on every array, of one "
@@ -127,6 +130,14 @@ def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
         )
     if 0 in {shape[0] for shape in shapes}:
         raise ValueError("There is no data: an array has no points.")
+    one_number = jax.tree.structure(sigma) == jax.tree.structure(0) and not np.ndim(sigma)
+    same = jax.tree.map(np.shape, sigma) == jax.tree.map(np.shape, y)
+    if sigma is not None and not one_number and not same:
+        raise ValueError(
+            "`sigma` of data in parts must be one number, or have the structure and "
+            f"shapes of `y`, {jax.tree.map(np.shape, y)}, but has "
+            f"{jax.tree.map(np.shape, sigma)}."
+        )
     return x, y, sigma
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, PyTree, Scalar
 
 from .._common import _tree
 from .._common._checks import is_traced
+from .._common._quickly import is_known, OF_LOOPS, OPTIONS
 from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import linearise
 from ..losses import SquaredError
@@ -88,7 +89,7 @@ def fitted(
     alone = not levels and not inside
     if alone:
         data = data._replace(held=_none_held(start) if held is None else held)
-    quickly = alone and _is_known()
+    quickly = alone and is_known()
     program = _program(quickly, quickly and setting.curve.has_loops)
     try:
         return program(setting, data, start, levels)
@@ -126,31 +127,9 @@ def _best_of(
     return end._replace(losses=jnp.sort(losses), history=None), parts
 
 
-# Options that select the older of XLA's two CPU emitters. A single fit takes longer to
-# compile than to run; these halve the compilation and do not slow the run.
-_QUICKLY = {
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-# For a function with loops, such as the solution of a differential equation, XLA spends
-# half of the compilation on moving invariant code out of nested loops.
-_OF_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
-
-
-@functools.cache
-def _is_known() -> bool:
-    """Whether this version of XLA accepts the options."""
-    options = _QUICKLY | _OF_LOOPS
-    try:
-        jax.jit(jnp.negative, compiler_options=options).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
 @functools.cache
 def _program(quickly: bool, has_loops: bool) -> Callable:
-    options = (_QUICKLY if quickly else {}) | (_OF_LOOPS if has_loops else {})
+    options = (OPTIONS if quickly else {}) | (OF_LOOPS if has_loops else {})
     settings: Any = {"compiler_options": options} if options else {}
     return eqx.filter_jit(_all_fitted, **settings)
 

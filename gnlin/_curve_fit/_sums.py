@@ -2,12 +2,12 @@
 
 from typing import NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common import _tree
+from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
 from .._solver._summed import Expansion
 from ..losses._robust import AbstractRobust
@@ -32,8 +32,8 @@ class Faults(NamedTuple):
         self, flags: list[Bool[Array, " n"]], part: Int[Array, ""], start: Int[Array, ""]
     ) -> "Faults":
         """Add the faults of a block, which starts at this place of this part."""
-        number = jnp.stack([jnp.sum(flag) for flag in flags])
-        place = start + jnp.stack([jnp.argmax(flag) for flag in flags])
+        stacked = jnp.stack(flags)
+        number, place = jnp.sum(stacked, axis=1), start + jnp.argmax(stacked, axis=1)
         is_first = (self.number == 0) & (number > 0)
         return Faults(
             self.number + number,
@@ -42,28 +42,37 @@ class Faults(NamedTuple):
         )
 
 
-class Sums(NamedTuple):
-    """Sums over the points.
+class Totals(NamedTuple):
+    """Plain sums over the points.
 
-    - `triangle`: as in `Expansion`.
-    - `loss`: and what rounding has left out of it.
     - `num_points`: the number of entries of y that are not missing.
     - `chi_squared`: the squared residuals, in units of sigma, or Pearson's.
     - `outputs`, `target`: the squares of both, in the same units.
     - `pull`: the squared derivatives of the loss.
-    - `slopes`: the second derivatives of the loss, and their squares.
+    - `slopes`, `squared_slopes`: its second derivatives, and their squares.
     - `noise`: the blocks' estimates of the noise, times their numbers of points.
     """
 
-    triangle: Float[Array, "p+1 p+1"]
-    loss: Float[Array, " 2"]
     num_points: Scalar
     chi_squared: Scalar
     outputs: Scalar
     target: Scalar
     pull: Scalar
-    slopes: Float[Array, " 2"]
+    slopes: Scalar
+    squared_slopes: Scalar
     noise: Scalar
+
+
+class Sums(NamedTuple):
+    """Sums over the points.
+
+    - `triangle`: as in `Expansion`.
+    - `loss`: the sum, and what rounding has left out of it.
+    """
+
+    triangle: Float[Array, "p+1 p+1"]
+    loss: Float[Array, " 2"]
+    totals: Totals
     faults: Faults
 
     def expansion(self) -> Expansion:
@@ -71,19 +80,16 @@ class Sums(NamedTuple):
 
     @staticmethod
     def of_nothing(num_parameters: int, dtype: jnp.dtype) -> "Sums":
-        zeros = lambda *shape: jnp.zeros(shape, dtype)
-        none = jnp.zeros(5, int)
+        zero, none = jnp.zeros((), dtype), jnp.zeros(5, int)
         return Sums(
-            zeros(num_parameters + 1, num_parameters + 1),
-            zeros(2),
-            *(zeros() for _ in range(5)),
-            zeros(2),
-            zeros(),
+            jnp.zeros((num_parameters + 1, num_parameters + 1), dtype),
+            jnp.zeros(2, dtype),
+            Totals(*(zero for _ in Totals._fields)),
             Faults(none, none, none),
         )
 
 
-@eqx.filter_jit
+@quickly
 def added(
     sums: Sums,
     setting: FitSettings,
@@ -107,15 +113,17 @@ def added(
             [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
         )
         data, flags = _data(*block, part.num_points - start)
-        more, not_finite = _of_block(setting, free, data, block[1], unweighted)
+        rows, loss, totals, not_finite = _of_block(
+            setting, free, data, block[1], unweighted
+        )
         is_own = jnp.arange(flags[0].size) < part.num_points - start
         flags = [is_own & flag for flag in (*flags, *not_finite)]
-        stacked = jnp.concatenate([sums.triangle, more.triangle])
-        total = jax.tree.map(jnp.add, sums, more._replace(triangle=0, faults=0))
-        faults = sums.faults.plus(flags, number, start)
-        triangle = jnp.linalg.qr(stacked, mode="r")
-        loss = _compensated(sums.loss, more.loss[0])
-        new = total._replace(triangle=triangle, loss=loss, faults=faults)
+        new = Sums(
+            jnp.linalg.qr(jnp.concatenate([sums.triangle, rows]), mode="r"),
+            _compensated(sums.loss, loss),
+            jax.tree.map(jnp.add, sums.totals, totals),
+            sums.faults.plus(flags, number, start),
+        )
         return (new, start + flags[0].size), None
 
     (sums, _), _ = jax.lax.scan(step, (sums, jnp.array(0)), blocks)
@@ -137,7 +145,9 @@ def _data(
     `num_points` are padding, and missing."""
     y = jax.tree.map(wholly_missing, y)
     values = flat(y)
-    of_x = [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    of_x = [
+        leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     size = len(jax.tree.leaves(y)[0])
     is_unknown = _any_of([jnp.isnan(leaf) for leaf in of_x], size)
     is_missing = is_unknown | _by_point(jnp.isnan(values), y)
@@ -165,8 +175,9 @@ def _of_block(
     data: Data,
     y: PyTree[Array],
     unweighted: bool,
-) -> tuple[Sums, list[Bool[Array, " n"]]]:
-    """Return the sums over a block, and the last two faults of each point."""
+) -> tuple[Float[Array, "m p+1"], Scalar, Totals, list[Bool[Array, " n"]]]:
+    """Return the whitened rows of a block with their residual, its loss and totals, and
+    the last two faults of each point."""
     posed = Posed.of(setting, data)
     target, counted, loss = posed.target, posed.counted, posed.loss
     outputs_at = lambda free, given: posed.outputs({"curve": free, "x": None}, given)
@@ -187,21 +198,20 @@ def _of_block(
     slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
     number, dot = jnp.sum(counted), _tree.dot
     noise = spread(residual, counted) if unweighted else jnp.zeros_like(number)
-    sums = Sums(
-        jnp.concatenate([rows, column[:, None]], axis=1),
-        jnp.stack([loss.value(lin.outputs, target), jnp.zeros_like(number)]),
+    totals = Totals(
         number,
         dot(residual, residual),
         dot(outputs, outputs),
         dot(outputs + residual, outputs + residual),
         dot(pull, pull),
-        jnp.stack([jnp.sum(slopes), dot(slopes, slopes)]),
+        jnp.sum(slopes),
+        dot(slopes, slopes),
         jnp.where(number > 0, number * noise, 0),
-        None,  # type: ignore[arg-type]
     )
     of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
-    flags = ~jnp.isfinite(lin.outputs), of_derivative
-    return sums, [_by_point(flag, y) for flag in flags]
+    flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]
+    both = jnp.concatenate([rows, column[:, None]], axis=1)
+    return both, loss.value(lin.outputs, target), totals, flags
 
 
 def _along(rows: Bool[Array, " n"], like: Array) -> Bool[Array, "n ..."]:

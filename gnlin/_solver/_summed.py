@@ -13,6 +13,7 @@ import optimistix as optx
 from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common import _tree
+from .._common._quickly import quickly
 from .._common._tree import Structure
 from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
@@ -103,12 +104,10 @@ class HalfSquares(AbstractObjective):
 class _After(AbstractGaussNewton):
     """A solver whose trials have been made: its update is the step that they lead to."""
 
-    solver: LevenbergMarquardt
-    tried: TrialOutcome
+    made: Callable[[], Update]
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
-        trials = self.solver.trials(objective, lin, evaluate, memory)
-        return self.solver.after(trials, self.tried)
+        return self.made()
 
 
 class Minimum(NamedTuple):
@@ -143,32 +142,25 @@ def minimise(
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
     here, last = expand(y)
     state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
+    trial = _no_trial(solver, y, here, state)
+    yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
     while not _is_over(state) and len(rows) < max_steps:
-        tried, proposal, there_y = _first(solver, y, here, state)
-        if state.settled:  # the verdict needs no pass if it is that the run is over
-            ending = eqx.tree_at(lambda t: t.step, tried, proposal.step)
-            ended = _after(solver, y, here, state, ending)
-            if ended.terminate:
-                state = ended
-                break
-        taken = y, here, last
-        while tried.goes_on:
-            there, there_last = expand(there_y)
-            tried, takes, proposal, next_y = _next(
-                solver, y, here, state, tried, proposal, there
-            )
-            if takes:
-                taken = there_y, there, there_last
-            there_y = next_y
-        num_steps = state.counts.num_feature_updates
-        ended = _after(solver, y, here, state, tried)
-        if ended.counts.num_feature_updates > num_steps:
-            row = row_of(ended) | {"loss": here.loss}
-            rows.append(jax.device_get(row))
-            if tried.found:
-                y, here, last = taken
+        now = _step(solver, y, here, state, yes, trial, here)
+        # The verdict that the run is over needs no pass.
+        is_over, taken = state.settled and now.ended.terminate, (y, here, last)
+        while now.trial.tried.goes_on and not is_over:
+            at = now.trial.y
+            there, of_there = expand(at)
+            now = _step(solver, y, here, state, no, now.trial, there)
+            if now.takes:
+                taken = at, there, of_there
+        ended = now.ended
+        if ended.counts.num_feature_updates > state.counts.num_feature_updates:
+            rows.append(jax.device_get(row_of(ended) | {"loss": here.loss}))
+            solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
             show(len(rows), float(here.loss))
+            y, here, last = taken
         state = ended
     result = state.result
     if not _is_over(state):
@@ -182,34 +174,30 @@ def _is_over(state: State) -> Bool[Array, ""]:
     return state.terminate | (state.result != optx.RESULTS.successful)
 
 
-@eqx.filter_jit
-def _first(
-    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
-) -> tuple[TrialOutcome, Proposal, PyTree[Array]]:
-    """Return the outcome before the first trial, the step to try, and where it leads."""
-    trials = _trials(solver, y, here, state)
-    tried = trials.begun()
+class _Trial(NamedTuple):
+    """What has been tried at a linearisation, the next step to try, and its end."""
+
+    tried: TrialOutcome
+    proposal: Proposal
+    y: PyTree[Array]
+
+
+class _Now(NamedTuple):
+    """The state after a trial, or before the first one.
+
+    - `takes`: whether the last step that was tried is the one to take so far.
+    - `ended`: the state of the run if nothing more is tried. Before the first trial it
+        holds the verdict on a run that needs no further step.
+    """
+
+    trial: _Trial
+    takes: Bool[Array, ""]
+    ended: State
+
+
+def _begun(trials: Trials, tried: TrialOutcome) -> _Trial:
     proposal = trials.proposed(tried, trials.known())
-    return tried, proposal, _led_to(trials, proposal)
-
-
-@eqx.filter_jit
-def _next(
-    solver: LevenbergMarquardt,
-    y: PyTree[Array],
-    here: Expansion,
-    state: State,
-    last: TrialOutcome,
-    proposal: Proposal,
-    there: Expansion,
-) -> tuple[TrialOutcome, Bool[Array, ""], Proposal, PyTree[Array]]:
-    """Return the outcome after a trial, whether its step is the one to take so far, the
-    next step to try, and where it leads."""
-    trials = _trials(solver, y, here, state)
-    known = trials.known()
-    tried, takes = trials.judged(last, proposal, there.outputs(), known)
-    proposal = trials.proposed(tried, known)
-    return tried, takes, proposal, _led_to(trials, proposal)
+    return _Trial(tried, proposal, trials.as_tree(trials.lin.moved(proposal.step)))
 
 
 def _trials(
@@ -220,24 +208,43 @@ def _trials(
     return solver.trials(HalfSquares(), lin, lambda y: lin.outputs, state.memory)
 
 
-def _led_to(trials: Trials, proposal: Proposal) -> PyTree[Array]:
-    return trials.as_tree(trials.lin.moved(proposal.step))
-
-
-@eqx.filter_jit
-def _after(
+@quickly
+def _step(
     solver: LevenbergMarquardt,
     y: PyTree[Array],
     here: Expansion,
     state: State,
-    tried: TrialOutcome,
-) -> State:
-    """Return the state after the trials at a linearisation, with the verdict on the run."""
-    lin = here.at(y, solver.memory_budget)
+    is_first: Bool[Array, ""],
+    trial: _Trial,
+    there: Expansion,
+) -> _Now:
+    """Judge a trial, with the expansion `there`, and propose the next step."""
+    trials = _trials(solver, y, here, state)
+    last, proposal, _ = trial
+    outputs = there.outputs()
+    judged, takes = trials.judged(last, proposal, outputs, trials.known())
+    tried = _tree.where(is_first, trials.begun(), judged)
+    trial = _begun(trials, tried)
+    left = _tree.where(is_first, trial.proposal.step, tried.step)
+    tried = eqx.tree_at(lambda t: t.step, tried, left)
     shared = {name: getattr(solver, name) for name in _SHARED}
-    after = _After(solver=solver, tried=tried, **shared)
-    _, state = after.advance(HalfSquares(), lin, lambda y: lin.outputs, state)
-    return state
+    after = _After(made=lambda: solver.after(trials, tried), **shared)
+    lin = here.at(y, solver.memory_budget)
+    _, ended = after.advance(HalfSquares(), lin, lambda y: lin.outputs, state)
+    return _Now(trial, takes & ~is_first, ended)
 
 
 _SHARED = "rtol", "atol", "norm", "memory_budget", "bounds", "retraction"
+
+
+def _no_trial(
+    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
+) -> _Trial:
+    """Return numbers in place of a trial before the first one."""
+
+    def first(y, here, state):
+        trials = _trials(solver, y, here, state)
+        return _begun(trials, trials.begun())
+
+    shapes = eqx.filter_eval_shape(first, y, here, state)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
