@@ -57,6 +57,7 @@ TABLES = {
     "curve-fit": "benchmarks.speed.curve_fits",
     "tall": "benchmarks.speed.tall",
     "large": "benchmarks.speed.large",
+    "large-fits": "benchmarks.speed.large_fits",
     "parts": "benchmarks.speed.parts",
     "graph": "benchmarks.speed.graph",
     "pinn": "benchmarks.speed.pinn",

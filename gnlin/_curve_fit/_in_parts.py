@@ -131,6 +131,8 @@ class _Passes:
         self, setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
     ):
         self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
+        # Settings that the sums do not use would compile them again.
+        self.of_sums = setting._replace(solver=None, max_steps=0)  # type: ignore
         self.size = _tree.size(start)
         self.dtype = jnp.result_type(*jax.tree.leaves(start), float)
         check_rates(
@@ -152,7 +154,7 @@ class _Passes:
                 self._check_targets(part)
             part = jax.tree.map(jnp.asarray, part)
             before = sums
-            sums = added(sums, self.setting, free, part, jnp.array(number), unweighted)
+            sums = added(sums, self.of_sums, free, part, jnp.array(number), unweighted)
             jax.block_until_ready(before)  # at most two parts are on the device
         if is_first:
             self._check(sums)
@@ -206,9 +208,10 @@ def _ended(
     nonfinite = jnp.array(point), jnp.array(number), jnp.array(of_curve > 0)
     num_steps = len(minimum.rows["loss"]) if minimum.rows else 0
     end, found = _statistics(setting, minimum.y, sums, unweighted, is_seen)
+    rows = minimum.rows
     end = end._replace(
         nonfinite=NonFinite(*nonfinite),
-        history=minimum.rows,
+        history=rows and {"step": rows["num_feature_updates"], **rows},
         result=minimum.result,
         num_steps=jnp.array(num_steps),
     )

@@ -46,7 +46,7 @@ _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 
 # as many as the residuals. Else a factorisation on each face takes fewer operations.
 _MOST_WIDE = 10
 # The default rule if trials are expensive.
-ONE_TRIAL = LongestStep(1e-4, num_trials=1)
+_ONE_TRIAL = LongestStep(1e-4, num_trials=1)
 # The first damping on a full batch, where a rejected trial is cheap.
 _FIRST_DAMPING = 1e-3
 # The first tolerance of conjugate gradients on a full batch.
@@ -227,14 +227,14 @@ class LevenbergMarquardt(AbstractGaussNewton):
         rule = self._rule()
         by_default = self.damping is None and isinstance(rule, LongestStep)
         if by_default and cost.reads:  # Each trial may need a sparse factorisation.
-            rule = ONE_TRIAL
+            rule = _ONE_TRIAL
         # If p <= m the damping may become so small that squaring the condition number
         # does harm, so ask for a way that also serves without damping.
         m, p = cost.shape
         kind = Tikhonov(1.0 if p > m else 0.0)
         way = self._way(objective, problem, kind, rule.num_trials)
         if by_default and way.stops_early:  # Each trial needs conjugate gradients.
-            rule = ONE_TRIAL
+            rule = _ONE_TRIAL
         scaling, method = self._scaling(objective, cost, way), self.method
         if way.stops_early and method == "auto":
             method = way.method

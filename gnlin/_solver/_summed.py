@@ -19,8 +19,9 @@ from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
+from ..damping import TrustRegion
 from ._base import AbstractGaussNewton, row_of, State, Update
-from ._levenberg_marquardt import LevenbergMarquardt, ONE_TRIAL
+from ._levenberg_marquardt import LevenbergMarquardt
 from ._trials import Proposal, TrialOutcome, Trials
 
 
@@ -133,12 +134,13 @@ def minimise(
     """Minimise a loss that one pass over the data expands to second order.
 
     Each trial is one pass, and an accepted one is the next linearisation. A longer step
-    is therefore not searched for, and steps have no second-order correction.
+    is therefore not searched for: the default rule is a trust region, which takes the
+    fewest passes. Steps have no second-order correction.
 
     - `expand`: makes a pass; returns the expansion at a point, and anything else.
     - `show`: shows the number of steps and the loss.
     """
-    damping = ONE_TRIAL if solver.damping is None else solver.damping
+    damping = TrustRegion() if solver.damping is None else solver.damping
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
     here, last = expand(y)
     state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
@@ -160,7 +162,8 @@ def minimise(
             rows.append(jax.device_get(row_of(ended) | {"loss": here.loss}))
             solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
             show(len(rows), float(here.loss))
-            y, here, last = taken
+            if now.trial.tried.found:
+                y, here, last = taken
         state = ended
     result = state.result
     if not _is_over(state):
@@ -175,7 +178,7 @@ def _is_over(state: State) -> Bool[Array, ""]:
 
 
 class _Trial(NamedTuple):
-    """What has been tried at a linearisation, the next step to try, and its end."""
+    """What has been tried at a linearisation, and the step to try next, to `y`."""
 
     tried: TrialOutcome
     proposal: Proposal
@@ -195,7 +198,7 @@ class _Now(NamedTuple):
     ended: State
 
 
-def _begun(trials: Trials, tried: TrialOutcome) -> _Trial:
+def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
     proposal = trials.proposed(tried, trials.known())
     return _Trial(tried, proposal, trials.as_tree(trials.lin.moved(proposal.step)))
 
@@ -224,7 +227,7 @@ def _step(
     outputs = there.outputs()
     judged, takes = trials.judged(last, proposal, outputs, trials.known())
     tried = _tree.where(is_first, trials.begun(), judged)
-    trial = _begun(trials, tried)
+    trial = _proposed(trials, tried)
     left = _tree.where(is_first, trial.proposal.step, tried.step)
     tried = eqx.tree_at(lambda t: t.step, tried, left)
     shared = {name: getattr(solver, name) for name in _SHARED}
@@ -244,7 +247,7 @@ def _no_trial(
 
     def first(y, here, state):
         trials = _trials(solver, y, here, state)
-        return _begun(trials, trials.begun())
+        return _proposed(trials, trials.begun())
 
     shapes = eqx.filter_eval_shape(first, y, here, state)
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
