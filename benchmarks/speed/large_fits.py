@@ -22,7 +22,7 @@ from .timing import alternate, Case
 NUMS, MANY, FEW = (10**6, 10**7), 10**8, 10**4
 PART = 10**6
 TRUE = np.array([3.0, 0.4, 0.15, 1.0, -0.5])
-START = np.array([1.0, 0.5, 0.3, 0.0, 0.0])
+START = np.array([2.0, 0.45, 0.2, 0.5, 0.0])
 # Of the worst parameter, relative to SciPy's.
 SAME = 1e-5
 TOLERANCE = 1e-8
