@@ -277,6 +277,14 @@ def test_a_run_that_ends_early_says_so():
     np.testing.assert_allclose(fit.history.loss[0], first, rtol=1e-12)
 
 
+def test_where_no_step_can_be_made_the_start_is_returned():
+    f = lambda p, x: jnp.where(p["a"] == 1, p["a"] * x, jnp.nan)
+    with pytest.warns(UserWarning, match="it stands still"):
+        fit = gnlin.curve_fit(f, X, Y, {"a": 1.0}, in_parts=True)
+    assert fit.parameters["a"] == 1
+    np.testing.assert_allclose(fit.chi_squared, np.sum((Y - X) ** 2), rtol=1e-12)
+
+
 def test_a_function_is_compiled_once():
     traced = []
 

@@ -52,17 +52,19 @@ class Parts:
         else:
             self._x, self._y = columns_of(x), columns_of(y)
             self._sigma = sigma
-        self.first = _lengths_checked(*next(self._whole()))
-        x, y, sigma = self.first
+        x, y, sigma = first = _lengths_checked(*next(self._whole()))
         self.has_sigma = sigma is not None
         rows = jax.tree.map(lambda v: v[:_FEW], (x, y))
         self.example = jax.tree.map(np.asarray, rows)
-        self.block = block_size(*self.example)
-        leaves = jax.tree.leaves(self.first)
+        leaves = jax.tree.leaves(first)
         each = sum(leaf.nbytes / len(leaf) for leaf in leaves if np.ndim(leaf))
-        most = _PART_BYTES if not self.is_iterable else np.inf
-        num = min(_num(y), max(1, most // max(1, each)))
-        self.size = int(-(-num // self.block) * self.block)
+        most = np.inf if self.is_iterable else max(1, _PART_BYTES // each)
+        num = int(min(_num(y), most))
+        block = min(block_size(*self.example), num)
+        # A part that its blocks fill is not copied.
+        smaller = range(block, block // 2, -1)
+        self.block = next((size for size in smaller if num % size == 0), block)
+        self.size = -(-num // self.block) * self.block
         self.num_points: int | None = None  # known after the first pass
         self.starts: list[int] = []  # the first point of each part
 
