@@ -60,6 +60,7 @@ TABLES = {
     "large-fits": "benchmarks.speed.large_fits",
     "parts": "benchmarks.speed.parts",
     "graph": "benchmarks.speed.graph",
+    "kinematics": "benchmarks.speed.kinematics",
     "pinn": "benchmarks.speed.pinn",
     "inner-steps": "benchmarks.speed.inner_steps",
     "sweep": "benchmarks.speed.sweep",

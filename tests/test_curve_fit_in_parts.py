@@ -257,6 +257,14 @@ def test_what_the_data_do_not_determine_is_said():
     )
 
 
+def test_rounding_of_all_points_determines_nothing():
+    """The two slopes differ by 45 roundings, and the sum of 1,000 points by more."""
+    f = lambda p, x: p["a"] * x + p["c"] * (x * (1 + 1e-14 * jnp.cos(9 * x)))
+    for in_parts in (True, False):
+        with pytest.warns(UserWarning, match="do not determine all parameters"):
+            gnlin.curve_fit(f, X, Y, {"a": 1.0, "c": 0.0}, in_parts=in_parts)
+
+
 def test_a_parameter_on_a_plateau_is_not_determined():
     x = np.linspace(-1, 1, 40)
     noise = np.cos(30 * x) - np.mean(np.cos(30 * x))  # even, so it has no slope
