@@ -17,7 +17,7 @@ import scipy.stats
 
 import gnlin
 from benchmarks.data import nist
-from gnlin._curve_fit import _program
+from gnlin._common import _quickly
 
 
 X = np.linspace(0, 4, 50)
@@ -680,11 +680,11 @@ def test_inside_jit():
 
 def test_by_an_xla_that_lacks_the_options_to_compile_quickly(monkeypatch):
     quick = gnlin.curve_fit(decay, X, Y, START)
-    monkeypatch.setitem(_program._QUICKLY, "xla_of_another_version", True)
-    _program._is_known.cache_clear()
-    assert not _program._is_known()
+    monkeypatch.setitem(_quickly.OPTIONS, "xla_of_another_version", True)
+    _quickly.is_known.cache_clear()
+    assert not _quickly.is_known()
     other = gnlin.curve_fit(lambda p, x: decay(p, x), X, Y, START)
-    _program._is_known.cache_clear()
+    _quickly.is_known.cache_clear()
     assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-8)
     jax.tree.map(assert_close, quick.parameters, other.parameters)
     jax.tree.map(assert_close, quick.standard_errors, other.standard_errors)

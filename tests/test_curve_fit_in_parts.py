@@ -113,7 +113,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = "plain", "bounds", "counts", "outliers"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES],
+)
 def test_parts_are_the_whole(name):
     f, x, y, options = CASES[name]
     start = START | {"c": 0.1}
@@ -343,6 +349,8 @@ def test_what_needs_all_data_is_refused():
         of(X, Y[1:])
     with pytest.raises(ValueError, match="cannot be inside"):
         jax.jit(lambda y: of(X, y).chi_squared)(jnp.asarray(Y))
+    with pytest.raises(ValueError, match="cannot be inside"):
+        jax.jit(lambda scale: scale * of(X, Y).chi_squared)(1.0)
     for x in (iter([(X, Y)]), 3.0):
         with pytest.raises(ValueError, match="iterable any number of times"):
             of(x, None)

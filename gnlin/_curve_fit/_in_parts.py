@@ -39,7 +39,7 @@ def read_in_parts(
     """Return the data as parts, and the curve of a block of them, after a check that the
     points are independent."""
     data = sigma if y is None else (x, y, sigma)
-    if is_traced((data, free, kept)):
+    if is_traced((jnp.zeros(()), data, free, kept)):  # also if only `f` is
         raise ValueError(
             "A fit in parts reads the data from the host, so it cannot be inside "
             "`jax.jit`, `jax.vmap` or a derivative: call it outside, or pass all data "
@@ -78,10 +78,10 @@ def _check_independence(curve: Curve, free: PyTree, kept: dict, x: PyTree) -> No
         for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(whole), strict=True):
             tolerance = jnp.finfo(jnp.result_type(one, float)).eps ** 0.5
             wanted = np.asarray(other[half])
-            same = one.shape == wanted.shape and np.allclose(
-                one, wanted, rtol=tolerance, atol=tolerance, equal_nan=True
-            )
-            if not same:
+            least = tolerance * np.max(np.abs(other), initial=0, where=other == other)
+            if one.shape != wanted.shape or not np.allclose(
+                one, wanted, rtol=tolerance, atol=least, equal_nan=True
+            ):
                 raise ValueError(
                     "`f` of some of the points differs from these values of `f` of all "
                     "points: data can be read in parts only if `f` computes each point "
