@@ -305,10 +305,11 @@ def _between_3d(a, b):
     }
 
 
-def _turn(vector):
+def _turn(vectors):
     """The matrices of rotation vectors."""
-    rotate = jnp.vectorize(_rotated, signature="(k),(k)->(k)")
-    return jnp.swapaxes(rotate(vector[..., None, :], jnp.eye(3)), -1, -2)
+    rotated = jnp.vectorize(_rotated, signature="(k),(k)->(k)")
+    units = (jnp.broadcast_to(unit, vectors.shape) for unit in jnp.eye(3))
+    return jnp.stack([rotated(vectors, unit) for unit in units], axis=-1)
 
 
 def _rotated(vector, x):
