@@ -14,7 +14,9 @@ from benchmarks.speed import (
     eigenpairs,
     fits,
     graph,
+    kinematics,
     large,
+    large_fits,
     parts,
     picture,
     report,
@@ -244,13 +246,32 @@ def test_many_bounded_fits():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "problem",
-    [graph.pose_graph(20, 50), graph.laps(30, 4, 10), graph.bundle(4, 20, 80)],
-    ids=["poses", "laps", "bundle"],
+    [
+        graph.pose_graph(20, 50),
+        graph.laps(30, 4, 10),
+        graph.sphere(3, 8),
+        graph.bundle(4, 20, 80),
+    ],
+    ids=["poses", "laps", "sphere", "bundle"],
 )
 def test_sparse_problems_are_solved_by_all(problem):
     rows = _sound(graph.solved(problem, 1))
     assert len(rows) == 3
     assert all(row.solved for row in rows)
+
+
+@pytest.mark.slow
+def test_large_fits_of_all_libraries_end_at_the_same_parameters():
+    rows = _sound(large_fits.fitted(2_000))
+    assert {"gnlin", "SciPy", "optimistix"} <= _libraries(rows)
+    assert all(row.solved for row in rows)
+
+
+@pytest.mark.slow
+def test_kinematics_reach_most_targets():
+    ours, scipys = _sound(kinematics.solved(10, 5, 1))
+    for row in (ours, scipys):
+        assert int(row.note.partition(" %")[0]) >= 80
 
 
 @pytest.mark.slow

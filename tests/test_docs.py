@@ -124,6 +124,8 @@ REACHED = {
         < 3 * n["poisson"].standard_errors["rate"]
         and abs(n["fits"].parameters["rate"].mean() - n["fit"].parameters["rate"]) < 0.1
         and abs(n["orthogonal"].parameters["rate"] - n["fit"].parameters["rate"]) < 0.1
+        and abs(n["large"].parameters["rate"] - 1.3) < 0.01
+        and abs(n["same"].chi_squared / n["large"].chi_squared - 1) < 1e-9
     ),
     "docs/groups.md": lambda n: (
         n["solution"].loss < 1e-5 * n["solution"].history.loss[0]

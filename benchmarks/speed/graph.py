@@ -36,11 +36,12 @@ class Problem(NamedTuple):
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
     problems = (
-        (pose_graph(60, 150), laps(60, 5, 20), bundle(4, 40, 160))
+        (pose_graph(60, 150), laps(60, 5, 20), sphere(4, 10), bundle(4, 40, 160))
         if quick
         else (
             pose_graph(1_000, 4_000),
             laps(3_000, 300),
+            sphere(50, 50),
             bundle(50, 5_000, 25_000),
         )
     )
@@ -227,6 +228,88 @@ def _poses(true, ends, rng: np.random.Generator, what: str, start=None) -> Probl
     examples = {"ends": edges, "measured": measured}
     name = f"{what}, {len(true):,} poses, {len(edges):,} edges"
     return Problem(name, start, misfit, lambda edge: edge["ends"], examples)
+
+
+def sphere(num_rings: int, a_ring: int) -> Problem:
+    """A robot that circles up a sphere, in three dimensions: each pose has an edge to the
+    next one and, after the first ring, to the one below. (With 50 rings of 50, this has
+    the poses and edges of the benchmark of that name.) The parameters of a pose are a
+    rotation vector and a shift, both from the start, which is what it believes by
+    odometry."""
+    rng = np.random.default_rng(0)
+    num_poses = num_rings * a_ring
+    k = np.arange(num_poses)
+    around, up = 2 * np.pi * k / a_ring, np.pi * (0.1 + 0.8 * k / num_poses)
+    out = np.stack(
+        [np.sin(up) * np.cos(around), np.sin(up) * np.sin(around), np.cos(up)], 1
+    )
+    along = np.stack([-np.sin(around), np.cos(around), 0 * around], 1)
+    turns = jnp.asarray(np.stack([along, np.cross(out, along), out], axis=2))
+    shifts = jnp.asarray(10 * out)
+    ends = np.concatenate(
+        [
+            np.column_stack([k[:-1], k[1:]]),
+            np.column_stack([k[:-a_ring], k[a_ring:]]),
+        ]
+    )
+    of = {"turn": turns, "shift": shifts}
+    at = lambda poses, which: jax.tree.map(lambda x: x[which], poses)
+    exact = jax.vmap(_between_3d)(*(at(of, which) for which in ends.T))
+    noise = jnp.asarray(rng.normal(size=(len(ends), 6)) * SIGMA_3D)
+    measured = {
+        "turn": jnp.einsum("nij,njk->nik", exact["turn"], _turn(noise[:, :3])),
+        "shift": exact["shift"] + noise[:, 3:],
+    }
+
+    def ahead(pose, edge):
+        there = {
+            "turn": pose["turn"] @ edge["turn"],
+            "shift": pose["shift"] + pose["turn"] @ edge["shift"],
+        }
+        return there, there
+
+    first, odometry = at(of, 0), at(measured, slice(num_poses - 1))
+    _, others = jax.lax.scan(ahead, first, odometry)
+    believed = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, others)
+
+    def misfit(pair, edge):
+        poses = [
+            {
+                "turn": base["turn"] @ _turn(moved[:3]),
+                "shift": base["shift"] + moved[3:],
+            }
+            for moved, base in zip(pair, edge["believed"], strict=True)
+        ]
+        found = _between_3d(*poses)
+        turn = edge["measured"]["turn"].T @ found["turn"]
+        off = jnp.stack([turn[2, 1], turn[0, 2], turn[1, 0]])
+        off -= jnp.stack([turn[1, 2], turn[2, 0], turn[0, 1]])
+        shift = found["shift"] - edge["measured"]["shift"]
+        return jnp.concatenate([0.5 * off, shift]) / SIGMA_3D
+
+    edges = jnp.asarray(ends)
+    bases = tuple(at(believed, which) for which in ends.T)
+    examples = {"ends": edges, "measured": measured, "believed": bases}
+    name = f"sphere, {num_poses:,} poses in 3-D, {len(ends):,} edges"
+    start = jnp.zeros((num_poses, 6))
+    return Problem(name, start, misfit, lambda edge: edge["ends"], examples)
+
+
+SIGMA_3D = np.array([0.01] * 3 + [0.05] * 3)
+
+
+def _between_3d(a, b):
+    return {
+        "turn": a["turn"].T @ b["turn"],
+        "shift": a["turn"].T @ (b["shift"] - a["shift"]),
+    }
+
+
+def _turn(vectors):
+    """The matrices of rotation vectors."""
+    rotated = jnp.vectorize(_rotated, signature="(k),(k)->(k)")
+    units = (jnp.broadcast_to(unit, vectors.shape) for unit in jnp.eye(3))
+    return jnp.stack([rotated(vectors, unit) for unit in units], axis=-1)
 
 
 def _rotated(vector, x):

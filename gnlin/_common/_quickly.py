@@ -21,7 +21,7 @@ _EMITTERS = {
 _LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
-def quickly(fn: Callable, *, has_loops: bool) -> Callable:
+def quickly(fn: Callable, *, has_loops: bool = False) -> Callable:
     """Return `fn` compiled by options of XLA that shorten the compilation, where this
     version of XLA knows them.
 

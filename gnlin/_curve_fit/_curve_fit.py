@@ -16,6 +16,7 @@ from .._solver import AbstractGaussNewton, as_solver, LevenbergMarquardt
 from ..losses import AbstractLoss, SquaredError
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data
+from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
 from ._inputs import as_start, as_x, as_y, data_of, errors_of_x, limits, parted, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
 from ._problem import FitSettings, with_bounds
@@ -44,6 +45,7 @@ def curve_fit(
     starts: int | None = None,
     nan_policy: str = "raise",
     max_steps: int = 256,
+    in_parts: bool = False,
 ) -> CurveFit:
     r"""Fit the parameters of a function to data, with standard errors.
 
@@ -63,7 +65,8 @@ def curve_fit(
         once. If it is complex, the real and imaginary parts are fitted.
     - `x`: a pytree of arrays, which is passed to `f`. A data frame becomes a dictionary
         of its columns.
-    - `y`: the data, of the shape that `f` returns. With one more leading axis, `y` is
+    - `y`: the data, of the shape that `f` returns; or `None` if `x` yields parts of the
+        data, tuples `(x, y)` or `(x, y, sigma)`. With one more leading axis, `y` is
         several data sets: one program fits them all, and every result has this axis too.
     - `start`: the first parameters: a pytree of numbers and arrays, such as a dictionary.
         With several data sets, each may have its own start on a leading axis.
@@ -101,6 +104,10 @@ def curve_fit(
     - `nan_policy`: what to do with points whose `x` or `y` is NaN: `"raise"` an error, or
         `"omit"` the points and their rows and columns of a covariance.
     - `max_steps`: the maximum number of outer steps.
+    - `in_parts`: whether to read x and y in parts, for data that do not fit in memory.
+        They may then be `numpy.memmap`s, and `f` must compute each point from its own x,
+        since it is called for some of the points at a time. See
+        "[Millions of points](../fits.md#millions-of-points)".
 
     **Returns:** a [`gnlin.CurveFit`][], which prints as a report.
 
@@ -140,6 +147,21 @@ def curve_fit(
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
+    check_flag("in_parts", in_parts)
+    if in_parts or y is None:
+        if sigma_x is not None or starts is not None:
+            raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
+        program, parts = read_in_parts(curve, x, y, sigma, free, kept)
+        check_in_parts(solver, loss, parts)
+        box = limits(bounds, start, kept)
+        check_start(box, free)
+        absolute_sigma |= isinstance(loss, Likelihood)
+        solver = with_bounds(solver, box)
+        setting = FitSettings(
+            program, solver, loss, max_steps, kept, absolute_sigma, many=False
+        )
+        end, found = fitted_in_parts(setting, parts, free, nan_policy)
+        return _told(as_curve_fit(setting, curve, None, end, found))
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
     x, values = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
@@ -173,10 +195,14 @@ def curve_fit(
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)
-    fit = as_curve_fit(setting, curve, data, end, parts)
+    return _told(as_curve_fit(setting, curve, data, end, parts))
+
+
+def _told(fit: CurveFit) -> CurveFit:
+    """Return the fit after a warning if something is wrong with it."""
     complaint = fit.complaint()
     if complaint:
-        warnings.warn(complaint, stacklevel=2)
+        warnings.warn(complaint, stacklevel=3)
     return fit
 
 

@@ -26,13 +26,18 @@ def as_start(value: Any) -> Array:
 
 
 def as_x(x: PyTree[Any]) -> PyTree[Array]:
-    """Convert x to a pytree of arrays: a data frame becomes a dictionary of its columns,
-    a list of numbers one array."""
+    """Convert x to a pytree of arrays."""
+    return jax.tree.map(lambda value: _as_array(value, "x"), columns_of(x))
+
+
+def columns_of(x: PyTree[Any]) -> PyTree[Any]:
+    """Return a data frame as a dictionary of its columns, and a list of numbers as one
+    array. Arrays are not read."""
     if hasattr(x, "columns") and hasattr(x, "to_numpy"):
-        x = {str(name): x[name].to_numpy() for name in x.columns}
+        return {str(name): x[name].to_numpy() for name in x.columns}
     if isinstance(x, list) and all(isinstance(value, int | float) for value in x):
-        x = np.asarray(x)
-    return jax.tree.map(lambda value: _as_array(value, "x"), x)
+        return np.asarray(x)
+    return x
 
 
 def _as_array(value: Any, name: str) -> Array:
@@ -175,7 +180,7 @@ def as_y(curve: Curve, free: PyTree, kept: dict, x: PyTree, y: PyTree) -> Values
         as_tree = jax.tree.structure(y)
         if own_shapes is None or own_shapes[0] != as_tree or not own_shapes[1]:
             y = _as_array(y, "y")
-    given = jax.tree.map(lambda v: _wholly_missing(_as_array(v, "y")), y)
+    given = jax.tree.map(lambda v: wholly_missing(_as_array(v, "y")), y)
     structure, of_y = jax.tree.structure(given), [v.shape for v in jax.tree.leaves(given)]
     numbers = {shape[:1] for shape in of_y}
     of_one = structure, [shape[1:] for shape in of_y]
@@ -224,7 +229,7 @@ def _same_kind(out: PyTree, values: Values) -> Values:
     return values
 
 
-def _wholly_missing(value: Array) -> Array:
+def wholly_missing(value: Array) -> Array:
     """Make both parts of a complex number NaN if one of them is."""
     if not jnp.iscomplexobj(value):
         return value
@@ -267,7 +272,7 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
 
     def emptied(value):
         kind = value.dtype if jnp.issubdtype(value.dtype, jnp.inexact) else float
-        return _wholly_missing(value.astype(kind).at[at].set(jnp.nan))
+        return wholly_missing(value.astype(kind).at[at].set(jnp.nan))
 
     return structure.unflatten(leaves), y._replace(tree=jax.tree.map(emptied, y.tree))
 
@@ -422,7 +427,7 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
             )
             if all(s.shape in ((), one.shape, v.shape) for s, one, v in shapes):
                 each = structure.unflatten(
-                    list(map(_broadcast, leaves, jax.tree.leaves(like)))
+                    list(map(broadcast, leaves, jax.tree.leaves(like)))
                 )
                 return Values(each, are_own, None).flat(), are_own
     raise ValueError(
@@ -432,7 +437,7 @@ def _deviations(sigma: Any, y: Array, values: Values) -> tuple[Array, bool]:
     )
 
 
-def _broadcast(sigma: Array, like: Any) -> Array:
+def broadcast(sigma: Array, like: Any) -> Array:
     """Broadcast to the shape of y, with the same sigma for real and imaginary parts."""
     sigma = jnp.broadcast_to(sigma, like.shape)
     is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)

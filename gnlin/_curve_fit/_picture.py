@@ -8,6 +8,7 @@ import numpy as np
 
 from .._common._checks import import_pyplot
 from ..losses import TobitNLL
+from ._curve import Data
 from ._likelihood import in_units_of_y, Likelihood, shown
 
 
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
     from ._result import CurveFit
 
 
-def plot(fit: "CurveFit", ax: Any, confidence: float, num_points: int) -> Any:
+def plot(fit: "CurveFit", data: Data, ax: Any, confidence: float, num_points: int) -> Any:
     plt = import_pyplot("plot")
-    data = fit._data
     leaves, structure = jax.tree.flatten(data.x)
     y, counted = np.asarray(data.y), np.asarray(data.counted) > 0
     along = [k for k, leaf in enumerate(leaves) if _varies(leaf, y.shape)]

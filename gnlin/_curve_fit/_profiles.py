@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from .._common import _tree
 from .._linearisation._bounds import Box
-from ._curve import whitened
+from ._curve import Data, whitened
 from ._program import fitted
 
 
@@ -26,7 +26,7 @@ _MOST_REFITS = 30
 _FARTHEST = 1e4
 
 
-def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
+def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTree]:
     """Return the lower and upper ends of all intervals.
 
     Each end is found by the secant method on the square root of the loss's rise, which is
@@ -38,7 +38,7 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
     known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
     none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
     of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
-    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(fit._data.y, fit._data)))
+    rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(data.y, data)))
     if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
         width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
         return of_all(best - width), of_all(best + width)
@@ -62,7 +62,7 @@ def profiles(fit: "CurveFit", quantile: float) -> tuple[PyTree, PyTree]:
             start = unravel(jnp.asarray(latest[row], dtype))
             one = unravel(jnp.zeros(k, dtype).at[which[row]].set(1))
             held = jax.tree.map(lambda x: x != 0, one), start
-            refit, _ = fitted(setting, fit._data, start, held=held)
+            refit, _ = fitted(setting, data, start, held=held)
             rise = float(2 * (refit.loss - end.loss) / (end.bend * factor))
             distance[row] = np.inf if np.isnan(rise) else max(rise, 0.0) ** 0.5
             if np.isfinite(rise):

@@ -198,8 +198,9 @@ def _fitted(
         derivative = lambda outputs: loss.derivative(outputs, target)
         ones = jnp.ones_like(lin.outputs)
         slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
-        variance = robust_variance(pull, slopes, counted, num_free)
-        bend = jnp.sum(slopes) / num_points
+        sums = jnp.sum(slopes), _tree.dot(slopes, slopes)
+        variance = robust_variance(_tree.dot(pull, pull), sums, num_points, num_free)
+        bend = sums[0] / num_points
         noise = spread(residuals, counted)
     return Fitted(
         parameters,

@@ -41,7 +41,7 @@ def report(fit: "CurveFit") -> str:
     if pairs:
         lines += ["", f"correlations of at least {_LEAST_CORRELATION:g}:"]
         lines += [f"  {a}, {b}: {value:+.3f}" for value, a, b in pairs]
-    outliers = fit.outliers()
+    outliers = np.zeros(0) if fit.residuals is None else fit.outliers()
     if outliers.size:
         shown = ", ".join(map(str, outliers[:_MOST_OUTLIERS]))
         more = ", ..." if outliers.size > _MOST_OUTLIERS else ""
@@ -65,11 +65,14 @@ def _how_well(fit: "CurveFit") -> list[str]:
     criteria = f"AIC {float(fit.aic):.4g}, BIC {float(fit.bic):.4g}"
     chi_squared = float(fit.chi_squared)
     if isinstance(fit._setting.loss, Likelihood):
-        return [
+        lines = [
             f"deviance {float(fit.deviance):.6g}, Pearson's chi-squared "
-            f"{chi_squared:.6g} {dof}, {criteria}",
-            f"runs test of the residuals' signs: p = {fit.runs_test():.2g}",
+            f"{chi_squared:.6g} {dof}, {criteria}"
         ]
+        if fit.residuals is not None:
+            p = fit.runs_test()
+            lines.append(f"runs test of the residuals' signs: p = {p:.2g}")
+        return lines
     reduced = float(fit.reduced_chi_squared)
     lines = [f"chi-squared {chi_squared:.6g}, reduced {reduced:.4g} {dof}, {criteria}"]
     if isinstance(fit._setting.loss, AbstractRobust):

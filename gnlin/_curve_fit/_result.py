@@ -65,6 +65,7 @@ class CurveFit(eqx.Module):
     - `degrees_of_freedom`: points minus free parameters that are not at a bound.
     - `residuals`: y - f in units of `sigma`, flat; 0 for missing points. With a
         likelihood, Pearson's: the loss's negative slope over the root of its curvature.
+        `None` if the data were read in parts.
     - `x`: the fitted true x, if `sigma_x` was given.
     - `scale`: the estimated factor on `sigma`: the standard deviation of the residuals
         in units of `sigma`, for a robust loss by their median absolute deviation. It is 1
@@ -88,7 +89,7 @@ class CurveFit(eqx.Module):
     deviance: Any
     reduced_chi_squared: Any
     degrees_of_freedom: Any
-    residuals: Array
+    residuals: Array | None
     x: PyTree
     scale: Any
     at_bound: PyTree
@@ -101,7 +102,7 @@ class CurveFit(eqx.Module):
     num_steps: Any
     _curve: Curve
     _setting: FitSettings
-    _data: Data
+    _data: Data | None  # None if it was read in parts
     _end: Fitted
 
     def __repr__(self) -> str:
@@ -143,27 +144,34 @@ class CurveFit(eqx.Module):
         return why_it_ended(self.result).rstrip(".")
 
     def _what_is_not_finite(self) -> str:
-        where = self._end.nonfinite
+        where, data = self._end.nonfinite, self._data
         entry, number = int(where.point), int(where.number)
-        place = self._place(entry)
+        if data is None:
+            what = "`f`" if where.of_curve else "the derivative of `f`"
+            return (
+                f"{what} is not finite at {number:,} points, first at point {entry:,}: "
+                "leave out points where it is not, or start elsewhere"
+            )
+        place = self._place(entry, data.x)
         if number > 1:
             place += f" and at {number - 1} others"
         if not where.of_curve:
             return (
-                f"the derivative of `f` by {self._by(entry)} is not finite {place}, "
-                "although `f` is: leave this point out, or rewrite `f` so that no "
-                "intermediate value is infinite there and no root or power of 0 is taken"
+                f"the derivative of `f` by {self._by(entry, data.x)} is not finite "
+                f"{place}, although `f` is: leave this point out, or rewrite `f` so that "
+                "no intermediate value is infinite there and no root or power of 0 is "
+                "taken"
             )
-        if number == self._data.y.size:
+        if number == data.y.size:
             return "`f` is not finite at the start: start elsewhere, or set bounds"
         return (
             f"`f` is not finite at the start {place}: leave out points where `f` is not "
             "defined, or start elsewhere"
         )
 
-    def _place(self, entry: int) -> str:
+    def _place(self, entry: int, x: PyTree[Array]) -> str:
         """Describe an entry of the flattened y by its index in y and its x."""
-        curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
+        curve, fixed = self._setting.curve, self._setting.fixed
         like = curve.shapes(self._free, fixed, x)
         index: tuple[Any, ...] = ()
         shape, name = (), ""
@@ -183,11 +191,11 @@ class CurveFit(eqx.Module):
                 values.append(f"{f'x.{of}' if of else 'x'} = {value[index[0]]}")
         return place + (f" ({', '.join(values)})" if values else "")
 
-    def _by(self, entry: int) -> str:
+    def _by(self, entry: int, x: PyTree[Array]) -> str:
         """Name the parameters by which an entry of `f` has a derivative that is not
         finite. Each is differentiated separately: in a joint derivative, a zero for one
         parameter may become NaN because of another."""
-        curve, fixed, x = self._setting.curve, self._setting.fixed, self._data.x
+        curve, fixed = self._setting.curve, self._setting.fixed
         leaves, structure = jax.tree.flatten(self._free)
         found: list[np.ndarray] = []
         for k, leaf in enumerate(leaves):
@@ -327,11 +335,21 @@ class CurveFit(eqx.Module):
         """
         check_fraction("confidence", confidence)
         self._check_is_one("confidence_intervals")
-        return Interval(*profiles(self, self._quantile(confidence)))
+        data = self._at_hand("confidence_intervals")
+        return Interval(*profiles(self, data, self._quantile(confidence)))
 
     def _check_is_one(self, method: str) -> None:
         if self._setting.many:
             raise ValueError(f"`{method}` needs one data set: fit each separately.")
+
+    def _at_hand(self, method: str) -> Data:
+        """Return the data, if they are in memory."""
+        if self._data is None:
+            raise ValueError(
+                f"`{method}` needs all data in memory, and this fit read them in parts: "
+                "leave `in_parts` out."
+            )
+        return self._data
 
     def _quantile(self, confidence: float) -> float:
         from scipy.stats import norm, t  # slow to import
@@ -345,11 +363,12 @@ class CurveFit(eqx.Module):
         """Return the indices of outliers; with several data sets, rows `(set, point)`. At
         an outlier a robust loss pulls less than a third as much as squared error, and the
         residual exceeds three standard deviations of the noise."""
-        loss, residuals = self._setting.loss, np.asarray(self.residuals)
+        loss = self._setting.loss
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)
+        data, residuals = self._at_hand("outliers"), np.asarray(self.residuals)
         each = (lambda x: np.asarray(x)[:, None]) if self._setting.many else np.asarray
-        unit = 1.0 if self._data.spread is None else each(self._data.spread)
+        unit = 1.0 if data.spread is None else each(data.spread)
         pull = unit * np.asarray(
             loss.derivative(jnp.asarray(residuals / unit), jnp.zeros(()))
         )
@@ -364,7 +383,8 @@ class CurveFit(eqx.Module):
         the data. The residuals are sorted by x if x is one vector, else in the order of
         the points. The value is NaN if all residuals have one sign."""
         self._check_is_one("runs_test")
-        residuals, leaves = np.asarray(self.residuals), jax.tree.leaves(self._data.x)
+        leaves = jax.tree.leaves(self._at_hand("runs_test").x)
+        residuals = np.asarray(self.residuals)
         if len(leaves) == 1 and leaves[0].shape == residuals.shape:
             residuals = residuals[np.argsort(np.asarray(leaves[0]), kind="stable")]
         return runs_test(np.sign(residuals))
@@ -380,11 +400,15 @@ class CurveFit(eqx.Module):
         """
         from ._picture import plot
 
-        return plot(self, ax, confidence, num_points)
+        return plot(self, self._at_hand("plot"), ax, confidence, num_points)
 
 
 def as_curve_fit(
-    setting: FitSettings, curve: Curve, data: Data, end: Fitted, parts: dict[str, Any]
+    setting: FitSettings,
+    curve: Curve,
+    data: Data | None,
+    end: Fitted,
+    parts: dict[str, Any],
 ) -> CurveFit:
     """Build the result from the end of a run and its `parts` from `in_structure`."""
     history = end.history

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
@@ -13,9 +13,52 @@ from .._linearisation._bounds import Box
 
 # A parameter has no effect if, moved by its standard error, it changes the curve by less
 # than this part of the change that the linearisation predicts.
-_UNMOVED = 1e-6
+UNMOVED = 1e-6
 # Only parameters whose standard error exceeds this part of their value are tested.
 _ASKED = 0.1
+
+
+class Doubts(NamedTuple):
+    """What speaks against each parameter having an effect on the curve.
+
+    - `is_rounding`: whether a change by its whole value, or by its start, changes the
+        residuals by less than their rounding.
+    - `asked`: whether its standard error exceeds a tenth of its value. The linearisation
+        then predicts a change of the size of the noise when it moves by its error and the
+        others are held; on a plateau there is none, which only the curve itself can tell.
+    - `steps`: that error.
+    - `promised`: the norm of the change of the curve that the linearisation predicts.
+    """
+
+    is_rounding: Bool[Array, " k"]
+    asked: Bool[Array, " k"]
+    steps: Float[Array, " k"]
+    promised: Float[Array, " k"]
+
+
+def doubts(
+    parameters: PyTree[Array],
+    start: PyTree[Array],
+    norms: Float[Array, " k"],
+    size: Scalar,
+    noise: Scalar,
+) -> Doubts:
+    """Return the doubts, which do not depend on the parameters' units.
+
+    - `norms`: of the Jacobian's columns.
+    - `size`: the norm of the outputs and the target together.
+    - `noise`: the standard deviation of the residuals.
+    """
+    y, first = (ravel_pytree(x)[0] for x in (parameters, start))
+    eps = jnp.finfo(norms.dtype).eps
+    own = jnp.maximum(jnp.abs(y), jnp.abs(first))
+    is_rounding = (first != 0) & (norms * own <= eps * size)
+    units = jnp.where(norms > 0, norms, 1)
+    errors = jnp.maximum(noise, eps**0.5 * size) / units
+    # A smaller step may change the curve by rounding alone.
+    steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
+    asked = (steps > _ASKED * own) & (norms > 0) & ~is_rounding
+    return Doubts(is_rounding, asked, steps, steps * norms)
 
 
 def seen(
@@ -27,48 +70,33 @@ def seen(
     jacobian: Float[Array, "m k"],
     bounds: Any,
 ) -> Bool[Array, " k"]:
-    """Whether each parameter affects the curve; independent of the parameters' units.
-
-    A parameter has no effect if a change by its whole value, or by its start, changes the
-    residuals by less than their rounding. It also has none if the curve stays constant
-    when the parameter moves by its standard error and the others are held: the
-    linearisation predicts a change of the size of the noise, but on a plateau there is
-    none. This second test evaluates the curve, so it is made only for parameters whose
-    standard error exceeds a tenth of their value.
-    """
+    """Whether each parameter affects the curve. The curve is evaluated only where the
+    linearisation leaves it open."""
     everything = parameters, start, outputs, target, jacobian, bounds
     everything = jax.lax.stop_gradient(everything)
     parameters, start, outputs, target, jacobian, bounds = everything
     y, unravel = ravel_pytree(parameters)
-    first, _ = ravel_pytree(start)
-    eps = jnp.finfo(outputs.dtype).eps
-    norms = jnp.linalg.norm(jacobian, axis=0)
-    units = jnp.where(norms > 0, norms, 1)
     size = jnp.hypot(jnp.linalg.norm(outputs), jnp.linalg.norm(target))
-    own = jnp.maximum(jnp.abs(y), jnp.abs(first))
-    is_rounding = (first != 0) & (norms * own <= eps * size)
-    num_others = max(outputs.size - y.size, 1)
-    noise = jnp.linalg.norm(target - outputs) / num_others**0.5
-    errors = jnp.maximum(noise, eps**0.5 * size) / units
-    # A smaller step may change the curve by rounding alone.
-    steps = jnp.maximum(errors, eps**0.5 * jnp.abs(y))
-    asked = (steps > _ASKED * own) & (norms > 0) & ~is_rounding
+    noise = jnp.linalg.norm(target - outputs) / max(outputs.size - y.size, 1) ** 0.5
+    norms = jnp.linalg.norm(jacobian, axis=0)
+    found = doubts(parameters, start, norms, size, noise)
 
     def stays(step):
         moved = unravel(y + step)
         change = jnp.linalg.norm(outputs_at(moved) - outputs)
         promised = jnp.sum(jnp.abs(step) * norms)
-        return (change <= _UNMOVED * promised) & _is_inside(bounds, moved)
+        return (change <= UNMOVED * promised) & is_inside(bounds, moved)
 
     def of_all():
-        moves = jnp.concatenate([-jnp.diag(steps), jnp.diag(steps)])
+        moves = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
         return jnp.any(jax.lax.map(stays, moves).reshape(2, -1), axis=0)
 
-    stay = jax.lax.cond(jnp.any(asked), of_all, lambda: jnp.zeros(y.size, bool))
-    return ~is_rounding & ~(asked & stay)
+    nowhere = jnp.zeros(y.size, bool)
+    stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
+    return ~found.is_rounding & ~(found.asked & stay)
 
 
-def _is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
+def is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
     if bounds is None:
         return jnp.array(True)
     box = Box.of(bounds, y)

@@ -182,7 +182,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
-        lin = self._placed(objective, lin)
+        lin = self.placed(objective, lin)
         dtype = state.report.loss.dtype
         loss = objective.value(lin.outputs).astype(dtype)
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
@@ -270,7 +270,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the nearest point between the bounds."""
         return y if self.bounds is None else Box.of(self.bounds, y).clip(y)
 
-    def _placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
+    def placed(self, objective: AbstractObjective, lin: Linearisation) -> Linearisation:
         """Return the linearisation with the solver's retraction or bounds."""
         if self.retraction is not None:
             return lin.along(Retraction.of(self.retraction, lin.point))

@@ -34,7 +34,7 @@ from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Evaluate, State, Update
 from ._stepping import check_quadratic
-from ._trials import try_dampings
+from ._trials import TrialOutcome, Trials, try_dampings
 
 
 # The most that an exact step may cost before conjugate gradients that stop early replace
@@ -183,16 +183,17 @@ class LevenbergMarquardt(AbstractGaussNewton):
     ) -> Update:
         if isinstance(memory, MemoryAcross):
             return step_on_a_batch(self, objective, lin, evaluate, memory)
-        return self._on_all_data(objective, lin, evaluate, memory)
+        trials = self.trials(objective, lin, evaluate, memory)
+        return self.after(trials, try_dampings(trials))
 
-    def _on_all_data(
+    def trials(
         self,
         objective: AbstractObjective,
         lin: Linearisation,
         evaluate: Evaluate,
         memory: _Memory,
-    ) -> Update:
-        """Take one outer step on the full batch, with one or more trial dampings."""
+    ) -> Trials:
+        """Return the dampings to try in one outer step on the full batch."""
         problem = problem_of(self.form, objective, lin)
         cost = problem.jacobian.cost()
         rule = self._rule()
@@ -239,34 +240,40 @@ class LevenbergMarquardt(AbstractGaussNewton):
         assert not isinstance(in_memory, ProxLinear)
         finite = jnp.isfinite(subproblem.gradient_norm)
         finite &= jnp.isfinite(objective.value(lin.outputs))
-        tried = try_dampings(
+        return Trials(
             objective,
             lin,
             lambda y: evaluate(as_tree(y)),
             subproblem,
             rule,
-            memory.state,
+            memory,
             acceleration,
             again,
             inverse,
             in_memory,
             finite,
+            as_tree,
+            rows,
         )
-        finite &= ~jnp.isnan(tried.damping)
+
+    def after(self, trials: Trials, tried: TrialOutcome) -> Update:
+        """Return the outer step that the trials lead to."""
+        lin, as_tree, subproblem = trials.lin, trials.as_tree, trials.subproblem
+        finite = trials.is_finite & ~jnp.isnan(tried.damping)
         step = _tree.where(tried.found, tried.step, _tree.zeros_like(tried.step))
         return Update(
             y=as_tree(lin.moved(step)),
             outputs=_tree.where(tried.found, tried.outputs, lin.outputs),
-            memory=eqx.tree_at(lambda m: m.state, memory, tried.state),
+            memory=eqx.tree_at(lambda m: m.state, trials.memory, tried.state),
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
-            passes=rows + subproblem.passes + tried.passes,
+            passes=trials.rows + subproblem.passes + tried.passes,
             num_accepted=jnp.where(tried.found, 1, 0),
             num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
             left=as_tree(tried.step),
-            problem=in_memory,
+            problem=trials.problem,
             searched=True,
             stuck=finite & ~tried.found,
             result=optx.RESULTS.where(

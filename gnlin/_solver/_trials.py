@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -50,65 +51,117 @@ class TrialOutcome(eqx.Module):
     passes: Passes
 
 
-def try_dampings(
-    objective: AbstractObjective,
-    lin: Linearisation,
-    evaluate: Evaluate,
-    subproblem: AbstractSubproblem,
-    rule: AbstractDamping,
-    state: PyTree,
-    acceleration: bool,
-    again: Callable[[Linearisation, Scalar], PyTree[Array]],
-    inverse: Callable[[Scalar], Float[Array, "p p"]] | None,
-    problem: Quadratic | None,
-    is_finite: Bool[Array, ""],
-) -> TrialOutcome:
-    """Try the dampings of a rule at one linearisation, with one factorisation.
+class Proposal(eqx.Module):
+    """A step to try, and what the linearisation predicts of it.
 
-    - `state`: the state of the rule.
+    - `predicted`: the predicted decrease of the objective.
+    - `length`: the step's length in the damped variables, before it was bent or cut.
+    - `gentle`: whether the second-order correction is short enough.
+    """
+
+    damping: Float[Array, ""]
+    step: PyTree[Array]
+    predicted: Float[Array, ""]
+    length: Float[Array, ""]
+    gentle: Bool[Array, ""]
+    num_inner_steps: Float[Array, ""]
+    passes: Passes
+
+
+class Trials(NamedTuple):
+    """The dampings of a rule at one linearisation, tried with one factorisation.
+
+    - `evaluate`: a function that returns the outputs at another point.
+    - `memory`: the solver's memory, with the `state` of the rule.
     - `acceleration`: whether to add the second-order correction.
     - `again`: a function that solves another linearisation with a damping, for its step.
     - `inverse`: a function that returns the inverse of the damped curvature, for steps
         between bounds. Without it they solve the problem again.
     - `problem`: the linearised problem, if its Jacobian is in memory.
     - `is_finite`: whether the linearisation is finite. If not, nothing is tried.
+    - `as_tree`: a function that unravels the parameters of `lin`.
+    - `rows`: the passes that forming the Jacobian took.
     """
-    dtype = _tree.dtype((lin.point, lin.outputs))
-    eps = _tree.eps((lin.point, lin.outputs))
-    attainable = subproblem.attainable_decrease().astype(dtype)
-    largest = subproblem.largest_curvature().astype(dtype)
-    # A smaller damping has no effect, and a larger one allows no step.
-    unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
-    least = subproblem.least_damping().astype(dtype)
-    sensible = jnp.where(jnp.isfinite(least), least, 0), unit / eps**2
-    root = objective.root(lin.outputs)
-    point_size = subproblem.length(lin.point).astype(dtype)
-    loss = objective.value(lin.outputs).astype(dtype)
-    rounding = rounding_of_loss(loss, problem, lin.point)
-    least_second = jnp.zeros((), dtype)
-    if problem is not None:
-        least_second = _ROUNDINGS / _PART**2 * rounding_of_outputs(problem, lin.point)
 
-    def attempt(last: TrialOutcome) -> TrialOutcome:
-        damping = rule.damping(last.state, subproblem, lin.point).astype(dtype)
-        damping = jnp.clip(damping, *sensible)
-        held = subproblem.factorised(Early(damping)) if acceleration else subproblem
+    objective: AbstractObjective
+    lin: Linearisation
+    evaluate: Evaluate
+    subproblem: AbstractSubproblem
+    rule: AbstractDamping
+    memory: Any
+    acceleration: bool
+    again: Callable[[Linearisation, Scalar], PyTree[Array]]
+    inverse: Callable[[Scalar], Float[Array, "p p"]] | None
+    problem: Quadratic | None
+    is_finite: Bool[Array, ""]
+    as_tree: Callable[[PyTree[Array]], PyTree[Array]]
+    rows: Passes
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return _tree.dtype((self.lin.point, self.lin.outputs))
+
+    def known(self) -> "_Known":
+        """Return the numbers that all trials here share."""
+        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
+        eps = _tree.eps((lin.point, lin.outputs))
+        largest = subproblem.largest_curvature().astype(dtype)
+        # A smaller damping has no effect, and a larger one allows no step.
+        unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
+        least = subproblem.least_damping().astype(dtype)
+        loss = self.objective.value(lin.outputs).astype(dtype)
+        least_second = jnp.zeros((), dtype)
+        if self.problem is not None and self.acceleration:
+            outputs = rounding_of_outputs(self.problem, lin.point)
+            least_second = _ROUNDINGS / _PART**2 * outputs
+        return _Known(
+            subproblem.attainable_decrease().astype(dtype),
+            jnp.where(jnp.isfinite(least), least, 0),
+            unit / eps**2,
+            subproblem.length(lin.point).astype(dtype),
+            rounding_of_loss(loss, self.problem, lin.point),
+            least_second,
+        )
+
+    def begun(self) -> TrialOutcome:
+        """Return the outcome before the first trial."""
+        zero, subproblem = jnp.zeros((), self.dtype), self.subproblem
+        return TrialOutcome(
+            damping=zero,
+            state=self.rule.begin(self.memory.state, subproblem),
+            step=_tree.zeros_like(self.lin.point),
+            outputs=self.lin.outputs,
+            found=jnp.array(False),
+            goes_on=self.is_finite & (subproblem.gradient_norm > 0),
+            num_tried=jnp.array(0),
+            num_inner_steps=jnp.zeros((), jnp.result_type(float)),
+            passes=Passes().traced(),
+        )
+
+    def proposed(self, last: TrialOutcome, known: "_Known") -> Proposal:
+        """Return the next step to try."""
+        lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
+        damping = self.rule.damping(last.state, subproblem, lin.point).astype(dtype)
+        damping = jnp.clip(damping, known.least_damping, known.largest_damping)
+        accelerated = self.acceleration
+        held = subproblem.factorised(Early(damping)) if accelerated else subproblem
         answer = held.solve(Early(damping))
         predicted = subproblem.predicted(answer, damping).astype(dtype)
-        share = jnp.where(attainable > 0, predicted / attainable, 1)
         length = subproblem.length_of(answer).astype(dtype)
         step, gentle, taken = _tree.cast_like(answer.step, lin.point), True, [answer]
         if lin.box is not None:
+            inverse = self.inverse
             step, predicted = between_bounds(
-                objective,
+                self.objective,
                 lin,
                 step,
-                lambda lin: again(lin, damping),
+                lambda lin: self.again(lin, damping),
                 None if inverse is None else functools.partial(inverse, damping),
             )
             predicted = predicted.astype(dtype)
-        if acceleration:
-            bend = _accelerated(root, evaluate, lin, held, damping, step, least_second)
+        if accelerated:
+            root, least = self.objective.root(lin.outputs), known.least_second
+            bend = _accelerated(root, self.evaluate, lin, held, damping, step, least)
             gentle = (
                 subproblem.length_of(bend).astype(dtype) <= _MAX_ACCELERATION * length
             )
@@ -116,10 +169,31 @@ def try_dampings(
             if lin.box is not None:
                 bent = lin.box.within(lin.moved(step), bent)
             step, taken = _tree.axpy(0.5, bent, step), [answer, bend]
+        zero = jnp.zeros((), jnp.result_type(float))
+        return Proposal(
+            damping,
+            step,
+            predicted,
+            length,
+            jnp.asarray(gentle),
+            increased(zero, *(a.num_inner_steps for a in taken)),
+            sum((a.passes for a in taken), Passes()).traced(),
+        )
 
-        y = lin.moved(step)
-        outputs = evaluate(y)
-        actual = objective.decrease(lin.outputs, outputs).astype(dtype)
+    def judged(
+        self,
+        last: TrialOutcome,
+        proposal: Proposal,
+        outputs: PyTree[Array],
+        known: "_Known",
+    ) -> tuple[TrialOutcome, Bool[Array, ""]]:
+        """Return the outcome after a trial with these outputs, and whether its step is
+        the one to take so far."""
+        lin, rule = self.lin, self.rule
+        damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
+        attainable, rounding = known.attainable, known.rounding
+        share = jnp.where(attainable > 0, predicted / attainable, 1)
+        actual = self.objective.decrease(lin.outputs, outputs).astype(self.dtype)
         # An approximate step may be uphill. Reject it by an infinite prediction.
         predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
@@ -127,45 +201,63 @@ def try_dampings(
         trial = Trial(
             damping,
             jnp.where(noise, 1, jnp.minimum(ratio, 1)),
-            _tree.all_finite((y, outputs)) & gentle,
-            length,
-            point_size,
-            share.astype(dtype),
+            _tree.all_finite((lin.moved(step), outputs)) & proposal.gentle,
+            proposal.length,
+            known.point_size,
+            share.astype(self.dtype),
             noise,
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
         state = rule.after(last.state, trial)
         takes = (accepted & ~noise) | ~last.found
-        return TrialOutcome(
+        # This also stops at a damping of NaN.
+        goes_on = rule.goes_on(state, trial) & (damping < known.largest_damping)
+        num_tried = last.num_tried + 1
+        outcome = TrialOutcome(
             damping=jnp.where(takes, damping, last.damping),
             state=state,
             step=_tree.where(takes, step, last.step),
             outputs=_tree.where(takes, outputs, last.outputs),
             found=last.found | accepted,
-            # This also stops at a damping of NaN.
-            goes_on=rule.goes_on(state, trial) & (damping < sensible[1]),
-            num_tried=last.num_tried + 1,
-            num_inner_steps=increased(
-                last.num_inner_steps, *(a.num_inner_steps for a in taken)
-            ),
-            passes=sum((a.passes for a in taken), last.passes).traced(),
+            goes_on=goes_on & (num_tried < _MAX_TRIALS),
+            num_tried=num_tried,
+            num_inner_steps=last.num_inner_steps + proposal.num_inner_steps,
+            passes=(last.passes + proposal.passes).traced(),
         )
+        return outcome, takes
 
-    zero = jnp.zeros((), dtype)
-    start = TrialOutcome(
-        damping=zero,
-        state=rule.begin(state, subproblem),
-        step=_tree.zeros_like(lin.point),
-        outputs=lin.outputs,
-        found=jnp.array(False),
-        goes_on=is_finite & (subproblem.gradient_norm > 0),
-        num_tried=jnp.array(0),
-        num_inner_steps=jnp.zeros((), jnp.result_type(float)),
-        passes=Passes().traced(),
-    )
-    goes_on = lambda tried: tried.goes_on & (tried.num_tried < _MAX_TRIALS)
-    return forwards_only(jax.lax.while_loop(goes_on, attempt, start))
+
+class _Known(NamedTuple):
+    """Numbers that all trials at a linearisation share.
+
+    - `attainable`: the predicted decrease of the undamped step.
+    - `least_damping`, `largest_damping`: the limits of the dampings.
+    - `point_size`: the length of the point in the damped variables.
+    - `rounding`: the rounding of the loss.
+    - `least_second`: the rounding of the second derivative along a step.
+    """
+
+    attainable: Scalar
+    least_damping: Scalar
+    largest_damping: Scalar
+    point_size: Scalar
+    rounding: Scalar
+    least_second: Scalar
+
+
+def try_dampings(trials: Trials) -> TrialOutcome:
+    """Try the dampings of a rule at one linearisation."""
+    known = trials.known()
+
+    def attempt(last: TrialOutcome) -> TrialOutcome:
+        proposal = trials.proposed(last, known)
+        outputs = trials.evaluate(trials.lin.moved(proposal.step))
+        outcome, _ = trials.judged(last, proposal, outputs, known)
+        return outcome
+
+    goes_on = lambda tried: tried.goes_on
+    return forwards_only(jax.lax.while_loop(goes_on, attempt, trials.begun()))
 
 
 def _accelerated(root, evaluate, lin, subproblem, damping, velocity, least):

@@ -46,6 +46,7 @@ def covariance(
     jacobian: Float[Array, "m k"],
     free: Bool[Array, " k"],
     seen: Bool[Array, " k"] | None = None,
+    num_rows: ScalarLike = 0,
 ) -> Covariance:
     r"""Compute $(J^\top J)^{-1}$ of the free parameters from the singular values
     $J = U S V^\top$, without forming $J^\top J$.
@@ -53,9 +54,11 @@ def covariance(
     The columns are first scaled to length 1, so that neither the result nor the threshold
     for zero depends on the parameters' units. This would scale up a column that is only
     rounding: `seen` is false for such columns, and their parameters are undetermined. The
-    result is NaN if an entry of the Jacobian is not finite.
+    result is NaN if an entry of the Jacobian is not finite. If the Jacobian is a factor
+    of a taller one, `num_rows` of those have added to its rounding.
     """
     m, k = jacobian.shape
+    length = jnp.maximum(jnp.asarray(num_rows, jacobian.dtype), max(m, k))
     finite = jnp.all(jnp.isfinite(jacobian))
     used = free if seen is None else free & seen
     jacobian = jnp.where(used[None] & finite, jacobian, 0)
@@ -63,7 +66,7 @@ def covariance(
         jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
     norms = jax.lax.stop_gradient(jnp.linalg.norm(jacobian, axis=0))
     units = jnp.where(norms > 0, norms, 1)
-    factor, s, vt = _inverse_factor(jacobian / units[None])
+    factor, s, vt = _inverse_factor(jacobian / units[None], length)
     known = s > 0
     factor /= units[:, None]
     parts = jnp.where(known[:, None], 0, vt)
@@ -76,13 +79,12 @@ def covariance(
 
 @jax.custom_jvp
 def _inverse_factor(
-    matrix: Float[Array, "m k"],
+    matrix: Float[Array, "m k"], length: Scalar
 ) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
     r"""Return $V S^{-1}$ on the numerical range, the singular values (0 off the range),
-    and $V^\top$."""
-    m, k = matrix.shape
+    and $V^\top$. Singular values below `length` roundings of the largest are off it."""
     _, s, vt = _small_svd.svd(matrix)
-    s = jnp.where(s > max(m, k) * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
+    s = jnp.where(s > length * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
     factor = jnp.where((s > 0)[None], vt.T / jnp.where(s > 0, s, 1)[None], 0)
     return factor, s, vt
 
@@ -94,36 +96,34 @@ def _(primals, tangents):
     If singular values are equal, $F$ has no derivative, but $F F^\top = (A^\top A)^{-1}$
     has: $-F M F^\top$, with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. Hence
     $\dot F = -F M/2$."""
-    (matrix,), (change,) = primals, tangents
-    factor, s, vt = _inverse_factor(matrix)
+    (matrix, length), (change, _) = primals, tangents
+    factor, s, vt = _inverse_factor(matrix, length)
     half = matmul(matmul(matrix, factor).T, matmul(change, factor))
     change = -0.5 * matmul(factor, half + half.T)
     return (factor, s, vt), (change, jnp.zeros_like(s), jnp.zeros_like(vt))
 
 
 def robust_variance(
-    pull: Float[Array, " m"],
-    curvature: Float[Array, " m"],
-    counted: Float[Array, " m"],
+    pull: Scalar,
+    slopes: tuple[Scalar, Scalar],
+    number: Scalar,
     num_parameters: Scalar,
 ) -> Scalar:
     r"""Return the factor of $(J^\top J)^{-1}$ in the covariance for a robust loss $\rho$.
     For squared error it would be $\chi^2/(n-k)$.
 
-    - `pull`: $\psi = \rho'$ of each residual.
-    - `curvature`: the slopes $\psi'$.
-    - `counted`: 1 for each point, 0 for missing points.
+    - `pull`: the sum of $\psi^2$ over the residuals, where $\psi = \rho'$.
+    - `slopes`: the sums of $\psi'$ and of its square.
+    - `number`: of points, without missing ones.
 
     ??? cite "Reference"
 
         P. J. Huber, *Robust statistics* (1981), section 7.6, equation 6.5.
     """
-    number = jnp.sum(counted)
-    mean = jnp.sum(counted * curvature) / number
-    spread = jnp.sum(counted * (curvature - mean) ** 2) / number
+    mean = slopes[0] / number
+    spread = slopes[1] / number - mean**2
     correction = 1 + num_parameters / number * spread / mean**2
-    pulls = jnp.sum(counted * pull**2) / (number - num_parameters)
-    return correction**2 * pulls / mean**2
+    return correction**2 * pull / (number - num_parameters) / mean**2
 
 
 def predictive_variance(

@@ -1,0 +1,294 @@
+"""Fits of data that are read in parts, by passes through the data from the host."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, PyTree
+
+from .._common import _tree
+from .._common._checks import is_traced
+from .._common._progress import Bar
+from .._common._quickly import quickly
+from .._solver import LevenbergMarquardt
+from .._solver._summed import Expansion, minimise, Minimum
+from ..losses import SquaredError
+from ..losses._robust import AbstractRobust
+from ..predict._variance import covariance, robust_variance
+from ._curve import Curve
+from ._inputs import as_x, as_y
+from ._likelihood import check_rates, Likelihood
+from ._parts import Part, Parts
+from ._problem import at_bounds, FitSettings
+from ._program import Fitted
+from ._structure import in_structure
+from ._sums import added, Sums
+from ._undetermined import Doubts, doubts, is_inside, NonFinite, UNMOVED
+
+
+# A block has about this many numbers of the Jacobian, so that it stays in the caches.
+_BLOCK = 2**15
+
+
+def read_in_parts(
+    curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array], kept: dict
+) -> tuple[Curve, Parts]:
+    """Return the data as parts, and the curve of a block of them, after a check that the
+    points are independent."""
+    data = sigma if y is None else (x, y, sigma)
+    if is_traced((jnp.zeros(()), data, free, kept)):  # also if only `f` is
+        raise ValueError(
+            "A fit in parts reads the data from the host, so it cannot be inside "
+            "`jax.jit`, `jax.vmap` or a derivative: call it outside, or pass all data "
+            "at once."
+        )
+
+    def block_size(x: PyTree, y: PyTree) -> int:
+        few = as_x(x)
+        values = as_y(curve, free, kept, few, y)
+        if values.many:
+            raise ValueError(
+                "A fit in parts is of one data set, but `f(start, x)` has one axis less "
+                "than `y`: fit each data set separately."
+            )
+        _check_independence(curve, free, kept, few)
+        outputs = values.flat().size // len(jax.tree.leaves(y)[0])
+        return max(1, _BLOCK // (outputs * (_tree.size(free) + 1)))
+
+    parts = Parts(x, y, sigma, block_size)
+    x, *_ = parts.example
+    block = jax.tree.map(
+        lambda v: jax.ShapeDtypeStruct((parts.block, *v.shape[1:]), jnp.asarray(v).dtype),
+        x,
+    )
+    return curve.on(free, kept, block), parts
+
+
+def _check_independence(curve: Curve, free: PyTree, kept: dict, x: PyTree) -> None:
+    size = len(jax.tree.leaves(x)[0])
+    if size < 2:
+        return
+    f = lambda x: curve.f(curve.merged(free, kept), x)
+    whole = f(x)
+    for half in (slice(None, size // 2), slice(size // 2, None)):
+        part = f(jax.tree.map(lambda v, half=half: v[half], x))
+        for one, other in zip(jax.tree.leaves(part), jax.tree.leaves(whole), strict=True):
+            tolerance = jnp.finfo(jnp.result_type(one, float)).eps ** 0.5
+            wanted = np.asarray(other[half])
+            least = tolerance * np.max(np.abs(other), initial=0, where=other == other)
+            if one.shape != wanted.shape or not np.allclose(
+                one, wanted, rtol=tolerance, atol=least, equal_nan=True
+            ):
+                raise ValueError(
+                    "`f` of some of the points differs from these values of `f` of all "
+                    "points: data can be read in parts only if `f` computes each point "
+                    "from its own x."
+                )
+
+
+def check_in_parts(solver: Any, loss: Any, parts: Parts) -> None:
+    """Refuse what a fit in parts cannot do."""
+    if not isinstance(solver, LevenbergMarquardt) or solver.form != "quadratic":
+        raise ValueError(
+            "A fit in parts needs `gnlin.LevenbergMarquardt()` as `solver`, in its "
+            "quadratic form."
+        )
+    if isinstance(loss, AbstractRobust) and not parts.has_sigma:
+        raise ValueError(
+            "A robust loss on data in parts needs `sigma`, the scale of its `delta`."
+        )
+    if any(np.ndim(leaf) for leaf in jax.tree.leaves(loss) if eqx.is_array(leaf)):
+        raise ValueError(
+            "The numbers of a loss on data in parts must be the same for all points."
+        )
+
+
+def fitted_in_parts(
+    setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
+) -> tuple[Fitted, dict[str, Any]]:
+    """Run a fit; return its end, and the results in the structure of the parameters."""
+    passes = _Passes(setting, parts, start, nan_policy)
+    solver = setting.solver
+    assert isinstance(solver, LevenbergMarquardt)
+    with Bar(setting.max_steps, True) as bar:
+        minimum = minimise(
+            solver,
+            passes.expand,
+            solver.between_bounds(start),
+            setting.max_steps,
+            bar.show,
+        )
+    return _ended(setting, passes, minimum, start)
+
+
+class _Passes:
+    """Passes through the data at a point. The first one looks for faults of the data."""
+
+    def __init__(
+        self, setting: FitSettings, parts: Parts, start: PyTree[Array], nan_policy: str
+    ):
+        self.setting, self.parts, self.nan_policy = setting, parts, nan_policy
+        # Settings that the sums do not use would compile them again.
+        self.of_sums = setting._replace(solver=None, max_steps=0)  # type: ignore
+        self.size = _tree.size(start)
+        self.dtype = jnp.result_type(*jax.tree.leaves(start), float)
+        check_rates(
+            setting.loss,
+            lambda: setting.curve.f(
+                setting.curve.merged(start, setting.fixed), as_x(parts.example[0])
+            ),
+        )
+
+    def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
+        sums = self.sums(free)
+        return sums.expansion(), sums
+
+    def sums(self, free: PyTree[Array], unweighted: bool = False) -> Sums:
+        is_first = self.parts.num_points is None
+        sums = Sums.of_nothing(self.size, self.dtype)
+        for number, part in enumerate(self.parts):
+            if is_first:
+                self._check_targets(part)
+            part = jax.tree.map(jnp.asarray, part)
+            before = sums
+            sums = added(sums, self.of_sums, free, part, jnp.array(number), unweighted)
+            jax.block_until_ready(before)  # at most two parts are on the device
+        if is_first:
+            self._check(sums)
+        return sums
+
+    def _check_targets(self, part: Part) -> None:
+        loss = self.setting.loss
+        if isinstance(loss, Likelihood):
+            values = np.concatenate([np.ravel(v) for v in jax.tree.leaves(part.y)])
+            outputs = jax.ShapeDtypeStruct(values.shape, self.dtype)
+            loss.loss.check(outputs, values)
+
+    def _check(self, sums: Sums) -> None:
+        missing, infinite, sigma, *_ = (int(n) for n in sums.faults.number)
+        where = lambda kind: f"first at point {self.point(sums, kind):,}"
+        if missing and self.nan_policy == "raise":
+            raise ValueError(
+                f"`x` or `y` has {missing:,} missing values (NaN), {where(0)}: leave "
+                'them out, or pass `nan_policy="omit"`.'
+            )
+        if infinite:
+            raise ValueError(
+                f"`y` must be finite, but has {infinite:,} infinite values, {where(1)}."
+            )
+        if sigma:
+            raise ValueError(
+                f"`sigma` must be positive, but is not at {sigma:,} points, {where(2)}."
+            )
+        if sums.totals.num_points == 0:
+            raise ValueError(
+                "There is no data: all points are missing, or have an infinite `sigma`."
+            )
+
+    def point(self, sums: Sums, kind: int) -> int:
+        """Return the index of the first point with a kind of fault."""
+        part, place = int(sums.faults.part[kind]), int(sums.faults.place[kind])
+        return self.parts.starts[part] + place
+
+
+def _ended(
+    setting: FitSettings, passes: _Passes, minimum: Minimum, start: PyTree[Array]
+) -> tuple[Fitted, dict[str, Any]]:
+    sums = minimum.last
+    unweighted = sums
+    if isinstance(setting.loss, AbstractRobust):
+        unweighted = passes.sums(minimum.y, unweighted=True)
+    is_seen = _seen(passes, minimum, start, unweighted)
+    *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
+    number = of_curve or of_derivative
+    point = passes.point(sums, 3 if of_curve else 4) if number else -1
+    nonfinite = jnp.array(point), jnp.array(number), jnp.array(of_curve > 0)
+    num_steps = len(minimum.rows["loss"]) if minimum.rows else 0
+    end, found = _statistics(setting, minimum.y, sums, unweighted, is_seen)
+    rows = minimum.rows
+    end = end._replace(
+        nonfinite=NonFinite(*nonfinite),
+        history=rows and {"step": rows["num_feature_updates"], **rows},
+        result=minimum.result,
+        num_steps=jnp.array(num_steps),
+    )
+    return end, found
+
+
+@quickly
+def _statistics(
+    setting: FitSettings,
+    parameters: PyTree[Array],
+    sums: Sums,
+    unweighted: Sums,
+    is_seen: Array,
+) -> tuple[Fitted, dict[str, Any]]:
+    here, totals, loss = sums.expansion(), sums.totals, setting.loss
+    unravel = _tree.Structure.of(parameters).unravel
+    slope = unravel(here.gradient)
+    at_bound, blocked = at_bounds(setting.solver.bounds, parameters, slope)
+    number = totals.num_points
+    errors = covariance(unweighted.expansion().jacobian, ~blocked, is_seen, number)
+    num_free = errors.rank.astype(number.dtype)
+    variance = bend = noise = jnp.ones_like(number)
+    if isinstance(loss, SquaredError):
+        variance = totals.chi_squared / (number - num_free)
+        noise = jnp.sqrt(variance)
+    elif isinstance(loss, AbstractRobust):
+        slopes = totals.slopes, totals.squared_slopes
+        variance = robust_variance(totals.pull, slopes, number, num_free)
+        bend, noise = totals.slopes / number, unweighted.totals.noise / number
+    end = Fitted(
+        parameters,
+        here.loss,
+        totals.chi_squared,
+        residuals=None,  # type: ignore[arg-type]
+        at_bound=at_bound,
+        pull=here.gradient,
+        covariance=errors,
+        num_points=number,
+        num_free=num_free,
+        variance=jnp.where(number > num_free, variance, jnp.inf),
+        bend=bend,
+        noise=jnp.where(number > num_free, noise, jnp.inf),
+        nonfinite=None,  # type: ignore[arg-type]
+        history=None,
+        result=optx.RESULTS.successful,
+        num_steps=jnp.array(0),
+    )
+    return end, in_structure(setting, end)
+
+
+def _seen(
+    passes: _Passes, minimum: Minimum, start: PyTree[Array], unweighted: Sums
+) -> Array:
+    """Whether each parameter affects the curve. One that the linearisation leaves open
+    takes a pass or two: without effect, it does not change the loss either."""
+    parameters, bounds = minimum.y, passes.setting.solver.bounds
+    loss = minimum.last.expansion().loss
+    found = _doubts(parameters, start, unweighted)
+    y, unravel = _tree.ravel_pytree(parameters)
+    stay = np.zeros(y.size, bool)
+    for k in np.flatnonzero(found.asked):
+        for step in (-found.steps[k], found.steps[k]):
+            moved = unravel(y.at[k].add(step))
+            if not stay[k] and is_inside(bounds, moved):
+                change = passes.sums(moved).expansion().loss - loss
+                stay[k] = abs(change) <= UNMOVED * 0.5 * found.promised[k] ** 2
+    return jnp.asarray(~np.asarray(found.is_rounding) & ~stay)
+
+
+@quickly
+def _doubts(parameters: PyTree[Array], start: PyTree[Array], sums: Sums) -> Doubts:
+    totals = sums.totals
+    others = jnp.maximum(totals.num_points - _tree.size(parameters), 1)
+    return doubts(
+        parameters,
+        start,
+        jnp.linalg.norm(sums.expansion().jacobian, axis=0),
+        jnp.sqrt(totals.outputs + totals.target),
+        jnp.sqrt(totals.chi_squared / others),
+    )

@@ -1,0 +1,238 @@
+"""Sums over the points of a part: the loss to second order, and the statistics."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+
+from .._common import _tree
+from .._common._quickly import quickly
+from .._linearisation._linearisation import linearise
+from .._solver._summed import Expansion
+from ..losses._robust import AbstractRobust
+from ._curve import Data, flat, unflattened
+from ._inputs import broadcast, wholly_missing
+from ._likelihood import Likelihood
+from ._parts import Part
+from ._problem import FitSettings, Posed
+from ._program import spread
+
+
+class Faults(NamedTuple):
+    """The points with each fault: how many there are, and the part and the place in it of
+    the first one. The faults are a missing x or y, an infinite y, a `sigma` that is not
+    positive, a curve and a derivative that are not finite."""
+
+    number: Int[Array, " 5"]
+    part: Int[Array, " 5"]
+    place: Int[Array, " 5"]
+
+    def plus(
+        self, flags: list[Bool[Array, " n"]], part: Int[Array, ""], start: Int[Array, ""]
+    ) -> "Faults":
+        """Add the faults of a block, which starts at this place of this part."""
+        stacked = jnp.stack(flags)
+        number, place = jnp.sum(stacked, axis=1), start + jnp.argmax(stacked, axis=1)
+        is_first = (self.number == 0) & (number > 0)
+        return Faults(
+            self.number + number,
+            jnp.where(is_first, part, self.part),
+            jnp.where(is_first, place, self.place),
+        )
+
+
+class Totals(NamedTuple):
+    """Plain sums over the points.
+
+    - `num_points`: the number of entries of y that are not missing.
+    - `chi_squared`: the squared residuals, in units of sigma, or Pearson's.
+    - `outputs`, `target`: the squares of both, in the same units.
+    - `pull`: the squared derivatives of the loss.
+    - `slopes`, `squared_slopes`: its second derivatives, and their squares.
+    - `noise`: the blocks' estimates of the noise, times their numbers of points.
+    """
+
+    num_points: Scalar
+    chi_squared: Scalar
+    outputs: Scalar
+    target: Scalar
+    pull: Scalar
+    slopes: Scalar
+    squared_slopes: Scalar
+    noise: Scalar
+
+
+class Sums(NamedTuple):
+    """Sums over the points.
+
+    - `triangle`: as in `Expansion`.
+    - `loss`: the sum, and what rounding has left out of it.
+    """
+
+    triangle: Float[Array, "p+1 p+1"]
+    loss: Float[Array, " 2"]
+    totals: Totals
+    faults: Faults
+
+    def expansion(self) -> Expansion:
+        return Expansion(jnp.sum(self.loss), self.triangle)
+
+    @staticmethod
+    def of_nothing(num_parameters: int, dtype: jnp.dtype) -> "Sums":
+        zero, none = jnp.zeros((), dtype), jnp.zeros(5, int)
+        return Sums(
+            jnp.zeros((num_parameters + 1, num_parameters + 1), dtype),
+            jnp.zeros(2, dtype),
+            Totals(*(zero for _ in Totals._fields)),
+            Faults(none, none, none),
+        )
+
+
+@quickly
+def added(
+    sums: Sums,
+    setting: FitSettings,
+    free: PyTree[Array],
+    part: Part,
+    number: Int[Array, ""],
+    unweighted: bool = False,
+) -> Sums:
+    """Add the points of a part, which has this number.
+
+    - `unweighted`: leave the weights of a robust loss out of the triangle, as standard
+        errors need it, and estimate the noise.
+    """
+    leaves, structure = jax.tree.flatten((part.x, part.y, part.sigma))
+    blocks = [leaf for leaf in leaves if jnp.ndim(leaf) > 0]
+
+    def step(sums_and_start, blocks):
+        sums, start = sums_and_start
+        blocks = iter(blocks)
+        block = structure.unflatten(
+            [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
+        )
+        data, flags = _data(*block, part.num_points - start)
+        rows, loss, totals, not_finite = _of_block(
+            setting, free, data, block[1], unweighted
+        )
+        is_own = jnp.arange(flags[0].size) < part.num_points - start
+        flags = [is_own & flag for flag in (*flags, *not_finite)]
+        new = Sums(
+            jnp.linalg.qr(jnp.concatenate([sums.triangle, rows]), mode="r"),
+            _compensated(sums.loss, loss),
+            jax.tree.map(jnp.add, sums.totals, totals),
+            sums.faults.plus(flags, number, start),
+        )
+        return (new, start + flags[0].size), None
+
+    (sums, _), _ = jax.lax.scan(step, (sums, jnp.array(0)), blocks)
+    return sums
+
+
+def _compensated(total: Float[Array, " 2"], value: Scalar) -> Float[Array, " 2"]:
+    """Add a number to a sum that keeps its rounding error (A. Neumaier, 1974)."""
+    new = total[0] + value
+    larger = jnp.abs(total[0]) >= jnp.abs(value)
+    error = jnp.where(larger, (total[0] - new) + value, (value - new) + total[0])
+    return jnp.stack([new, total[1] + error])
+
+
+def _data(
+    x: PyTree[Array], y: PyTree[Array], sigma: PyTree[Array], num_points: Int[Array, ""]
+) -> tuple[Data, list[Bool[Array, " n"]]]:
+    """Return the data of a block, and the first three faults of each point. Points after
+    `num_points` are padding, and missing."""
+    y = jax.tree.map(wholly_missing, y)
+    values = flat(y)
+    of_x = [
+        leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    size = len(jax.tree.leaves(y)[0])
+    is_unknown = _any_of([jnp.isnan(leaf) for leaf in of_x], size)
+    is_missing = is_unknown | _by_point(jnp.isnan(values), y)
+    # A missing x is replaced by another's.
+    is_used = (jnp.arange(size) < num_points) & ~is_unknown
+    other = jnp.argmax(is_used)
+    x = jax.tree.map(lambda v: jnp.where(_along(is_used, v), v, v[other]), x)
+    counted = _by_entry(is_used, y) & ~jnp.isnan(values)
+    errors, wrong = jnp.ones((), values.dtype), jnp.zeros(size, bool)
+    if sigma is not None:
+        if jax.tree.structure(sigma) == jax.tree.structure(0):
+            sigma = jax.tree.map(lambda _: sigma, y)
+        errors = flat(jax.tree.map(broadcast, sigma, y)).astype(values.dtype)
+        wrong = ~is_missing & _by_point(~(errors > 0), y)
+        counted &= jnp.isfinite(errors)
+        errors = jnp.where(counted, errors, 1)
+    flags = [is_missing, _by_point(jnp.isinf(values), y), wrong]
+    values = jnp.where(counted, values, 0)
+    return Data(x, values, errors, counted.astype(values.dtype)), flags
+
+
+def _of_block(
+    setting: FitSettings,
+    free: PyTree[Array],
+    data: Data,
+    y: PyTree[Array],
+    unweighted: bool,
+) -> tuple[Float[Array, "m p+1"], Scalar, Totals, list[Bool[Array, " n"]]]:
+    """Return the whitened rows of a block with their residual, its loss and totals, and
+    the last two faults of each point."""
+    posed = Posed.of(setting, data)
+    target, counted, loss = posed.target, posed.counted, posed.loss
+    outputs_at = lambda free, given: posed.outputs({"curve": free, "x": None}, given)
+    lin = linearise(outputs_at, free, posed.given)
+    outputs, jacobian, residual = lin.outputs, lin.matrix(), target - lin.outputs
+    pull = counted * loss.derivative(outputs, target)
+    weight = counted * loss.root(outputs, target)
+    if isinstance(loss, AbstractRobust):
+        # Where the loss is straight, use the curvature of the parabola that touches it.
+        touching = jnp.sqrt(jnp.abs(pull / jnp.where(residual == 0, 1, residual)))
+        weight = jnp.where(weight > 0, weight, touching)
+    column = jnp.where(weight > 0, pull / jnp.where(weight > 0, weight, 1), 0)
+    if isinstance(loss, Likelihood):  # the residuals are Pearson's
+        outputs, residual = weight * outputs, -column
+    rows = jacobian if unweighted else weight[:, None] * jacobian
+    derivative = lambda outputs: loss.derivative(outputs, target)
+    ones = jnp.ones_like(outputs)
+    slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
+    number, dot = jnp.sum(counted), _tree.dot
+    noise = spread(residual, counted) if unweighted else jnp.zeros_like(number)
+    totals = Totals(
+        number,
+        dot(residual, residual),
+        dot(outputs, outputs),
+        dot(outputs + residual, outputs + residual),
+        dot(pull, pull),
+        jnp.sum(slopes),
+        dot(slopes, slopes),
+        jnp.where(number > 0, number * noise, 0),
+    )
+    of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
+    flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]
+    both = jnp.concatenate([rows, column[:, None]], axis=1)
+    return both, loss.value(lin.outputs, target), totals, flags
+
+
+def _along(rows: Bool[Array, " n"], like: Array) -> Bool[Array, "n ..."]:
+    return rows.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _any_of(flags: list[Array], size: int) -> Bool[Array, " n"]:
+    """Return the points that any of the flags marks."""
+    found = jnp.zeros(size, bool)
+    for flag in flags:
+        found |= jnp.any(flag.reshape(size, -1), axis=1)
+    return found
+
+
+def _by_point(flags: Bool[Array, " m"], y: PyTree[Array]) -> Bool[Array, " n"]:
+    """Return the points of which an entry of the flattened y is marked."""
+    leaves = jax.tree.leaves(unflattened(flags.astype(float), y))
+    return _any_of([leaf != 0 for leaf in leaves], len(leaves[0]))
+
+
+def _by_entry(flags: Bool[Array, " n"], y: PyTree[Array]) -> Bool[Array, " m"]:
+    """Mark all entries of the flattened y that belong to these points."""
+    each = jax.tree.map(lambda v: broadcast(_along(flags, v).astype(float), v), y)
+    return flat(each) != 0

@@ -1,0 +1,253 @@
+"""Levenberg-Marquardt on data that are never in memory as a whole: the loss is known by
+sums over the data, to second order, at one point after another."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optimistix as optx
+from jaxtyping import Array, Bool, Float, PyTree, Scalar
+
+from .._common import _tree
+from .._common._quickly import quickly
+from .._common._tree import Structure
+from .._jacobian import AtHand, Rows
+from .._linearisation._linearisation import Linearisation
+from .._linearisation._objective import AbstractObjective
+from .._linearisation._quadratic import Quadratic
+from ..damping import TrustRegion
+from ._base import AbstractGaussNewton, row_of, State, Update
+from ._levenberg_marquardt import LevenbergMarquardt
+from ._trials import Proposal, TrialOutcome, Trials
+
+
+class Expansion(NamedTuple):
+    r"""A loss of p parameters to second order at one point.
+
+    - `loss`: its value.
+    - `triangle`: the triangular factor $T$ of all whitened rows, with the residual as one
+        more column: $T^\top T = [\phi\ r]^\top[\phi\ r]$. Its first p columns stand for
+        the Jacobian, and its last one for the residual.
+    """
+
+    loss: Scalar
+    triangle: Float[Array, "p+1 p+1"]
+
+    @property
+    def jacobian(self) -> Float[Array, "p p"]:
+        return self.triangle[:-1, :-1]
+
+    @property
+    def residual(self) -> Float[Array, " p"]:
+        return self.triangle[:-1, -1]
+
+    @property
+    def gradient(self) -> Float[Array, " p"]:
+        return _tree.matmul(self.jacobian.T, self.residual)
+
+    def outputs(self) -> PyTree[Array]:
+        """Return outputs of which `HalfSquares` is the loss."""
+        return _outputs(self.residual, self.loss)
+
+    def at(self, point: PyTree[Array], memory_budget: int) -> Linearisation:
+        """Return the linearisation of these outputs."""
+        outputs, domain = self.outputs(), Structure.of(point)
+        matrix = jnp.pad(self.jacobian, ((0, 1), (0, 0)))  # the rest is constant
+        rows = jax.tree.leaves(jax.vmap(domain.unravel)(matrix))
+        blocks = [Rows(x) for x in rows]
+        jacobian = AtHand(domain, Structure.of(outputs), memory_budget, blocks)
+        return Linearisation(point, outputs, jacobian)
+
+
+def _outputs(residual: Float[Array, " p"], loss: Scalar) -> PyTree[Array]:
+    return {"residual": residual, "rest": loss - 0.5 * _tree.dot(residual, residual)}
+
+
+class HalfSquares(AbstractObjective):
+    """Half the sum of squares of a residual, plus a rest. The rest is a constant of the
+    linearised problem, and differs from point to point."""
+
+    is_sample: bool = eqx.field(static=True, default=False)
+
+    @property
+    def is_quadratic(self) -> bool:
+        return True
+
+    def value(self, outputs: PyTree[Array]) -> Scalar:
+        residual = outputs["residual"]
+        return 0.5 * _tree.dot(residual, residual) + outputs["rest"]
+
+    def decrease(self, outputs: PyTree[Array], new_outputs: PyTree[Array]) -> Scalar:
+        old, new = outputs["residual"], new_outputs["residual"]
+        of_residual = 0.5 * _tree.dot(old - new, old + new)
+        return of_residual + (outputs["rest"] - new_outputs["rest"])
+
+    def gradient(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return outputs | {"rest": jnp.ones_like(outputs["rest"])}
+
+    def root(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return lambda v: v | {"rest": jnp.zeros_like(v["rest"])}
+
+    def curvature(self, outputs: PyTree[Array]) -> Callable[[PyTree], PyTree]:
+        return self.root(outputs)
+
+    def residual(self, outputs: PyTree[Array]) -> PyTree[Array]:
+        return jnp.sqrt(2 * jnp.abs(self.value(outputs)))
+
+    def expand(self, lin: Linearisation) -> Quadratic:
+        return Quadratic(lin.jacobian, self.root(lin.outputs)(lin.outputs))
+
+
+class _After(AbstractGaussNewton):
+    """A solver whose trials have been made: its update is the step that they lead to."""
+
+    made: Callable[[], Update]
+
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
+        return self.made()
+
+
+class Minimum(NamedTuple):
+    """The end of a run.
+
+    - `last`: what the last call of `expand` at this point returned.
+    - `rows`: the history.
+    """
+
+    y: PyTree[Array]
+    last: Any
+    result: optx.RESULTS
+    rows: dict[str, np.ndarray]
+
+
+def minimise(
+    solver: LevenbergMarquardt,
+    expand: Callable[[PyTree[Array]], tuple[Expansion, Any]],
+    y: PyTree[Array],
+    max_steps: int,
+    show: Callable[[int, float], None],
+) -> Minimum:
+    """Minimise a loss that one pass over the data expands to second order.
+
+    Each trial is one pass, and an accepted one is the next linearisation. A longer step
+    is therefore not searched for: the default rule is a trust region, which takes the
+    fewest passes. Steps have no second-order correction.
+
+    - `expand`: makes a pass; returns the expansion at a point, and anything else.
+    - `show`: shows the number of steps and the loss.
+    """
+    damping = TrustRegion() if solver.damping is None else solver.damping
+    solver = dataclasses.replace(solver, damping=damping, acceleration=False)
+    here, last = expand(y)
+    state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
+    trial = _no_trial(solver, y, here, state)
+    yes, no = jnp.array(True), jnp.array(False)
+    rows: list[dict[str, np.ndarray]] = []
+    while not _is_over(state) and len(rows) < max_steps:
+        now = _step(solver, y, here, state, yes, trial, here)
+        # The verdict that the run is over needs no pass.
+        is_over, taken = state.settled and now.ended.terminate, (y, here, last)
+        while now.trial.tried.goes_on and not is_over:
+            at = now.trial.y
+            there, of_there = expand(at)
+            now = _step(solver, y, here, state, no, now.trial, there)
+            if now.takes:
+                taken = at, there, of_there
+        ended = now.ended
+        if ended.counts.num_feature_updates > state.counts.num_feature_updates:
+            rows.append(jax.device_get(row_of(ended) | {"loss": here.loss}))
+            solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
+            show(len(rows), float(here.loss))
+            if now.trial.tried.found:
+                y, here, last = taken
+        state = ended
+    result = state.result
+    if not _is_over(state):
+        result = optx.RESULTS.nonlinear_max_steps_reached
+    names = rows[0] if rows else ()
+    columns = {name: np.stack([row[name] for row in rows]) for name in names}
+    return Minimum(y, last, result, columns)
+
+
+def _is_over(state: State) -> Bool[Array, ""]:
+    return state.terminate | (state.result != optx.RESULTS.successful)
+
+
+class _Trial(NamedTuple):
+    """What has been tried at a linearisation, and the step to try next, to `y`."""
+
+    tried: TrialOutcome
+    proposal: Proposal
+    y: PyTree[Array]
+
+
+class _Now(NamedTuple):
+    """The state after a trial, or before the first one.
+
+    - `takes`: whether the last step that was tried is the one to take so far.
+    - `ended`: the state of the run if nothing more is tried. Before the first trial it
+        holds the verdict on a run that needs no further step.
+    """
+
+    trial: _Trial
+    takes: Bool[Array, ""]
+    ended: State
+
+
+def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
+    proposal = trials.proposed(tried, trials.known())
+    return _Trial(tried, proposal, trials.as_tree(trials.lin.moved(proposal.step)))
+
+
+def _trials(
+    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
+) -> Trials:
+    lin = here.at(y, solver.memory_budget)
+    lin = solver.placed(HalfSquares(), lin)
+    return solver.trials(HalfSquares(), lin, lambda y: lin.outputs, state.memory)
+
+
+@quickly
+def _step(
+    solver: LevenbergMarquardt,
+    y: PyTree[Array],
+    here: Expansion,
+    state: State,
+    is_first: Bool[Array, ""],
+    trial: _Trial,
+    there: Expansion,
+) -> _Now:
+    """Judge a trial, with the expansion `there`, and propose the next step."""
+    trials = _trials(solver, y, here, state)
+    last, proposal, _ = trial
+    outputs = there.outputs()
+    judged, takes = trials.judged(last, proposal, outputs, trials.known())
+    tried = _tree.where(is_first, trials.begun(), judged)
+    trial = _proposed(trials, tried)
+    left = _tree.where(is_first, trial.proposal.step, tried.step)
+    tried = eqx.tree_at(lambda t: t.step, tried, left)
+    shared = {name: getattr(solver, name) for name in _SHARED}
+    after = _After(made=lambda: solver.after(trials, tried), **shared)
+    lin = here.at(y, solver.memory_budget)
+    _, ended = after.advance(HalfSquares(), lin, lambda y: lin.outputs, state)
+    return _Now(trial, takes & ~is_first, ended)
+
+
+_SHARED = "rtol", "atol", "norm", "memory_budget", "bounds", "retraction"
+
+
+def _no_trial(
+    solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
+) -> _Trial:
+    """Return numbers in place of a trial before the first one."""
+
+    def first(y, here, state):
+        trials = _trials(solver, y, here, state)
+        return _proposed(trials, trials.begun())
+
+    shapes = eqx.filter_eval_shape(first, y, here, state)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
