@@ -249,7 +249,7 @@ def test_a_loss_that_ignores_all_points_at_the_start():
     """All points are far from the start. Without sigma the scale is estimated, and the
     fit gets to the points; with a small sigma it cannot move, and warns."""
     x, (y,) = noisy_lines(1)
-    loss, far = gnlin.losses.Tukey(4.685), {"a": -9.0, "b": 0.0}
+    loss, far = gnlin.losses.Tukey(4.685), {"a": -99.0, "b": 0.0}
     fit = gnlin.curve_fit(line, x, y, far, loss=loss)
     near = gnlin.curve_fit(line, x, y, {"a": 1.0, "b": 2.0}, loss=loss)
     np.testing.assert_allclose(values(fit.parameters), values(near.parameters), rtol=1e-4)

@@ -276,6 +276,7 @@ class BatchFirst(eqx.Module):
 
 MODELS = {
     "a function": (of_pair, "A plain function has no trainable array: pass it with its"),
+    "a model in vmap": (jax.vmap(LINE), "pass the model itself, which is called on one"),
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dict was given"),
     "two functions": ((of_pair, of_pair), "must be callable .* but a tuple was given"),

@@ -24,7 +24,7 @@ from ._result import as_curve_fit, CurveFit
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the
-# residuals of the fit before it. The first begins at the start of the user, and the others
+# residuals of the fit before it. The first begins at the user's start, and the others
 # where the one before ended: a loss that ignores points far off may ignore all of them at
 # the start, and then two scales would alternate.
 _ROUNDS = 5

@@ -194,10 +194,16 @@ class SoftmaxCrossEntropy(AbstractLoss):
         wrong = known[(known < 0) | (known >= num_classes)]
         wrong = wrong[wrong != self.ignore_index]
         if wrong.size > 0:
+            from_one = known.min() == 1 and known.max() == num_classes
+            hint = (
+                "if they count from 1, subtract 1"
+                if from_one
+                else "if it stands for targets that do not count, pass "
+                f"`ignore_index={wrong[0]}`"
+            )
             raise ValueError(
                 f"The labels must lie between 0 and {num_classes - 1}, but one is "
-                f"{wrong[0]}; if it stands for targets that do not count, pass "
-                f"`ignore_index={wrong[0]}`."
+                f"{wrong[0]}; {hint}."
             )
 
 
