@@ -308,6 +308,11 @@ def test_dropout_has_no_place_among_features():
     assert lin.shape == (6, 2)
 
 
+def test_a_dictionary_of_functions_is_no_groups():
+    with pytest.raises(ValueError, match="each group must be a `gnlin.Residuals`"):
+        gnlin.solve(LINE, {"a": lambda model, x: model(x)}, DAMPED)
+
+
 def test_inputs_without_an_axis_over_features():
     with pytest.raises(ValueError, match=r"of shape \(\) \(.*`inputs\[:, None\]`"):
         gnlin.solve(LINE, (X[:, 0], T), DAMPED)
