@@ -309,7 +309,7 @@ def test_dropout_has_no_place_among_features():
 
 
 def test_a_dictionary_of_functions_is_no_groups():
-    with pytest.raises(ValueError, match="each group must be a `gnlin.Residuals`"):
+    with pytest.raises(ValueError, match=r"each group must be a `gnlin\.Residuals`"):
         gnlin.solve(LINE, {"a": lambda model, x: model(x)}, DAMPED)
 
 
