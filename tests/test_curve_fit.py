@@ -245,6 +245,18 @@ def test_standard_errors_of_a_robust_loss_are_the_spread_of_its_fits(options):
         np.testing.assert_allclose(told, spread, rtol=0.12)
 
 
+def test_a_loss_that_ignores_all_points_at_the_start():
+    """All points are far from the start. Without sigma the scale is estimated, and the
+    fit gets to the points; with a small sigma it cannot move, and warns."""
+    x, (y,) = noisy_lines(1)
+    loss, far = gnlin.losses.Tukey(4.685), {"a": -99.0, "b": 0.0}
+    fit = gnlin.curve_fit(line, x, y, far, loss=loss)
+    near = gnlin.curve_fit(line, x, y, {"a": 1.0, "b": 2.0}, loss=loss)
+    np.testing.assert_allclose(values(fit.parameters), values(near.parameters), rtol=1e-4)
+    with pytest.warns(UserWarning, match="the loss ignores all points"):
+        gnlin.curve_fit(line, x, y, far, loss=loss, sigma=0.3)
+
+
 @pytest.mark.slow
 def test_profiles_of_a_line_are_its_standard_errors():
     x, (y,) = noisy_lines(1, 2000)
@@ -1025,6 +1037,32 @@ def test_the_picture():
     assert ax.get_legend() is not None
 
 
+def test_bounds_and_fixed_parameters_within_dictionaries():
+    """Two decays, each a dictionary: the fit is that of the same parameters, flat."""
+
+    def two(p, x):
+        return decay({**p["fast"], "c": p["c"]}, x) + decay({**p["slow"], "c": 0.0}, x)
+
+    def as_flat(p, x):
+        fast, slow = {"a": p["a"], "rate": 2.0}, {"a": p["b"], "rate": p["rate"]}
+        return two({"fast": fast, "slow": slow, "c": p["c"]}, x)
+
+    y = Y + np.asarray(decay({"a": 0.5, "rate": 4.0, "c": 0.0}, X))
+    start = {"fast": {"a": 1.0, "rate": 2.0}, "slow": {"a": 1.0, "rate": 0.5}, "c": 0.0}
+    bounds = {"slow": {"rate": (0.0, 0.9)}, "fast": {"a": (None, 5.0), "rate": (0, 9)}}
+    fit = gnlin.curve_fit(two, X, y, start, bounds=bounds, fixed=["fast.rate"])
+    same = {"a": 1.0, "b": 1.0, "rate": 0.5, "c": 0.0}
+    flat = gnlin.curve_fit(as_flat, X, y, same, bounds={"rate": (0.0, 0.9)})
+    assert fit.parameters["fast"]["rate"] == 2.0
+    assert fit.standard_errors["fast"]["rate"] == 0
+    assert fit.names == ("c", "fast.a", "slow.a", "slow.rate")
+    found, wanted = fit.parameters, flat.parameters
+    np.testing.assert_allclose(found["fast"]["a"], wanted["a"], rtol=1e-6)
+    np.testing.assert_allclose(found["slow"]["rate"], wanted["rate"], rtol=1e-6)
+    held = gnlin.curve_fit(two, X, y, start, bounds=bounds, fixed=["fast"])
+    assert held.parameters["fast"] == start["fast"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -1071,6 +1109,18 @@ def test_the_picture():
         ({"f": lambda p, x: p["a"] * np.exp(-p["rate"] * x)}, "and use JAX's operations"),
         ({"f": lambda x, a, b: a * x}, "`f.parameters, x.` failed .it must take these"),
         ({"solver": "lm"}, "`solver` must be one of gnlin's"),
+        (
+            {"start": {"a": {"b": 1.0}}, "fixed": ["a.c"]},
+            "no parameter 'a.c' to be fixed",
+        ),
+        (
+            {
+                "f": lambda p, x: p["a"]["b"] * x,
+                "start": {"a": {"b": 1.0}},
+                "bounds": {"a": {"b": 2}},
+            },
+            "bounds of 'b' must be a pair",
+        ),
         ({"starts": 0, "bounds": (-9.0, 9.0)}, "`starts` must be a whole number"),
         ({"solver": gnlin.LevenbergMarquardt(bounds=(0, 1))}, "Pass `bounds` to"),
     ],

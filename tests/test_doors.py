@@ -276,6 +276,7 @@ class BatchFirst(eqx.Module):
 
 MODELS = {
     "a function": (of_pair, "A plain function has no trainable array: pass it with its"),
+    "a model in vmap": (jax.vmap(LINE), "pass the model itself, which is called on one"),
     "a string": ("mlp", "must be callable .*, or a pair .* but a str was given"),
     "parameters": (PARAMETERS, "must be callable .* but a dict was given"),
     "two functions": ((of_pair, of_pair), "must be callable .* but a tuple was given"),
@@ -305,6 +306,11 @@ def test_dropout_has_no_place_among_features():
         gnlin.features.linearise_model(model, X)
     lin = gnlin.features.linearise_model(eqx.nn.inference_mode(model), X)
     assert lin.shape == (6, 2)
+
+
+def test_a_dictionary_of_functions_is_no_groups():
+    with pytest.raises(ValueError, match=r"each group must be a `gnlin\.Residuals`"):
+        gnlin.solve(LINE, {"a": lambda model, x: model(x)}, DAMPED)
 
 
 def test_inputs_without_an_axis_over_features():

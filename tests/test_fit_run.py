@@ -600,6 +600,8 @@ def test_levenberg_marquardt_backs_off():
 
 def test_labels_outside_the_classes():
     loss = gnlin.SoftmaxCrossEntropy()
+    with pytest.raises(ValueError, match="but one is 2; if they count from 1, subtract"):
+        fit(data=(X, LABELS + 1), loss=loss)
     labels = LABELS.at[-1].set(2)
     with pytest.raises(ValueError, match="labels must lie between 0 and 1, but one is 2"):
         fit(data=(X, labels), loss=loss)
@@ -790,6 +792,7 @@ MISTAKES = {
     "resume": ({"resume": True}, "needs `checkpoint`"),
     "data": ({"data": 3, "batch_size": None}, "`data` must be a tuple of arrays"),
     "array": ({"data": X, "batch_size": None}, "must be a tuple of arrays"),
+    "array of NumPy": ({"data": np.asarray(X)}, "must be a tuple of arrays"),
     "batches by name": (
         {"data": [{"image": X, "label": T}], "batch_size": None},
         "or an iterable of such batches, but it holds a dictionary of 'image', 'label'",

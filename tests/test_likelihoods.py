@@ -358,7 +358,8 @@ def test_errors_of_arguments(y, options, message, unchecked):
             lambda: gnlin.losses.NegativeBinomialNLL([1.0, 2.0]),
             "`dispersion` must be one",
         ),
-        (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold 0 for a meas"),
+        (lambda: gnlin.losses.TobitNLL([0, 2]), "`censored` must hold .* but one is 2"),
+        (lambda: gnlin.losses.TobitNLL([True]), "one is True: multiply the flags by 1"),
         (
             lambda: fit_of("poisson").band(X, sigma=1.0),
             "`sigma` of a band is for normal noise",

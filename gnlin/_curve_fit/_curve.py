@@ -77,7 +77,13 @@ class Curve(eqx.Module):
         return isinstance(self.f, Program) and self.f.traced.has_loops
 
     def merged(self, free: PyTree, fixed: dict) -> PyTree:
-        return {**free, **fixed} if self.fixed_names else free
+        return _joined(free, fixed) if self.fixed_names else free
+
+
+def _joined(free: dict, fixed: dict) -> dict:
+    """Join two nested dictionaries that share no entry."""
+    both = {name: _joined(free[name], fixed[name]) for name in free if name in fixed}
+    return {**free, **fixed, **both}
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:

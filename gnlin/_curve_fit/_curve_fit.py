@@ -25,7 +25,9 @@ from ._result import as_curve_fit, CurveFit
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the
-# residuals of the fit before it.
+# residuals of the fit before it. The first begins at the user's start, and the others
+# where the one before ended: a loss that ignores points far off may ignore all of them at
+# the start, and then two scales would alternate.
 _ROUNDS = 5
 
 
@@ -82,10 +84,11 @@ def curve_fit(
     - `absolute_sigma`: whether `sigma` and `sigma_x` are known absolutely. By default
         they are known up to a common factor, which is estimated from the residuals, as in
         SciPy. With a robust loss, standard errors always come from the residuals.
-    - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, or a pair
-        `(lower, upper)` of numbers or of pytrees like `start`. `None` or an infinite
-        number means no bound.
-    - `fixed`: the names of parameters that stay at their start, if it is a dictionary.
+    - `bounds`: `{name: (lower, upper)}` if `start` is a dictionary, with a dictionary
+        inside where `start` has one, or a pair `(lower, upper)` of numbers or of pytrees
+        like `start`. `None` or an infinite number means no bound.
+    - `fixed`: the names of parameters that stay at their start, if it is a dictionary;
+        `"peak.width"` is the entry `"width"` of the dictionary `"peak"` inside.
     - `loss`: [`gnlin.SquaredError`][], a robust loss, or a negative log-likelihood. The
         robust losses are [`gnlin.losses.Huber`][], [`gnlin.losses.PseudoHuber`][],
         [`gnlin.losses.LogCosh`][], [`gnlin.losses.Cauchy`][], [`gnlin.losses.Arctan`][]
@@ -172,7 +175,7 @@ def curve_fit(
     each_start = [free]
     if axis_of_start is not None:
         each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(len(data.y))]
-    box = limits(bounds, start, kept)
+    box = limits(bounds, start, free)
     for one in each_start:
         check_start(box, one)
     solver = with_bounds(solver, box)
@@ -188,10 +191,15 @@ def curve_fit(
     check_rates(loss, lambda: program(each_start[0], kept, x))
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
+        if many and starts is None and axis_of_start is None:
+            free = jax.tree.map(lambda s: jnp.stack([s] * len(data.y)), free)
+            levels = ((axes_of_data, 0, None),)
         first = setting._replace(loss=SquaredError())
         end, parts = fitted(first, data, free, levels)
-        for _ in range(_ROUNDS):
+        for k in range(_ROUNDS):
             data = data._replace(spread=_spread(data, end))
+            if k > 0 and starts is None:
+                free = end.parameters
             end, parts = fitted(setting, data, free, levels)
     else:
         end, parts = fitted(setting, data, free, levels)

@@ -87,14 +87,38 @@ def parted(start: PyTree, fixed: Iterable[str]) -> tuple[PyTree, dict]:
             "`fixed` needs parameters in a dictionary: for others, make the lower and "
             "upper bounds equal."
         )
-    check_names(names, start, "to be fixed")
-    free = {k: value for k, value in start.items() if k not in names}
-    if not free:
+    check_names(names, _names(start), "to be fixed")
+    free, kept = _split(start, names)
+    if not jax.tree.leaves(free):
         raise ValueError("All parameters are fixed: there is nothing to fit.")
-    return free, {k: start[k] for k in start if k in names}
+    return free, kept
 
 
-def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
+def _names(tree: Mapping) -> list:
+    """Return the names of all entries, such as `a`, and `a.width` of an entry within."""
+    names = list(tree)
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            names += [f"{name}.{inner}" for inner in _names(value)]
+    return names
+
+
+def _split(tree: Mapping, names: list, within: str = "") -> tuple[dict, dict]:
+    """Split nested dictionaries into the entries that are not named, and the others."""
+    free, kept = {}, {}
+    for key, value in tree.items():
+        name = f"{within}{key}" if within else key
+        if name in names:
+            kept[key] = value
+        elif isinstance(value, Mapping):
+            free[key], held = _split(value, names, f"{name}.")
+            kept |= {key: held} if held else {}
+        else:
+            free[key] = value
+    return free, kept
+
+
+def limits(bounds: Any, start: PyTree, free: PyTree) -> Any:
     """Return the bounds `(lower, upper)` of the free parameters, for a solver."""
     if bounds is None:
         return None
@@ -104,27 +128,45 @@ def limits(bounds: Any, start: PyTree, kept: dict) -> Any:
                 "`bounds` by name need parameters in a dictionary: pass a pair "
                 "`(lower, upper)`."
             )
-        check_names(bounds, start, "to have bounds")
-        for name, pair in bounds.items():
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise ValueError(
-                    f"The bounds of {name!r} must be a pair `(lower, upper)`, but "
-                    f"{pair!r} was given."
-                )
-        bounds = tuple({name: pair[k] for name, pair in bounds.items()} for k in (0, 1))
+        bounds = tuple(_end(bounds, start, k) for k in (0, 1))
     if not isinstance(bounds, tuple | list) or len(bounds) != 2:
         raise ValueError(
             "`bounds` must be a dictionary `{name: (lower, upper)}`, or a pair "
             f"`(lower, upper)`, but {bounds!r} was given."
         )
     if isinstance(start, Mapping):
-        bounds = tuple(
-            {k: v for k, v in b.items() if k not in kept} if isinstance(b, Mapping) else b
-            for b in bounds
-        )
+        bounds = tuple(_of_free(bound, start, free) for bound in bounds)
     else:
         bounds = tuple(_like(start, bound) for bound in bounds)
     return jax.tree.map(lambda b: _as_floats(b, "bounds"), tuple(bounds))
+
+
+def _end(bounds: Mapping, start: Mapping, k: int) -> dict:
+    """Return the lower (k = 0) or upper (k = 1) end of bounds by name."""
+    check_names(bounds, start, "to have bounds")
+    ends = {}
+    for name, pair in bounds.items():
+        if isinstance(pair, Mapping) and isinstance(start[name], Mapping):
+            ends[name] = _end(pair, start[name], k)
+        elif isinstance(pair, tuple | list) and len(pair) == 2:
+            ends[name] = pair[k]
+        else:
+            raise ValueError(
+                f"The bounds of {name!r} must be a pair `(lower, upper)`, but {pair!r} "
+                "was given."
+            )
+    return ends
+
+
+def _of_free(bound: Any, start: Any, free: Any) -> Any:
+    """Leave out the bounds of fixed parameters."""
+    if not all(isinstance(tree, Mapping) for tree in (bound, start, free)):
+        return bound
+    return {
+        name: _of_free(value, start.get(name), free.get(name))
+        for name, value in bound.items()
+        if name in free or name not in start
+    }
 
 
 def _like(start: PyTree[Array], bound: Any) -> Any:

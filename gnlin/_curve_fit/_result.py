@@ -238,6 +238,13 @@ class CurveFit(eqx.Module):
         is_finite = int(self._end.nonfinite.point) < 0
         if result_name(self.result) != "successful" or not is_finite:
             return f"`gnlin.curve_fit` has not converged: {self.reason}."
+        if isinstance(self._setting.loss, AbstractRobust) and np.isnan(
+            self._end.variance
+        ):
+            return (
+                "`gnlin.curve_fit`: the loss ignores all points, because they are far "
+                "from the curve: start closer, or raise the loss's `delta`."
+            )
         if self._are_determined():
             if self.degrees_of_freedom > 0 or self._setting.absolute_sigma:
                 return ""

@@ -184,7 +184,7 @@ def make_stream(
     data = as_tuple(data)
     if isinstance(data, tuple):
         return ArrayStream(data, batch_size, key, name)
-    no_batches = isinstance(data, Mapping | str)
+    no_batches = isinstance(data, Mapping | str) or hasattr(data, "shape")
     if no_batches or not (isinstance(data, Iterable) or callable(data)):
         raise ValueError(
             f"`{name}` must be a tuple of arrays, `(inputs, targets)`, or an iterable of "

@@ -17,9 +17,11 @@ def as_batch(
 ) -> tuple[PyTree[Array], PyTree[Array], Float[Array, " n"] | None]:
     """Return (inputs, targets, weights or None) of one batch, checked."""
     if not (isinstance(data, tuple | list) and len(data) in (2, 3)):
+        of_groups = "; each group must be a `gnlin.Residuals`" * isinstance(data, Mapping)
         raise ValueError(
             f"`{name}` must be a pair `(inputs, targets)`, or, with weights of the "
-            f"examples, `(inputs, targets, weights)`, but {a_kind_of(data)} was given."
+            f"examples, `(inputs, targets, weights)`, but {a_kind_of(data)} was given"
+            f"{of_groups}."
         )
     inputs, targets = map(as_arrays, ("inputs", "targets"), data)
     n_inputs, n_targets = _lengths("inputs", inputs), _lengths("targets", targets)

@@ -88,6 +88,11 @@ def partition(
     leaves = [leaf for leaf in jax.tree.leaves(parameters) if eqx.is_array(leaf)]
     if sum(leaf.size for leaf in leaves) == 0:
         if inspect.isroutine(model):
+            if any(map(eqx.is_array, jax.tree.leaves(inspect.unwrap(model)))):
+                raise ValueError(
+                    "The model is inside a transformation, such as `jax.vmap`: pass the "
+                    "model itself, which is called on one example."
+                )
             raise ValueError(
                 "A plain function has no trainable array: pass it with its parameters, "
                 "as a pair `(fn, parameters)` with `fn(parameters, x)`."

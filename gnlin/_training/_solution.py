@@ -181,7 +181,7 @@ class Solution(eqx.Module, Generic[Model]):
 
 NO_GRADIENT = (
     "the gradient is exactly zero. Do the outputs depend on the parameters that are "
-    "trained (`filter_spec`, `jax.lax.stop_gradient`)?"
+    "trained (`filter_spec`, `jax.lax.stop_gradient`, second derivatives of a ReLU)?"
 )
 
 

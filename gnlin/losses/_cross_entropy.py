@@ -190,12 +190,18 @@ class SoftmaxCrossEntropy(AbstractLoss):
         for each in known(labels):
             wrong = each[(each < 0) | (each >= num_classes)]
             wrong = wrong[wrong != self.ignore_index]
-            if wrong.size > 0:
-                raise ValueError(
-                    f"The labels must lie between 0 and {num_classes - 1}, but one is "
-                    f"{wrong[0]}; if it stands for targets that do not count, pass "
-                    f"`ignore_index={wrong[0]}`."
-                )
+            if wrong.size == 0:
+                continue
+            hint = (
+                "if it stands for targets that do not count, pass "
+                f"`ignore_index={wrong[0]}`"
+            )
+            if each.min() == 1 and each.max() == num_classes:
+                hint = "if they count from 1, subtract 1"
+            raise ValueError(
+                f"The labels must lie between 0 and {num_classes - 1}, but one is "
+                f"{wrong[0]}; {hint}."
+            )
 
 
 class SigmoidCrossEntropy(AbstractElementwiseLoss):

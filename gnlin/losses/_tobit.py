@@ -17,10 +17,13 @@ def _as_sides(given: Any) -> Array:
     if isinstance(given, Tracer):
         return given
     known = np.asarray(given)
-    if known.dtype.kind not in "iuf" or not np.all(np.isin(known, (-1, 0, 1))):
+    is_number = known.dtype.kind in "iuf"
+    wrong = known[~np.isin(known, (-1, 0, 1))] if is_number else known.ravel()
+    if wrong.size > 0:
+        hint = ": multiply the flags by 1 or -1" * (known.dtype.kind == "b")
         raise ValueError(
             "`censored` must hold 0 for a measured value, 1 for a value above its limit "
-            f"and -1 for a value below its limit, but {given!r} was given."
+            f"and -1 for a value below its limit, but one is {wrong[0]}{hint}."
         )
     return jnp.asarray(known, int)
 
