@@ -556,7 +556,7 @@ def test_impossible_options_are_refused_in_one_line(arguments, words, ran, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--scale", "ful"], "must be embedded or full, but is 'ful'; did you mean"),
+        (["--scale", "ful"], "must be embedded, medium or full, but is 'ful'; did"),
         (["--device", "tpu"], "must be cpu or gpu, but is 'tpu'"),
         (["--grid", "a"], "must be numbers with commas between"),
         (["--grid", "1,,2"], "must be numbers with commas between"),

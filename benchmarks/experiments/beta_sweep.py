@@ -4,8 +4,8 @@ Conjugate gradients solve each linearised problem until its gradient is beta tim
 first. Near a solution with zero residuals theory promises that the network's gradient
 then falls by beta in each step, and superlinearly if beta falls with the gradient, as by
 the rule of Eisenstat and Walker: its exponent is the order of convergence. The rate and
-the order are measured on networks that interpolate their training data, by squared error
-(classes are values of 0 and 1, less their mean).
+the order are measured in the last steps above rounding, on networks that interpolate
+their training data, by squared error (classes are values of 0 and 1, less their mean).
 
 The paper's truncated Gauss-Newton solves each problem nearly completely, as very large K
 does. So the second question is whether networks generalise worse as beta falls.
@@ -15,12 +15,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from numpy import ndarray
 
 import gnlin
@@ -34,10 +33,8 @@ from ..verdicts import at_ceiling, judge, slope, Verdict
 
 
 FIXED, WALKER = "fixed beta", "Eisenstat-Walker"
-LOCAL = 1e-3
-"""Part of the first gradient below which convergence is local."""
-ROUNDING = 1e-12
-"""Part of the first gradient below which it is rounding."""
+ROUNDING = 1e-13
+"""Part of the first gradient below which rounding matters."""
 SOLVED = 1e-8
 """Part of the first gradient at which a run counts as converged, for its passes."""
 
@@ -89,13 +86,15 @@ def train(settings: BetaSweep, point: Point, place: Place) -> Columns:
 def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Columns:
     draw = training.load(settings, place, seed)
     model = training.stateless(settings)(jax.random.key(seed))
-    data = as_values(model, draw.train)
+    inputs, targets = draw.train
+    number = jax.eval_shape(jax.vmap(model), inputs).shape[-1]
+    data = inputs, scores.as_values(targets, number)
     tolerance = (
         jnp.asarray(point["tolerance"])
         if point["rule"] == FIXED
         else gnlin.methods.EisenstatWalker(exponent=jnp.asarray(point["exponent"]))
     )
-    solver = gnlin.TruncatedGaussNewton(tolerance, rtol=1e-14, atol=0.0)
+    solver = gnlin.TruncatedGaussNewton(tolerance, rtol=1e-13, atol=0.0)
     solution = gnlin.solve(
         model, data, solver, max_steps=settings.num_steps, throw=False, divergence=None
     )
@@ -110,22 +109,13 @@ def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Colu
     }
     gradients = np.pad(history.gradient_norm, (0, left), constant_values=np.nan)
     outputs = jax.vmap(solution.model)(draw.test[0])
-    accuracy = scores.score(outputs, draw.test[1], scores.spread(draw.train[1]))
+    accuracy = scores.score(outputs, draw.test[1], scores.spread(targets))
     return {
         **{name: np.pad(x, (0, left), mode="edge") for name, x in by_step.items()},
         "gradient_norm": gradients,
         "test_accuracy": np.full(1, accuracy),
         "guessing_loss": np.full(1, scores.guessing_loss(gnlin.SquaredError(), data[1])),
     }
-
-
-def as_values(model: Any, labelled: training.Labelled) -> tuple[Array, Array]:
-    """Classes as values whose mean is zero; values as they are."""
-    inputs, targets = labelled
-    if not scores.are_classes(targets):
-        return inputs, targets
-    number = jax.eval_shape(jax.vmap(model), inputs).shape[-1]
-    return inputs, jax.nn.one_hot(targets, number, dtype=float) - 1 / number
 
 
 #
@@ -140,31 +130,28 @@ def above_rounding(gradients: Float[ndarray, " steps"]) -> Float[ndarray, " some
     return parts[: rounding[0]] if len(rounding) else parts
 
 
-def locally(gradients: Float[ndarray, " steps"]) -> Float[ndarray, " some"]:
-    """The same, from the step after which all are local."""
-    parts = above_rounding(gradients)
-    return parts[np.flatnonzero(parts > math.log10(LOCAL))[-1] + 1 :]
+def last_falls(runs: Runs) -> Float[ndarray, "seeds 2"]:
+    """By how much log10 of the gradient falls in the last two steps that end above
+    rounding; NaN for seeds that do not converge, or take no two such steps."""
+    found = np.full((runs.num_seeds, 2), np.nan)
+    for seed, gradients in enumerate(runs["gradient_norm"]):
+        parts = above_rounding(gradients)[-3:]
+        if len(parts) == 3 and np.nanmin(gradients) < SOLVED * gradients[0]:
+            found[seed] = -np.diff(parts)
+    return found
 
 
 def rate(runs: Runs) -> Float[ndarray, " seeds"]:
-    """log10 of the factor by which the gradient falls in a local step, the mean of the
-    steps; NaN if there is none."""
-    parts = [locally(gradients) for gradients in runs["gradient_norm"]]
-    return np.array(
-        [(x[-1] - x[0]) / (len(x) - 1) if len(x) > 1 else np.nan for x in parts]
-    )
+    """log10 of the factor by which the gradient falls in the last step above
+    rounding."""
+    return -last_falls(runs)[:, 1]
 
 
 def order(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The ratio of the last two decreases of log10 of the gradient that end above
-    rounding: 1 for a linear rate, p for convergence of order p."""
-    found = []
-    for gradients in runs["gradient_norm"]:
-        converged = np.nanmin(gradients) < SOLVED * gradients[0]
-        falls = -np.diff(above_rounding(gradients)[-3:])
-        usable = converged and len(falls) == 2 and np.all(falls > 0)
-        found.append(falls[1] / falls[0] if usable else np.nan)
-    return np.array(found)
+    """The ratio of the last two falls: 1 for a linear rate, p for convergence of order
+    p."""
+    before, last = last_falls(runs).T
+    return np.where(np.minimum(before, last) > 0, last / before, np.nan)
 
 
 def passes(runs: Runs) -> Float[ndarray, " seeds"]:
@@ -213,14 +200,15 @@ def judge_all(settings: BetaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
     return [
         judge(
             "Near a solution the gradient falls at least by beta in a step",
-            "log10 of its factor over beta, mean of the seeds, the largest of all beta",
+            "log10 of its factor in the last step above rounding, over beta: median of "
+            "the seeds, the largest of all beta",
             np.where(whole, rates - x, np.nan),
             thresholds.AT_MOST_BETA,
-            statistic=lambda values: float(values.mean(axis=0).max()),
+            statistic=lambda values: float(np.median(values, axis=0).max()),
         ),
         judge(
             "Near a solution the gradient falls in proportion to beta",
-            "slope of log10 of its factor in log10 beta, a seed",
+            "slope of log10 of that factor in log10 beta, a seed",
             slope(x, rates),
             thresholds.LIKE_BETA,
         ),
@@ -276,7 +264,7 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         gradient.set(yscale="log", xlabel="Steps", ylabel="Gradient's norm")
         band(rates, x, 10.0 ** over_beta(rate), BLUE, "measured", "o-")
         rates.plot(x, x, "--", color=BLACK, label=r"$\beta$")
-        rates.set(yscale="log", ylabel="Factor of the gradient in a local step")
+        rates.set(yscale="log", ylabel="Factor of the gradient in the last step")
         band(cost, x, over_beta(passes), BLUE, r"fixed $\beta$", "o-")
         band(accuracies, x, 100 * over_beta(accuracy), BLUE, r"fixed $\beta$", "o-")
         for label, runs, colour in named:
@@ -291,17 +279,19 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         cost.set(yscale="log", ylabel=f"Passes until {SOLVED:g} of the first gradient")
         accuracies.set(ylabel="Test accuracy (%)")
         for axes in (rates, cost, accuracies):
-            axes.set(xscale="log", xlabel=r"Tolerance $\beta$")
+            axes.set(xlim=(min(x) / 1.5, 1.5 * max(x)), xscale="log")
+            axes.set_xlabel(r"Tolerance $\beta$")
             axes.legend(fontsize="small")
         gradient.legend(fontsize="x-small")
     left_out = int(sum(np.sum(~np.isfinite(accuracy(runs))) for runs in all_runs))
     caption = (
-        "The gradient over steps of the first seed; the factor by which it falls in a "
-        f"step from {LOCAL:g} to {ROUNDING:g} of the first; the tangent and transposed "
-        f"passes until it is {SOLVED:g} of the first; the test accuracy in the end. "
-        f"Means and ranges of {settings.seeds} seeds. {training.described(settings)}, "
-        f"squared error, undamped, at most {settings.num_steps} steps. {left_out} of "
-        f"{len(all_runs) * settings.seeds} runs are not trained, and left out."
+        "The gradient over steps of the first seed; the factor by which it falls in the "
+        f"last step above rounding, {ROUNDING:g} of the first; the tangent and "
+        f"transposed passes until it is {SOLVED:g} of the first; the test accuracy in "
+        f"the end. Means and ranges of {settings.seeds} seeds. "
+        f"{training.described(settings)}, squared error, undamped, at most "
+        f"{settings.num_steps} steps. {left_out} of {len(all_runs) * settings.seeds} "
+        "runs are not trained, and left out."
     )
     return {"beta_sweep": caption}
 
