@@ -123,8 +123,8 @@ FAILS = Threshold("twice the error that is a success", above=0.2)
 # four tolerances. After the runs of seeds 0 to 9 the rate is that of the last step above
 # rounding, and its median: their first rule, the mean over all steps from 1e-3 of the
 # first gradient, met curvature at small tolerances. The runs that are judged have other
-# seeds). The thresholds of `schedules`, and of one feature update in
-# `kernel-drift`, are some of those above, chosen before any of their runs
+# seeds). The thresholds of `schedules`, and of one feature update in `kernel-drift`, are
+# some of those above, chosen before their runs, but after a quick one of two seeds
 
 AT_MOST_BETA = Threshold(
     "the theory of Dembo, Eisenstat and Steihaug (1982), and 5 %, in log10",

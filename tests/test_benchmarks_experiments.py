@@ -40,7 +40,7 @@ def read(path):
         pytest.param("provable-features", 2, marks=pytest.mark.slow),
         pytest.param("regimes", 4, marks=pytest.mark.slow),
         pytest.param("resnet", 3, marks=pytest.mark.slow),
-        pytest.param("schedules", 10, marks=pytest.mark.slow),
+        pytest.param("schedules", 12, marks=pytest.mark.slow),
         pytest.param("solved-subproblem", 4, marks=pytest.mark.slow),
         pytest.param("stability", 3, marks=pytest.mark.slow),
         pytest.param("lambda-sweep", 14, marks=pytest.mark.slow),

@@ -29,7 +29,7 @@ BACKGROUND = 1.5
 def draw(num_train: int | None, seed: int) -> tuple[Labelled, Labelled, Labelled]:
     """Training, validation and test data."""
     number = NUM_TRAIN if num_train is None else num_train
-    # Fewer training images are the first of more.
+    # The training images last, so that fewer of them leave the others what they are.
     rng = np.random.default_rng(seed)
     test, validation = images(NUM_TEST, rng), images(NUM_VALIDATION, rng)
     return images(number, rng), validation, test
@@ -39,41 +39,33 @@ def images(number: int, rng: np.random.Generator) -> Labelled:
     """Images of equally many of each class, in turn, with a mean of zero and a standard
     deviation of 1."""
     labels = np.arange(number) % NUM_CLASSES
-    made = np.stack([_image(label, rng) for label in labels]) if number else _none()
-    return made, labels
-
-
-def _image(label: int, rng: np.random.Generator) -> Float[ndarray, "3 32 32"]:
-    angle, frequency = CLASSES[label]
-    angle = rng.choice([-1, 1]) * (angle + JITTER * rng.standard_normal())
-    x, y = _frequencies()
-    away = [
-        (x - sign * frequency * np.cos(angle)) ** 2
-        + (y - sign * frequency * np.sin(angle)) ** 2
+    angles, frequencies = np.array(CLASSES)[labels].T
+    angles = angles + JITTER * rng.standard_normal(number)
+    angles = rng.choice([-1, 1], number) * angles
+    x, y = np.meshgrid(*2 * [np.fft.fftfreq(SIDE)], indexing="ij")
+    squares = [
+        (x - _each(sign * frequencies * np.sin(angles))) ** 2
+        + (y - _each(sign * frequencies * np.cos(angles))) ** 2
         for sign in (-1, 1)
     ]
-    texture = _noise(np.exp(-np.minimum(*away) / (2 * WIDTH**2)), rng)
-    smooth = _noise(1 / np.maximum(np.hypot(x, y), 1 / SIDE), rng)
-    colours = rng.standard_normal((2, 3, 1, 1))
-    colours /= np.linalg.norm(colours, axis=1, keepdims=True)
-    image = colours[0] * texture + BACKGROUND * colours[1] * smooth
-    return (image - image.mean()) / image.std()
+    texture = _noise(np.exp(-np.minimum(*squares) / (2 * WIDTH**2)), rng)
+    smooth = 1 / np.maximum(np.hypot(x, y), 1 / SIDE)
+    background = _noise(np.broadcast_to(smooth, texture.shape), rng)
+    colours = rng.standard_normal((2, number, 3, 1, 1))
+    colours /= np.linalg.norm(colours, axis=2, keepdims=True)
+    made = colours[0] * texture[:, None] + BACKGROUND * colours[1] * background[:, None]
+    made -= made.mean(axis=(1, 2, 3), keepdims=True)
+    return made / made.std(axis=(1, 2, 3), keepdims=True), labels
+
+
+def _each(values: Float[ndarray, " n"]) -> Float[ndarray, "n 1 1"]:
+    return values[:, None, None]
 
 
 def _noise(
-    spectrum: Float[ndarray, "32 32"], rng: np.random.Generator
-) -> Float[ndarray, "32 32"]:
-    """Noise with such amplitudes, and a standard deviation of 1."""
-    white = np.fft.fft2(rng.standard_normal((SIDE, SIDE)))
-    noise = np.fft.ifft2(spectrum * white).real
-    return noise / noise.std()
-
-
-@functools.cache
-def _frequencies() -> tuple[Float[ndarray, "32 32"], Float[ndarray, "32 32"]]:
-    x, y = np.meshgrid(*2 * [np.fft.fftfreq(SIDE)], indexing="ij")
-    return x, y
-
-
-def _none() -> Float[ndarray, "0 3 32 32"]:
-    return np.zeros((0, 3, SIDE, SIDE))
+    spectra: Float[ndarray, "n 32 32"], rng: np.random.Generator
+) -> Float[ndarray, "n 32 32"]:
+    """Noise with these amplitudes, and a standard deviation of 1."""
+    white = np.fft.fft2(rng.standard_normal(spectra.shape))
+    noise = np.fft.ifft2(spectra * white).real
+    return noise / noise.std(axis=(1, 2), keepdims=True)

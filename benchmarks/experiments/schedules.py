@@ -8,7 +8,8 @@ are constant. The same schedules are run for damping, with lambda = 1/(eta K).
 
 Each schedule ends with the training of a linearised network. That network is judged,
 since a last long period is not made for the network itself, whose accuracy is drawn
-beside it.
+beside it. Accuracies are compared at the numbers of updates at which both schedules train
+it; after a long frozen period a few updates may not suffice for that.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 from numpy import ndarray
 from scipy.optimize import brentq
 
@@ -178,18 +179,33 @@ def _solver(settings: SchedulesSettings, point: Point) -> Scheduled:
 #
 
 
-def accuracy(runs: Runs, name: str = LINEARISED) -> Float[ndarray, " seeds"]:
-    """The final accuracy; NaN for seeds whose linearised network is not trained."""
+PerUpdates = Float[ndarray, "seeds updates"]
+
+
+def trained(runs: Runs) -> Bool[ndarray, " seeds"]:
+    """Whether the linearised network of each seed is trained in the end."""
     loss = runs.final("train_loss_linearised")
-    trained = loss <= thresholds.PART_OF_GUESSING * runs.final("guessing_loss")
-    return np.where(trained, runs.final(name), np.nan)
+    return loss <= thresholds.PART_OF_GUESSING * runs.final("guessing_loss")
+
+
+def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
+    """Its final accuracy; NaN for seeds that are not trained."""
+    return np.where(trained(runs), runs.final(LINEARISED), np.nan)
 
 
 def over_updates(
-    all_runs: Sequence[Runs], by: str, schedule: str, name: str = LINEARISED
-) -> Float[ndarray, "seeds updates"]:
+    all_runs: Sequence[Runs], by: str, schedule: str, of: Callable[[Runs], ndarray]
+) -> PerUpdates:
     line = select(all_runs, by=by, schedule=schedule)
-    return np.stack([accuracy(runs, name) for runs in line], axis=1)
+    return np.stack([of(runs) for runs in line], axis=1)
+
+
+def apart(a: PerUpdates, b: PerUpdates) -> Float[ndarray, " seeds"]:
+    """The mean difference of a seed, where both are known."""
+    known = np.isfinite(a - b)
+    total = np.where(known, a - b, 0).sum(axis=1)
+    number = known.sum(axis=1)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
 
 def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -197,26 +213,38 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
     for by in (STEPS, DAMPING):
         if not select(all_runs, by=by):
             continue
-        evenly = over_updates(all_runs, by, CONSTANT)
+        evenly = over_updates(all_runs, by, CONSTANT, accuracy)
         for schedule, threshold in (
             (FIRST, thresholds.RISES),
             (GROWING, thresholds.RISES),
             (SHRINKING, thresholds.FALLS),
             (LAST, thresholds.FALLS),
         ):
-            values = over_updates(all_runs, by, schedule)
+            values = over_updates(all_runs, by, schedule, accuracy)
             word = "better" if threshold is thresholds.RISES else "worse"
             verdicts.append(
                 judge(
                     f"By {by}: {schedule} is {word} than a constant strength at equal "
                     "numbers of feature updates",
                     "test accuracy of the one less that of the other, mean over the "
-                    "numbers of feature updates, a seed",
-                    (values - evenly).mean(axis=1),
+                    "numbers of feature updates at which both are trained, a seed",
+                    apart(values, evenly),
                     threshold,
                     untested=at_ceiling(*values.T, *evenly.T),
                 )
             )
+        last, first = (
+            over_updates(all_runs, by, schedule, trained) for schedule in (LAST, FIRST)
+        )
+        verdicts.append(
+            judge(
+                f"By {by}: {LAST} leaves more networks untrained than {FIRST}",
+                "share of the numbers of feature updates at which the one is not "
+                "trained less that of the other, a seed",
+                first.mean(axis=1) - last.mean(axis=1),
+                thresholds.RISES,
+            )
+        )
     most = max(settings.updates)
     throughout = accuracy(only(all_runs, by=THROUGHOUT))
     for schedule in (FIRST, CONSTANT):
@@ -249,23 +277,20 @@ def draw(
             (damping, DAMPING, LINEARISED, "Damping: the last linearised network"),
             (network, STEPS, "test_accuracy", "K steps: the network"),
         ):
+            final = lambda runs, name=name: runs.final(name)
             for schedule, colour in COLOURS.items():
                 line = select(all_runs, by=by, schedule=schedule)
                 if not line:
                     continue
-                x = [runs.point["updates"] for runs in line]
-                values = over_updates(all_runs, by, schedule, name)
-                band(axes, x, 100 * values, colour, schedule, "o-")
-            level = accuracy(throughout, name)
-            if np.isfinite(level).any():
-                axes.axhline(
-                    100 * np.nanmean(level),
-                    color=PURPLE,
-                    linestyle="--",
-                    label=THROUGHOUT,
-                )
+                x = np.array([runs.point["updates"] for runs in line])
+                values = 100 * over_updates(all_runs, by, schedule, final)
+                band(axes, x, values, colour, schedule, "o-")
+                few = over_updates(all_runs, by, schedule, trained).mean(axis=0) < 0.5
+                axes.plot(x[few], values.mean(axis=0)[few], "x", color=colour, ms=11)
+            level = 100 * final(throughout).mean()
+            axes.axhline(level, color=PURPLE, linestyle="--", label=THROUGHOUT)
             ends = min(settings.updates) / 1.2, 1.2 * max(settings.updates)
-            axes.set(xlim=ends, xscale="log")  # also if nothing is trained
+            axes.set(xlim=ends, xscale="log")
             axes.set(xlabel="Feature updates", title=title)
             axes.set_ylabel("Test accuracy (%)")
         steps.legend(fontsize="small")
@@ -277,7 +302,7 @@ def draw(
         periods.set_title(f"The periods of {shown:,} feature updates")
         for axes in (damping, network):
             axes.sharey(steps)
-    untrained = sum(int(np.sum(~np.isfinite(accuracy(runs)))) for runs in all_runs)
+    untrained = sum(int(np.sum(~trained(runs))) for runs in all_runs)
     caption = (
         "Test accuracy after the same number of inner steps, "
         f"{settings.num_steps:,}, over the number of feature updates, for five schedules "
@@ -285,7 +310,7 @@ def draw(
         f"trained last, and of the network. {training.described(settings)}, learning "
         f"rate {settings.learning_rate:g}; means and ranges of {settings.seeds} seeds. "
         f"{untrained} of {len(all_runs) * settings.seeds} linearised networks are not "
-        "trained, and left out."
+        "trained; crosses are where most are not."
     )
     return {"schedules": caption}
 
