@@ -82,13 +82,17 @@ class OwnKVsLambda(Settings):
 
 
 MEDIUM = OwnKVsLambda(
-    periods=_periods(per_decade=1), data="textures", network="lenet", num_train=40
+    periods=_periods(per_decade=1),
+    learning_rate=1e-5,  # the default's: the largest eigenvalue is 405 at first
+    data="textures",
+    network="lenet",
+    num_train=40,
 )
 
 
 def own(settings: KVsLambda | OwnKVsLambda) -> OwnKVsLambda:
     if isinstance(settings, OwnKVsLambda):
-        return dataclasses.replace(settings, num_train=None)
+        return dataclasses.replace(settings, learning_rate=None, num_train=None)
     return OwnKVsLambda(settings.seeds, 0, settings.periods, None, settings.digits_steps)
 
 
