@@ -21,7 +21,7 @@ CLASSES = tuple(itertools.product(np.radians([0, 22.5, 45, 67.5, 90]), (0.12, 0.
 """Orientation, and cycles for each pixel."""
 JITTER, WIDTH = np.radians(8), 0.03
 """The spread of an image's orientation, and of its frequencies."""
-BACKGROUND = 1.5
+BACKGROUND = 0.5
 """Standard deviation of the background, in units of the texture's."""
 
 

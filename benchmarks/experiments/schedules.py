@@ -50,9 +50,9 @@ class SchedulesSettings(Images):
     damped_up_to: int = 30
     """The largest number of feature updates by damping, each of which solves a problem by
     Newton's method."""
-    num_steps: int = 30_000
-    """Inner steps of every run: twelve times those that train the network with K = 1."""
-    num_train: int | None = 50
+    num_steps: int = 20_000
+    """Inner steps of every run, several times those that train the network with K = 1."""
+    num_train: int | None = 30
     num_looks: int = 10
 
 
