@@ -224,12 +224,12 @@ def regression_accuracy(model: PyTree, state: PyTree, draw: Draw) -> float:
     kernel = np.asarray(_kernel_of(model, state, inputs))
     m = round(kernel.size**0.5)
     kernel = kernel.reshape(m, m)
-    values = scores.as_values(targets, m // targets.size)
+    values = np.asarray(scores.as_values(targets, m // targets.size))
     mean = values.mean(axis=0)
     damped = kernel + RIDGE * np.trace(kernel) / m * np.eye(m)
     weights = np.linalg.solve(damped, np.ravel(values - mean))
     across = np.asarray(_kernel_of(model, state, tested, inputs)).reshape(-1, m)
-    outputs = (across @ weights).reshape(len(tested), *mean.shape) + mean
+    outputs = jnp.asarray((across @ weights).reshape(len(tested), *mean.shape) + mean)
     return float(scores.score(outputs, test_targets, scores.spread(targets)))
 
 
