@@ -104,7 +104,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(dry_run, "BUDGET", 0)
     monkeypatch.chdir(tmp_path)
     options = ["--seeds", "3", "--seed-offset", "4", "--steps", "50", "--grid", "1,10"]
-    assert main(["kernel-drift", "--dry-run", *options]) == 0
+    assert main(["large-k-augmented", "--dry-run", *options]) == 0
     said = capsys.readouterr().out
     assert "2 points, seeds 4 to 6. Nothing is run or written." in said
     assert "6 runs, and at most 300 steps in all" in said
@@ -114,7 +114,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
 
 def test_a_dry_run_measures(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "BUDGET", 1e6)
-    settings = dataclasses.replace(kernel_drift.QUICK, num_steps=20, periods=(1, 10))
+    settings = dataclasses.replace(kernel_drift.QUICK, num_steps=20, batch_size=50)
     one = dataclasses.replace(kernel_drift.EXPERIMENT, quick=settings)
     dry_run.dry_run("kernel-drift", one, Options(None, "quick"))
     said = capsys.readouterr().out
