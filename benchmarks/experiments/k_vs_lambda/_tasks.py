@@ -84,6 +84,7 @@ class OwnKVsLambda(Settings):
 MEDIUM = OwnKVsLambda(
     periods=_periods(per_decade=1),
     learning_rate=1e-5,  # the default's: the largest eigenvalue is 405 at first
+    num_steps=15,
     data="textures",
     network="lenet",
     num_train=40,
