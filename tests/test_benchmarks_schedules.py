@@ -163,6 +163,7 @@ def test_passes_are_those_before_the_gradient():
     others = np.array([[10.0, 100.0], [100.0, 10.0], [100.0, 10.0]])
     found = beta_sweep.against_best(np.full(3, 10.0), others)
     np.testing.assert_allclose(found[0], -1)
+    assert np.isnan(beta_sweep.against_best(np.ones(1), np.ones((1, 2)))).all()
 
 
 def test_rates_orders_and_accuracies_are_judged():

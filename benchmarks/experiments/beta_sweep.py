@@ -181,7 +181,7 @@ def against_best(
     for seed in range(len(own)):
         rest = np.delete(logs, seed, axis=0)
         whole = np.isfinite(rest).all(axis=0)
-        if whole.any():
+        if len(rest) and whole.any():
             best = np.flatnonzero(whole)[rest[:, whole].mean(axis=0).argmin()]
             found[seed] = np.log10(own[seed]) - logs[seed, best]
     return found
