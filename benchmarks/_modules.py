@@ -28,6 +28,8 @@ EXPERIMENTS = {
         "stability",
         "adaptive",
         "kernel-drift",
+        "schedules",
+        "beta-sweep",
         "regimes",
         "lazy-to-rich",
         "optimisers",

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 
-Scale = Literal["quick", "embedded", "full"]
+Scale = Literal["quick", "embedded", "medium", "full"]
+LARGE: tuple[Scale, ...] = ("medium", "full")
+"""The scales whose runs are long: they have checkpoints, and use all threads."""
 
 
 @dataclasses.dataclass(frozen=True)

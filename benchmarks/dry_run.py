@@ -18,7 +18,7 @@ import jax
 from threadpoolctl import threadpool_limits
 
 from . import _results
-from ._options import Options
+from ._options import LARGE, Options
 from .experiment import Experiment, Place, Point
 
 
@@ -155,7 +155,7 @@ def dry_run(name: str, experiment: Experiment, options: Options) -> None:
     begun = time.perf_counter()
     place = Place(options.data_dir, rehearsal=Rehearsal(BUDGET))
     base, planned = _peak(), {}
-    with threadpool_limits(None if options.scale == "full" else 1, user_api="blas"):
+    with threadpool_limits(None if options.scale in LARGE else 1, user_api="blas"):
         # In random order, so that those within the budget are like the others.
         for i in random.Random(0).sample(range(len(points)), len(points)):
             planned[i] = _rehearsed(experiment, settings, points[i], place)

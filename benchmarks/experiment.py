@@ -25,7 +25,7 @@ from rich.progress import track
 from threadpoolctl import threadpool_limits
 
 from . import _results, own_task
-from ._options import Options, Refusal, Scale
+from ._options import LARGE, Options, Refusal, Scale
 from .verdicts import print_verdicts, Verdict
 
 
@@ -166,10 +166,18 @@ class Experiment(Generic[S]):
     """Another experiment with the same settings and runs."""
     seedless: Callable[[Point], bool] = lambda point: False
     """Whether the runs at a point do not depend on the seeds."""
+    medium: S | None = None
+    """The paper's network on images that need no files (`benchmarks/data/textures.py`);
+    `None` if the experiment is not about images."""
 
     def defaults(self, scale: Scale, of_own_task: bool) -> Any:
         """The settings of the scale, or those for a user's own task."""
         settings = getattr(self, scale)
+        if settings is None:
+            raise Refusal(
+                "This experiment has no medium scale, which is for images; leave --scale "
+                "out."
+            )
         if not of_own_task:
             return settings
         if self.own is None:
@@ -370,7 +378,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     folder = Folder(options.out, name, settings, options, circumstances)
     made, borrowed, commits = [], 0, [_results.commit()]
     # On matrices as small as these, LAPACK's threads and XLA's wait for each other.
-    threads = None if options.scale == "full" else 1
+    threads = None if options.scale in LARGE else 1
     with threadpool_limits(threads, user_api="blas"):
         for point in track(experiment.points(settings), name):
             found = folder.load(point) if options.resume else None
@@ -435,7 +443,7 @@ def _first_seed(settings: Settings, runs: Runs) -> int:
 
 def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
     start = time.perf_counter()
-    kept = folder.checkpoints(point) if options.scale == "full" else None
+    kept = folder.checkpoints(point) if options.scale in LARGE else None
     place = Place(options.data_dir, kept, options.resume)
     columns = experiment.train(settings, point, place)
     columns = {key: np.asarray(column) for key, column in columns.items()}

@@ -52,7 +52,11 @@ OUTCOMES: dict[str, str] = {
     UNDECIDED: "undecided",
     NOT_TESTED: "untested",
 }
-SCALES = {"quick": ["--quick"], "full": ["--scale", "full"]}
+SCALES = {
+    "quick": ["--quick"],
+    "medium": ["--scale", "medium"],
+    "full": ["--scale", "full"],
+}
 """Options of the command line for each scale."""
 
 

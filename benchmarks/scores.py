@@ -9,6 +9,7 @@ the mean of the training targets.
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +23,13 @@ from .thresholds import TRAINED_LOSS
 
 def are_classes(targets: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.asarray(targets).dtype, jnp.integer)
+
+
+def as_values(targets: Array, num_classes: int) -> Array:
+    """Classes as values whose mean is zero; values as they are."""
+    if not are_classes(targets):
+        return targets
+    return jax.nn.one_hot(targets, num_classes, dtype=float) - 1 / num_classes
 
 
 def loss_of(

@@ -16,7 +16,7 @@ import threading
 import numpy as np
 import pytest
 
-from benchmarks.data import cifar10, mnist, pickled, standard, xor
+from benchmarks.data import cifar10, mnist, pickled, standard, textures, xor
 from benchmarks.data.files import Damage, DataError
 
 
@@ -732,3 +732,37 @@ def test_xor():
 def test_xor_of_a_seed():
     np.testing.assert_array_equal(*(xor.examples(9, seed=3)[0] for _ in range(2)))
     assert not np.array_equal(xor.examples(9, 3)[0], xor.examples(9, 4)[0])
+
+
+def test_textures_tell_their_class_by_their_spectrum_alone():
+    (images, labels), validation, (test, test_labels) = textures.draw(1_000, 0)
+    assert images.shape == (1_000, 3, 32, 32)
+    assert len(validation[1]) == 500
+    np.testing.assert_allclose(images.mean(axis=(1, 2, 3)), 0, atol=1e-12)
+    np.testing.assert_allclose(images.std(axis=(1, 2, 3)), 1)
+    assert np.bincount(labels).tolist() == 10 * [100]
+
+    def right(of, test=test):
+        """The share right of the class with the nearest mean."""
+        means = np.stack([of(images[labels == c]).mean(axis=0) for c in range(10)])
+        away = ((of(test)[:, None] - means) ** 2).sum(axis=2)
+        return np.mean(away.argmin(axis=1) == test_labels)
+
+    def spectrum(images):
+        return np.log(np.abs(np.fft.fft2(images)).mean(axis=1)).reshape(len(images), -1)
+
+    assert right(lambda images: images.reshape(len(images), -1)) < 0.2
+    assert right(spectrum) > 0.6
+    # A flip leaves the class what it is.
+    assert right(spectrum, test[..., ::-1]) > 0.6
+
+
+def test_textures_depend_on_the_seed_and_the_test_images_on_nothing_else():
+    train, validation, test = textures.draw(20, 3)
+    again = textures.draw.__wrapped__(20, 3)
+    np.testing.assert_array_equal(train[0], again[0][0])
+    other = textures.draw(20, 4)
+    assert np.abs(train[0] - other[0][0]).max() > 1
+    more = textures.draw(30, 3)
+    np.testing.assert_array_equal(more[2][0], test[0])
+    np.testing.assert_array_equal(more[1][0], validation[0])

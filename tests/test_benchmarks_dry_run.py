@@ -78,8 +78,15 @@ def test_runs_that_end_early_or_make_all_steps_are_measured(monkeypatch):
     assert work.asked[-2:] == [50, 50]
 
 
-@pytest.mark.parametrize("scale", ["quick", "embedded", "full"])
-@pytest.mark.parametrize("name", REHEARSED)
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        (name, scale)
+        for name in REHEARSED
+        for scale in ("quick", "embedded", "medium", "full")
+        if getattr(MODULES[name].EXPERIMENT, scale) is not None
+    ],
+)
 def test_no_point_is_run_in_a_dry_run(name, scale, tmp_path):
     """Without the files, too, and without a measurement."""
     one = MODULES[name].EXPERIMENT
@@ -97,7 +104,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
     monkeypatch.setattr(dry_run, "BUDGET", 0)
     monkeypatch.chdir(tmp_path)
     options = ["--seeds", "3", "--seed-offset", "4", "--steps", "50", "--grid", "1,10"]
-    assert main(["kernel-drift", "--dry-run", *options]) == 0
+    assert main(["large-k-augmented", "--dry-run", *options]) == 0
     said = capsys.readouterr().out
     assert "2 points, seeds 4 to 6. Nothing is run or written." in said
     assert "6 runs, and at most 300 steps in all" in said
@@ -107,7 +114,7 @@ def test_a_dry_run_counts_steps_and_writes_nothing(tmp_path, capsys, monkeypatch
 
 def test_a_dry_run_measures(capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "BUDGET", 1e6)
-    settings = dataclasses.replace(kernel_drift.QUICK, num_steps=20, periods=(1, 10))
+    settings = dataclasses.replace(kernel_drift.QUICK, num_steps=20, batch_size=50)
     one = dataclasses.replace(kernel_drift.EXPERIMENT, quick=settings)
     dry_run.dry_run("kernel-drift", one, Options(None, "quick"))
     said = capsys.readouterr().out
@@ -137,6 +144,13 @@ def test_experiments_without_a_rate_say_how_long_they_took(capsys):
     assert "2,600 runs. No rate" in said
     assert "No rate is measured for this experiment" in said
     assert re.search("runs in the repository took .* hours on 2 processors", said)
+
+
+def test_the_page_names_the_experiments_with_a_medium_scale():
+    text = (dry_run._KEPT.parents[1] / "docs" / "benchmarks.md").read_text()
+    sentence = re.search(r"experiments have a medium scale: (.*?)\n\n", text, re.S)
+    named = set(re.findall("`([a-z-]+)`", sentence[1]))
+    assert named == {name for name in MODULES if MODULES[name].EXPERIMENT.medium}
 
 
 def test_the_page_names_the_experiments_without_a_rate():

@@ -321,12 +321,22 @@ def test_mini_batches_train_values_and_state(kind, task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["batch", "stability", "kernel-drift", "k-sweep"])
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        ("batch", "1,10"),
+        ("stability", "1,10"),
+        ("kernel-drift", "1,10"),
+        ("k-sweep", "1,10"),
+        ("schedules", "3,10"),
+        ("beta-sweep", "0.1,0.5"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["classes", "values"])
-def test_an_experiment_runs_on_the_task(name, kind, task, tmp_path):
+def test_an_experiment_runs_on_the_task(name, grid, kind, task, tmp_path):
     written(task, KINDS[kind])
     out = tmp_path / "results"
-    command = [name, "--quick", "--task", str(task), "--seeds", "1", "--grid", "1,10"]
+    command = [name, "--quick", "--task", str(task), "--seeds", "1", "--grid", grid]
     assert main([*command, "--out", str(out)]) == 0
     settings = json.loads((out / "settings.json").read_text())
     assert settings["settings"]["data"] == str(task)

@@ -18,6 +18,7 @@ from benchmarks import __main__ as command_line, _results, experiment
 from benchmarks.__main__ import BENCHMARKS, EXPERIMENTS, main
 from benchmarks._options import Options, Refusal
 from benchmarks.experiment import Experiment, only, Runs, select, Settings
+from benchmarks.experiments import xor_features
 from benchmarks.thresholds import RISES
 from benchmarks.verdicts import judge
 
@@ -231,6 +232,11 @@ def test_files_of_other_settings_are_refused_wherever_they_came_from(calls, tmp_
 def test_resume_without_results_starts(calls, tmp_path):
     calls.run(tmp_path / "new", resume=True)
     assert calls.trained.total() == 3
+
+
+def test_a_medium_scale_is_for_images():
+    with pytest.raises(Refusal, match="has no medium scale, which is for images"):
+        xor_features.EXPERIMENT.settings(Options(Path("x"), "medium"))
 
 
 def test_checkpoints_are_for_the_full_scale_alone(calls, tmp_path):
@@ -556,7 +562,7 @@ def test_impossible_options_are_refused_in_one_line(arguments, words, ran, capsy
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--scale", "ful"], "must be embedded or full, but is 'ful'; did you mean"),
+        (["--scale", "ful"], "must be embedded, medium or full, but is 'ful'; did"),
         (["--device", "tpu"], "must be cpu or gpu, but is 'tpu'"),
         (["--grid", "a"], "must be numbers with commas between"),
         (["--grid", "1,,2"], "must be numbers with commas between"),

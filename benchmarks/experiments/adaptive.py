@@ -66,6 +66,7 @@ FULL = dataclasses.replace(
     num_looks=200,
     after=100,
 )
+MEDIUM = training.medium(FULL, periods=(10.0, 100.0, 1e3, 1e4), longest=10_000)
 
 
 def points(settings: Adaptive) -> list[Point]:
@@ -216,4 +217,5 @@ EXPERIMENT = Experiment(
     steps="",
     own=training.own,
     rehearsed=True,
+    medium=MEDIUM,
 )

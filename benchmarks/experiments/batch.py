@@ -47,6 +47,9 @@ FULL = dataclasses.replace(
     num_steps=100_000,
     num_looks=100,
 )
+MEDIUM = training.medium(
+    FULL, periods=(1, 10, 100, 1_000), num_train=1_000, learning_rate=1e-3
+)
 
 
 def points(settings: Batch) -> list[Point]:
@@ -147,4 +150,5 @@ EXPERIMENT = Experiment(
     grid="periods",
     own=training.own,
     rehearsed=True,
+    medium=MEDIUM,
 )

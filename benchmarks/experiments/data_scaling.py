@@ -54,6 +54,9 @@ FULL = dataclasses.replace(
     num_steps=1_000_000,
     num_looks=20,
 )
+MEDIUM = training.medium(
+    FULL, sizes=(500, 1_000, 2_000, 5_000), periods=(1.0, 1e2, 1e3, math.inf)
+)
 
 
 def points(settings: DataScaling) -> list[Point]:
@@ -161,4 +164,5 @@ EXPERIMENT = Experiment(
     grid="periods",
     own=training.own,
     rehearsed=True,
+    medium=MEDIUM,
 )

@@ -4,32 +4,45 @@ The rotation of the kernel is measured in equal parts of the training, as the an
 between the kernels at the ends of each. A sum over looks would depend on the number of
 looks: the sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten
 times as many.
+
+A second part asks what one feature update is worth. The paper notes that one step of
+K = 1 learns fewer features than 10^5 steps of K = 10^5, although both are one update. On
+the full batch the features after one update of K steps are compared with those after one
+step, and after as many steps with K = 1: by the angle from the first kernel, and by the
+test accuracy of regression with the kernel.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, PyTree
 from numpy import ndarray
 
 import gnlin
 
-from .. import thresholds, training
-from ..experiment import Experiment, only, Place, Point, Runs
-from ..figures import band, figure, shades
-from ..training import Columns, Images
-from ..verdicts import judge, Verdict
+from .. import own_task, scores, thresholds, training
+from ..dry_run import Tally
+from ..experiment import Experiment, only, Place, Point, Runs, select
+from ..figures import band, BLACK, BLUE, figure, shades
+from ..training import Columns, Draw, Images
+from ..verdicts import at_ceiling, judge, Verdict
 
 
 PARTS = 5
 """Number of equal parts of the training; the claim is that the kernel changes fastest in
 the first."""
 ANGLES = tuple(f"angle_{part}" for part in range(1, PARTS + 1))
+ONE_UPDATE, AS_MANY_STEPS = "one feature update", "as many steps of K = 1"
+RIDGE = 1e-3
+"""Damping of regression with a kernel, relative to its mean eigenvalue."""
+MOST_TESTED = 500
+"""Number of test examples for that regression."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +55,14 @@ class KernelDrift(Images):
     num_looks: int = 80
     num_kernel: int = 20
     """Number of training images for the kernel."""
+    lengths: tuple[int, ...] = (1, 10, 100, 1_000, 10_000, 100_000)
+    """K of one feature update, on the full batch."""
 
 
 EMBEDDED = KernelDrift()
-QUICK = dataclasses.replace(EMBEDDED, seeds=2, periods=(1, 10), num_steps=50, num_looks=5)
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=2, periods=(1, 10), num_steps=50, num_looks=5, lengths=(1, 100)
+)
 FULL = dataclasses.replace(
     EMBEDDED,
     periods=(1, 1_000, 100_000),
@@ -58,15 +75,21 @@ FULL = dataclasses.replace(
     num_kernel=30,
     num_looks=100,
 )
+MEDIUM = training.medium(FULL, periods=(1, 100, 1_000))
 
 
 def points(settings: KernelDrift) -> list[Point]:
-    return [{"period": period} for period in settings.periods]
+    found: list[Point] = [{"period": period} for period in settings.periods]
+    if settings.batch_size is None:
+        found += [{"after": ONE_UPDATE}, {"after": AS_MANY_STEPS}]
+    return found
 
 
 def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
     """Train, on mini-batches or not. The kernels are computed at evenly spaced looks, and
     only their alignments are kept."""
+    if "after" in point:
+        return _train_features(settings, point, place)
 
     def callbacks(draw, model, state):
         images = draw.train[0][: settings.num_kernel]
@@ -102,6 +125,119 @@ def _angles(kernels: ndarray) -> list[float]:
     return [float(np.arccos(np.clip(_aligned(pair), -1, 1))) for pair in pairs]
 
 
+#
+# Features after one update
+#
+
+
+def _train_features(settings: KernelDrift, point: Point, place: Place) -> Columns:
+    """The features of all seeds; a look is a number of steps."""
+    one_update = point["after"] == ONE_UPDATE
+    if place.rehearsal is not None:
+        alone = dataclasses.replace(place, rehearsal=None)
+
+        def attempt(number: int) -> Tally:
+            # All updates, whose number of steps matters little, or some of the steps.
+            lengths = settings.lengths if one_update else (number,)
+            one = dataclasses.replace(settings, seeds=1, lengths=lengths)
+            passes = _train_features(one, point, alone)["passes"].max()
+            return Tally(len(lengths) if one_update else number, passes)
+
+        number = len(settings.lengths) if one_update else max(settings.lengths)
+        place.rehearsal(point["after"], settings.seeds, number, attempt, whole=one_update)
+    runs = []
+    for seed in settings.each_seed:
+        draw = training.load(settings, place, seed)
+        start = own_task.with_state(training.model_of(settings)(jax.random.key(seed)))
+        models = _updated_once if one_update else _stepped
+        first = _kernel_of(*start, draw.train[0][: settings.num_kernel])
+        looks = [
+            _measured(model, state, passes, draw, first)
+            for model, state, passes in models(settings, start, draw)
+        ]
+        runs.append({name: np.array([x[name] for x in looks]) for name in looks[0]})
+    columns = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+    lengths = np.broadcast_to(sorted(settings.lengths), (settings.seeds, len(looks)))
+    return columns | {"inner_steps": lengths}
+
+
+def _updated_once(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
+    """The model after one update of each number of steps, with its state and passes."""
+    for length in sorted(settings.lengths):
+        method = training.method_of(length)
+        yield _solved(settings, *start, draw, (length, method), 1)
+
+
+def _stepped(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
+    """The same after each number of steps with K = 1."""
+    (model, state), made, passes = start, 0, 0.0
+    for length in sorted(settings.lengths):
+        one_by_one = 1, training.method_of(1)
+        model, state, more = _solved(
+            settings, model, state, draw, one_by_one, length - made
+        )
+        made, passes = length, passes + more
+        yield model, state, passes
+
+
+def _solved(
+    settings: KernelDrift, model, state, draw: Draw, how: tuple[int, Any], updates: int
+) -> tuple[PyTree, PyTree, float]:
+    period, method = how
+    solution = gnlin.solve(
+        model,
+        draw.train,
+        gnlin.IterativeLinearisation(
+            jnp.asarray(float(period)), settings.learning_rate, method=method
+        ),
+        loss=scores.loss_of(draw.train[1], settings.reduction),
+        max_steps=updates,
+        state=state,
+        divergence=None,
+        history=False,
+    )
+    stats = solution.stats
+    passes = float(stats["num_jvps"] + stats["num_vjps"])
+    return solution.model, solution.state, passes
+
+
+def _kernel_of(model: PyTree, state: PyTree, *inputs: Array) -> Array:
+    return gnlin.TangentKernel(model, state=state)(*inputs)
+
+
+def _measured(model, state, passes: float, draw: Draw, first: Array) -> dict[str, float]:
+    (inputs, _), num_kernel = draw.train, len(first)
+    kernel = _kernel_of(model, state, inputs[:num_kernel])
+    outputs = training.outputs_of(model, state, inputs)
+    return {
+        "angle": _angles(np.stack([first, kernel]))[0],
+        "regression_accuracy": regression_accuracy(model, state, draw),
+        "train_loss": float(scores.mean_loss(outputs, draw.train[1])),
+        "passes": passes,
+    }
+
+
+def regression_accuracy(model: PyTree, state: PyTree, draw: Draw) -> float:
+    """The test accuracy of regression with the model's kernel, without its outputs."""
+    (inputs, targets), _, (tested, test_targets) = draw
+    tested, test_targets = tested[:MOST_TESTED], test_targets[:MOST_TESTED]
+    kernel = np.asarray(_kernel_of(model, state, inputs))
+    m = round(kernel.size**0.5)
+    kernel = kernel.reshape(m, m)
+    values = np.asarray(scores.as_values(targets, m // targets.size))
+    mean = values.mean(axis=0)
+    damped = kernel + RIDGE * np.trace(kernel) / m * np.eye(m)
+    weights = np.linalg.solve(damped, np.ravel(values - mean))
+    across = np.asarray(_kernel_of(model, state, tested, inputs)).reshape(-1, m)
+    outputs = jnp.asarray((across @ weights).reshape(len(tested), *mean.shape) + mean)
+    return float(scores.score(outputs, test_targets, scores.spread(targets)))
+
+
+#
+# Verdicts
+#
+
+
 def angles(runs: Runs) -> Float[ndarray, "seeds parts"]:
     return np.concatenate([runs[name] for name in ANGLES], axis=1)
 
@@ -130,7 +266,47 @@ def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
                 thresholds.FASTEST_EARLY,
             ),
         ]
-    return verdicts
+    return verdicts + _judge_features(settings, all_runs)
+
+
+def _judge_features(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
+    if not select(all_runs, after=ONE_UPDATE):
+        return []
+    updated, stepped = (
+        only(all_runs, after=which) for which in (ONE_UPDATE, AS_MANY_STEPS)
+    )
+    longest = max(settings.lengths)
+    accuracy = "regression_accuracy"
+    once, steps = updated[accuracy], stepped[accuracy]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        further = np.log2(updated.final("angle") / stepped.final("angle"))
+    of_regression = "test accuracy of regression with the kernel after the one less that"
+    return [
+        judge(
+            f"One feature update of K = {longest:,} learns better features than one of "
+            f"K = {min(settings.lengths)}",
+            f"{of_regression} after the other, a seed",
+            once[:, -1] - once[:, 0],
+            thresholds.RISES,
+            untested=at_ceiling(once[:, 0], once[:, -1]),
+        ),
+        judge(
+            f"One feature update of K = {longest:,} learns worse features than as many "
+            "steps of K = 1",
+            f"{of_regression} after the other, a seed",
+            once[:, -1] - steps[:, -1],
+            thresholds.FALLS,
+            untested=at_ceiling(once[:, -1], steps[:, -1]),
+        ),
+        judge(
+            f"One feature update of K = {longest:,} turns the kernel less than as many "
+            "steps of K = 1",
+            "log2 of the angle from the first kernel after the one over that after the "
+            "other, a seed",
+            further,
+            thresholds.FALLS,
+        ),
+    ]
 
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
@@ -140,10 +316,12 @@ def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[
         "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
         "alignment_with_last": ("With the last kernel", lambda end: end),
     }
-    with figure(out / "kernel_drift.png", width=11, height=4.6) as drawing:
-        panels = drawing.subplots(1, 2, sharey=True)
+    features = select(all_runs, after=ONE_UPDATE) + select(all_runs, after=AS_MANY_STEPS)
+    rows = 2 if features else 1
+    with figure(out / "kernel_drift.png", width=11, height=4.4 * rows) as drawing:
+        panels = drawing.subplots(rows, 2, squeeze=False)
         for panel, (name, (title, at_start)) in zip(
-            panels, panels_of.items(), strict=True
+            panels[0], panels_of.items(), strict=True
         ):
             for period, colour in zip(settings.periods, colours, strict=True):
                 runs, label = only(all_runs, period=period), f"K = {period:,}"
@@ -152,14 +330,33 @@ def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[
                 values = np.concatenate([at_start(end), runs[name]], axis=1)
                 band(panel, steps, values, colour, label)
             panel.set(title=title, xlabel="Inner steps")
-        panels[0].set_ylabel("Centred kernel alignment")
-        panels[0].legend()
-    return {
-        "kernel_drift": "Centred alignment of the kernel of "
+        panels[0, 1].sharey(panels[0, 0])
+        panels[0, 0].set_ylabel("Centred kernel alignment")
+        panels[0, 0].legend()
+        for runs, colour in zip(features, (BLUE, BLACK), strict=False):
+            label, x = str(runs.point["after"]), runs["inner_steps"][0]
+            band(panels[1, 0], x, runs["angle"], colour, label, "o-")
+            accuracy = 100 * runs["regression_accuracy"]
+            band(panels[1, 1], x, accuracy, colour, label, "o-")
+        if features:
+            panels[1, 0].set(ylabel="Angle from the first kernel")
+            panels[1, 1].set(ylabel="Test accuracy of its regression (%)")
+            panels[1, 0].legend()
+            for panel in panels[1]:
+                panel.set(xscale="log", xlabel="Inner steps")
+    caption = (
+        "Centred alignment of the kernel of "
         f"{settings.num_kernel} training images with the kernel before training, and "
         f"with that after it. {training.described(settings)}, learning rate "
         f"{settings.learning_rate:g}; means and ranges of {settings.seeds} seeds."
-    }
+    )
+    if features:
+        caption += (
+            " Below, the angle of the kernel from the first, and the test accuracy of "
+            f"regression with it (ridge {RIDGE:g} of the mean eigenvalue), after one "
+            "feature update of so many steps and after as many steps with K = 1."
+        )
+    return {"kernel_drift": caption}
 
 
 EXPERIMENT = Experiment(
@@ -170,8 +367,10 @@ EXPERIMENT = Experiment(
     train,
     judge_all,
     draw,
-    paper="After Fort et al. (2020): the kernel changes fastest early in training.",
+    paper="After Fort et al. (2020): the kernel changes fastest early in training. One "
+    "step of K = 1 learns fewer features than 10^5 steps of K = 10^5.",
     grid="periods",
     own=training.own,
     rehearsed=True,
+    medium=MEDIUM,
 )

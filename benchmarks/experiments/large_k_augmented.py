@@ -69,6 +69,7 @@ FULL = dataclasses.replace(
     num_probed=10_000,
     augmentation="flip-and-crop",
 )
+MEDIUM = training.medium(FULL, periods=(1, 1_000), num_looks=40, num_probed=1_000)
 
 
 def points(settings: LargeK) -> list[Point]:
@@ -198,4 +199,5 @@ EXPERIMENT = Experiment(
     "81.4 % (K = 5 x 10^6); 8 to 12 feature updates suffice.",
     grid="periods",
     rehearsed=True,
+    medium=MEDIUM,
 )

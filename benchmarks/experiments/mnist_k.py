@@ -55,6 +55,7 @@ FULL = dataclasses.replace(
     num_steps=200_000,
     num_looks=2_000,
 )
+MEDIUM = training.medium(FULL)
 
 
 def points(settings: MnistK) -> list[Point]:
@@ -192,4 +193,5 @@ EXPERIMENT = Experiment(
     grid="periods",
     own=training.own,
     rehearsed=True,
+    medium=MEDIUM,
 )

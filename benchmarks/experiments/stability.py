@@ -55,6 +55,7 @@ FULL = dataclasses.replace(
     reduction="sum",
     num_steps=100_000,
 )
+MEDIUM = training.medium(FULL, periods=(1, 10, 100, 1_000), num_steps=2_000)
 
 
 def points(settings: Stability) -> list[Point]:
@@ -188,4 +189,5 @@ EXPERIMENT = Experiment(
     own=training.own,
     bounds=(1, 1e5),  # steps that are taken one by one
     rehearsed=True,
+    medium=MEDIUM,
 )

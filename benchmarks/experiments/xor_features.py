@@ -25,7 +25,7 @@ import gnlin
 from .. import thresholds
 from ..data import xor
 from ..experiment import Columns, Experiment, Place, Point, Runs, select, Settings
-from ..figures import band, BLUE, figure, ORANGE
+from ..figures import band, BLACK, BLUE, figure, ORANGE, shades
 from ..networks.mlp import xor_mlp
 from ..verdicts import at_ceiling, judge, rank_correlation, Verdict
 
@@ -186,14 +186,14 @@ def _initial(scale: float) -> str:
 
 
 def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Draw alignment over strength, and for each initialisation and solver a row of
-    planes."""
+    """Draw alignment over strength, and for each initialisation and solver a histogram
+    and a row of planes."""
     num_shown = min(_SHOWN, len(settings.periods))
     shown = np.linspace(0, len(settings.periods) - 1, num_shown).round().astype(int)
     kinds = [(s, solver) for s in settings.scales for solver in (BY_PERIOD, BY_DAMPING)]
     largest = max(np.abs(runs["weights"][0, :, 2]).max() for runs in all_runs)
-    with figure(out / "xor_features.png", width=14, height=3 * len(kinds)) as drawing:
-        axes = drawing.subplots(len(kinds), 1 + num_shown, squeeze=False)
+    with figure(out / "xor_features.png", width=17, height=3 * len(kinds)) as drawing:
+        axes = drawing.subplots(len(kinds), 2 + num_shown, squeeze=False)
         points = None
         for row, (scale, solver) in zip(axes, kinds, strict=True):
             of_kind = select(all_runs, scale=scale, solver=solver)
@@ -203,19 +203,21 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
                 band(row[0], settings.periods, values, colour, kind, "o-")
             row[0].set(xscale="log", xlabel=f"${over}$")
             row[0].set_title(_initial(scale).capitalize(), fontsize="medium")
-            for plane, i in zip(row[1:], shown, strict=True):
+            _draw_histogram(row[1], [of_kind[i] for i in shown])
+            for plane, i in zip(row[2:], shown, strict=True):
                 points = _draw_plane(plane, of_kind[i]["weights"][0], largest)
                 plane.set_title(_strength(of_kind[i]), fontsize="medium")
-            row[1].set_ylabel("$w_2$")
+            row[2].set_ylabel("$w_2$")
         axes[0, 0].legend(fontsize="small")
-        for axis in axes[-1, 1:]:
+        for axis in axes[-1, 2:]:
             axis.set_xlabel("$w_1$")
         if points is not None:
             drawing.colorbar(points, ax=axes[:, -1], label="Output weight")
     caption = (
         "Alignment of the hidden units with a corner, over K and over damping at matched "
         f"strength, from the usual initialisation and from a smaller one: means and "
-        f"ranges of {settings.seeds} seeds. Beside it the units' weights of one seed, "
+        f"ranges of {settings.seeds} seeds. Beside it the alignments of all units, with "
+        "those of random directions (dotted), and the units' weights of one seed, "
         "coloured by output weight, on one scale for all. 2-100-1 network on "
         f"{settings.num_train} noisy XOR points, drawn anew each seed; learning rate "
         f"{settings.learning_rate:g}, {settings.num_steps:,} inner steps, and at least "
@@ -223,6 +225,27 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
         "steps."
     )
     return {"xor_features": caption}
+
+
+def alignments(runs: Runs) -> Float[ndarray, " units"]:
+    """The alignment of each unit of all seeds."""
+    rows = runs["weights"][..., :2].reshape(-1, 2)
+    cosines = rows @ CORNERS.T / np.linalg.norm(CORNERS, axis=1)
+    return cosines.max(axis=1) / np.linalg.norm(rows, axis=1)
+
+
+def _draw_histogram(axes, all_runs: Sequence[Runs]) -> None:
+    """Draw the units' alignments at each strength, with that of random directions."""
+    bins = np.linspace(np.sqrt(0.5), 1, 21)
+    # The angle to the nearest corner is uniform for random directions.
+    random = np.diff(-np.arccos(bins)) / (np.pi / 4)
+    axes.stairs(100 * random, bins, color=BLACK, linestyle=":", label="random")
+    for runs, colour in zip(all_runs, shades(len(all_runs)), strict=True):
+        number, _ = np.histogram(alignments(runs), bins)
+        share = 100 * number / number.sum()
+        axes.stairs(share, bins, color=colour, label=_strength(runs))
+    axes.set(xlabel="Alignment", ylabel="Units (%)")
+    axes.legend(fontsize="xx-small", loc="upper left")
 
 
 def _draw_plane(axes, weights: Float[ndarray, "units 3"], largest: float) -> Any:

@@ -47,6 +47,7 @@ from ._tasks import (
     FULL,
     KVsLambda,
     make_task,
+    MEDIUM,
     names_of,
     NUM_TEST,
     own,
@@ -192,5 +193,6 @@ EXPERIMENT = Experiment(
     grid="periods",
     runs_at_a_point=lambda settings: len(settings.periods),
     own=own,
+    medium=MEDIUM,
     rehearsed=True,
 )

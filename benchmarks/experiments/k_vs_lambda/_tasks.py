@@ -11,10 +11,10 @@ from jaxtyping import Array, Key, PyTree, Scalar
 
 import gnlin
 
-from ... import own_task, scores, thresholds
+from ... import own_task, scores, thresholds, training
 from ..._options import Refusal
 from ...data import digits, quintic
-from ...experiment import Settings
+from ...experiment import Place, Settings
 from ...networks.mlp import digits_mlp, quintic_mlp
 from ...thresholds import Threshold
 
@@ -65,7 +65,7 @@ FULL = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True)
 class OwnKVsLambda(Settings):
-    """The settings for a user's own task."""
+    """The settings for one task, such as a user's own."""
 
     seeds: int = EMBEDDED.seeds
     periods: tuple[float, ...] = EMBEDDED.periods
@@ -75,11 +75,25 @@ class OwnKVsLambda(Settings):
     num_steps: int = EMBEDDED.digits_steps
     """Outer steps, the same for all strengths."""
     data: str = ""
-    """The file of the task."""
+    """The file of the task, or the name of its data."""
     network: str = ""
+    num_train: int | None = None
+    """Number of training examples; `None` for all of them."""
 
 
-def own(settings: KVsLambda) -> OwnKVsLambda:
+MEDIUM = OwnKVsLambda(
+    periods=_periods(per_decade=1),
+    learning_rate=1e-5,  # the default's: the largest eigenvalue is 405 at first
+    num_steps=15,
+    data="textures",
+    network="lenet",
+    num_train=40,
+)
+
+
+def own(settings: KVsLambda | OwnKVsLambda) -> OwnKVsLambda:
+    if isinstance(settings, OwnKVsLambda):
+        return dataclasses.replace(settings, learning_rate=None, num_train=None)
     return OwnKVsLambda(settings.seeds, 0, settings.periods, None, settings.digits_steps)
 
 
@@ -156,10 +170,10 @@ def start(task: Task, key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
 @functools.cache
 def _own(settings: OwnKVsLambda) -> Task:
     def drawn(seed):
-        train, _, test = own_task.draw(settings.data, None, seed)
-        return _on_device(train), _on_device(test)
+        train, _, test = training.load(settings, Place(), seed)
+        return train, test
 
-    make_model = own_task.read(settings.data).model
+    make_model = training.model_of(settings)
     (inputs, targets), _ = drawn(0)
     model, state = own_task.with_state(make_model(jax.random.key(0)))
     kernel = gnlin.TangentKernel(model, state=state)

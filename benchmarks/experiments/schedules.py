@@ -1,0 +1,336 @@
+"""When feature updates are made: early, late, or evenly, at equal numbers of them.
+
+All runs take equally many inner steps, and so many feature updates, but their periods
+differ. The practitioner's way is features first: K = 1, and then one long period in which
+they are frozen (Fort et al. 2020). Its reverse freezes the first features, and updates
+them in the end. Between the two, periods grow or shrink geometrically; in the middle they
+are constant. The same schedules are run for damping, with lambda = 1/(eta K).
+
+Each schedule ends with the training of a linearised network. That network is judged,
+since a last long period is not made for the network itself, whose accuracy is drawn
+beside it. Accuracies are compared at the numbers of updates at which both schedules train
+it; after a long frozen period a few updates may not suffice for that.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+from numpy import ndarray
+from scipy.optimize import brentq
+
+import gnlin
+
+from .. import thresholds, training
+from ..dry_run import Tally
+from ..experiment import Experiment, only, Place, Point, Runs, select
+from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
+from ..training import Columns, Images
+from ..verdicts import at_ceiling, judge, Verdict
+
+
+STEPS, DAMPING = "K steps", "damping"
+THROUGHOUT = "K = 1 until trained"
+CONSTANT = "constant"
+FIRST, GROWING = "features first, then frozen", "growing periods"
+LAST, SHRINKING = "frozen first, then features", "shrinking periods"
+LINEARISED = "test_accuracy_linearised"
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulesSettings(Images):
+    seeds: int = 8
+    updates: tuple[int, ...] = (3, 10, 30, 100)
+    """Numbers of feature updates."""
+    damped_up_to: int = 30
+    """The largest number of feature updates by damping, each of which solves a problem by
+    Newton's method."""
+    num_steps: int = 20_000
+    """Inner steps of every run, several times those that train the network with K = 1."""
+    num_train: int | None = 30
+    num_looks: int = 10
+
+
+EMBEDDED = SchedulesSettings()
+QUICK = dataclasses.replace(
+    EMBEDDED, seeds=2, updates=(3, 10), num_steps=4_000, num_train=20
+)
+FULL = dataclasses.replace(
+    EMBEDDED,
+    seeds=8,
+    data="cifar10",
+    network="lenet",
+    num_train=500,
+    learning_rate=1e-4,
+    num_steps=100_000,
+    updates=(3, 10, 30, 100, 300, 1_000),
+)
+MEDIUM = training.medium(FULL, num_train=100, num_steps=20_000, updates=(3, 10, 30, 100))
+
+
+#
+# The periods of a schedule
+#
+
+
+def growing(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
+    """Whole periods with a constant ratio, from 1 on."""
+    powers = np.arange(num_updates)
+    excess = lambda ratio: np.sum(ratio**powers) - num_steps
+    ratio = 1.0
+    if num_updates < num_steps:
+        ratio = brentq(excess, 1.0, num_steps ** (1 / (num_updates - 1)))
+    ends = np.floor(np.cumsum(ratio**powers) + 0.5)
+    return np.diff(ends, prepend=0)
+
+
+def constant(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
+    """Periods that differ by one step at most."""
+    ends = np.floor(np.linspace(0, num_steps, num_updates + 1))
+    return np.diff(ends)
+
+
+def features_first(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
+    """K = 1, and then all other steps."""
+    return np.append(np.ones(num_updates - 1), num_steps - num_updates + 1)
+
+
+SCHEDULES: dict[str, Callable[[int, int], Float[ndarray, " updates"]]] = {
+    FIRST: features_first,
+    GROWING: growing,
+    CONSTANT: constant,
+    SHRINKING: lambda *numbers: growing(*numbers)[::-1],
+    LAST: lambda *numbers: features_first(*numbers)[::-1],
+}
+COLOURS = dict(zip(SCHEDULES, (BLUE, GREEN, BLACK, ORANGE, VERMILION), strict=True))
+
+
+class Scheduled(eqx.Module):
+    """A solver with another period, or another damping, in each outer step."""
+
+    solver: gnlin.authoring.AbstractGaussNewton
+    name: str = eqx.field(static=True)
+    strengths: Float[Array, " updates"]
+
+    def start(self, *arguments: Any) -> Any:
+        return self.solver.start(*arguments)
+
+    def advance(self, objective, lin, evaluate, state):
+        strength = self.strengths[state.counts.num_feature_updates]
+        now = eqx.tree_at(lambda s: getattr(s, self.name), self.solver, strength)
+        return now.advance(objective, lin, evaluate, state)
+
+
+#
+# The runs
+#
+
+
+def points(settings: SchedulesSettings) -> list[Point]:
+    found: list[Point] = [{"by": THROUGHOUT}]
+    for by, most in ((STEPS, settings.num_steps), (DAMPING, settings.damped_up_to)):
+        found += [
+            {"by": by, "schedule": schedule, "updates": number}
+            for schedule in SCHEDULES
+            for number in settings.updates
+            if number <= most
+        ]
+    return found
+
+
+def train(settings: SchedulesSettings, point: Point, place: Place) -> Columns:
+    rate = settings.learning_rate
+    if point["by"] == THROUGHOUT:
+        return training.descend(
+            settings, place, 1, rate, fewest_updates=1, until_trained=True
+        )
+    number = int(point["updates"])
+    if place.rehearsal is not None:
+        one = dataclasses.replace(settings, seeds=1)
+        alone = dataclasses.replace(place, rehearsal=None)
+        attempt = lambda _: Tally(number, train(one, point, alone)["passes"].max())
+        place.rehearsal(
+            tuple(point.values()), settings.seeds, number, attempt, whole=True
+        )
+    return training.full_batch(settings, place, _solver(settings, point), number)
+
+
+def _solver(settings: SchedulesSettings, point: Point) -> Scheduled:
+    rate = settings.learning_rate
+    periods = SCHEDULES[point["schedule"]](int(point["updates"]), settings.num_steps)
+    # As many for all points, so that they share a compiled program.
+    left = max(settings.updates) - len(periods)
+    periods = jnp.asarray(np.pad(periods, (0, left), mode="edge"))
+    if point["by"] == STEPS:
+        solver = gnlin.IterativeLinearisation(
+            jnp.asarray(1.0), jnp.asarray(rate), method="kernel"
+        )
+        return Scheduled(solver, "period", periods)
+    solver = gnlin.DampedGaussNewton(jnp.asarray(1.0), form="prox-linear", search=None)
+    dampings = gnlin.filters.equivalent_damping(periods, rate)
+    return Scheduled(solver, "damping", jnp.asarray(dampings))
+
+
+#
+# Verdicts
+#
+
+
+PerUpdates = Float[ndarray, "seeds updates"]
+
+
+def trained(runs: Runs) -> Bool[ndarray, " seeds"]:
+    """Whether the linearised network of each seed is trained in the end."""
+    loss = runs.final("train_loss_linearised")
+    return loss <= thresholds.PART_OF_GUESSING * runs.final("guessing_loss")
+
+
+def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
+    """Its final accuracy; NaN for seeds that are not trained."""
+    return np.where(trained(runs), runs.final(LINEARISED), np.nan)
+
+
+def over_updates(
+    all_runs: Sequence[Runs], by: str, schedule: str, of: Callable[[Runs], ndarray]
+) -> PerUpdates:
+    line = select(all_runs, by=by, schedule=schedule)
+    return np.stack([of(runs) for runs in line], axis=1)
+
+
+def apart(a: PerUpdates, b: PerUpdates) -> Float[ndarray, " seeds"]:
+    """The mean difference of a seed, where both are known."""
+    known = np.isfinite(a - b)
+    total = np.where(known, a - b, 0).sum(axis=1)
+    number = known.sum(axis=1)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
+def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Verdict]:
+    verdicts = []
+    for by in (STEPS, DAMPING):
+        if not select(all_runs, by=by):
+            continue
+        evenly = over_updates(all_runs, by, CONSTANT, accuracy)
+        for schedule, threshold in (
+            (FIRST, thresholds.RISES),
+            (GROWING, thresholds.RISES),
+            (SHRINKING, thresholds.FALLS),
+            (LAST, thresholds.FALLS),
+        ):
+            values = over_updates(all_runs, by, schedule, accuracy)
+            word = "better" if threshold is thresholds.RISES else "worse"
+            verdicts.append(
+                judge(
+                    f"By {by}: {schedule} is {word} than a constant strength at equal "
+                    "numbers of feature updates",
+                    "test accuracy of the one less that of the other, mean over the "
+                    "numbers of feature updates at which both are trained, a seed",
+                    apart(values, evenly),
+                    threshold,
+                    untested=at_ceiling(*values.T, *evenly.T),
+                )
+            )
+        last, first = (
+            over_updates(all_runs, by, schedule, trained) for schedule in (LAST, FIRST)
+        )
+        verdicts.append(
+            judge(
+                f"By {by}: {LAST} leaves more networks untrained than {FIRST}",
+                "share of the numbers of feature updates at which the one is not "
+                "trained less that of the other, a seed",
+                first.mean(axis=1) - last.mean(axis=1),
+                thresholds.RISES,
+            )
+        )
+    most = max(settings.updates)
+    throughout = accuracy(only(all_runs, by=THROUGHOUT))
+    for schedule in (FIRST, CONSTANT):
+        own = accuracy(only(all_runs, by=STEPS, schedule=schedule, updates=most))
+        verdicts.append(
+            judge(
+                f"By {STEPS}: {schedule}, with {most:,} feature updates, is nearly as "
+                f"accurate as {THROUGHOUT}",
+                "test accuracy of the one less that of the other, a seed",
+                own - throughout,
+                thresholds.NO_LESS_ACCURATE,
+                untested=at_ceiling(own, throughout),
+            )
+        )
+    return verdicts
+
+
+def draw(
+    settings: SchedulesSettings, all_runs: Sequence[Runs], out: Path
+) -> Mapping[str, str]:
+    """Draw the accuracies over the number of feature updates, and the periods of one
+    number."""
+    shown = settings.updates[len(settings.updates) // 2]
+    throughout = only(all_runs, by=THROUGHOUT)
+    with figure(out / "schedules.png", width=12, height=8.4) as drawing:
+        panels = drawing.subplots(2, 2)
+        (steps, damping), (network, periods) = panels
+        for axes, by, name, title in (
+            (steps, STEPS, LINEARISED, "K steps: the last linearised network"),
+            (damping, DAMPING, LINEARISED, "Damping: the last linearised network"),
+            (network, STEPS, "test_accuracy", "K steps: the network"),
+        ):
+            final = lambda runs, name=name: runs.final(name)
+            for schedule, colour in COLOURS.items():
+                line = select(all_runs, by=by, schedule=schedule)
+                if not line:
+                    continue
+                x = np.array([runs.point["updates"] for runs in line])
+                values = 100 * over_updates(all_runs, by, schedule, final)
+                band(axes, x, values, colour, schedule, "o-")
+                few = over_updates(all_runs, by, schedule, trained).mean(axis=0) < 0.5
+                axes.plot(x[few], values.mean(axis=0)[few], "x", color=colour, ms=11)
+            level = 100 * final(throughout).mean()
+            axes.axhline(level, color=PURPLE, linestyle="--", label=THROUGHOUT)
+            ends = min(settings.updates) / 1.2, 1.2 * max(settings.updates)
+            axes.set(xlim=ends, xscale="log")
+            axes.set(xlabel="Feature updates", title=title)
+            axes.set_ylabel("Test accuracy (%)")
+        steps.legend(fontsize="small")
+        for schedule, colour in COLOURS.items():
+            of_update = SCHEDULES[schedule](shown, settings.num_steps)
+            numbers = np.arange(1, shown + 1)
+            periods.plot(numbers, of_update, ".-", color=colour)
+        periods.set(yscale="log", xlabel="Feature update", ylabel="Period $K$")
+        periods.set_title(f"The periods of {shown:,} feature updates")
+        for axes in (damping, network):
+            axes.sharey(steps)
+    untrained = sum(int(np.sum(~trained(runs))) for runs in all_runs)
+    caption = (
+        "Test accuracy after the same number of inner steps, "
+        f"{settings.num_steps:,}, over the number of feature updates, for five schedules "
+        "of the period K, and of damping 1/(eta K): of the linearised network that is "
+        f"trained last, and of the network. {training.described(settings)}, learning "
+        f"rate {settings.learning_rate:g}; means and ranges of {settings.seeds} seeds. "
+        f"{untrained} of {len(all_runs) * settings.seeds} linearised networks are not "
+        "trained; crosses are where most are not."
+    )
+    return {"schedules": caption}
+
+
+EXPERIMENT = Experiment(
+    QUICK,
+    EMBEDDED,
+    FULL,
+    points,
+    train,
+    judge_all,
+    draw,
+    paper="Not in the paper, whose periods are constant. S. Fort et al., *Deep Learning "
+    "versus Kernel Learning* (2020): linearised after a short training of the network, "
+    "it does nearly as well as the network trained to the end.",
+    grid="updates",
+    bounds=(2, 1e6),
+    own=training.own,
+    rehearsed=True,
+    medium=MEDIUM,
+)
