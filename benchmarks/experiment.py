@@ -166,7 +166,7 @@ class Experiment(Generic[S]):
     """Another experiment with the same settings and runs."""
     seedless: Callable[[Point], bool] = lambda point: False
     """Whether the runs at a point do not depend on the seeds."""
-    medium: S | None = None
+    medium: Any = None
     """The paper's network on images that need no files (`benchmarks/data/textures.py`);
     `None` if the experiment is not about images."""
 

@@ -322,7 +322,7 @@ def _run(
     try:
         while not parts or not _is_over(parts[-1][0], max_steps):
             began = time.monotonic()
-            part = steps(setting, data, now, sizes, jnp.array(most))
+            part: Any = steps(setting, data, now, sizes, jnp.array(most))
             # The model may close over traced arrays, for example under `jax.vmap`.
             if is_traced(part):
                 is_whole = num_rows == max_steps

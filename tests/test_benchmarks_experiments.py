@@ -131,7 +131,7 @@ def test_units_that_are_off_for_all_inputs_are_dead():
 @pytest.mark.slow
 def test_alignments_with_the_corners():
     rows = jnp.array([[2.0, 2.0], [-3.0, 3.0], [1.0, 0.0], [0.0, 0.0]])
-    found = xor_features.alignments(rows)
+    found = xor_features.with_corners(rows)
     np.testing.assert_allclose(found, [1, 1, np.sqrt(0.5), 0], rtol=1e-12)
 
 

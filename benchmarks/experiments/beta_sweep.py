@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def train(settings: BetaSweep, point: Point, place: Place) -> Columns:
 
 def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Columns:
     draw = training.load(settings, place, seed)
-    model = training.stateless(settings)(jax.random.key(seed))
+    model: Any = training.stateless(settings)(jax.random.key(seed))
     inputs, targets = draw.train
     number = jax.eval_shape(jax.vmap(model), inputs).shape[-1]
     data = inputs, scores.as_values(targets, number)
@@ -108,7 +109,8 @@ def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Colu
         "train_loss": history.loss,
     }
     gradients = np.pad(history.gradient_norm, (0, left), constant_values=np.nan)
-    outputs = jax.vmap(solution.model)(draw.test[0])
+    trained: Any = solution.model
+    outputs = jax.vmap(trained)(draw.test[0])
     accuracy = scores.score(outputs, draw.test[1], scores.spread(targets))
     return {
         **{name: np.pad(x, (0, left), mode="edge") for name, x in by_step.items()},

@@ -157,7 +157,8 @@ def _train_features(settings: KernelDrift, point: Point, place: Place) -> Column
         ]
         runs.append({name: np.array([x[name] for x in looks]) for name in looks[0]})
     columns = {name: np.stack([run[name] for run in runs]) for name in runs[0]}
-    lengths = np.broadcast_to(sorted(settings.lengths), (settings.seeds, len(looks)))
+    number = len(settings.lengths)
+    lengths = np.broadcast_to(sorted(settings.lengths), (settings.seeds, number))
     return columns | {"inner_steps": lengths}
 
 

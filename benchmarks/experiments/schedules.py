@@ -82,7 +82,7 @@ def growing(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
     """Whole periods with a constant ratio, from 1 on."""
     powers = np.arange(num_updates)
     excess = lambda ratio: np.sum(ratio**powers) - num_steps
-    ratio = 1.0
+    ratio: Any = 1.0
     if num_updates < num_steps:
         ratio = brentq(excess, 1.0, num_steps ** (1 / (num_updates - 1)))
     ends = np.floor(np.cumsum(ratio**powers) + 0.5)
@@ -157,7 +157,8 @@ def train(settings: SchedulesSettings, point: Point, place: Place) -> Columns:
         place.rehearsal(
             tuple(point.values()), settings.seeds, number, attempt, whole=True
         )
-    return training.full_batch(settings, place, _solver(settings, point), number)
+    solver: Any = _solver(settings, point)
+    return training.full_batch(settings, place, solver, number)
 
 
 def _solver(settings: SchedulesSettings, point: Point) -> Scheduled:

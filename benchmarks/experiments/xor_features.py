@@ -113,7 +113,7 @@ def _train(runs, scale: Float[Array, ""], solver, num_steps: int):
     return jax.lax.map(one, runs)
 
 
-def alignments(rows: Float[Array, "units 2"]) -> Float[Array, " units"]:
+def with_corners(rows: Float[Array, "units 2"]) -> Float[Array, " units"]:
     """How well each row points along one of the corners; 0 for a row of zeros."""
     corners = jnp.asarray(CORNERS) / np.sqrt(2)
     size = jnp.linalg.norm(rows, axis=1, keepdims=True)
@@ -125,7 +125,7 @@ def _measure(model: eqx.nn.MLP, data, test, feature_updates) -> dict[str, Array]
     first, last = model.layers
     assert last.weight.ndim == 2
     rows, output = first.weight, last.weight[0]
-    alignment = alignments(rows)
+    alignment = with_corners(rows)
     share = jnp.abs(output) * jnp.linalg.norm(rows, axis=1)
     residual = jax.vmap(model)(data[0]) - data[1]
     right = jnp.sign(jax.vmap(model)(test[0])) == jnp.sign(test[1])

@@ -87,7 +87,7 @@ def solved(num: int, num_by_scipy: int, num_rounds: int) -> list[Row]:
             end = scipy.optimize.least_squares(
                 lambda q, target=target: np.asarray(value(q, target)),
                 np.asarray(start),
-                lambda q, target=target: np.asarray(slope(q, target)),
+                jac=lambda q, target=target: np.asarray(slope(q, target)),  # type: ignore
                 bounds=(-LIMITS, LIMITS),
                 max_nfev=MOST_STEPS,
             )

@@ -88,7 +88,8 @@ def rows(
             found[name] = np.asarray(run())
             return found[name]
 
-        return Case(*name, kept)
+        library, variant = name
+        return Case(library, variant, kept)
 
     timings = alternate([case(*item) for item in runs.items()], 1)
     return [

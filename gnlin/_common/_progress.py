@@ -28,7 +28,7 @@ class Bar:
     def __enter__(self) -> "Bar":
         return self
 
-    def show(self, step: Array, loss: Array) -> None:
+    def show(self, step: Array | int, loss: Array | float) -> None:
         if not self.is_wanted or time.monotonic() - self.begun < _SECONDS:
             return
         if self.bar is None:

@@ -28,7 +28,8 @@ def quickly(fn: Callable, *, has_loops: bool = False) -> Callable:
     - `has_loops`: whether `fn` may have loops within the loop of a solver.
     """
     plain, options = eqx.filter_jit(fn), _EMITTERS | (_LOOPS if has_loops else {})
-    quick: Any = eqx.filter_jit(fn, **{"compiler_options": options})
+    settings: Any = {"compiler_options": options}
+    quick = eqx.filter_jit(fn, **settings)
 
     @functools.wraps(fn)
     def call(*args):

@@ -1,5 +1,6 @@
 """Data that are read in parts: arrays, memory maps, or the user's iterable of parts."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ class Parts:
         if not self.is_iterable:
             yield self._x, self._y, self._sigma
             return
-        for part in self._x() if callable(self._x) else self._x:
+        parts: Any = self._x() if callable(self._x) else self._x
+        for part in parts:
             if not isinstance(part, tuple | list) or len(part) not in (2, 3):
                 raise ValueError(
                     "`x` must yield tuples `(x, y)` or `(x, y, sigma)`, but yields a "
@@ -88,10 +90,9 @@ class Parts:
             x, y, sigma = _lengths_checked(*given)
             for start in range(0, _num(y), self.size):
                 self.starts.append(seen + start)
-                rows = jax.tree.map(
-                    lambda v, start=start: self._cut(v, start), (x, y, sigma)
-                )
-                yield Part(*rows, min(_num(y) - start, self.size))
+                cut = functools.partial(self._cut, start=start)
+                x_, y_, sigma_ = (jax.tree.map(cut, part) for part in (x, y, sigma))
+                yield Part(x_, y_, sigma_, min(_num(y) - start, self.size))
             seen += _num(y)
         if self.num_points not in (None, seen):
             raise ValueError(

@@ -39,6 +39,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
     of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
     rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(data.y, data)))
+    assert fit.residuals is not None  # fits in parts have no profiles
     if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:
         width = jnp.where(end.at_bound == 0, quantile * errors, jnp.nan)
         return of_all(best - width), of_all(best + width)

@@ -112,7 +112,8 @@ def added(
         block = structure.unflatten(
             [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
         )
-        data, flags = _data(*block, part.num_points - start)
+        x, y, sigma = block
+        data, flags = _data(x, y, sigma, part.num_points - start)
         rows, loss, totals, not_finite = _of_block(
             setting, free, data, block[1], unweighted
         )

@@ -269,7 +269,7 @@ def linearise(
         lins = {name: linearise(part, y, args[name], **given) for name, part in each}
         return _stacked(y, lins)
     if isinstance(fn, WithPrior):
-        found = linearise(fn.fn, y, args, has_aux=has_aux, **given)
+        found: Any = linearise(fn.fn, y, args, has_aux=has_aux, **given)
         lin, aux = found if has_aux else (found, None)
         prior = linearise(AtOnce(itself), y, memory_budget=memory_budget)
         both = _stacked(y, {"data": lin, "prior": prior})

@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -243,7 +243,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
 
     def tell(
         self,
-        row: dict[str, Array],
+        row: Mapping[str, Any],
         num_steps: Int[Array, ""],
         moved: Bool[Array, ""],
     ) -> None:

@@ -20,8 +20,9 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from ..damping import TrustRegion
-from ._base import AbstractGaussNewton, row_of, State, Update
+from ._base import AbstractGaussNewton
 from ._levenberg_marquardt import LevenbergMarquardt
+from ._state import State, Update
 from ._trials import Proposal, TrialOutcome, Trials
 
 
@@ -159,7 +160,7 @@ def minimise(
                 taken = at, there, of_there
         ended = now.ended
         if ended.counts.num_feature_updates > state.counts.num_feature_updates:
-            rows.append(jax.device_get(row_of(ended) | {"loss": here.loss}))
+            rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
             solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
             show(len(rows), float(here.loss))
             if now.trial.tried.found:

@@ -34,19 +34,21 @@ class Prior(eqx.Module):
         check_scalar("prior", deviation)
         check_finite_positive("prior", deviation)
         _, targets, weights = data
+        part: ScalarLike = share
         targets = jax.tree.map(jnp.asarray, targets)
         deviation = nan_unless(positive(deviation), deviation)
         if loss.reduction == "mean":
             counts = counted(loss, targets).astype(deviation.dtype)
             total = jnp.sum(counts) if weights is None else _tree.matmul(weights, counts)
-            share = 1 / total
-        return Prior(deviation, share / deviation**2)
+            part = 1 / total
+        return Prior(deviation, part / deviation**2)
 
     def beside(self, objective: BatchLoss, parameters: PyTree[Array]) -> GroupLoss:
         """Return the objective of the data with that of the prior."""
         targets = _tree.zeros_like(parameters)
         own = BatchLoss(SquaredError(), parameters, targets, factor=self.weight)
-        return GroupLoss({"data": objective, "prior": own}, objective.is_sample)
+        parts = {"data": objective, "prior": own}
+        return GroupLoss(parts=parts, is_sample=objective.is_sample)
 
 
 PARTS = "data", "prior"

@@ -12,7 +12,12 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._sharding import Places, spread
 from .._jacobian import WithPrior
-from .._linearisation._objective import AbstractObjective, GroupLosses, objective_of
+from .._linearisation._objective import (
+    AbstractObjective,
+    BatchLoss,
+    GroupLosses,
+    objective_of,
+)
 from .._solver import (
     AbstractGaussNewton,
     LAST_FINITE,
@@ -71,6 +76,7 @@ class StepSettings(NamedTuple):
         if self.prior is None:
             return objective_of(self.loss, outputs, data, **options)
         of_data = objective_of(self.loss, outputs["data"], data, **options)
+        assert isinstance(of_data, BatchLoss)  # groups have no prior
         return self.prior.beside(of_data, outputs["prior"])
 
     def args(self, inputs: PyTree[Array], number: ScalarLike, state: PyTree) -> Any:

@@ -120,5 +120,5 @@ def _factored(block: AbstractBlock) -> Layer | Rows:
 
 
 def _sizes(block: Layer | Rows) -> tuple[int, int]:
-    traces = jax.eval_shape(lambda x: x.partial_traces(), block)
-    return tuple(len(x) for x in traces)
+    a, b = jax.eval_shape(lambda x: x.partial_traces(), block)
+    return len(a), len(b)

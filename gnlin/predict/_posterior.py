@@ -134,7 +134,7 @@ def posterior(
         Kronecker Products* (1993), for one from traces.
     """
     check_loss(loss)
-    is_rank = is_whole(curvature) and curvature >= 1
+    is_rank = not isinstance(curvature, str) and is_whole(curvature) and curvature >= 1
     if not is_rank and curvature not in ("full", "kronecker"):
         raise ValueError(
             '`curvature` must be "full", "kronecker" or a whole number of at least 1, '
