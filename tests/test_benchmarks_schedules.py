@@ -302,7 +302,5 @@ def test_the_histogram_is_of_the_units_whose_mean_is_judged():
     weights = rng.normal(size=(3, 50, 3))
     found = xor_features.alignments(Runs({}, {"weights": weights}))
     rows = jnp.asarray(weights[..., :2].reshape(-1, 2))
-    corners = jnp.asarray(xor_features.CORNERS)
-    expected = gnlin.features.direction_alignment(rows, corners)
-    np.testing.assert_allclose(found, expected)
+    np.testing.assert_allclose(found, xor_features.with_corners(rows))
     assert found.min() >= np.sqrt(0.5)

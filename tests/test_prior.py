@@ -71,6 +71,7 @@ def first_losses(model, data, **kwargs):
     return history["loss/data"][0], history["loss/prior"][0]
 
 
+@pytest.mark.slow
 def test_the_weight_of_the_prior():
     """It is such that the loss of the data and the prior sum to the whole objective, or
     to the part of it that a batch is."""
@@ -114,6 +115,7 @@ class Normalised(eqx.Module):
         return self.last(jnp.tanh(x)), state
 
 
+@pytest.mark.slow
 def test_a_prior_beside_other_options():
     """Batch normalisation, validation, a larger batch for the curvature, and iterative
     linearisation across batches. The loss of validation data has no prior."""
@@ -142,6 +144,7 @@ def outputs(solution):
     return jax.vmap(solution.model)(INPUTS)
 
 
+@pytest.mark.slow
 def test_priors_under_vmap():
     def smaller(prior):
         solution = gnlin.solve(

@@ -156,7 +156,7 @@ def curve_fit(
             raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
         program, parts = read_in_parts(curve, x, y, sigma, free, kept)
         check_in_parts(solver, loss, parts)
-        box = limits(bounds, start, kept)
+        box = limits(bounds, start, free)
         check_start(box, free)
         absolute_sigma |= isinstance(loss, Likelihood)
         solver = with_bounds(solver, box)

@@ -189,7 +189,9 @@ def posterior(
             "`filter_spec` of fewer parameters, such as those of the last layer."
         )
     basis, slope = _set_up(linearised, curvature)
-    check_finite((basis.eigenvalues, slope, basis.misfit(jnp.ones(()))))
+    check_finite(
+        (basis.eigenvalues, slope, basis.misfit(jnp.ones((), basis.eigenvalues.dtype)))
+    )
     dtype = basis.eigenvalues.dtype
     noise = jnp.asarray(1.0 if noise is None else noise, dtype)
     return Posterior(linearised, basis, slope, noise, jnp.asarray(prior, dtype))
