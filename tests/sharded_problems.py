@@ -285,7 +285,7 @@ def communicated(program: str) -> list[tuple[str, int, int]]:
 
 def program_of_solve(model, data, solver) -> str:
     """Return the compiled program of `gnlin.solve`."""
-    run = gnlin._solve._steps
+    run, quick = gnlin._solve._steps, gnlin._solve._steps_quickly
 
     class Compiled(Exception):
         pass
@@ -293,13 +293,13 @@ def program_of_solve(model, data, solver) -> str:
     def compiled(*args):
         raise Compiled(run.lower(*args).compile().compiled.as_text())
 
-    gnlin._solve._steps = compiled
+    gnlin._solve._steps = gnlin._solve._steps_quickly = compiled
     try:
         gnlin.solve(model, data, solver)
     except Compiled as found:
         return found.args[0]
     finally:
-        gnlin._solve._steps = run
+        gnlin._solve._steps, gnlin._solve._steps_quickly = run, quick
     raise AssertionError("nothing was compiled")
 
 
