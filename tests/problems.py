@@ -16,6 +16,15 @@ SHAPES = {
 }
 
 
+def decay(p, x):
+    """A curve of the parameters `a`, `c` and `rate`."""
+    return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
+
+
+def decay_numpy(x, a, c, rate):
+    return a * np.exp(-rate * x) + c
+
+
 def equations(jaxpr):
     """Yield all equations of a program, including nested ones."""
     for equation in jaxpr.eqns:

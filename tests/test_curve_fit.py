@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import scipy.optimize
 import scipy.stats
+from problems import decay, decay_numpy as plain
 
 import gnlin
 from benchmarks.data import nist
@@ -24,14 +25,6 @@ X = np.linspace(0, 4, 50)
 NOISE = 0.05 * np.random.default_rng(0).normal(size=50)
 SIGMA = 0.05 * (1 + X)
 START = {"a": 1.0, "rate": 0.5, "c": 0.0}
-
-
-def decay(p, x):
-    return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
-
-
-def plain(x, a, c, rate):
-    return a * np.exp(-rate * x) + c
 
 
 Y = plain(X, 2.5, 0.5, 1.3) + NOISE

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.optimize
+from problems import decay, decay_numpy as plain
 
 import gnlin
 from gnlin._curve_fit import _in_parts, _parts
@@ -17,14 +18,6 @@ X = np.sort(RANDOM.uniform(0, 4, N))
 NOISE = 0.1 * RANDOM.normal(size=N)
 SIGMA = 0.1 * (1 + X)
 START = {"a": 1.0, "rate": 0.5, "c": 0.0}
-
-
-def decay(p, x):
-    return p["a"] * jnp.exp(-p["rate"] * x) + p["c"]
-
-
-def plain(x, a, c, rate):
-    return a * np.exp(-rate * x) + c
 
 
 Y = plain(X, 2.5, 0.5, 1.3) + NOISE

@@ -150,16 +150,16 @@ def curve_fit(
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
     curve = Curve(f, tuple(kept))
+    box = limits(bounds, start, free)
+    solver = with_bounds(solver, box)
     check_flag("in_parts", in_parts)
     if in_parts or y is None:
         if sigma_x is not None or starts is not None:
             raise ValueError("A fit in parts takes neither `sigma_x` nor `starts`.")
         program, parts = read_in_parts(curve, x, y, sigma, free, kept)
         check_in_parts(solver, loss, parts)
-        box = limits(bounds, start, free)
         check_start(box, free)
         absolute_sigma |= isinstance(loss, Likelihood)
-        solver = with_bounds(solver, box)
         setting = FitSettings(
             program, solver, loss, max_steps, kept, absolute_sigma, many=False
         )
@@ -175,10 +175,8 @@ def curve_fit(
     each_start = [free]
     if axis_of_start is not None:
         each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(len(data.y))]
-    box = limits(bounds, start, free)
     for one in each_start:
         check_start(box, one)
-    solver = with_bounds(solver, box)
     levels = ((axes_of_data, axis_of_start, None),) if many else ()
     if starts is not None:
         if many and axis_of_start is None:

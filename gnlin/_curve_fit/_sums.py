@@ -109,14 +109,11 @@ def added(
     def step(sums_and_start, blocks):
         sums, start = sums_and_start
         blocks = iter(blocks)
-        block = structure.unflatten(
+        x, y, sigma = structure.unflatten(
             [next(blocks) if jnp.ndim(leaf) > 0 else leaf for leaf in leaves]
         )
-        x, y, sigma = block
         data, flags = _data(x, y, sigma, part.num_points - start)
-        rows, loss, totals, not_finite = _of_block(
-            setting, free, data, block[1], unweighted
-        )
+        rows, loss, totals, not_finite = _of_block(setting, free, data, y, unweighted)
         is_own = jnp.arange(flags[0].size) < part.num_points - start
         flags = [is_own & flag for flag in (*flags, *not_finite)]
         new = Sums(
