@@ -284,6 +284,29 @@ def test_a_run_that_ends_early_says_so():
     np.testing.assert_allclose(fit.history.loss[0], first, rtol=1e-12)
 
 
+@pytest.mark.parametrize("last", [2, 4])
+def test_ctrl_c_keeps_the_steps_that_were_made(last):
+    """The first pass is at the start, and a look at the data comes before it."""
+    calls = []
+
+    def parts():
+        calls.append(1)
+        if len(calls) > last:
+            raise KeyboardInterrupt
+        yield X, Y
+
+    if last == 2:
+        with pytest.raises(KeyboardInterrupt):
+            gnlin.curve_fit(decay, parts, None, START)
+        return
+    with pytest.warns(UserWarning, match="not converged: interrupted after 2 steps"):
+        fit = gnlin.curve_fit(decay, parts, None, START)
+    with pytest.warns(UserWarning, match="all 2 steps were made"):
+        whole = gnlin.curve_fit(decay, X, Y, START, in_parts=True, max_steps=2)
+    np.testing.assert_allclose(numbers(fit.parameters), numbers(whole.parameters))
+    np.testing.assert_allclose(fit.chi_squared, whole.chi_squared)
+
+
 def test_where_no_step_can_be_made_the_start_is_returned():
     f = lambda p, x: jnp.where(p["a"] == 1, p["a"] * x, jnp.nan)
     with pytest.warns(UserWarning, match="it stands still"):
@@ -340,6 +363,8 @@ def test_what_needs_all_data_is_refused():
         of(np.array([1.0, 2.0]), np.ones((2, 2)))
     with pytest.raises(ValueError, match="of one length"):
         of(X, Y[1:])
+    with pytest.raises(ValueError, match="`x` yields no parts"):
+        of([], None)
     with pytest.raises(ValueError, match="cannot be inside"):
         jax.jit(lambda y: of(X, y).chi_squared)(jnp.asarray(Y))
     with pytest.raises(ValueError, match="cannot be inside"):

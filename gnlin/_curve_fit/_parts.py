@@ -53,7 +53,10 @@ class Parts:
         else:
             self._x, self._y = columns_of(x), columns_of(y)
             self._sigma = sigma
-        x, y, sigma = first = _lengths_checked(*next(self._whole()))
+        given = next(self._whole(), None)
+        if given is None:
+            raise ValueError("There is no data: `x` yields no parts.")
+        x, y, sigma = first = _lengths_checked(*given)
         self.has_sigma = sigma is not None
         rows = jax.tree.map(lambda v: v[:_FEW], (x, y))
         self.example = jax.tree.map(np.asarray, rows)

@@ -124,6 +124,8 @@ class CurveFit(eqx.Module):
         name, steps = result_name(self.result), int(self.num_steps)
         if name == "successful":
             return f"converged in {steps} steps"
+        if name == "nonlinear_max_steps_reached" and steps < self._setting.max_steps:
+            return f"interrupted after {steps} steps"
         if name == "nonlinear_max_steps_reached":
             return f"all {steps} steps were made: raise `max_steps`, or start closer"
         if int(self._end.nonfinite.point) >= 0:

@@ -136,7 +136,8 @@ def minimise(
 
     Each trial is one pass, and an accepted one is the next linearisation. A longer step
     is therefore not searched for: the default rule is a trust region, which takes the
-    fewest passes. Steps have no second-order correction.
+    fewest passes. Steps have no second-order correction. Ctrl-C ends a run that has made
+    a step, as `max_steps` does.
 
     - `expand`: makes a pass; returns the expansion at a point, and anything else.
     - `show`: shows the number of steps and the loss.
@@ -148,24 +149,28 @@ def minimise(
     trial = _no_trial(solver, y, here, state)
     yes, no = jnp.array(True), jnp.array(False)
     rows: list[dict[str, np.ndarray]] = []
-    while not _is_over(state) and len(rows) < max_steps:
-        now = _step(solver, y, here, state, yes, trial, here)
-        # The verdict that the run is over needs no pass.
-        is_over, taken = state.settled and now.ended.terminate, (y, here, last)
-        while now.trial.tried.goes_on and not is_over:
-            at = now.trial.y
-            there, of_there = expand(at)
-            now = _step(solver, y, here, state, no, now.trial, there)
-            if now.takes:
-                taken = at, there, of_there
-        ended = now.ended
-        if ended.counts.num_feature_updates > state.counts.num_feature_updates:
-            rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
-            solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
-            show(len(rows), float(here.loss))
-            if now.trial.tried.found:
-                y, here, last = taken
-        state = ended
+    try:
+        while not _is_over(state) and len(rows) < max_steps:
+            now = _step(solver, y, here, state, yes, trial, here)
+            # The verdict that the run is over needs no pass.
+            is_over, taken = state.settled and now.ended.terminate, (y, here, last)
+            while now.trial.tried.goes_on and not is_over:
+                at = now.trial.y
+                there, of_there = expand(at)
+                now = _step(solver, y, here, state, no, now.trial, there)
+                if now.takes:
+                    taken = at, there, of_there
+            ended = now.ended
+            if ended.counts.num_feature_updates > state.counts.num_feature_updates:
+                rows.append(jax.device_get(ended.row() | {"loss": here.loss}))
+                solver.tell(rows[-1], jnp.array(len(rows)), jnp.array(True))
+                show(len(rows), float(here.loss))
+                if now.trial.tried.found:
+                    y, here, last = taken
+            state = ended
+    except KeyboardInterrupt:
+        if not rows:
+            raise
     result = state.result
     if not _is_over(state):
         result = optx.RESULTS.nonlinear_max_steps_reached
