@@ -25,7 +25,7 @@ from .experiment import Experiment, Place, Point
 BUDGET = 60.0
 """Seconds, with compilation, after which no further point is measured."""
 _LONG_ENOUGH = 0.2
-"""Seconds of a measurement."""
+"""Seconds of a measurement, beyond twice what the shortest run takes."""
 _SHOWN = 5
 """The number of points that are listed."""
 _KEPT = Path(__file__).parent / "results"
@@ -101,17 +101,21 @@ class Rehearsal:
 
 def _measured(attempt: Callable[[int], Tally], num_steps: float, share: float) -> Rate:
     """The rate of the steps after the first, without what a run of any length takes."""
+
+    def timed(number: int) -> tuple[Tally, float]:
+        begun = time.perf_counter()
+        return attempt(number), time.perf_counter() - begun
+
     before = _peak()
     attempt(1)  # compiles
-    begun, number = time.perf_counter(), 1
-    first = attempt(1)
-    overhead = time.perf_counter() - begun
-    tally, seconds = first, overhead
-    while number < num_steps and seconds < overhead + _LONG_ENOUGH:
+    number = 1
+    first, overhead = tally, seconds = timed(1)
+    long_enough = 2 * overhead + _LONG_ENOUGH
+    while number < num_steps and seconds < long_enough:
         number = min(4 * number, math.ceil(num_steps))
-        begun = time.perf_counter()
-        tally = attempt(number)
-        seconds = time.perf_counter() - begun
+        tally, seconds = timed(number)
+        if seconds >= long_enough:  # another number of steps may be another program
+            tally, seconds = timed(number)
         if tally.steps < number:  # the run has ended
             break
     memory = (_peak() - before) / share
