@@ -161,6 +161,17 @@ CASES = {
         normal,
         optax=lambda f, t: DELTA**2 * optax.log_cosh(f / DELTA, t / DELTA),
     ),
+    "isotropic": Case(
+        gnlin.losses.Isotropic(gnlin.losses.PseudoHuber(DELTA)),
+        lambda f, t: np.sum(
+            scipy.special.pseudo_huber(DELTA, np.linalg.norm(f - t, axis=-1))
+        ),
+        lambda f, t: (
+            DELTA**2 * jnp.sum(jnp.sqrt(1 + jnp.sum((f - t) ** 2, -1) / DELTA**2) - 1)
+        ),
+        normal,
+        (3, 2),
+    ),
     "poisson": Case(
         gnlin.losses.PoissonNLL(),
         lambda f, t: np.sum(np.exp(f) - t * f - t + scipy.special.xlogy(t, t)),
@@ -284,6 +295,60 @@ def test_factor_against_dense_matrices(case, everything_of):
         np.testing.assert_allclose(whole, gradient, rtol=1e-9, atol=1e-13)
         shortest = np.linalg.pinv(root.T, rcond=1e-10) @ (gradient - remainder)
         np.testing.assert_allclose(of["residual"], shortest, rtol=1e-8, atol=1e-12)
+
+
+def reweighted(matrix, values, start, delta, axis, num_steps):
+    """Literal iteratively reweighted least squares with Huber's weights."""
+    y = start
+    for _ in range(num_steps):
+        residual = matrix @ y - values
+        vectors = residual if axis is None else np.linalg.norm(residual, axis=axis)
+        size = np.abs(vectors) if axis is None else vectors[..., None]
+        root = np.sqrt(np.minimum(1, delta / size)) * np.ones_like(residual)
+        rows = (root[..., None] * matrix).reshape(-1, len(y))
+        y = np.linalg.lstsq(rows, (root * values).ravel())[0]
+    return y
+
+
+@pytest.mark.parametrize("axis", [None, -1])
+def test_steps_with_reweighted_curvature_are_those_of_reweighted_least_squares(axis):
+    generator = np.random.default_rng(0)
+    matrix = generator.normal(size=(12, 2, 3))
+    values = 3 * generator.normal(size=(12, 2)) ** 3
+    start = generator.normal(size=3)
+    loss = gnlin.losses.Huber(DELTA, reweighted=True)
+    if axis is not None:
+        loss = gnlin.losses.Isotropic(loss, axis)
+    found = gnlin.solve(
+        (lambda y, a: a @ y, jnp.asarray(start)),
+        (jnp.asarray(matrix), jnp.asarray(values)),
+        gnlin.GaussNewton(),
+        loss=loss,
+        max_steps=5,
+    )
+    expected = reweighted(matrix, values, start, DELTA, axis, 5)
+    np.testing.assert_allclose(found.model[1], expected, rtol=1e-10)
+    # Each step minimises an upper bound, so that none raises the loss.
+    assert (np.diff(found.history.loss) < 0).all()
+
+
+def test_the_curvature_of_a_vectors_length_at_any_length():
+    """A vector of length 0 has no direction, and no component may overflow."""
+    loss = gnlin.losses.Isotropic(gnlin.losses.Huber(DELTA, reweighted=True))
+    outputs = jnp.asarray([[0.0, 0.0], [1e-200, 0.0], [3e200, 4e200]])
+    target = jnp.zeros_like(outputs)
+    root = np.asarray(dense(loss.factor(outputs, target).mv, outputs))
+    weights = np.array([1, 1, DELTA / 5e200])
+    np.testing.assert_allclose(root @ root, np.diag(np.repeat(weights, 2)), rtol=1e-14)
+    pull = np.asarray(loss.gradient(outputs, target))
+    np.testing.assert_allclose(pull, [[0, 0], [1e-200, 0], [0.6 * DELTA, 0.8 * DELTA]])
+    plain = jax.jit(
+        lambda f: (loss.plain(f, target), jax.jacobian(loss.plain)(f, target))
+    )
+    z, slope = plain(outputs)
+    assert np.isfinite(slope).all()
+    np.testing.assert_allclose(slope[0, :, 0], np.eye(2))
+    np.testing.assert_allclose(0.5 * np.sum(z[:2] ** 2), 0, atol=1e-300)
 
 
 class TreeOfSquares(gnlin.authoring.AbstractLoss):
@@ -950,6 +1015,16 @@ WRONG_TARGETS = {
     "log-cosh": (gnlin.losses.LogCosh(), np.ones((5, 3, 1)), r"\(5, 3\).*\(5, 3, 1\)"),
     "log-cosh, a tree": (gnlin.losses.LogCosh(), {"a": np.ones((5, 3))}, "shape"),
     "squared error": (gnlin.SquaredError(), np.ones(5), r"\(5, 3\).*\(5,\)"),
+    "isotropic": (
+        gnlin.losses.Isotropic(gnlin.losses.Huber()),
+        np.ones((5, 4)),
+        r"\(5, 3\).*\(5, 4\)",
+    ),
+    "isotropic, of a number": (
+        gnlin.losses.Isotropic(gnlin.losses.Huber(), axis=-2),
+        np.ones((5, 3)),
+        r"shape \(3,\), without the axis -2",
+    ),
     "a user's own": (Quartic(), np.ones(5), r"\(5, 3\).*\(5,\)"),
 }
 
@@ -995,11 +1070,18 @@ WRONG_LOSSES = {
         lambda: gnlin.losses.PoissonNLL(""),
         lambda: Hinge("mena"),
         lambda: Quartic("SUM"),
+        lambda: gnlin.losses.Isotropic(gnlin.losses.Huber(reduction="mean")),
     ],
     "delta": [
         lambda build=build, v=v: build(v)
         for build in (gnlin.losses.Huber, gnlin.losses.PseudoHuber, gnlin.losses.LogCosh)
         for v in (0, 0.0, -1.0, math.nan, math.inf, "1", None)
+    ],
+    "reweighted": [lambda: gnlin.losses.Huber(reweighted="yes")],
+    "axis": [lambda: gnlin.losses.Isotropic(gnlin.losses.Huber(), 0.5)],
+    "loss": [
+        lambda: gnlin.losses.Isotropic(0.1),
+        lambda: gnlin.losses.Isotropic(gnlin.SquaredError()),
     ],
     "label_smoothing": [
         *(lambda v=v: gnlin.SoftmaxCrossEntropy(v) for v in (-0.1, 1, 1.0, 2, math.nan)),

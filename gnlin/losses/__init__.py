@@ -5,6 +5,7 @@ from ._base import AbstractElementwiseLoss, AbstractLoss
 from ._binomial import BinomialNLL, NegativeBinomialNLL
 from ._calibration import expected_calibration_error, reliability_diagram
 from ._cross_entropy import SigmoidCrossEntropy, SoftmaxCrossEntropy
+from ._isotropic import Isotropic
 from ._poisson import PoissonNLL
 from ._robust import Arctan, Cauchy, Huber, LogCosh, PseudoHuber, Tukey
 from ._squared_error import SquaredError
@@ -18,6 +19,7 @@ __all__ = [
     "BinomialNLL",
     "Cauchy",
     "Huber",
+    "Isotropic",
     "LogCosh",
     "NegativeBinomialNLL",
     "PoissonNLL",

@@ -157,14 +157,7 @@ class AbstractElementwiseLoss(AbstractLoss):
         return DiagonalFactor(root, self.unit)
 
     def check(self, outputs, targets) -> None:
-        expected = jax.tree.map(lambda f: f.shape, outputs)
-        given = jax.tree.map(lambda t: t.shape, targets)
-        if expected != given:
-            raise ValueError(
-                f"The targets must have the shape of the model's outputs, {expected}, "
-                f"but have {given}; reshape them, or for labels use "
-                "`gnlin.SoftmaxCrossEntropy()`."
-            )
+        check_shapes(outputs, targets)
         if self._targets is not None:
             name, least, most = self._targets
             check_between(name, targets, least, most)
@@ -197,6 +190,17 @@ def check_loss(loss: object) -> None:
 def _derivative(fn, x: Array) -> Array:
     """Return the derivative of an elementwise function."""
     return jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
+
+
+def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) -> None:
+    """Raise `ValueError` unless the targets have the shapes of the outputs."""
+    expected = jax.tree.map(lambda f: f.shape, outputs)
+    given = jax.tree.map(lambda t: t.shape, targets)
+    if expected != given:
+        raise ValueError(
+            f"The targets must have the shape of the model's outputs, {expected}, but "
+            f"have {given}; reshape them, or for labels use `gnlin.SoftmaxCrossEntropy()`."
+        )
 
 
 def known(values: PyTree) -> list[np.ndarray]:

@@ -91,6 +91,51 @@ class DiagonalFactor(AbstractFactor):
         return residual, remainder
 
 
+class IsotropicFactor(AbstractFactor):
+    r"""The factor $a\,nn^\top + b\,(I - nn^\top)$ of a loss of a vector's length.
+
+    **Arguments:**
+
+    - `direction`: the unit vectors n, or 0 for a vector of length 0.
+    - `along`, `across`: a and b; the vectors' axis has length 1.
+    - `axis`: the vectors' axis.
+    - `unit`: the scale of the loss.
+    """
+
+    direction: PyTree[Array]
+    along: PyTree[Array]
+    across: PyTree[Array]
+    axis: int = eqx.field(static=True)
+    unit: float = eqx.field(static=True)
+
+    def _split(self, v: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
+        """Return the component along n, and the vector across it."""
+
+        def component(n, v):
+            return jnp.sum(n * v, axis=self.axis, keepdims=True)
+
+        c = jax.tree.map(component, self.direction, v)
+        return c, jax.tree.map(lambda v, n, c: v - c * n, v, self.direction, c)
+
+    def _joined(self, c: PyTree[Array], rest: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda n, c, v: c * n + v, self.direction, c, rest)
+
+    def mv(self, v: PyTree[Array]) -> PyTree[Array]:
+        c, rest = self._split(v)
+        times = lambda x, y: jax.tree.map(jnp.multiply, x, y)
+        return self._joined(times(self.along, c), times(self.across, rest))
+
+    def transpose_mv(self, u: PyTree[Array]) -> PyTree[Array]:
+        return self.mv(u)
+
+    def whiten(self, gradient: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
+        # The gradient of a loss of the length has no part across n.
+        c, rest = self._split(gradient)
+        residual, remainder = DiagonalFactor(self.along, self.unit).whiten(c)
+        nothing = jax.tree.map(jnp.zeros_like, rest)
+        return self._joined(residual, nothing), self._joined(remainder, nothing)
+
+
 class SoftmaxFactor(AbstractFactor):
     r"""$R = \sqrt t\,(I - s s^\top)\,\mathrm{diag}(s)$ with $s = \sqrt p$, the factor
     of $H = t\,(\mathrm{diag}(p) - p p^\top)$.

@@ -4,11 +4,12 @@ import functools
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from .._common._checks import check_finite_positive
+from .._common._checks import check_finite_positive, check_flag
 from ._base import AbstractElementwiseLoss, as_outputs, Reduction
 
 
@@ -27,11 +28,13 @@ class AbstractRobust(AbstractElementwiseLoss):
     _rho: ClassVar[Rho]
     delta: float = 1.0
     reduction: Reduction | None = None
+    reweighted: bool = eqx.field(default=False, static=True, kw_only=True)
 
     def __check_init__(self):
         if not isinstance(self.delta, float | int):
             raise ValueError(f"`delta` must be a number, but {self.delta!r} was given.")
         check_finite_positive("delta", self.delta)
+        check_flag("reweighted", self.reweighted)
 
     def elementwise(self, output: Array, target: Array) -> Array:
         return self.delta * (self.delta * self._rho.value((output - target) / self.delta))
@@ -40,7 +43,18 @@ class AbstractRobust(AbstractElementwiseLoss):
         return self.delta * self._rho.slope((output - target) / self.delta)
 
     def root(self, output: Array, target: Array) -> Array:
-        return self._rho.root((output - target) / self.delta)
+        u = (output - target) / self.delta
+        return jnp.sqrt(self._weight(u)) if self.reweighted else self._rho.root(u)
+
+    def root_across(self, size: Array) -> Array:
+        """Return the square root of the curvature across a vector of residuals of this
+        length, if the loss is of the length."""
+        return jnp.sqrt(self._weight(size / self.delta))
+
+    def _weight(self, u: Array) -> Array:
+        r"""Return $\rho'(u)/u$, the weight of iteratively reweighted least squares."""
+        normal = u != 0
+        return jnp.where(normal, self._rho.slope(u) / jnp.where(normal, u, 1), 1)
 
     @property
     def unit(self) -> float:
@@ -78,6 +92,10 @@ class Huber(AbstractRobust):
 
     - `delta`: $\delta > 0$, in the outputs' units.
     - `reduction`: as in [`gnlin.authoring.AbstractLoss`][].
+    - `reweighted`: whether steps use the curvature $\rho'(r)/r$ of iteratively
+        reweighted least squares, instead of $\rho''(r)$. It is at least as large, and
+        no outlier has none. In a linear problem no step then raises the loss. The first
+        steps go further, and the last ones converge linearly.
 
     ??? cite "Reference"
 
