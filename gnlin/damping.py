@@ -21,6 +21,7 @@ from ._common._checks import (
     as_scalar,
     check_count,
     check_finite_positive,
+    check_flag,
     check_fraction,
     nan_unless,
     positive,
@@ -43,6 +44,8 @@ class Trial(eqx.Module):
         0 if the latter is unknown.
     - `noise`: whether both the decrease and its prediction are below the rounding of the
         loss.
+    - `on_detour`: whether the linearisation is on a detour. The decreases are then
+        counted from the point where the detour left.
     """
 
     damping: Float[Array, ""]
@@ -52,6 +55,7 @@ class Trial(eqx.Module):
     size: Float[Array, ""]
     share: Float[Array, ""]
     noise: Bool[Array, ""]
+    on_detour: Bool[Array, ""]
 
 
 _State = TypeVar("_State")
@@ -74,9 +78,11 @@ class AbstractDamping(eqx.Module, Generic[_State]):
 
     - `num_trials`: the approximate number of dampings tried at one linearisation. If it
         is large, a decomposition that serves all of them is worth its cost.
+    - `detours`: whether some trials are the start of a detour (`is_detour`).
     """
 
     num_trials: ClassVar[int] = 2
+    detours: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return _tree.in_words(self)
@@ -106,6 +112,13 @@ class AbstractDamping(eqx.Module, Generic[_State]):
     def goes_on(self, state: _State, trial: Trial) -> Bool[Array, ""]:
         """Whether to try another damping here, with the `state` after the trial."""
         return ~trial.accepted
+
+    def is_detour(self, state: _State) -> Bool[Array, ""]:
+        """Whether the next trial, if it is accepted, is the start of a detour. The next
+        linearisation is then at its point, and the step taken so far is kept. If some
+        trial there lowers the loss of that step as well as it has to, it is the next
+        step, and otherwise the detour is forgotten."""
+        return jnp.array(False)
 
 
 class _Kept(eqx.Module):
@@ -201,6 +214,17 @@ _LONG_WAY = 2
 # The longest step, as a multiple of the last one or, if that is longer, as a part of the
 # point. Without a limit NIST's BoxBOD ends on a plateau.
 _GROWTH, _SHORT = 3.0, 1e-3
+# A detour is tried if the step has less than this share of the decrease that the undamped
+# step predicts, and if the detour's own prediction leaves less of it than this number of
+# such steps would.
+_SLOW, _WORTH = 0.3, 3
+# The damping of a detour is divided by its boldness, which begins at the first number and
+# is multiplied by the others after a detour that came back, one that did not, and a step
+# without one. Below the last number no detour is tried.
+_BOLD, _BOLDER, _LESS_BOLD, _RECOVERS, _TIMID = 4.0, 2.0, 0.25, 1.1, 2.0
+_BOLDEST = 1e8
+# A detour is lost after this number of failing trials.
+_MOST_ON_DETOUR = 4
 
 
 class _Edge(_Kept):
@@ -212,6 +236,9 @@ class _Edge(_Kept):
     next_length: Float[Array, ""]  # of the step to take at this linearisation
     next_damping: Float[Array, ""]  # where the search begins at the next linearisation
     real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
+    gain: Float[Array, ""]  # share of the attainable decrease that the step taken has
+    boldness: Float[Array, ""]  # factor between the damping and that of a detour
+    leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
 
 
 class LongestStep(_AbstractFromFirst[_Edge]):
@@ -228,11 +255,19 @@ class LongestStep(_AbstractFromFirst[_Edge]):
     For a step with 99 % of the undamped step's predicted decrease $0.3\,\rho$ suffices:
     such steps lie in long valleys, where predictions are too optimistic.
 
+    If steps have become slow, because the loss falls only along a narrow curved valley,
+    the search leaves the valley. A last trial with a much smaller damping is a *detour*:
+    its loss may be far above, since the curvature of the model throws it off in the
+    directions of large eigenvalues. But there the next linearisation is precise, and one
+    step usually leads back into the valley, further down. If it does not, the detour is
+    forgotten. Each detour adapts how bold the next one is.
+
     **Arguments:**
 
     - `ratio`: $\rho$, between 0 and 1.
     - `num_trials`: the most dampings tried at a linearisation, once one is accepted.
     - `initial`: the first $\lambda$, divided by the curvature along the gradient.
+    - `detours`: whether to try detours.
 
     ??? cite "Reference"
 
@@ -243,24 +278,45 @@ class LongestStep(_AbstractFromFirst[_Edge]):
     ratio: ScalarLike = eqx.field(default=0.25, converter=as_scalar)
     num_trials: int = eqx.field(default=10, static=True, kw_only=True)  # type: ignore
     initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar, kw_only=True)
+    detours: bool = eqx.field(default=True, static=True, kw_only=True)  # type: ignore
 
     def __check_init__(self):
         check_fraction("ratio", self.ratio)
         check_count("num_trials", self.num_trials)
+        check_flag("detours", self.detours)
         check_finite_positive("initial", self.initial)
 
     def init(self, dtype: jnp.dtype) -> _Edge:
         zero, one = jnp.zeros((), dtype), jnp.ones((), dtype)
-        none = jnp.zeros((), int)
-        no = jnp.array(False)
-        return _Edge(-one, zero, jnp.inf * one, _MOVE * one, none, -one, zero, zero, no)
+        none, no = jnp.zeros((), int), jnp.array(False)
+        return _Edge(
+            damping=-one,
+            low=zero,
+            high=jnp.inf * one,
+            move=_MOVE * one,
+            number=none,
+            length=-one,
+            next_length=zero,
+            next_damping=zero,
+            real=no,
+            gain=zero,
+            boldness=_BOLD * one,
+            leaves=no,
+        )
 
     def accepts(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         longest = _GROWTH * jnp.where(state.length < 0, trial.length, state.length)
         longest = jnp.maximum(longest, _SHORT * trial.size)
         ratio = jnp.asarray(self.ratio, trial.ratio.dtype)
         ratio *= jnp.where(trial.share > _ALL, _PART_OF_ALL, 1)
-        return (trial.ratio >= ratio) & (trial.length <= longest)
+        accepted = (trial.ratio >= ratio) & (trial.length <= longest)
+        if not self.detours:
+            return accepted
+        worth = 1 - trial.share < (1 - state.gain) ** _WORTH
+        return jnp.where(state.leaves, worth, accepted)
+
+    def is_detour(self, state: _Edge) -> Bool[Array, ""]:
+        return state.leaves
 
     def after(self, state: _Edge, trial: Trial) -> _Edge:
         good = trial.accepted
@@ -275,6 +331,7 @@ class LongestStep(_AbstractFromFirst[_Edge]):
         factor = jnp.where(stays, 1, _nielsen_factor(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
+        gain = jnp.where(taken, trial.ratio * trial.share, state.gain)
         number = state.number + 1
         real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)
@@ -287,13 +344,57 @@ class LongestStep(_AbstractFromFirst[_Edge]):
         move = jnp.minimum(state.move**2, _LARGEST_MOVE)
         move = jnp.where(number > 1, move, state.move)
         length = jnp.where(state.length < 0, trial.length, state.length)
-        following = next_length, next_damping
-        on = _Edge(damping, low, high, move, number, length, *following, real)
+        on = _Edge(
+            damping=damping,
+            low=low,
+            high=high,
+            move=move,
+            number=number,
+            length=length,
+            next_length=next_length,
+            next_damping=next_damping,
+            real=real,
+            gain=gain,
+            boldness=state.boldness,
+            leaves=jnp.array(False),
+        )
         # Once the search is over, the next linearisation begins another.
         over = dataclasses.replace(
-            self.init(low.dtype), damping=next_damping, length=next_length
+            self.init(low.dtype),
+            damping=next_damping,
+            length=next_length,
+            next_damping=next_damping,
+            boldness=state.boldness,
         )
-        return _tree.where(found, over, on)
+        if not self.detours:
+            return _tree.where(found, over, on)
+        return self._with_detours(state, trial, found, over, on)
+
+    def _with_detours(
+        self, state: _Edge, trial: Trial, found: Bool[Array, ""], over: _Edge, on: _Edge
+    ) -> _Edge:
+        """Return the state after a trial: `over` if the search has `found` the step here,
+        else `on`, unless a detour begins or ends."""
+        replace = dataclasses.replace
+        back = trial.on_detour & found
+        lost = trial.on_detour & jnp.isinf(on.high) & (on.number >= _MOST_ON_DETOUR)
+        slow = found & ~trial.on_detour & (on.gain < _SLOW)
+        leaves = slow & (state.boldness >= _TIMID)
+        cases = [back, lost, slow & ~leaves]
+        factor = jnp.select(cases, [_BOLDER, _LESS_BOLD, _RECOVERS], 1.0)
+        boldness = jnp.clip(state.boldness * factor, 1, _BOLDEST)
+        length = jnp.where(found, over.length, on.length)
+        over = replace(over, length=length, boldness=boldness.astype(length.dtype))
+        start = replace(on, damping=on.high / state.boldness, leaves=leaves)
+        new = _tree.where(leaves, start, _tree.where(found | lost, over, on))
+        after_start = replace(
+            over,
+            damping=state.next_damping,
+            next_damping=state.next_damping,
+            length=jnp.where(trial.accepted, trial.length, state.next_length),
+            boldness=state.boldness,
+        )
+        return _tree.where(state.leaves, after_start, new)
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         return state.number > 0

@@ -24,6 +24,7 @@ from .._linearisation._linearisation import (
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
 from .._linearisation._retraction import Retraction
+from ._detour import Detour
 from ._state import Counts, Evaluate, Report, State, Update
 from ._termination import Ended, verdict
 
@@ -183,8 +184,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         num_steps = state.counts.num_feature_updates
         lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self.placed(objective, lin)
-        dtype = state.report.loss.dtype
-        loss = objective.value(lin.outputs).astype(dtype)
+        dtype, detour = state.report.loss.dtype, self.detour(state)
+        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
+        loss = objective.value(here).astype(dtype)
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         solver = self._in_units_of(objective, lin.outputs, first_loss)
         update = solver.update(objective, lin, evaluate, state.memory, num_steps)
@@ -197,8 +199,12 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         gradient_norm, step, step_norm = update.completed(objective, lin)
         no = jnp.array(False)
         ended = Ended(no, no, state.num_still, update.result)
+        memory = update.memory
         if same_examples:
-            ended = verdict(solver, objective, lin, update, step, state, loss, first_loss)
+            at = lin, here, no if detour is None else detour.is_on
+            ended = verdict(solver, objective, at, update, step, state, loss, first_loss)
+        elif detour is not None:  # Losses of other examples are no measure for it.
+            memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # A run that has converged here takes no further step.
         stays = ended.arrived & (num_steps > 0)
         one = jnp.where(stays, 0, 1)
@@ -219,7 +225,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
         new = dataclasses.replace(
             state,
-            memory=update.memory,
+            memory=memory,
             report=report,
             counts=counts,
             first_loss=first_loss,
@@ -240,6 +246,15 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         least = jnp.minimum(jnp.abs(first_loss), 0.5)
         least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
         return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
+
+    def detour(self, state: State) -> Detour | None:
+        """Return where the next linearisation is, if it may be on a detour."""
+        return None
+
+    def next_point(self, y: PyTree[Array], state: State) -> PyTree[Array]:
+        """Return the point of the next linearisation."""
+        detour = self.detour(state)
+        return y if detour is None else _tree.where(detour.is_on, detour.at, y)
 
     def tell(
         self,
@@ -353,18 +368,20 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), recognised(fn, y, args)
+        point, detour = self.next_point(y, state), self.detour(state)
         given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
         if posed is None:
-            lin, aux = linearise(fn, y, args, has_aux=True, **given)
+            lin, aux = linearise(fn, point, args, has_aux=True, **given)
             objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         else:
             outputs, inputs, objective = posed
-            lin, aux = linearise(outputs, y, inputs, **given), aux_of(fn, y, args)
+            lin, aux = linearise(outputs, point, inputs, **given), aux_of(fn, y, args)
             evaluate = lambda y_: outputs(y_, inputs)
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
-        row = after.row() | {"loss": objective.value(lin.outputs)}
+        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
+        row = after.row() | {"loss": objective.value(here)}
         self.tell(row, after.counts.num_feature_updates, moved)
         if state.rows is not None:
             at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)

@@ -1,5 +1,6 @@
 """Levenberg-Marquardt: the damping adapts to how well the linearisation predicts."""
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -30,6 +31,7 @@ from .._subproblem import (
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
+from ._detour import Detour
 from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Evaluate, State, Update
@@ -47,7 +49,7 @@ _EXACT, _EXACT_OF_SAMPLE, _EXACT_OF_NETWORK = (10.0, 10.0), (2e-2, 5.0), (2e-3, 
 # as many as the residuals. Else a factorisation on each face takes fewer operations.
 _MOST_WIDE = 10
 # The default rule if trials are expensive.
-_ONE_TRIAL = LongestStep(1e-4, num_trials=1)
+_ONE_TRIAL = LongestStep(1e-4, num_trials=1, detours=False)
 # The first damping on a full batch, where a rejected trial is cheap.
 _FIRST_DAMPING = 1e-3
 # The first tolerance of conjugate gradients on a full batch.
@@ -63,6 +65,7 @@ class _Memory(eqx.Module):
     scale: PyTree[Array] | None
     first_gradient: Float[Array, ""]  # its norm; negative before the first linearisation
     tolerance: Float[Array, ""]  # of conjugate gradients
+    detour: Detour | None = None
 
 
 class LevenbergMarquardt(AbstractGaussNewton):
@@ -162,6 +165,19 @@ class LevenbergMarquardt(AbstractGaussNewton):
         one, scale = jnp.ones((), dtype), first_scale(self.scaling or "root", y)
         return _Memory(self._rule().init(dtype), scale, -one, one)
 
+    def start(self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> State:
+        state = super().start(y, outputs)
+        if not self._rule().detours:
+            return state
+        nothing = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
+        detour = Detour(jnp.array(False), y, y, nothing)
+        memory = dataclasses.replace(state.memory, detour=detour)
+        return dataclasses.replace(state, memory=memory)
+
+    def detour(self, state: State) -> Detour | None:
+        memory = state.memory
+        return memory.detour if isinstance(memory, _Memory) else None
+
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
 
@@ -254,28 +270,42 @@ class LevenbergMarquardt(AbstractGaussNewton):
             finite,
             as_tree,
             rows,
+            memory.detour if rule.detours else None,
         )
 
     def after(self, trials: Trials, tried: TrialOutcome) -> Update:
         """Return the outer step that the trials lead to."""
         lin, as_tree, subproblem = trials.lin, trials.as_tree, trials.subproblem
+        found, detour = tried.found, trials.detour
         finite = trials.is_finite & ~jnp.isnan(tried.damping)
-        step = _tree.where(tried.found, tried.step, _tree.zeros_like(tried.step))
+        step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))
+        y = as_tree(lin.moved(step))
+        outputs = _tree.where(found, tried.outputs, lin.outputs)
+        memory = eqx.tree_at(lambda m: m.state, trials.memory, tried.state)
+        stuck = finite & ~found
+        if detour is not None:
+            lost = detour.is_on & ~found
+            y = _tree.where(lost, detour.y, y)
+            outputs = _tree.where(lost, detour.outputs, outputs)
+            finite, stuck = finite | lost, stuck & ~lost
+            at = as_tree(lin.moved(tried.detour))
+            detour = Detour(tried.leaves, at, y, outputs)
+            memory = dataclasses.replace(memory, detour=detour)
         return Update(
-            y=as_tree(lin.moved(step)),
-            outputs=_tree.where(tried.found, tried.outputs, lin.outputs),
-            memory=eqx.tree_at(lambda m: m.state, trials.memory, tried.state),
+            y=y,
+            outputs=outputs,
+            memory=memory,
             gradient_norm=subproblem.gradient_norm,
             step_norm=_tree.norm(step),
             damping=tried.damping,
             num_inner_steps=tried.num_inner_steps,
             passes=trials.rows + subproblem.passes + tried.passes,
-            num_accepted=jnp.where(tried.found, 1, 0),
-            num_rejected=tried.num_tried - jnp.where(tried.found, 1, 0),
+            num_accepted=jnp.where(found, 1, 0),
+            num_rejected=tried.num_tried - jnp.where(found, 1, 0),
             left=as_tree(tried.step),
             problem=trials.problem,
             searched=True,
-            stuck=finite & ~tried.found,
+            stuck=stuck,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),

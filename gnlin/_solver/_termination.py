@@ -56,7 +56,7 @@ class Ended(NamedTuple):
 def verdict(
     solver: "AbstractGaussNewton",
     objective: AbstractObjective,
-    lin: Linearisation,
+    at: tuple[Linearisation, PyTree[Array], Bool[Array, ""]],
     update: Update,
     step: PyTree[Array],
     state: State,
@@ -64,8 +64,13 @@ def verdict(
     first_loss: Scalar,
 ) -> Ended:
     """Return the verdict at a linearisation. Convergence is tested after a small
-    step, after many steps without progress, and if no step could be found."""
-    going = ~update.terminate & (update.result == optx.RESULTS.successful)
+    step, after many steps without progress, and if no step could be found.
+
+    - `at`: the linearisation, the outputs at the run's own point, and whether the
+        linearisation is elsewhere, on a detour. The run does not end there.
+    """
+    lin, here, on_detour = at
+    going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
     asks = going & (state.settled | stands)
     problem, gradient = update.problem, None
@@ -89,8 +94,8 @@ def verdict(
         )
 
     arrived = jax.lax.cond(asks, look, lambda: jnp.array(False))
-    now, then = map(objective.residual, (update.outputs, lin.outputs))
-    gained = objective.decrease(lin.outputs, update.outputs).astype(loss.dtype)
+    now, then = map(objective.residual, (update.outputs, here))
+    gained = objective.decrease(here, update.outputs).astype(loss.dtype)
     point = _as_in(update.problem, lin.point)
     quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
     return Ended(

@@ -18,6 +18,7 @@ from .._linearisation._quadratic import Quadratic
 from .._subproblem import AbstractSubproblem, Early
 from ..damping import AbstractDamping, Trial
 from ._between_bounds import between_bounds
+from ._detour import Detour
 from ._state import Evaluate, increased
 from ._termination import rounding_of_loss, rounding_of_outputs
 
@@ -29,6 +30,9 @@ _MAX_ACCELERATION = 0.75
 # second derivative that is not rounding, as a multiple of the outputs' rounding divided
 # by the square of that part.
 _PART, _ROUNDINGS = 0.1, 20
+# On a detour the loss may rise to 1 / eps of the loss divided by this number. Beyond, the
+# rounding of predictions exceeds a hundredth of the loss.
+_FAR = 100
 # After this many trials the damping has outgrown all floating-point numbers.
 _MAX_TRIALS = 60
 
@@ -37,6 +41,8 @@ class TrialOutcome(eqx.Module):
     """The result of the trials: the last accepted step that lowers the loss by more than
     rounding, else the first accepted one, else the last one.
 
+    - `leaves`, `detour`: whether a detour begins, and its step. `None` for a rule without
+        detours.
     - `num_tried`, `num_inner_steps`, `passes`: totals over all trials.
     """
 
@@ -46,6 +52,8 @@ class TrialOutcome(eqx.Module):
     outputs: PyTree[Array]  # after the step
     found: Bool[Array, ""]
     goes_on: Bool[Array, ""]
+    leaves: Bool[Array, ""] | None
+    detour: PyTree[Array] | None
     num_tried: Int[Array, ""]
     num_inner_steps: Float[Array, ""]
     passes: Passes
@@ -81,6 +89,7 @@ class Trials(NamedTuple):
     - `is_finite`: whether the linearisation is finite. If not, nothing is tried.
     - `as_tree`: a function that unravels the parameters of `lin`.
     - `rows`: the passes that forming the Jacobian took.
+    - `detour`: where a detour left, if the linearisation may be on one.
     """
 
     objective: AbstractObjective
@@ -96,20 +105,29 @@ class Trials(NamedTuple):
     is_finite: Bool[Array, ""]
     as_tree: Callable[[PyTree[Array]], PyTree[Array]]
     rows: Passes
+    detour: Detour | None
 
     @property
     def dtype(self) -> jnp.dtype:
         return _tree.dtype((self.lin.point, self.lin.outputs))
 
+    @property
+    def eps(self) -> float:
+        return _tree.eps((self.lin.point, self.lin.outputs))
+
     def known(self) -> "_Known":
         """Return the numbers that all trials here share."""
         lin, subproblem, dtype = self.lin, self.subproblem, self.dtype
-        eps = _tree.eps((lin.point, lin.outputs))
+        eps = self.eps
         largest = subproblem.largest_curvature().astype(dtype)
         # A smaller damping has no effect, and a larger one allows no step.
         unit = jnp.where(jnp.isfinite(largest) & (largest > 0), largest, 1)
         least = subproblem.least_damping().astype(dtype)
         loss = self.objective.value(lin.outputs).astype(dtype)
+        before = loss
+        if self.detour is not None:
+            before = self.objective.value(self.detour.outputs).astype(dtype)
+            before = jnp.where(self.detour.is_on, before, loss)
         least_second = jnp.zeros((), dtype)
         if self.problem is not None and self.acceleration:
             outputs = rounding_of_outputs(self.problem, lin.point)
@@ -119,18 +137,24 @@ class Trials(NamedTuple):
             jnp.where(jnp.isfinite(least), least, 0),
             unit / eps**2,
             subproblem.length(lin.point).astype(dtype),
-            rounding_of_loss(loss, self.problem, lin.point),
+            rounding_of_loss(before, self.problem, lin.point),
             least_second,
+            loss,
+            before,
         )
 
     def begun(self) -> TrialOutcome:
         """Return the outcome before the first trial."""
         zero, subproblem = jnp.zeros((), self.dtype), self.subproblem
+        nowhere = _tree.zeros_like(self.lin.point)
+        leaves = None if self.detour is None else jnp.array(False)
         return TrialOutcome(
             damping=zero,
             state=self.rule.begin(self.memory.state, subproblem),
-            step=_tree.zeros_like(self.lin.point),
+            step=nowhere,
             outputs=self.lin.outputs,
+            leaves=leaves,
+            detour=None if self.detour is None else nowhere,
             found=jnp.array(False),
             goes_on=self.is_finite & (subproblem.gradient_norm > 0),
             num_tried=jnp.array(0),
@@ -191,9 +215,13 @@ class Trials(NamedTuple):
         the one to take so far."""
         lin, rule = self.lin, self.rule
         damping, step, predicted = proposal.damping, proposal.step, proposal.predicted
-        attainable, rounding = known.attainable, known.rounding
+        fallen, rounding = known.before - known.loss, known.rounding
+        attainable, predicted = known.attainable + fallen, predicted + fallen
         share = jnp.where(attainable > 0, predicted / attainable, 1)
         actual = self.objective.decrease(lin.outputs, outputs).astype(self.dtype)
+        if self.detour is not None:  # The sum of two decreases would cancel.
+            loss = self.objective.value(outputs).astype(self.dtype)
+            actual = jnp.where(self.detour.is_on, known.before - loss, actual)
         # An approximate step may be uphill. Reject it by an infinite prediction.
         predicted = jnp.where(predicted < -rounding, jnp.inf, predicted)
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
@@ -206,11 +234,18 @@ class Trials(NamedTuple):
             known.point_size,
             share.astype(self.dtype),
             noise,
+            jnp.array(False) if self.detour is None else self.detour.is_on,
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)
         state = rule.after(last.state, trial)
         takes = (accepted & ~noise) | ~last.found
+        leaves, detour = last.leaves, last.detour
+        if self.detour is not None:
+            is_detour = rule.is_detour(last.state)
+            resolved = -actual * _FAR * self.eps <= known.loss
+            leaves, takes = is_detour & accepted & resolved, takes & ~is_detour
+            detour = _tree.where(leaves, step, last.detour)
         # This also stops at a damping of NaN.
         goes_on = rule.goes_on(state, trial) & (damping < known.largest_damping)
         num_tried = last.num_tried + 1
@@ -221,6 +256,8 @@ class Trials(NamedTuple):
             outputs=_tree.where(takes, outputs, last.outputs),
             found=last.found | accepted,
             goes_on=goes_on & (num_tried < _MAX_TRIALS),
+            leaves=leaves,
+            detour=detour,
             num_tried=num_tried,
             num_inner_steps=last.num_inner_steps + proposal.num_inner_steps,
             passes=(last.passes + proposal.passes).traced(),
@@ -236,6 +273,8 @@ class _Known(NamedTuple):
     - `point_size`: the length of the point in the damped variables.
     - `rounding`: the rounding of the loss.
     - `least_second`: the rounding of the second derivative along a step.
+    - `loss`: the loss here.
+    - `before`: the same, or where a detour left.
     """
 
     attainable: Scalar
@@ -244,6 +283,8 @@ class _Known(NamedTuple):
     point_size: Scalar
     rounding: Scalar
     least_second: Scalar
+    loss: Scalar
+    before: Scalar
 
 
 def try_dampings(trials: Trials) -> TrialOutcome:

@@ -180,12 +180,17 @@ def advanced(
         now = evaluate(carry.parameters) if objective.names else None
     else:
         budget, begun = solver.memory_budget, carry.solver_state
-        lin, aux = linearised(fn, carry.parameters, args, has_aux, budget)
+        point = solver.next_point(carry.parameters, begun)
+        lin, aux = linearised(fn, point, args, has_aux, budget)
         with spread(setting.places):
             y, state = solver.advance(
                 objective, lin, evaluate, begun, same_examples=not is_random
             )
-        loss, now = objective.value(lin.outputs), lin.outputs
+        now, detour = lin.outputs, solver.detour(begun)
+        if detour is not None:
+            now = detour.outputs_of_run(now)
+            aux = _tree.where(detour.is_on, carry.model_state, aux) if has_aux else aux
+        loss = objective.value(now)
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch
     if watch is not None:

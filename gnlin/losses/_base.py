@@ -199,7 +199,8 @@ def check_shapes(outputs: PyTree[jax.ShapeDtypeStruct], targets: PyTree[Array]) 
     if expected != given:
         raise ValueError(
             f"The targets must have the shape of the model's outputs, {expected}, but "
-            f"have {given}; reshape them, or for labels use `gnlin.SoftmaxCrossEntropy()`."
+            f"have {given}; reshape them, or for labels use "
+            "`gnlin.SoftmaxCrossEntropy()`."
         )
 
 
