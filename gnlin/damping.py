@@ -44,6 +44,8 @@ class Trial(eqx.Module):
         0 if the latter is unknown.
     - `noise`: whether both the decrease and its prediction are below the rounding of the
         loss.
+    - `part`: the predicted decrease divided by the largest possible one, which is that of
+        the undamped step or the loss itself, whichever is smaller.
     - `on_detour`: whether the linearisation is on a detour. The decreases are then
         counted from the point where the detour left.
     """
@@ -55,6 +57,7 @@ class Trial(eqx.Module):
     size: Float[Array, ""]
     share: Float[Array, ""]
     noise: Bool[Array, ""]
+    part: Float[Array, ""]
     on_detour: Bool[Array, ""]
 
 
@@ -214,9 +217,9 @@ _LONG_WAY = 2
 # The longest step, as a multiple of the last one or, if that is longer, as a part of the
 # point. Without a limit NIST's BoxBOD ends on a plateau.
 _GROWTH, _SHORT = 3.0, 1e-3
-# A detour is tried if the step has less than this share of the decrease that the undamped
-# step predicts, and if the detour's own prediction leaves less of it than this number of
-# such steps would.
+# A detour is tried if the step has less than this part of the largest possible decrease,
+# and if the detour's own prediction leaves less of it than this number of such steps
+# would.
 _SLOW, _WORTH = 0.3, 3
 # The damping of a detour is divided by its boldness, which begins at the first number and
 # is multiplied by the others after a detour that came back, one that did not, and a step
@@ -236,7 +239,7 @@ class _Edge(_Kept):
     next_length: Float[Array, ""]  # of the step to take at this linearisation
     next_damping: Float[Array, ""]  # where the search begins at the next linearisation
     real: Bool[Array, ""]  # whether some step lowers the loss by more than rounding
-    gain: Float[Array, ""]  # share of the attainable decrease that the step taken has
+    gain: Float[Array, ""]  # part of the largest possible decrease that was taken
     boldness: Float[Array, ""]  # factor between the damping and that of a detour
     leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
 
@@ -312,7 +315,7 @@ class LongestStep(_AbstractFromFirst[_Edge]):
         accepted = (trial.ratio >= ratio) & (trial.length <= longest)
         if not self.detours:
             return accepted
-        worth = 1 - trial.share < (1 - state.gain) ** _WORTH
+        worth = 1 - trial.part < (1 - state.gain) ** _WORTH
         return jnp.where(state.leaves, worth, accepted)
 
     def is_detour(self, state: _Edge) -> Bool[Array, ""]:
@@ -331,7 +334,7 @@ class LongestStep(_AbstractFromFirst[_Edge]):
         factor = jnp.where(stays, 1, _nielsen_factor(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
-        gain = jnp.where(taken, trial.ratio * trial.share, state.gain)
+        gain = jnp.where(taken, trial.ratio * trial.part, state.gain)
         number = state.number + 1
         real = jnp.isfinite(high) & (state.real | taken & ~trial.noise)
         most = jnp.where(real, self.num_trials, _LONG_WAY * self.num_trials)

@@ -17,7 +17,7 @@ def trial(damping=1.0, ratio=1.0, *, accepted=True, length=1.0):
     numbers = (jnp.array(x, float) for x in (damping, ratio))
     length, zero = jnp.array(length, float), jnp.zeros(())
     no = jnp.array(False)
-    return Trial(*numbers, jnp.array(accepted), length, zero, zero, no, no)
+    return Trial(*numbers, jnp.array(accepted), length, zero, zero, no, zero, no)
 
 
 @given(ratio=st.floats(0, 1), damping=st.floats(1e-10, 1e10))

@@ -70,7 +70,9 @@ KORTEWEG_DE_VRIES = Equation(
     ),
     _in_slabs(korteweg_de_vries, lambda x: jnp.cos(jnp.pi * x), (-1.0, 1.0), 1e-3),
     ((0.0, 1.0), (-1.0, 1.0)),
-    network=functools.partial(PointMLP, features=Periodic(2.0), activation=jnp.sin),
+    network=functools.partial(
+        PointMLP, features=Periodic(2.0), activation=jnp.sin, spread=2.0
+    ),
     in_time=True,
     slabs=(0.0, 0.25, 0.5, 0.75, 1.0),
 )
@@ -91,7 +93,9 @@ KURAMOTO_SIVASHINSKY = Equation(
         1e-4,
     ),
     ((0.0, 1.0), (0.0, 2 * np.pi)),
-    network=functools.partial(PointMLP, features=Periodic(2 * np.pi)),
+    network=functools.partial(
+        PointMLP, features=Periodic(2 * np.pi), activation=jnp.sin, spread=2.0
+    ),
     in_time=True,
     slabs=(0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 )

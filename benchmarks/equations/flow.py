@@ -79,7 +79,7 @@ KOVASZNAY = Equation(
     jax.vmap(kovasznay),
     _in_a_rectangle,
     _WIDE,
-    network=functools.partial(PointMLP, features=Coordinates(2), outputs=3, spread=1.5),
+    network=functools.partial(PointMLP, features=Coordinates(2), outputs=3, spread=3.0),
     compared=2,
 )
 

@@ -254,7 +254,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     def next_point(self, y: PyTree[Array], state: State) -> PyTree[Array]:
         """Return the point of the next linearisation."""
         detour = self.detour(state)
-        return y if detour is None else _tree.where(detour.is_on, detour.at, y)
+        return y if detour is None else detour.next_point(y)
 
     def tell(
         self,

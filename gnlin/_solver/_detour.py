@@ -1,7 +1,9 @@
 """A detour: the next linearisation is not where the last step ended."""
 
 import equinox as eqx
-from jaxtyping import Array, Bool, PyTree
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, PyTree
 
 from .._common import _tree
 
@@ -11,15 +13,34 @@ class Detour(eqx.Module):
     until a step from a detour leads further down.
 
     - `is_on`: whether the next linearisation is on a detour.
-    - `at`: its point, which is the run's own point if not.
-    - `y`, `outputs`: the run's own point, and the outputs there.
+    - `at`: its point if it is, with all parameters in one array.
+    - `y`, `outputs`: the run's own point, in one array, and the outputs there.
     """
 
     is_on: Bool[Array, ""]
-    at: PyTree[Array]
-    y: PyTree[Array]
+    at: Float[Array, " p"]
+    y: Float[Array, " p"]
     outputs: PyTree[Array]
+
+    @staticmethod
+    def none(y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> "Detour":
+        """Return the state before the first step."""
+        flat, nothing = in_one_array(y), jax.tree.map(_zeros, outputs)
+        return Detour(jnp.array(False), flat, flat, nothing)
+
+    def next_point(self, y: PyTree[Array]) -> PyTree[Array]:
+        """Return the point of the next linearisation if the run is at `y`."""
+        flat, unravel = _tree.ravel_pytree(y)
+        return unravel(jnp.where(self.is_on, self.at, flat))
 
     def outputs_of_run(self, outputs: PyTree[Array]) -> PyTree[Array]:
         """Return the outputs at the run's own point, with those at the linearisation."""
         return _tree.where(self.is_on, self.outputs, outputs)
+
+
+def in_one_array(y: PyTree[Array]) -> Float[Array, " p"]:
+    return _tree.ravel_pytree(y)[0]
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
+    return jnp.zeros(shape.shape, shape.dtype)

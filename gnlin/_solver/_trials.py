@@ -218,6 +218,8 @@ class Trials(NamedTuple):
         fallen, rounding = known.before - known.loss, known.rounding
         attainable, predicted = known.attainable + fallen, predicted + fallen
         share = jnp.where(attainable > 0, predicted / attainable, 1)
+        before = jnp.where(known.before > 0, known.before, jnp.inf)
+        part = predicted / jnp.minimum(attainable, before)
         actual = self.objective.decrease(lin.outputs, outputs).astype(self.dtype)
         if self.detour is not None:  # The sum of two decreases would cancel.
             loss = self.objective.value(outputs).astype(self.dtype)
@@ -234,6 +236,7 @@ class Trials(NamedTuple):
             known.point_size,
             share.astype(self.dtype),
             noise,
+            jnp.where(attainable > 0, part, 1).astype(self.dtype),
             jnp.array(False) if self.detour is None else self.detour.is_on,
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
