@@ -141,6 +141,10 @@ REACHED = {
         and np.allclose(n["turned"][:, 2:], n["poses"][:, :2], atol=1e-6)
         and np.allclose(n["found"], n["poses"], atol=1e-6)
     ),
+    "docs/images.md": lambda n: (
+        n["error"](n["restored"].model) < 0.5 * n["error"](n["seen"])
+        and n["error"](n["found"].model) < 1e-9
+    ),
     "docs/differential-equations.md": lambda n: (
         n["error"](n["square"].model, n["in_square"]) < 1e-9
         and n["error"](n["solution"].model, n["exact"]) < 1e-6
