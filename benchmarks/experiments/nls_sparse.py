@@ -1,9 +1,8 @@
-"""Classical problems with thousands of parameters, of which each residual reads a few:
-gnlin beside the sparse methods of other libraries.
+"""Classical sparse problems with thousands of parameters: gnlin beside other libraries.
 
-Each problem is run from its start and from 10 and 100 times as far. A run is *solved* if
-its sum of squares is that of the minimum, which is zero; any other report of success is
-*false*.
+Each residual depends on a few parameters only. Each problem is run from its start and
+from 10 and 100 times as far. A run is *solved* if its sum of squares is the minimum,
+which is zero. A report of success is *false* if the run is not solved.
 """
 
 import dataclasses
@@ -42,7 +41,7 @@ class Row:
     reported: bool
     steps: int | None
     seconds: float
-    """Seconds of a second run: the first one compiles."""
+    """Seconds of the second run, since the first one compiles."""
     result: str
 
     @property
@@ -61,7 +60,7 @@ class Row:
 
 
 def run(quick: bool, console: Console) -> list[Row]:
-    """Solve and print."""
+    """Solve the problems, print the tables, and return the rows."""
     rows, began = [], time.perf_counter()
     problems = sparse_ones(NUM_PARAMETERS_QUICK if quick else NUM_PARAMETERS)
     for problem in problems:
@@ -80,7 +79,8 @@ def run(quick: bool, console: Console) -> list[Row]:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """One solver from one start. If it raises, it has not reported success."""
+    """Run one solver from one start, twice, and time the second run. A run that raises
+    has not reported success."""
     start, seconds = problem.from_far(factor), 0.0
     outcome = Outcome(np.full(start.shape, np.nan), None, None, "", False)
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
 
 
 def solvers_of(problem: Problem) -> dict[str, Solve]:
-    """The solvers for this problem; its sparsity pattern is found once."""
+    """Return the solvers for a problem, whose sparsity pattern is found once."""
     by_products = lx.Normal(lx.CG(_TOLERANCE, _TOLERANCE, max_steps=10_000))
     known = gnlin.Sparsity(problem.residuals, jnp.asarray(problem.start))
     ours = gnlin.Residuals(problem.residuals, sparsity=known)
@@ -137,7 +137,7 @@ def _through_optimistix(residuals: Any, solver: Any) -> Solve:
 
 def _jaxopt(problem: Problem) -> Solve:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its import
+        warnings.simplefilter("ignore", DeprecationWarning)  # on import
         import jaxopt
 
     solver = jaxopt.LevenbergMarquardt(
@@ -163,8 +163,8 @@ def _jaxopt(problem: Problem) -> Solve:
 
 
 def _scipy(problem: Problem) -> Solve:
-    """SciPy with the exact Jacobian as a sparse matrix, from as many passes as it has
-    colours, and with the tightest tolerances that it accepts."""
+    """Return SciPy's solver with the exact sparse Jacobian, by one pass for each colour,
+    and with tolerances close to rounding."""
     import asdex
     from scipy.optimize import least_squares
     from scipy.sparse import csr_array
