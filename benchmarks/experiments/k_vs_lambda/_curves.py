@@ -83,14 +83,6 @@ def apart(a: Runs, b: Runs, name: str) -> PerRun:
     return np.where(both, a[name] - b[name], np.nan)
 
 
-def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
-    """The mean of each seed over its finite values."""
-    known = np.isfinite(values)
-    number = known.sum(axis=1)
-    total = np.where(known, values, 0).sum(axis=1)
-    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
-
-
 def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
     """The squared errors of both, at the strengths that are tested."""
     both = np.stack([a["test_mse"], b["test_mse"]], axis=1)

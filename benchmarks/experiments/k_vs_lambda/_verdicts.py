@@ -24,13 +24,12 @@ from numpy import ndarray
 
 from ... import thresholds
 from ...experiment import only, Runs
-from ...verdicts import CONFIRMED, judge, rank_correlation, Verdict
+from ...verdicts import CONFIRMED, judge, mean_of_seed, rank_correlation, Verdict
 from ._curves import (
     apart,
     difference,
     difference_at_equal_solution,
     largest_ratio,
-    mean_of_seed,
     more_thrown_off,
     PerRun,
     SOLVERS,
