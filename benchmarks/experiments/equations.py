@@ -32,9 +32,9 @@ from ..verdicts import judge, Verdict
 class Size(NamedTuple):
     hidden: tuple[int, ...]
     num_points: int
-    """Points in the interior; of each slab, if there are slabs."""
+    """Number of points in the interior, of each slab if there are slabs."""
     num_steps: int
-    """Steps; in each slab, if there are slabs."""
+    """Number of steps, for each slab if there are slabs."""
 
 
 SMALL = {
@@ -60,7 +60,6 @@ LARGE = {
 class Equations(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Sizes of the equations, by name."""
     num_looks: int = 20
     """Number of looks in each slab, or of the whole run if there are none."""
 

@@ -89,7 +89,7 @@ class KSweep(Images):
     the loss has no minimum, so that any tolerance is arbitrary."""
     num_steps: int = 100_000
     """The largest number of steps on the full batch, or `most_updates` feature updates if
-    they take more steps."""
+    these are more."""
     most_updates: int = 50
     damped_steps: int = 2_000
     """Steps of the Gauss-Newton methods on mini-batches."""

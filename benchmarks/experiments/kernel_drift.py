@@ -136,7 +136,7 @@ def _train_features(settings: KernelDrift, point: Point, place: Place) -> Column
         alone = dataclasses.replace(place, rehearsal=None)
 
         def attempt(number: int) -> Tally:
-            # Make all single updates, whose cost hardly depends on K, or some steps.
+            # Make all single updates, whose cost hardly depends on K, or `number` steps.
             lengths = settings.lengths if one_update else (number,)
             one = dataclasses.replace(settings, seeds=1, lengths=lengths)
             passes = _train_features(one, point, alone)["passes"].max()
@@ -311,8 +311,8 @@ def _judge_features(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Ver
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     colours = shades(len(settings.periods))
-    # Titles, and values before training. Then the kernel is aligned with itself, and its
-    # alignment with the last one is the final value of the other column.
+    # The title of each panel, and its value before training: the alignment of the first
+    # kernel with itself, and with the last one (`end`).
     panels_of = {
         "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
         "alignment_with_last": ("With the last kernel", lambda end: end),

@@ -38,7 +38,7 @@ INTERVALS = {
     "outputs in [-4, 4]": quintic.INTERVAL,
     "inputs in [-4, 4]": quintic.OTHER_INTERVAL,
 }
-# Runs in a batch: all wait for the slowest, but one by one each would have overhead.
+# A larger batch of runs waits for its slowest one; a smaller one has more overhead.
 _BATCH = 4
 _SHOWN = 10
 """Number of learned functions drawn for each damping."""

@@ -45,7 +45,6 @@ class LazyToRich(Images):
     scales: tuple[float, ...] = (0.3, 0.55, 1.0, 1.8, 3.0)
     """Scales of the initial parameters, relative to Equinox's."""
     widths: tuple[int, ...] = (20, 40, 160, 640)
-    """Widths of the hidden layer."""
     width: int = 40
     """The width at which the scale varies."""
     period: int = 1_000

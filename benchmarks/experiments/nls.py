@@ -50,7 +50,7 @@ from .nist import (
 QUICK = ("rosenbrock-2", "helical_valley-3", "bard-3")
 QUICK_CERTIFIED = ("Misra1a", "BoxBOD")
 FACTORS_IN_BOXES = 1.0, 10.0
-# A report of success is true if another solver cannot gain more than this part.
+# A report is false only if another solver reduces the sum by more than this part.
 _GAIN = 1e-6
 
 
@@ -168,7 +168,7 @@ def _goes_on(problem: Problem, y: np.ndarray) -> bool:
         solve = scipy_least_squares(method, True, problem.bounds)
         try:
             after = solve(problem, y).parameters
-        except ValueError:  # it cannot start from these numbers
+        except ValueError:  # SciPy rejects this start
             continue
         if sum_of_squares(problem, after) < (1 - _GAIN) * before:
             return True

@@ -72,7 +72,6 @@ LARGE = {
 class Pinn(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Sizes of the equations, by name."""
     seconds: float = 4.0
     rates: tuple[float, ...] = (3e-3, 1e-2)
     """Rates of Adam; the one with the best final error on the test points counts."""

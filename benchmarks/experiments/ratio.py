@@ -135,7 +135,7 @@ class Ratio(Settings):
     looks: tuple[int, ...] = (5, 10, 20, 40, 80)
     """Numbers of steps after which to look."""
     judged_after: int = 40
-    """One of the looks."""
+    """The look at which claims are judged."""
     fits: tuple[str, ...] = tuple(nist.MODELS)
     """NIST's fits, each from both starts."""
 

@@ -27,7 +27,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 LOSS = gnlin.SquaredError()
 NOISE = 0.1
-"""The noise from which the maximisation of the evidence starts."""
+"""The noise at which the maximisation of the evidence starts."""
 REGIMES = {
     "network": ("the network, K = 1", BLACK),
     "large_k": ("large K", BLUE),

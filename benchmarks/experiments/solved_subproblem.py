@@ -28,7 +28,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 SOLVED, SGD, ADAM = "each problem solved", "SGD, K = 1", "Adam"
 PAPERS_GAP = -0.091
-"""The paper has 60.3 % against 69.4 %."""
+"""The paper's accuracies are 60.3 % and 69.4 %."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Task:
 
     @property
     def sign(self) -> int:
-        """The sign that makes the best metric the highest."""
+        """Return the sign with which the best value of the metric is the highest."""
         return 1 if self.higher_is_better else -1
 
     def apply(

@@ -17,8 +17,8 @@ from ._tasks import Task
 DESCENT, DAMPED = "iterative-linearisation", "damped-gauss-newton"
 SOLVERS = (DESCENT, DAMPED)
 ALIKE = 0.1
-"""If no eigenvalue is above this part x of lambda, the filters are equal by construction:
-1 - exp(-x) and x / (1 + x) differ by less than 5 %."""
+"""Up to this ratio x of the largest eigenvalue to lambda, the filters are equal by
+construction: 1 - exp(-x) and x / (1 + x) differ by less than 5 %."""
 
 PerStrength = Float[ndarray, " strengths"]
 PerRun = Float[ndarray, "seeds strengths"]

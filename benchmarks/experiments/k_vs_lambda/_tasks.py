@@ -134,7 +134,7 @@ class Task:
 
     @property
     def in_decades(self) -> bool:
-        """Whether test errors are compared by their ratio and not by their difference."""
+        """Return whether test errors are compared by their ratio."""
         return "RMSE" in self.error_label
 
     @property
@@ -145,12 +145,12 @@ class Task:
 
     @property
     def margin(self) -> Threshold:
-        """The margin within which two results are alike."""
+        """Return the margin within which two results are alike."""
         return thresholds.SAME_RMSE if self.in_decades else thresholds.SAME_ERROR
 
     @property
     def train(self) -> Data:
-        """The training data of the first seed."""
+        """Return the training data of the first seed."""
         return self.drawn(0)[0]
 
     def damping(self, period: float) -> float:

@@ -199,7 +199,7 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
         given = method.make, carry, frozen, drawn.train, order, start, stop, rate
         return jax.block_until_ready(_advance(*given))
 
-    advance(advance(carry, 0, 1), 0, 1)  # compiles for initial and for later types
+    advance(advance(carry, 0, 1), 0, 1)  # compiles twice: types may change
     steps, seconds, losses = [0], [0.0], [look(drawn.model, drawn)]
     for stop in looks_at(limit).tolist():
         begun = clock()

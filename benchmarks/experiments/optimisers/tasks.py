@@ -44,12 +44,12 @@ class Task:
 
     @property
     def most_steps(self) -> int:
-        """The largest number of steps, at two passes each."""
+        """Return the largest number of steps, at two passes each."""
         return self.most_passes // 2
 
     @property
     def says(self) -> str:
-        """A description for a caption."""
+        """Return a description for a caption."""
         raise NotImplementedError
 
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
