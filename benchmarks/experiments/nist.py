@@ -113,18 +113,22 @@ def solved_all(
     return rows
 
 
-def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:
-    """Run one solver from one start (1 or 2). If it raises, the LRE is 0, and the result
-    says why."""
+def outcome_of(solve: Solve, problem: Any, start: np.ndarray) -> Outcome:
+    """Run a solver. If it raises, return NaN and the reason; it then reports no
+    success."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:
-            outcome = solve(problem, problem.starts[start - 1])
+            return solve(problem, start)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            outcome = Outcome(
-                np.full(problem.certified.shape, np.nan), None, None, reason, False
-            )
+            return Outcome(np.full(start.shape, np.nan), None, None, reason, False)
+
+
+def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:
+    """Run one solver from one start (1 or 2). If it raises, the LRE is 0, and the result
+    says why."""
+    outcome = outcome_of(solve, problem, problem.starts[start - 1])
     lre = problem.lre(outcome.parameters)
     return Row(
         problem=problem.name,

@@ -38,6 +38,7 @@ from .nist import (
     jaxopt_levenberg_marquardt,
     MAX_STEPS,
     Outcome,
+    outcome_of,
     scipy_least_squares,
     Solve,
     solved_all,
@@ -115,19 +116,8 @@ def run(options: Options) -> None:
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
     """Run one solver from one start, and judge its outcome."""
-    return judged(problem, factor, solver, outcome_of(problem, factor, solve))
-
-
-def outcome_of(problem: Problem, factor: float, solve: Solve) -> Outcome:
-    """Run one solver from one start; a run that raises has not reported success."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow during a run is part of the task
-        try:
-            return solve(problem, problem.from_far(factor))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            nothing = np.full(len(problem.start), np.nan)
-            return Outcome(nothing, None, None, reason, False)
+    outcome = outcome_of(solve, problem, problem.from_far(factor))
+    return judged(problem, factor, solver, outcome)
 
 
 def judged(problem: Problem, factor: float, solver: str, outcome: Outcome) -> Row:
@@ -204,7 +194,8 @@ def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
     bounds from the usual start."""
     rows, left_out = [], []
     for problem in problems:
-        found = outcome_of(problem, 1.0, scipy_least_squares("lm", tight=True))
+        start = problem.from_far(1.0)
+        found = outcome_of(scipy_least_squares("lm", tight=True), problem, start)
         if not problem.is_minimum(sum_of_squares(problem, found.parameters)):
             left_out.append(problem.name)
             continue
@@ -222,7 +213,7 @@ def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
 
 def in_a_box(problem: Problem) -> list[Row]:
     outcomes = {
-        (factor, name): outcome_of(problem, factor, solve)
+        (factor, name): outcome_of(solve, problem, problem.from_far(factor))
         for factor in FACTORS_IN_BOXES
         for name, solve in _bounded_solvers(problem).items()
     }

@@ -22,7 +22,7 @@ from rich.console import Console
 import gnlin
 
 from ..data.classical import FACTORS, Problem, sparse_ones
-from .nist import Outcome, Solve, table_of_all, table_of_cases
+from .nist import Outcome, outcome_of, Solve, table_of_all, table_of_cases
 
 
 NUM_PARAMETERS, NUM_PARAMETERS_QUICK = 5_000, 40
@@ -79,21 +79,13 @@ def run(quick: bool, console: Console) -> list[Row]:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """Run one solver from one start, twice, and time the second run. A run that raises
-    has not reported success."""
-    start, seconds = problem.from_far(factor), 0.0
-    outcome = Outcome(np.full(start.shape, np.nan), None, None, "", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow during a run is part of the task
-        try:
-            for _ in range(2):
-                began = time.perf_counter()
-                outcome = solve(problem, start)
-                seconds = time.perf_counter() - began
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            outcome = dataclasses.replace(outcome, result=reason)
-        end = float(jnp.sum(problem.residuals(jnp.asarray(outcome.parameters)) ** 2))
+    """Run one solver from one start, twice, and time the second run."""
+    start = problem.from_far(factor)
+    outcome_of(solve, problem, start)  # compiles
+    began = time.perf_counter()
+    outcome = outcome_of(solve, problem, start)
+    seconds = time.perf_counter() - began
+    end = float(jnp.sum(problem.residuals(jnp.asarray(outcome.parameters)) ** 2))
     return Row(
         problem=problem.name,
         factor=factor,

@@ -118,16 +118,13 @@ def _spectrum(runs: Runs) -> PerComponent:
 
 def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
     """Return the fraction of each component of the final kernel that K steps solve."""
-    filters_of = [
-        filters.GradientDescent(period, task.learning_rate)
-        for period in runs["period"][0]
-    ]
-    w = _spectrum(runs)
-    of_strength = [
-        w[:, i] * np.asarray(filter(jnp.asarray(w[:, i])))
-        for i, filter in enumerate(filters_of)
-    ]
-    return np.stack(of_strength, axis=1)
+
+    def fraction(period, w):
+        filter = filters.GradientDescent(period, task.learning_rate)
+        return w * np.asarray(filter(jnp.asarray(w)))
+
+    by_strength = zip(runs["period"][0], _spectrum(runs).swapaxes(0, 1), strict=True)
+    return np.stack([fraction(period, w) for period, w in by_strength], axis=1)
 
 
 def solves_more(task: Task, runs: Runs) -> PerRun:
