@@ -4,9 +4,9 @@ On the full batch every run is trained until it reaches the same mean training l
 claims are about such runs; runs that do not reach the loss are left out and counted. For
 small K the steps are taken one by one, for larger K with the kernel, and from K = 10^4 on
 as gradient flow for the time K eta; the flow's error against literal steps is measured.
-On mini-batches, at the full scale, all K take the same number of steps. A larger K would
-not finish its first problem, and is not tested. The second figure has the curves of
-K = 10, 100, ..., 20,000 that the paper's first version draws.
+On mini-batches, at the full scale, all K take the same number of steps. A K above that
+number is not tested, since its run would not finish the first problem. The second figure
+has the curves of K = 10, 100, ..., 20,000 that the paper's first version draws.
 
 Whether a K is long depends on the length of the training. The claims therefore measure K
 in units of the number of steps that K = 1 takes: the paper's K of 10^4 refers to runs of

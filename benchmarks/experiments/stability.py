@@ -1,7 +1,7 @@
 """Which learning rates and K diverge.
 
 A run has diverged if its numbers are not finite, or if its final training loss is at
-least that of constant outputs.
+least 99 % of the loss of constant outputs.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def train(settings: Stability, point: Point, place: Place) -> Columns:
 
 
 def diverged(runs: Runs) -> Bool[ndarray, " seeds"]:
-    loss, silent = runs.final("train_loss"), runs.final("guessing_loss")
-    return ~(runs.final("stable").astype(bool) & (loss < 0.99 * silent))
+    loss, guessing = runs.final("train_loss"), runs.final("guessing_loss")
+    return ~(runs.final("stable").astype(bool) & (loss < 0.99 * guessing))
 
 
 def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]:

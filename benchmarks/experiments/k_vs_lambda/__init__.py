@@ -16,9 +16,9 @@ initialisations and draws of the digits, which both solvers share.
 The results are compared in units of the task (points of test error, decades of RMSE), at
 the strengths at which both train. Where lambda is many times the largest eigenvalue both
 filters are equal by construction, and those strengths do not count. The verdicts are on
-four questions: whether the two end alike, which is better, what causes the difference,
-and whether the networks' risks stay within a theoretical bound for one linear problem
-(`benchmarks/linear_theory.py`).
+four questions: whether the two end alike, which is better and why, which leaves more runs
+untrained, and whether the networks' risks stay within a theoretical bound for one linear
+problem (`benchmarks/linear_theory.py`).
 
 A user's own task (`--task`) replaces all of these.
 """

@@ -1,8 +1,8 @@
 """The verdicts, at the strengths at which both train and their filters differ.
 
 There are four questions. Do the networks end alike, in units of the task? Which of the
-two is better? Which leaves more runs untrained, at strengths at which most are trained?
-Does the networks' risk stay within the theoretical bound for one linear problem?
+two is better, and why? Which leaves more runs untrained, at strengths at which most are
+trained? Does the networks' risk stay within the theoretical bound for one linear problem?
 
 At equal strength K steps solve more of each component than damping (`filters`),
 especially if its eigenvalue is near lambda. If this causes the difference, K steps end
