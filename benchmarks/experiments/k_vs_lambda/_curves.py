@@ -91,12 +91,12 @@ def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
 
 
 def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
-    """Return the median over the seeds of the first error over the second."""
+    """Return the median over the seeds of the first error over the second, without seeds
+    for which the ratio is not finite."""
     ratios = errors[:, 0] / errors[:, 1]
-    known = np.isfinite(ratios)
-    return np.where(
-        known.any(axis=0), np.nanmedian(np.where(known, ratios, 0), axis=0), np.nan
-    )
+    ratios = np.where(np.isfinite(ratios), ratios, np.nan)
+    some = np.isfinite(ratios).any(axis=0)
+    return np.where(some, np.nanmedian(np.where(some, ratios, 0), axis=0), np.nan)
 
 
 def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
