@@ -1,8 +1,8 @@
 """Final test error against the number of training examples, from K = 1 to K = infinity.
 
 For K = infinity one linearised problem is solved. Its error is the linearised network's,
-because that is the one which is trained. Each seed draws its own images, and a smaller
-training set is a subset of a larger one.
+because this network is trained. Each seed draws its own images, and a smaller training
+set is a subset of a larger one.
 """
 
 import dataclasses
@@ -78,9 +78,8 @@ def train(settings: DataScaling, point: Point, place: Place) -> Columns:
 def errors(
     settings: DataScaling, all_runs: Sequence[Runs], period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """Return the test errors at optimal early stopping, the paper's statistic, or for
-    K = infinity in the end. They are NaN if a problem is not solved, or training has not
-    finished."""
+    """Return the test errors at optimal early stopping, which is the paper's statistic,
+    or at the solution if K is infinite; NaN if training has not finished."""
 
     def stopped(runs):
         return training.where_trained(training.optimally_stopped(runs), runs)

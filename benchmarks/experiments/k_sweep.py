@@ -298,7 +298,7 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"Damping is better than K steps of equal strength, {which}",
                 "test accuracy by damping 1/(eta K) less that after K steps, mean over "
                 "K, a seed",
-                _of_equal_strength(settings, all_runs, of),
+                _gain_by_damping(settings, all_runs, of),
                 thresholds.RISES,
             ),
         ]
@@ -328,7 +328,7 @@ def _like_first(
     )
 
 
-def _of_equal_strength(
+def _gain_by_damping(
     settings: KSweep, all_runs: Sequence[Runs], of: Callable[[Runs], ndarray]
 ) -> Float[ndarray, " seeds"]:
     """Return by how much damping is better than K steps of equal strength, mean over K;
@@ -434,8 +434,8 @@ def _colour_of(runs: Runs) -> Any:
 
 
 def _draw_from_zero(axes, runs: Runs, name: str, colour: Any, label: Any, look: str):
-    """Draw the test accuracy over a column of steps, and its value before training from 0
-    to the first look."""
+    """Draw the test accuracy over a column of steps. Up to the first look, the line is at
+    the accuracy before training."""
     x, accuracy = runs[name].mean(axis=0), 100 * runs["test_accuracy"]
     band(axes, x, accuracy, colour, label, look)
     first = 100 * runs["first_test_accuracy"].mean()

@@ -6,9 +6,9 @@ as many looks reduce the sum of 1 - cos, which is quadratic in the angle, to a t
 
 A second part asks what one feature update is worth. The paper notes that one step of
 K = 1 learns fewer features than 10^5 steps of K = 10^5, although both are one update. On
-the full batch the features after one update of K steps are compared with those after one
-step, and after as many steps with K = 1: by the angle from the first kernel, and by the
-test accuracy of regression with the kernel.
+the full batch the features after one update of K steps are compared with the features
+after one step, and after as many steps with K = 1. They are measured by the angle from
+the first kernel, and by the test accuracy of regression with the kernel.
 """
 
 import dataclasses
@@ -162,14 +162,14 @@ def _train_features(settings: KernelDrift, point: Point, place: Place) -> Column
 
 
 def _updated_once(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
-    """Yield the model after one update of each length, with its state and passes."""
+    """Yield the model after one update of each length, its state and passes."""
     for length in sorted(settings.lengths):
         method = training.method_of(length)
         yield _solved(settings, *start, draw, (length, method), 1)
 
 
 def _stepped(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
-    """Yield the model after as many steps with K = 1, with its state and passes."""
+    """Yield the model after each number of steps with K = 1, its state and passes."""
     (model, state), made, passes = start, 0, 0.0
     for length in sorted(settings.lengths):
         one_by_one = 1, training.method_of(1)

@@ -266,7 +266,7 @@ def over_seeds(both: Float[ndarray, "seeds 2 dampings"]) -> float:
 
 
 def _where_any(curve: Callable) -> Callable:
-    """Make a statistic such as `nanmean` NaN, without a warning, where all values are."""
+    """Make a statistic such as `nanmean` return NaN without a warning if all are NaN."""
 
     def of(values: PerRun, axis: int) -> Float[ndarray, " dampings"]:
         missing = np.isnan(values).all(axis=axis)

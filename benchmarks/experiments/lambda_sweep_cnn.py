@@ -181,6 +181,7 @@ def usable(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
 def first_solved(
     all_runs: Sequence[Runs], damping: float, by: str, name: str, steps: int = 0
 ) -> Float[ndarray, " seeds"]:
+    """Return a result of one method on the first problem."""
     found = only(all_runs, solved_by=by, damping=damping, steps=steps)
     return found.final(name)
 
@@ -244,7 +245,7 @@ def draw(
 
 
 def _draw_cost(axes, settings, all_runs, damping, look, full) -> None:
-    """Draw the gradient in the end of the first problem over each method's passes."""
+    """Draw the final gradient on the first problem over each method's passes."""
 
     def of(by: str, name: str) -> ndarray:
         steps = settings.adam_steps if by == ADAM else (0,)

@@ -123,7 +123,7 @@ def _of_seed(
 
 
 def _damped(start, data, settings: LazyToRich, rate: Array) -> PyTree:
-    """Train by damping of the same strength as large K, with as many steps as that has
+    """Train by damping of the same strength as large K, with one step for each of its
     feature updates."""
     damping = gnlin.filters.equivalent_damping(settings.period, rate)
     solver = gnlin.DampedGaussNewton(damping, search=None)

@@ -114,8 +114,8 @@ def solved_all(
 
 
 def outcome_of(solve: Solve, problem: Any, start: np.ndarray) -> Outcome:
-    """Run a solver. If it raises, return NaN and the reason; it then reports no
-    success."""
+    """Run a solver. If it raises, the outcome has parameters of NaN and the reason, and
+    does not report success."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:

@@ -190,8 +190,8 @@ def _solvers(quick: bool) -> dict[str, Solve]:
 
 
 def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
-    """Solve the problems with bounds, except if SciPy does not find the minimum without
-    bounds from the usual start."""
+    """Solve the problems in boxes around their minima, without those whose minimum SciPy
+    does not find from the usual start."""
     rows, left_out = [], []
     for problem in problems:
         start = problem.from_far(1.0)

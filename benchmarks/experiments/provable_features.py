@@ -80,8 +80,8 @@ def train(settings: Provable, point: Point, place: Place) -> Columns:
 def errors(
     settings: Provable, all_runs: Sequence[Runs], task: str, period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """Return the test errors: for finite K stopped early by the validation examples, for
-    K = infinity NaN if the problem is not solved."""
+    """Return the test errors at the best validation accuracy, or at the solution if K is
+    infinite; NaN if the problem is not solved."""
     accuracy = training.early_stopped if math.isfinite(period) else solved_accuracy
     found = [
         accuracy(only(all_runs, task=task, period=period, num_train=size))

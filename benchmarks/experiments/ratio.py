@@ -91,8 +91,8 @@ def _at_start(model: PyTree, point: equations.Point) -> Float[Array, ""]:
 
 
 def _burgers(number: int) -> equations.Groups:
-    """Return the residuals of Burgers' equation at `number` points, and those of its
-    initial condition at an eighth as many."""
+    """Return the residuals of Burgers' equation at `number` points, and of its initial
+    condition at an eighth as many."""
     drawn = qmc.Sobol(2, rng=0).random(number)
     inside = jnp.asarray(drawn * [1, 2] - [0, 1])
     start = equations.grid(np.zeros(1), np.linspace(-1, 1, number // 8, endpoint=False))

@@ -98,8 +98,8 @@ def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]
 
 
 def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds periods"]:
-    """Return the largest learning rate below the first that diverges. If the smallest one
-    diverges, it is one step below the grid; if none diverges, NaN."""
+    """Return the largest learning rate below the first that diverges: one step below the
+    grid if the smallest one diverges, and NaN if none does."""
     found = table(settings, all_runs)
     rates = np.asarray(settings.learning_rates)
     rates = np.concatenate([[rates[0] ** 2 / rates[1]], rates])

@@ -71,7 +71,7 @@ class Task:
 
     @property
     def sign(self) -> int:
-        """Return the sign with which the best value of the metric is the highest."""
+        """Return 1 if high values of the metric are good, and -1 if low ones are."""
         return 1 if self.higher_is_better else -1
 
     def apply(
@@ -91,7 +91,7 @@ class Task:
 
 
 def accuracy(outputs: Array, labels: Array) -> Float[Array, ""]:
-    """Return the share of right labels, of all labels of all examples."""
+    """Return the share of right labels among all labels of all examples."""
     return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
 
 

@@ -85,7 +85,7 @@ def apart(a: Runs, b: Runs, name: str) -> PerRun:
 
 
 def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
-    """Return both squared errors at the strengths that are compared; NaN elsewhere."""
+    """Return both mean squared test errors; NaN at strengths that are not compared."""
     both = np.stack([a["test_mse"], b["test_mse"]], axis=1)
     return np.where(compared(a, b), both, np.nan)
 
@@ -136,8 +136,8 @@ def solves_more(task: Task, runs: Runs) -> PerRun:
 
 
 def equal_damping(task: Task, runs: Runs) -> PerRun:
-    """Return the damping that solves as much of the final kernel as K steps, in the sum
-    over its components, by bisection; NaN if it is below a thousandth of the damping of
+    """Find by bisection the damping that solves as much of the final kernel as K steps,
+    in the sum over its components; NaN if it is below a thousandth of the damping of
     equal strength."""
     w, as_much = _spectrum(runs), np.sum(_solved_by_steps(task, runs), axis=-1)
     solves = lambda log: np.sum(w / (w + 10.0 ** log[..., None]), axis=-1)

@@ -147,8 +147,8 @@ def _together(whole: PerSeed, left: PerSeed) -> Float[ndarray, "seeds 2"]:
 
 
 def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
-    """Return the first mean less twice the size of the second. It is the size of a mean,
-    since the noise of one seed is never small."""
+    """Return the mean of the first column less twice the size of the second's mean. The
+    size of each seed's value would not do, since it contains the seed's noise."""
     whole, left = values.mean(axis=0)
     return float(whole - 2 * np.abs(left))
 

@@ -24,8 +24,8 @@ class Optimisers(Settings):
     part_of_guessing: float = thresholds.PART_OF_GUESSING
 
     def tried(self, method: str) -> list[float]:
-        """Return the values from the middle outwards: once the best is known, trials of
-        others are stopped early."""
+        """Return the values from the middle outwards, so that a good one comes early and
+        limits the length of the other trials."""
         values = METHODS[method].values
         middle = (len(values) - 1) / 2
         order = sorted(range(len(values)), key=lambda i: abs(i - middle))
