@@ -283,6 +283,14 @@ def slope(
     return np.apply_along_axis(of_one, -1, np.asarray(y, float))
 
 
+def mean_of_seed(values: Float[ndarray, "seeds runs"]) -> Float[ndarray, " seeds"]:
+    """Return each seed's mean over its finite values; NaN if it has none."""
+    known = np.isfinite(values)
+    number = known.sum(axis=1)
+    total = np.where(known, values, 0).sum(axis=1)
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
+
+
 def rank_correlation(
     x: Float[ndarray, " points"], y: Float[ndarray, "... points"]
 ) -> Float[ndarray, "..."]:

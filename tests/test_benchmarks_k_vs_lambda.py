@@ -215,6 +215,11 @@ def test_outlying_runs_are_counted_and_do_not_change_the_mean(task):
     assert largest_ratio(squared_errors(a, b)) == 1  # of medians
 
 
+def test_a_seed_without_a_ratio_does_not_lower_the_median():
+    errors = np.array([[2.0, 1.0], [3.0, 1.0], [np.nan, 1.0]])[..., None]
+    assert largest_ratio(errors) == 2.5
+
+
 def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
     error = np.full((3, 4), 0.2)
     a = runs_of(DESCENT, error, train_loss=1.0)

@@ -1,1 +1,1 @@
-"""One experiment a file, each with `run(options)`."""
+"""Experiments, one a file: each has an `EXPERIMENT` or a function `run(options)`."""

@@ -1,9 +1,9 @@
 """Feature updates when they are due, against the best fixed period.
 
-Fixed periods over six decades, on the data of `k-sweep`, are compared with iterative
+On the data of `k-sweep`, fixed periods over six decades are compared with iterative
 linearisation that updates when the kernel has drifted too far, when the loss does not
-fall as predicted, or at the first of both. The comparison is at equal feature updates and
-at equal test accuracy, with the fixed period that is best in hindsight.
+fall as predicted, or when either happens. They are compared at equal numbers of feature
+updates and at equal test accuracy. The fixed period is the best one in hindsight.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ TRIGGERS: dict[str, tuple[float | None, float | None]] = {
     "drift 1 or ratio 0.25": (1.0, 0.25),
     DEFAULT: (None, 0.25),
 }
-"""For each trigger, the largest drift and the smallest ratio."""
+"""Largest drift of the kernel, and smallest ratio of actual to predicted decrease."""
 COLOURS = dict(zip(TRIGGERS, (ORANGE, GREEN, BLUE, VERMILION), strict=True))
 SHARE = 0.98
-"""The accuracy to be reached, as a share of the best fixed period's final accuracy."""
+"""Share of the best fixed period's final accuracy that is to be reached."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Adaptive(Images):
     seeds: int = 9
     periods: tuple[float, ...] = tuple(np.round(10 ** np.arange(1, 7, 0.5)).tolist())
     longest: int = 10**6
-    """The longest period of a trigger."""
+    """The longest period that a trigger allows."""
     num_updates: int = 24
-    """Feature updates of a run on the full batch; on mini-batches `num_steps` ends it."""
+    """Feature updates of a run on the full batch; mini-batches have `num_steps`."""
     after: int = 10
     """Number of feature updates after which accuracies are compared."""
     num_train: int | None = 50
@@ -84,33 +84,34 @@ def train(settings: Adaptive, point: Point, place: Place) -> Columns:
 def _solver(
     settings: Adaptive, point: Point, **how: Any
 ) -> gnlin.IterativeLinearisation | gnlin.methods.AdaptiveLinearisation:
-    """The solver of a point; `how` is the method of the steps of descent."""
+    """Return the solver of a point; `how` is passed on to `IterativeLinearisation`."""
     rate = settings.learning_rate
     if point["solver"] != FIXED:
         descent = gnlin.IterativeLinearisation(settings.longest, rate, **how)
         trigger = TRIGGERS[str(point["solver"])]
         return gnlin.methods.AdaptiveLinearisation(descent, *trigger)
     period: Any = point["period"]
-    # Traced on the full batch, so that all periods share a compiled program.
+    # On the full batch the period is traced: all periods share a compiled program.
     period = int(period) if settings.batch_size is not None else jnp.asarray(period)
     return gnlin.IterativeLinearisation(period, rate, **how)
 
 
 def accuracy_after(runs: Runs, num_updates: int) -> Float[ndarray, " seeds"]:
-    """The accuracy at the last look with at most this many feature updates; NaN if the
-    first look has more."""
+    """Return the accuracy at the last look with at most this many feature updates; NaN
+    if the first look already has more."""
     seen = np.sum(runs["feature_updates"] <= num_updates, axis=1)
     accuracy = runs["test_accuracy"][np.arange(len(seen)), seen - 1]
     return np.where(seen > 0, accuracy, np.nan)
 
 
 def aim(fixed: Sequence[Runs]) -> float:
+    """Return the accuracy to be reached."""
     return SHARE * max(float(runs.final("test_accuracy").mean()) for runs in fixed)
 
 
 def quickest(fixed: Sequence[Runs]) -> Runs:
-    """The fixed period that reaches the goal after the fewest updates, on average over
-    the seeds."""
+    """Return the runs of the fixed period that reaches `aim` after the fewest updates,
+    on average over the seeds."""
     return min(fixed, key=lambda runs: training.updates_to(runs, aim(fixed)).mean())
 
 
@@ -194,8 +195,9 @@ def _means(runs: Runs) -> tuple[ndarray, ndarray]:
 
 
 def _periods(runs: Runs) -> tuple[ndarray, ndarray]:
-    """Mean feature updates, and inner steps per feature update between two looks; NaN at
-    looks before which some seed has no update."""
+    """Return the mean number of feature updates at each look, and the geometric mean of
+    inner steps per update since the previous look; the latter is NaN if some seed made no
+    update in between."""
     steps = np.diff(runs["inner_steps"], axis=1, prepend=0)
     updates = np.diff(runs["feature_updates"], axis=1, prepend=0)
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -19,7 +19,8 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 FULL_BATCH, MINI_BATCHES = "full batch", "mini-batches"
 FACTOR = 10
-"""Factor of the period and of the steps; the learning rate is divided by it."""
+"""On mini-batches, K and the steps are this many times the full batch's, and the learning
+rate is divided by it."""
 COLOURS = {FULL_BATCH: BLUE, MINI_BATCHES: VERMILION}
 
 

@@ -1,11 +1,12 @@
 """Truncated Gauss-Newton over its tolerance beta: convergence, cost and generalisation.
 
-Conjugate gradients solve each linearised problem until its gradient is beta times the
-first. Near a solution with zero residuals theory promises that the network's gradient
-then falls by beta in each step, and superlinearly if beta falls with the gradient, as by
-the rule of Eisenstat and Walker: its exponent is the order of convergence. The rate and
-the order are measured in the last steps above rounding, on networks that interpolate
-their training data, by squared error (classes are values of 0 and 1, less their mean).
+Conjugate gradients solve each linearised problem until its gradient has fallen to beta
+times its initial value. Theory promises that near a solution with zero residuals each
+step then multiplies the network's gradient by at most beta. If beta itself falls with the
+gradient, as in the rule of Eisenstat and Walker, convergence is superlinear, and its
+order is the exponent of the rule. The rate and the order are measured in the last steps
+whose gradients are above rounding. The networks interpolate their training data by
+squared error, where classes become values of 0 and 1 minus their mean.
 
 The paper's truncated Gauss-Newton solves each problem nearly completely, as very large K
 does. So the second question is whether networks generalise worse as beta falls.
@@ -35,9 +36,9 @@ from ..verdicts import at_ceiling, judge, slope, Verdict
 
 FIXED, WALKER = "fixed beta", "Eisenstat-Walker"
 ROUNDING = 1e-13
-"""Part of the first gradient below which rounding matters."""
+"""A gradient below this part of the first one may be rounding."""
 SOLVED = 1e-8
-"""Part of the first gradient at which a run counts as converged, for its passes."""
+"""A run has converged once its gradient is this part of the first one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class BetaSweep(Images):
     tolerances: tuple[float, ...] = (0.5, 0.2, 0.1, 0.03, 0.01, 1e-3, 1e-4)
     """Fixed values of beta."""
     exponents: tuple[float, ...] = (1.5, 2.0)
-    """Exponents of Eisenstat and Walker's rule."""
+    """Exponents of Eisenstat and Walker's rule for beta."""
     num_train: int | None = 30
     num_steps: int = 120
     """The largest number of outer steps."""
@@ -67,8 +68,8 @@ def points(settings: BetaSweep) -> list[Point]:
 
 
 def train(settings: BetaSweep, point: Point, place: Place) -> Columns:
-    """Train all seeds; a look is a step, and the last one stays after the end, with NaN
-    for the gradient."""
+    """Train all seeds, with a look at each step. After an early end the last values are
+    repeated, except the gradient, which is NaN."""
     if place.rehearsal is not None:
         one = dataclasses.replace(settings, seeds=1)
         alone = dataclasses.replace(place, rehearsal=None)
@@ -101,7 +102,7 @@ def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Colu
     )
     history, left = solution.history, settings.num_steps - len(solution.history.step)
     made = np.arange(1, len(history.step) + 1)
-    # Each inner step, and each linearisation, is a tangent and a transposed pass.
+    # Each inner step and each linearisation take a tangent and a transposed pass.
     passes = 2 * (history.num_inner_steps.cumsum() + made)
     by_step = {
         "feature_updates": made,
@@ -126,15 +127,15 @@ def _of_seed(settings: BetaSweep, point: Point, place: Place, seed: int) -> Colu
 
 
 def above_rounding(gradients: Float[ndarray, " steps"]) -> Float[ndarray, " some"]:
-    """log10 of the gradients as parts of the first, up to the first rounding."""
+    """Return log10 of the gradients relative to the first, until one is rounding."""
     parts = np.log10(gradients[np.isfinite(gradients) & (gradients > 0)] / gradients[0])
     rounding = np.flatnonzero(parts < math.log10(ROUNDING))
     return parts[: rounding[0]] if len(rounding) else parts
 
 
 def last_falls(runs: Runs) -> Float[ndarray, "seeds 2"]:
-    """By how much log10 of the gradient falls in the last two steps that end above
-    rounding; NaN for seeds that do not converge, or take no two such steps."""
+    """Return the decreases of log10 of the gradient in the last two steps that end above
+    rounding; NaN for seeds that do not converge, or make fewer than two such steps."""
     found = np.full((runs.num_seeds, 2), np.nan)
     for seed, gradients in enumerate(runs["gradient_norm"]):
         parts = above_rounding(gradients)[-3:]
@@ -144,30 +145,30 @@ def last_falls(runs: Runs) -> Float[ndarray, "seeds 2"]:
 
 
 def rate(runs: Runs) -> Float[ndarray, " seeds"]:
-    """log10 of the factor by which the gradient falls in the last step above
-    rounding."""
+    """Return log10 of the factor by which the last step above rounding multiplies the
+    gradient."""
     return -last_falls(runs)[:, 1]
 
 
 def order(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The ratio of the last two falls: 1 for a linear rate, p for convergence of order
-    p."""
+    """Return the ratio of the last two decreases of log10 of the gradient, which is p for
+    convergence of order p."""
     before, last = last_falls(runs).T
     return np.where(np.minimum(before, last) > 0, last / before, np.nan)
 
 
 def passes(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The passes until the gradient has converged; NaN if it does not."""
+    """Return the number of passes until the run has converged; NaN if it does not."""
     gradients = runs["gradient_norm"]
     reached = gradients <= SOLVED * gradients[:, :1]
-    # The gradient of a step is that before it.
+    # A step's row has the gradient before the step.
     first = np.maximum(reached.argmax(axis=1) - 1, 0)
     found = runs["passes"][np.arange(len(first)), first]
     return np.where(reached.any(axis=1), found, np.nan)
 
 
 def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The test accuracy; NaN for seeds that are not trained."""
+    """Return the test accuracy; NaN for seeds that are not trained."""
     trained = runs.final("train_loss") <= thresholds.PART_OF_GUESSING * runs.final(
         "guessing_loss"
     )
@@ -177,8 +178,8 @@ def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
 def against_best(
     own: Float[ndarray, " seeds"], others: Float[ndarray, "seeds tolerances"]
 ) -> Float[ndarray, " seeds"]:
-    """log10 of a seed's passes over those of the tolerance that takes the fewest in the
-    other seeds."""
+    """Return log10 of each seed's passes, relative to its passes at the tolerance that
+    takes the fewest in the mean of the *other* seeds."""
     logs, found = np.log10(others), np.full(len(own), np.nan)
     for seed in range(len(own)):
         rest = np.delete(logs, seed, axis=0)

@@ -1,7 +1,7 @@
 """Final test error against the number of training examples, from K = 1 to K = infinity.
 
-K = infinity is one linearised problem, solved; its error is that of the linearised
-network, since this is what is trained. A seed draws the images, and a smaller training
+For K = infinity one linearised problem is solved. Its error is the linearised network's,
+because this network is trained. Each seed draws its own images, and a smaller training
 set is a subset of a larger one.
 """
 
@@ -78,8 +78,8 @@ def train(settings: DataScaling, point: Point, place: Place) -> Columns:
 def errors(
     settings: DataScaling, all_runs: Sequence[Runs], period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """Test errors by the paper's statistic, optimal early stopping, except for solved
-    problems; NaN if the problem is not solved or training has not finished."""
+    """Return the test errors at optimal early stopping, which is the paper's statistic,
+    or at the solution if K is infinite; NaN if training has not finished."""
 
     def stopped(runs):
         return training.where_trained(training.optimally_stopped(runs), runs)
@@ -88,7 +88,7 @@ def errors(
     found = [
         accuracy(only(all_runs, period=period, num_train=size)) for size in settings.sizes
     ]
-    # A lower bound for the logarithm: one of ten thousand images is wrong.
+    # The logarithm needs a positive error: count one wrong image in ten thousand.
     return np.maximum(1 - np.stack(found, axis=1), 1e-4)
 
 

@@ -1,9 +1,10 @@
 """Differential equations to many digits: the default solver, as far as it gets.
 
-Levenberg-Marquardt runs with its defaults for a number of steps, on fixed points and on
-networks that suit each equation. The error is relative, in L2, against the exact solution
-or a spectral one, on points that were not trained on. Long times are divided into slabs,
-each with its own network that begins where the last one ends.
+Levenberg-Marquardt runs with its defaults for a number of steps, on fixed points and with
+a network that suits each equation. The error is the relative L2 distance from the exact
+solution, or from a spectral one, on points outside the training set. Long intervals of
+time are divided into slabs; each slab has its own network, which continues the previous
+one.
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ from ..verdicts import judge, Verdict
 class Size(NamedTuple):
     hidden: tuple[int, ...]
     num_points: int
-    """In the interior, and in each slab where there are slabs."""
+    """Number of points in the interior, of each slab if there are slabs."""
     num_steps: int
-    """In each slab where there are slabs."""
+    """Number of steps, for each slab if there are slabs."""
 
 
 SMALL = {
@@ -59,9 +60,8 @@ LARGE = {
 class Equations(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Sizes of the equations, by name."""
     num_looks: int = 20
-    """Number of looks in each slab, or in all."""
+    """Number of looks in each slab, or of the whole run if there are none."""
 
 
 EMBEDDED = Equations()
@@ -83,8 +83,8 @@ def train(settings: Equations, point: Point, place: Place) -> Columns:
 
 
 def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[str, Any]:
-    """Train the networks of the slabs one after another: each starts from the last
-    one."""
+    """Train the networks of the slabs one after another, each starting from the
+    parameters of the previous one."""
     ends = equation.slabs or (0.0, 1.0)
     model, before, networks = equation.model(size.hidden, key), None, []
     looks: dict[str, list] = {"steps": [], "seconds": [], "error": []}
@@ -95,7 +95,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
         if equation.slabs:
             error = equation.error_between(begin, end)
         watch = _Watch(eqx.filter_jit(error), size.num_steps, num_looks)
-        with warnings.catch_warnings():  # of a run that has stagnated
+        with warnings.catch_warnings():  # `fit` warns of a run that has stagnated
             warnings.simplefilter("ignore", UserWarning)
             model = gnlin.fit(
                 model,
@@ -117,7 +117,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
 
 
 class _Watch(gnlin.callbacks.Callback):
-    """Errors at evenly spaced steps; a run that ends early keeps its last error."""
+    """Records errors at evenly spaced steps, and after an early end repeats the last."""
 
     def __init__(self, error: Callable[[PyTree], Array], num_steps: int, num_looks: int):
         self.error = error
@@ -139,7 +139,7 @@ class _Watch(gnlin.callbacks.Callback):
         self.looks["steps"].append(run.step)
         self.looks["seconds"].append(now - self.begun)
         self.looks["error"].append(float(self.error(run.model)))
-        self.begun += time.process_time() - now  # a look takes no time
+        self.begun += time.process_time() - now  # the look itself does not count
 
 
 SIDE = 61
@@ -152,8 +152,8 @@ SIDE = 61
 
 
 def _log_error(runs: Runs) -> np.ndarray:
-    """The logarithm of the error; a solution that is not finite counts as zero, whose
-    error is 1."""
+    """Return log10 of the error; a solution that is not finite counts as the zero
+    function, whose relative error is 1."""
     error = runs["final_error"]
     return np.log10(np.where(np.isfinite(error), error, 1.0))
 

@@ -1,6 +1,6 @@
 """The first filters' change since initialisation, as training goes on, K = 1 and large.
 
-The runs are those of `large-k-augmented`, which are reused if they exist.
+The runs of `large-k-augmented` are reused if they exist.
 """
 
 import dataclasses
@@ -26,30 +26,30 @@ JUDGED = SHARES[:2]
 
 
 def change(runs: Runs) -> Float[ndarray, "seeds looks filters channels height width"]:
-    """The change since initialisation, which is the first look."""
+    """Return the change since initialisation, which is look 0."""
     return runs["filters"] - runs["filters"][:, :1]
 
 
 def travelled(runs: Runs) -> Float[ndarray, "seeds looks"]:
-    """The 2-norm of the change; infinite if a run has diverged."""
+    """Return the 2-norm of the change; infinite if a run has diverged."""
     with np.errstate(over="ignore"):
         return np.sqrt(np.square(change(runs)).sum(axis=(2, 3, 4, 5)))
 
 
 def way_of_the_first(first: Runs, last: Runs) -> Float[ndarray, " seeds"]:
-    """The share of its steps after which K = 1 has changed its filters as much as large K
-    does in the end."""
+    """Return the share of the steps after which the filters of K = 1 have moved as far as
+    those of large K in the whole run."""
     return share_of_the_way(travelled(first), travelled(last)[:, -1])
 
 
 def look_after(runs: Runs, share: float) -> int:
-    """The look after a share of the steps; the first is before any."""
+    """Return the index of the look after a share of the steps; look 0 is before any."""
     return round(share * (runs["filters"].shape[1] - 1))
 
 
 def judge_all(settings: LargeK, all_runs: Sequence[Runs]) -> list[Verdict]:
     first, last = ends(settings, all_runs)
-    with np.errstate(divide="ignore", invalid="ignore"):  # from runs that diverge
+    with np.errstate(divide="ignore", invalid="ignore"):  # runs may have diverged
         ratio = np.log2(travelled(first)[:, 1:] / travelled(last)[:, 1:])
     return [
         *(

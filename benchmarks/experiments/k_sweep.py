@@ -1,21 +1,21 @@
 """Test accuracy over K, from gradient descent to one solved problem after another.
 
-On the full batch every run is trained to the same mean training loss, in as many steps as
-it takes. All claims are about such runs; those that do not reach the loss are left out
-and counted. Few steps are taken literally, more of them with the kernel, and from 10^4 on
-as gradient flow for the time K eta, whose error against literal steps is measured. On
-mini-batches, at the full scale, all K take equally many steps. A K that is longer than
-the run, which then ends within its first problem, is not tested there. The paper's first
-version draws curves of K = 10, 100, ..., 20,000; the second figure has them.
+On the full batch every run is trained until it reaches the same mean training loss. All
+claims are about such runs; runs that do not reach the loss are left out and counted. For
+small K the steps are taken one by one, for larger K with the kernel, and from K = 10^4 on
+as gradient flow for the time K eta; the flow's error against literal steps is measured.
+On mini-batches, at the full scale, all K take the same number of steps. A K above that
+number is not tested, since its run would not finish the first problem. The second figure
+has the curves of K = 10, 100, ..., 20,000 that the paper's first version draws.
 
-Whether a K is long depends on the length of the training. The unit of the claims is the
-number of steps that K = 1 takes: the paper's K of 10^4 refers to runs of millions of
-steps, and here a few thousand train the network.
+Whether a K is long depends on the length of the training. The claims therefore measure K
+in units of the number of steps that K = 1 takes: the paper's K of 10^4 refers to runs of
+millions of steps, whereas here a few thousand steps train the network.
 
-Three methods are beside them on the same axes: damped Gauss-Newton at lambda = 1/(eta K),
-the same by conjugate gradients that stop early, and the paper's truncated Gauss-Newton,
-in which each problem is solved to a gradient tolerance. Other learning rates are on a
-coarser grid of K.
+Three other methods share the axes: damped Gauss-Newton at lambda = 1/(eta K), the same
+with conjugate gradients that stop early, and the paper's truncated Gauss-Newton, which
+solves each problem to a gradient tolerance. Other learning rates have a coarser grid of
+K.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ STATISTICS = {
 UPDATES = "feature_updates"
 FIRST_VERSION = 10.0, 100.0, 1e3, 1e4, 2e4
 """The periods whose curves the paper's first version draws."""
-LITERALLY = 1e4
+PAPERS_LIMIT = 1e4
 """The paper claims that K up to here is like K = 1, on its task."""
 
 
@@ -79,17 +79,17 @@ class KSweep(Images):
     every: int = 3
     """At the other learning rates, only one in this many periods is run."""
     damped_from: float = 100
-    """The period from which on the damping 1/(eta K) is tried: with a smaller one there
-    would be as many linearised problems to solve as descent has steps."""
+    """The smallest period whose damping 1/(eta K) is tried: at smaller ones damping would
+    have to solve nearly as many linearised problems as descent takes steps."""
     tolerance: float = 0.1
     """Tolerance of conjugate gradients, relative to the gradient."""
     solved_to: tuple[float, ...] = (1e-4, 1e-7)
-    """Tolerances for the largest entry of the mean loss's gradient. The smaller one is
-    about the level that 10^8 steps leave, and the claims are judged by it: on separable
-    classes no tolerance is the end."""
+    """Tolerances for the largest entry of the mean loss's gradient. The claims are judged
+    by the smaller one, which is about the level after 10^8 steps. On separable classes
+    the loss has no minimum, so that any tolerance is arbitrary."""
     num_steps: int = 100_000
-    """The largest number of steps on the full batch; longer periods have at most
-    `most_updates`."""
+    """The largest number of steps on the full batch, or `most_updates` feature updates if
+    these are more."""
     most_updates: int = 50
     damped_steps: int = 2_000
     """Steps of the Gauss-Newton methods on mini-batches."""
@@ -201,8 +201,7 @@ def _damped(
 
 
 def _flow_error(settings: KSweep) -> float:
-    """The error of gradient flow, for the number of steps of the longest period without
-    it."""
+    """Return the error of gradient flow at `FLOW_FROM`, the smallest K that uses it."""
     data = training.load(settings, Place(), 0).train
     model = training.stateless(settings)(jax.random.key(0))
     return training.flow_error(
@@ -211,12 +210,12 @@ def _flow_error(settings: KSweep) -> float:
 
 
 def _line(settings: KSweep, all_runs: Sequence[Runs], solver: str) -> list[Runs]:
-    """The runs over K, at the learning rate that is judged."""
+    """Return a solver's runs over K, at the learning rate that is judged."""
     return select(all_runs, solver=solver, learning_rate=settings.learning_rate)
 
 
 def training_length(settings: KSweep, line: Sequence[Runs]) -> float:
-    """The number of steps that the shortest period takes, as the median of the seeds."""
+    """Return the number of steps that the shortest period takes, median of the seeds."""
     if settings.batch_size is not None:
         return settings.num_steps
     first = min(line, key=lambda runs: runs.point["period"])
@@ -224,14 +223,14 @@ def training_length(settings: KSweep, line: Sequence[Runs]) -> float:
 
 
 def is_tested(settings: KSweep, period: float) -> bool:
-    """Whether a run with this many steps solves at least one problem."""
+    """Return whether a run is long enough to finish a problem of this period."""
     return settings.batch_size is None or period <= settings.num_steps
 
 
 def rise(apart: Float[ndarray, "seeds periods"]) -> Float[ndarray, " seeds"]:
-    """Each seed's value at the period that is best in the mean of the *other* seeds: the
-    best of all would be above zero by chance alone. Periods that half of the seeds have
-    not finished do not count."""
+    """Return each seed's value at the period that is best in the mean of the *other*
+    seeds: the largest value of all periods would be above zero by chance alone. Periods
+    that too few of the others have finished do not count."""
     found = np.full(len(apart), np.nan)
     for seed in range(len(apart)):
         others = np.delete(apart, seed, axis=0)
@@ -243,8 +242,8 @@ def rise(apart: Float[ndarray, "seeds periods"]) -> Float[ndarray, " seeds"]:
 
 
 def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
-    """Judge all claims, by the paper's statistic, optimal early stopping, and at the end
-    of training."""
+    """Judge all claims at the end of training and, as in the paper, at optimal early
+    stopping."""
     solved = only(all_runs, solver=SOLVED, tolerance=min(settings.solved_to))
     line = _line(settings, all_runs, DESCENT)
     length = training_length(settings, line)
@@ -264,20 +263,20 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
             _like_first(
                 f"K up to {SHORT:.0%} of the training is like K = 1, {which}",
                 first,
-                _together(apart, 0, SHORT * length),
+                _in_range(apart, 0, SHORT * length),
             ),
             _like_first(
-                f"K up to {LITERALLY:g}, {LITERALLY / length:.2g} times the training, is "
-                f"like K = 1, {which}",
+                f"K up to {PAPERS_LIMIT:g}, {PAPERS_LIMIT / length:.2g} times the "
+                f"training, is like K = 1, {which}",
                 first,
-                _together(apart, 0, LITERALLY),
+                _in_range(apart, 0, PAPERS_LIMIT),
             ),
             judge(
                 f"Beyond {SHORT:.0%} of the training accuracy first rises above that of "
                 f"K = 1, {which}",
                 "test accuracy at the K between that is best in the other seeds, less "
                 "that of K = 1, a seed",
-                rise(_together(between, SHORT * length, longest)),
+                rise(_in_range(between, SHORT * length, longest)),
                 thresholds.RISES,
             ),
             judge(
@@ -299,17 +298,17 @@ def judge_all(settings: KSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
                 f"Damping is better than K steps of equal strength, {which}",
                 "test accuracy by damping 1/(eta K) less that after K steps, mean over "
                 "K, a seed",
-                _of_equal_strength(settings, all_runs, of),
+                _gain_by_damping(settings, all_runs, of),
                 thresholds.RISES,
             ),
         ]
     return verdicts
 
 
-def _together(
+def _in_range(
     apart: Mapping[float, Float[ndarray, " seeds"]], above: float, up_to: float
 ) -> Float[ndarray, "seeds periods"]:
-    """The runs at the periods in a range."""
+    """Stack the values at the periods in a range."""
     some = [values for period, values in apart.items() if above < period <= up_to]
     return np.stack(some, axis=1) if some else np.zeros((0, 0))
 
@@ -317,7 +316,7 @@ def _together(
 def _like_first(
     claim: str, first: Float[ndarray, " seeds"], apart: Float[ndarray, "seeds periods"]
 ) -> Verdict:
-    # A seed counts if all its runs do.
+    # A seed counts only if all of its runs do.
     whole = np.isfinite(apart).all(axis=1, keepdims=True)
     return judge(
         claim,
@@ -329,10 +328,11 @@ def _like_first(
     )
 
 
-def _of_equal_strength(
+def _gain_by_damping(
     settings: KSweep, all_runs: Sequence[Runs], of: Callable[[Runs], ndarray]
 ) -> Float[ndarray, " seeds"]:
-    """Runs of equal strength, for seeds that are trained at all of them."""
+    """Return by how much damping is better than K steps of equal strength, mean over K;
+    NaN for seeds with an unfinished run."""
     by_descent, damped = (
         {runs.point["period"]: of(runs) for runs in _line(settings, all_runs, solver)}
         for solver in (DESCENT, DAMPED)
@@ -434,8 +434,8 @@ def _colour_of(runs: Runs) -> Any:
 
 
 def _draw_from_zero(axes, runs: Runs, name: str, colour: Any, label: Any, look: str):
-    """Draw the test accuracy over steps of a kind, with its value before training up to
-    the first look."""
+    """Draw the test accuracy over a column of steps. Up to the first look, the line is at
+    the accuracy before training."""
     x, accuracy = runs[name].mean(axis=0), 100 * runs["test_accuracy"]
     band(axes, x, accuracy, colour, label, look)
     first = 100 * runs["first_test_accuracy"].mean()

@@ -1,15 +1,14 @@
 """Alignment of the kernel with the first, and with the last, as training goes on.
 
-The rotation of the kernel is measured in equal parts of the training, as the angle
-between the kernels at the ends of each. A sum over looks would depend on the number of
-looks: the sum of 1 - cos, which is quadratic in the angle, falls to a tenth with ten
-times as many.
+The training is divided into equal parts. The rotation of the kernel in each is the angle
+between the kernels at its ends. A sum over looks would depend on their number: ten times
+as many looks reduce the sum of 1 - cos, which is quadratic in the angle, to a tenth.
 
 A second part asks what one feature update is worth. The paper notes that one step of
 K = 1 learns fewer features than 10^5 steps of K = 10^5, although both are one update. On
-the full batch the features after one update of K steps are compared with those after one
-step, and after as many steps with K = 1: by the angle from the first kernel, and by the
-test accuracy of regression with the kernel.
+the full batch the features after one update of K steps are compared with the features
+after one step, and after as many steps with K = 1. They are measured by the angle from
+the first kernel, and by the test accuracy of regression with the kernel.
 """
 
 import dataclasses
@@ -56,7 +55,7 @@ class KernelDrift(Images):
     num_kernel: int = 20
     """Number of training images for the kernel."""
     lengths: tuple[int, ...] = (1, 10, 100, 1_000, 10_000, 100_000)
-    """K of one feature update, on the full batch."""
+    """Values of K for a single feature update, on the full batch."""
 
 
 EMBEDDED = KernelDrift()
@@ -86,8 +85,8 @@ def points(settings: KernelDrift) -> list[Point]:
 
 
 def train(settings: KernelDrift, point: Point, place: Place) -> Columns:
-    """Train, on mini-batches or not. The kernels are computed at evenly spaced looks, and
-    only their alignments are kept."""
+    """Train, and compute the kernel at evenly spaced looks; keep only alignments and
+    angles."""
     if "after" in point:
         return _train_features(settings, point, place)
 
@@ -115,12 +114,12 @@ def _aligned(pair):
 
 
 def _alignment(kernels: ndarray, other: int) -> Float[ndarray, "seeds looks"]:
-    """The alignment of each kernel but the first with another."""
+    """Return the alignment of each kernel after the first with the kernel at `other`."""
     return np.array([[float(_aligned((k, of[other]))) for k in of[1:]] for of in kernels])
 
 
 def _angles(kernels: ndarray) -> list[float]:
-    """The angle between each kernel and the next."""
+    """Return the angle between each kernel and the next."""
     pairs = itertools.pairwise(kernels.astype(float))
     return [float(np.arccos(np.clip(_aligned(pair), -1, 1))) for pair in pairs]
 
@@ -131,13 +130,13 @@ def _angles(kernels: ndarray) -> list[float]:
 
 
 def _train_features(settings: KernelDrift, point: Point, place: Place) -> Columns:
-    """The features of all seeds; a look is a number of steps."""
+    """Measure the features of all seeds, with a look at each of the `lengths`."""
     one_update = point["after"] == ONE_UPDATE
     if place.rehearsal is not None:
         alone = dataclasses.replace(place, rehearsal=None)
 
         def attempt(number: int) -> Tally:
-            # All updates, whose number of steps matters little, or some of the steps.
+            # Make all single updates, whose cost hardly depends on K, or `number` steps.
             lengths = settings.lengths if one_update else (number,)
             one = dataclasses.replace(settings, seeds=1, lengths=lengths)
             passes = _train_features(one, point, alone)["passes"].max()
@@ -163,14 +162,14 @@ def _train_features(settings: KernelDrift, point: Point, place: Place) -> Column
 
 
 def _updated_once(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
-    """The model after one update of each number of steps, with its state and passes."""
+    """Yield the model after one update of each length, its state and passes."""
     for length in sorted(settings.lengths):
         method = training.method_of(length)
         yield _solved(settings, *start, draw, (length, method), 1)
 
 
 def _stepped(settings: KernelDrift, start: tuple[PyTree, PyTree], draw: Draw):
-    """The same after each number of steps with K = 1."""
+    """Yield the model after each number of steps with K = 1, its state and passes."""
     (model, state), made, passes = start, 0, 0.0
     for length in sorted(settings.lengths):
         one_by_one = 1, training.method_of(1)
@@ -219,7 +218,7 @@ def _measured(model, state, passes: float, draw: Draw, first: Array) -> dict[str
 
 
 def regression_accuracy(model: PyTree, state: PyTree, draw: Draw) -> float:
-    """The test accuracy of regression with the model's kernel, without its outputs."""
+    """Return the test accuracy of regression with the model's kernel alone."""
     (inputs, targets), _, (tested, test_targets) = draw
     tested, test_targets = tested[:MOST_TESTED], test_targets[:MOST_TESTED]
     kernel = np.asarray(_kernel_of(model, state, inputs))
@@ -312,7 +311,8 @@ def _judge_features(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Ver
 
 def draw(settings: KernelDrift, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     colours = shades(len(settings.periods))
-    # Before the first step: the first kernel aligns with itself, the last as in the end.
+    # The title of each panel, and its value before training: the alignment of the first
+    # kernel with itself, and with the last one (`end`).
     panels_of = {
         "alignment_with_first": ("With the first kernel", lambda end: np.ones_like(end)),
         "alignment_with_last": ("With the last kernel", lambda end: end),

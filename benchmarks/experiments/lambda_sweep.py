@@ -1,10 +1,10 @@
 """Test error against damping: a quintic, many initialisations, damped Gauss-Newton.
 
 Every initialisation is trained at every damping to the same training error, in one
-compiled program. A run that does not reach it has not finished, and is left out and
-counted, with the number of its dead hidden units, which are off for every input and stay
-so. The paper leaves out only runs with a training RMSE over 2.5. The paper's text allows
-two intervals of x, and both are run.
+compiled program. A run that does not reach it has not finished: it is left out and
+counted. Dead hidden units, which are off for every input and stay off, are counted too.
+The paper leaves out only runs with a training RMSE over 2.5. Its text can be read as
+either of two intervals of x, and both are run.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
-from jaxtyping import Array, Bool, Float, Scalar
+from jaxtyping import Array, Bool, Float
 from numpy import ndarray
 from scipy import stats
 
@@ -33,12 +33,12 @@ from ..verdicts import judge, rank_correlation, slope, Verdict
 
 
 LARGEST_TRAIN_RMSE = 2.5
-"""The paper's limit."""
+"""The paper leaves out runs with a larger training RMSE."""
 INTERVALS = {
     "outputs in [-4, 4]": quintic.INTERVAL,
     "inputs in [-4, 4]": quintic.OTHER_INTERVAL,
 }
-# Runs at once: with more, all wait for the slowest; with fewer, for each other's kernels.
+# A larger batch of runs waits for its slowest one; a smaller one has more overhead.
 _BATCH = 4
 _SHOWN = 10
 """Number of learned functions drawn for each damping."""
@@ -51,7 +51,7 @@ class LambdaSweep(Settings):
     seeds: int = 100
     dampings: tuple[float, ...] = tuple(np.logspace(-3, 3, 13).tolist())
     num_steps: int = 1000
-    """Outer steps at most."""
+    """The largest number of outer steps."""
     num_train: int = 20
     num_test: int = 1000
 
@@ -64,7 +64,7 @@ FULL = dataclasses.replace(EMBEDDED, num_steps=10_000)
 
 
 def points(settings: LambdaSweep) -> list[Point]:
-    """One point for each interval, with all dampings, which share a compiled program."""
+    """Return a point for each interval: all dampings share a compiled program."""
     return [{"interval": interval} for interval in INTERVALS]
 
 
@@ -76,7 +76,7 @@ def train(settings: LambdaSweep, point: Point, place: Place) -> Columns:
     )
     shape = settings.seeds, len(settings.dampings)
     dampings = np.broadcast_to(settings.dampings, shape)
-    # Runs of one damping go together, since they take about equally many steps.
+    # Batch runs of the same damping, which take about equally many steps.
     seeds = jnp.tile(jnp.asarray(settings.each_seed), len(settings.dampings))
 
     runs = seeds, jnp.asarray(dampings.T.ravel())
@@ -120,21 +120,17 @@ def _run(run, data, test, num_steps: int) -> dict[str, Array]:
     start = parameters, solver.start(parameters, outputs), jnp.array(True)
     y, state, _ = jax.lax.while_loop(unfinished, step, start)
     learnt = fn(y, test_x)
+    spectrum = gnlin.linearise(fn, y, x).spectrum()
     second = jnp.diff(learnt[:, 0], 2) / (test_x[1, 0] - test_x[0, 0]) ** 2
     return {
         "train_rmse": _rms(fn(y, x) - targets),
         "test_rmse": _rms(learnt - test_targets),
         "roughness": _rms(second),
         "dead": dead_units(eqx.combine(y, frozen), test_x),
-        "effective_dimension": _effective_dimension(fn, y, x, damping),
+        "effective_dimension": spectrum.effective_dimension(damping),
         "steps": state.counts.num_feature_updates,
         "functions": learnt[:, 0],
     }
-
-
-def _effective_dimension(fn, y, x, damping) -> Scalar:
-    """The effective dimension of the final linearisation, with the damping of the run."""
-    return gnlin.linearise(fn, y, x).spectrum().effective_dimension(damping)
 
 
 def _rms(x: Array) -> Array:
@@ -146,20 +142,19 @@ def finished(runs: Runs) -> Bool[ndarray, "seeds dampings"]:
 
 
 def judged(runs: Runs) -> Bool[ndarray, " dampings"]:
-    """The dampings at which enough runs have finished for a verdict."""
+    """Return at which dampings enough runs have finished for a verdict."""
     return finished(runs).mean(axis=0) >= 1 - MOST_UNFINISHED
 
 
 def logs(runs: Runs, name: str, kept: Bool[ndarray, "seeds dampings"]) -> PerRun:
-    """log10 of the values at the judged dampings; NaN for runs that are not kept."""
+    """Return log10 of a column at the judged dampings; NaN for runs that are not kept."""
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.log10(runs[name])
     return np.where(kept, found, np.nan)[:, judged(runs)]
 
 
 def judge_all(settings: LambdaSweep, all_runs: Sequence[Runs]) -> list[Verdict]:
-    """Judge the paper's claims, as slopes over log10 of damping of the curves that it
-    shows."""
+    """Judge the paper's claims by the slopes of its curves over log10 of the damping."""
     return [
         verdict
         for name in INTERVALS
@@ -225,8 +220,8 @@ def _judge(name: str, runs: Runs) -> list[Verdict]:
 
 
 def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdict]:
-    """Whether the error follows the effective dimension: as both change with damping, and
-    at one damping, where only the seeds differ."""
+    """Judge whether the error follows the effective dimension: over the dampings for each
+    seed, and over the seeds at each damping."""
     dimension = np.where(
         np.isfinite(error), runs["effective_dimension"][:, judged(runs)], np.nan
     )
@@ -253,12 +248,13 @@ def _follows(name: str, error: PerRun, runs: Runs, untested: str) -> list[Verdic
 
 
 def over_dampings(both: Float[ndarray, "seeds 2 dampings"]) -> Float[ndarray, " seeds"]:
-    """The rank correlation of the two over the dampings, for each seed."""
+    """Return each seed's rank correlation of error and dimension over the dampings."""
     return np.array([float(rank_correlation(d, error)) for error, d in both])
 
 
 def over_seeds(both: Float[ndarray, "seeds 2 dampings"]) -> float:
-    """The rank correlation of the two at each damping; their mean."""
+    """Return the rank correlation of error and dimension over the seeds, mean of the
+    dampings."""
     known = np.isfinite(both)
     ranks = stats.rankdata(np.where(known, both, np.inf), axis=0)
     ranks = np.ma.array(ranks, mask=~known)
@@ -270,7 +266,7 @@ def over_seeds(both: Float[ndarray, "seeds 2 dampings"]) -> float:
 
 
 def _where_any(curve: Callable) -> Callable:
-    """NaN where all are."""
+    """Make a statistic such as `nanmean` return NaN without a warning if all are NaN."""
 
     def of(values: PerRun, axis: int) -> Float[ndarray, " dampings"]:
         missing = np.isnan(values).all(axis=axis)
@@ -280,8 +276,8 @@ def _where_any(curve: Callable) -> Callable:
 
 
 def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Draw, for each interval, the errors, the effective dimension and shares of the
-    runs, and below them learned functions at four dampings."""
+    """Draw the errors, the effective dimension, and the shares of finished runs and dead
+    units; below them, learned functions at four dampings."""
     shown = np.linspace(0, len(settings.dampings) - 1, 4).round().astype(int)
     above = [name for name in ("errors", "dimension", "shares") for _ in range(4)]
     below = [str(index) for index in shown for _ in range(3)]
@@ -325,7 +321,7 @@ def draw(settings: LambdaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[
 
 
 def _dead_units(all_runs: Sequence[Runs], is_finished: bool) -> str:
-    """The mean share of dead units in the runs that have finished, or have not."""
+    """Return the mean share of dead units in finished, or in unfinished, runs."""
     shares = [runs["dead"][finished(runs) == is_finished] for runs in all_runs]
     shares = np.concatenate(shares)
     return f"{shares.mean():.0%}" if len(shares) else "none"
@@ -339,7 +335,7 @@ def _draw_runs(axes, runs: Runs, values: PerRun) -> None:
 
 
 def _draw_curve(axes, runs: Runs, values: PerRun, curve: Callable, **look) -> None:
-    """Draw a statistic of the seeds, with gaps where nothing is judged."""
+    """Draw a statistic of the seeds, with gaps at dampings that are not judged."""
     drawn = np.where(judged(runs), _where_any(curve)(values, axis=0), np.nan)
     axes.plot(runs["damping"][0], drawn, **look)
 

@@ -1,13 +1,13 @@
 """Test accuracy against damping: a convolutional network, each problem solved.
 
 `lambda |theta - theta_s|^2` is added to the mean loss of each linearised problem. On the
-full batch Newton's method minimises the sum, and the network is trained to a stated loss;
-runs that do not reach it, or that have an unsolved problem, are left out and counted. On
-mini-batches a number of steps of Adam minimises it. They must be many, since few steps
-would act as damping themselves.
+full batch Newton's method minimises the sum, and the network is trained to a given loss.
+Runs that do not reach it, or that have an unsolved problem, are left out and counted. On
+mini-batches Adam minimises the sum. It takes many steps, since few steps would act as
+damping themselves.
 
 Whether these methods reach the same minimum, and at what cost, is measured on the first
-linearised problem, at a strong and at a weak damping.
+linearised problem, at a few dampings.
 """
 
 import dataclasses
@@ -46,12 +46,12 @@ class LambdaSweepCNN(Images):
     num_updates: int = 200
     """The largest number of updates on the full batch."""
     period: int = 50_000
-    """On mini-batches, Adam's steps on each linearised problem."""
+    """Steps of Adam on each linearised problem, on mini-batches."""
     compared: tuple[float, ...] = (1e-1, 1e-3, 1e-5)
     """Dampings at which all methods solve the first problem."""
     adam_steps: tuple[int, ...] = (300, 3_000)
     tolerance: float = 1e-6
-    """Tolerance of truncated Newton there, relative to the gradient."""
+    """Tolerance of truncated Newton on the first problem, relative to the gradient."""
     network: str = "digits-cnn"
     num_train: int | None = 50
     learning_rate: float = 1e-3
@@ -99,9 +99,9 @@ def points(settings: LambdaSweepCNN) -> list[Point]:
 def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
     if "solved_by" in point:
         return solve_first(settings, point, place)
-    damping = 2 * point["damping"]  # of damping / 2 |theta - theta_s|^2
+    damping = 2 * point["damping"]  # gnlin adds damping / 2 |theta - theta_s|^2
     if settings.batch_size is None:
-        # And of the sum over the images.
+        # The loss is the sum over the images here, not their mean.
         number = number_of(training.load(settings, place, 0).train[1])
         damping = jnp.asarray(damping * number)
         columns = training.full_batch(
@@ -122,14 +122,13 @@ def train(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
 
 @cache
 def _adam(learning_rate: float) -> optax.GradientTransformation:
-    """Adam, as a single object: otherwise code that uses it would compile again for
-    each."""
+    """Return the same object each time, so that code that uses it is compiled once."""
     return optax.adam(learning_rate)
 
 
 def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns:
-    """The damped mean loss that a method reaches on the first linearised problem, the
-    largest entry of its gradient there, and its number of passes."""
+    """Solve the first linearised problem by one method. Return the damped mean loss that
+    it reaches, the largest entry of its gradient, and the number of passes."""
     if place.rehearsal is not None:
         one = dataclasses.replace(settings, seeds=1)
         alone = dataclasses.replace(place, rehearsal=None)
@@ -168,13 +167,13 @@ def solve_first(settings: LambdaSweepCNN, point: Point, place: Place) -> Columns
 
 
 def finals(settings: LambdaSweepCNN, all_runs: Sequence[Runs], name: str) -> ndarray:
-    """Final values, with axes over dampings and seeds; NaN for runs that are left out."""
+    """Return final values by damping and seed; NaN for runs that are left out."""
     found = [only(all_runs, trained=NETWORK, damping=x) for x in settings.dampings]
     return np.array([training.counted(runs, runs.final(name)) for runs in found])
 
 
 def usable(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
-    """The dampings at which at most the allowed share of the runs is left out."""
+    """Return at which dampings enough runs are kept for a verdict."""
     left = np.isfinite(finals(settings, all_runs, "test_accuracy"))
     return left.mean(axis=1) >= 1 - MOST_UNFINISHED
 
@@ -182,6 +181,7 @@ def usable(settings: LambdaSweepCNN, all_runs) -> Bool[ndarray, " dampings"]:
 def first_solved(
     all_runs: Sequence[Runs], damping: float, by: str, name: str, steps: int = 0
 ) -> Float[ndarray, " seeds"]:
+    """Return a result of one method on the first problem."""
     found = only(all_runs, solved_by=by, damping=damping, steps=steps)
     return found.final(name)
 
@@ -189,7 +189,7 @@ def first_solved(
 def apart(
     settings: LambdaSweepCNN, all_runs, damping: float, by: str, steps: int = 0
 ) -> Float[ndarray, " seeds"]:
-    """The relative excess of the loss over that by Newton's method."""
+    """Return by how much the loss exceeds Newton's, relative to it."""
     newton = first_solved(all_runs, damping, NEWTON, "damped_loss")
     return first_solved(all_runs, damping, by, "damped_loss", steps) / newton - 1
 
@@ -245,7 +245,7 @@ def draw(
 
 
 def _draw_cost(axes, settings, all_runs, damping, look, full) -> None:
-    """Draw the gradient that methods leave of the first problem, over passes."""
+    """Draw the final gradient on the first problem over each method's passes."""
 
     def of(by: str, name: str) -> ndarray:
         steps = settings.adam_steps if by == ADAM else (0,)

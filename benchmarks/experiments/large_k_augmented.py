@@ -46,8 +46,8 @@ class LargeK(Images):
     num_looks: int = 48
     augmentation: str = "shift"
     num_probed: int = 100
-    """Number of training images for a probe: with a thousand it is at its ceiling at
-    once."""
+    """Number of training images for a probe; with a thousand it would be at its ceiling
+    from the start."""
     num_filters: int = 3
     """Number of filters of the first layer that are stored."""
 
@@ -99,7 +99,7 @@ def train(settings: LargeK, point: Point, place: Place) -> Columns:
 
 
 def probe(model: ConvNet, layer: int, data: tuple[Labelled, Labelled]) -> Array:
-    """The test accuracy of a linear classifier of the pooled activations of a layer."""
+    """Return the test accuracy of a linear classifier of a layer's pooled activations."""
     dtype = model.convolutions[0].weight.dtype
     activations = jax.vmap(lambda image: model.features(image.astype(dtype), layer))
     (images, labels), (test_images, test_labels) = data
@@ -109,7 +109,7 @@ def probe(model: ConvNet, layer: int, data: tuple[Labelled, Labelled]) -> Array:
 
 
 def ends(settings: LargeK, all_runs: Sequence[Runs]) -> tuple[Runs, Runs]:
-    """The runs of the shortest and of the longest period."""
+    """Return the runs of the shortest and of the longest period."""
     first, last = min(settings.periods), max(settings.periods)
     return only(all_runs, period=first), only(all_runs, period=last)
 
@@ -117,8 +117,8 @@ def ends(settings: LargeK, all_runs: Sequence[Runs]) -> tuple[Runs, Runs]:
 def share_of_the_way(
     values: Float[ndarray, "seeds looks"], end: Float[ndarray, " seeds"]
 ) -> Float[ndarray, " seeds"]:
-    """The share of the steps after which a value first reaches another's final value; 1
-    if it never does. The first look is before any step."""
+    """Return the share of the steps after which `values` first reach `end`; 1 if they
+    never do, and NaN if a run has diverged. The first look is before any step."""
     reached = values >= end[:, None]
     share = np.argmax(reached, axis=1) / (reached.shape[1] - 1)
     share = np.where(reached.any(axis=1), share, 1.0)

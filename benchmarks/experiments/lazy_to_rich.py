@@ -1,10 +1,10 @@
 """The claims over the initialisation's scale and the width: from rich training to lazy.
 
-A network with larger initial parameters, or with more width, learns with smaller changes
-of its kernel (Chizat, Oyallon and Bach 2019), and in the limit is its own linearisation.
-The disadvantage of K = infinity should vanish there, and the claims about K and lambda
-should hold throughout. The task is digits by squared error, where K = infinity and each
-damped step have closed forms.
+The wider a network is, or the larger its initial parameters, the less its kernel changes
+in training (Chizat, Oyallon and Bach 2019); in the limit the network is its own
+linearisation. There the disadvantage of K = infinity should vanish. The claims about K
+and lambda should hold everywhere. The task is digits by squared error, for which
+K = infinity and each damped step have closed forms.
 """
 
 import dataclasses
@@ -45,7 +45,6 @@ class LazyToRich(Images):
     scales: tuple[float, ...] = (0.3, 0.55, 1.0, 1.8, 3.0)
     """Scales of the initial parameters, relative to Equinox's."""
     widths: tuple[int, ...] = (20, 40, 160, 640)
-    """Widths of the hidden layer."""
     width: int = 40
     """The width at which the scale varies."""
     period: int = 1_000
@@ -53,8 +52,8 @@ class LazyToRich(Images):
     num_steps: int = 60_000
     share_of_stable: float = 0.05
     """The learning rate, as a share of the largest stable one on the first linearised
-    problem. At scales below 1 it is that of scale 1, since a kernel that is small at
-    first grows."""
+    problem. Scales below 1 have the learning rate of scale 1, since a small kernel
+    grows."""
 
 
 EMBEDDED = LazyToRich()
@@ -83,7 +82,7 @@ def points(settings: LazyToRich) -> list[Point]:
 def make_model(
     key: Key[Array, ""], width: int, scale: float | Float[Array, ""]
 ) -> eqx.nn.MLP:
-    """A 64-width-10 network, with parameters this many times as large as Equinox's."""
+    """Return a 64-width-10 network whose parameters are `scale` times Equinox's."""
     model = eqx.nn.MLP(64, training.NUM_CLASSES, width_size=width, depth=1, key=key)
     return scaled(model, scale)
 
@@ -124,7 +123,7 @@ def _of_seed(
 
 
 def _damped(start, data, settings: LazyToRich, rate: Array) -> PyTree:
-    """Train by damping of the same strength, with as many exact steps as large K has
+    """Train by damping of the same strength as large K, with one step for each of its
     feature updates."""
     damping = gnlin.filters.equivalent_damping(settings.period, rate)
     solver = gnlin.DampedGaussNewton(damping, search=None)
@@ -135,7 +134,7 @@ def _damped(start, data, settings: LazyToRich, rate: Array) -> PyTree:
 
 
 def along(settings: LazyToRich, axis: str) -> list[Point]:
-    """The points at which only this setting varies, in its order."""
+    """Return the points at which only `axis` varies, in ascending order."""
     other, fixed = ("width", settings.width) if axis == "scale" else ("scale", 1.0)
     found = [point for point in points(settings) if point[other] == fixed]
     return sorted(found, key=lambda point: point[axis])
@@ -144,7 +143,7 @@ def along(settings: LazyToRich, axis: str) -> list[Point]:
 def by_point(
     settings: LazyToRich, all_runs: Sequence[Runs], axis: str, name: str
 ) -> Float[ndarray, "seeds points"]:
-    """Values at each point; NaN if one of a seed's networks is not fitted."""
+    """Return values by seed and point; NaN if one of a seed's networks is not fitted."""
     columns = []
     for point in along(settings, axis):
         runs = only(all_runs, **point)
@@ -156,7 +155,10 @@ def by_point(
 
 def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
     verdicts = []
-    for axis, lazier in (("scale", "the larger the initialisation"), ("width", "wider")):
+    for axis, lazier in (
+        ("scale", "the larger the initialisation"),
+        ("width", "the wider the network"),
+    ):
         of = lambda name, axis=axis: by_point(settings, all_runs, axis, name)
         x = np.log10([point[axis] for point in along(settings, axis)])
         behind = of("endless_error") - of("network_error")
@@ -166,7 +168,6 @@ def judge_all(settings: LazyToRich, all_runs: Sequence[Runs]) -> list[Verdict]:
             np.isfinite(values).all(axis=1, keepdims=True), values, np.nan
         )
         largest = lambda values: float(np.abs(values.mean(axis=0)).max())
-        lazier = lazier if axis == "scale" else "the wider the network"
         verdicts += [
             judge(
                 f"K = infinity lacks less {lazier}",

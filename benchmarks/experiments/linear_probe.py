@@ -1,6 +1,6 @@
 """Linear classifiers of the first two layers' activations, K = 1 against large K.
 
-The runs are those of `large-k-augmented`, which are reused if they exist.
+The runs of `large-k-augmented` are reused if they exist.
 """
 
 import dataclasses

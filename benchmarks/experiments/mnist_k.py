@@ -1,7 +1,7 @@
 """Accuracy over steps on handwritten digits, K from 1 to 1,000, and infinity.
 
-K = infinity is solved, and has no curve over steps. Each seed draws its own test images,
-so that together they cover the 1,797.
+The problem of K = infinity is solved directly, so that it has no curve over steps. Each
+seed draws its own test images; together they cover all 1,797.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 
 ALIKE = 100
-"""The claim is that K up to here end alike."""
+"""All K up to here are claimed to end alike."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,8 @@ def train(settings: MnistK, point: Point, place: Place) -> Columns:
 
 
 def levelling(runs: Runs, period: float) -> Float[ndarray, " seeds"]:
-    """How much faster the accuracy rises per look in the first half of each period than
-    in the second: the mean over periods. The accuracy is that of the linearised network,
+    """Return how much faster the accuracy rises per look in the first half of a period
+    than in the second, mean over periods. It is the accuracy of the linearised network,
     which is the one being trained."""
     looks = int(period // runs["inner_steps"][0, 0])
     accuracy = runs["test_accuracy_linearised"]

@@ -28,8 +28,8 @@ QUICK = ("Misra1a", "DanWood", "MGH09", "BoxBOD", "Rat43")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a solver's run, and its cost; `None` if the solver does not report
-    it."""
+    """The end of a solver's run, and its costs, which are `None` if the solver does not
+    report them."""
 
     parameters: np.ndarray
     steps: int | None
@@ -40,7 +40,7 @@ class Outcome:
 
 
 class Problem(Protocol):
-    """A problem of NIST, or another."""
+    """A least-squares problem, by NIST or another source."""
 
     @property
     def residuals(self) -> Callable: ...
@@ -77,7 +77,7 @@ class Row:
 
 
 def run(options: Options) -> None:
-    """Solve, print, and write nist.csv and settings.json."""
+    """Solve all problems, print the tables, and write nist.csv and settings.json."""
     names = QUICK if options.quick else tuple(nist.MODELS)
     solvers = _quick_solvers() if options.quick else _solvers()
     console = wide_console(200)
@@ -99,7 +99,7 @@ def run(options: Options) -> None:
 def solved_all(
     names: Sequence[str], solvers: Mapping[str, Solve], console: Console
 ) -> list[Row]:
-    """The rows for both starts, which are also printed."""
+    """Solve all problems from both starts; print the tables, and return the rows."""
     began = time.perf_counter()
     rows = []
     for name in names:
@@ -113,17 +113,22 @@ def solved_all(
     return rows
 
 
-def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:
-    """One solver from one start (1 or 2). If it raises, the LRE is 0, with its reason."""
+def outcome_of(solve: Solve, problem: Any, start: np.ndarray) -> Outcome:
+    """Run a solver. If it raises, the outcome has parameters of NaN and the reason, and
+    does not report success."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # overflow during a run is part of the task
         try:
-            outcome = solve(problem, problem.starts[start - 1])
+            return solve(problem, start)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            outcome = Outcome(
-                np.full(problem.certified.shape, np.nan), None, None, reason, False
-            )
+            return Outcome(np.full(start.shape, np.nan), None, None, reason, False)
+
+
+def attempt(problem: nist.Problem, start: int, solver: str, solve: Solve) -> Row:
+    """Run one solver from one start (1 or 2). If it raises, the LRE is 0, and the result
+    says why."""
+    outcome = outcome_of(solve, problem, problem.starts[start - 1])
     lre = problem.lre(outcome.parameters)
     return Row(
         problem=problem.name,
@@ -200,16 +205,15 @@ def _first_sentence(message: str) -> str:
 
 
 def _evaluations(stats: dict[str, Any]) -> int | None:
-    """Evaluations of the residuals at trial points, one for each accepted or rejected
-    step."""
+    """Return the number of trial points: one for each accepted or rejected step."""
     if "num_rejected_steps" not in stats or "num_jvps" not in stats:
         return None
     return int(stats["num_accepted_steps"] + stats["num_rejected_steps"])
 
 
 def jaxopt_levenberg_marquardt(problem: Problem, start: np.ndarray) -> Outcome:
-    # QR on the stacked Jacobian: its other linear solvers square the condition number.
-    # Its other stopping rule, on the gradient, is absolute, and is usually never met.
+    # Use QR of the stacked Jacobian: other linear solvers square the condition number.
+    # The other stopping rule has an absolute gradient tolerance, usually out of reach.
     import jaxopt
 
     solver = jaxopt.LevenbergMarquardt(
@@ -282,8 +286,8 @@ def scipy_least_squares(method: Any, tight: bool, bounds: Any = None) -> Solve:
 
 
 def table_of_cases(title: str, rows: Sequence[Any], solvers: Sequence[str]) -> Table:
-    """A table with a row for each `case`, a column for each `solver`, and each row's
-    `cell`."""
+    """Make a table of each row's `cell`, with a row for each case and a column for each
+    solver."""
     table = Table(title=title, title_justify="left")
     table.add_column("problem", no_wrap=True)
     for solver in solvers:
@@ -299,8 +303,8 @@ def table_of_all(
     solvers: Sequence[str],
     columns: Mapping[str, Callable[[list[Any]], str]],
 ) -> Table:
-    """A table with a row for each solver; each heading has a function of a solver's
-    rows."""
+    """Make a table with a row for each solver. `columns` maps each heading to a function
+    of the solver's rows."""
     table = Table(title="All of them", title_justify="left")
     table.add_column("solver")
     for heading in columns:

@@ -6,10 +6,10 @@ success is *false* if the run is not solved and SciPy, started at its end, finds
 sum.
 
 The same problems are run with bounds that exclude the minimum in half of the parameters,
-beside SciPy's methods that take bounds. There *solved* is the least sum of squares that
-any of them finds from any start.
+beside SciPy's methods that accept bounds. Such a run is *solved* if it reaches the least
+sum of squares that any solver finds from any start.
 
-Further tables have NIST's certified fits by the same solvers, and sparse problems with
+Further tables show NIST's certified fits by the same solvers, and sparse problems with
 thousands of parameters.
 """
 
@@ -38,6 +38,7 @@ from .nist import (
     jaxopt_levenberg_marquardt,
     MAX_STEPS,
     Outcome,
+    outcome_of,
     scipy_least_squares,
     Solve,
     solved_all,
@@ -50,7 +51,7 @@ from .nist import (
 QUICK = ("rosenbrock-2", "helical_valley-3", "bard-3")
 QUICK_CERTIFIED = ("Misra1a", "BoxBOD")
 FACTORS_IN_BOXES = 1.0, 10.0
-# The largest gain by another solver that leaves a report of success true.
+# A report is false only if another solver reduces the sum by more than this part.
 _GAIN = 1e-6
 
 
@@ -79,7 +80,7 @@ class Row:
 
 
 def run(options: Options) -> None:
-    """Solve, print, and write nls.csv, settings.json and the profiles."""
+    """Solve all problems, print the tables, and write the rows and the profiles."""
     problems = [p for p in PROBLEMS if not options.quick or p.name in QUICK]
     solvers = _solvers(options.quick)
     console = wide_console(200)
@@ -114,20 +115,9 @@ def run(options: Options) -> None:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """One solver from one start."""
-    return judged(problem, factor, solver, outcome_of(problem, factor, solve))
-
-
-def outcome_of(problem: Problem, factor: float, solve: Solve) -> Outcome:
-    """The outcome of a run; one that raises has not reported success."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow during a run is part of the task
-        try:
-            return solve(problem, problem.from_far(factor))
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            nothing = np.full(len(problem.start), np.nan)
-            return Outcome(nothing, None, None, reason, False)
+    """Run one solver from one start, and judge its outcome."""
+    outcome = outcome_of(solve, problem, problem.from_far(factor))
+    return judged(problem, factor, solver, outcome)
 
 
 def judged(problem: Problem, factor: float, solver: str, outcome: Outcome) -> Row:
@@ -151,7 +141,7 @@ def judged(problem: Problem, factor: float, solver: str, outcome: Outcome) -> Ro
 
 
 def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
-    """The sum of squares; NaN beyond the bounds."""
+    """Return the sum of squares; NaN outside the bounds."""
     if problem.bounds is not None:
         lower, upper = problem.bounds
         if not np.all((lower <= y) & (y <= upper)):
@@ -160,7 +150,7 @@ def sum_of_squares(problem: Problem, y: np.ndarray) -> float:
 
 
 def _goes_on(problem: Problem, y: np.ndarray) -> bool:
-    """Whether one of SciPy's methods finds a smaller sum from there."""
+    """Return whether one of SciPy's methods finds a smaller sum, starting at `y`."""
     before = sum_of_squares(problem, y)
     if not np.isfinite(before):
         return True
@@ -168,7 +158,7 @@ def _goes_on(problem: Problem, y: np.ndarray) -> bool:
         solve = scipy_least_squares(method, True, problem.bounds)
         try:
             after = solve(problem, y).parameters
-        except ValueError:  # it cannot start from these numbers
+        except ValueError:  # SciPy rejects this start
             continue
         if sum_of_squares(problem, after) < (1 - _GAIN) * before:
             return True
@@ -200,19 +190,21 @@ def _solvers(quick: bool) -> dict[str, Solve]:
 
 
 def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
-    """Rows of problems with bounds, if SciPy finds the minimum from the usual start."""
+    """Solve the problems in boxes around their minima, without those whose minimum SciPy
+    does not find from the usual start."""
     rows, left_out = [], []
     for problem in problems:
-        found = outcome_of(problem, 1.0, scipy_least_squares("lm", tight=True))
+        start = problem.from_far(1.0)
+        found = outcome_of(scipy_least_squares("lm", tight=True), problem, start)
         if not problem.is_minimum(sum_of_squares(problem, found.parameters)):
             left_out.append(problem.name)
             continue
         rows += in_a_box(problem.in_a_box(found.parameters))
         jax.clear_caches()
-    solvers = tuple(_within(problems[0].in_a_box(np.zeros(1))))
+    solvers = tuple(_bounded_solvers(problems[0].in_a_box(np.zeros(1))))
     title = "In boxes: sum of squares / steps (* not solved, ! falsely reported)"
     console.print(table_of_cases(title, rows, solvers))
-    columns = {**_COLUMNS, "median evaluations": _median_evaluations}
+    columns = {**_COLUMNS, "median evaluations": _median("evaluations")}
     console.print(table_of_all(rows, solvers, columns))
     if left_out:
         console.print(f"Not in a box, as SciPy's lm ends elsewhere: {left_out}.")
@@ -221,16 +213,16 @@ def _in_boxes(problems: Sequence[Problem], console: Console) -> list[Row]:
 
 def in_a_box(problem: Problem) -> list[Row]:
     outcomes = {
-        (factor, name): outcome_of(problem, factor, solve)
+        (factor, name): outcome_of(solve, problem, problem.from_far(factor))
         for factor in FACTORS_IN_BOXES
-        for name, solve in _within(problem).items()
+        for name, solve in _bounded_solvers(problem).items()
     }
     ends = [sum_of_squares(problem, outcome.parameters) for outcome in outcomes.values()]
     known = dataclasses.replace(problem, minima=(float(np.nanmin(ends)),))
     return [judged(known, *case, outcome) for case, outcome in outcomes.items()]
 
 
-def _within(problem: Problem) -> dict[str, Solve]:
+def _bounded_solvers(problem: Problem) -> dict[str, Solve]:
     bounds = problem.bounds
     return {
         "gnlin LM": through_optimistix(gnlin.LevenbergMarquardt(bounds=bounds)),
@@ -239,21 +231,20 @@ def _within(problem: Problem) -> dict[str, Solve]:
     }
 
 
-def _median_evaluations(own: list[Row]) -> str:
-    """The median of the evaluations of solved runs."""
-    counts = [row.evaluations for row in own if row.solved and row.evaluations]
-    return f"{np.median(counts):g}" if counts else ""
-
-
 #
 # The tables
 #
 
 
-def _median_steps(own: list[Row]) -> str:
-    """The median of the steps of solved runs."""
-    steps = [row.steps for row in own if row.solved and row.steps is not None]
-    return f"{np.median(steps):g}" if steps else ""
+def _median(name: str) -> Callable[[list[Row]], str]:
+    """Return a column of the table: the median of a count over the solved runs."""
+
+    def of(own: list[Row]) -> str:
+        counts = [getattr(row, name) for row in own if row.solved]
+        known = [count for count in counts if count is not None]
+        return f"{np.median(known):g}" if known else ""
+
+    return of
 
 
 _COLUMNS: dict[str, Callable[[list[Row]], str]] = {
@@ -261,14 +252,14 @@ _COLUMNS: dict[str, Callable[[list[Row]], str]] = {
     "and reported": lambda own: str(sum(row.solved and row.reported for row in own)),
     "falsely reported": lambda own: str(sum(row.false for row in own)),
     "of": lambda own: str(len(own)),
-    "median steps": _median_steps,
+    "median steps": _median("steps"),
 }
 
 
 def draw(rows: Sequence[Row | nist.Row], solvers: Sequence[str], folder: Path) -> None:
-    """Draw performance profiles of the steps (Dolan and Moré, 2002): for each ratio, the
-    part of the problems on which a solver takes at most this many times the fewest steps
-    of any."""
+    """Draw performance profiles of the steps (Dolan and Moré, 2002): over each ratio, the
+    share of the problems that a solver solves in at most this many times the fewest steps
+    of any solver."""
     cases = list(dict.fromkeys(row.case for row in rows))
     steps = np.full((len(solvers), len(cases)), np.inf)
     for row in rows:

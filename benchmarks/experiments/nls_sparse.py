@@ -1,9 +1,8 @@
-"""Classical problems with thousands of parameters, of which each residual reads a few:
-gnlin beside the sparse methods of other libraries.
+"""Classical sparse problems with thousands of parameters: gnlin beside other libraries.
 
-Each problem is run from its start and from 10 and 100 times as far. A run is *solved* if
-its sum of squares is that of the minimum, which is zero; any other report of success is
-*false*.
+Each residual depends on a few parameters only. Each problem is run from its start and
+from 10 and 100 times as far. A run is *solved* if its sum of squares is the minimum,
+which is zero. A report of success is *false* if the run is not solved.
 """
 
 import dataclasses
@@ -23,7 +22,7 @@ from rich.console import Console
 import gnlin
 
 from ..data.classical import FACTORS, Problem, sparse_ones
-from .nist import Outcome, Solve, table_of_all, table_of_cases
+from .nist import Outcome, outcome_of, Solve, table_of_all, table_of_cases
 
 
 NUM_PARAMETERS, NUM_PARAMETERS_QUICK = 5_000, 40
@@ -42,7 +41,7 @@ class Row:
     reported: bool
     steps: int | None
     seconds: float
-    """Seconds of a second run: the first one compiles."""
+    """Seconds of the second run, since the first one compiles."""
     result: str
 
     @property
@@ -61,7 +60,7 @@ class Row:
 
 
 def run(quick: bool, console: Console) -> list[Row]:
-    """Solve and print."""
+    """Solve the problems, print the tables, and return the rows."""
     rows, began = [], time.perf_counter()
     problems = sparse_ones(NUM_PARAMETERS_QUICK if quick else NUM_PARAMETERS)
     for problem in problems:
@@ -80,20 +79,13 @@ def run(quick: bool, console: Console) -> list[Row]:
 
 
 def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
-    """One solver from one start. If it raises, it has not reported success."""
-    start, seconds = problem.from_far(factor), 0.0
-    outcome = Outcome(np.full(start.shape, np.nan), None, None, "", False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # overflow during a run is part of the task
-        try:
-            for _ in range(2):
-                began = time.perf_counter()
-                outcome = solve(problem, start)
-                seconds = time.perf_counter() - began
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            outcome = dataclasses.replace(outcome, result=reason)
-        end = float(jnp.sum(problem.residuals(jnp.asarray(outcome.parameters)) ** 2))
+    """Run one solver from one start, twice, and time the second run."""
+    start = problem.from_far(factor)
+    outcome_of(solve, problem, start)  # compiles
+    began = time.perf_counter()
+    outcome = outcome_of(solve, problem, start)
+    seconds = time.perf_counter() - began
+    end = float(jnp.sum(problem.residuals(jnp.asarray(outcome.parameters)) ** 2))
     return Row(
         problem=problem.name,
         factor=factor,
@@ -108,7 +100,7 @@ def attempt(problem: Problem, factor: float, solver: str, solve: Solve) -> Row:
 
 
 def solvers_of(problem: Problem) -> dict[str, Solve]:
-    """The solvers for this problem; its sparsity pattern is found once."""
+    """Return the solvers for a problem, whose sparsity pattern is found once."""
     by_products = lx.Normal(lx.CG(_TOLERANCE, _TOLERANCE, max_steps=10_000))
     known = gnlin.Sparsity(problem.residuals, jnp.asarray(problem.start))
     ours = gnlin.Residuals(problem.residuals, sparsity=known)
@@ -137,7 +129,7 @@ def _through_optimistix(residuals: Any, solver: Any) -> Solve:
 
 def _jaxopt(problem: Problem) -> Solve:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of its import
+        warnings.simplefilter("ignore", DeprecationWarning)  # on import
         import jaxopt
 
     solver = jaxopt.LevenbergMarquardt(
@@ -163,8 +155,8 @@ def _jaxopt(problem: Problem) -> Solve:
 
 
 def _scipy(problem: Problem) -> Solve:
-    """SciPy with the exact Jacobian as a sparse matrix, from as many passes as it has
-    colours, and with the tightest tolerances that it accepts."""
+    """Return SciPy's solver with the exact sparse Jacobian, by one pass for each colour,
+    and with tolerances close to rounding."""
     import asdex
     from scipy.optimize import least_squares
     from scipy.sparse import csr_array

@@ -2,8 +2,8 @@
 
 The equations are Poisson's in 2 and 5 dimensions, the heat equation, Burgers' equation,
 and an unknown conductivity. All methods have the same network, points, objective and
-seconds of work, without compilation. The error is relative, in L2, against the exact
-solution on points that were not trained on.
+seconds of work, compilation excluded. The error is the relative L2 distance from the
+exact solution, on points outside the training set.
 """
 
 import dataclasses
@@ -65,17 +65,16 @@ LARGE = {
     "burgers": Size((40, 40, 40), 2_500),
     "conductivity": Size((64, 64), 2_500),
 }
-"""Sizes for Poisson's equation as in arXiv:2505.12149."""
+"""Poisson's equation has the sizes of arXiv:2505.12149."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pinn(Settings):
     seeds: int = 6
     sizes: Mapping[str, Size] = dataclasses.field(default_factory=lambda: SMALL)
-    """Sizes of the equations, by name."""
     seconds: float = 4.0
     rates: tuple[float, ...] = (3e-3, 1e-2)
-    """Rates of Adam: the best of these at the end, on the test points, counts."""
+    """Rates of Adam; the one with the best final error on the test points counts."""
     num_looks: int = 60
 
 
@@ -158,22 +157,21 @@ SIDE = 61
 
 
 def best(all_runs: Sequence[Runs], equation: str, solver: str) -> Runs:
-    """The errors at the rate whose final errors are lowest, in the mean of their
-    logarithms."""
+    """Return the runs at the rate with the lowest geometric mean of the final errors."""
     tried = select(all_runs, equation=equation, solver=solver)
     return min(tried, key=lambda runs: _log_error(runs).mean())
 
 
 def _log_error(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The logarithm of the final error; a run that is not finite counts as a solution of
-    zero."""
+    """Return log10 of the final error; a solution that is not finite counts as the zero
+    function, whose relative error is 1."""
     error = runs.final("error")
     return np.log10(np.where(np.isfinite(error), error, 1.0))
 
 
 def seconds_to(runs: Runs, accuracy: float) -> Float[ndarray, " seeds"]:
-    """Seconds to the first look with this accuracy; all of the run's seconds if none has
-    it."""
+    """Return the seconds to the first look with this accuracy, or of the whole run if
+    none has it."""
     there = runs["error"] <= accuracy
     first = np.take_along_axis(runs["seconds"], there.argmax(axis=1)[:, None], axis=1)
     return np.where(there.any(axis=1), first[:, 0], runs["seconds"][:, -1])

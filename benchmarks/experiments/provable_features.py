@@ -1,9 +1,10 @@
 """Tasks that theory says need features: K = 1 to K = infinity, over the sample size.
 
-The classes are signs of a polynomial in a few of many inputs. Without features a network
-needs about as many examples as there are functions of that degree; with them, a multiple
-of the number of inputs. The claims are judged at the largest sample with fewer examples
-than such functions. K = infinity is one linearised problem, solved.
+The classes are signs of a polynomial in a few of many inputs. Without learning features a
+network needs about as many examples as there are functions of that degree; if it learns
+them, it needs a multiple of the number of inputs. The claims are judged at the largest
+sample that is smaller than the number of functions. For K = infinity one linearised
+problem is solved.
 """
 
 import dataclasses
@@ -79,8 +80,8 @@ def train(settings: Provable, point: Point, place: Place) -> Columns:
 def errors(
     settings: Provable, all_runs: Sequence[Runs], task: str, period: float
 ) -> Float[ndarray, "seeds sizes"]:
-    """Test errors, stopped early by the validation examples; those of K = infinity, if it
-    is solved."""
+    """Return the test errors at the best validation accuracy, or at the solution if K is
+    infinite; NaN if the problem is not solved."""
     accuracy = training.early_stopped if math.isfinite(period) else solved_accuracy
     found = [
         accuracy(only(all_runs, task=task, period=period, num_train=size))

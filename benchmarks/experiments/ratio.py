@@ -2,9 +2,9 @@
 
 [`gnlin.LevenbergMarquardt`][] on a full batch takes the longest step at which the loss
 still falls by a given part of the predicted decrease, the `ratio` of
-`gnlin.damping.LongestStep`. The experiment measures the losses after some numbers of
-steps at several ratios, on networks that fit functions and images and on Burgers'
-equation, and the number of steps of NIST's fits.
+`gnlin.damping.LongestStep`. At several ratios, the experiment measures the loss after
+given numbers of steps, on networks that fit functions and images and on Burgers'
+equation, and the number of steps that NIST's fits take.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from .nist import attempt, through_optimistix
 DEFAULT, SMALL, LARGE = 0.25, 0.075, 0.75
 FITS = "nist"
 VISCOSITY = 0.01
-# Weight of Burgers' equation relative to its start: with it both fall together.
+# Weight of Burgers' equation relative to its initial condition: both fall together.
 _OF_EQUATION = 1e-2
 # A loss below this part of the first is rounding; all such losses count as equal.
 _ROUNDING = 1e-28
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
     model: Callable[[Key[Array, ""]], PyTree]
     data: Callable[[], PyTree]
     valley: bool = False
-    """Whether the claim is that small ratios are better, and not large ones."""
+    """Whether small ratios are claimed to be better than large ones, not the reverse."""
 
 
 def _network(width: int, key: Key[Array, ""]) -> eqx.nn.MLP:
@@ -76,7 +76,7 @@ def _images() -> tuple[Float[Array, "100 64"], Float[Array, "100 10"]]:
 
 
 def _periodic(model: PyTree) -> equations.Function:
-    """A point (t, x) as features with the period 2 in x."""
+    """Return the model as a function of a point (t, x) that has the period 2 in x."""
     return lambda point: model(
         jnp.stack([jnp.cos(jnp.pi * point[1]), jnp.sin(jnp.pi * point[1]), point[0]])
     )
@@ -91,8 +91,8 @@ def _at_start(model: PyTree, point: equations.Point) -> Float[Array, ""]:
 
 
 def _burgers(number: int) -> equations.Groups:
-    """Burgers' equation, with this number of points inside, and an eighth as many at the
-    start."""
+    """Return the residuals of Burgers' equation at `number` points, and of its initial
+    condition at an eighth as many."""
     drawn = qmc.Sobol(2, rng=0).random(number)
     inside = jnp.asarray(drawn * [1, 2] - [0, 1])
     start = equations.grid(np.zeros(1), np.linspace(-1, 1, number // 8, endpoint=False))
@@ -129,13 +129,13 @@ PROBLEMS = {
 @dataclasses.dataclass(frozen=True)
 class Ratio(Settings):
     seeds: int = 6
-    """With five, identical values at all seeds would decide no claim."""
+    """With five seeds, even identical values would not decide a claim."""
     ratios: tuple[float, ...] = (0.01, 0.075, 0.15, 0.25, 0.5, 0.75, 0.9)
     problems: tuple[str, ...] = ("network-16", "network-32", "digits", "burgers")
     looks: tuple[int, ...] = (5, 10, 20, 40, 80)
     """Numbers of steps after which to look."""
     judged_after: int = 40
-    """One of the looks."""
+    """The look at which claims are judged."""
     fits: tuple[str, ...] = tuple(nist.MODELS)
     """NIST's fits, each from both starts."""
 
@@ -154,7 +154,7 @@ FULL = dataclasses.replace(EMBEDDED, problems=tuple(PROBLEMS))
 
 
 def swept(settings: Ratio) -> list[float]:
-    """The ratios; the default is always among them."""
+    """Return the ratios in ascending order, always with the default."""
     return sorted({*settings.ratios, DEFAULT})
 
 
@@ -183,7 +183,7 @@ def train(settings: Ratio, point: Point, place: Place) -> Columns:
 def losses_after(
     looks: ndarray, model: PyTree, data: Any, solver: gnlin.LevenbergMarquardt
 ) -> Float[ndarray, " looks"]:
-    """The losses at the looks; a run that has ended keeps its last loss."""
+    """Return the losses at the looks; a run that has ended keeps its last loss."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # if rounding allows no further decrease
         end = gnlin.solve(model, data, solver, max_steps=int(looks.max()), progress=False)
@@ -193,7 +193,7 @@ def losses_after(
 
 
 def _fit(settings: Ratio, solver: gnlin.LevenbergMarquardt) -> Columns:
-    """NIST's fits, where each fit takes the place of a seed."""
+    """Run NIST's fits; each fit takes the place of a seed."""
     solve = through_optimistix(solver)
     rows = [
         attempt(nist.load(name), start, FITS, solve)
@@ -215,7 +215,7 @@ def _fit(settings: Ratio, solver: gnlin.LevenbergMarquardt) -> Columns:
 def log_losses(
     settings: Ratio, all_runs: Sequence[Runs], problem: str, look: int
 ) -> Float[ndarray, "seeds ratios"]:
-    """log10 of the losses after this number of steps."""
+    """Return log10 of the losses after this number of steps."""
     runs = [only(all_runs, problem=problem, ratio=ratio) for ratio in swept(settings)]
     place = settings.looks.index(look)
     return np.log10(np.stack([each["loss"][:, place] for each in runs], axis=1))
@@ -224,7 +224,7 @@ def log_losses(
 def solved_and_log_steps(
     settings: Ratio, all_runs: Sequence[Runs]
 ) -> tuple[Bool[ndarray, "fits ratios"], Float[ndarray, "fits ratios"]]:
-    """Whether each fit is solved, and the logarithm of its steps, which is NaN for fits
+    """Return whether each fit is solved, and log10 of its steps, which is NaN for fits
     that some ratio does not solve."""
     runs = [only(all_runs, problem=FITS, ratio=ratio) for ratio in swept(settings)]
     solved, steps = (
@@ -246,7 +246,7 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
         return float(mean[ratios == DEFAULT][0] - mean.min())
 
     def least_excess(values):
-        mean = values.mean(axis=0)  # of problems and ratios
+        mean = values.mean(axis=0)  # by problem and ratio
         return float((mean - mean.min(axis=1, keepdims=True)).max(axis=0).min())
 
     def small_over_large(values):
@@ -327,8 +327,8 @@ def judge_all(settings: Ratio, all_runs: Sequence[Runs]) -> list[Verdict]:
 
 
 def table(settings: Ratio, all_runs: Sequence[Runs]) -> str:
-    """A table in Markdown, with the best of each row in bold if it is better than
-    others."""
+    """Return a table in Markdown, with the best of each row in bold unless all are
+    equal."""
     ratios = swept(settings)
     lines = [
         "| | steps | " + " | ".join(f"{ratio:g}" for ratio in ratios) + " |",

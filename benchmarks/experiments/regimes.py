@@ -27,7 +27,7 @@ from ..verdicts import at_ceiling, judge, Verdict
 
 LOSS = gnlin.SquaredError()
 NOISE = 0.1
-"""The initial noise; the evidence finds its own."""
+"""The noise at which the maximisation of the evidence starts."""
 REGIMES = {
     "network": ("the network, K = 1", BLACK),
     "large_k": ("large K", BLUE),
@@ -66,14 +66,14 @@ def train(settings: Regimes, point: Point, place: Place) -> Columns:
 
 
 def as_regression(labelled: Labelled) -> tuple[Array, Array]:
-    """Classes as targets whose mean is zero."""
+    """Return classes as one-hot targets, less their mean of 0.1."""
     images, labels = labelled
     return images, jax.nn.one_hot(labels, training.NUM_CLASSES, dtype=images.dtype) - 0.1
 
 
 def largest_eigenvalue(model: PyTree, images: Array) -> Array:
-    """The largest eigenvalue of the tangent kernel: two over it is the largest stable
-    rate."""
+    """Return the largest eigenvalue of the tangent kernel. The largest stable learning
+    rate is 2 divided by it."""
     kernel = gnlin.TangentKernel(model)(images)
     m = len(images) * training.NUM_CLASSES
     return jnp.linalg.norm(kernel.reshape(m, m), 2)
@@ -114,8 +114,8 @@ def _of_seed(settings: Regimes, place: Place, seed: int) -> dict[str, float]:
 def descended(
     start: PyTree, data: tuple[Array, Array], period: int, rate: Array, num_steps: int
 ) -> PyTree:
-    """Train by gradient steps, a given number on each linearised problem. The first few
-    steps show whether it diverges; such a run is NaN."""
+    """Train by `num_steps` gradient steps, `period` of them on each linearised problem. A
+    run that diverges raises no error."""
     solver = gnlin.IterativeLinearisation(
         period, rate, method="matrix-free" if period == 1 else "eigh"
     )
@@ -126,13 +126,13 @@ def descended(
 
 
 def finished(runs: Runs) -> ndarray:
-    """Whether both networks of each seed are fitted."""
+    """Return whether both networks of each seed are fitted."""
     rmses = [runs.final(f"{name}_train_rmse") for name in ("network", "large_k")]
     return np.max(rmses, axis=0) < thresholds.FITTED_DIGITS
 
 
 def errors(settings: Regimes, all_runs: Sequence[Runs], name: str) -> ndarray:
-    """Errors by seed and size; NaN if training has not finished."""
+    """Return the errors by seed and size; NaN where training has not finished."""
     columns = []
     for size in settings.sizes:
         runs = only(all_runs, num_train=size)

@@ -18,7 +18,6 @@ COLOURS = BLUE, VERMILION
 @dataclasses.dataclass(frozen=True)
 class ResNets(Images):
     seeds: int = 8
-    """Enough to decide that the network is not trained."""
     periods: tuple[int, ...] = (1, 20)
     """Periods of the plain network."""
     normalised_periods: tuple[int, ...] = (1, 20)
@@ -77,7 +76,7 @@ def train(settings: ResNets, point: Point, place: Place) -> Columns:
 
 
 def both(settings: ResNets, all_runs: Sequence[Runs], network: str) -> list[Runs]:
-    """The runs of the smallest and of the largest period."""
+    """Return the runs of the smallest and of the largest period."""
     of = settings.periods if network == PLAIN else settings.normalised_periods
     return [only(all_runs, network=network, period=k) for k in (min(of), max(of))]
 

@@ -1,15 +1,16 @@
 """When feature updates are made: early, late, or evenly, at equal numbers of them.
 
-All runs take equally many inner steps, and so many feature updates, but their periods
-differ. The practitioner's way is features first: K = 1, and then one long period in which
-they are frozen (Fort et al. 2020). Its reverse freezes the first features, and updates
-them in the end. Between the two, periods grow or shrink geometrically; in the middle they
-are constant. The same schedules are run for damping, with lambda = 1/(eta K).
+All runs take the same number of inner steps. At equal numbers of feature updates, only
+the distribution of the periods differs. Practitioners learn features first: K = 1, and
+then one long period in which the features are frozen (Fort et al. 2020). The reverse
+schedule freezes the first features, and updates them at the end. Between these extremes
+the periods grow geometrically, shrink geometrically, or are constant. Damping follows the
+same schedules, with lambda = 1/(eta K).
 
-Each schedule ends with the training of a linearised network. That network is judged,
-since a last long period is not made for the network itself, whose accuracy is drawn
-beside it. Accuracies are compared at the numbers of updates at which both schedules train
-it; after a long frozen period a few updates may not suffice for that.
+Each schedule ends by training a linearised network, and that network is judged: a long
+last period is not meant to improve the network itself, whose accuracy is drawn beside it.
+Two schedules are compared at the numbers of updates at which both train the linearised
+network. A few updates after a long frozen period may not suffice for that.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from ..dry_run import Tally
 from ..experiment import Experiment, only, Place, Point, Runs, select
 from ..figures import band, BLACK, BLUE, figure, GREEN, ORANGE, PURPLE, VERMILION
 from ..training import Columns, Images
-from ..verdicts import at_ceiling, judge, Verdict
+from ..verdicts import at_ceiling, judge, mean_of_seed, Verdict
 
 
 STEPS, DAMPING = "K steps", "damping"
@@ -48,10 +49,10 @@ class SchedulesSettings(Images):
     updates: tuple[int, ...] = (3, 10, 30, 100)
     """Numbers of feature updates."""
     damped_up_to: int = 30
-    """The largest number of feature updates by damping, each of which solves a problem by
-    Newton's method."""
+    """The largest number of feature updates by damping, since each of them solves a
+    problem by Newton's method."""
     num_steps: int = 20_000
-    """Inner steps of every run, several times those that train the network with K = 1."""
+    """Inner steps of every run: several times as many as K = 1 needs to train."""
     num_train: int | None = 30
     num_looks: int = 10
 
@@ -79,7 +80,7 @@ MEDIUM = training.medium(FULL, num_train=100, num_steps=20_000, updates=(3, 10, 
 
 
 def growing(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
-    """Whole periods with a constant ratio, from 1 on."""
+    """Return periods with a constant ratio that start at 1, rounded to whole numbers."""
     powers = np.arange(num_updates)
     excess = lambda ratio: np.sum(ratio**powers) - num_steps
     ratio: Any = 1.0
@@ -90,13 +91,13 @@ def growing(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
 
 
 def constant(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
-    """Periods that differ by one step at most."""
+    """Return periods that differ by one step at most."""
     ends = np.floor(np.linspace(0, num_steps, num_updates + 1))
     return np.diff(ends)
 
 
 def features_first(num_updates: int, num_steps: int) -> Float[ndarray, " updates"]:
-    """K = 1, and then all other steps."""
+    """Return periods of 1, and a last one with all other steps."""
     return np.append(np.ones(num_updates - 1), num_steps - num_updates + 1)
 
 
@@ -111,7 +112,7 @@ COLOURS = dict(zip(SCHEDULES, (BLUE, GREEN, BLACK, ORANGE, VERMILION), strict=Tr
 
 
 class Scheduled(eqx.Module):
-    """A solver with another period, or another damping, in each outer step."""
+    """A solver with the next of `strengths` as period, or damping, in each outer step."""
 
     solver: gnlin.authoring.AbstractGaussNewton
     name: str = eqx.field(static=True)
@@ -164,7 +165,7 @@ def train(settings: SchedulesSettings, point: Point, place: Place) -> Columns:
 def _solver(settings: SchedulesSettings, point: Point) -> Scheduled:
     rate = settings.learning_rate
     periods = SCHEDULES[point["schedule"]](int(point["updates"]), settings.num_steps)
-    # As many for all points, so that they share a compiled program.
+    # Pad to one length for all points, so that they share a compiled program.
     left = max(settings.updates) - len(periods)
     periods = jnp.asarray(np.pad(periods, (0, left), mode="edge"))
     if point["by"] == STEPS:
@@ -186,13 +187,13 @@ PerUpdates = Float[ndarray, "seeds updates"]
 
 
 def trained(runs: Runs) -> Bool[ndarray, " seeds"]:
-    """Whether the linearised network of each seed is trained in the end."""
+    """Return whether the linearised network of each seed is trained in the end."""
     loss = runs.final("train_loss_linearised")
     return loss <= thresholds.PART_OF_GUESSING * runs.final("guessing_loss")
 
 
 def accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
-    """Its final accuracy; NaN for seeds that are not trained."""
+    """Return the linearised network's final accuracy; NaN if it is not trained."""
     return np.where(trained(runs), runs.final(LINEARISED), np.nan)
 
 
@@ -201,14 +202,6 @@ def over_updates(
 ) -> PerUpdates:
     line = select(all_runs, by=by, schedule=schedule)
     return np.stack([of(runs) for runs in line], axis=1)
-
-
-def apart(a: PerUpdates, b: PerUpdates) -> Float[ndarray, " seeds"]:
-    """The mean difference of a seed, where both are known."""
-    known = np.isfinite(a - b)
-    total = np.where(known, a - b, 0).sum(axis=1)
-    number = known.sum(axis=1)
-    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
 
 
 def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Verdict]:
@@ -231,7 +224,7 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
                     "numbers of feature updates",
                     "test accuracy of the one less that of the other, mean over the "
                     "numbers of feature updates at which both are trained, a seed",
-                    apart(values, evenly),
+                    mean_of_seed(values - evenly),
                     threshold,
                     untested=at_ceiling(*values.T, *evenly.T),
                 )
@@ -268,8 +261,8 @@ def judge_all(settings: SchedulesSettings, all_runs: Sequence[Runs]) -> list[Ver
 def draw(
     settings: SchedulesSettings, all_runs: Sequence[Runs], out: Path
 ) -> Mapping[str, str]:
-    """Draw the accuracies over the number of feature updates, and the periods of one
-    number."""
+    """Draw the accuracies over the number of feature updates, and the periods of all
+    schedules for one number."""
     shown = settings.updates[len(settings.updates) // 2]
     throughout = only(all_runs, by=THROUGHOUT)
     with figure(out / "schedules.png", width=12, height=8.4) as drawing:

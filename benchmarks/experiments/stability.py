@@ -1,7 +1,7 @@
 """Which learning rates and K diverge.
 
 A run has diverged if its numbers are not finite, or if its final training loss is at
-least that of constant outputs.
+least 99 % of the loss of constant outputs.
 """
 
 import dataclasses
@@ -80,11 +80,12 @@ def train(settings: Stability, point: Point, place: Place) -> Columns:
 
 
 def diverged(runs: Runs) -> Bool[ndarray, " seeds"]:
-    loss, silent = runs.final("train_loss"), runs.final("guessing_loss")
-    return ~(runs.final("stable").astype(bool) & (loss < 0.99 * silent))
+    loss, guessing = runs.final("train_loss"), runs.final("guessing_loss")
+    return ~(runs.final("stable").astype(bool) & (loss < 0.99 * guessing))
 
 
 def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]:
+    """Return which runs diverge."""
     return np.array(
         [
             [
@@ -97,11 +98,8 @@ def table(settings: Stability, all_runs) -> Bool[ndarray, "periods rates seeds"]
 
 
 def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds periods"]:
-    """The largest of the learning rates below the first that diverges.
-
-    If the smallest rate diverges, it is a rate one step below the grid. If none diverges,
-    it is unknown, and NaN.
-    """
+    """Return the largest learning rate below the first that diverges: one step below the
+    grid if the smallest one diverges, and NaN if none does."""
     found = table(settings, all_runs)
     rates = np.asarray(settings.learning_rates)
     rates = np.concatenate([[rates[0] ** 2 / rates[1]], rates])
@@ -112,9 +110,9 @@ def largest_stable(settings: Stability, all_runs) -> Float[ndarray, "seeds perio
 def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
     largest = np.log10(largest_stable(settings, all_runs))
     against = largest[:, 1:] - largest[:, :1]
-    told = np.isfinite(largest).all(axis=1)
+    known = np.isfinite(largest).all(axis=1)
     several = len(settings.periods) > 1
-    only_told = lambda values: np.where(told, values, np.nan) if several else []
+    where_known = lambda values: np.where(known, values, np.nan)
     periods = np.log10(settings.periods)
     rate = "log10 of the largest stable learning rate"
     return [
@@ -122,20 +120,20 @@ def judge_all(settings: Stability, all_runs: Sequence[Runs]) -> list[Verdict]:
             f"K = {settings.periods[-1]:,} diverges at learning rates at which K = 1 is "
             "stable",
             f"{rate} of the one less that of the other, a seed",
-            only_told(against[:, -1]) if several else [],
+            where_known(against[:, -1]) if several else [],
             thresholds.FALLS,
         ),
         judge(
             "A tenth of the largest stable learning rate of K = 1 is stable for every K",
             f"{rate}, the least of all larger K, less that of K = 1, a seed",
-            only_told(against.min(axis=1)) if several else [],
+            where_known(against.min(axis=1)) if several else [],
             thresholds.TENTH_IS_STABLE,
         ),
         judge(
             "Over four decades of K the largest stable learning rate changes by a factor "
             "of 1.5 at most, which the paper does not say",
             f"slope of {rate} in log10 K, a seed",
-            only_told(slope(periods, largest)) if len(periods) > 2 else [],
+            where_known(slope(periods, largest)) if len(periods) > 2 else [],
             thresholds.HARDLY_ON_K,
         ),
     ]
@@ -187,7 +185,7 @@ EXPERIMENT = Experiment(
     "at most.",
     grid="periods",
     own=training.own,
-    bounds=(1, 1e5),  # steps that are taken one by one
+    bounds=(1, 1e5),  # the steps are taken one by one
     rehearsed=True,
     medium=MEDIUM,
 )

@@ -1,11 +1,11 @@
 """What the hidden units of an XOR network learn, over K and over lambda.
 
-The noisy XOR can be solved by features along the four corners, and by random features
-too. One hidden layer is trained to convergence by K steps on each linearisation, and by
-damping at matched strength, lambda = 1/(eta K), from the usual initialisation and from a
-small one, from which there is more to learn. Alignment of a unit is `max_c cos(w, c)`
-over the corners c. Its mean over the units is the paper's statistic (equation 11); beside
-it is a mean weighted by each unit's contribution, |output weight| |w|.
+Noisy XOR can be solved by features along the four corners, but also by random features.
+One hidden layer is trained to convergence by K steps on each linearisation, and by
+damping at matched strength, lambda = 1/(eta K). It starts from the usual initialisation
+and from a small one, which leaves more features to learn. The alignment of a unit is
+`max_c cos(w, c)` over the corners c. Its mean over the units is the paper's statistic
+(equation 11); a second mean weights each unit by its contribution, |output weight| |w|.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class XorFeatures(Settings):
     learning_rate: float = 1e-4
     """Its product with the kernel's largest eigenvalue must stay below 2."""
     num_steps: int = 10**5
-    """Inner steps of every K, with at least the following number of feature updates."""
+    """Inner steps for every K, with at least `fewest_updates` feature updates."""
     fewest_updates: int = 300
     damped_steps: int = 300
     num_train: int = 200
@@ -97,7 +97,7 @@ def train(settings: XorFeatures, point: Point, place: Place) -> Columns:
 
 
 def _drawn(settings: XorFeatures, number: int, start: int) -> tuple[Array, ...]:
-    """Inputs and targets, a row for each seed."""
+    """Return inputs and targets, with a first axis over the seeds."""
     drawn = [xor.examples(number, start + seed) for seed in settings.each_seed]
     return tuple(jnp.asarray(np.stack(part)) for part in zip(*drawn, strict=True))
 
@@ -114,7 +114,7 @@ def _train(runs, scale: Float[Array, ""], solver, num_steps: int):
 
 
 def with_corners(rows: Float[Array, "units 2"]) -> Float[Array, " units"]:
-    """How well each row points along one of the corners; 0 for a row of zeros."""
+    """Return the cosine between each row and its nearest corner; 0 for a row of zeros."""
     corners = jnp.asarray(CORNERS) / np.sqrt(2)
     size = jnp.linalg.norm(rows, axis=1, keepdims=True)
     unit = rows / jnp.where(size > 0, size, 1)
@@ -186,8 +186,8 @@ def _initial(scale: float) -> str:
 
 
 def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
-    """Draw alignment over strength, and for each initialisation and solver a histogram
-    and a row of planes."""
+    """Draw for each initialisation and solver the alignment over strength, and at a few
+    strengths a histogram of alignments and the units' weights."""
     num_shown = min(_SHOWN, len(settings.periods))
     shown = np.linspace(0, len(settings.periods) - 1, num_shown).round().astype(int)
     kinds = [(s, solver) for s in settings.scales for solver in (BY_PERIOD, BY_DAMPING)]
@@ -228,14 +228,13 @@ def draw(settings: XorFeatures, all_runs: Sequence[Runs], out: Path) -> Mapping[
 
 
 def alignments(runs: Runs) -> Float[ndarray, " units"]:
-    """The alignment of each unit of all seeds."""
+    """Return the alignments of all units of all seeds."""
     rows = runs["weights"][..., :2].reshape(-1, 2)
-    cosines = rows @ CORNERS.T / np.linalg.norm(CORNERS, axis=1)
-    return cosines.max(axis=1) / np.linalg.norm(rows, axis=1)
+    return np.asarray(with_corners(jnp.asarray(rows)))
 
 
 def _draw_histogram(axes, all_runs: Sequence[Runs]) -> None:
-    """Draw the units' alignments at each strength, with that of random directions."""
+    """Draw histograms of the alignments at each strength, and of random directions."""
     bins = np.linspace(np.sqrt(0.5), 1, 21)
     # The angle to the nearest corner is uniform for random directions.
     random = np.diff(-np.arccos(bins)) / (np.pi / 4)
@@ -249,7 +248,7 @@ def _draw_histogram(axes, all_runs: Sequence[Runs]) -> None:
 
 
 def _draw_plane(axes, weights: Float[ndarray, "units 3"], largest: float) -> Any:
-    """Draw one plane; the colours range from -`largest` to `largest`."""
+    """Draw the weights of one seed's units, coloured from -`largest` to `largest`."""
     span = 1.1 * np.abs(weights[:, :2]).max()
     axes.set(xlim=(-span, span), ylim=(-span, span), aspect="equal")
     return axes.scatter(

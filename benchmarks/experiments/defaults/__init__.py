@@ -1,9 +1,9 @@
 """What `gnlin.fit` does untuned on ordinary networks, beside Adam at its best rate.
 
 Seven networks are trained by `gnlin.fit` without a solver, on mini-batches and on the
-full batch, and by Adam at five rates, of which the best on the *test* examples is taken.
-Adam has as many passes through the model as `gnlin.fit` on mini-batches, and in a second
-comparison twice as many. The test accuracy or error in the end is compared.
+full batch, and by Adam at five rates, of which the best on the *test* examples counts.
+Adam makes as many passes through the model as `gnlin.fit` on mini-batches, and in a
+second comparison twice as many. The final test accuracies or errors are compared.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Defaults(Settings):
     rates: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
     """Rates of Adam."""
     epochs: int | None = None
-    """`None` for the task's own number."""
+    """Epochs on mini-batches; `None` for the task's own number."""
     full_batch_steps: int = 40
     num_looks: int = 20
 
@@ -62,10 +62,10 @@ def points(settings: Defaults) -> list[Point]:
 
 
 def train(settings: Defaults, point: Point, place: Place) -> Columns:
-    """Train one task: `fit_...` on mini-batches, `full_...` on the full batch, and
-    `adam_...`, whose axes are seeds, rates and looks."""
+    """Train one task. The columns `fit_*` come from mini-batches, `full_*` from the full
+    batch, and `adam_*`, with axes over seeds, rates and looks, from Adam."""
     task = TASKS[point["task"]]
-    # JAX's default precision, as for a user without settings.
+    # Use JAX's default precision, as for a user who sets nothing.
     with jax.enable_x64(False):
         fit = _of_seeds(
             settings,
@@ -85,7 +85,7 @@ def train(settings: Defaults, point: Point, place: Place) -> Columns:
                     num_looks=settings.num_looks,
                 ),
             )
-        # Two passes a step; the first half of the looks has as many passes as `fit`.
+        # Adam makes two passes a step; half of its looks cover as many as `fit` makes.
         num_steps = int(np.ceil(fit["passes"].max() / 2))
         adam = run_adam(
             task,
@@ -113,24 +113,24 @@ def _of_seeds(settings: Defaults, run: Any) -> dict[str, ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The results of one task, one number for each seed."""
+    """The final test scores on one task, one for each seed."""
 
     task: Task
     fit: Float[ndarray, " seeds"]
     full: Float[ndarray, " seeds"] | None
-    """Results on the full batch, if it is run."""
+    """Scores on the full batch, if it is run."""
     adam: Float[ndarray, " seeds"]
-    """Adam after as many passes as `fit` has made, at the best rate."""
+    """Scores of Adam after as many passes as `fit` makes, at the best rate."""
     rate: float
     longer: Float[ndarray, " seeds"]
-    """Adam after twice as many, at the rate that is best then."""
+    """Scores of Adam after twice as many passes, at the rate that is best then."""
     longer_rate: float
     num_diverged: int
     """Number of diverged runs of `fit`, on mini-batches and on the full batch."""
 
     @property
     def shortfall(self) -> Float[ndarray, " seeds"]:
-        """The shortfall of `fit`, relative to Adam; negative if `fit` is better."""
+        """Return how much worse `fit` is than Adam, relatively; negative if better."""
         return self.task.sign * (self.adam - self.fit) / self.adam.mean()
 
     @property
@@ -147,13 +147,13 @@ def outcome(settings: Defaults, runs: Runs) -> Outcome:
 
 
 def _diverged(runs: Runs) -> Float[ndarray, " seeds"]:
-    """Runs of `fit`, a seed."""
+    """Return the number of diverged runs of `fit` for each seed."""
     kinds = [name for name in ("fit_diverged", "full_diverged") if name in runs.columns]
     return np.sum([runs[name].astype(float) for name in kinds], axis=0)
 
 
 def _best(settings: Defaults, task: Task, scores: Float[ndarray, "seeds rates"]):
-    """The scores at the rate that is best on average, and that rate."""
+    """Return the scores at the rate that is best on average, and that rate."""
     mean = np.nan_to_num(task.sign * scores.mean(axis=0), nan=-np.inf)
     index = int(np.argmax(mean))
     return scores[:, index], settings.rates[index]
@@ -207,8 +207,8 @@ HEADER = (
 
 
 def markdown(settings: Defaults, all_runs: Sequence[Runs]) -> str:
-    """A table with one row for each task: test accuracy in per cent, or mean squared
-    error; mean, and half of the range over the seeds."""
+    """Return a table with a row for each task. It shows the test accuracy in per cent, or
+    the mean squared error: the mean over the seeds, and half of their range."""
     rows = [HEADER, ("---",) * len(HEADER)]
     found = [outcome(settings, runs) for runs in all_runs]
     rows += [_row(runs, o) for runs, o in zip(all_runs, found, strict=True)]
@@ -220,7 +220,7 @@ def markdown(settings: Defaults, all_runs: Sequence[Runs]) -> str:
 
 def _row(runs: Runs, found: Outcome) -> tuple[str, ...]:
     task = found.task
-    # Half of the steps of Adam cover as many passes as `fit` has made.
+    # Half of the steps of Adam cover as many passes as `fit` makes.
     steps, seconds = runs["adam_steps"].mean() / 2, runs["adam_seconds"].mean() / 2
     return (
         task.name,
@@ -249,7 +249,7 @@ def _shown(task: Task, values: Float[ndarray, " seeds"]) -> str:
 
 
 def _levelled(task: Task, scores: Float[ndarray, "seeds looks"]) -> bool:
-    """Whether the second half of the looks adds little."""
+    """Return whether the second half of a run improves the score by at most `LEVEL`."""
     half, end = scores[:, scores.shape[1] // 2].mean(), scores[:, -1].mean()
     return bool(task.sign * (end - half) <= LEVEL * abs(end))
 
@@ -292,7 +292,7 @@ def _draw_task(settings: Defaults, axes: Any, runs: Runs) -> None:
         looks = np.linspace(0, passes, scores.shape[1] + 1)[1:]
         band(axes, looks, np.maximum(errors, 1e-4), colour, label)
     axes.set(title=task.name, xscale="log", yscale="log", xlabel="Passes")
-    axes.xaxis.set_minor_formatter(NullFormatter())  # of less than a decade they overlap
+    axes.xaxis.set_minor_formatter(NullFormatter())  # labels would overlap
     axes.set_ylabel("Test error" if task.higher_is_better else "Squared error")
 
 

@@ -22,13 +22,16 @@ def run_adam(
     batch_size: int = BATCH_SIZE,
     num_looks: int = 20,
 ) -> Figures:
-    """**Returns:** `test_scores`, `validation_scores` and `train_losses` at looks evenly
-    spaced in steps, with axes of seeds, rates and looks; `steps`, of two passes each; and
-    the `seconds` of a run, without the compilation."""
+    """Train a task by Adam at each rate from each seed.
+
+    **Returns:** `test_scores`, `validation_scores` and `train_losses` at evenly spaced
+    looks, with axes over seeds, rates and looks; the number of `steps`, of two passes
+    each; and the mean `seconds` of a run, compilation excluded.
+    """
     every = -(-num_steps // num_looks)
     static = eqx.filter(task.start(0), eqx.is_array, inverse=True)
 
-    # Called step by step: a convolution takes many times as long inside a loop of XLA.
+    # Make the steps one by one: convolutions are many times slower inside a loop of XLA.
     @jax.jit
     def step(carry, train, key, rate, number):
         arrays, moments = carry

@@ -37,11 +37,12 @@ def run_task(
 
     **Returns:**
 
-    - `score`, `train_loss`: of test and training examples in the end;
-    - `test_scores`, `validation_scores`: at looks evenly spaced in steps;
-    - `best_score`: of test examples, at the look with the best validation score;
-    - `steps`, `passes`, `seconds`, `diverged`; passes are through the model, forward,
-        tangent and transposed ones, on as many examples as a batch has.
+    - `score`, `train_loss`: the final test score, and the final training loss;
+    - `test_scores`, `validation_scores`: the scores at evenly spaced looks;
+    - `best_score`: the test score at the look with the best validation score;
+    - `steps`, `seconds`, `diverged`;
+    - `passes`: the number of passes through the model on a batch of examples: forward,
+        tangent and transposed ones.
     """
     data, (model, state) = task.data(seed), task.start(seed)
     epochs = epochs or task.epochs
@@ -50,7 +51,7 @@ def run_task(
     given = () if solver is None else (solver,)
     begun = time.perf_counter()
     with warnings.catch_warnings():
-        # The results say whether a run has diverged.
+        # `diverged` says whether a run has diverged.
         warnings.filterwarnings("ignore", message="`gnlin.fit`")
         result = gnlin.fit(
             model,
@@ -98,17 +99,16 @@ def _padded(x: ndarray, length: int) -> ndarray:
 
 
 def num_passes(stats: dict[str, Any], across: bool) -> int:
-    """The number of passes through the model: tangent and transposed ones, and a forward
-    pass for each linearisation and each trial of a step; across batches each has one
-    more, for the last step on the next batch."""
+    """Return the number of passes through the model: tangent and transposed ones, and a
+    forward pass for each linearisation and each trial of a step. Across batches each
+    linearisation takes one more, which evaluates the last step on the next batch."""
     forward = stats["num_feature_updates"] * (2 if across else 1)
     trials = stats["num_accepted_steps"] + stats["num_rejected_steps"]
     return int(stats["num_jvps"] + stats["num_vjps"] + forward + trials)
 
 
 class TestScore(gnlin.callbacks.Callback):
-    """Records the score of the test examples whenever `fit` evaluates those for
-    validation."""
+    """Records the test score whenever `fit` validates."""
 
     columns = ("test_score",)
 

@@ -1,5 +1,7 @@
-"""Seven ordinary networks, and their data: a draw of training, validation and test
-examples for each seed, in single precision."""
+"""Seven ordinary networks, and their data in single precision.
+
+Each seed draws its own training, validation and test examples.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -45,23 +47,23 @@ class Task:
 
     name: str
     make: Callable[[Key[Array, ""]], Any]
-    """Creates the model; with `equinox.nn.make_with_state`, if it `has_state`."""
+    """Creates the model; called by `equinox.nn.make_with_state` if it `has_state`."""
     data: Callable[[int], Data]
-    """The data of a seed."""
+    """Draws the data of a seed."""
     loss: gnlin.authoring.AbstractLoss
     metric: Callable[[Array, Array], Float[Array, ""]]
     """The metric of the outputs and targets of many examples."""
     epochs: int
-    """Epochs of the default of `gnlin.fit` on mini-batches."""
+    """The number of epochs of `gnlin.fit` on mini-batches."""
     higher_is_better: bool = True
     has_state: bool = False
     takes_key: bool = False
     """Whether the model takes a key, for dropout."""
     full_batch: bool = True
-    """Whether steps on all training examples take only seconds."""
+    """Whether the full batch is run, since its steps take only seconds."""
 
     def start(self, seed: int) -> Trainable:
-        """The initialised network."""
+        """Return the initialised network."""
         key = jax.random.key(seed)
         if self.has_state:
             return Trainable(*training.single(eqx.nn.make_with_state(self.make)(key)))
@@ -69,13 +71,13 @@ class Task:
 
     @property
     def sign(self) -> int:
-        """The sign that makes the best metric the highest."""
+        """Return 1 if high values of the metric are good, and -1 if low ones are."""
         return 1 if self.higher_is_better else -1
 
     def apply(
         self, model: PyTree, state: PyTree, inputs: Array, key: Array | None = None
     ) -> tuple[Array, PyTree]:
-        """The outputs on a batch, and the new state; the key is for dropout."""
+        """Return the outputs on a batch, and the new state; the key is for dropout."""
         if state is not None:
             axes: dict[str, Any] = {"in_axes": (0, None), "out_axes": (0, None)}
             return jax.vmap(model, axis_name="batch", **axes)(inputs, state)
@@ -85,17 +87,15 @@ class Task:
         return jax.vmap(lambda x, key: model(x, key=key))(inputs, keys), None
 
     def mean_loss(self, outputs: Array, targets: Array) -> Float[Array, ""]:
-        """The mean loss over the examples."""
         return jnp.mean(jax.vmap(self.loss.value)(outputs, targets))
 
 
 def accuracy(outputs: Array, labels: Array) -> Float[Array, ""]:
-    """The accuracy over all labels of all examples."""
+    """Return the share of right labels among all labels of all examples."""
     return jnp.mean(jnp.argmax(outputs, axis=-1) == labels)
 
 
 def squared_error(outputs: Array, targets: Array) -> Float[Array, ""]:
-    """The mean over the examples."""
     return jnp.mean((outputs - targets) ** 2)
 
 
@@ -104,12 +104,11 @@ def squared_error(outputs: Array, targets: Array) -> Float[Array, ""]:
 #
 
 NUM_TRAIN = 1_152  # nine mini-batches of 128
-NUM_VALIDATION = 195  # of 1,797 images this leaves 450 for the test
+NUM_VALIDATION = 195  # leaves 450 of the 1,797 images for the test
 
 
 def digits(seed: int, shape: tuple[int, ...] = (64,)) -> Data:
-    """scikit-learn's 1,797 images, as arrays of that shape, with a new draw for each
-    seed."""
+    """Split scikit-learn's 1,797 images at random, as arrays of a given shape."""
     pixels, labels = load_digits(return_X_y=True)
     pixels = np.reshape(np.asarray(pixels) / 16, (-1, *shape))
     return _split(pixels, np.asarray(labels), seed, NUM_TRAIN, NUM_VALIDATION)
@@ -121,8 +120,8 @@ SORTED_TRAIN = 2_048
 
 
 def to_sort(seed: int) -> Data:
-    """Rows of digits, and the same rows in ascending order: every place has a target,
-    which depends on all others."""
+    """Draw rows of digits, whose targets are the sorted rows: the target of each place
+    depends on all places."""
     tokens = np.random.default_rng(seed).integers(0, NUM_TOKENS, (4_096, LENGTH))
     return _split(tokens, np.sort(tokens, axis=1), seed, SORTED_TRAIN, 512)
 
@@ -131,12 +130,12 @@ FRIEDMAN_TRAIN = 2_048
 
 
 def friedman(seed: int) -> Data:
-    """Friedman's first function of five of ten features, with noise of variance 1.
+    """Draw data of Friedman's first function, which depends on five of ten features, with
+    noise of variance 1.
 
-    The data are generated and not taken from scikit-learn's tables, which have some
-    hundred examples, so that their test errors differ by more than 2 % from split to
-    split. The features are spread about zero; the target is in units of the noise, minus
-    its mean of 14.4.
+    scikit-learn's tables of real data have only some hundred examples: their test errors
+    differ by more than 2 % from split to split. The features are centred about zero; the
+    target is in units of the noise, minus its mean of 14.4.
     """
     x, y = make_friedman1(8_192, n_features=10, noise=1.0, random_state=seed)
     inputs = np.asarray(x) * 2 - 1
@@ -150,7 +149,7 @@ def _split(inputs, targets, seed, num_train, num_validation) -> Data:
 
 
 def _narrow(x: ndarray) -> ndarray:
-    """Convert to single precision, and labels to 32 bits."""
+    """Convert reals to single precision, and labels to 32 bits."""
     floats = np.issubdtype(x.dtype, np.floating)
     return x.astype(np.float32 if floats else np.int32)
 

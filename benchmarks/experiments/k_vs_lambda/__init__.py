@@ -13,14 +13,14 @@ quintic's sign. The digits are also run with fewer images and with a wider netwo
 runs are on the full batch, with a fixed number of outer steps, from several
 initialisations and draws of the digits, which both solvers share.
 
-They are compared in units of the task (points of test error, decades of RMSE), at the
-strengths at which both train. Where lambda is many times the largest eigenvalue both
+The results are compared in units of the task (points of test error, decades of RMSE), at
+the strengths at which both train. Where lambda is many times the largest eigenvalue both
 filters are equal by construction, and those strengths do not count. The verdicts are on
-four questions: whether the two end alike, which is better, what causes the difference,
-and whether the networks' risks stay within a theoretical bound for one linear problem
-(`benchmarks/linear_theory.py`).
+four questions: whether the two end alike, which is better and why, which leaves more runs
+untrained, and whether the networks' risks stay within a theoretical bound for one linear
+problem (`benchmarks/linear_theory.py`).
 
-With a user's own task (`--task`), it is the only one.
+A user's own task (`--task`) replaces all of these.
 """
 
 import dataclasses
@@ -43,15 +43,14 @@ from ...training import FLOW_FROM, outputs_of
 from ._curves import DAMPED, DESCENT, eigenvalues, SOLVERS
 from ._figures import draw
 from ._tasks import (
+    AnySettings,
     EMBEDDED,
     FULL,
-    KVsLambda,
     make_task,
     MEDIUM,
     names_of,
     NUM_TEST,
     own,
-    OwnKVsLambda,
     QUICK,
     start,
     Task,
@@ -59,16 +58,14 @@ from ._tasks import (
 from ._verdicts import judge_all
 
 
-Either = KVsLambda | OwnKVsLambda
-
-
-def points(settings: Either) -> list[Point]:
-    """A point has all strengths: with squared error they are one program, batched."""
+def points(settings: AnySettings) -> list[Point]:
+    """Return a point for each task and solver. It has all strengths, which are batched in
+    one program if the loss is squared error."""
     names = names_of(settings)
     return [{"task": task, "solver": solver} for task in names for solver in SOLVERS]
 
 
-def train(settings: Either, point: Point, place: Place) -> Columns:
+def train(settings: AnySettings, point: Point, place: Place) -> Columns:
     task, solver = make_task(settings, str(point["task"])), str(point["solver"])
     if place.rehearsal is None:
         return _train(settings, task, solver)
@@ -83,7 +80,7 @@ def train(settings: Either, point: Point, place: Place) -> Columns:
     place.rehearsal(program, num_runs, task.num_steps, attempt, whole=True)
 
 
-def _train(settings: Either, task: Task, solver: str) -> Columns:
+def _train(settings: AnySettings, task: Task, solver: str) -> Columns:
     periods = np.array(settings.periods)
     if task.loss.is_quadratic or solver == DAMPED:
         return _train_at(periods, settings, task, solver, "auto")
@@ -96,7 +93,7 @@ def _train(settings: Either, task: Task, solver: str) -> Columns:
     return {name: np.concatenate([part[name] for part in parts], 1) for name in parts[0]}
 
 
-def _train_at(periods, settings: Either, task: Task, solver, method) -> Columns:
+def _train_at(periods, settings: AnySettings, task: Task, solver, method) -> Columns:
     """Train all seeds at some of the strengths."""
     num_seeds, num_periods = settings.seeds * task.more_seeds, len(periods)
     first_seed = settings.first_seed * task.more_seeds
@@ -158,8 +155,8 @@ def _run(task: Task, solver, method, run, train, test) -> dict[str, Array]:
     if task.has_theory:
         some = jax.tree.map(lambda x: x[: max(NUM_TEST // outputs[0].size, 1)], test)
         problem = linear_problem(model, initial, train, some)
-        # This is the same kernel, decomposed once. Two decompositions that do not depend
-        # on each other may wait forever (jax 0.10, two cores).
+        # The kernel is the same, and is decomposed once: two independent decompositions
+        # may wait for each other forever (jax 0.10, two cores).
         spectrum = jnp.sort(problem.spectrum.eigenvalues)
         theory = ridge_and_flow(problem, damping, task.num_steps)
         theory |= {"test_mse": jnp.mean((outputs - test[1]) ** 2)}

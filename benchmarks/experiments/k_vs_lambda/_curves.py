@@ -1,4 +1,4 @@
-"""The strengths at which the two can be compared, and the size of their difference."""
+"""The strengths at which K steps and damping can be compared, and their difference."""
 
 import math
 
@@ -17,8 +17,8 @@ from ._tasks import Task
 DESCENT, DAMPED = "iterative-linearisation", "damped-gauss-newton"
 SOLVERS = (DESCENT, DAMPED)
 ALIKE = 0.1
-"""If the largest eigenvalue is a smaller part of lambda, 1 - exp(-x) and x / (1 + x)
-differ by less than 5 %, and the filters are equal by construction."""
+"""Up to this ratio x of the largest eigenvalue to lambda, the filters are equal by
+construction: 1 - exp(-x) and x / (1 + x) differ by less than 5 %."""
 
 PerStrength = Float[ndarray, " strengths"]
 PerRun = Float[ndarray, "seeds strengths"]
@@ -30,12 +30,12 @@ def eigenvalues(kernel: Float[Array, "..."]) -> Float[Array, " m"]:
 
 
 def num_diverged(runs: Runs) -> ndarray:
-    """The number of diverged runs at each strength."""
+    """Return the number of diverged runs at each strength."""
     return np.sum(runs["stable"] == 0, axis=0)
 
 
 def where_stable(runs: Runs, values: PerStrength) -> PerStrength:
-    """The values, with NaN at the strengths at which a run diverged."""
+    """Return the values, with NaN at the strengths at which a run has diverged."""
     return np.where(num_diverged(runs) == 0, values, np.nan)
 
 
@@ -45,7 +45,7 @@ def trained(runs: Runs) -> Bool[ndarray, "seeds strengths"]:
 
 
 def both_train(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
-    """Whether most runs of both methods are trained."""
+    """Return at which strengths most runs of both methods are trained."""
     enough = 1 - MOST_UNFINISHED
     return (trained(a).mean(axis=0) >= enough) & (trained(b).mean(axis=0) >= enough)
 
@@ -60,8 +60,8 @@ def compared(a: Runs, b: Runs) -> Bool[ndarray, " strengths"]:
 
 
 def difference(task: Task, a: Runs, b: Runs) -> PerRun:
-    """The difference of test errors, in the task's unit, at the strengths that are
-    tested; NaN if one of two runs is not trained."""
+    """Return the difference of test errors, in the task's unit, at the strengths that are
+    compared; NaN if one of the two runs is not trained."""
     first, second = a["test_error"], b["test_error"]
     if task.in_decades:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -70,40 +70,33 @@ def difference(task: Task, a: Runs, b: Runs) -> PerRun:
 
 
 def more_thrown_off(a: Runs, b: Runs) -> PerRun:
-    """1 if only the first is not trained, -1 if only the second is not, at the strengths
-    at which most runs of one of them are trained and the filters differ."""
+    """Return 1 if only the first run is not trained, -1 if only the second is not, and 0
+    otherwise; NaN at strengths at which neither method trains most of its runs, or the
+    filters do not differ."""
     most = [trained(runs).mean(axis=0) >= 1 - MOST_UNFINISHED for runs in (a, b)]
     apart = trained(b).astype(float) - trained(a)
     return np.where((most[0] | most[1]) & filters_differ(a, b), apart, np.nan)
 
 
 def apart(a: Runs, b: Runs, name: str) -> PerRun:
-    """The difference of another quantity, where that of the test errors is known."""
+    """Return the difference of another column, where `difference` is known."""
     both = trained(a) & trained(b) & compared(a, b)
     return np.where(both, a[name] - b[name], np.nan)
 
 
-def mean_of_seed(values: PerRun) -> Float[ndarray, " seeds"]:
-    """The mean of each seed over its finite values."""
-    known = np.isfinite(values)
-    number = known.sum(axis=1)
-    total = np.where(known, values, 0).sum(axis=1)
-    return np.where(number > 0, total / np.maximum(number, 1), np.nan)
-
-
 def squared_errors(a: Runs, b: Runs) -> Float[ndarray, "seeds 2 strengths"]:
-    """The squared errors of both, at the strengths that are tested."""
+    """Return both mean squared test errors; NaN at strengths that are not compared."""
     both = np.stack([a["test_mse"], b["test_mse"]], axis=1)
     return np.where(compared(a, b), both, np.nan)
 
 
 def median_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> PerStrength:
-    """The ratio of the first to the second at each strength, median of the seeds."""
+    """Return the median over the seeds of the first error over the second, without seeds
+    for which the ratio is not finite."""
     ratios = errors[:, 0] / errors[:, 1]
-    known = np.isfinite(ratios)
-    return np.where(
-        known.any(axis=0), np.nanmedian(np.where(known, ratios, 0), axis=0), np.nan
-    )
+    ratios = np.where(np.isfinite(ratios), ratios, np.nan)
+    some = np.isfinite(ratios).any(axis=0)
+    return np.where(some, np.nanmedian(np.where(some, ratios, 0), axis=0), np.nan)
 
 
 def largest_ratio(errors: Float[ndarray, "seeds 2 strengths"]) -> float:
@@ -124,31 +117,28 @@ def _spectrum(runs: Runs) -> PerComponent:
 
 
 def _solved_by_steps(task: Task, runs: Runs) -> PerComponent:
-    """The fraction of each component of the final kernel that K steps solve."""
-    filters_of = [
-        filters.GradientDescent(period, task.learning_rate)
-        for period in runs["period"][0]
-    ]
-    w = _spectrum(runs)
-    of_strength = [
-        w[:, i] * np.asarray(filter(jnp.asarray(w[:, i])))
-        for i, filter in enumerate(filters_of)
-    ]
-    return np.stack(of_strength, axis=1)
+    """Return the fraction of each component of the final kernel that K steps solve."""
+
+    def fraction(period, w):
+        filter = filters.GradientDescent(period, task.learning_rate)
+        return w * np.asarray(filter(jnp.asarray(w)))
+
+    by_strength = zip(runs["period"][0], _spectrum(runs).swapaxes(0, 1), strict=True)
+    return np.stack([fraction(period, w) for period, w in by_strength], axis=1)
 
 
 def solves_more(task: Task, runs: Runs) -> PerRun:
-    """How much more of the components of the final kernel K steps solve than damping of
-    equal strength: the mean over the components."""
+    """Return how much more of the components of the final kernel K steps solve than
+    damping of equal strength, mean over the components."""
     w = _spectrum(runs)
     damped = w / (w + runs["damping"][..., None])
     return np.mean(_solved_by_steps(task, runs) - damped, axis=-1)
 
 
 def equal_damping(task: Task, runs: Runs) -> PerRun:
-    """The damping that solves as much of the final kernel as K steps, in the sum over its
-    components, by bisection. NaN if no damping down to a thousandth of that of equal
-    strength solves as much."""
+    """Find by bisection the damping that solves as much of the final kernel as K steps,
+    in the sum over its components; NaN if it is below a thousandth of the damping of
+    equal strength."""
     w, as_much = _spectrum(runs), np.sum(_solved_by_steps(task, runs), axis=-1)
     solves = lambda log: np.sum(w / (w + 10.0 ** log[..., None]), axis=-1)
     high = np.log10(runs["damping"]) + 1
@@ -162,8 +152,8 @@ def equal_damping(task: Task, runs: Runs) -> PerRun:
 
 
 def difference_at_equal_solution(task: Task, a: Runs, b: Runs) -> PerRun:
-    """As `difference`, against damping that solves as much. Its errors are interpolated
-    between those that were run, in the logarithm of the damping."""
+    """Return the difference from damping that solves as much. Its errors are interpolated
+    between the damped runs, linearly in the logarithm of the damping."""
     found, dampings = difference(task, a, b), equal_damping(task, a)
     errors = np.log10(b["test_error"]) if task.in_decades else b["test_error"]
     for seed, usable in enumerate(trained(b)):

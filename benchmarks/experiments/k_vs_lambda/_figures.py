@@ -37,9 +37,9 @@ from ._curves import (
     where_stable,
 )
 from ._tasks import (
+    AnySettings,
     CLASSES,
     DRAWN,
-    KVsLambda,
     make_task,
     names_of,
     NUM_TEST,
@@ -54,9 +54,11 @@ from ._tasks import (
 _ROUNDING = 1e-13
 """Eigenvalues below this, relative to the largest, cannot be distinguished from zero."""
 _LEAST_LOSS, _LARGEST_RATIO = 1e-8, 12
-"""Limits of what is drawn."""
+"""Ends of the drawn ranges."""
 _BIN = 1 / 2
 """Width of a bin, in decades."""
+_CHECKED = 1000
+"""Number of literal steps with which gradient flow is compared."""
 
 LOOKS: dict[str, dict[str, Any]] = {
     DESCENT: {
@@ -74,10 +76,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 }
 
 
-Either = KVsLambda | OwnKVsLambda
-
-
-def draw(settings: Either, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
+def draw(settings: AnySettings, all_runs: Sequence[Runs], out: Path) -> Mapping[str, str]:
     tasks = {name: make_task(settings, name) for name in names_of(settings)}
     by_task = {
         name: {solver: only(all_runs, task=name, solver=solver) for solver in SOLVERS}
@@ -108,7 +107,7 @@ def draw(settings: Either, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
     }
 
 
-def _caption(settings: Either, tasks, by_task) -> str:
+def _caption(settings: AnySettings, tasks, by_task) -> str:
     all_runs = [runs for name in tasks for runs in by_task[name].values()]
     diverged = sum(int(num_diverged(runs).sum()) for runs in all_runs)
     number = sum(runs["stable"].size for runs in all_runs)
@@ -127,15 +126,15 @@ def _caption(settings: Either, tasks, by_task) -> str:
     )
 
 
-def _seeds(settings: Either, tasks: Mapping[str, Task]) -> str:
+def _seeds(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
     if RELU not in tasks:
         return f"{settings.seeds} seeds"
     more = settings.seeds * tasks[RELU].more_seeds
     return f"{settings.seeds} seeds, of the quintic with squared error {more}"
 
 
-def _setting(settings: Either, tasks: Mapping[str, Task]) -> str:
-    """The tasks, and how far gradient flow ends from literal steps on one of them."""
+def _setting(settings: AnySettings, tasks: Mapping[str, Task]) -> str:
+    """Describe the tasks, and the error of gradient flow on one of them."""
     if isinstance(settings, OwnKVsLambda):
         task = tasks[OWN]
         said = (
@@ -172,7 +171,7 @@ def _untrained(tasks: Mapping[str, Task], by_task) -> str:
     return "; ".join(f"{task.title}: {of(by_task[name])}" for name, task in tasks.items())
 
 
-def _difference_caption(settings: Either, tasks: Mapping[str, Task], by_task) -> str:
+def _difference_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -> str:
     def of(name, task):
         low, high = _intervals(difference(task, *_pair(by_task[name])))
         known = np.isfinite(low)
@@ -200,16 +199,13 @@ def _pair(both: dict[str, Runs]) -> tuple[Runs, Runs]:
 
 
 def _intervals(values: Float[ndarray, "seeds strengths"]) -> tuple[ndarray, ndarray]:
-    """Intervals of the means over the seeds; NaN at strengths that are not tested."""
+    """Return intervals of the means over the seeds; NaN at strengths without values."""
     ends = np.full((2, values.shape[1]), np.nan)
     for i, of_strength in enumerate(values.T):
         known = of_strength[np.isfinite(of_strength)]
         if len(known) > 1:
             ends[:, i] = interval(known, lambda x: float(np.mean(x)))
     return ends[0], ends[1]
-
-
-_CHECKED = 1000
 
 
 #
@@ -240,8 +236,7 @@ def _draw_sweeps(
                 if i == 0 or label is None:
                     panel.set_ylabel(label or task.error_label)
             top, middle, aligned, bottom = *panels[:3], panels[-1]
-            is_rmse = "RMSE" in task.error_label
-            top.set(xscale="log", yscale="log" if is_rmse else "linear")
+            top.set(xscale="log", yscale="log" if task.in_decades else "linear")
             top.set_title(task.title)
             middle.set(yscale="log")
             middle.set_ylim(bottom=max(middle.get_ylim()[0], _LEAST_LOSS))
@@ -288,8 +283,8 @@ def _shade(axes: Axes, a: Runs, b: Runs) -> None:
 def _draw_differences(
     path: Path, tasks: Mapping[str, Task], by_task: dict[str, dict[str, Runs]]
 ) -> None:
-    """Draw the differences: a panel for the digits with each loss, one for the
-    quintic; or one for a user's own task."""
+    """Draw the differences: two panels for classes, one with each loss, and one for the
+    quintic; or a single panel for a user's own task."""
     panels = {
         "Digits, squared error": lambda name, task: (
             not task.in_decades and task.loss.is_quadratic
@@ -313,7 +308,7 @@ def _draw_differences(
                 panel.axhline(scale * end, color="#888888", linewidth=1)
             panel.axhline(0, color=BLACK, linewidth=0.8)
             dampings = [by_task[name][DAMPED]["damping"][0] for name in shown]
-            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # also if none is tested
+            ends = np.min(dampings) / 2, 2 * np.max(dampings)  # even if none is compared
             panel.set(
                 xlim=ends, xscale="log", title=title, xlabel=r"$\lambda = 1/(\eta K)$"
             )
@@ -357,7 +352,7 @@ def _mark_divergence(axes: Axes, runs: Runs, colour: str) -> None:
 
 
 def _add_period_axis(axes: Axes, learning_rate: float) -> None:
-    def other(strength):  # K of lambda and lambda of K are one formula
+    def other(strength):  # from K to lambda, and from lambda to K
         return 1 / (learning_rate * np.maximum(strength, 1e-100))
 
     top = axes.secondary_xaxis("top", functions=(other, other))
@@ -415,7 +410,7 @@ def _draw_theory(
             error.set(xscale="log", title=task.title)
             for panel in (variance, risk):
                 panel.set_yscale("log")
-            if "RMSE" in task.error_label:
+            if task.in_decades:
                 error.set_yscale("log")
                 bias.set_yscale("log")
             ticks = [0.5, 1, 2, 5, 10]
@@ -431,8 +426,8 @@ def _draw_theory(
 
 
 def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
-    """Draw the ratios of risks, of the networks and of the linear problems at the end of
-    the damped runs."""
+    """Draw the ratios of the risks of the networks, and of linear problems with the
+    kernels at the end of the damped runs."""
     damping, errors = damped["damping"][0], squared_errors(descent, damped)
     shown = np.flatnonzero(compared(descent, damped))
     ratios = median_ratio(errors)[shown]
@@ -457,7 +452,7 @@ def _draw_ratios(axes: Axes, descent: Runs, damped: Runs) -> None:
     axes.axhline(bound, color=VERMILION, linewidth=1, label=f"bound, {bound:.2f}")
 
 
-def _theory_caption(settings: Either, tasks: Mapping[str, Task], by_task) -> str:
+def _theory_caption(settings: AnySettings, tasks: Mapping[str, Task], by_task) -> str:
     return (
         f"Tasks with squared error, medians and ranges of {_seeds(settings, tasks)}: the "
         "networks' mean squared test error, and (dotted) what "
@@ -495,8 +490,8 @@ def _largest(tasks: Mapping[str, Task], by_task) -> str:
 #
 
 
-def _shown(settings: Either) -> list[int]:
-    """Three of the strengths, with the middle one second."""
+def _shown(settings: AnySettings) -> list[int]:
+    """Return the indices of three strengths; the second is in the middle of the grid."""
     indices = range(len(settings.periods))
     return np.quantile(indices, [1 / 4, 1 / 2, 3 / 4]).astype(int).tolist()
 
@@ -543,7 +538,7 @@ def _draw_fractions(
     w = jnp.geomspace(
         task.damping(max(periods)) / 10, task.damping(min(periods)) * 10, 400
     )
-    # One above the other, since over many decades of eigenvalues they are close together.
+    # Labels at one height would overlap if the eigenvalues span many decades.
     for height, period in zip(
         (1.04, 1.11, 1.18), (periods[i] for i in shown), strict=True
     ):

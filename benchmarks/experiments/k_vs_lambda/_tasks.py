@@ -23,15 +23,18 @@ Data = tuple[Array, Array]
 
 
 def _periods(per_decade: float) -> tuple[float, ...]:
-    """Whole-number periods over six decades."""
+    """Return whole-number periods over six decades."""
     return tuple(np.round(np.logspace(2, 8, round(6 * per_decade) + 1)).tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class KVsLambda(Settings):
-    """Learning rates suit the kernels met in training, whose largest eigenvalue reaches
-    some 1e6 on the quintic (50 at initialisation) and 1e5 on the digits; with
-    cross-entropy the loss's curvature cancels most of it."""
+    """The settings for all tasks.
+
+    The learning rates suit the kernels in training, whose largest eigenvalue grows to
+    about 1e6 on the quintic (from 50 at initialisation) and to 1e5 on the digits. With
+    cross-entropy the curvature of the loss cancels most of it.
+    """
 
     seeds: int = 8
     periods: tuple[float, ...] = _periods(per_decade=2)
@@ -70,8 +73,8 @@ class OwnKVsLambda(Settings):
     seeds: int = EMBEDDED.seeds
     periods: tuple[float, ...] = EMBEDDED.periods
     learning_rate: float | None = None
-    """eta; by default the power of ten that is at most a hundredth of the largest stable
-    one at the first initialisation, since eigenvalues grow in training."""
+    """eta; by default a power of ten, at most a hundredth of the largest stable learning
+    rate at the first initialisation, since eigenvalues grow in training."""
     num_steps: int = EMBEDDED.digits_steps
     """Outer steps, the same for all strengths."""
     data: str = ""
@@ -81,9 +84,10 @@ class OwnKVsLambda(Settings):
     """Number of training examples; `None` for all of them."""
 
 
+AnySettings = KVsLambda | OwnKVsLambda
 MEDIUM = OwnKVsLambda(
     periods=_periods(per_decade=1),
-    learning_rate=1e-5,  # the default's: the largest eigenvalue is 405 at first
+    learning_rate=1e-5,  # the default, since the largest eigenvalue is 405 at first
     num_steps=15,
     data="textures",
     network="lenet",
@@ -91,15 +95,17 @@ MEDIUM = OwnKVsLambda(
 )
 
 
-def own(settings: KVsLambda | OwnKVsLambda) -> OwnKVsLambda:
+def own(settings: AnySettings) -> OwnKVsLambda:
     if isinstance(settings, OwnKVsLambda):
         return dataclasses.replace(settings, learning_rate=None, num_train=None)
-    return OwnKVsLambda(settings.seeds, 0, settings.periods, None, settings.digits_steps)
+    return OwnKVsLambda(
+        seeds=settings.seeds, periods=settings.periods, num_steps=settings.digits_steps
+    )
 
 
 MOST_OUTPUTS = 5_000
-"""The largest number of training outputs of a user's own task: their kernel is held at
-several strengths at once."""
+"""The largest number of training outputs of a user's own task: their kernel is in memory
+for several strengths at once."""
 _STABLE_PART = 0.01
 NUM_TEST = 1_000
 """Number of test outputs for the theory."""
@@ -109,12 +115,12 @@ NUM_TEST = 1_000
 class Task:
     title: str
     drawn: Callable[[int], tuple[Data, Data]]
-    """The training and test data of a seed."""
+    """Draws the training and test data of a seed."""
     make_model: Callable[[Key[Array, ""]], PyTree]
-    """The model, or the pair of a model and its state."""
+    """Creates the model, or the pair of a model and its state."""
     loss: gnlin.authoring.AbstractLoss
     test_error: Callable[[Array, Array], Scalar]
-    """The error of predictions against targets."""
+    """Returns the error of predictions against targets."""
     error_label: str
     learning_rate: float
     """eta; its product with the largest eigenvalue must stay below 2."""
@@ -124,11 +130,11 @@ class Task:
     can_die: bool = True
     """Whether hidden units can die, as ReLUs can."""
     more_seeds: int = 1
-    """Factor of the settings' number of seeds, for cheap runs that vary much."""
+    """Factor of the number of seeds: larger if runs are cheap and vary much."""
 
     @property
     def in_decades(self) -> bool:
-        """Whether test errors are compared by their ratio."""
+        """Return whether test errors are compared by their ratio."""
         return "RMSE" in self.error_label
 
     @property
@@ -139,31 +145,31 @@ class Task:
 
     @property
     def margin(self) -> Threshold:
-        """The margin within which two results are alike."""
+        """Return the margin within which two results are alike."""
         return thresholds.SAME_RMSE if self.in_decades else thresholds.SAME_ERROR
 
     @property
     def train(self) -> Data:
-        """The training data of the first seed."""
+        """Return the training data of the first seed."""
         return self.drawn(0)[0]
 
     def damping(self, period: float) -> float:
-        """The damping of the same strength as a period, rounded to 12 digits: 1e5, and
-        not 100000.00000000001."""
+        """Return the damping of the same strength as a period, rounded to 12 digits: 1e5,
+        and not 100000.00000000001."""
         exact = jnp.asarray(gnlin.filters.equivalent_damping(period, self.learning_rate))
         return float(f"{float(exact):.12g}")
 
 
-def names_of(settings: KVsLambda | OwnKVsLambda) -> tuple[str, ...]:
+def names_of(settings: AnySettings) -> tuple[str, ...]:
     return (OWN,) if isinstance(settings, OwnKVsLambda) else tuple(TASKS)
 
 
-def make_task(settings: KVsLambda | OwnKVsLambda, name: str) -> Task:
+def make_task(settings: AnySettings, name: str) -> Task:
     return _own(settings) if isinstance(settings, OwnKVsLambda) else TASKS[name](settings)
 
 
 def start(task: Task, key: Key[Array, ""]) -> tuple[PyTree, PyTree]:
-    """The model before training and its state, which is `None` if it has none."""
+    """Return the model before training and its state, which is `None` if it has none."""
     return own_task.with_state(task.make_model(key))
 
 

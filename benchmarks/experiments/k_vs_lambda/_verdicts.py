@@ -1,19 +1,20 @@
 """The verdicts, at the strengths at which both train and their filters differ.
 
 There are four questions. Do the networks end alike, in units of the task? Which of the
-two is better? Which leaves more runs untrained, at strengths at which most are trained?
-Does the networks' risk stay within the theoretical bound for one linear problem?
+two is better, and why? Which leaves more runs untrained, at strengths at which most are
+trained? Does the networks' risk stay within the theoretical bound for one linear problem?
 
-At equal strength K steps solve more of each component than damping (`filters`), most of
-all where the eigenvalue is near lambda. If this causes the difference, K steps end like
-damping that solves as much of the kernel, and their distance from damping of equal
-strength grows with the difference of the solved components. On the quintic two other
-explanations are tried. In the first, longer steps leave ReLUs off for all inputs: then
-more units are dead after K steps, the error is larger where more of them are, and a
-network whose units cannot die has little of the excess. In the second, longer steps leave
-the range in which the linearisation holds, so that less is fitted: then the error is
-larger where the training loss is. (The second was proposed after 40 seeds of the others
-had been seen.)
+At equal strength K steps solve more of each component than damping (`filters`),
+especially if its eigenvalue is near lambda. If this causes the difference, K steps end
+like damping that solves as much of the kernel, and their distance from damping of equal
+strength grows with the difference of the solved components.
+
+On the quintic two other explanations are tested. In the first, longer steps turn ReLUs
+off for all inputs. Then more units are dead after K steps, the error is larger where more
+units are dead, and a network whose units cannot die has little of the excess. In the
+second, longer steps leave the range in which the linearisation holds, so that the network
+fits less. Then the error is larger where the training loss is larger. (The second was
+proposed after 40 seeds of the other claims had been seen.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,13 +25,12 @@ from numpy import ndarray
 
 from ... import thresholds
 from ...experiment import only, Runs
-from ...verdicts import CONFIRMED, judge, rank_correlation, Verdict
+from ...verdicts import CONFIRMED, judge, mean_of_seed, rank_correlation, Verdict
 from ._curves import (
     apart,
     difference,
     difference_at_equal_solution,
     largest_ratio,
-    mean_of_seed,
     more_thrown_off,
     PerRun,
     SOLVERS,
@@ -38,13 +38,12 @@ from ._curves import (
     squared_errors,
 )
 from ._tasks import (
+    AnySettings,
     DIGITS,
     DRAWN,
-    KVsLambda,
     make_task,
     names_of,
     OWN,
-    OwnKVsLambda,
     RELU,
     SMOOTH,
     Task,
@@ -57,9 +56,7 @@ PerSeed = Float[ndarray, " seeds"]
 WHERE = "mean over the strengths at which both train and the filters differ, a seed"
 
 
-def judge_all(
-    settings: KVsLambda | OwnKVsLambda, all_runs: Sequence[Runs]
-) -> list[Verdict]:
+def judge_all(settings: AnySettings, all_runs: Sequence[Runs]) -> list[Verdict]:
     tasks = {name: make_task(settings, name) for name in names_of(settings)}
     by_task = {
         name: (
@@ -144,12 +141,14 @@ def _by_filters(task: Task, both: Both, better: Verdict) -> list[Verdict]:
 
 
 def _together(whole: PerSeed, left: PerSeed) -> Float[ndarray, "seeds 2"]:
+    """Stack both values of each seed; NaN if one of them is unknown."""
     both = np.stack([whole, left], axis=1)
     return np.where(np.isfinite(both).all(axis=1, keepdims=True), both, np.nan)
 
 
 def _less_twice(values: Float[ndarray, "seeds 2"]) -> float:
-    """The sizes are those of means, since the noise of one seed is never small."""
+    """Return the mean of the first column less twice the size of the second's mean. The
+    size of each seed's value would not do, since it contains the seed's noise."""
     whole, left = values.mean(axis=0)
     return float(whole - 2 * np.abs(left))
 

@@ -1,9 +1,9 @@
 """Steps and time to a stated loss: Gauss-Newton kinds beside SGD, AdamW, Muon and SOAP.
 
 The tasks are a dense and a convolutional network on digits, and a causal transformer on
-generated text, by characters, each at a small and at a large batch. Each method has one
-parameter, and seven trials of it on a seed that is not judged. The value with the fewest
-steps is run on the judged seeds.
+the characters of generated text, each with a small and with a large batch. Each method
+has one parameter. Seven values of it are tried on a seed that is not judged, and the one
+that takes the fewest steps is run on the judged seeds.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from .tasks import Images, Task, Text
 OURS = "prox-linear Gauss-Newton"
 TUNING_SEED = 1_000
 FIRST_SEED = 2_000
-"""The first judged seed: grids and limits were chosen on smaller ones."""
+"""The first judged seed: grids and limits were chosen with smaller seeds."""
 
 EMBEDDED = Optimisers(
     tasks=(
@@ -70,7 +70,7 @@ def points(settings: Optimisers) -> list[Point]:
 
 
 def train(settings: Optimisers, point: Point, place: Place) -> Columns:
-    """Try each value on the seed for trials, and run the best on each judged seed."""
+    """Try each value on `TUNING_SEED`, and run the best one on each judged seed."""
     (task,) = (task for task in settings.tasks if task.name == point["task"])
     name = point["method"]
 
@@ -91,7 +91,7 @@ def train(settings: Optimisers, point: Point, place: Place) -> Columns:
 
 
 def _stacked(courses: Sequence[Course], num_looks: int) -> dict[str, np.ndarray]:
-    """Stack the runs; looks after an early end have its last values."""
+    """Stack the runs; after an early end the last look is repeated."""
 
     def padded(x):
         return np.pad(np.asarray(x, float), (0, num_looks - len(x)), mode="edge")

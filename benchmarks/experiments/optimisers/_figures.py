@@ -1,4 +1,4 @@
-"""The table, and the figures of the table and of the runs."""
+"""The table, a figure of the table, and a figure of the runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,14 +28,13 @@ HEADER = (
     "range",
 )
 _HIGHEST = 3
-"""The largest loss that is drawn, relative to that before training: above it, runs
-diverge."""
+"""The largest loss that is drawn, relative to the loss before training."""
 SHORT = {f"iterative linearisation, K = {PERIOD}": "iterative linearisation"}
 
 
 def markdown(settings: Optimisers, all_runs: Sequence[Runs]) -> str:
-    """A table with a row for each method, task and batch: medians of the seeds, and
-    ranges of those that have reached the target."""
+    """Return a table with a row for each method, task and batch size: medians over the
+    seeds, and ranges of the runs that have reached the target."""
     rows = [HEADER, ("---",) * len(HEADER)]
     for task in settings.tasks:
         for batch_size in task.batch_sizes:

@@ -20,11 +20,12 @@ class Optimisers(Settings):
     tasks: tuple[Task, ...] = ()
     methods: tuple[str, ...] = tuple(METHODS)
     num_trials: int = 7
-    """How many of each method's values are tried, those in the middle."""
+    """Number of values that are tried, from the middle of each method's list."""
     part_of_guessing: float = thresholds.PART_OF_GUESSING
 
     def tried(self, method: str) -> list[float]:
-        """The values from the middle outwards, so that slow ones are stopped early."""
+        """Return the values from the middle outwards, so that a good one comes early and
+        limits the length of the other trials."""
         values = METHODS[method].values
         middle = (len(values) - 1) / 2
         order = sorted(range(len(values)), key=lambda i: abs(i - middle))
@@ -33,8 +34,8 @@ class Optimisers(Settings):
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of one method on one task and batch, a number for each seed. A run that
-    has not reached the target has a lower bound."""
+    """The results of one method on one task and batch size, a number for each seed. They
+    are lower bounds for a run that has not reached the target."""
 
     steps: Float[ndarray, " seeds"]
     seconds: Float[ndarray, " seeds"]
@@ -43,12 +44,12 @@ class Outcome:
     reached: Bool[ndarray, " seeds"]
     value: float
     at_edge: bool
-    """Whether the best value is at the edge of the tried ones, so that there may be
-    better ones beyond."""
+    """Whether the best value is the smallest or the largest that is tried, so that there
+    may be a better one beyond."""
 
     def median(self, name: str) -> float:
-        """The median of all seeds; infinite if at least half of the runs do not reach the
-        target."""
+        """Return the median of all seeds; infinite if at least half of the runs do not
+        reach the target."""
         return float(np.median(np.where(self.reached, getattr(self, name), np.inf)))
 
 
@@ -57,7 +58,7 @@ def outcome(
 ) -> Outcome:
     runs = only(all_runs, task=task.name, batch_size=batch_size, method=name)
     reached = runs["reached"] > 0
-    # A run that has ended early is extrapolated at its own pace.
+    # Extrapolate a run that has ended early at its own pace.
     longer = np.maximum(np.where(reached, 1.0, task.most_passes / runs["passes"]), 1.0)
     value = float(runs["value"][0])
     tried = settings.tried(name)
@@ -75,8 +76,9 @@ def outcome(
 def log_ratio(
     ours: Outcome, theirs: Outcome, name: str, threshold: Threshold | None = None
 ) -> Float[ndarray, " seeds"]:
-    """log10 of ours over theirs. If one has not reached the target this is a bound, which
-    is used if it lies on its side of the threshold, and is NaN otherwise."""
+    """Return log10 of ours over theirs. If one of the two has not reached the target, the
+    ratio is only a bound: it is kept if it decides on which side of the threshold the
+    ratio lies, and NaN otherwise."""
     ratio = np.log10(getattr(ours, name) / getattr(theirs, name))
     known = ours.reached & theirs.reached
     if threshold is not None:

@@ -19,10 +19,10 @@ MOMENTUM = 0.9
 """Momentum of SGD."""
 TOLERANCE = 0.1
 """Tolerance of prox-linear Gauss-Newton: its problem is solved until the gradient has
-fallen to this part. To rounding it would take several times the passes."""
+fallen to this part. Solving to rounding would take several times as many passes."""
 FREQUENCY = 1
-"""Steps of SOAP from one update of its eigenvectors to the next. With its authors' 10 the
-loss jumps up at each update, and on the MLP's large batch it takes three times as many
+"""SOAP updates its eigenvectors after this many steps. With 10, its authors' value, the
+loss jumps up at each update, and on the MLP's large batch SOAP takes three times as many
 steps."""
 GREY = "#888888"
 
@@ -36,7 +36,7 @@ class Method:
     """Creates a solver of gnlin, or an optimiser of optax, from the value."""
     colour: str
     by_fit: bool = True
-    """Whether `gnlin.fit` trains, as for gnlin's solvers."""
+    """Whether `gnlin.fit` trains with it, as with all solvers of gnlin."""
     updates: bool = True
     """Whether each step is a feature update whose problem is solved."""
 

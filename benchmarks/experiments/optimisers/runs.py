@@ -1,4 +1,4 @@
-"""One run to a loss: by `gnlin.fit`, or by a compiled loop of an optimiser of optax.
+"""One run to a target loss, by `gnlin.fit` or by a compiled loop of an optax optimiser.
 
 The loss is evaluated at the same numbers of steps for all methods. The time of the
 evaluation does not count, and neither does compilation.
@@ -31,7 +31,7 @@ _REHEARSALS = 5
 
 
 class Course(NamedTuple):
-    """A run at its looks; the first is before the first step."""
+    """The record of a run at its looks; the first look is before the first step."""
 
     steps: list[int]
     seconds: list[float]
@@ -43,15 +43,15 @@ class Course(NamedTuple):
 
 
 def looks_at(most_steps: int) -> Int[ndarray, " looks"]:
-    """Numbers of steps, from one on."""
+    """Return the numbers of steps at which to look, from 1 to `most_steps`."""
     number = 2 + int(np.log(most_steps) / np.log(LOOK_RATIO))
     grown = np.round(LOOK_RATIO ** np.arange(number)).astype(int)
     return np.unique(np.append(grown[grown < most_steps], most_steps))
 
 
 def clock() -> float:
-    """The time of the process, so that other work on the machine does not count; on an
-    accelerator, the wall-clock time."""
+    """Return the time of the process, so that other work on the machine does not count,
+    or the wall-clock time on an accelerator."""
     on_cpu = jax.default_backend() == "cpu"
     return time.process_time() if on_cpu else time.perf_counter()
 
@@ -66,7 +66,7 @@ def look(model: PyTree, drawn: Drawn) -> float:
 
 
 class Race(NamedTuple):
-    """The common parts of the runs with different values of a parameter."""
+    """The settings that runs with different values of the parameter share."""
 
     method: Method
     drawn: Drawn
@@ -75,7 +75,7 @@ class Race(NamedTuple):
     most_passes: int
 
     def run(self, value: float, limit: int | None = None) -> Course:
-        """Run until a look finds the target reached, or the limit of steps or passes."""
+        """Run until a look finds that the target is reached or the limit exceeded."""
         by = _by_fit if self.method.by_fit else _by_optax
         return by(self, value, limit or self.most_passes // 2)
 
@@ -86,8 +86,8 @@ class Race(NamedTuple):
 
 
 class _Watch(gnlin.callbacks.Callback):
-    """Looks at the loss. A step begins before the last one is reported, so that a look
-    overlaps with it: the cost of a look is measured beforehand, and subtracted."""
+    """Looks at the loss. A look overlaps with the next step, which has already started,
+    and cannot be timed alone: its cost is measured beforehand, and subtracted."""
 
     def __init__(self, race: Race, limit: int):
         self.race, self.drawn, self.passes = race, race.drawn, 0.0
@@ -104,7 +104,7 @@ class _Watch(gnlin.callbacks.Callback):
         self.begun = clock()
 
     def on_step(self, run: Any) -> None:
-        # A product each way for each inner step, and forward passes.
+        # An inner step takes a tangent and a transposed pass; the others are forward.
         forward = 4 if self.race.method.updates else 1
         self.passes += 2 * run.row["num_inner_steps"] + forward
         spent = self.passes >= self.race.most_passes
@@ -158,7 +158,7 @@ def _by_fit(race: Race, value: float, limit: int) -> Course:
 
 @eqx.filter_jit
 def _advance(make, carry, frozen, train: Examples, order, start, stop, rate):
-    """Make some steps; the rate is traced, so that all rates share a program."""
+    """Make the steps from `start` to `stop`. The rate is traced: all share a program."""
     optimiser = make(rate)
 
     def step(i, carry):
@@ -176,8 +176,8 @@ def _advance(make, carry, frozen, train: Examples, order, start, stop, rate):
 def batches(
     num_examples: int, batch_size: int, num_steps: int, seed: int
 ) -> Int[ndarray, "steps batch"]:
-    """Batches as `gnlin.fit` draws them: for each epoch without replacement, leaving out
-    an incomplete last batch."""
+    """Draw batches as `gnlin.fit` does: without replacement in each epoch, and without an
+    incomplete last batch."""
     rng, a_pass = np.random.default_rng(seed), num_examples // batch_size
     epochs = [
         rng.permutation(num_examples)[: a_pass * batch_size].reshape(a_pass, batch_size)
@@ -199,7 +199,7 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
         given = method.make, carry, frozen, drawn.train, order, start, stop, rate
         return jax.block_until_ready(_advance(*given))
 
-    advance(advance(carry, 0, 1), 0, 1)  # compiles, also for the types of its own results
+    advance(advance(carry, 0, 1), 0, 1)  # compiles twice: types may change
     steps, seconds, losses = [0], [0.0], [look(drawn.model, drawn)]
     for stop in looks_at(limit).tolist():
         begun = clock()
@@ -221,13 +221,14 @@ def _by_optax(race: Race, value: float, limit: int) -> Course:
 class Choice(NamedTuple):
     value: float
     trials: list[float]
-    """Steps to the target by each value; infinite if it is not reached before the best so
-    far."""
+    """Steps that each value takes to the target; infinite if it does not reach it within
+    the fewest steps so far."""
 
 
 def choose(race: Race, values: Sequence[float]) -> Choice:
-    """Try each value: the fewest steps to the target win, or, if none reaches it, the
-    least final loss. A trial is stopped once it takes longer than the best so far."""
+    """Try each value, and choose the one that takes the fewest steps to the target or, if
+    none reaches it, ends at the least loss. A trial is stopped once it takes longer than
+    the best so far."""
     best, fewest, least = values[0], race.most_passes // 2, np.inf
     trials = []
     for value in values:

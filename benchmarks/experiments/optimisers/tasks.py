@@ -44,16 +44,17 @@ class Task:
 
     @property
     def most_steps(self) -> int:
-        """The largest number of steps, at two passes each."""
+        """Return the largest number of steps, at two passes each."""
         return self.most_passes // 2
 
     @property
     def says(self) -> str:
-        """A description for a caption."""
+        """Return a description for a caption."""
         raise NotImplementedError
 
     def draw(self, seed: int, place: Place, part: float) -> Drawn:
-        """`part`: the target as a part of the loss of guessing."""
+        """Draw the model, the data and the target. The target lies `part` of the loss of
+        guessing above the least attainable loss."""
         raise NotImplementedError
 
 
@@ -79,8 +80,8 @@ class Images(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Text(Task):
-    """Generated text. The loss is watched on fresh texts, and its minimum is that of a
-    model that knows the grammar."""
+    """Generated text. The loss is watched on fresh texts, and a model that knows the
+    grammar attains its minimum."""
 
     num_texts: int = 8_192
     length: int = 16
@@ -119,7 +120,7 @@ class Text(Task):
 
 
 def mean_loss(model: PyTree, examples: Examples) -> Float[Array, ""]:
-    """The mean loss of an image, or of a character."""
+    """Return the mean loss over the images, or over the characters."""
     inputs, labels = examples
     outputs = jax.vmap(model)(inputs)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(outputs, labels))
