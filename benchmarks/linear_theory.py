@@ -33,8 +33,8 @@ Data = tuple[Float[Array, "n ..."], Float[Array, "n c"]]
 
 
 class Repeated(gnlin.filters.AbstractFilter):
-    """Ridge regression repeated this many times, each time on the remainder of the
-    last."""
+    """Ridge regression repeated this many times, each time on what the last one has
+    left."""
 
     damping: ScalarLike
     times: int
@@ -50,19 +50,19 @@ class LinearProblem(eqx.Module):
     """A linearised network with its training and test data."""
 
     spectrum: gnlin.Spectrum
-    """The spectrum of the kernel, with the training residual."""
+    """The spectrum of the kernel, with the residual of the training data."""
     test_residual: Float[Array, " t"]
-    """The initial outputs minus the targets."""
+    """The initial outputs minus the targets, on the test data."""
     test_features: Float[Array, "t k"]
     """A: the change of the outputs by a step along each eigenvector."""
 
     def squared_bias(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, without noise."""
+        """Return the mean squared error over test outputs, without noise."""
         solved = filter(self.spectrum.eigenvalues) * self.spectrum.coefficients
         return jnp.mean((self.test_residual - self.test_features @ solved) ** 2)
 
     def variance(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, for noise of unit variance."""
+        """Return the mean variance of test outputs, for noise of unit variance."""
         passed_on = self.test_features * filter(self.spectrum.eigenvalues)[None]
         return jnp.mean(jnp.sum(passed_on**2, axis=1))
 
@@ -70,7 +70,7 @@ class LinearProblem(eqx.Module):
 def linear_problem(
     model: PyTree, initial: PyTree, train: Data, test: Data
 ) -> LinearProblem:
-    """The linear problem with the kernel of one network and the outputs of another."""
+    """Make the linear problem with the kernel of `model` and the outputs of `initial`."""
     (x, y), (test_x, test_y) = train, test
     here, there = (
         gnlin.features.linearise_model(model, inputs) for inputs in (x, test_x)
@@ -86,7 +86,8 @@ def linear_problem(
 def ridge_and_flow(
     problem: LinearProblem, damping: ScalarLike, times: int
 ) -> dict[str, Scalar]:
-    """Both at matched strength, once; and ridge regression repeated."""
+    """Compare ridge regression and gradient flow at matched strength, and ridge
+    regression repeated."""
     ridge = gnlin.filters.Tikhonov(damping)
     flow = gnlin.filters.GradientFlow(1 / jnp.asarray(damping))
     return {

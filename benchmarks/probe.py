@@ -1,4 +1,4 @@
-"""Linear probes: the accuracy of a linear classifier of a layer's activations."""
+"""Linear probes: the accuracy of a linear classifier on the activations of a layer."""
 
 import equinox as eqx
 import jax

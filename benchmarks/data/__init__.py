@@ -1,1 +1,2 @@
-"""The data that the experiments fit: computed, scikit-learn's, or standard files."""
+"""The data that the experiments fit: computed, from scikit-learn, or in standard
+files."""
