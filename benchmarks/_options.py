@@ -35,4 +35,4 @@ class Options:
 
 
 class Refusal(Exception):
-    """Says in one sentence why a request cannot be met, and what can be done instead."""
+    """Explains in one sentence why a request cannot be met, and what to do instead."""

@@ -97,7 +97,7 @@ def only(all_runs: Sequence[Runs], **at: Any) -> Runs:
 
 
 class Made(NamedTuple):
-    """Runs, with the time and the code that made them."""
+    """Runs, with the time that they took and the code that made them."""
 
     runs: Runs
     seconds: float
@@ -123,7 +123,6 @@ class Settings:
     """The settings that all experiments have; each adds its own."""
 
     seeds: int
-    """The number of seeds."""
     first_seed: int = 0
 
     @property

@@ -1,5 +1,5 @@
-r"""Theory of a network whose linearisation stays constant: the squared bias and the
-variance of learning the targets by it, and its effective dimension.
+r"""Theory of a network whose linearisation stays constant: its effective dimension, and
+the squared bias and variance when it learns the targets.
 
 Starting at outputs $f_0$, a filter $g$ (`gnlin.filters`) of the kernel
 $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ gives $f_0 - A g(w) U^\top r$ on test
@@ -9,11 +9,11 @@ test targets are the truth; independent noise on the training targets gives the 
 Compare gradient flow for the time $1/\lambda$ with ridge regression with $\lambda$. In
 each eigencomponent, with $x = w/\lambda$, flow leaves a smaller part of the truth,
 $e^{-x} \le 1/(1 + x)$, and passes on at most 1.2985 times the noise,
-$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times that of ridge:
-on the training inputs for any truth, and on other inputs on average over truths without a
-preferred direction. After T solutions, each starting at the end of the last one, the two
-are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ by at most about
-$0.27/T$.
+$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times the risk of
+ridge. On the training inputs this holds for any truth, and on other inputs on average
+over truths without a preferred direction. After T solutions, each starting at the end of
+the last one, the two are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ
+by at most about $0.27/T$.
 
 ??? cite "Reference"
 

@@ -1,7 +1,7 @@
 """Merge results of one experiment that differ only in their seeds.
 
-The merged folder equals that of one run with all seeds. It concatenates the arrays of the
-parts, and makes the table, verdicts and figures from them.
+The merged folder is the same as if one run had made all seeds. It concatenates the arrays
+of the parts, and makes the table, verdicts and figures from them.
 """
 
 import dataclasses

@@ -47,7 +47,7 @@ class Solved(NamedTuple):
     num_steps: int
     loss: float
     residual: float
-    """The largest entry of the gradient."""
+    """The largest entry of the gradient at the end."""
 
 
 def solve(

@@ -122,9 +122,10 @@ FAILS = Threshold("twice the error that is a success", above=0.2)
 
 # Truncated Gauss-Newton. These were set on 2026-11-26, before its runs, but after a trial
 # of one seed at four tolerances. After the runs of seeds 0 to 9, the rate was redefined
-# as that of the last step above rounding, and its median is judged. At first it was the
-# mean over all steps after the gradient had fallen to 1e-3 of its first norm, which small
-# tolerances reach where the curvature still changes. The judged runs have other seeds.
+# as the rate of the last step above rounding, and its median is judged. At first it was
+# the mean over all steps after the gradient had fallen to 1e-3 of its first norm, which
+# small tolerances reach where the curvature still changes. The judged runs have other
+# seeds.
 # `schedules`, and one feature update in `kernel-drift`, use thresholds from above, which
 # were chosen before their runs, but after a quick run of two seeds.
 

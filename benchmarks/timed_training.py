@@ -1,8 +1,8 @@
 """Train models on groups of residuals for a number of seconds, by several methods.
 
 Neither compilation nor the evaluation of models during training is counted: the models
-are stored, and evaluated later. On a CPU the seconds are those of the process, so that
-other work on the machine does not count.
+are stored, and evaluated later. On a CPU, the time is the processor time of the process,
+so that other work on the machine does not count.
 """
 
 import time
@@ -102,7 +102,7 @@ class _Watch(gnlin.callbacks.Callback):
             run.stop("time is up")
 
     def on_end(self, run: Any) -> None:
-        """Add a last look if the run has converged early."""
+        """Add a last look in case the run has converged early."""
         self.clock.seconds = 0.0
         if not self.clock.looks or self.clock.looks[-1].steps < run.step:
             self.clock.told(run.step, run.model)
@@ -185,7 +185,7 @@ class _Descent:
 
     def compiled(self, model: PyTree, groups: Groups) -> None:
         """Compile the program. The second call compiles it for the types of its own
-        results, which may differ from those of the start."""
+        results, which may differ from the types of the start."""
         carry, frozen = self.begin(model)
         for _ in range(2):
             carry = self._advance(carry, frozen, groups, jnp.zeros((), float))

@@ -60,7 +60,7 @@ class Given(Protocol):
 
 
 class Draw(NamedTuple):
-    """One seed's draw of the images."""
+    """The images that one seed draws."""
 
     train: Labelled
     validation: Labelled
@@ -784,7 +784,7 @@ def where_trained(
     values: Float[ndarray, "seeds ..."], *all_runs: Runs
 ) -> Float[ndarray, "seeds ..."]:
     """Return the values, with NaN for seeds whose run on mini-batches is not trained. The
-    loss is averaged over the last tenth of the looks, since that of one batch is
+    loss is averaged over the last tenth of the looks, since the loss of one batch is
     noisy."""
     finished = np.ones(len(values), bool)
     for runs in all_runs:

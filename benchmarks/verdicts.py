@@ -61,7 +61,6 @@ class Verdict:
     condition: str
     """The condition that the claim puts on it."""
     reason: str
-    """The reason of the condition."""
     estimate: float
     low: float
     high: float
@@ -84,12 +83,11 @@ def judge(
     statistic: Statistic | None = None,
     untested: str = "",
 ) -> Verdict:
-    """Judge a claim: confirmed if the interval lies between the bounds, refuted if it
-    lies beyond one of them, undecided otherwise; not tested if too many seeds have no
-    value.
+    """Judge a claim. It is confirmed if the interval lies between the bounds, refuted if
+    it lies beyond one of them, and otherwise undecided. It is not tested if too many
+    seeds have no value.
 
-    - `values`: one for each seed; a seed without any finite value is left out and
-        counted.
+    - `values`: one for each seed. Seeds without any finite value are left out and counted.
     - `statistic`: a function of the values; their mean by default.
     - `untested`: why the runs cannot decide, such as a ceiling; empty if they can.
     """

@@ -1,4 +1,5 @@
-"""The damped step with its kernel in lower precision, refined, against double alone."""
+"""The damped step with a kernel in lower precision and refinement, beside double
+alone."""
 
 from collections.abc import Iterator
 
