@@ -1,5 +1,4 @@
-"""One style for all figures, with legible fonts and colours that colour-blind readers can
-distinguish."""
+"""One style for all figures: legible fonts, and colours for colour-blind readers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -87,7 +87,7 @@ def judge(
     it lies beyond one of them, and otherwise undecided. It is not tested if too many
     seeds have no value.
 
-    - `values`: one for each seed. Seeds without any finite value are left out and counted.
+    - `values`: one for each seed. Seeds without a finite value are left out and counted.
     - `statistic`: a function of the values; their mean by default.
     - `untested`: why the runs cannot decide, such as a ceiling; empty if they can.
     """

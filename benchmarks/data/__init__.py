@@ -1,2 +1,1 @@
-"""The data that the experiments fit: computed, from scikit-learn, or in standard
-files."""
+"""The data of the experiments: computed, from scikit-learn, or in standard files."""

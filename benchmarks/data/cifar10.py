@@ -1,5 +1,4 @@
-"""CIFAR-10 (Krizhevsky, 2009), from its binary or Python version, in an archive or a
-folder."""
+"""CIFAR-10 (Krizhevsky, 2009), from its binary or Python version, archived or not."""
 
 import functools
 import io

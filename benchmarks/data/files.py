@@ -1,5 +1,4 @@
-"""The standard files of a data set: find them in a folder, check them, or download
-them."""
+"""The standard files of a data set: found in a folder, checked, or downloaded."""
 
 import dataclasses
 import hashlib

@@ -1,9 +1,8 @@
-"""Texts of a small grammar, as characters, and the least loss that any predictor can
-have.
+"""Texts of a small grammar, and the least loss that any predictor can have.
 
 A sentence is a determiner, a noun, a verb, a determiner and a noun, each drawn uniformly
-from its list. Every text begins with a new sentence, so that the characters read so far
-determine the distribution of the next one.
+from its list. A text is a sequence of characters, and begins with a new sentence, so that
+the characters read so far determine the distribution of the next one.
 """
 
 import itertools

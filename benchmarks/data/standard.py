@@ -1,5 +1,4 @@
-"""MNIST and CIFAR-10: verify and download their standard files, and scale their
-images."""
+"""MNIST and CIFAR-10: verify and download their files, and scale their images."""
 
 from collections.abc import Callable
 from pathlib import Path

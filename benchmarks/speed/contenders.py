@@ -1,5 +1,4 @@
-"""The programs that run to a given loss, each with settings among which the best is
-chosen."""
+"""The programs that run to a given loss, each with several settings to choose from."""
 
 import functools
 import warnings

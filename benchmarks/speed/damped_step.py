@@ -1,5 +1,4 @@
-"""One damped Gauss-Newton step: gnlin beside the hand-written limit and other
-libraries."""
+"""One damped Gauss-Newton step, gnlin beside the hand-written limit and the others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

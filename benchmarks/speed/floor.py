@@ -57,7 +57,8 @@ def _minus_pull_back(parameters, activations, signals, v) -> PyTree[Array]:
 
 
 def damped_step(parameters, args, damping):
-    """Add the step -phi^T (phi phi^T + lambda I)^-1 r, by a Cholesky factorisation."""
+    """Return the parameters after the step -phi^T (phi phi^T + lambda I)^-1 r, by a
+    Cholesky factorisation."""
     activations, signals, residual = _passes(parameters, args)
     damped = _kernel(activations, signals) + damping * jnp.eye(residual.size)
     factor = jax.scipy.linalg.cho_factor(damped)

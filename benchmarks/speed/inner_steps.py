@@ -1,5 +1,4 @@
-"""K inner steps of gradient descent at one linearisation point: the time is independent
-of K."""
+"""K inner steps of gradient descent at one linearisation point, for K up to 10^8."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,4 @@
-"""The kernel of convolutional networks: its time beside rows of the Jacobian, its
-memory."""
+"""The kernel of convolutional networks, beside rows of the Jacobian; its memory."""
 
 from collections.abc import Callable, Iterator
 

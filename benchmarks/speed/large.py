@@ -29,9 +29,10 @@ NUM_IMAGES = 2048
 NUM_CLASSES = digits.NUM_CLASSES
 TOLERANCES = 0.1, 1e-3
 OPTIMISTIX_TOLERANCE = 10
-"""Both tolerances of `lx.CG`, as a multiple of ours, because its rule is another one. It
-holds at the full number of images. An absolute tolerance is needed, because entries of
-the step that stay zero, such as a dead unit's, would otherwise end it at once."""
+"""Both tolerances of `lx.CG` at the full number of images, as a multiple of the tolerance
+that is asked for, because its rule is another one. It needs an absolute tolerance:
+entries of the step that stay zero, such as a dead unit's, would otherwise end it at
+once."""
 MARGIN = 1.1
 """A residual may exceed the tolerance by this factor, because of single precision."""
 

@@ -1,5 +1,4 @@
-"""One truncated step in parts of the batch: its memory, which is a part's, and its
-time."""
+"""The time and memory of one truncated step that takes the batch in parts."""
 
 import dataclasses
 from collections.abc import Iterator

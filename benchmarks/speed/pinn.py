@@ -1,5 +1,4 @@
-"""A network for Poisson's equation: a step beside one by hand, and times to an
-accuracy."""
+"""A network for Poisson's equation: a step beside one by hand, times to an accuracy."""
 
 import dataclasses
 import math
@@ -33,7 +32,7 @@ ENOUGH, MOST_SECONDS = 1e-4, 120.0
 FINE = 1e-6
 _FIRST_DAMPING = 1e-3
 _STEPS = 16
-"""The number of steps of a run from its start that is timed."""
+"""The number of steps of a timed run."""
 _LOOKS = 400
 _MANY = 2500
 """A number of interior points at which a kernel is expensive."""

@@ -1,5 +1,4 @@
-"""The damped step with a kernel in lower precision and refinement, beside double
-alone."""
+"""The damped step with a refined kernel in lower precision, beside double alone."""
 
 from collections.abc import Iterator
 

@@ -41,7 +41,7 @@ class Setting:
     tolerance: float
     damping: float
     pays: str = ""
-    """The beginning of the variants that should pay here."""
+    """The preconditioner that should pay here, as the beginning of its variant."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -147,7 +147,8 @@ def _preconditioners() -> dict[str, gnlin.preconditioners.AbstractPreconditioner
 
 
 def _rows(setting: Setting, timings: list[Timing]) -> list[Row]:
-    """Return the rows. The others should be faster than the first."""
+    """Return the rows, and note whether each preconditioner is faster than none, the
+    first."""
     first, *others = timings
     task = f"preconditioners: {_described(setting)}"
     rows = [timed_row(task, first, first)]

@@ -85,9 +85,9 @@ def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 
 def _outer_steps(task: Task, options: dict[str, Any], num_repeats: int):
-    """Repeat one outer step, each time from a slightly different start, so that the
-    compiler cannot move it out of the loop. Return the total number of rejected trials,
-    and where the last step ends."""
+    """Compile a loop that repeats one outer step, each time from a slightly different
+    start, so that the compiler cannot move it out of the loop. It returns the total
+    number of rejected trials, and where the last step ends."""
     residuals = task.per_example()
 
     @jax.jit

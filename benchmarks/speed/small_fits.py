@@ -23,7 +23,7 @@ SOLVED = 10**-nist.SOLVED_LRE
 TOLERANCES = 1e-6, 1e-8, 1e-10, 1e-12, 1e-15
 QUICK_TOLERANCES = (1e-8,)
 DIGITS = 6
-"""Every library has the loosest of these tolerances that gives it this many correct
+"""Every library gets the loosest of these tolerances that gives it this many correct
 digits or, if none does, the tolerance that gives it the most."""
 
 NUM_CALLS = 20

@@ -1,5 +1,4 @@
-"""64 dampings or periods at one linearisation point, beside one; and sweeps of whole
-runs."""
+"""64 dampings or periods at one linearisation point, and sweeps of whole runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
