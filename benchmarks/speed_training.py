@@ -116,10 +116,8 @@ def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
     """Measure K inner steps in the outputs, with the kernel included, against the same
     steps on the parameters. The latter run in a compiled loop, and with a call for each
     step, since convolutions on a CPU are slower inside a loop."""
-    (images, labels), _ = digits.classification(flat=False)
-    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
-    targets = jnp.asarray(labels[:NUM_KERNEL])
-    network = _Network(digits_cnn(jax.random.key(0)), inputs, targets)
+    network = _digits_network()
+    inputs, targets = network.inputs, network.targets
     eta = 1e-2
     solver = gnlin.IterativeLinearisation(period, eta)
     outer = network.outer_step(solver)
@@ -167,10 +165,7 @@ def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
 def flow(period: int) -> Figure:
     """Measure gradient flow against the many small steps that it replaces, taken one by
     one in the outputs."""
-    (images, labels), _ = digits.classification(flat=False)
-    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
-    targets = jnp.asarray(labels[:NUM_KERNEL])
-    network = _Network(digits_cnn(jax.random.key(0)), inputs, targets)
+    network = _digits_network()
 
     def stepped(method):
         solver = gnlin.IterativeLinearisation(period, 1e-3, method=method)
@@ -300,6 +295,13 @@ class _Network:
 
         state = solver.start(self.parameters, self.outputs)
         return _compiled(step, self.parameters, state, self.inputs, self.targets)
+
+
+def _digits_network() -> _Network:
+    (images, labels), _ = digits.classification(flat=False)
+    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
+    targets = jnp.asarray(labels[:NUM_KERNEL])
+    return _Network(digits_cnn(jax.random.key(0)), inputs, targets)
 
 
 def _lenet(channels: int, num_images: int) -> _Network:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..data import nist
 from . import fits
-from .report import Comparison, Row, timed_row
+from .report import Comparison, explained, Row, timed_row
 from .timing import alternate, Case
 
 
@@ -205,7 +205,7 @@ def _rows(
         whole = timing.median * timing.case.count(None)
         seconds = max(0.0, choice.first_seconds - whole)
         rows.append(dataclasses.replace(row, compile_seconds=seconds))
-    return _explained(rows)
+    return explained(rows, WHY_NOT_FIRST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,15 +249,3 @@ def _note(contender: Contender, tolerance: float, end: fits.End, error: float) -
 def _worst(b: np.ndarray, exact: np.ndarray) -> float:
     error = np.max(np.abs(b - exact[: len(b)]) / np.abs(exact[: len(b)]))
     return float(error) if np.isfinite(error) else np.inf
-
-
-def _explained(rows: list[Row]) -> list[Row]:
-    """Add a reason to the row of gnlin's default if it is not the fastest library."""
-    libraries = [row for row in rows if row.library != fits.LIMIT and row.solved]
-    fastest = min(libraries, key=lambda row: row.ratio or np.inf)
-    return [
-        dataclasses.replace(row, note=f"{row.note}; {WHY_NOT_FIRST}")
-        if row.note.startswith("the default") and fastest.library != "gnlin"
-        else row
-        for row in rows
-    ]

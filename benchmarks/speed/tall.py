@@ -1,6 +1,5 @@
 """One damped step with many more residuals than parameters: a regression through tanh."""
 
-import dataclasses
 import functools
 import importlib
 import warnings
@@ -19,7 +18,7 @@ import gnlin
 
 from . import opponents
 from .oracle import relative_error
-from .report import Comparison, Row, timed_row
+from .report import Comparison, explained, Row, timed_row
 from .timing import alternate, Case, Timing
 
 
@@ -148,7 +147,8 @@ def one_step(problem: Problem, num_rounds: int) -> list[Row]:
     if can_wait:
         cases += [make() for make in dear.values()]
     timings = alternate(cases, num_rounds)
-    rows = _explained(problem, [_row(problem, timing, timings[0]) for timing in timings])
+    why = WHY_NOT_FIRST_IF_SMALL if m * p**2 <= SVD_IS_CHEAP else WHY_NOT_FIRST
+    rows = explained([_row(problem, timing, timings[0]) for timing in timings], why)
     if not can_wait:
         reason = f"an orthogonal factorisation of {m:,} x {p:,} takes minutes"
         rows += [skipped(problem, *what, reason) for what in dear]
@@ -168,20 +168,6 @@ def _row(problem: Problem, timing: Timing, limit: Timing) -> Row:
         step_error=relative_error(step, problem.exact_step),
         linear_residual=problem.linear_residual(step),
     )
-
-
-def _explained(problem: Problem, rows: list[Row]) -> list[Row]:
-    """Add a reason to the row of gnlin's default if it is not the fastest library."""
-    solved = [row for row in rows if row.solved and row.library != LIMIT]
-    first = min(solved, key=lambda row: row.ratio or np.inf)
-    m, p = problem.shape
-    why = WHY_NOT_FIRST_IF_SMALL if m * p**2 <= SVD_IS_CHEAP else WHY_NOT_FIRST
-    return [
-        dataclasses.replace(row, note=f"{row.note}; {why}")
-        if row.library == "gnlin" and first is not row
-        else row
-        for row in rows
-    ]
 
 
 def skipped(problem: Problem, library: str, variant: str, reason: str) -> Row:
