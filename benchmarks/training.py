@@ -100,7 +100,7 @@ MOST_MARKED = 30
 VALIDATION_SHARE = 0.1
 """The share of the training images of the standard files that is used for validation."""
 IMAGES = {"mnist": ((1, 28, 28), 54_000), "cifar10": ((3, 32, 32), 45_000)}
-"""The shape of an image, and the number of training images."""
+"""The shape of an image, and the number of training images, of the standard files."""
 FEW = 1_000
 """The number of training images in a dry run."""
 

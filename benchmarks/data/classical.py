@@ -2,7 +2,7 @@
 
 These are all 35 problems of J. J. Moré, B. S. Garbow and K. E. Hillstrom, *Testing
 unconstrained optimization software*, ACM Trans. Math. Softw. 7 (1981), in their order,
-six of them in more than one size. The starts and minima are from there; the minima have
+four of them in more than one size. The starts and minima are from there; the minima have
 six digits.
 """
 

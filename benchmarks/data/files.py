@@ -35,8 +35,8 @@ class Damage(Exception):
 
 
 Part: TypeAlias = Mapping[str, Callable[[Path], Any]]
-"""A reader for each file or folder that may hold the part, with the preferred one first,
-which can be downloaded. Readers raise `Damage` or `OSError`."""
+"""A reader for each file or folder that may hold the part. The first is preferred, and
+can be downloaded. Readers raise `Damage` or `OSError`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A reader of pickles that executes nothing, for those that CIFAR-10 consists of.
+"""A reader of CIFAR-10's pickles that executes nothing.
 
 A pickle is a program for a stack machine, and some of its instructions call functions
 that the pickle names. This reader implements only the instructions that dictionaries,
