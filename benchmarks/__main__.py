@@ -30,9 +30,9 @@ COMMANDS = {
 DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
 MOST_SEEDS, MOST_STEPS = 10_000, 10**9
-"""Upper limits: runs with more would not end in practice."""
+"""Upper limits. A run with more would not end in practice."""
 INTERRUPTED = 130
-"""The exit code of shells for a process that SIGINT ended."""
+"""The exit code that shells give a process ended by SIGINT."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Does not break names at their hyphens."""
+    """A help formatter that does not break names at their hyphens."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -149,7 +149,7 @@ def _check_apply(given: argparse.Namespace, scale: str) -> None:
 
 
 def _taken(name: str) -> tuple[str, ...]:
-    """The options that a benchmark or a command accepts."""
+    """Return the options that a benchmark or a command accepts."""
     options = {
         "list": (),
         "data": ("parts", "data_dir"),
@@ -161,7 +161,8 @@ def _taken(name: str) -> tuple[str, ...]:
 
 
 def _prepare(device: str | None) -> None:
-    """Raise `Refusal` before the run if a package or the device is missing."""
+    """Select double precision and the device. Raise `Refusal` if a package or the device
+    is missing."""
     import jax
 
     jax.config.update("jax_enable_x64", True)
@@ -208,7 +209,8 @@ def _not_installed(error: ModuleNotFoundError) -> Refusal:
 
 
 def _all(names: Sequence[str], options: Options) -> int:
-    """Run each in its own folder; if one fails, the others still run."""
+    """Run each experiment in its own folder, even if others fail, and write the
+    report."""
     import jax
 
     failed = []
@@ -221,7 +223,7 @@ def _all(names: Sequence[str], options: Options) -> int:
         except Exception:
             traceback.print_exc()
             failed.append(name)
-        # A process that keeps some thousand programs runs out of memory mappings.
+        # Thousands of compiled programs would use up the process's memory mappings.
         jax.clear_caches()
     code = _report(options.out)
     if failed:
@@ -476,8 +478,8 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def end(code: int) -> NoReturn:
-    """Exit; after an interruption, without the interpreter's own cleanup. XLA's threads
-    may still be computing, and would crash when their buffers are freed."""
+    """Exit with this code. After an interruption, skip the interpreter's cleanup: XLA's
+    threads may still be computing, and would crash when their buffers are freed."""
     if code != INTERRUPTED:
         sys.exit(code)
     sys.stdout.flush()
@@ -488,6 +490,6 @@ def end(code: int) -> NoReturn:
 if __name__ == "__main__":
     try:
         code = main()
-    except KeyboardInterrupt:  # before the arguments are parsed, or a second time
+    except KeyboardInterrupt:  # during parsing, or for a second time
         code = INTERRUPTED
     end(code)

@@ -1,6 +1,6 @@
 """Names and summaries of everything that can be run.
 
-Nothing is imported for them, so that `list` and `--help` are fast.
+This module imports none of it, so that `list` and `--help` are fast.
 """
 
 import ast
@@ -73,11 +73,11 @@ TABLES = {
     "costs": "benchmarks.speed.costs",
     "auto": "benchmarks.speed.auto",
 }
-"""The tables of `speed`: each module has `comparisons(quick)`."""
+"""The tables of `speed`. Each module has a function `comparisons(quick)`."""
 
 
 def summary(module: str) -> str:
-    """The first line of a module's docstring, read without running the module."""
+    """Return the first line of a module's docstring, without running the module."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         return "(not installed)"

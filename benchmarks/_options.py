@@ -7,7 +7,7 @@ from typing import Literal
 
 Scale = Literal["quick", "embedded", "medium", "full"]
 LARGE: tuple[Scale, ...] = ("medium", "full")
-"""The scales whose runs are long: they have checkpoints, and use all threads."""
+"""The scales with long runs. They write checkpoints, and use all threads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,16 +18,16 @@ class Options:
     first_seed: int | None = None
     steps: int | None = None
     grid: tuple[float, ...] | None = None
-    """Replaces the swept values of the scale."""
+    """Values that replace those that the scale sweeps."""
     data_dir: Path | None = None
-    """The folder of the files of MNIST and CIFAR-10."""
+    """The folder with the files of MNIST and CIFAR-10."""
     reduction: Literal["sum", "mean"] | None = None
-    """The reduction of the loss on mini-batches; replaces the scale's own."""
+    """The reduction of the loss on mini-batches; `None` for the scale's own."""
     task: Path | None = None
-    """A file with the user's own task; replaces the scale's data and network."""
+    """A file with the user's own task, which replaces the scale's data and network."""
     resume: bool = False
     tables: tuple[str, ...] = ()
-    """The tables of a benchmark to run; empty for all."""
+    """The tables of a benchmark to run; empty to run all."""
 
     @property
     def quick(self) -> bool:
@@ -35,4 +35,4 @@ class Options:
 
 
 class Refusal(Exception):
-    """Says in one sentence why a request cannot be met, and what can be done instead."""
+    """Explains in one sentence why a request cannot be met, and what to do instead."""

@@ -1,4 +1,4 @@
-"""A page in blocks, written as Markdown and as HTML in one file."""
+"""A page made of blocks, written as Markdown or as one HTML file."""
 
 import base64
 import dataclasses
@@ -26,7 +26,7 @@ class Outcome:
 
 
 Text = Sequence[str | Code | Link | Outcome]
-"""Parts of a text; a newline is a line break."""
+"""Parts of a text. A newline is a line break."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Table:
 class Image:
     source: Path
     name: str
-    """The file's name in the report's own folder of figures."""
+    """The file's name in the folder of figures beside the report."""
     alternative: str
     caption: str
 
@@ -105,13 +105,14 @@ def _markdown_text(text: Text) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Escape for every dialect of Markdown: by entities where some have no backslash."""
+    """Escape for every dialect of Markdown. Some have no backslash for `$` and `~`, so
+    these become entities."""
     text = html.escape(text, quote=False).replace("$", "&#36;").replace("~", "&#126;")
     return re.sub(r"([\\`*_{}\[\]|]|(?<!&)#)", r"\\\1", text)
 
 
 def page(blocks: Sequence[Block], title: str) -> str:
-    """The blocks as HTML that needs no other file."""
+    """Return the blocks as one HTML file that needs no others."""
     body = "\n".join(map(_html_block, blocks))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -1,4 +1,4 @@
-"""Files of results: a folder that is checked beforehand, and writes that are atomic."""
+"""Files of results: folders are checked beforehand, and writes are atomic."""
 
 import csv
 import dataclasses
@@ -21,7 +21,7 @@ from ._options import Refusal
 
 try:
     import fcntl
-except ImportError:  # on Windows, where two commands are not kept apart
+except ImportError:  # on Windows, where the folder is not locked
     fcntl = None
 
 PACKAGES = (
@@ -41,7 +41,7 @@ PACKAGES = (
 
 
 def claim_folder(folder: Path) -> None:
-    """Create the folder and test a write, so that a refusal comes before the work."""
+    """Create the folder and test that it can be written to, before any work is done."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -62,7 +62,7 @@ def claim_folder(folder: Path) -> None:
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock the folder, or raise `Refusal` if another process uses it.
 
-    The system releases the lock when the process ends, in whatever way.
+    The system releases the lock when the process ends, even if it is killed.
     """
     path = folder / ".lock"
     try:
@@ -85,7 +85,7 @@ def _locked(path: Path) -> int:
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Take only a lock whose file its last holder has not deleted meanwhile.
+            # Keep the lock only if its last holder has not deleted the file meanwhile.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), path.stat()):
                     return lock
@@ -96,7 +96,7 @@ def _locked(path: Path) -> int:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file, then rename it: readers find the old one or the new."""
+    """Write a temporary file and rename it, so that readers never see half of it."""
     part = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         write(part)
@@ -111,12 +111,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Any]) -> None:
-    """Write one line for each dataclass, with its fields as columns; `None` is empty."""
+    """Write one line for each dataclass, with its fields as columns. `None` is empty."""
     write_table(path, [dataclasses.asdict(row) for row in rows])
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write one line for each row; columns that a row lacks are empty."""
+    """Write one line for each row. Columns that a row lacks are empty."""
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def write(part: Path) -> None:
@@ -129,7 +129,7 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """The content of `settings.json`; `None` if there is no such file."""
+    """Return the content of `settings.json`, or `None` if there is no such file."""
     path = folder / "settings.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -146,15 +146,18 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and the packages; `PackageNotFoundError` if one is missing."""
+    """Return the versions of Python and the packages.
+
+    Raises `PackageNotFoundError` if a package is missing.
+    """
     return {"python": platform.python_version()} | {
         package: version(package) for package in PACKAGES
     }
 
 
 def commit() -> str:
-    """The commit of the running code, with a note if there are uncommitted changes; empty
-    outside a repository."""
+    """Return the commit of the running code, with a note if there are uncommitted
+    changes, or nothing outside a repository."""
     here = Path(__file__).parents[1]
     head = git(here, "rev-parse", "HEAD")
     changed = git(here, "status", "--porcelain", "--", "gnlin", "benchmarks")
@@ -162,7 +165,7 @@ def commit() -> str:
 
 
 def git(folder: Path, *words: str) -> str:
-    """The output of git; empty if there is no git, no repository, or no output."""
+    """Return git's output, which is empty if there is no git or no repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, text=True
@@ -173,8 +176,8 @@ def git(folder: Path, *words: str) -> str:
 
 
 def circumstances() -> dict[str, Any]:
-    """Everything besides the settings that may affect the numbers."""
-    import jax  # not above, so that `list` and `--help` are fast
+    """Describe everything besides the settings that may affect the numbers."""
+    import jax  # imported here, so that `list` and `--help` are fast
 
     (device,) = jax.numpy.zeros(()).devices()  # --device may choose another
     return {

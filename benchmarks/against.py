@@ -1,4 +1,4 @@
-"""Compare two reports: verdicts that differ, and estimates that moved."""
+"""Compare two reports: list verdicts that differ and estimates that moved."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,8 @@ Verdicts = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def compare(folder: Path, other: Path) -> None:
-    """Print the verdicts in which the report of a folder differs from another report."""
+    """Print the verdicts that differ between the report in a folder and another
+    report."""
     now, then = _read(folder / "report.json"), _read(other)
     lines, num_alike = [], 0
     for name in dict.fromkeys([*then, *now]):
@@ -45,7 +46,7 @@ def _read(path: Path) -> Verdicts:
 
 
 def _overlap(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether the intervals overlap; an unknown interval overlaps with any."""
+    """Test whether the intervals overlap. An unknown interval overlaps with any."""
     ends = old["low"], old["high"], new["low"], new["high"]
     if any(end is None for end in ends):
         return True

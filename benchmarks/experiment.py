@@ -30,16 +30,16 @@ from .verdicts import print_verdicts, Verdict
 
 
 Point = Mapping[str, Any]
-"""The values that distinguish one place of the grid from the others."""
+"""The values that distinguish one point of the grid from the others."""
 
 Columns = Mapping[str, Shaped[ndarray, "seeds ..."]]
 """Arrays by name, with axes over seeds and then over looks. A column with one axis is the
-same at all looks; one with more than two is for the figures only."""
+same at all looks. A column with more than two axes is used only in figures."""
 
 CIRCUMSTANCES = "device", "x64", "versions"
-"""Runs that differ in these are not mixed."""
+"""Runs that differ in any of these must not be mixed."""
 
-# Exceptions that reading a damaged archive may raise.
+# Exceptions that may be raised by reading a damaged archive.
 _DAMAGED = (
     OSError,
     ValueError,
@@ -69,7 +69,7 @@ class Runs:
         return self.columns[name][:, -1]
 
     def rows(self, first_seed: int = 0) -> list[dict[str, Any]]:
-        """Rows for a table, one for each seed and look."""
+        """Return rows for a table, one for each seed and look."""
         table = {k: v[:, None] if v.ndim == 1 else v for k, v in self.columns.items()}
         table = {k: v for k, v in table.items() if v.ndim == 2}
         shape = np.broadcast_shapes(*(v.shape for v in table.values()))
@@ -83,7 +83,7 @@ class Runs:
 
 
 def select(all_runs: Sequence[Runs], **at: Any) -> list[Runs]:
-    """The runs at the points that have these values."""
+    """Return the runs at the points that have these values."""
     return [
         runs
         for runs in all_runs
@@ -97,24 +97,25 @@ def only(all_runs: Sequence[Runs], **at: Any) -> Runs:
 
 
 class Made(NamedTuple):
-    """Runs, with the time and the code that made them."""
+    """Runs, with the time that they took and the code that made them."""
 
     runs: Runs
     seconds: float
     commits: Sequence[str]
-    """The commits of the code that made the runs: more than one if they are merged."""
+    """The commits of the code that made the runs. Merged runs may have several."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where runs find data, and where they store their state for a later continuation."""
+    """Where runs find their data, and where they store checkpoints to resume from."""
 
     data_dir: Path | None = None
     checkpoints: Path | None = None
-    """`None` for runs too short for a checkpoint."""
+    """The folder of the checkpoints; `None` for runs too short to need any."""
     resume: bool = False
     rehearsal: Callable[..., NoReturn] | None = None
-    """In a dry run, called in place of the runs (`benchmarks/dry_run.py`)."""
+    """A function that a dry run calls instead of making the runs
+    (`benchmarks/dry_run.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,6 @@ class Settings:
     """The settings that all experiments have; each adds its own."""
 
     seeds: int
-    """Number of seeds."""
     first_seed: int = 0
 
     @property
@@ -135,8 +135,8 @@ S = TypeVar("S", bound=Settings)
 
 @dataclasses.dataclass(frozen=True)
 class Experiment(Generic[S]):
-    """The parts of an experiment. `draw` writes its figures into a folder, and returns a
-    caption for each by the file's name without its ending."""
+    """The parts of an experiment. `draw` writes the figures into a folder, and returns
+    their captions by file name, without the suffix."""
 
     quick: S
     embedded: S
@@ -152,26 +152,26 @@ class Experiment(Generic[S]):
     steps: str = "num_steps"
     """The setting that `--steps` replaces; empty if there is none."""
     bounds: tuple[float, float] = (1e-12, 1e12)
-    """Bounds of the values of `--grid`: beyond them no figure can be drawn, or a run does
+    """Bounds on the values of `--grid`. Beyond them no figure can be drawn, or a run does
     not end."""
     runs_at_a_point: Callable[[S], int] = lambda settings: 1
-    """Number of runs of each seed at a point: more than one if the point has its own
-    grid."""
+    """The number of runs of each seed at a point: more than one if the point has a grid
+    of its own."""
     own: Callable[[S], Any] | None = None
-    """The settings for a user's own task in place of these, with the fields `data` and
-    `network`; `None` if `--task` cannot replace them."""
+    """Returns the settings for a user's own task, with the fields `data` and `network`.
+    `None` if the experiment does not accept `--task`."""
     rehearsed: bool = False
-    """Whether `--dry-run` can measure the runs: whether `train` calls the rehearsal."""
+    """Whether `train` calls the rehearsal, so that `--dry-run` can measure the runs."""
     runs_of: str | None = None
-    """Another experiment with the same settings and runs."""
+    """The name of another experiment with the same settings and runs."""
     seedless: Callable[[Point], bool] = lambda point: False
-    """Whether the runs at a point do not depend on the seeds."""
+    """Whether the runs at a point are the same for all seeds."""
     medium: Any = None
-    """The paper's network on images that need no files (`benchmarks/data/textures.py`);
-    `None` if the experiment is not about images."""
+    """The settings for the paper's network on images that need no files
+    (`benchmarks/data/textures.py`). `None` if the experiment is not about images."""
 
     def defaults(self, scale: Scale, of_own_task: bool) -> Any:
-        """The settings of the scale, or those for a user's own task."""
+        """Return the settings of the scale, or those for a user's own task."""
         settings = getattr(self, scale)
         if settings is None:
             raise Refusal(
@@ -185,7 +185,7 @@ class Experiment(Generic[S]):
         return self.own(settings)
 
     def settings(self, options: Options) -> Any:
-        """The settings of the scale, with the changes of the options."""
+        """Return the settings of the scale, as changed by the options."""
         settings = self.defaults(options.scale, options.task is not None)
         changes: dict[str, Any] = {}
         if options.task is not None:
@@ -230,7 +230,7 @@ class Experiment(Generic[S]):
 
 
 def _of_task(settings: Settings, path: Path) -> dict[str, Any]:
-    """The settings that a task brings with it."""
+    """Return the changes to the settings that a user's own task makes."""
     task, changes = own_task.read(str(path)), {}
     for name, value in task.settings.items():
         if not hasattr(settings, name):
@@ -251,8 +251,8 @@ def _of_task(settings: Settings, path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The folder of one experiment: its settings, its runs so far, and finally its
-    results."""
+    """The folder of one experiment: its settings, the runs made so far, and its results
+    at the end."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class Folder:
 
     def _begin(self) -> None:
         """Prepare the folder before the first run is written. Old runs are deleted only
-        now, when they can be replaced."""
+        now, when new ones can replace them."""
         if self._begun:
             return
         if not self._resume:
@@ -287,8 +287,7 @@ class Folder:
         self._begun = True
 
     def checkpoints(self, point: Point) -> Path:
-        """The folder of the checkpoints of the runs at a point, until they are
-        finished."""
+        """Return the folder of the checkpoints of the unfinished runs at a point."""
         path = self.path / "checkpoints" / _name(point)
         if not self._resume:
             shutil.rmtree(path, ignore_errors=True)
@@ -313,9 +312,9 @@ class Folder:
             if before.get(key) != self.circumstances[key]:
                 old, new = before.get(key), self.circumstances[key]
                 raise Refusal(
-                    f"The runs in '{self.path}' were made otherwise "
-                    f"({difference(old, new, key)}); make them anew, without --resume, "
-                    "or go on there."
+                    f"The runs in '{self.path}' were made in other circumstances "
+                    f"({difference(old, new, key)}); replace them by a run without "
+                    "--resume, or resume where they were made."
                 )
 
     def write_settings(self, more: Mapping[str, Any]) -> None:
@@ -326,8 +325,8 @@ class Folder:
         return load(self.path / "runs", point, self._stamp(self.name))
 
     def borrow(self, other: str, point: Point) -> Made | None:
-        """Take the runs from another experiment's folder beside this one, if its settings
-        are the same, together with their origin."""
+        """Load the runs from another experiment's folder beside this one, if it has the
+        same settings. They keep the commits that made them."""
         folder = self.path.parent / other
         settings = _results.read_settings(folder)
         mine = {"settings": self.described["settings"]} | {
@@ -358,15 +357,15 @@ class Folder:
 
 
 def stamp(name: str, settings: Mapping[str, Any]) -> str:
-    """The settings and the circumstances in which runs were made, stored in each file of
-    runs, wherever it came from."""
+    """Return a digest of the settings and circumstances in which runs were made. Each
+    file of runs stores it."""
     circumstances = [settings[key] for key in CIRCUMSTANCES]
     made_with = [name, settings["settings"], circumstances]
     return hashlib.sha256(json.dumps(made_with).encode()).hexdigest()
 
 
 def run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
-    """Make the missing runs, and write table, verdicts, figures and settings."""
+    """Make the missing runs, and write the table, verdicts, figures and settings."""
     _results.claim_folder(options.out)
     with _results.alone_in(options.out):
         return _run(name, experiment, options)
@@ -377,7 +376,7 @@ def _run(name: str, experiment: Experiment, options: Options) -> list[Verdict]:
     circumstances = _results.circumstances()
     folder = Folder(options.out, name, settings, options, circumstances)
     made, borrowed, commits = [], 0, [_results.commit()]
-    # On matrices as small as these, LAPACK's threads and XLA's wait for each other.
+    # On such small matrices, the threads of LAPACK and of XLA wait for each other.
     threads = None if options.scale in LARGE else 1
     with threadpool_limits(threads, user_api="blas"):
         for point in track(experiment.points(settings), name):
@@ -400,7 +399,7 @@ def write_results(
     made: Sequence[Made],
     borrowed: int = 0,
 ) -> list[Verdict]:
-    """Write table, verdicts, figures and settings of all runs of an experiment."""
+    """Write the table, verdicts, figures and settings of all runs of an experiment."""
     console, name, out = Console(), folder.name, folder.path
     all_runs = [each.runs for each in made]
     seconds = sum(each.seconds for each in made)
@@ -437,7 +436,7 @@ def write_results(
 
 
 def _first_seed(settings: Settings, runs: Runs) -> int:
-    """The first seed at a point that may have several runs for each seed."""
+    """Return the first seed of the table. A point may have several runs for each seed."""
     return settings.first_seed * runs.num_seeds // settings.seeds
 
 
@@ -451,7 +450,8 @@ def _train(experiment, settings, point, folder, options) -> tuple[Runs, float]:
 
 
 def load(folder: Path, point: Point, stamp: str | None = None) -> Made | None:
-    """Load runs; raises `Refusal` if their stamp differs from this one."""
+    """Load the runs at a point, or return `None` if there are none. Raise `Refusal` if
+    the file is damaged or its stamp differs."""
     path = _path(folder, point)
     if not path.exists():
         return None
@@ -488,7 +488,7 @@ def _name(point: Point) -> str:
 
 
 def plain(value: Any) -> Any:
-    """The value as it comes back from JSON."""
+    """Return the value as it comes back from JSON."""
     if isinstance(value, Mapping):
         return {key: plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
@@ -499,7 +499,7 @@ def plain(value: Any) -> Any:
 
 
 def unplain(value: Any) -> Any:
-    """The setting that `plain` has written."""
+    """Return the setting that `plain` has written."""
     if isinstance(value, list):
         return tuple(map(unplain, value))
     return float(value) if value in ("inf", "-inf", "nan") else value
@@ -508,7 +508,7 @@ def unplain(value: Any) -> Any:
 def difference(
     old: Any, new: Any, key: str, where: tuple[str, str] = ("there", "now")
 ) -> str:
-    """The first difference between two values, in a few words."""
+    """Describe the first difference between two values, in a few words."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for each in sorted({*old, *new}):
             if old.get(each) != new.get(each):

@@ -1,5 +1,4 @@
-"""One style for all figures, with legible fonts and colours that the colour-blind can
-distinguish."""
+"""One style for all figures: legible fonts, and colours for colour-blind readers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,14 +32,14 @@ _STYLE: dict[Any, Any] = {
     "lines.linewidth": 1.8,
     "lines.markersize": 5.5,
     "legend.frameon": False,
-    "pdf.fonttype": 42,  # letters, so that text in a PDF can be searched
+    "pdf.fonttype": 42,  # TrueType, so that text in a PDF can be searched
 }
 
 
 @contextmanager
 def figure(path: Path, width: float = 10.0, height: float = 6.0) -> Iterator[Figure]:
-    """A figure in the common style (inches, at 150 dots each), saved on exit as PNG and
-    as vector PDF.
+    """Open a figure in the common style (inches, at 150 dots each). On exit, save it as
+    PNG and as vector PDF.
 
     It belongs to no window system, and needs none.
     """
@@ -77,7 +76,7 @@ def field(
     **look: Any,
 ) -> Any:
     """Draw values on a square grid in two coordinates, with these ends, as colours.
-    Returns the image, for a colour bar."""
+    Return the image, for a colour bar."""
     side = round(len(values) ** 0.5)
     (left, right), (bottom, top) = axes
     panel.grid(visible=False)
@@ -91,6 +90,5 @@ def field(
 
 
 def shades(number: int) -> Any:
-    """The given number of colours, from dark to light, for an ordered quantity such as
-    K."""
+    """Return this many colours from dark to light, for an ordered quantity such as K."""
     return matplotlib.colormaps["viridis"](np.linspace(0, 0.85, number))

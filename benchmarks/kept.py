@@ -1,7 +1,7 @@
-"""Results that are kept in the repository, with the page made from them.
+"""Results that are kept in the repository, and the page that is made from them.
 
-For each experiment these are the settings with the commit that made the runs, the
-verdicts, and the table; the figures are beside the page.
+For each experiment, this keeps the verdicts, the table, and the settings with the commit
+that made the runs. The figures are beside the page.
 """
 
 import gzip
@@ -17,12 +17,12 @@ from ._results import claim_folder, read_settings, write_whole
 ROOT = Path(__file__).parents[1]
 KEPT = Path("benchmarks") / "results"
 PAGE = Path("docs")
-"""Both in the root of the repository."""
+"""Both folders are relative to the root of the repository."""
 
 
 def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
-    """Copy the finished results into the repository, replacing the old ones, and write
-    the page again."""
+    """Copy the finished results into the repository, where they replace the old ones, and
+    write the page again."""
     taken = []
     for name in names:
         settings = read_settings(results / name)

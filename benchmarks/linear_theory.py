@@ -1,5 +1,5 @@
-r"""Theory of a network whose linearisation stays constant: the squared bias and the
-variance of learning the targets by it, and its effective dimension.
+r"""Theory of a network whose linearisation stays constant: its effective dimension, and
+the squared bias and variance when it learns the targets.
 
 Starting at outputs $f_0$, a filter $g$ (`gnlin.filters`) of the kernel
 $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$ gives $f_0 - A g(w) U^\top r$ on test
@@ -9,11 +9,11 @@ test targets are the truth; independent noise on the training targets gives the 
 Compare gradient flow for the time $1/\lambda$ with ridge regression with $\lambda$. In
 each eigencomponent, with $x = w/\lambda$, flow leaves a smaller part of the truth,
 $e^{-x} \le 1/(1 + x)$, and passes on at most 1.2985 times the noise,
-$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times that of ridge:
-on the training inputs for any truth, and on other inputs on average over truths without a
-preferred direction. After T solutions, each starting at the end of the last one, the two
-are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ by at most about
-$0.27/T$.
+$1 - e^{-x} \le 1.2985\,x/(1 + x)$. Its risk is thus at most 1.6862 times the risk of
+ridge. On the training inputs this holds for any truth, and on other inputs on average
+over truths without a preferred direction. After T solutions, each starting at the end of
+the last one, the two are nearer: their remainders, $e^{-Tx}$ and $(1 + x)^{-T}$, differ
+by at most about $0.27/T$.
 
 ??? cite "Reference"
 
@@ -33,8 +33,8 @@ Data = tuple[Float[Array, "n ..."], Float[Array, "n c"]]
 
 
 class Repeated(gnlin.filters.AbstractFilter):
-    """Ridge regression repeated this many times, each time on the remainder of the
-    last."""
+    """Ridge regression repeated this many times, each time on what the last one has
+    left."""
 
     damping: ScalarLike
     times: int
@@ -50,19 +50,19 @@ class LinearProblem(eqx.Module):
     """A linearised network with its training and test data."""
 
     spectrum: gnlin.Spectrum
-    """The spectrum of the kernel, with the training residual."""
+    """The spectrum of the kernel, with the residual of the training data."""
     test_residual: Float[Array, " t"]
-    """The initial outputs minus the targets."""
+    """The initial outputs minus the targets, on the test data."""
     test_features: Float[Array, "t k"]
     """A: the change of the outputs by a step along each eigenvector."""
 
     def squared_bias(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, without noise."""
+        """Return the mean squared error over test outputs, without noise."""
         solved = filter(self.spectrum.eigenvalues) * self.spectrum.coefficients
         return jnp.mean((self.test_residual - self.test_features @ solved) ** 2)
 
     def variance(self, filter: gnlin.filters.AbstractFilter) -> Scalar:
-        """The mean over test outputs, for noise of unit variance."""
+        """Return the mean variance of test outputs, for noise of unit variance."""
         passed_on = self.test_features * filter(self.spectrum.eigenvalues)[None]
         return jnp.mean(jnp.sum(passed_on**2, axis=1))
 
@@ -70,7 +70,7 @@ class LinearProblem(eqx.Module):
 def linear_problem(
     model: PyTree, initial: PyTree, train: Data, test: Data
 ) -> LinearProblem:
-    """The linear problem with the kernel of one network and the outputs of another."""
+    """Make the linear problem with the kernel of `model` and the outputs of `initial`."""
     (x, y), (test_x, test_y) = train, test
     here, there = (
         gnlin.features.linearise_model(model, inputs) for inputs in (x, test_x)
@@ -86,7 +86,8 @@ def linear_problem(
 def ridge_and_flow(
     problem: LinearProblem, damping: ScalarLike, times: int
 ) -> dict[str, Scalar]:
-    """Both at matched strength, once; and ridge regression repeated."""
+    """Compare ridge regression and gradient flow at matched strength, and ridge
+    regression repeated."""
     ridge = gnlin.filters.Tikhonov(damping)
     flow = gnlin.filters.GradientFlow(1 / jnp.asarray(damping))
     return {

@@ -1,7 +1,7 @@
 """Merge results of one experiment that differ only in their seeds.
 
-The merged folder is that of one run of all seeds: its arrays are those of the parts, one
-after the other, and table, verdicts and figures are made from them.
+The merged folder is the same as if one run had made all seeds. It concatenates the arrays
+of the parts, and makes the table, verdicts and figures from them.
 """
 
 import dataclasses
@@ -35,14 +35,14 @@ from .own_task import is_own, named
 
 
 SEEDS = "seeds", "first_seed"
-"""The settings that may differ."""
+"""The settings in which the parts may differ."""
 _WHERE = "in the first", "in the second"
 
 
 class _Part(NamedTuple):
     folder: Path
     described: Mapping[str, Any]
-    """The content of its `settings.json`."""
+    """The content of the folder's `settings.json`."""
 
     @property
     def seeds(self) -> range:
@@ -51,7 +51,8 @@ class _Part(NamedTuple):
 
 
 def merge(folders: Sequence[Path], out: Path | None) -> None:
-    """Merge the results in these folders; raises `Refusal` if they do not fit."""
+    """Merge the results in these folders. Raise `Refusal` if they do not belong
+    together."""
     if len(folders) < 2:
         raise Refusal(
             "Name at least two folders of results: `python -m benchmarks merge OUT1 OUT2 "
@@ -131,7 +132,7 @@ def _check_seeds(before: _Part, after: _Part) -> None:
 
 
 def _settings(experiment: Experiment, parts: Sequence[_Part]) -> Settings:
-    """The settings of all parts together."""
+    """Return the settings of all parts together."""
     described = dict(parts[0].described["settings"])
     described["seeds"] = sum(len(part.seeds) for part in parts)
     data = described.get("data", "")

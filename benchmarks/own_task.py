@@ -1,10 +1,11 @@
-"""A user's own task, in one file: a model of one example, and data.
+"""A user's own task in one Python file: a model of one example, and data.
 
-def model(key): ...      # an Equinox module, or with its state: (module, state)
+def model(key): ...      # an Equinox module, or a pair of a module and its state
 def data(seed): ...      # (inputs, targets) to train, to validate, to test
-settings = {"learning_rate": 0.1}      # optional: the experiment's, by their names
+settings = {"learning_rate": 0.1}      # optional: settings of the experiment, by name
 
-Whole numbers as targets are classes, other numbers are values (`benchmarks/scores.py`).
+Targets that are whole numbers are classes; other numbers are values
+(`benchmarks/scores.py`).
 """
 
 import functools
@@ -27,16 +28,16 @@ class OwnTask(NamedTuple):
     data: Callable[[int], Any]
     settings: Mapping[str, Any]
     digest: str
-    """Digest of the file, so that runs of another version are not mixed with these."""
+    """The digest of the file, so that runs of different versions are not mixed."""
 
 
 def is_own(data: str) -> bool:
-    """Whether a setting of this name stands for the file of a task."""
+    """Test whether a setting's `data` is the file of a user's own task."""
     return data.endswith(".py")
 
 
 def named(path: Path) -> str:
-    """The name of the task, with the digest of its file."""
+    """Return the name of the task, with the digest of its file."""
     return f"{path.stem} {read(str(path)).digest}"
 
 
@@ -61,7 +62,7 @@ def read(path: str) -> OwnTask:
 
 
 def draw(path: str, num_train: int | None, seed: int) -> Any:
-    """Training, validation and test data."""
+    """Return training, validation and test data."""
     train, validation, test = _drawn(path, seed)
     number = len(train[0])
     if num_train is not None and num_train > number:
@@ -155,14 +156,15 @@ def check(path: str) -> None:
 
 
 def with_state(made: Any) -> tuple[Any, Any]:
-    """The model and its state, which is `None` if it has none."""
+    """Return the model and its state, which is `None` if it has none."""
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
         return made
     return made, None
 
 
 def like(default: Any, value: Any) -> Any:
-    """The value in the type of a setting's default; `TypeError` if it has another."""
+    """Convert the value to the type of a setting's default; raise `TypeError` if it has
+    another type."""
     if isinstance(default, tuple) and isinstance(value, tuple | list) and value:
         return tuple(like(default[0], each) if default else each for each in value)
     if isinstance(default, float) and type(value) is int:
@@ -173,6 +175,6 @@ def like(default: Any, value: Any) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """The error in one line."""
+    """Describe the error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

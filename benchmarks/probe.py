@@ -1,4 +1,4 @@
-"""Linear probes: the accuracy of a linear classifier of a layer's activations."""
+"""Linear probes: the accuracy of a linear classifier on the activations of a layer."""
 
 import equinox as eqx
 import jax
@@ -15,8 +15,9 @@ def linear_probe(
     damping: float = 1e-3,
     max_steps: int = 20,
 ) -> Scalar:
-    """The test accuracy of a linear softmax classifier of given features, scaled to unit
-    variance, trained by damped Newton steps on the mean cross-entropy.
+    """Return the test accuracy of a linear softmax classifier of given features. The
+    features are scaled to unit variance, and the classifier is trained by damped Newton
+    steps on the mean cross-entropy.
 
     - `train`, `test`: features and labels.
 

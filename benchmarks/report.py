@@ -1,6 +1,6 @@
-"""One page of the experiments' results: as Markdown, and as HTML in one file.
+"""One page with all results of the experiments, as Markdown and as one HTML file.
 
-Both are written from the same blocks, and are identical for identical results.
+Both are written from the same blocks. Identical results give identical pages.
 """
 
 import csv
@@ -57,7 +57,7 @@ SCALES = {
     "medium": ["--scale", "medium"],
     "full": ["--scale", "full"],
 }
-"""Options of the command line for each scale."""
+"""The options of the command line that select each scale."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Found:
     commits: Sequence[str]
     """Commits of the code that made the runs; empty if they are unknown."""
     older: bool
-    """Whether the solvers have changed since the runs."""
+    """Whether the solvers have changed since the runs were made."""
     circumstances: Mapping[str, str]
     verdicts: Sequence[Verdict]
     after_holm: Sequence[Judged] = ()
@@ -95,8 +95,8 @@ class Lacking:
 
 
 def write(folder: Path, names: Sequence[str], page: Path | None = None) -> None:
-    """Write `report.md` with its figures in `report/`, and `report.html`. For results
-    that are kept without their figures, write only the former."""
+    """Write `report.md` with its figures in `report/`, and `report.html`. If `page` is
+    given, write only `report.md` and its figures, into that folder."""
     kept = page is not None
     results = [_result(folder, name, kept) for name in names]
     if not any((folder / name / "settings.json").exists() for name in names):
@@ -142,7 +142,7 @@ def _corrected(results: Sequence[Found | Lacking]) -> list[Found | Lacking]:
 
 
 def _as_json(results: Sequence[Found | Lacking]) -> dict[str, Any]:
-    """Verdicts by experiment and claim, for `--against`."""
+    """Return the verdicts by experiment and claim, for `--against`."""
     return {
         result.name: {
             v.claim: {
@@ -166,11 +166,11 @@ def _number(x: float) -> float | None:
 def _result(folder: Path, name: str, kept: bool) -> Found | Lacking:
     usual = kept or folder == Path("results")
     out = [] if usual else ["--out", str(folder / name)]
-    anew = shlex.join(["python", "-m", "benchmarks", name, *out])
+    rerun = shlex.join(["python", "-m", "benchmarks", name, *out])
     try:
         content = read_settings(folder / name)
         if content is None:
-            return Lacking(name, "not run", anew)
+            return Lacking(name, "not run", rerun)
         if content.get("experiment") != name:
             raise ValueError
         if content["finished"]:
@@ -178,7 +178,7 @@ def _result(folder: Path, name: str, kept: bool) -> Found | Lacking:
         command = _command(name, content["command"])
         return Lacking(name, "unfinished", shlex.join([*command, *out, "--resume"]))
     except (Refusal, OSError, ValueError, TypeError, KeyError, AttributeError):
-        return Lacking(name, "unreadable", anew)
+        return Lacking(name, "unreadable", rerun)
 
 
 def _found(folder: Path, content: Mapping[str, Any]) -> Found:
@@ -202,8 +202,8 @@ def _found(folder: Path, content: Mapping[str, Any]) -> Found:
 
 
 def _is_older(content: Mapping[str, Any]) -> bool:
-    """Whether `gnlin` has changed since the oldest commit, or since the day of results
-    without commits, as far as the repository shows."""
+    """Test by git whether `gnlin` has changed since the commits of the results, or since
+    their date if these are unknown."""
     here = Path(__file__).parents[1]
     since = [[f"{word.split()[0]}..HEAD"] for word in content.get("commits", []) if word]
     since = since or [[f"--since={str(content['date'])[:10]}T23:59:59", "HEAD"]]
@@ -240,8 +240,8 @@ def _line(text: str) -> str:
 
 
 def _command(name: str, command: str) -> list[str]:
-    """The command that makes the results again, without the folders of the machine where
-    it ran."""
+    """Return the command that makes the results again, without the folders of the machine
+    on which it ran."""
     words, given = [], iter(shlex.split(command))
     for word in given:
         option, equals, _ = word.partition("=")
@@ -267,8 +267,8 @@ def _circumstances(content: Mapping[str, Any]) -> dict[str, str]:
 def _page(
     folder: Path, results: Sequence[Found | Lacking], images: Path, kept: bool
 ) -> list[Block]:
-    """`images`: the folder of the images that are not in the folders of their
-    experiments."""
+    """Return the blocks of the page. `images` is the folder of the images that are not in
+    the folders of their experiments."""
     found = [result for result in results if isinstance(result, Found)]
     groups = _groups(found)
     blocks: list[Block] = [
@@ -387,7 +387,7 @@ def _totals(results: Sequence[Found | Lacking], found: Sequence[Found]) -> str:
 
 
 def _groups(found: Sequence[Found]) -> list[list[Found]]:
-    """Groups of experiments in the same circumstances, the largest group first."""
+    """Group the experiments by circumstances, the largest group first."""
     groups: dict[str, list[Found]] = {}
     for result in found:
         key = json.dumps(result.circumstances, sort_keys=True)
@@ -438,7 +438,8 @@ def _head(name: str) -> list[Block]:
 
 
 def _of(result: Found, usual: Found, images: Path) -> list[Block]:
-    """A note on the experiment if it differs from the usual one."""
+    """Return the blocks of one experiment, with a note if its circumstances differ from
+    the usual ones."""
     blocks = _head(result.name)
     if result.paper:
         blocks.append(Paragraph([f"The paper: {result.paper}"]))
@@ -475,7 +476,7 @@ def _made_by(result: Found) -> list[str]:
 
 
 def picture(name: str, stem: str) -> str:
-    """Name of an experiment's figure on the page."""
+    """Return the file name of an experiment's figure on the page."""
     own = name.replace("-", "_")
     return f"{stem}.png" if stem.startswith(own) else f"{own}_{stem}.png"
 

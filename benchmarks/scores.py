@@ -1,9 +1,9 @@
 """The loss and the score of a task, which follow from its targets.
 
-Whole numbers are classes: the loss is the cross-entropy, and the score the share that is
-right. Real numbers are values: the loss is the squared error, and the score the explained
-share of the variance, 1 for outputs without error and 0 for those that are no better than
-the mean of the training targets.
+Targets that are whole numbers are classes: the loss is the cross-entropy, and the score
+is the accuracy. Other targets are values: the loss is the squared error, and the score is
+the share of the variance that is explained, which is 1 for perfect outputs and 0 for
+outputs no better than the mean of the training targets.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ def are_classes(targets: ArrayLike) -> bool:
 
 
 def as_values(targets: Array, num_classes: int) -> Array:
-    """Classes as values whose mean is zero; values as they are."""
+    """Return classes as one-hot vectors with zero mean, and values as they are."""
     if not are_classes(targets):
         return targets
     return jax.nn.one_hot(targets, num_classes, dtype=float) - 1 / num_classes
@@ -41,19 +41,19 @@ def loss_of(
 
 
 def mean_loss(outputs: Array, targets: Array) -> Scalar:
-    """The mean over examples, and over the tokens of sequences."""
+    """Return the mean loss over examples, and over the tokens of sequences."""
     if are_classes(targets):
         return optax.softmax_cross_entropy_with_integer_labels(outputs, targets).mean()
     return jnp.sum((outputs - targets) ** 2) / (2 * len(targets))
 
 
 def number_of(targets: ArrayLike) -> int:
-    """The number of losses in the mean."""
+    """Return the number of losses over which the mean is taken."""
     return jnp.size(targets) if are_classes(targets) else len(jnp.asarray(targets))
 
 
 def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> float:
-    """The least summed loss of outputs that are the same for all examples."""
+    """Return the least summed loss of outputs that are the same for all examples."""
     targets = np.asarray(targets)
     mean = targets.mean(axis=0)
     if loss.is_quadratic:
@@ -65,22 +65,22 @@ def guessing_loss(loss: gnlin.authoring.AbstractLoss, targets: ArrayLike) -> flo
 
 
 def trained_loss(targets: Array) -> float | Scalar:
-    """The mean loss at which runs that are compared at equal training loss end: for
-    values that part of the loss of their mean."""
+    """Return the mean loss at which runs that are compared at equal training loss end.
+    For values, it is a share of the loss of outputs that equal the mean target."""
     if are_classes(targets):
         return TRAINED_LOSS
     return TRAINED_LOSS * spread(targets) / 2
 
 
 def spread(targets: Array) -> float | Scalar:
-    """The variance of values, summed over the outputs; 1 for classes."""
+    """Return the variance of values, summed over the outputs, or 1 for classes."""
     if are_classes(targets):
         return 1.0
     return jnp.sum((targets - targets.mean(axis=0, keepdims=True)) ** 2) / len(targets)
 
 
 def score(outputs: Array, targets: Array, spread: ScalarLike) -> Scalar:
-    """The score, by the spread of the training targets."""
+    """Return the score, for the spread of the training targets."""
     if are_classes(targets):
         return gnlin.losses.accuracy(outputs, targets)
     unexplained = jnp.sum((outputs - targets) ** 2) / len(targets) / spread
@@ -89,7 +89,7 @@ def score(outputs: Array, targets: Array, spread: ScalarLike) -> Scalar:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The score as a metric of outputs and targets."""
+    """The score as a metric of outputs and targets, for use in `gnlin.fit`."""
 
     spread: float
 

@@ -68,8 +68,8 @@ def soap(
     eps: float = 1e-8,
     frequency: int = 10,
 ) -> optax.GradientTransformation:
-    """SOAP with its authors' defaults, except that there is no weight decay. `frequency`:
-    steps from one update of the eigenvectors to the next."""
+    """Return SOAP with its authors' defaults, except that there is no weight decay. The
+    eigenvectors are updated every `frequency` steps."""
 
     def start(x: Array) -> _Moments:
         basis = None
@@ -123,8 +123,9 @@ def soap(
 
 
 def on_matrices(optimiser: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap an optimiser that treats matrices specially. The kernel of a convolution is a
-    matrix with one row for each output channel; an array with one column is a vector."""
+    """Wrap an optimiser that treats matrices specially. The kernel of a convolution
+    becomes a matrix with one row for each output channel, and an array with one column
+    becomes a vector."""
 
     def flat(tree):
         def of_one(x):

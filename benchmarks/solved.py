@@ -1,9 +1,8 @@
-"""Linearised problems, solved: a network is linearised at a model, and its loss
-minimised.
+"""Linearised networks that are trained until their loss is minimal.
 
-L-BFGS runs until no entry of the gradient of the mean loss exceeds a tolerance. For
-classes that a hyperplane separates there is no minimum, but the learned function has
-settled by then.
+L-BFGS runs until no entry of the gradient of the mean loss exceeds a tolerance. If a
+hyperplane separates the classes there is no minimum, but the learned function has settled
+by then.
 """
 
 import functools
@@ -44,11 +43,11 @@ MOST_STEPS = 5_000
 
 class Solved(NamedTuple):
     moved: Float[ndarray, " p"]
-    """The displacement from the parameters of the linearisation, as one vector."""
+    """The displacement from the linearisation point, as one vector."""
     num_steps: int
     loss: float
     residual: float
-    """The largest entry of the gradient."""
+    """The largest entry of the gradient at the end."""
 
 
 def solve(
@@ -57,7 +56,7 @@ def solve(
     tolerance: float = TOLERANCE,
     most_steps: int = MOST_STEPS,
 ) -> Solved:
-    """Solve the linearised problem of a network at a model: minimise its mean loss."""
+    """Linearise a network at a model, and minimise its mean loss."""
     size = ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0].size
     found = minimize(
         lambda moved: tuple(map(np.asarray, _loss_and_gradient(moved, model, data))),
@@ -71,7 +70,7 @@ def solve(
 
 
 def _rehearse(settings: Images, place: Place, num_steps: int) -> None:
-    """The first problem, as in all steps of L-BFGS."""
+    """Measure the steps of L-BFGS on the first problem, for a dry run."""
     seed = settings.first_seed
 
     @functools.cache
@@ -81,7 +80,8 @@ def _rehearse(settings: Images, place: Place, num_steps: int) -> None:
 
     def attempt(number):
         found = solve(*start(), 0.0, number)
-        return Tally(found.num_steps, 2 * found.num_steps)  # there and back
+        # Each step takes one forward and one reverse pass.
+        return Tally(found.num_steps, 2 * found.num_steps)
 
     program = "L-BFGS", settings.network, settings.num_train
     assert place.rehearsal is not None
@@ -96,8 +96,8 @@ def _rehearse(settings: Images, place: Place, num_steps: int) -> None:
 
 
 def train_endlessly(settings: Images, place: Place) -> Columns:
-    """Train all seeds with K = infinity, at one look. `finished` says whether the
-    tolerance was reached."""
+    """Train all seeds with K = infinity: linearise once and solve. There is one look, at
+    the end, and `finished` says whether the tolerance was reached."""
     make_model = stateless(settings)
     if place.rehearsal is not None:
         _rehearse(settings, place, MOST_STEPS)
@@ -109,7 +109,8 @@ def train_endlessly(settings: Images, place: Place) -> Columns:
 
 
 def solved_accuracy(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The linearised network's test accuracies; NaN if the problem is not solved."""
+    """Return the linearised network's test accuracies; NaN where the problem is not
+    solved."""
     finished = runs.final("finished") > 0
     return np.where(finished, runs.final("test_accuracy_linearised"), np.nan)
 
@@ -145,13 +146,13 @@ def train_solving(
     until_trained: bool = False,
     most_steps: int = MOST_STEPS,
 ) -> Columns:
-    """Train all seeds by one solved problem after another, with a look at each feature
-    update, until there is nothing left to solve or the network is trained; the last look
-    then stays.
+    """Train all seeds by solving one linearised problem after another, with a look at
+    each feature update. A run ends when there is nothing left to solve or the network is
+    trained, and its last look is repeated.
 
-    `trained` says whether its mean training loss is at most `TRAINED_LOSS`, `unsolved`
+    `trained` says whether the mean training loss is at most `TRAINED_LOSS`, `unsolved`
     counts the problems so far that were not solved to the tolerance, and `gradient` is
-    the largest residual of any problem.
+    the largest gradient entry that remained in any problem.
     """
     make_model = stateless(settings)
     if place.rehearsal is not None:
@@ -213,7 +214,7 @@ def _one_after_the_other(
 
 
 def described(all_runs: Sequence[Runs], tolerances: Sequence[float]) -> str:
-    """The accuracy to which these problems were solved, for a caption."""
+    """Describe, for a caption, how accurately these problems were solved."""
     left = [f"{runs.final('gradient').max():.1e}" for runs in all_runs]
     problems = sum(int(runs.final("feature_updates").sum()) for runs in all_runs)
     unsolved = sum(int(runs.final("unsolved").sum()) for runs in all_runs)
@@ -262,9 +263,12 @@ def _accuracy_linearised(moved, model: PyTree, data: Labelled, spread) -> Array:
 
 @eqx.filter_jit
 def damped(there: PyTree, model: PyTree, data: Labelled, damping) -> tuple[Array, Array]:
-    """The mean loss, at other parameters, of the network linearised at a model, plus
-    `damping` times the squared distance from the model; and the largest entry of its
-    gradient."""
+    """Return the damped loss of a linearised network, and the largest entry of its
+    gradient.
+
+    The network is linearised at `model` and evaluated at the parameters of `there`. The
+    damped loss is the mean loss plus `damping` times the squared distance from `model`.
+    """
     flat = lambda model: ravel_pytree(eqx.filter(model, eqx.is_inexact_array))[0]
 
     def value(moved):

@@ -44,7 +44,7 @@ class Figure:
     met: bool | None
     """`None` if nothing is required."""
     seconds: float
-    """Seconds of a step of gnlin, or of K steps."""
+    """Seconds per step of gnlin, or per K steps."""
     reference_seconds: float
     note: str = ""
 
@@ -76,8 +76,8 @@ def run(options: Options) -> None:
 
 
 def inner_step(channels: int, num_rounds: int) -> list[Figure]:
-    """A step of iterative linearisation across batches: one forward, one tangent and one
-    transposed pass, where SGD has no tangent."""
+    """Measure a step of iterative linearisation across batches: one forward, one tangent
+    and one transposed pass, where SGD has no tangent."""
     network = _lenet(channels, NUM_STREAMED)
     sgd = network.sgd_step()
     step = network.stream_step(gnlin.IterativeLinearisation(PERIOD, 1e-3))
@@ -97,7 +97,7 @@ def inner_step(channels: int, num_rounds: int) -> list[Figure]:
 
 
 def damped_step(channels: int, num_rounds: int) -> Figure:
-    """A step of damped Gauss-Newton: a per-example Jacobian and a kernel."""
+    """Measure a step of damped Gauss-Newton: a per-example Jacobian and a kernel."""
     network = _lenet(channels, NUM_CURVED)
     sgd = network.sgd_step()
     step = network.stream_step(gnlin.DampedGaussNewton(1.0, search=None))
@@ -113,13 +113,11 @@ def damped_step(channels: int, num_rounds: int) -> Figure:
 
 
 def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
-    """K inner steps in the outputs, including the kernel, against the same steps on the
-    parameters: in a compiled loop, and with a call for each step, since on a CPU
-    convolutions are slower inside a loop."""
-    (images, labels), _ = digits.classification(flat=False)
-    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
-    targets = jnp.asarray(labels[:NUM_KERNEL])
-    network = _Network(digits_cnn(jax.random.key(0)), inputs, targets)
+    """Measure K inner steps in the outputs, with the kernel included, against the same
+    steps on the parameters. The latter run in a compiled loop, and with a call for each
+    step, since convolutions on a CPU are slower inside a loop."""
+    network = _digits_network()
+    inputs, targets = network.inputs, network.targets
     eta = 1e-2
     solver = gnlin.IterativeLinearisation(period, eta)
     outer = network.outer_step(solver)
@@ -165,12 +163,9 @@ def kernel_steps(period: int, num_rounds: int) -> list[Figure]:
 
 
 def flow(period: int) -> Figure:
-    """Gradient flow in place of a large number of small steps, against those steps taken
-    one by one in the outputs."""
-    (images, labels), _ = digits.classification(flat=False)
-    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
-    targets = jnp.asarray(labels[:NUM_KERNEL])
-    network = _Network(digits_cnn(jax.random.key(0)), inputs, targets)
+    """Measure gradient flow against the many small steps that it replaces, taken one by
+    one in the outputs."""
+    network = _digits_network()
 
     def stepped(method):
         solver = gnlin.IterativeLinearisation(period, 1e-3, method=method)
@@ -199,8 +194,8 @@ def flow(period: int) -> Figure:
 
 
 def fit_overhead(num_steps: int, num_rounds: int) -> Figure:
-    """The time that a step of `gnlin.fit` takes beyond the compiled step, in
-    milliseconds."""
+    """Measure the milliseconds that a step of `gnlin.fit` takes beyond the compiled
+    step."""
     (inputs, targets), _ = digits.classification()
     inputs = jnp.asarray(inputs, jnp.float32)
     targets = jnp.asarray(targets)
@@ -249,11 +244,11 @@ def fit_overhead(num_steps: int, num_rounds: int) -> Figure:
 class _Step:
     run: Callable[[], Any]
     num_bytes: int
-    """Temporaries, arguments and results of the compiled program."""
+    """The memory of the compiled program's temporaries, arguments and results."""
 
 
 class _Network:
-    """A network and a batch, its steps compiled with both as arguments."""
+    """A network and a batch. Its steps are compiled with both as arguments."""
 
     def __init__(self, model, inputs, targets):
         self.model = model
@@ -302,6 +297,13 @@ class _Network:
         return _compiled(step, self.parameters, state, self.inputs, self.targets)
 
 
+def _digits_network() -> _Network:
+    (images, labels), _ = digits.classification(flat=False)
+    inputs = jnp.asarray(images[:NUM_KERNEL], jnp.float32)
+    targets = jnp.asarray(labels[:NUM_KERNEL])
+    return _Network(digits_cnn(jax.random.key(0)), inputs, targets)
+
+
 def _lenet(channels: int, num_images: int) -> _Network:
     keys = jax.random.split(jax.random.key(0), 3)
     images = jax.random.normal(keys[1], (num_images, 3, 32, 32))
@@ -326,10 +328,11 @@ def _compiled(step: Callable, *args) -> _Step:
 
 
 def _alternate(step: _Step, reference: _Step, num_rounds: int) -> tuple[float, float]:
-    """Seconds of both; the reference's are scaled so that their ratio is the median one.
+    """Return the seconds of both. The reference's are scaled so that the ratio is the
+    median of the ratios.
 
-    Each is run once more just before it is timed, since a program that has held a
-    gigabyte leaves caches and pages behind, at the other's cost.
+    Each program is run once more just before it is timed, since a program that has held a
+    gigabyte of memory slows the next one by the caches and pages that it leaves behind.
     """
     pairs = []
     for _ in range(num_rounds):

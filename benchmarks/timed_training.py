@@ -1,8 +1,8 @@
-"""Models trained on groups of residuals for a number of seconds, by several methods.
+"""Train models on groups of residuals for a number of seconds, by several methods.
 
-Compilation is not counted, and neither is the evaluation of the models on the way: they
-are stored, and evaluated later. On a CPU the seconds are those of the process, so that
-other work on the machine does not count.
+Neither compilation nor the evaluation of models during training is counted: the models
+are stored, and evaluated later. On a CPU, the time is the processor time of the process,
+so that other work on the machine does not count.
 """
 
 import time
@@ -25,7 +25,7 @@ from .speed.opponents import promoting
 
 
 LENGTHS = 0.5 ** np.arange(31)
-"""Fractions of a step that a grid search tries."""
+"""The fractions of a step that a grid search tries."""
 
 
 class Look(NamedTuple):
@@ -37,7 +37,7 @@ class Look(NamedTuple):
 
 
 class Trainer(Protocol):
-    """Trains a model on groups for a number of seconds, and stores about the requested
+    """Trains a model on groups for a number of seconds, and returns about the requested
     number of looks: closely spaced at first, with one at the end."""
 
     def __call__(
@@ -46,8 +46,8 @@ class Trainer(Protocol):
 
 
 class _Clock:
-    """Chooses the times of the looks: they grow by a constant factor, with one at the
-    end."""
+    """Chooses the times of the looks, which grow by a constant factor. The last one is at
+    the end."""
 
     def __init__(self, seconds: float, num_looks: int):
         on_cpu = jax.default_backend() == "cpu"
@@ -62,7 +62,7 @@ class _Clock:
         return self.time() - self.begun
 
     def told(self, steps: int, model: PyTree) -> bool:
-        """Keep the model if a look is due; returns whether time is up."""
+        """Keep the model if a look is due, and return whether time is up."""
         now = self.now
         over = now >= self.seconds
         if over or now >= self.times[0]:
@@ -72,7 +72,8 @@ class _Clock:
 
 
 def objective(model: PyTree, groups: Groups) -> Scalar:
-    """The objective of gnlin: squared errors with the groups' weights."""
+    """Return the objective of gnlin: half the squared residuals, with the groups'
+    weights."""
     squares = [
         jnp.asarray(group.weight) * jnp.sum(_residuals(group, model) ** 2)
         for group in groups.values()
@@ -101,7 +102,7 @@ class _Watch(gnlin.callbacks.Callback):
             run.stop("time is up")
 
     def on_end(self, run: Any) -> None:
-        """Add a last look if the run has converged early."""
+        """Add a last look in case the run has converged early."""
         self.clock.seconds = 0.0
         if not self.clock.looks or self.clock.looks[-1].steps < run.step:
             self.clock.told(run.step, run.model)
@@ -111,7 +112,7 @@ def by_gnlin(solver: Any) -> Trainer:
     def train(model, groups, seconds, num_looks):
         watch = _Watch(seconds, num_looks)
         options = {"progress": False, "divergence": None}
-        with warnings.catch_warnings():  # of a run that has stagnated
+        with warnings.catch_warnings():  # a stagnated run would warn
             warnings.simplefilter("ignore", UserWarning)
             gnlin.fit(model, groups, solver, steps=2, **options)  # compiles
             gnlin.fit(model, groups, solver, steps=10**9, callbacks=watch, **options)
@@ -126,8 +127,8 @@ def by_gnlin(solver: Any) -> Trainer:
 
 
 class _Descent:
-    """A compiled sequence of steps of an optimiser. If it takes a learning rate, each
-    call passes it."""
+    """Several steps of an optimiser as one compiled program. The learning rate is an
+    argument of each call."""
 
     def __init__(self, make: Callable[[Any], Any], steps_a_call: int):
         self.steps_a_call = steps_a_call
@@ -169,8 +170,8 @@ class _Descent:
         steps: int,
         rate: Callable[[float], float],
     ) -> tuple[PyTree, int]:
-        """Run until time is up; `rate` is a function of the share of the time that is
-        over."""
+        """Run until time is up. `rate` maps the share of the time that has passed to a
+        learning rate."""
         carry, frozen = self.begin(model)
         begun, over = clock.now, False
         while not over:
@@ -183,8 +184,8 @@ class _Descent:
         return model, steps
 
     def compiled(self, model: PyTree, groups: Groups) -> None:
-        """Compile, also for the types of its own results, which may differ from those of
-        the start."""
+        """Compile the program. The second call compiles it for the types of its own
+        results, which may differ from the types of the start."""
         carry, frozen = self.begin(model)
         for _ in range(2):
             carry = self._advance(carry, frozen, groups, jnp.zeros((), float))
@@ -196,21 +197,22 @@ _LBFGS = _Descent(lambda rate: optax.lbfgs(), 5)
 
 
 def adam(rate: float) -> Trainer:
-    """Adam with a cosine schedule that falls to zero at the end."""
-    return _descents(
-        (_ADAM, lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1))))
-    )
+    """Return Adam with a cosine schedule that falls to zero at the end."""
+    return _descents((_ADAM, _falling(rate)))
 
 
 def lbfgs() -> Trainer:
-    """L-BFGS with ten pairs and a zoom search."""
+    """Return L-BFGS with ten pairs and a zoom search."""
     return _descents((_LBFGS, lambda share: 0.0))
 
 
 def adam_then_lbfgs(rate: float) -> Trainer:
-    """Adam for half of the time, then L-BFGS."""
-    falling = lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1)))
-    return _descents((_ADAM, falling), (_LBFGS, lambda share: 0.0))
+    """Return a trainer that uses Adam for half of the time, and then L-BFGS."""
+    return _descents((_ADAM, _falling(rate)), (_LBFGS, lambda share: 0.0))
+
+
+def _falling(rate: float) -> Callable[[float], float]:
+    return lambda share: rate * 0.5 * (1 + np.cos(np.pi * min(share, 1)))
 
 
 def _descents(*parts: tuple[_Descent, Callable[[float], float]]) -> Trainer:
@@ -234,7 +236,7 @@ def _descents(*parts: tuple[_Descent, Callable[[float], float]]) -> Trainer:
 def rows_of(
     model_at: Callable[[Array], PyTree], v: Float[Array, " p"], groups: Groups
 ) -> tuple[Float[Array, " m"], Float[Array, "m p"]]:
-    """The weighted residuals, and their derivatives by one reverse pass each."""
+    """Return the weighted residuals and their derivatives, by one reverse pass each."""
     found = []
     for group in groups.values():
         of_one = lambda v, x, fn=group.fn: fn(model_at(v), x)
@@ -246,9 +248,9 @@ def rows_of(
 
 @eqx.filter_jit
 def natural_step(model: PyTree, groups: Groups) -> PyTree:
-    """A step of energy natural gradient descent: the Gramian of the residuals' gradients,
-    a least-squares solution, and the best of the step's halves, quarters and so on (J.
-    Müller and M. Zeinhofer, ICML 2023, algorithm 1)."""
+    """Take a step of energy natural gradient descent: form the Gramian of the residuals'
+    gradients, solve by least squares, and take the best of the whole step, its half, its
+    quarter and so on (J. Müller and M. Zeinhofer, ICML 2023, algorithm 1)."""
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     flat, unravel = ravel_pytree(trained)
     model_at = lambda v: eqx.combine(unravel(v), frozen)

@@ -1,10 +1,9 @@
-"""Training and evaluation of networks on images, or on a user's own task, for most
-experiments.
+"""Training and evaluation of networks on images, or on a user's own task.
 
-On the full batch all seeds are trained by one compiled program, with looks after given
-numbers of feature updates. On mini-batches `gnlin.fit` trains one seed after the other,
-with looks after given numbers of steps. A seed draws the training, validation and test
-images as well as the initialisation.
+Most experiments use this module. On the full batch one compiled program trains all seeds,
+with looks after given numbers of feature updates. On mini-batches `gnlin.fit` trains one
+seed after the other, with looks after given numbers of steps. A seed draws the training,
+validation and test images as well as the initialisation.
 """
 
 import dataclasses
@@ -50,7 +49,7 @@ Columns = dict[str, ndarray]
 
 
 class Given(Protocol):
-    """Settings that say which data and which network are trained."""
+    """Settings that say which network is trained on which data."""
 
     @property
     def data(self) -> str: ...
@@ -61,7 +60,7 @@ class Given(Protocol):
 
 
 class Draw(NamedTuple):
-    """One seed's draw of the images."""
+    """The images that one seed draws."""
 
     train: Labelled
     validation: Labelled
@@ -70,7 +69,7 @@ class Draw(NamedTuple):
 
 
 Callbacks = Callable[[Draw, PyTree, PyTree], Sequence[gnlin.callbacks.Callback]]
-"""Callbacks for a seed's images, and its model and state before training."""
+"""Returns callbacks for a seed's images, and its model and state before training."""
 
 NETWORKS: dict[str, Callable[[Key[Array, ""]], Any]] = {
     "digits-mlp": digits_mlp,
@@ -99,18 +98,18 @@ NUM_CLASSES = 10
 MOST_MARKED = 30
 """The largest number of feature updates that a figure marks."""
 VALIDATION_SHARE = 0.1
-"""Share of the training images of the standard files."""
+"""The share of the training images of the standard files that is used for validation."""
 IMAGES = {"mnist": ((1, 28, 28), 54_000), "cifar10": ((3, 32, 32), 45_000)}
-"""The shape of an image, and the number that train."""
+"""The shape of an image, and the number of training images, of the standard files."""
 FEW = 1_000
-"""The number of images in a dry run."""
+"""The number of training images in a dry run."""
 
-# Below this number, passes through the model are cheaper than a kernel.
 _LITERAL = 30
+"""Below this number of steps, passes through the model are cheaper than a kernel."""
 HISTORY_BYTES = 500
-"""The memory of a step's row in the history of `gnlin.fit`, as Python numbers."""
+"""The memory of one step in the history of `gnlin.fit`, which holds Python numbers."""
 FLOW_FROM = 1e4
-"""From this period K on, K steps are taken as gradient flow for the time K eta."""
+"""From this period K on, gradient flow for the time K eta replaces K steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +120,15 @@ class Images(Settings):
     data: str = "digits"
     network: str = "digits-mlp"
     num_train: int | None = None
-    """Number of training examples; `None` for all of them."""
+    """The number of training examples; `None` for all of them."""
     batch_size: int | None = None
     """`None` for the full batch."""
     learning_rate: float = 1e-3
     reduction: Literal["sum", "mean"] = "mean"
-    """The reduction of the loss on mini-batches to which the learning rate refers: the
+    """The reduction of the loss to which the learning rate on mini-batches refers: the
     mean, or the sum over all training images, which a batch estimates."""
     num_steps: int = 1000
-    """Inner steps of a run."""
+    """The number of inner steps of a run."""
     num_looks: int = 24
     augmentation: str = "none"
 
@@ -138,31 +137,32 @@ S = TypeVar("S", bound=Images)
 
 
 def medium(full: S, **changes: Any) -> S:
-    """The settings of the full scale with images that need no files, and fewer steps. A
-    ninth of the images has nine times the paper's learning rate for the summed loss."""
+    """Return the settings of the full scale with fewer steps, on images that need no
+    files. These are a ninth of the images, so that the learning rate for the summed loss
+    is nine times the paper's."""
     defaults: dict[str, Any] = {"num_steps": 10_000, "learning_rate": 1e-4}
     changes = {"data": "textures", "network": "lenet"} | defaults | changes
     return dataclasses.replace(full, **changes)
 
 
 def own(settings: Images) -> Images:
-    """The settings for a user's own task."""
+    """Return the settings for a user's own task."""
     return dataclasses.replace(settings, num_train=None, augmentation="none")
 
 
 def model_of(settings: Given) -> Callable[[Key[Array, ""]], Any]:
-    """The model without state, or the pair of model and state."""
+    """Return a function that makes the model, or the pair of the model and its state."""
     if own_task.is_own(settings.data):
         return own_task.read(settings.data).model
     return NETWORKS[settings.network]
 
 
 def stateless(settings: Given) -> Callable[[Key[Array, ""]], eqx.Module]:
-    """The same, for training without a state."""
+    """Return a function that makes the model, and refuses a model with state."""
     return _stateless(model_of(settings))
 
 
-@functools.cache  # the same object for the same network, which compiled programs share
+@functools.cache  # one object for each network, so that compiled programs are shared
 def _stateless(make_model):
     def checked(key):
         model, state = own_task.with_state(make_model(key))
@@ -177,8 +177,8 @@ def _stateless(make_model):
 
 
 def load(settings: Given, place: Place, seed: int) -> Draw:
-    """Load the data. For the digits a seed draws all parts; for the standard files the
-    test images are fixed."""
+    """Load the data. A seed draws all parts of the digits. The test images of the
+    standard files are fixed."""
     if place.rehearsal is not None and settings.data in IMAGES:
         drawn = _few(settings, place.data_dir, seed)
     else:
@@ -208,7 +208,7 @@ def _load(
 
 
 def _few(settings: Given, data_dir: Path | None, seed: int):
-    """A thousand training images for a dry run, or noise if their folder is not named."""
+    """Return a thousand training images for a dry run, or noise if no folder is given."""
     number = round(share(settings) * num_images(settings))
     if data_dir is not None:
         return _load(settings.data, settings.network, data_dir, number, seed)
@@ -218,7 +218,7 @@ def _few(settings: Given, data_dir: Path | None, seed: int):
 
 
 def num_images(settings: Given) -> int:
-    """The number of training images."""
+    """Return the number of training images."""
     if settings.data in IMAGES:
         whole = IMAGES[settings.data][1]
         return min(settings.num_train or whole, whole)
@@ -226,7 +226,7 @@ def num_images(settings: Given) -> int:
 
 
 def share(settings: Given) -> float:
-    """The share of the training images that a dry run has."""
+    """Return the share of the training images that a dry run uses."""
     if settings.data not in IMAGES:
         return 1.0
     return min(1.0, FEW / num_images(settings))
@@ -251,7 +251,7 @@ def _standard(data: str, data_dir: Path | None):
 
 
 def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
-    """The test accuracy before training."""
+    """Return the test accuracies before training."""
     make_model, found = model_of(settings), []
     for seed in settings.each_seed:
         draw = load(settings, place, seed)
@@ -261,7 +261,7 @@ def untouched(settings: Images, place: Place) -> Float[ndarray, " seeds"]:
 
 
 def described(settings: Images) -> str:
-    """The network, the data and the batch, for a caption."""
+    """Describe the network, the data and the batch, for a caption."""
     number = "all" if settings.num_train is None else f"{settings.num_train:,}"
     batch = "full batch" if settings.batch_size is None else "mini-batches of "
     if settings.batch_size is not None:
@@ -276,7 +276,7 @@ def described(settings: Images) -> str:
 
 
 def looks_at(num_updates: int, num_looks: int) -> Float[ndarray, " looks"]:
-    """Numbers of feature updates after which to look, evenly spaced in their
+    """Return the numbers of feature updates after which to look, evenly spaced in their
     logarithm."""
     return np.unique(np.round(np.geomspace(1, num_updates, num_looks)))
 
@@ -290,16 +290,16 @@ def full_batch(
     until_trained: bool = False,
     damping: ScalarLike | None = None,
 ) -> Columns:
-    """Train all seeds on the full batch; returns columns over seeds and looks.
+    """Train all seeds on the full batch, and return columns over seeds and looks.
 
     - `until_trained`: a run ends once its mean training loss is at most `TRAINED_LOSS`,
-        and its last look stays; `trained` says whether it has reached that loss.
-    - `damping`: damping of the solver, if its linearised problems are to be solved.
+        and its last look is repeated. `trained` says whether it has reached that loss.
+    - `damping`: the damping of the solver, if its linearised problems are to be solved.
         `gradient` is then the largest entry of the gradient of the mean loss that
         remained in any of them.
     """
     looks = looks_at(num_updates, settings.num_looks)
-    # The same number for all points, so that otherwise equal points share a program.
+    # All points have the same number of looks, so that they can share a program.
     padded = np.pad(looks, (0, settings.num_looks - len(looks)), mode="edge").astype(int)
     make_model, seeds = stateless(settings), settings.each_seed
     if place.rehearsal is not None:
@@ -322,7 +322,7 @@ def _rehearse_full_batch(settings, place, solver, num_updates, options) -> None:
         return jax.tree.map(lambda x: x[None], load(settings, place, seed))
 
     method = getattr(solver, "method", None)
-    # With the kernel, inner steps are made one by one.
+    # With the kernel, inner steps are taken one by one.
     counted, in_update = "feature_updates", 1.0
     if method == "kernel":
         counted, in_update = "inner_steps", float(solver.period)
@@ -354,11 +354,11 @@ class _Run(NamedTuple):
     state: PyTree
     stable: Array
     moving: Array
-    """Whether the last call made a feature update: at a stationary point it makes
+    """Whether the last call made a feature update. At a stationary point it makes
     none."""
     trained: Array
     gradient: Array
-    """The largest remaining gradient of the solved problems so far."""
+    """The largest entry of the gradients that remained in the problems solved so far."""
 
 
 def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
@@ -439,12 +439,14 @@ def _train(make_model, solver, seed, draw: Draw, looks, until_trained, damping):
 
 
 def literal(period: float) -> Any:
-    """The method of `IterativeLinearisation` that takes this many steps one by one."""
+    """Return the method by which `IterativeLinearisation` takes this many steps one by
+    one."""
     return "matrix-free" if period < _LITERAL else "kernel"
 
 
 def method_of(period: float) -> Any:
-    """The same, or gradient flow for very many steps."""
+    """Return the method for this period: literal steps, or gradient flow for a long
+    period."""
     return literal(period) if period < FLOW_FROM else "flow"
 
 
@@ -457,9 +459,9 @@ def descend(
     fewest_updates: int,
     until_trained: bool = False,
 ) -> Columns:
-    """Iterative linearisation on the full batch, for `num_steps` inner steps or more, or
-    until trained. Few steps at a time are taken literally, more of them with the kernel,
-    and very many as gradient flow."""
+    """Run iterative linearisation on the full batch, for at least `num_steps` inner
+    steps, or until trained. Short periods use passes through the model, longer ones the
+    kernel, and very long ones gradient flow."""
     solver = gnlin.IterativeLinearisation(
         jnp.asarray(float(period)), jnp.asarray(learning_rate), method=method_of(period)
     )
@@ -474,8 +476,8 @@ def flow_error(
     learning_rate: float,
     num_steps: int,
 ) -> float:
-    """The distance between the results of gradient flow and of literal steps on the first
-    linearised problem, relative to the step."""
+    """Return how far gradient flow and literal steps on the first linearised problem
+    differ, relative to the step."""
 
     def end(method):
         solver = gnlin.IterativeLinearisation(num_steps, learning_rate, method=method)
@@ -492,13 +494,13 @@ def flow_error(
 
 
 def descent(period: float, learning_rate: float) -> gnlin.IterativeLinearisation:
-    """A solver by gradient steps on mini-batches. The period is an array, so that all
-    periods share a compiled program."""
+    """Return a solver that takes gradient steps on mini-batches. The period is an array,
+    so that all periods share a compiled program."""
     return gnlin.IterativeLinearisation(jnp.asarray(float(period)), learning_rate)
 
 
 def looks(settings: Images) -> tuple[int, int]:
-    """The number of steps between looks, and the number of looks."""
+    """Return the number of steps between looks, and the number of looks."""
     every = math.ceil(settings.num_steps / settings.num_looks)
     return every, math.ceil(settings.num_steps / every)
 
@@ -509,8 +511,8 @@ def mini_batches(
     solver: gnlin.authoring.AbstractGaussNewton,
     callbacks: Callbacks = lambda draw, model, state: (),
 ) -> Columns:
-    """Train all seeds on mini-batches, with evenly spaced looks, in single precision.
-    Columns that the callbacks record are included. The training loss is the mean over a
+    """Train all seeds on mini-batches in single precision, with evenly spaced looks. The
+    columns include those that the callbacks record. The training loss is the mean over a
     batch."""
     if place.rehearsal is not None:
         _rehearse_mini_batches(settings, place, solver, callbacks)
@@ -539,8 +541,8 @@ def _rehearse_mini_batches(settings, place, solver, callbacks) -> None:
 def to_a_loss(
     settings: Images, place: Place, solver: gnlin.authoring.AbstractGaussNewton
 ) -> Columns:
-    """The same, with loss and accuracy on all training images: `trained` says whether
-    their mean loss is at most `TRAINED_LOSS`."""
+    """Train as `mini_batches` does, with the loss and accuracy on the training images:
+    `trained` says whether their mean loss is at most `TRAINED_LOSS`."""
     columns = mini_batches(
         settings,
         place,
@@ -594,7 +596,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         raise KeyboardInterrupt
     history = result.history
     looked = np.flatnonzero(~np.isnan(history["validation_accuracy"]))
-    if looked.size == 0:  # for a model whose outputs are NaN, and so never right
+    if looked.size == 0:  # the model's outputs are NaN, so no look has an accuracy
         looked = np.array([-1])
     ours = {
         "inner_steps": history["num_inner_steps"].cumsum(),
@@ -624,8 +626,8 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
 
 
 class HeldOut(gnlin.callbacks.Callback):
-    """The network's accuracy on the validation images, which `fit` itself does not know:
-    it looks at the test images."""
+    """Records the accuracy on the validation images. `fit` itself looks at the test
+    images."""
 
     columns = ("held_out_accuracy",)
 
@@ -638,14 +640,13 @@ class HeldOut(gnlin.callbacks.Callback):
 
 
 def in_precision_of(model: PyTree, data: Labelled) -> Labelled:
-    """The data with their real numbers, but not tokens and classes, in the precision of
-    the model."""
+    """Return the data in the precision of the model. Tokens and classes are unchanged."""
     dtype = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))[0].dtype
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, data)
 
 
 def outputs_of(model: PyTree, state: PyTree, inputs: Array) -> Array:
-    """The outputs for many examples, in inference mode."""
+    """Return the outputs for many examples, in inference mode."""
     model = eqx.nn.inference_mode(model)
     if state is None:
         return jax.vmap(model)(inputs)
@@ -665,8 +666,7 @@ def mean_loss(model: PyTree, state: PyTree, data: Labelled) -> Array:
 
 
 class TrainLoss(gnlin.callbacks.Callback):
-    """Records the network's loss on training images at each look, in place of the
-    batch's."""
+    """Records the loss on training images at each look, in place of the batch's loss."""
 
     columns = ("train_loss",)
 
@@ -696,7 +696,7 @@ class TrainAccuracy(gnlin.callbacks.Callback):
 
 @eqx.filter_jit
 def _accuracies(model, state, point, data: Labelled) -> tuple[Array, Array]:
-    """The accuracies of the model, and of its linearisation at a point."""
+    """Return the accuracies of the model, and of its linearisation at a point."""
     images, labels = in_precision_of(model, data)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
     start = eqx.filter(point, eqx.is_inexact_array)
@@ -707,14 +707,15 @@ def _accuracies(model, state, point, data: Labelled) -> tuple[Array, Array]:
 
 
 def linearised(fn: Callable, point: PyTree, moved: PyTree) -> Array:
-    """The outputs of a function's linearisation at a point, at a displacement from it."""
+    """Return the outputs of a function's linearisation at a point, after a
+    displacement."""
     outputs, change = jax.jvp(fn, (point,), (moved,))
     return outputs + change
 
 
 class Snapshots(gnlin.callbacks.Callback):
-    """Records an array of the model and its state, before training and at each look, as a
-    column of that name."""
+    """Records an array computed from the model and its state, before training and at each
+    look, as a column named `name`."""
 
     def __init__(
         self,
@@ -751,13 +752,13 @@ def _checkpointed(*arguments: Any, **options: Any) -> gnlin.Solution:
 
 
 def single(tree: Any) -> Any:
-    """The same arrays in single precision."""
+    """Return the same arrays in single precision."""
     cast = lambda x: jnp.asarray(x, jnp.float32) if eqx.is_inexact_array(x) else x
     return jax.tree.map(cast, tree)
 
 
 def _padded(x: ndarray, length: int) -> ndarray:
-    """Fill the looks after an early end with the last values."""
+    """Repeat the last value for the looks after an early end."""
     return np.pad(x, (0, length - len(x)), mode="edge")
 
 
@@ -767,23 +768,23 @@ def _padded(x: ndarray, length: int) -> ndarray:
 
 
 def early_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The test accuracy at the look with the best validation accuracy; the first of
-    several."""
+    """Return the test accuracies at the look with the best validation accuracy, or at the
+    first such look."""
     best = np.argmax(runs["validation_accuracy"], axis=1)
     return runs["test_accuracy"][np.arange(len(best)), best]
 
 
 def optimally_stopped(runs: Runs) -> Float[ndarray, " seeds"]:
-    """The paper's "optimal early stopping": the best test accuracy of all looks. It is
-    chosen on the test images, and rises with the number of looks."""
+    """Return the paper's "optimal early stopping": the best test accuracy over all looks.
+    It is chosen on the test images, and rises with the number of looks."""
     return runs["test_accuracy"].max(axis=1)
 
 
 def where_trained(
     values: Float[ndarray, "seeds ..."], *all_runs: Runs
 ) -> Float[ndarray, "seeds ..."]:
-    """The values, with NaN for the seeds whose run on mini-batches is not trained. The
-    loss is the mean over the last tenth of the looks, since that of one batch is
+    """Return the values, with NaN for seeds whose run on mini-batches is not trained. The
+    loss is averaged over the last tenth of the looks, since the loss of one batch is
     noisy."""
     finished = np.ones(len(values), bool)
     for runs in all_runs:
@@ -794,8 +795,8 @@ def where_trained(
 
 
 def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " seeds"]:
-    """The values, with NaN for runs that were to be trained and are not, or that have
-    unsolved problems."""
+    """Return the accuracies, with NaN for runs that were meant to be trained and are not,
+    or that have unsolved problems."""
     usable = np.ones(len(accuracy), bool)
     if "trained" in runs.columns:
         usable &= runs.final("trained") > 0
@@ -807,8 +808,8 @@ def counted(runs: Runs, accuracy: Float[ndarray, " seeds"]) -> Float[ndarray, " 
 def updates_to(
     runs: Runs, accuracy: float | Float[ndarray, " seeds"]
 ) -> Float[ndarray, " seeds"]:
-    """The number of feature updates until a test accuracy is reached, for each seed; one
-    more than all of them if it is not."""
+    """Return how many feature updates each seed needs to reach a test accuracy, or one
+    more than all of them if it does not."""
     reached = runs["test_accuracy"] >= np.asarray(accuracy)[..., None]
     updates = runs["feature_updates"]
     first = updates[np.arange(len(updates)), np.argmax(reached, axis=1)]
@@ -818,14 +819,14 @@ def updates_to(
 def draw_band(
     axes: Any, runs: Runs, name: str, colour: Any, label: str, scale: float = 100
 ) -> None:
-    """Draw the mean over the seeds and their range, by default in per cent, over inner
-    steps."""
+    """Draw the mean over the seeds and their range over inner steps, by default in per
+    cent."""
     steps = runs["inner_steps"].mean(axis=0)
     band(axes, steps, scale * runs[name], colour, label)
 
 
 def mark_updates(axes: Any, runs: Runs) -> None:
-    """Mark the feature updates, if there are few."""
+    """Mark the feature updates, if they are few."""
     period, end = runs.point["period"], runs["inner_steps"].max()
     if end / period <= MOST_MARKED:
         for step in np.arange(period, end, period):

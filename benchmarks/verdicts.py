@@ -1,14 +1,15 @@
-"""Verdicts on claims: a statistic of the seeds, its bootstrap interval, the outcome.
+"""Verdicts on claims: a statistic of the seeds, its bootstrap interval, and the outcome.
 
 A seed is one draw of everything that varies: the initialisation, the order of batches,
 and the training set and its split. Seeds are therefore independent, and are resampled.
 Repeated measurements at one seed form a row, which is resampled as a whole.
 
-The interval is the percentile interval, widened as if the resampled means were normal
-and Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
-Student's, and it stays within the statistic's own bounds. The p-value inverts it; beyond
-the range of the resamples it is Student's, to which it is close there. It is smaller than
-an exact test of a few seeds could give, and the page names it Student's.
+The interval is the percentile interval, widened as if the resampled means were normal and
+Student's quantile were used for them (Hesterberg). With few seeds it is as wide as
+Student's, and it stays within the statistic's own bounds. The p-value is found by
+inverting the interval. Beyond the range of the resamples it is Student's p-value, which
+is close to it there. It is smaller than an exact test of a few seeds could give, and the
+page names it Student's.
 
 ??? cite "References"
 
@@ -38,12 +39,14 @@ NOT_TESTED = "not tested at this scale"
 Outcome = Literal["confirmed", "refuted", "undecided", "not tested at this scale"]
 
 MANY = 10
-"""A margin is reported if it is this many times the noise, half of the interval."""
+"""A margin is reported if it is at least this many times the noise, which is half the
+width of the interval."""
 _MANY_SEEDS = 1_000
-"""More seeds than this are not counted when asking how many would decide a claim."""
+"""If deciding a claim would take more seeds than this, only that is said."""
 _NUM_RESAMPLES = 19_999
 _NUM_OF_STATISTIC = 1_999
-"""Number of resamples of a statistic that is not a mean: they are computed one by one."""
+"""The number of resamples of a statistic other than the mean, which are computed one by
+one."""
 _RESOLVED = 10
 """With fewer resamples beyond a bound, their share is too uncertain."""
 
@@ -54,18 +57,17 @@ Statistic = Callable[[Float[ndarray, "seeds ..."]], float]
 class Verdict:
     claim: str
     quantity: str
-    """The computed quantity, one value for each seed unless it says otherwise."""
+    """The computed quantity. It has one value for each seed unless it says otherwise."""
     condition: str
-    """The claim about it, as a condition."""
+    """The condition that the claim puts on it."""
     reason: str
-    """The reason of the condition."""
     estimate: float
     low: float
     high: float
     num_seeds: int
     num_left_out: int
-    """Number of seeds without a value, such as those whose runs have not finished
-    training."""
+    """The number of seeds without a value, for example because their runs have not
+    finished training."""
     p: float
     """The smallest level at which the claim is decided."""
     outcome: Outcome
@@ -81,12 +83,11 @@ def judge(
     statistic: Statistic | None = None,
     untested: str = "",
 ) -> Verdict:
-    """Judge a claim: confirmed if the interval lies between the bounds, refuted if it
-    lies beyond one of them, undecided otherwise; not tested if too many seeds have no
-    value.
+    """Judge a claim. It is confirmed if the interval lies between the bounds, refuted if
+    it lies beyond one of them, and otherwise undecided. It is not tested if too many
+    seeds have no value.
 
-    - `values`: one for each seed; a seed without any finite value is left out and
-        counted.
+    - `values`: one for each seed. Seeds without a finite value are left out and counted.
     - `statistic`: a function of the values; their mean by default.
     - `untested`: why the runs cannot decide, such as a ceiling; empty if they can.
     """
@@ -123,7 +124,8 @@ def judge(
 
 
 def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
-    """Why these accuracies cannot be distinguished; empty if they can."""
+    """Explain why these accuracies cannot be distinguished, or return nothing if they
+    can."""
     known = [each[np.isfinite(each)] for each in accuracies]
     lowest = min((each.mean() for each in known if len(each)), default=0.0)
     return f"all accuracies are at the ceiling, {lowest:.1%}" if lowest >= CEILING else ""
@@ -132,7 +134,8 @@ def at_ceiling(*accuracies: Float[ndarray, "seeds ..."]) -> str:
 def interval(
     values: Float[ndarray, "seeds ..."], statistic: Statistic
 ) -> tuple[float, float]:
-    """The bootstrap interval of a statistic of the seeds; without ends for one seed."""
+    """Return the bootstrap interval of a statistic of the seeds, which is infinite for
+    one seed."""
     found = _resample(np.asarray(values, float), statistic)
     return found.low, found.high
 
@@ -172,18 +175,18 @@ def _resample(values: Float[ndarray, "seeds ..."], statistic: Statistic | None):
         )
     low, high = interval.confidence_interval
     resamples = np.asarray(interval.bootstrap_distribution)
-    if np.ptp(resamples) == 0:  # percentiles of equal values differ by rounding
+    if np.ptp(resamples) == 0:  # percentiles of equal values may differ by rounding
         low = high = resamples[0]
     return _Resampled(n, of(values), float(low), float(high), resamples)
 
 
 def _widening(n: int) -> float:
-    """Factor for the spread of resampled means, whose variance divides by n."""
+    """Return a factor for the spread of resampled means, whose variance divides by n."""
     return np.sqrt(n / (n - 1))
 
 
 def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
-    """The smallest two-sided levels at which a claim is confirmed, and refuted."""
+    """Return the smallest two-sided levels at which a claim is confirmed, and refuted."""
     is_high = lambda bound: _beyond(found, bound, 1)
     is_low = lambda bound: _beyond(found, bound, -1)
     above, below = threshold.above, threshold.below
@@ -194,20 +197,20 @@ def _levels(found: _Resampled, threshold: Threshold) -> tuple[float, float]:
 
 
 def _beyond(found: _Resampled, bound: float, side: int) -> float:
-    """The one-sided p-value for the statistic on one side of a bound."""
+    """Return the one-sided p-value for the statistic being on one side of a bound."""
     n, resamples = found.num_seeds, side * found.resamples
     distance = side * (found.estimate - bound)
     if np.isinf(bound):
         return 0.0 if distance > 0 else 1.0
     if n < 2 or not np.isfinite(found.estimate):
         return 1.0
-    if np.ptp(resamples) == 0:  # their spread is unknown, and only their signs count
+    if np.ptp(resamples) == 0:  # the spread is unknown, so only the signs count
         return 0.5**n if distance > 0 else 1.0
     reached = np.sum(resamples <= side * bound)
     z = special.ndtri(max(reached, _RESOLVED) / len(resamples))
     if reached < _RESOLVED:
         z = min(z, -distance / resamples.std())
-    if reached:  # a few are no less than they are: the interval has them too
+    if reached:  # the p-value is at least what their share gives, as in the interval
         z = max(z, special.ndtri(reached / len(resamples)))
     return float(stats.t.cdf(z / _widening(n), n - 1))
 
@@ -226,8 +229,8 @@ def _note(found: _Resampled, threshold: Threshold, outcome: str, is_mean: bool) 
 
 
 def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
-    """The number of seeds that would decide the claim, if the estimate stays and its
-    interval shrinks with the root of their number."""
+    """Estimate how many seeds would decide the claim, if the estimate stays and its
+    interval shrinks with the square root of their number."""
     nearest = min(bounds, key=lambda bound: abs(found.estimate - bound))
     spare = abs(nearest - found.estimate)
     end = found.high if nearest > found.estimate else found.low
@@ -242,13 +245,13 @@ def _what_would_decide(found: _Resampled, bounds: Sequence[float]) -> str:
 
 
 def least_exact(num_seeds: int) -> float:
-    """The smallest two-sided p-value of a test of the seeds' signs."""
+    """Return the smallest two-sided p-value of a test of the seeds' signs."""
     return min(2.0 ** (1 - num_seeds), 1.0)
 
 
 def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:
-    """Holm's corrected p-values of all verdicts. The probability that any claim below a
-    level is false is at most that level."""
+    """Return Holm's corrected p-values of all verdicts. Among the claims below a level,
+    the probability that any is false is at most that level."""
     given = np.asarray(levels, float)
     order = np.argsort(given)
     factors = np.arange(len(given), 0, -1)
@@ -258,8 +261,8 @@ def holm(levels: Sequence[float]) -> Float[ndarray, " verdicts"]:
 
 
 def after_holm(verdicts: Sequence[Verdict]) -> list[Outcome]:
-    """The outcome of each among all of them; untested claims are included in their
-    number."""
+    """Return each outcome after Holm's correction over all verdicts. Untested claims
+    count in their number."""
     levels = holm([verdict.p for verdict in verdicts])
     decided = CONFIRMED, REFUTED
     return [
@@ -271,8 +274,8 @@ def after_holm(verdicts: Sequence[Verdict]) -> list[Outcome]:
 def slope(
     x: Float[ndarray, " points"], y: Float[ndarray, "... points"]
 ) -> Float[ndarray, "..."]:
-    """Slopes of least-squares lines through the points whose `y` is finite; NaN if there
-    are fewer than three."""
+    """Return the slopes of least-squares lines through the points whose `y` is finite, or
+    NaN if there are fewer than three."""
 
     def of_one(values):
         known = np.isfinite(values)
@@ -294,8 +297,8 @@ def mean_of_seed(values: Float[ndarray, "seeds runs"]) -> Float[ndarray, " seeds
 def rank_correlation(
     x: Float[ndarray, " points"], y: Float[ndarray, "... points"]
 ) -> Float[ndarray, "..."]:
-    """Spearman's correlations of the points whose `y` is finite; NaN if there are fewer
-    than three, or if they are all equal."""
+    """Return Spearman's correlations over the points whose `y` is finite, or NaN if there
+    are fewer than three, or all are equal."""
 
     def of_one(values):
         known = np.isfinite(values)

@@ -44,7 +44,7 @@ def test_linear_residual_by_products_matches_the_oracle():
 def test_kernels_agree(monkeypatch):
     monkeypatch.setattr(kernels, "CHUNK", 7)
     images = jax.random.normal(jax.random.key(1), (3, 1, 8, 8))
-    model = kernels._cast(digits_cnn(jax.random.key(0)), float)
+    model = tasks.in_double(digits_cnn(jax.random.key(0)))
     rows = kernels.of_digits(model, images, 1)
     assert len(rows) == 3
     assert all(row.step_error < 1e-12 for row in rows)

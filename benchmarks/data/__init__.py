@@ -1,1 +1,1 @@
-"""The data that the experiments fit: computed, scikit-learn's, or standard files."""
+"""The data of the experiments: computed, from scikit-learn, or in standard files."""

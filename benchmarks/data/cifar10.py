@@ -38,28 +38,29 @@ _NUM_PIXELS = 3 * 32 * 32
 _BATCHES = tuple(f"data_batch_{i}" for i in range(1, 6))
 _TEST = "test_batch"
 
-# Pixels of shape (num_images, 3072), and labels.
 _Batch = tuple[UInt8[ndarray, "n 3072"], UInt8[ndarray, " n"]]
+"""Pixels and labels."""
 
 
 class _Version(NamedTuple):
     folder: str
     suffix: str
-    """Of each file in it."""
+    """The suffix of the files in the folder."""
     largest: int
-    """How many bytes such a file may have for each image."""
+    """The largest number of bytes that a file may have for each image."""
     parse: Callable[[bytes, str, int], _Batch]
-    """Of a file's contents, name and number of images."""
+    """Returns the batch, from a file's contents, its name and the number of images."""
 
 
 def dataset(
     num_per_file: int = 10_000, md5: Mapping[str, str] = MD5, host: str = HOST
 ) -> Dataset:
-    """Five files to train on and one to test on, of as many images each."""
+    """Describe five files to train on and one to test on, with `num_per_file` images
+    each."""
     reader = lambda read, version: functools.partial(
         _examples, read=read, version=version, num_per_file=num_per_file, md5=md5
     )
-    # The binary version first: it is smaller, and no pickle.
+    # The binary version comes first: it is smaller, and it is no pickle.
     forms = {
         "cifar-10-binary.tar.gz": reader(_from_archive, _BINARY),
         "cifar-10-python.tar.gz": reader(_from_archive, _PYTHON),
@@ -81,9 +82,9 @@ def _examples(
     for name in names:
         if name not in contents:
             raise Damage(f"there is no '{name}' in it")
-        if name in md5:  # before anything else looks at it
+        if name in md5:  # check this before anything else reads the contents
             check_md5(io.BytesIO(contents[name]), md5[name], f"the MD5 of '{name}' in it")
-    # Each is forgotten when it has been parsed.
+    # The contents of each file are dropped once they have been parsed.
     *train, test = (
         version.parse(contents.pop(name), f"'{name}' in it", num_per_file)
         for name in names
@@ -110,7 +111,8 @@ def _from_folder(
 def _from_archive(
     path: Path, folder: str, names: Sequence[str], largest: int
 ) -> dict[str, bytes]:
-    """Nothing is written to disk, and no link is followed."""
+    """Read the files from the archive. Nothing is written to disk, and no link is
+    followed."""
     wanted = {f"{folder}/{name}": name for name in names}
     contents = {}
     try:
@@ -132,7 +134,7 @@ def _check_size(name: str, size: int, largest: int) -> None:
 
 
 def _parse_binary(contents: bytes, name: str, num_images: int) -> _Batch:
-    """A byte for the label and 3,072 for the pixels, image after image."""
+    """Parse a byte for the label and 3,072 bytes for the pixels, image after image."""
     size = num_images * (1 + _NUM_PIXELS)
     if len(contents) != size:
         raise Damage(f"{name} has {len(contents):,} bytes, not {size:,}")
@@ -143,7 +145,8 @@ def _parse_binary(contents: bytes, name: str, num_images: int) -> _Batch:
 
 
 def _parse_python(contents: bytes, name: str, num_images: int) -> _Batch:
-    """A pickle of {b"data": pixels, b"labels": labels}, and more that is not used."""
+    """Parse a pickle of {b"data": pixels, b"labels": labels}, and other items that are
+    not used."""
     try:
         batch = pickled.load(contents)
     except Damage as damage:
@@ -167,15 +170,15 @@ def _parse_python(contents: bytes, name: str, num_images: int) -> _Batch:
 
 
 _BINARY = _Version("cifar-10-batches-bin", ".bin", 1 + _NUM_PIXELS, _parse_binary)
-# A pixel takes two bytes at most, as text of Python 3; a name and a label come with it.
+# A pickle written by Python 3 may take two bytes for a pixel, as text, and holds a name
+# and a label for each image.
 _PYTHON = _Version("cifar-10-batches-py", "", 2 * _NUM_PIXELS + 1_024, _parse_python)
 
 CIFAR10 = dataset()
 
 
 def load(data_dir: Path, source: Dataset = CIFAR10) -> tuple[Examples, Examples]:
-    """Training and test data: images of shape (3, 32, 32), of 0 to 255, and classes.
-
-    `DataError` if the files are absent or damaged."""
+    """Load the training and test data: images of shape (3, 32, 32), from 0 to 255, and
+    classes. Raise `DataError` if the files are absent or damaged."""
     ((train, test),) = source.load(data_dir)
     return train, test

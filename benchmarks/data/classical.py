@@ -1,8 +1,9 @@
 """The least-squares problems of Moré, Garbow and Hillstrom, with their minima.
 
-J. J. Moré, B. S. Garbow and K. E. Hillstrom, *Testing unconstrained optimization
-software*, ACM Trans. Math. Softw. 7 (1981): all 35, six of them in more than one size,
-numbered as there. Starts and minima are theirs, to six digits.
+These are all 35 problems of J. J. Moré, B. S. Garbow and K. E. Hillstrom, *Testing
+unconstrained optimization software*, ACM Trans. Math. Softw. 7 (1981), in their order,
+four of them in more than one size. The starts and minima are from there; the minima have
+six digits.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Residuals of a vector, and the sums of squares at the known minima: the global one
-    first, then local ones, some of them at infinity."""
+    """Residuals of a vector, and the sums of squares at the known minima: first the
+    global one, then local ones. Some minima are at infinity."""
 
     name: str
     fn: Callable[[Any], Any]
@@ -28,17 +29,18 @@ class Problem:
     minima: tuple[float, ...]
     bounds: Bounds | None = None
     x: float = 0.0
-    """The data, of which there are none, are not used."""
+    """Not used: the data are part of the problem."""
     y: float = 0.0
 
     def residuals(self, b: jax.Array, args: Any = None) -> jax.Array:
-        """As one array. `args` are not used: the data are part of the problem."""
+        """Return the residuals as one array. `args` are not used."""
         values = self.fn(b)
         parts = values if isinstance(values, tuple) else (values,)
         return jnp.concatenate([jnp.atleast_1d(jnp.asarray(v, b.dtype)) for v in parts])
 
     def from_far(self, factor: float) -> np.ndarray:
-        """Its start, or so many times as far from zero; from zero itself, there."""
+        """Return the start, moved away from zero by a factor. A start at zero is replaced
+        by the factor itself in each component, unless the factor is 1."""
         start = np.array(self.start, float)
         far = factor * start
         if not start.any() and factor != 1:
@@ -46,15 +48,17 @@ class Problem:
         return far if self.bounds is None else np.clip(far, *self.bounds)
 
     def in_a_box(self, minimiser: np.ndarray) -> "Problem":
-        """The same in a box around a minimum, which keeps every second parameter, from
-        the first on, a tenth of its size below it. Its own minima are not known."""
+        """Return the same problem in a box around a minimum. The box keeps every second
+        parameter, from the first on, below the minimum by a tenth of its size. The minima
+        in the box are not known."""
         size = np.maximum(np.abs(minimiser), 1)
         lower, upper = minimiser - 10 * size, minimiser + 10 * size
         upper[::2] = (minimiser - size / 10)[::2]
         return dataclasses.replace(self, bounds=(lower, upper), minima=())
 
     def is_minimum(self, sum_of_squares: float) -> bool:
-        """To the five digits that the published ones have for sure."""
+        """Test whether this is one of the minima, to the five digits that the published
+        ones surely have."""
         near = np.isclose(sum_of_squares, self.minima, rtol=2e-5, atol=1e-10)
         return bool(np.any(near))
 
@@ -344,12 +348,13 @@ PROBLEMS = tuple(
     for fn, start, minima in _ALL
 )
 FACTORS = (1.0, 10.0, 100.0)
-"""From which they are tried."""
+"""The factors by which the starts are moved away from zero."""
 
 
 def sparse_ones(n: int) -> tuple[Problem, ...]:
-    """Those that are defined for any number of parameters, of which each residual reads a
-    few: n is a multiple of 4. The sum of squares is zero at the minimum."""
+    """Return the problems that are defined for any number of parameters, and whose
+    residuals each read only a few of them. `n` is a multiple of 4. The sum of squares is
+    zero at the minimum."""
     t = np.arange(1, n + 1) / (n + 1)
     starts = {
         extended_rosenbrock: np.tile([-1.2, 1.0], n // 2),

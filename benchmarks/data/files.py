@@ -1,4 +1,4 @@
-"""The standard files of a data set: found in a folder, checked, and downloaded."""
+"""The standard files of a data set: found in a folder, checked, or downloaded."""
 
 import dataclasses
 import hashlib
@@ -31,17 +31,17 @@ class DataError(Refusal):
 
 
 class Damage(Exception):
-    """What a reader found wrong with its file, as part of that sentence."""
+    """Says what a reader found wrong with its file, as part of that sentence."""
 
 
 Part: TypeAlias = Mapping[str, Callable[[Path], Any]]
-"""A reader for each file or folder that may hold the part, the preferred one first. The
-first can be downloaded. Readers raise `Damage`, or `OSError`."""
+"""A reader for each file or folder that may hold the part. The first is preferred, and
+can be downloaded. Readers raise `Damage` or `OSError`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What there is of a file, in a sentence."""
+    """The condition of a file, also as a sentence."""
 
     path: Path
     condition: Literal["sound", "damaged", "absent"]
@@ -50,21 +50,22 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """What a data set's files are called, where they are to be had, how they are read."""
+    """The names of a data set's files, where to download them, and how to read them."""
 
     name: str
     host: str
-    """The address of the folder that they can be downloaded from."""
+    """The address of the folder from which the files can be downloaded."""
     md5: Mapping[str, str]
-    """By the name of the file; what has none is checked by its structure alone."""
+    """The checksums by file name. A file without one is checked by its structure
+    alone."""
     parts: Sequence[Part]
 
     def load(self, data_dir: Path) -> list[Any]:
-        """All parts. `DataError` if one is absent or damaged."""
+        """Load all parts. Raise `DataError` if one is absent or damaged."""
         return [self._read_first(part, data_dir) for part in self.parts]
 
     def verify(self, data_dir: Path) -> list[Finding]:
-        """Of each file that is there, whether it is sound; and what is absent."""
+        """Report whether each file in the folder is sound, and which parts are absent."""
         findings = []
         for part in self.parts:
             there = _there(part, data_dir)
@@ -75,7 +76,7 @@ class Dataset:
         return findings
 
     def download(self, data_dir: Path, out: Callable[[str], object]) -> None:
-        """The files of all parts that are absent. `DataError` where that fails."""
+        """Download the files of all absent parts. Raise `DataError` if that fails."""
         for part in self.parts:
             if not _there(part, data_dir):
                 self._download(_first(part), data_dir, out)
@@ -88,7 +89,7 @@ class Dataset:
 
     def _read(self, part: Part, path: Path) -> Any:
         try:
-            # Before anything else looks at the file.
+            # Check this before anything else reads the file.
             if path.name in self.md5:
                 _check_file(path, self.md5[path.name])
             return part[path.name](path)
@@ -159,7 +160,7 @@ class Dataset:
 
 
 def check_labels(labels: UInt8[ndarray, " n"], name: str, num_classes: int = 10) -> None:
-    """`Damage` if one is out of range."""
+    """Raise `Damage` if a label is out of range."""
     largest = labels.max(initial=0)
     if largest >= num_classes:
         raise Damage(
@@ -170,8 +171,8 @@ def check_labels(labels: UInt8[ndarray, " n"], name: str, num_classes: int = 10)
 def check_md5(
     contents: io.BufferedReader | io.BytesIO, expected: str, whose: str = "its MD5"
 ) -> None:
-    """`Damage` if it is another one: against accidents; nothing that is read is run,
-    whatever its checksum."""
+    """Raise `Damage` if the MD5 differs. This protects against accidents. Contents are
+    never executed, whatever their checksum."""
     digest = hashlib.file_digest(contents, lambda: hashlib.md5(usedforsecurity=False))
     if digest.hexdigest() != expected:
         raise Damage(f"{whose} is {digest.hexdigest()}, not {expected}")

@@ -1,4 +1,4 @@
-"""MNIST, from its four IDX files, gzipped or not (LeCun, Cortes and Burges)."""
+"""MNIST (LeCun, Cortes and Burges), from its four IDX files, gzipped or not."""
 
 import functools
 import gzip
@@ -36,7 +36,7 @@ def dataset(
     md5: Mapping[str, str] = MD5,
     host: str = HOST,
 ) -> Dataset:
-    """The files of as many images, which must be all that they hold."""
+    """Describe the files of this many images. They must hold no others."""
     shapes = {
         "train-images-idx3-ubyte": (num_train, *_IMAGE),
         "train-labels-idx1-ubyte": (num_train,),
@@ -55,7 +55,7 @@ def _examples(images: UInt8[ndarray, "n 28 28"], labels: UInt8[ndarray, " n"]):
 def _read(path: Path, shape: tuple[int, ...]) -> UInt8[ndarray, "..."]:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            # A byte more than there should be tells whether it is longer.
+            # Try to read one byte too many, to see whether the file is too long.
             contents = file.read(_header_size(shape) + math.prod(shape) + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise Damage("it is not a whole gzip file") from None
@@ -70,8 +70,8 @@ def _header_size(shape: tuple[int, ...]) -> int:
 
 
 def _parse(contents: bytes, shape: tuple[int, ...]) -> UInt8[ndarray, "..."]:
-    """Of an IDX file: two zeros, the type, the number of dimensions, each dimension as a
-    big-endian uint32, then the values in C order."""
+    """Parse an IDX file: two zeros, the type, the number of dimensions, each dimension as
+    a big-endian uint32, and then the values in C order."""
     if len(contents) < _header_size(shape):
         raise Damage("it ends within its header")
     magic = bytes([0, 0, _UNSIGNED_BYTES, len(shape)])
@@ -99,8 +99,7 @@ MNIST = dataset()
 
 
 def load(data_dir: Path, source: Dataset = MNIST) -> tuple[Examples, Examples]:
-    """Training and test data: images of shape (1, 28, 28), of 0 to 255, and classes.
-
-    `DataError` if a file is absent or damaged."""
+    """Load the training and test data: images of shape (1, 28, 28), from 0 to 255, and
+    classes. Raise `DataError` if a file is absent or damaged."""
     images, labels, test_images, test_labels = source.load(data_dir)
     return _examples(images, labels), _examples(test_images, test_labels)

@@ -1,6 +1,6 @@
-"""NIST's certified nonlinear regressions (StRD): models, starts, certified values.
+"""NIST's certified nonlinear regressions (StRD): models, starts, and certified values.
 
-The files are NIST's own, in `tests/nist`; see the README there for their provenance.
+The files in `tests/nist` are NIST's own; the README there states their provenance.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ import numpy as np
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "nist"
 
 MAX_LRE = 11.0
-"""The certified values have 11 digits: no more can be had."""
+"""The certified values have 11 digits, so that no larger LRE can be measured."""
 
 SOLVED_LRE = 4.0
-"""A problem counts as solved above this, as in Ceres Solver's NIST program."""
+"""A problem counts as solved if its LRE is larger, as in Ceres Solver's NIST program."""
 
 
 def _misra1a(b, x):
@@ -148,7 +148,7 @@ MODELS: dict[str, Callable] = {
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One data set: residuals are `model(b, x) - y`."""
+    """One data set. The residuals are `model(b, x) - y`."""
 
     name: str
     model: Callable
@@ -159,7 +159,7 @@ class Problem:
     certified: np.ndarray
     """The certified parameters, (p,), to 11 digits."""
     standard_errors: np.ndarray
-    """Theirs, (p,), likewise."""
+    """The standard errors of the certified parameters, (p,), to 11 digits."""
     sum_of_squares: float
     """The certified residual sum of squares."""
 
@@ -168,7 +168,7 @@ class Problem:
         return self.model(b, x) - y
 
     def lre(self, b) -> float:
-        """The log relative error of the worst parameter, between 0 and 11."""
+        """Return the log relative error of the worst parameter, between 0 and 11."""
         b = np.asarray(b, dtype=np.float64)
         if not np.all(np.isfinite(b)):
             return 0.0
@@ -178,7 +178,7 @@ class Problem:
 
 @functools.cache
 def load(name: str) -> Problem:
-    """Read one of NIST's files. `KeyError` if there is no such problem."""
+    """Read one of NIST's files. Raise `KeyError` if there is no such problem."""
     model = MODELS[name]
     lines = (FOLDER / f"{name}.dat").read_text().splitlines()
 

@@ -1,10 +1,10 @@
-"""A reader of pickles that runs nothing, of what CIFAR-10's consist of.
+"""A reader of CIFAR-10's pickles that executes nothing.
 
-A pickle is a program for a machine with a stack, some of whose instructions call what
-the pickle names. Here are those instructions alone that dictionaries, lists, numbers,
-text and arrays of bytes need, in Python 2's format (protocol 2); calls are to our own
-code, and lengths that a file claims are not believed, so that a damaged or hostile one
-can at most be refused.
+A pickle is a program for a stack machine, and some of its instructions call functions
+that the pickle names. This reader implements only the instructions that dictionaries,
+lists, numbers, text and arrays of bytes need, in Python 2's format (protocol 2). It calls
+only its own functions, and does not trust the lengths that a file claims. The worst that
+a damaged or hostile file can cause is an error.
 """
 
 import pickletools
@@ -19,7 +19,7 @@ from .files import Damage
 
 
 class PickledArray:
-    """Stands for NumPy's array; its values are there once the pickle has set them."""
+    """Stands for NumPy's array. The pickle sets its values after making it."""
 
     values: UInt8[ndarray, "..."] | None = None
 
@@ -30,28 +30,29 @@ class PickledArray:
 
 
 class _Bytes:
-    """Stands for NumPy's type of bytes."""
+    """Stands for NumPy's data type of bytes."""
 
     def set(self, state: tuple) -> None:
         pass
 
 
 class _Mark:
-    """Where a run of items begins on the stack."""
+    """Marks on the stack where a run of items begins."""
 
 
 def load(contents: bytes) -> Any:
-    """What was pickled, bytes as text of Latin 1. `Damage` if it is not of that kind."""
+    """Return the pickled object, with bytes as text in Latin 1. Raise `Damage` if the
+    pickle is of another kind."""
     try:
         return _Machine().run(contents)
     except Damage:
         raise
-    except Exception:  # many, on what is not a pickle or less than one
+    except Exception:  # an incomplete or invalid pickle may raise almost anything
         raise Damage("is not a whole pickle") from None
 
 
 def _array(*arguments: object) -> PickledArray:
-    return PickledArray()  # of what shape, its state says
+    return PickledArray()  # its state sets the shape
 
 
 def _bytes(code: object, *arguments: object) -> _Bytes:
@@ -68,7 +69,7 @@ _CALLABLES: dict[str, Callable] = {
     "numpy.core.multiarray _reconstruct": _array,
     "numpy._core.multiarray _reconstruct": _array,  # since NumPy 2.0
     "numpy dtype": _bytes,
-    "_codecs encode": _text,  # by which Python 3 writes bytes in this format
+    "_codecs encode": _text,  # Python 3 writes bytes like this in protocol 2
 }
 _NAMES = {*_CALLABLES, "numpy ndarray"}
 

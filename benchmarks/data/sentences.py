@@ -1,8 +1,8 @@
-"""Text of a small grammar, by characters, and the loss of whoever knows the grammar.
+"""Texts of a small grammar, and the least loss that any predictor can have.
 
-A sentence is a determiner, a noun, a verb, a determiner and a noun, each drawn evenly
-from its list. Every text begins with a sentence, so that what has been read tells all
-that there is to know of the next character.
+A sentence is a determiner, a noun, a verb, a determiner and a noun, each drawn uniformly
+from its list. A text is a sequence of characters, and begins with a new sentence, so that
+the characters read so far determine the distribution of the next one.
 """
 
 import itertools
@@ -24,7 +24,7 @@ _VERBS = (
 
 
 def _ended(words: tuple[str, ...], end: str = " ") -> tuple[str, ...]:
-    """No word begins another, with what comes after it."""
+    """End each word with a separator, so that no word is the beginning of another."""
     return tuple(word + end for word in words)
 
 
@@ -39,7 +39,7 @@ CHARACTERS = "".join(sorted(set("".join(itertools.chain(*SENTENCE)))))
 
 
 def texts(number: int, length: int, seed: int) -> Int[ndarray, "number length"]:
-    """So many, each by the numbers of its characters."""
+    """Return `number` texts, as the indices of their characters."""
     rng = np.random.default_rng(seed)
     numbers = {character: i for i, character in enumerate(CHARACTERS)}
     found = np.empty((number, length), np.int32)
@@ -54,7 +54,8 @@ def texts(number: int, length: int, seed: int) -> Int[ndarray, "number length"]:
 def least_losses(
     tokens: Int[ndarray, "number length"],
 ) -> Float[ndarray, "number length-1"]:
-    """-log of the probability of each character but the first, given those before it."""
+    """Return -log of the probability of each character but the first, given those before
+    it."""
     return np.array([_least("".join(CHARACTERS[i] for i in row)) for row in tokens])
 
 

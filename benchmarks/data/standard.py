@@ -1,4 +1,4 @@
-"""MNIST and CIFAR-10: verify and download their standard files, scale their images."""
+"""MNIST and CIFAR-10: verify and download their files, and scale their images."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +16,19 @@ DATASETS: dict[str, Dataset] = {"mnist": MNIST, "cifar10": CIFAR10}
 
 
 def verify(name: str, data_dir: Path) -> list[Finding]:
-    """Of each file that is there, whether it is sound; and what is absent."""
+    """Report whether each file in the folder is sound, and which parts are absent."""
     return _dataset(name).verify(data_dir)
 
 
 def download(name: str, data_dir: Path, out: Callable[[str], object] = print) -> None:
-    """What is absent, from its original host.
-
-    `DataError` where a file cannot be had, or is not the right one."""
+    """Download absent files from their original host. Raise `DataError` if that fails, or
+    if a file is not the right one."""
     _dataset(name).download(data_dir, out)
 
 
 def run(name: str, data_dir: Path, out: Callable[[str], object] = print) -> int:
-    """Verify what is there, and download what is absent. Returns the exit code: 0 if the
-    data can then be loaded, and 2 if not."""
+    """Verify the files that are there, and download the absent ones. Return the exit
+    code: 0 if the data can then be loaded, and 2 if not."""
     try:
         findings = verify(name, data_dir)
         for finding in findings:
@@ -45,7 +44,7 @@ def run(name: str, data_dir: Path, out: Callable[[str], object] = print) -> int:
 def scaled(
     images: UInt8[ndarray, "n channels height width"],
 ) -> Float32[ndarray, "n channels height width"]:
-    """Pixels in [0, 1]."""
+    """Return images with pixels in [0, 1]."""
     return images.astype(np.float32) / np.float32(255)
 
 
@@ -56,8 +55,8 @@ def standardised(
     Float32[ndarray, "n channels height width"],
     Float32[ndarray, "m channels height width"],
 ]:
-    """Each channel has mean 0 and standard deviation 1 over the first, the training
-    images; the test images undergo the same transformation."""
+    """Scale the images so that each channel of the training images has mean 0 and
+    standard deviation 1. The test images undergo the same transformation."""
     over = {"axis": (0, 2, 3), "keepdims": True, "dtype": np.float64}
     x = scaled(images)
     mean = np.mean(x, **over).astype(np.float32)

@@ -1,9 +1,9 @@
-"""Classes that a few of many inputs decide, by the sign of a polynomial.
+"""Classes given by the sign of a polynomial of a few of many inputs.
 
-What learns no features has to learn all functions of a degree k at once, of which there
-are `d choose k`; what finds the directions has to find d numbers each. The degree is that
-of the least polynomial with the same signs: of the staircase 2, for the sign of
-x1 + x1 x2 - x1 x3 is its own everywhere.
+A method that learns no features has to learn all functions of a degree k at once, and
+there are `d choose k` of them. A method that finds the relevant directions has to find d
+numbers for each. The degree is the least of any polynomial with the same signs. For the
+staircase it is 2, since x1 + x1 x2 - x1 x3 has the same sign everywhere.
 
 ??? cite "References"
 
@@ -40,18 +40,18 @@ class Teacher:
 
     @property
     def num_functions(self) -> int:
-        """Of the degree, of the inputs."""
+        """Return the number of functions of this degree of the inputs."""
         return math.comb(NUM_INPUTS, self.degree)
 
     def draw(self, num_train: int, seed: int) -> tuple[Labelled, Labelled, Labelled]:
-        """Training, validation and test data."""
+        """Draw training, validation and test data."""
         rng = np.random.default_rng(seed)
 
         def labelled(number: int) -> Labelled:
             x = self.inputs(rng, (number, NUM_INPUTS))
             return x, (self.polynomial(x) > 0).astype(int)
 
-        # The training data last, so that fewer of them leave the others what they were.
+        # Draw the training data last, so that their number does not change the others.
         test, validation = labelled(NUM_TEST), labelled(NUM_VALIDATION)
         return labelled(num_train), validation, test
 

@@ -1,9 +1,9 @@
 """Ten classes of textures, as colour images of 32 x 32 that any machine can make.
 
-A class is an orientation and a frequency. An image is noise about that frequency, with
-other phases and colours each time, on a background of smooth noise. So no pixel tells the
-class, and neither does a colour: the orientations have to be found. An orientation is
-that of its mirror image, too, so that flips leave the class what it is.
+A class is an orientation and a frequency. An image is noise around that frequency, with
+random phases and colours, on a background of smooth noise. So neither a pixel nor a
+colour tells the class, and the orientations have to be found. An orientation and its
+mirror image are the same class, so that flips do not change the class.
 """
 
 import functools
@@ -18,26 +18,26 @@ Labelled = tuple[Float[ndarray, "n 3 32 32"], Int[ndarray, " n"]]
 SIDE, NUM_CLASSES = 32, 10
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 5_000, 500, 1_000
 CLASSES = tuple(itertools.product(np.radians([0, 22.5, 45, 67.5, 90]), (0.12, 0.25)))
-"""Orientation, and cycles for each pixel."""
+"""Orientation in radians, and frequency in cycles per pixel."""
 JITTER, WIDTH = np.radians(8), 0.03
 """The spread of an image's orientation, and of its frequencies."""
 BACKGROUND = 0.5
-"""Standard deviation of the background, in units of the texture's."""
+"""The standard deviation of the background, relative to the texture's."""
 
 
 @functools.lru_cache(maxsize=2)
 def draw(num_train: int | None, seed: int) -> tuple[Labelled, Labelled, Labelled]:
-    """Training, validation and test data."""
+    """Draw training, validation and test data."""
     number = NUM_TRAIN if num_train is None else num_train
-    # The training images last, so that fewer of them leave the others what they are.
+    # Draw the training images last, so that their number does not change the others.
     rng = np.random.default_rng(seed)
     test, validation = images(NUM_TEST, rng), images(NUM_VALIDATION, rng)
     return images(number, rng), validation, test
 
 
 def images(number: int, rng: np.random.Generator) -> Labelled:
-    """Images of equally many of each class, in turn, with a mean of zero and a standard
-    deviation of 1."""
+    """Return images of each class in turn, with a mean of zero and a standard deviation
+    of 1."""
     labels = np.arange(number) % NUM_CLASSES
     angles, frequencies = np.array(CLASSES)[labels].T
     angles = angles + JITTER * rng.standard_normal(number)
@@ -65,7 +65,7 @@ def _each(values: Float[ndarray, " n"]) -> Float[ndarray, "n 1 1"]:
 def _noise(
     spectra: Float[ndarray, "n 32 32"], rng: np.random.Generator
 ) -> Float[ndarray, "n 32 32"]:
-    """Noise with these amplitudes, and a standard deviation of 1."""
+    """Return noise with these amplitudes and a standard deviation of 1."""
     white = np.fft.fft2(rng.standard_normal(spectra.shape))
     noise = np.fft.ifft2(spectra * white).real
     return noise / noise.std(axis=(1, 2), keepdims=True)

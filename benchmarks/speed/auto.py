@@ -1,4 +1,4 @@
-"""What `method="auto"` chooses, beside every other method."""
+"""The method that "auto" chooses, beside every other method."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -17,29 +17,32 @@ from ..networks.cnn import digits_cnn
 from ..networks.mlp import digits_mlp
 from ..networks.transformer import transformer
 from .report import Comparison, Figure, Row, timed_row
+from .task import cast, in_double
 from .timing import alternate, Case, ratio
 
 
 NUM_STEPS = 1
-"""Of the solvers whose step is one number for all methods, or the same iteration."""
+"""The number of steps of solvers that take the same step by every method."""
 ADAPTING_STEPS, MOST_STEPS = 10, 60
-"""Of Levenberg-Marquardt, whose steps are as good as they are solved for: the loss after
-so many by "auto" is what the others are to reach, and the steps that they may take."""
+"""Levenberg-Marquardt's steps depend on the method. The other methods have to reach the
+loss that "auto" reaches in `ADAPTING_STEPS`, within `MOST_STEPS`."""
 ALLOWED, NEVER = 1.5, 3.0
-"""Times the fastest method that "auto" may take, but for 5 %; and what it may never."""
+""""auto" may take at most `ALLOWED` times as long as the fastest method, except in 5 % of
+the rows, and never more than `NEVER` times as long."""
 _SAME = 1e-3
-"""A method is as accurate where its step is as near to the exact one as that of "auto",
-within a factor of 2, or nearer than this, relatively; of conjugate gradients to a
-tolerance, where the loss falls as far, but for ten times this part."""
+"""A method counts as accurate if the relative error of its step is at most this, or at
+most twice the error of "auto". For conjugate gradients to a tolerance, the decrease of
+the loss may fall behind "auto" by ten times this share."""
 _UNSOLVED = 0.1
-"""Where no method comes as near as this to the exact step, which is lost in rounding, the
-row is shown, and does not count."""
+"""If no method has a relative error of at most this, the exact step is lost in rounding.
+The row is then shown, but does not count."""
 _TOO_MANY = 4_000
-"""On the smaller side a spectrum takes minutes, and is not tried."""
+"""A method is not tried if its matrix is larger than this, because a spectrum would take
+minutes."""
 _MOST_EXACT = 1_100
-"""Above which no exact step is known."""
-_MOST_LITERAL = 1_000
-"""Steps that are taken literally."""
+"""The exact step is computed only if the smaller side is at most this."""
+_MOST_BY_PRODUCTS = 1_000
+"""Gauss-Newton by products is tried only if the smaller side is at most this."""
 
 
 SQUARED = gnlin.SquaredError()
@@ -99,19 +102,20 @@ SOLVERS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
-    """A table a problem, so that what has been measured is seen and kept."""
+    """Yield a table for each problem, so that finished measurements are shown and
+    kept."""
     factors: list[float] = []
     problems = list(_problems())
     for problem in problems[:2] if quick else problems:
         rows: list[Row] = []
         for name in SOLVERS:
             if name == MANY and not isinstance(problem.loss, gnlin.SquaredError):
-                continue  # literal by every method: many minutes
+                continue  # every method would take literal steps, for many minutes
             some, factor = _compared(problem, name, 2 if quick else 5)
             rows.extend(some)
             if factor is not None:
                 factors.append(factor)
-            # Some hundred programs take as many mappings as a process may have.
+            # Hundreds of compiled programs would use up the process's memory mappings.
             jax.clear_caches()
         last = problem is problems[1 if quick else -1]
         figures = _figures(factors) if last else ()
@@ -131,8 +135,8 @@ def _figures(factors: Sequence[float]) -> list[Figure]:
 def _compared(
     problem: Problem, name: str, num_rounds: int
 ) -> tuple[list[Row], float | None]:
-    """A row a method; and how many times longer "auto" takes than the fastest of those
-    that come as far, `None` where none solves it."""
+    """Return a row for each method, and how many times as long "auto" takes as the
+    fastest method that is as accurate, or `None` if no method is."""
     make, methods = SOLVERS[name]
     tried = ["auto", *(x for x in methods if _is_sensible(problem, name, x))]
     solvers = {method: make(method=method) for method in tried}
@@ -157,8 +161,8 @@ def _compared(
 
 
 def _steps_to_the_same_loss(problem: Problem, solvers: dict[str, Any]):
-    """How many steps each takes to the loss that "auto" has after some; `None` of those
-    that do not come so far."""
+    """Count the steps that each method takes to the loss of "auto" after
+    `ADAPTING_STEPS`, or `None` if it does not reach it. Also describe this in words."""
     reached = _losses(problem, solvers["auto"], ADAPTING_STEPS)
     aim = 1.01 * np.nanmin(reached)
     steps: dict[str, int | None] = {}
@@ -172,7 +176,7 @@ def _steps_to_the_same_loss(problem: Problem, solvers: dict[str, Any]):
 
 
 def _losses(problem: Problem, solver: Any, max_steps: int) -> np.ndarray:
-    """Before the first step, and after each."""
+    """Return the loss before the first step, and after each step."""
     solution = gnlin.solve(
         problem.model, problem.data, solver, loss=problem.loss, max_steps=max_steps
     )
@@ -180,7 +184,8 @@ def _losses(problem: Problem, solver: Any, max_steps: int) -> np.ndarray:
 
 
 def _how_far(problem: Problem, name: str, solvers: dict[str, Any]):
-    """In words, and whether a method comes as far as "auto" does."""
+    """Describe each method's result in words, and say whether it is as accurate as
+    "auto"."""
     start = float(_loss(problem))
     ends = {x: _case(problem, s, x, NUM_STEPS).run() for x, s in solvers.items()}
     losses = {method: float(end[1]) for method, end in ends.items()}
@@ -203,14 +208,15 @@ def _how_far(problem: Problem, name: str, solvers: dict[str, Any]):
 
 
 def _exact_step(problem: Problem, name: str) -> np.ndarray | None:
-    """By singular values in double precision, where these take no minutes."""
+    """Compute the step by singular values in double precision, unless this takes
+    minutes."""
     quadratic = isinstance(problem.loss, gnlin.SquaredError)
     literal = name.endswith("steps") and not quadratic
     if literal or min(problem.shape) > _MOST_EXACT:
         return None
     make, _ = SOLVERS[name]
     double = dataclasses.replace(
-        problem, model=_cast(problem.model, float), data=_cast(problem.data, float)
+        problem, model=in_double(problem.model), data=in_double(problem.data)
     )
     model, _ = _case(double, make(method="svd"), "svd", NUM_STEPS).run()
     return _difference(model, double.model)
@@ -226,7 +232,7 @@ def _difference(now: Any, then: Any) -> np.ndarray:
 def _is_sensible(problem: Problem, name: str, method: str) -> bool:
     m, p = problem.shape
     quadratic = isinstance(problem.loss, gnlin.SquaredError)
-    if name == "Gauss-Newton" and method in FREE and min(m, p) > _MOST_LITERAL:
+    if name == "Gauss-Newton" and method in FREE and min(m, p) > _MOST_BY_PRODUCTS:
         return False
     if name.endswith("steps"):
         literal = name == MANY and (method in FREE or method == "kernel")
@@ -281,7 +287,7 @@ def _problems() -> Iterator[Problem]:
 
 
 def _decay(n: int, dtype: Any) -> Problem:
-    """An exponential, of four parameters."""
+    """Return the fit of an exponential with four parameters."""
     x = jnp.linspace(0, 5, n, dtype=dtype)[:, None]
     fn = lambda p, x: p[0] * jnp.exp(-p[1] * x) + p[2] + p[3] * x
     truth = jnp.array([2.0, 1.3, 0.5, 0.1], dtype)
@@ -293,19 +299,19 @@ def _decay(n: int, dtype: Any) -> Problem:
 
 def _wave(n: int, dtype: Any) -> Problem:
     x = jnp.linspace(-1, 1, n, dtype=dtype)[:, None]
-    model = _cast(eqx.nn.MLP(1, 1, 50, 3, jnp.tanh, key=jax.random.key(1)), dtype)
+    model = cast(eqx.nn.MLP(1, 1, 50, 3, jnp.tanh, key=jax.random.key(1)), dtype)
     return Problem(f"wave, {jnp.dtype(dtype).name}", model, (x, jnp.sin(5 * x)))
 
 
 def _large() -> Problem:
     key = jax.random.key(3)
     x = jax.random.normal(key, (50, 64))
-    model = _cast(eqx.nn.MLP(64, 1, 256, 2, jnp.tanh, key=key), float)
+    model = in_double(eqx.nn.MLP(64, 1, 256, 2, jnp.tanh, key=key))
     return Problem("wide MLP", model, (x.astype(float), jnp.sin(x[:, :1]).astype(float)))
 
 
 def _digits(name: str, make: Callable, n: int, dtype: Any) -> Problem:
-    model = _cast(make(jax.random.key(2)), dtype)
+    model = cast(make(jax.random.key(2)), dtype)
     images, labels = (x[:n] for x in _images())
     images = images.astype(dtype).reshape((n, *_INPUTS.get(name, (64,))))
     loss = gnlin.SoftmaxCrossEntropy()
@@ -319,9 +325,3 @@ _INPUTS = {"CNN": (1, 8, 8), "transformer": (1, 8, 8)}
 def _images() -> tuple[jax.Array, jax.Array]:
     (images, labels), _ = digits.classification()
     return jnp.asarray(images), jnp.asarray(labels)
-
-
-def _cast(model: Any, dtype: Any) -> Any:
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, model
-    )

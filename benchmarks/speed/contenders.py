@@ -1,4 +1,4 @@
-"""Who runs to a given loss: each with the settings among which the best is chosen."""
+"""The programs that run to a given loss, each with several settings to choose from."""
 
 import functools
 import warnings
@@ -60,7 +60,8 @@ def levenberg_marquardt(problem: Problem) -> Contender:
 
 
 def by_cholesky(problem: Problem) -> Contender:
-    """Of the p x p matrix: with squared conditions, in less time than by an SVD."""
+    """Return Levenberg-Marquardt by a Cholesky factorisation of the p x p matrix, which
+    is faster than an SVD but squares the condition number."""
     solver = gnlin.LevenbergMarquardt(0.0, 0.0, scaling="identity", method="curvature")
     solvers = {'"identity", "curvature"': solver}
     return _ours(problem, "LevenbergMarquardt", solvers)
@@ -77,7 +78,7 @@ def damped(problem: Problem) -> Contender:
 def truncated(problem: Problem) -> Contender:
     pairs, method = ((0.1, 0.1), (0.1, 0.01)), "auto"
     if problem.loss is not squared_error:
-        # By itself it would make a Jacobian of thousands of rows.
+        # "auto" would form a Jacobian with thousands of rows.
         pairs, method = ((0.3, 0.03), (0.1, 0.1)), "matrix-free"
     solvers = {
         f"{tolerance:g}, damping {d:g}": gnlin.TruncatedGaussNewton(
@@ -104,7 +105,7 @@ def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contend
         return np.append(solution.history.loss, solution.loss)
 
     def find(setting, start, most_steps):
-        # Each number of steps is another program: there are two, of all and of these.
+        # Each number of steps compiles another program, so count within one long run.
         del most_steps
         reached = np.asarray(run(setting, start, most)) <= problem.target
         return int(np.argmax(reached)) if reached.any() else None
@@ -118,7 +119,8 @@ def _ours(problem: Problem, variant: str, solvers: Mapping[str, Any]) -> Contend
 
 
 def first_order(problem: Problem) -> list[Contender]:
-    """Adam and momentum; the rates of the latter as of a mean over the examples."""
+    """Return Adam and momentum. The learning rates of momentum refer to the mean of the
+    loss over the examples."""
     share = 1.0
     if problem.loss is squared_error:
         share = 1 / len(problem.data[1])
@@ -135,7 +137,8 @@ def lbfgs(problem: Problem) -> Contender:
 
 
 def _descent(problem: Problem, variant: str, settings, make: Callable) -> Contender:
-    """The whole loop compiled. The loss is that of the gradient: one step late."""
+    """Return an optimiser as one compiled loop. It tests the loss that comes with the
+    gradient, and so ends one step late."""
 
     @jax.jit
     @promoting
@@ -149,7 +152,7 @@ def _descent(problem: Problem, variant: str, settings, make: Callable) -> Conten
             updates, state = optimiser.update(
                 gradient, state, y, value=value, grad=gradient, value_fn=value_of
             )
-            # Once there it stays.
+            # Keep the parameters once the target is reached.
             there = value <= problem.target
             new = optax.apply_updates(y, updates)
             y = jax.tree.map(lambda a, b: jnp.where(there, a, b), y, new)

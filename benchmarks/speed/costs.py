@@ -1,4 +1,4 @@
-"""What the operations cost that `method="auto"` chooses by, on this device."""
+"""The costs of operations on this device, by which `method="auto"` chooses."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..networks.mlp import digits_mlp
 from .report import Comparison, Row
+from .task import in_double
 from .timing import alternate, Case, Timing
 
 
@@ -40,7 +41,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def _least(timing: Timing) -> float:
-    """Other work can only make it longer."""
+    """Return the least time, since other work on the machine can only increase it."""
     return min(timing.seconds)
 
 
@@ -57,11 +58,8 @@ def _product(n: int, num_rounds: int) -> Row:
 
 
 def _passed(num_examples: int, num_rounds: int) -> Row:
-    """A tangent pass of many digits."""
-    model = jax.tree.map(
-        lambda x: x.astype(float) if eqx.is_inexact_array(x) else x,
-        digits_mlp(jax.random.key(0)),
-    )
+    """Measure a tangent pass over many digits."""
+    model = in_double(digits_mlp(jax.random.key(0)))
     parameters, rest = eqx.partition(model, eqx.is_inexact_array)
     x = jax.random.normal(jax.random.key(1), (num_examples, 64), float)
 
@@ -71,7 +69,7 @@ def _passed(num_examples: int, num_rounds: int) -> Row:
 
     seconds = _timed("pass", passed, parameters, x, num_rounds=num_rounds)
     size = sum(leaf.size for leaf in jax.tree.leaves(parameters))
-    # The outputs, and the tangents by activations and by weights
+    # Each layer takes three products: its outputs, and two for their tangents.
     return Row(
         "rates", "jax", "an operation of a pass", seconds / (6.0 * num_examples * size)
     )
@@ -86,7 +84,7 @@ def _looped(num_rounds: int) -> Row:
 def _factorisation(
     name: str, factorise: Callable, sizes: tuple[int, ...], num_rounds: int
 ) -> Iterator[Row]:
-    """Of each size; then what a call, n^2 and n^3 cost, fitted to them."""
+    """Time a factorisation at each size, and fit the costs of a call, n^2 and n^3."""
     seconds = []
     for n in sizes:
         a = jax.random.normal(jax.random.key(n), (n, n), float)
@@ -101,7 +99,7 @@ def _factorisation(
 
 
 def _nonnegative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The least-squares solution without the terms that would be negative."""
+    """Solve the least-squares problem without the terms that would be negative."""
     kept = np.arange(a.shape[1])
     while True:
         x, *_ = np.linalg.lstsq(a[:, kept], b)

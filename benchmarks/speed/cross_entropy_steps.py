@@ -25,7 +25,7 @@ PERIODS = {
     "gradient flow": range(4, 9),
     "by formula, the loss expanded": range(9),
 }
-"""How the steps are taken, and for which powers of ten."""
+"""The ways to take the steps, and the powers of ten of K for each."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "one by one, with the kernel": {"method": "kernel"},
     "gradient flow": {"method": "flow"},
@@ -34,8 +34,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def rows(largest: int, num_rounds: int, num_images: int = NUM_IMAGES) -> list[Row]:
-    """The whole outer step. The error of gradient flow is that against as many literal
-    steps, where both are run. Ratios are to the first of each kind."""
+    """Time the whole outer step. The error of gradient flow is relative to the same
+    number of literal steps, if those are also run. Ratios are to the first row of each
+    kind."""
     (images, labels), _ = digits.classification()
     data = jnp.asarray(images[:num_images]), jnp.asarray(labels[:num_images])
     model = in_double(digits_mlp(jax.random.key(0)))

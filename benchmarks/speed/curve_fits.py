@@ -18,8 +18,8 @@ from .timing import alternate, Case
 
 
 NUM_FITS, NUM_BY_SCIPY = 500, 20
-# Of the worst parameter of all fits, relatively.
 SOLVED = 1e-4
+"""The relative error of the worst parameter up to which all fits count as solved."""
 LOWER, UPPER = (-10.0, -10.0, 0.0, -3.0), (10.0, 10.0, 20.0, 3.0)
 
 
@@ -52,7 +52,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def waited_for(num_rounds: int) -> tuple[list[Row], list[Row]]:
-    """A first call and a later one, beside optimistix's, which has no standard errors."""
+    """Time a first call and a later one, beside optimistix, which computes no standard
+    errors."""
     x = jnp.linspace(0, 4, 50)
     start = {"a": 1.0, "rate": 0.5, "c": 0.0}
 

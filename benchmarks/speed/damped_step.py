@@ -17,9 +17,10 @@ from .timing import alternate, Case
 
 LIMIT = "hand-written"
 LOOP = "in a loop"
-# So many of the fastest that a call, which looks at its arguments, is no part of a step's
-# time; of those that take ten times as long a tenth, and of the slowest a hundredth.
 NUM_STEPS = 2000
+"""Steps in a loop. There are enough to make the cost of the call negligible, which checks
+its arguments. Programs that take ten times as long run a tenth of them, and the slowest
+still fewer."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -98,7 +99,7 @@ def in_a_loop(
     num_steps: int = NUM_STEPS,
     methods: Sequence[str] = ("auto", "kernel", "eigh"),
 ) -> list[Row]:
-    """Time per step inside one compiled program of many. The first row is the limit."""
+    """Measure the time per step inside one compiled loop. The first row is the limit."""
     cases = [
         *_limits(task, num_steps),
         *(gnlin_loop(task, method, num_steps) for method in methods),
@@ -108,7 +109,7 @@ def in_a_loop(
 
 
 def slower_in_a_loop(task: Task, num_rounds: int, num_steps: int = 5) -> list[Row]:
-    """Those that take many times as long, by themselves: they would disturb the rest."""
+    """Measure the slow methods separately, since they would disturb the others."""
     slow = [gnlin_loop(task, method, num_steps) for method in ("matrix-free", "svd")]
     cases = [limit(task, 100 * num_steps), *slow, *_scipy_loops(task)]
     return _rows(task, cases, num_rounds, LOOP)[1:]
@@ -120,8 +121,8 @@ def jaxopt_in_a_loop(task: Task, num_rounds: int) -> list[Row]:
 
 
 def one_call(task: Task, num_rounds: int) -> list[Row]:
-    """Time of a call from Python that makes one step, dispatch and all."""
-    run = floor.damped_loop(task)
+    """Measure a call from Python that makes one step, including its dispatch."""
+    run = floor.damped_loop()
     solver = gnlin.DampedGaussNewton(DAMPING, search=None)
     data = task.inputs, task.targets
     residuals = task.per_example()
@@ -140,7 +141,8 @@ def one_call(task: Task, num_rounds: int) -> list[Row]:
 
 
 def default_levenberg_marquardt(task: Task) -> list[Row]:
-    """optimistix's own choice of linear solver: so slow that it runs only once."""
+    """Measure optimistix's default linear solver, which is so slow that it runs only
+    once."""
     call = task.residuals, optx.LevenbergMarquardt(rtol=0.0, atol=0.0)
     data = task.parameters, task.args
     program: Any = eqx.filter_jit(opponents.optimistix_once)
@@ -175,7 +177,8 @@ def _rows(task: Task, cases: list[Case], num_rounds: int, what: str) -> list[Row
 
 
 def limit(task: Task, num_steps: int) -> Case:
-    """By hand; as a solver must, it knows each step's loss, and that it is finite."""
+    """Return the hand-written step. As a solver must, it computes each step's loss and
+    tests that everything is finite."""
     run = floor.checked_damped_loop(task, num_steps)
     y, args = task.parameters, task.args
     return Case(
@@ -188,7 +191,7 @@ def limit(task: Task, num_steps: int) -> Case:
 
 
 def _limits(task: Task, num_steps: int) -> list[Case]:
-    bare = floor.damped_loop(task)
+    bare = floor.damped_loop()
     y, args = task.parameters, task.args
     return [
         limit(task, num_steps),
@@ -275,12 +278,12 @@ def _scipy_loops(task: Task) -> list[Case]:
 
 
 def _lm() -> optx.LevenbergMarquardt:
-    """Tolerances of zero: it does not stop before its last step."""
+    """Return optimistix's LM with tolerances of zero, so that it takes all its steps."""
     return optx.LevenbergMarquardt(rtol=0.0, atol=0.0, linear_solver=opponents.CG)
 
 
 def arrays(model):
-    """A model's parameters, in the structure of a task's."""
+    """Return a model's parameters, in the structure of a task's parameters."""
     return eqx.filter(model, eqx.is_inexact_array)
 
 

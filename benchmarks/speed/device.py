@@ -1,4 +1,4 @@
-"""What the device gives: operations and bytes a second, beside its own peak."""
+"""The operations and bytes per second that the device reaches, beside its peak."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from .timing import alternate, Case, Timing
 
 
 class Peak(NamedTuple):
-    """As its maker says, without sparsity: operations a second on the vector or matrix
-    units that the dtype takes in full precision, and bytes a second."""
+    """The maker's figures, without sparsity: operations per second in full precision, on
+    the vector or matrix units that the dtype uses, and bytes per second."""
 
     float32: float
     float64: float
@@ -32,7 +32,7 @@ PEAKS = {
 
 
 class Work(NamedTuple):
-    """Of one call."""
+    """A program, with the operations and bytes of one call."""
 
     case: Case
     flops: float
@@ -79,11 +79,12 @@ def copy(size: int, dtype) -> Work:
 
 
 def of_gnlin(task: Task, width: int, dtype) -> list[Work]:
-    """The kernel by layers, and the damped step, of four hidden layers of one width."""
+    """Return the kernel by layers, and the damped step, for four hidden layers of one
+    width."""
     cast = lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree)
     y, args = cast(task.parameters), cast(task.args)
     m, p = task.num_outputs, task.num_parameters
-    # Of the products alone: S S^T and A A^T of each layer, forwards, and back.
+    # Count only the products: S S^T and A A^T of each layer, and two passes.
     kernel_flops = 2.0 * m**2 * (9 * width + 2) + 4.0 * m * p
     step_flops = kernel_flops + m**3 / 3 + 2.0 * m * p
     itemsize = jnp.dtype(dtype).itemsize

@@ -1,8 +1,9 @@
-"""One and several devices: virtual ones of a CPU, each number in its own process.
+"""Growth with the number of devices, which are virtual devices of a CPU.
+
+Each number of devices is measured in a process of its own, which prints a line of JSON.
+XLA writes its programs into the folder DUMP:
 
     python -m benchmarks.speed.devices STEPS ROUNDS DUMP TASK...
-
-is that process; XLA writes its programs into the folder DUMP. It prints a line of JSON.
 """
 
 import json
@@ -32,7 +33,7 @@ _COLLECTIVE = re.compile(
 
 
 def rows(quick: bool) -> list[Row]:
-    """The time of each task, and the bytes that collectives leave on a device."""
+    """Measure the time of each task, and the bytes that collectives write on a device."""
     if quick:
         numbers, steps, rounds, tasks = (2,), 2, 1, (DAMPED,)
     else:
@@ -53,10 +54,11 @@ def rows(quick: bool) -> list[Row]:
 
 
 def on_devices(number: int, steps: int, rounds: int, tasks: Sequence[str]) -> dict:
-    """Of each task `seconds` and `bytes`, from a fresh process of so many devices."""
+    """Return `seconds` and `bytes` for each task, from a new process with `number`
+    devices."""
     with tempfile.TemporaryDirectory() as dump:
         flags = f"--xla_force_host_platform_device_count={number} --xla_dump_to={dump}"
-        # Of the threads that virtual devices share: see docs/scaling.md.
+        # NPROC sets how many threads the virtual devices share: see docs/scaling.md.
         environment = {**os.environ, "XLA_FLAGS": flags, "NPROC": "32"}
         done = subprocess.run(
             [sys.executable, "-m", __name__, str(steps), str(rounds), dump, *tasks],
@@ -80,7 +82,8 @@ def measure_all(num_steps: int, num_rounds: int, dump: Path, tasks: Sequence[str
 
 
 def bytes_in_loops(program: str) -> int:
-    """Of the results of collectives in a compiled program's loops, each counted once."""
+    """Return the bytes of the results of collectives in a compiled program's loops, each
+    counted once."""
     total = 0
     for line in program.splitlines():
         match = _COLLECTIVE.search(re.sub(r"/\*.*?\*/", "", line))
@@ -91,7 +94,7 @@ def bytes_in_loops(program: str) -> int:
 
 
 def measure(task: str, num_steps: int, num_rounds: int) -> float:
-    """Seconds a step, of the devices that this process has."""
+    """Return the seconds per step on the devices of this process."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp

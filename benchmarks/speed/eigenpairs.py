@@ -22,14 +22,15 @@ from .timing import alternate, Case
 
 TOLERANCE = 1e-5
 LOBPCG_TOLERANCE = 1e-10
-"""Of its own rule, which is another: so it comes to the same residual."""
+"""LOBPCG stops by another rule. With this tolerance it reaches the same residual."""
 MOST_AT_ONCE = 20
-"""Eigenpairs for which LOBPCG is run, which makes as many products an iteration."""
+"""LOBPCG is run for at most this many eigenpairs, because each of its iterations makes a
+product for every one."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setting:
-    """Images of digits, of ten outputs each, and a network of two hidden layers."""
+    """Images of digits, with ten outputs each, and a network with two hidden layers."""
 
     num_images: int
     width: int
@@ -62,7 +63,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Eigenvalues, eigenvectors in columns, and what they have cost."""
+    """Eigenvalues, eigenvectors in columns, and the number of products that they took."""
 
     eigenvalues: Float[Array, " k"]
     vectors: Float[Array, "m k"]
@@ -72,7 +73,7 @@ class Found:
 def of_kernel(
     lin: gnlin.Linearisation, k: int, num_rounds: int
 ) -> tuple[list[Row], dict[str, int]]:
-    """Rows, the first of gnlin, and the products of each library."""
+    """Return the rows, with gnlin's first, and the number of products of each library."""
     ways: dict[tuple[str, str], Callable[[], Found]] = {
         ("gnlin", "spectra.leading"): lambda: _ours(lin, k),
         ("SciPy", "eigsh (ARPACK)"): lambda: _arpack(lin, k),
@@ -81,7 +82,7 @@ def of_kernel(
         ways["jax", "lobpcg_standard"] = lambda: _lobpcg(lin, k)
     cases, residuals, products = [], [], {}
     for (library, variant), way in ways.items():
-        found = way()  # which compiles
+        found = way()  # this also compiles
         products[library] = found.num_products
         residuals.append(worst_residual(lin, found))
         note = f"{found.num_products:,} products"
@@ -99,7 +100,7 @@ def of_kernel(
 
 
 def worst_residual(lin: gnlin.Linearisation, found: Found) -> float:
-    """The largest |K u - w u| / w, by products anew."""
+    """Return the largest |K u - w u| / w, by new products."""
     images = jax.lax.map(lambda u: _product(lin, u), jnp.asarray(found.vectors).T).T
     left = np.asarray(images) - np.asarray(found.vectors) * np.asarray(found.eigenvalues)
     return float(np.max(np.linalg.norm(left, axis=0) / np.asarray(found.eigenvalues)))

@@ -1,8 +1,9 @@
 """Whole fits of a small dense problem: gnlin, the other libraries, and a loop by hand.
 
 Every fit is a function of its start and its data that can be compiled and mapped. It
-stops at a change of the parameters by `tolerance`, absolute and relative, or as near to
-that as a library's options come. Only gnlin's default takes its own tolerances.
+stops when the parameters change by less than `tolerance`, absolute and relative, or by
+the library's rule that comes nearest to this. Only gnlin's default uses its own
+tolerances.
 """
 
 import dataclasses
@@ -47,12 +48,13 @@ class Method:
     library: str
     variant: str
     make: Callable[[Residuals, float], Fit]
-    """`make(residuals, tolerance)`"""
+    """`make(residuals, tolerance)` returns a fit."""
     note: str = ""
 
 
 def methods() -> list[Method]:
-    """Those in JAX. The first is the limit, the second gnlin's default."""
+    """Return the methods in JAX. The first is the limit, and the second gnlin's
+    default."""
     lm = gnlin.LevenbergMarquardt
     plain_lm = functools.partial(lm, method="curvature", acceleration=False)
     cholesky = lx.Normal(lx.Cholesky())
@@ -75,8 +77,8 @@ def methods() -> list[Method]:
 
 
 def _by_hand(residuals: Residuals, tolerance: float) -> Fit:
-    """Normal equations, Marquardt's scaling, a factor of 10 up and down: a page of
-    textbook, with no safety but that the loss falls."""
+    """Write Levenberg-Marquardt as in a textbook: normal equations, Marquardt's scaling,
+    and factors of 10 up and down. Its only safeguard is that the loss must fall."""
 
     def fit(b, data):
         def step(carry):
@@ -125,7 +127,7 @@ def _optimistix(solver: Callable[[float, float], Any]) -> Callable:
 
 def _jaxopt(linear_solver: str) -> Callable:
     def make(residuals: Residuals, tolerance: float) -> Fit:
-        # Its rule on the gradient is absolute: without it, the one on the step decides.
+        # The rule on the gradient is absolute. Disable it, so that the step decides.
         solver = _jaxopt_solvers().LevenbergMarquardt(
             residuals,
             maxiter=MAX_STEPS,
@@ -143,7 +145,7 @@ def _jaxopt(linear_solver: str) -> Callable:
 
 
 def _jaxopt_gauss_newton(residuals: Residuals, tolerance: float) -> Fit:
-    """By conjugate gradients, its only way."""
+    """Return jaxopt's Gauss-Newton, which can only use conjugate gradients."""
 
     def solver(b):
         return _jaxopt_solvers().GaussNewton(
@@ -174,7 +176,8 @@ def _jaxopt_solvers() -> Any:
 
 
 def scipy(method: Any) -> Callable[[Residuals, float], Any]:
-    """Residuals and their exact Jacobian are compiled once."""
+    """Return a fit by SciPy, with the residuals and their exact Jacobian compiled
+    once."""
     from scipy.optimize import least_squares
 
     def make(residuals: Residuals, tolerance: float):

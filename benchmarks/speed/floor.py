@@ -1,8 +1,8 @@
 """The limit: what one would write by hand for this one task, in plain jax.numpy.
 
-Nothing general is in here, and no safety: both passes through the network written out,
-the kernel from what goes into each layer and what comes back to it, LAPACK, update. A
-library that comes near it leaves little to gain.
+Nothing here is general or safe. The two passes through the network are written out, the
+kernel is formed from each layer's inputs and the signals that come back to it, and LAPACK
+solves. A library that comes near these times has little left to gain.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from .task import Task
 
 
 def _passes(parameters: Any, args):
-    """Each layer's inputs, what comes back to it, and the residual."""
+    """Return each layer's inputs, the signals that come back to it, and the residual."""
     inputs, targets = args
     *hidden, last = parameters.layers
     activations, slopes, x = [inputs], [], inputs
@@ -36,7 +36,8 @@ def _passes(parameters: Any, args):
 
 
 def _kernel(activations, signals) -> Float[Array, "m m"]:
-    """Weights and biases of a layer together: a bias is the weight of an input 1."""
+    """Return the kernel of weights and biases together. A bias is the weight of an input
+    1."""
     parts = [(s @ s.T) * (1 + a @ a.T) for a, s in zip(activations, signals, strict=True)]
     return sum(parts[1:], parts[0])
 
@@ -55,8 +56,9 @@ def _minus_pull_back(parameters, activations, signals, v) -> PyTree[Array]:
     )
 
 
-def damped_step(task: Task, parameters, args, damping):
-    """phi^T (phi phi^T + lambda I)^-1 r, by a Cholesky factorisation."""
+def damped_step(parameters, args, damping):
+    """Return the parameters after the step -phi^T (phi phi^T + lambda I)^-1 r, by a
+    Cholesky factorisation."""
     activations, signals, residual = _passes(parameters, args)
     damped = _kernel(activations, signals) + damping * jnp.eye(residual.size)
     factor = jax.scipy.linalg.cho_factor(damped)
@@ -65,13 +67,13 @@ def damped_step(task: Task, parameters, args, damping):
     return jax.tree.map(jnp.add, parameters, step)
 
 
-def damped_loop(task: Task):
-    """`run(parameters, args, damping, n)`: n steps, with no look at where they lead."""
+def damped_loop():
+    """Compile `run(parameters, args, damping, n)`: n steps that compute no loss."""
 
     @jax.jit
     def run(parameters, args, damping, num_steps):
         def body(_, y):
-            return damped_step(task, y, args, damping)
+            return damped_step(y, args, damping)
 
         return jax.lax.fori_loop(0, num_steps, body, parameters)
 
@@ -79,14 +81,14 @@ def damped_loop(task: Task):
 
 
 def checked_damped_loop(task: Task, max_steps: int):
-    """The same, with the least that a solver must do: the loss after every step, kept,
-    and an end at the first number that is not finite."""
+    """Compile the same loop with the least that a solver must do: it keeps the loss after
+    every step, and ends at the first number that is not finite."""
 
     @jax.jit
     def run(parameters, args, damping, num_steps):
         def body(carry):
             i, y, _, losses = carry
-            y = damped_step(task, y, args, damping)
+            y = damped_step(y, args, damping)
             residual = task.residuals(y, args)
             loss = 0.5 * residual @ residual
             finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(y)]
@@ -104,28 +106,31 @@ def checked_damped_loop(task: Task, max_steps: int):
     return run
 
 
-def spectrum(task: Task, parameters, args):
-    """The layers' factors, eigenvalues, eigenvectors, and the residual in them."""
+def spectrum(parameters, args):
+    """Return the layers' factors, eigenvalues, eigenvectors, and the residual in their
+    basis."""
     activations, signals, residual = _passes(parameters, args)
     w, u = jnp.linalg.eigh(_kernel(activations, signals))
     return (parameters, activations, signals), w, u, u.T @ residual
 
 
 def filtered_step(factors, g: Callable[[Array], Array]):
-    """Of any filter of the eigenvalues."""
+    """Return the step of any filter of the eigenvalues."""
     (parameters, activations, signals), w, u, coefficients = factors
     return _minus_pull_back(parameters, activations, signals, u @ (g(w) * coefficients))
 
 
 def descent_step(factors, period, learning_rate):
-    """K steps of gradient descent by one formula, for eigenvalues below 1 / eta."""
+    """Return K steps of gradient descent by one formula, for eigenvalues below 1 /
+    eta."""
     return filtered_step(
         factors, lambda w: -jnp.expm1(period * jnp.log1p(-learning_rate * w)) / w
     )
 
 
 def literal_descent(task: Task):
-    """`run(parameters, args, learning_rate, k)`: k steps on the linearised network."""
+    """Compile `run(parameters, args, learning_rate, k)`: k steps on the linearised
+    network."""
 
     @jax.jit
     def run(parameters, args, learning_rate, num_steps):

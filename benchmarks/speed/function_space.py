@@ -1,4 +1,4 @@
-"""Tangent kernels between two sets, predictions at many times, and evidence."""
+"""Tangent kernels between two sets, predictions at many times, and the evidence."""
 
 import functools
 import tempfile
@@ -78,8 +78,8 @@ def _quotient(a: int | None, b: int | None, quick: bool) -> float | None:
 
 
 def of_digits(num_images: int, num_rounds: int) -> list[Row]:
-    """Each against the other half of the images; and an example by itself in double
-    precision, as the oracle."""
+    """Measure the kernel between two sets of images. The error is relative to the
+    contracted Jacobians."""
     (images, _), (others, _) = digits.classification(flat=False)
     both = np.concatenate([images, others]).astype(np.float32)
     x1, x2 = jnp.asarray(both[:num_images]), jnp.asarray(both[-num_images:])
@@ -110,7 +110,8 @@ def of_digits(num_images: int, num_rounds: int) -> list[Row]:
 
 
 def _contracted(model: eqx.Module) -> Callable:
-    """Novak, Sohl-Dickstein and Schoenholz (2022), section 3.1."""
+    """Contract the examples' Jacobians: Novak, Sohl-Dickstein and Schoenholz (2022),
+    section 3.1."""
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
 
     def rows(x):
@@ -127,12 +128,13 @@ def _contracted(model: eqx.Module) -> Callable:
 
 
 def _structured(model: Any) -> Callable:
-    """The same, section 3.3: of each layer what comes back to it and what went in, in
-    the order of products that takes the fewest operations."""
+    """Contract each layer's inputs and the signals that come back to it, in the order of
+    products that takes the fewest operations: the same, section 3.3."""
 
     def layers(x):
-        """What went in, as patches by positions; and the outputs, with a zero added to
-        what each layer gives, so that the derivative by it is what comes back."""
+        """Return the signals that come back to each layer, and its inputs as patches by
+        position. A signal is the derivative by a zero that is added to the layer's
+        outputs."""
 
         def forward(zeros):
             patches, h = [], x
@@ -168,7 +170,7 @@ def _structured(model: Any) -> Callable:
         total = jnp.zeros((len(x1), len(x2)), x1.dtype)
         for s, a, z, b in zip(s1, a1, s2, a2, strict=True):
             total += contract("ncot,ntq,kuq,kcou->nk", s, a, b, z)
-            # The bias sees a one in each position
+            # The bias is the weight of an input 1 at each position.
             total += contract("nco,kco->nk", jnp.sum(s, 3), jnp.sum(z, 3))
         return total
 

@@ -1,4 +1,4 @@
-"""Whole runs on sparse problems: a pose graph and bundle adjustment, beside SciPy."""
+"""Whole runs on sparse problems: pose graphs and bundle adjustment, beside SciPy."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +16,14 @@ from .timing import alternate, Case
 
 
 RTOL = 1e-8
-"""Of the cost, above the least that any reaches: it counts as solved."""
+"""A run counts as solved if its cost is at most this share above the least of all."""
 MOST_STEPS = 200
 GNLIN, OURS, ITS_OWN = "LM, select=", "trf, our derivatives", "trf, jac_sparsity"
 
 
 class Problem(NamedTuple):
-    """`fn(selected, example)` of each example, which reads `select(example)`."""
+    """The residuals of an example are `fn(selected, example)`, and `select(example)`
+    gives the indices of the parameters that they read."""
 
     name: str
     start: Any
@@ -62,7 +63,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def solved(problem: Problem, num_rounds: int) -> list[Row]:
-    """The error is that of the cost, relative to the least that either reaches."""
+    """Return a row for each run. The error is the relative excess of the cost over the
+    least of all."""
     ends: dict[str, float] = {}
     group = problem.group()
 
@@ -97,8 +99,9 @@ def solved(problem: Problem, num_rounds: int) -> list[Row]:
 
 
 def _scipy(problem: Problem, exact: bool) -> Callable[[], float]:
-    """With the pattern of the Jacobian, and its values by our automatic differentiation
-    of the examples; or by its own differences, a colour of columns at a time."""
+    """Return a run of SciPy that knows the pattern of the Jacobian. Its values come from
+    automatic differentiation of the examples if `exact`, or else from SciPy's own
+    differences, which group the columns."""
     from scipy.optimize import least_squares
     from scipy.sparse import coo_matrix
 
@@ -163,7 +166,7 @@ def _scipy(problem: Problem, exact: bool) -> Callable[[], float]:
 
 
 def _between(a, b):
-    """Pose b in the frame of pose a."""
+    """Return pose b in the frame of pose a."""
     cos, sin = jnp.cos(a[2]), jnp.sin(a[2])
     dx, dy, turn = b - a
     return jnp.stack([cos * dx + sin * dy, cos * dy - sin * dx, _wrapped(turn)])
@@ -177,8 +180,9 @@ SIGMA = np.array([0.05, 0.05, 0.02])
 
 
 def pose_graph(num_poses: int, num_edges: int) -> Problem:
-    """A robot's laps of a ring: odometry, and places seen again. The first pose is held
-    by what each edge of it says of it."""
+    """Return the graph of a robot that drives laps of a ring, with odometry and places
+    that it sees again. No pose is fixed, so that the minimum is unique only up to a rigid
+    motion."""
     rng = np.random.default_rng(0)
     angle = np.linspace(0, 4 * np.pi, num_poses)
     radius = 10 + 2 * np.cos(3 * angle)
@@ -198,8 +202,9 @@ def pose_graph(num_poses: int, num_edges: int) -> Problem:
 
 
 def laps(num_poses: int, num_closures: int, a_lap: int = 200) -> Problem:
-    """A robot on a ring, which now and then recognises a place that it has passed a lap
-    before: nearly a chain. The start is what it believes by odometry."""
+    """Return the graph of a robot on a ring that sometimes recognises a place that it
+    passed a lap before, so that it is nearly a chain. The start is the estimate by
+    odometry."""
     rng = np.random.default_rng(0)
     angle = 2 * np.pi * np.arange(num_poses) / a_lap
     true = np.column_stack([10 * np.cos(angle), 10 * np.sin(angle), angle + np.pi / 2])
@@ -231,11 +236,11 @@ def _poses(true, ends, rng: np.random.Generator, what: str, start=None) -> Probl
 
 
 def sphere(num_rings: int, a_ring: int) -> Problem:
-    """A robot that circles up a sphere, in three dimensions: each pose has an edge to the
-    next one and, after the first ring, to the one below. (With 50 rings of 50, this has
-    the poses and edges of the benchmark of that name.) The parameters of a pose are a
-    rotation vector and a shift, both from the start, which is what it believes by
-    odometry."""
+    """Return the graph of a robot that circles up a sphere, in three dimensions. Each
+    pose has an edge to the next one and, after the first ring, to the one below. With 50
+    rings of 50 poses, it has the poses and edges of the benchmark of that name. The
+    parameters of a pose are a rotation vector and a shift, both relative to the estimate
+    by odometry."""
     rng = np.random.default_rng(0)
     num_poses = num_rings * a_ring
     k = np.arange(num_poses)
@@ -306,14 +311,14 @@ def _between_3d(a, b):
 
 
 def _turn(vectors):
-    """The matrices of rotation vectors."""
+    """Return the rotation matrices of rotation vectors."""
     rotated = jnp.vectorize(_rotated, signature="(k),(k)->(k)")
     units = (jnp.broadcast_to(unit, vectors.shape) for unit in jnp.eye(3))
     return jnp.stack([rotated(vectors, unit) for unit in units], axis=-1)
 
 
 def _rotated(vector, x):
-    """By a rotation vector (Rodrigues)."""
+    """Rotate by a rotation vector (Rodrigues)."""
     square = jnp.sum(vector**2)
     angle = jnp.sqrt(jnp.where(square > 0, square, 1))
     small = square < 1e-12
@@ -324,8 +329,9 @@ def _rotated(vector, x):
 
 
 def bundle(num_cameras: int, num_points: int, num_observations: int) -> Problem:
-    """Cameras around a cloud of points, which see some of it: rotation vectors,
-    translations and points from what is seen, to a thousandth of the focal length."""
+    """Return a problem of cameras around a cloud of points, each of which some cameras
+    see. The unknowns are the cameras' rotation vectors and translations, and the points.
+    The observations have noise of a thousandth of the focal length."""
     rng = np.random.default_rng(0)
     points = rng.uniform(-1, 1, size=(num_points, 3))
     around = np.linspace(0, 2 * np.pi, num_cameras, endpoint=False)

@@ -1,4 +1,4 @@
-"""How time grows: with m, p, K, the dampings of a sweep, and devices."""
+"""The growth of time with m, p, K, the dampings of a sweep, and devices."""
 
 import dataclasses
 import statistics
@@ -19,20 +19,20 @@ from .timing import alternate, Case, Timing
 
 
 NUM_STEPS = 50
-"""So many that a call is no part of a step's time."""
+"""Steps in a loop, enough to make the cost of the call negligible."""
 FITTED = 3
-"""The exponent is that of so many of the largest sizes."""
+"""The number of sizes, the largest ones, to which the exponent is fitted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """What grows, how far, and the exponent that is expected of the time."""
+    """What grows, its sizes, and the exponent that is expected of the time."""
 
     symbol: str
     sizes: Sequence[int]
     expected: str
     programs: Sequence[Callable[[int], Case]]
-    """One a library, each of a size."""
+    """Functions from a size to a case, one for each library."""
     fitted: int = FITTED
 
 
@@ -81,12 +81,12 @@ def axes(quick: bool) -> list[Axis]:
 
 
 def _width(num_parameters: int) -> int:
-    """Of the network of so many parameters, 3 w^2 + 6 w + 1."""
+    """Return the width of the network with this many parameters, 3 w^2 + 6 w + 1."""
     return round(np.sqrt((num_parameters + 2) / 3) - 1)
 
 
 def grown(axis: Axis, num_rounds: int) -> list[Row]:
-    """A row a size, and the exponent at the end, of each library."""
+    """Return, for each library, a row for each size and then the exponent."""
     cases = [program(size) for program in axis.programs for size in axis.sizes]
     timings = alternate(cases, num_rounds)
     rows = []
@@ -104,14 +104,14 @@ def grown(axis: Axis, num_rounds: int) -> list[Row]:
 
 
 def exponent(sizes: Sequence[int], timings: Sequence[Timing]) -> float:
-    """Least squares in log-log, in each round by itself: the median."""
+    """Fit a line to the logarithms in each round, and return the median slope."""
     rounds = zip(*(timing.seconds for timing in timings), strict=True)
     slopes = [np.polyfit(np.log(sizes), np.log(seconds), 1)[0] for seconds in rounds]
     return statistics.median(map(float, slopes))
 
 
 def damped(task: Task) -> Case:
-    """A step of damped Gauss-Newton, by Cholesky, in a compiled loop."""
+    """Return damped Gauss-Newton steps by Cholesky, in a compiled loop."""
     solver = gnlin.DampedGaussNewton(
         DAMPING, rtol=0.0, atol=0.0, search=None, method="kernel"
     )
@@ -131,7 +131,7 @@ def damped(task: Task) -> Case:
 
 
 def limit(task: Task) -> Case:
-    run = floor.damped_loop(task)
+    run = floor.damped_loop()
     return Case(
         "hand-written",
         "",
@@ -141,7 +141,7 @@ def limit(task: Task) -> Case:
 
 
 def inner_steps(task: Task) -> Callable[[int], Case]:
-    """The whole outer step of K inner steps."""
+    """Return a function from K to the whole outer step with K inner steps."""
     solver = lambda period: gnlin.IterativeLinearisation(period, LEARNING_RATE)
 
     @jax.jit
@@ -157,7 +157,8 @@ def inner_steps(task: Task) -> Callable[[int], Case]:
 
 
 def sweep(task: Task) -> Callable[[int], Case]:
-    """Linearise once, and a damped step for each damping."""
+    """Return a function from a number of dampings to one linearisation and all their
+    steps."""
     residuals = task.per_example()
 
     @jax.jit

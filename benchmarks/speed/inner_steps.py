@@ -1,4 +1,4 @@
-"""K inner steps of gradient descent at one linearisation point: K costs nothing."""
+"""K inner steps of gradient descent at one linearisation point, for K up to 10^8."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ from .timing import alternate, Case, Timing
 PERIODS = tuple(10**k for k in range(9))
 LEARNING_RATE = 1e-5
 MAX_LITERAL = 10**5
-"""Literal steps beyond this take minutes."""
+"""More literal steps than this would take minutes."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -38,7 +38,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def by_formula(task: Task, num_rounds: int) -> tuple[list[Row], list[Row]]:
-    """(the step alone, the whole outer step); ratios are to K = 1 of the same."""
+    """Return rows of the step alone, and of the whole outer step. Ratios are to K = 1."""
     return (
         _against_one_step(task, "K steps, spectrum at hand", _spectral(task), num_rounds),
         _against_one_step(task, "K steps, outer step", _outer(task), num_rounds),
@@ -46,7 +46,7 @@ def by_formula(task: Task, num_rounds: int) -> tuple[list[Row], list[Row]]:
 
 
 def literally(task: Task, largest: int) -> list[Row]:
-    """Against the same number of steps made one by one; ratios are to K = 1."""
+    """Measure the same number of steps taken one by one. Ratios are to K = 1."""
     run = floor.literal_descent(task)
     cases = [
         _case(
@@ -66,9 +66,7 @@ def _spectral(task: Task) -> list[Case]:
     spectrum = jax.jit(lambda y, args: gnlin.linearise(residuals, y, args).spectrum())(
         task.parameters, task.args
     )
-    factors = jax.jit(lambda y, args: floor.spectrum(task, y, args))(
-        task.parameters, task.args
-    )
+    factors = jax.jit(floor.spectrum)(task.parameters, task.args)
     step = jax.jit(lambda spectrum, k: spectrum.step(_descent(k)))
     limit = jax.jit(lambda factors, k: floor.descent_step(factors, k, LEARNING_RATE))
     return [
@@ -90,7 +88,7 @@ def _outer(task: Task) -> list[Case]:
 
     @jax.jit
     def limit(y, args, k):
-        return floor.descent_step(floor.spectrum(task, y, args), k, LEARNING_RATE)
+        return floor.descent_step(floor.spectrum(y, args), k, LEARNING_RATE)
 
     y, args = task.parameters, task.args
     return [
@@ -108,7 +106,7 @@ def _descent(period) -> gnlin.filters.GradientDescent:
 
 
 def _case(library: str, period: int, run, max_rounds: int | None = None) -> Case:
-    # The period rides along as the variant, and comes back out of it for the oracle.
+    # The variant states the period. `_against_one_step` reads it from there.
     return Case(
         library,
         f"K = {period:,}",

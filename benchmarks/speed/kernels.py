@@ -1,4 +1,4 @@
-"""The kernel of convolutional networks: against rows of the Jacobian, and its memory."""
+"""The kernel of convolutional networks, beside rows of the Jacobian; its memory."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,6 +15,7 @@ from ..data import digits
 from ..networks.cnn import digits_cnn
 from ..networks.resnet import resnet18
 from .report import Comparison, Figure, find, Row, timed_row
+from .task import cast
 from .timing import alternate, Case
 
 
@@ -29,7 +30,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     for dtype in (jnp.float32, jnp.float64):
         (images, _), _ = digits.classification(flat=False)
         images = jnp.asarray(images[:num_images], dtype)
-        model = _cast(digits_cnn(jax.random.key(0)), dtype)
+        model = cast(digits_cnn(jax.random.key(0)), dtype)
         rows = of_digits(model, images, 3 if quick else 5)
         m = 10 * num_images
         passes = find(rows, "jax", lambda row: row.variant.startswith("m reverse"))
@@ -78,7 +79,8 @@ def of_digits(model: eqx.Module, images: Array, num_rounds: int) -> list[Row]:
 
 
 def of_resnet(width: int, num_images: int) -> list[Row]:
-    """Against a few of its rows, each pulled back and pushed forward through all."""
+    """Measure the kernel, and its error in a few rows, each of which is computed by
+    passes through the whole batch."""
     model = resnet18(jax.random.key(0), normalise=False, width=width)
     parameters, network = _network(model)
     images = jax.random.normal(jax.random.key(1), (num_images, 3, 32, 32))
@@ -100,11 +102,6 @@ def _network(model):
     return parameters, lambda parameters, x: eqx.combine(parameters, frozen)(x)
 
 
-def _cast(model, dtype):
-    cast = lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x
-    return jax.tree.map(cast, model)
-
-
 def _kernel(network: Callable) -> Callable:
     fn = gnlin.PerExample(network)
     return lambda parameters, images: gnlin.linearise(fn, parameters, images).kernel()
@@ -121,7 +118,8 @@ def _per_example(network: Callable) -> Callable:
 
 
 def _all_rows(network: Callable) -> Callable:
-    """All m at once would take tens of GiB; a compiled loop would slow convolutions."""
+    """Return a kernel from rows in chunks. All m rows at once would take tens of GiB, and
+    a compiled loop would slow down the convolutions."""
 
     @jax.jit
     def rows(parameters, images, units):
@@ -144,7 +142,8 @@ def _all_rows(network: Callable) -> Callable:
 
 
 def _some_rows(network: Callable) -> Callable:
-    """Some of the kernel's rows, through the whole batch, one after the other."""
+    """Return a function that computes some rows of the kernel, one after the other,
+    through the whole batch."""
 
     @jax.jit
     def rows(parameters, images, indices):

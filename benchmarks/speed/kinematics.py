@@ -17,14 +17,15 @@ from .timing import alternate, Case
 
 NUM, FEW, NUM_BY_SCIPY = 1_000, 20, 50
 MOST_STEPS = 100
-# Of position, in metres, and of rotation: a target within this is reached.
 REACHED = 1e-3
-# An arm of seven joints: the twist and the length of each link, and the joint's limits.
+"""A target is reached if no entry of the position, in metres, or of the rotation matrix
+is further off than this."""
+# An arm of seven joints: the twists and lengths of its links, and the joints' limits.
 TWISTS = np.pi / 2 * np.array([-1, 1, 1, -1, -1, 1, 0])
 LENGTHS = np.array([0.34, 0.0, 0.4, 0.0, 0.4, 0.0, 0.13])
 LIMITS = np.deg2rad([170, 120, 170, 120, 170, 120, 175])
-# How strongly the joints are pulled to their middle, which settles the free motion.
 POSTURE = 1e-5
+"""The weight of pulling the joints to their middle, which settles the free motion."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -34,7 +35,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def pose(angles):
-    """The rotation and the position of the hand, by Denavit and Hartenberg."""
+    """Return the rotation and the position of the hand, after Denavit and Hartenberg."""
     turn, place = jnp.eye(3), jnp.zeros(3)
     for angle, twist, length in zip(angles, TWISTS, LENGTHS, strict=True):
         place = place + length * turn[:, 2]
@@ -58,7 +59,8 @@ def residuals(angles, target):
 
 
 def solved(num: int, num_by_scipy: int, num_rounds: int) -> list[Row]:
-    """The note has the share of targets that are reached: both may end elsewhere."""
+    """Return a row for each library. Its note has the share of targets that are reached,
+    since a run may end at another local minimum."""
     random = np.random.default_rng(0)
     true = jnp.asarray(random.uniform(-0.9, 0.9, (num, 7)) * LIMITS)
     start = 0.1 * jnp.asarray(LIMITS)

@@ -1,4 +1,4 @@
-"""One truncated step where both sides are large: a convolutional network of digits."""
+"""One truncated step where both sides are large: a convolutional network on digits."""
 
 import dataclasses
 import importlib
@@ -29,11 +29,12 @@ NUM_IMAGES = 2048
 NUM_CLASSES = digits.NUM_CLASSES
 TOLERANCES = 0.1, 1e-3
 OPTIMISTIX_TOLERANCE = 10
-"""Times the tolerance: both of `lx.CG`, whose rule is another, at the full number of
-images. An absolute one it needs: entries of the step that stay zero, such as a dead
-unit's, otherwise end it at once."""
+"""Both tolerances of `lx.CG` at the full number of images, as a multiple of the tolerance
+that is asked for, because its rule is another one. It needs an absolute tolerance:
+entries of the step that stay zero, such as a dead unit's, would otherwise end it at
+once."""
 MARGIN = 1.1
-"""Single precision has the last word on a residual."""
+"""A residual may exceed the tolerance by this factor, because of single precision."""
 
 LIMIT = "hand-written"
 LOOPED = "convolutions inside a compiled loop are many times slower on a CPU"
@@ -50,7 +51,7 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 class Problem:
     """Half the mean squared error over an image's ten outputs, summed over images. The
-    network is `digits_cnn`, or with fewer channels."""
+    network is `digits_cnn`, or the same with fewer channels."""
 
     def __init__(self, num_images: int, channels: tuple[int, ...] = (16, 16)):
         (images, labels), _ = digits.classification(flat=False)
@@ -84,7 +85,7 @@ class Problem:
         return jax.vmap(self.residual, in_axes=(None, 0))(y, args)
 
     def linear_residual(self, parameters) -> float:
-        """Relative to the gradient, in double precision."""
+        """Return the residual relative to the gradient, in double precision."""
         double = lambda tree: jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), tree)
         norm = lambda tree: float(jnp.linalg.norm(ravel_pytree(tree)[0]))
         with jax.enable_x64(True):
@@ -95,7 +96,8 @@ class Problem:
 
 
 def _linearised_gradient(residuals: Callable, y, args, step):
-    """Of the damped linearised problem after a step, and before."""
+    """Return the gradients of the damped linearised problem after a step, and before
+    it."""
 
     @jax.jit
     def gradients(y, args, step):
@@ -114,15 +116,16 @@ class Contender:
     variant: str
     run: Callable[[], Any]
     parameters: Callable[[Any], Any] | None
-    """Of what `run` returns; None where it is another step."""
+    """Extracts the new parameters from what `run` returns. `None` if the library takes
+    another step."""
     products: Callable[[Any], int | None] = lambda output: None
-    """How many, of Jacobian-vector and vector-Jacobian ones together."""
+    """Counts Jacobian-vector and vector-Jacobian products together; `None` if unknown."""
     note: str = ""
 
 
 def one_step(problem: Problem, tolerance: float, num_rounds: int) -> list[Row]:
-    """Compiled, in one call, but for those that call for every product. The first row is
-    the limit."""
+    """Time each contender in one compiled call, or in a call for each product. The first
+    row is the limit."""
     contenders = [
         _called_by_hand(problem, tolerance),
         _looped_by_hand(problem, tolerance),
@@ -162,7 +165,7 @@ def _noted(row: Row, contender: Contender, products: int | None) -> Row:
 
 
 def _explained(rows: Sequence[Row]) -> list[Row]:
-    """With a reason where gnlin's default is not the fastest of the libraries."""
+    """Add a reason to the row of gnlin's default if it is not the fastest library."""
     default = next(row for row in rows if row.note.startswith("the default"))
     others = [
         row
@@ -197,7 +200,8 @@ def _skipped(problem: Problem, rows: Sequence[Row]) -> list[Row]:
 
 
 def _conjugate_gradients(product, gradient, tolerance: float, loop: Callable):
-    """A textbook's, on flat vectors: the solution, and how many iterations it took."""
+    """Run textbook conjugate gradients on flat vectors, and return the solution and the
+    number of iterations."""
 
     def unfinished(carry):
         _, _, _, square, _ = carry
@@ -228,7 +232,8 @@ def _flat_residuals(problem: Problem) -> Callable:
 
 
 def _called_by_hand(problem: Problem, tolerance: float) -> Contender:
-    """A call for each product: convolutions stay out of compiled loops."""
+    """Call a program for each product, so that convolutions stay out of compiled
+    loops."""
     residuals = _flat_residuals(problem)
 
     @jax.jit
@@ -280,8 +285,8 @@ def _looped_by_hand(problem: Problem, tolerance: float) -> Contender:
 
 
 def _gnlin(problem: Problem, tolerance: float, method: Any) -> Contender:
-    """A step by itself: inside the loop of a whole solve the Jacobian, too, would be made
-    many times more slowly."""
+    """Take the step by itself. Inside the loop of a whole solve, forming the Jacobian
+    would be many times slower, too."""
     solver = gnlin.TruncatedGaussNewton(tolerance, DAMPING, search=None, method=method)
     residuals = gnlin.PerExample(problem.residual)
 
@@ -366,7 +371,7 @@ def _jaxopt(problem: Problem, tolerance: float) -> Contender:
 
 
 def _scipy(problem: Problem, tolerance: float) -> Contender:
-    """A call for each product. Its trust region takes another step."""
+    """Call a program for each product. The trust region takes another step."""
     from scipy.optimize import least_squares
     from scipy.sparse import linalg
 
@@ -406,7 +411,8 @@ def _scipy(problem: Problem, tolerance: float) -> Contender:
 
 
 def _somax(problem: Problem, tolerance: float) -> list[Contender]:
-    """Its loss is the mean over images, of a sum over outputs, and so is its damping."""
+    """Return somax's step if it is installed. Its loss is a mean over images of a sum
+    over outputs, so that its damping is scaled accordingly."""
     try:
         somax: Any = importlib.import_module("somax")
     except ImportError:

@@ -23,8 +23,9 @@ NUMS, MANY, FEW = (10**6, 10**7), 10**8, 10**4
 PART = 10**6
 TRUE = np.array([3.0, 0.4, 0.15, 1.0, -0.5])
 START = np.array([2.0, 0.45, 0.2, 0.5, 0.0])
-# Of the worst parameter, relative to SciPy's.
 SAME = 1e-5
+"""The answer counts as the same up to this difference of the worst parameter, relative to
+SciPy's."""
 TOLERANCE = 1e-8
 
 
@@ -63,7 +64,7 @@ def fitted(num: int) -> list[Row]:
             ("SciPy", "curve_fit, lm, jac="): lambda: by_scipy(x, y, jac=slopes)[0],
             ("optimistix", "LM, Normal(Cholesky)"): lambda: by_optimistix(x, y),
             **by_nlsq(x, y),
-            # The last one, because the process keeps its memory.
+            # This run comes last, because the process keeps its memory.
             ("gnlin", "all at once"): lambda: by_gnlin(x, y),
         }
         return rows(f"{num:,} points", runs, exact)
@@ -111,7 +112,7 @@ def error_of(parameters: np.ndarray, exact: np.ndarray | None) -> dict[str, floa
 
 
 def data(start: int, num: int, of: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Points from `start` on, of as many in all. The noise is drawn for each part."""
+    """Return `num` of `of` points, from `start` on. The noise is drawn for each part."""
     x = np.arange(start, start + num) / (of or num)
     noise = np.random.default_rng(start).standard_normal(num)
     return x, peak(TRUE, x, np) + 0.2 * noise
@@ -129,7 +130,7 @@ def by_scipy(x: np.ndarray, y: np.ndarray, **options: Any) -> tuple:
 
 
 def slopes(x: np.ndarray, *p: float) -> np.ndarray:
-    """The Jacobian, by hand."""
+    """Return the Jacobian, derived by hand."""
     far = (x - p[1]) / p[2]
     bell = np.exp(-0.5 * far**2)
     of_middle = p[0] * bell * far / p[2]
@@ -137,7 +138,7 @@ def slopes(x: np.ndarray, *p: float) -> np.ndarray:
 
 
 def by_optimistix(x: np.ndarray, y: np.ndarray) -> Any:
-    """Without standard errors."""
+    """Fit by optimistix, which gives no standard errors."""
     solver = optx.LevenbergMarquardt(
         TOLERANCE, TOLERANCE, linear_solver=lx.Normal(lx.Cholesky())
     )
@@ -151,7 +152,7 @@ def _optimistix(solver: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def by_nlsq(x: np.ndarray, y: np.ndarray) -> dict[tuple[str, str], Callable]:
-    """The runs of nlsq, if it is installed, which needs Python 3.12."""
+    """Return the runs of nlsq if it is installed, which needs Python 3.12."""
     try:
         nlsq: Any = importlib.import_module("nlsq")
     except ImportError:

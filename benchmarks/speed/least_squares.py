@@ -15,7 +15,7 @@ from .problem import Contender, Problem, small
 
 
 class _Until(opponents.OptimistixParts):
-    """optimistix's Levenberg-Marquardt, which ends at a loss and nowhere else."""
+    """optimistix's Levenberg-Marquardt, which ends only at a given loss."""
 
     target: float = 0.0
 
@@ -25,7 +25,7 @@ class _Until(opponents.OptimistixParts):
 
 
 def optimistix(problem: Problem) -> list[Contender]:
-    """With its own QR where that is feasible."""
+    """Return LM by conjugate gradients and, where feasible, by optimistix's own QR."""
     field = [_optimistix(problem, "Normal(CG)", opponents.CG)]
     return [*field, _optimistix(problem, "QR", lx.QR())] if small(problem) else field
 

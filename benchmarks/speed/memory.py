@@ -1,4 +1,4 @@
-"""Peak memory of a run: by how much the process grows, whichever library runs in it."""
+"""Peak memory of a run: the growth of the process, whatever library runs in it."""
 
 import ctypes
 import re
@@ -11,11 +11,11 @@ _RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """`with PeakMemory() as peak: ...`, then `peak.bytes`: of resident memory, beyond
-    what was resident before. `None` where the system does not tell (it takes Linux).
+    """`with PeakMemory() as peak: ...` measures the growth of the resident memory,
+    `peak.bytes`. It is `None` where the system does not report it, which takes Linux.
 
-    The allocator is asked to give back what it keeps, and mostly does; less than a few
-    MiB says nothing.
+    The allocator is asked to give back the memory that it keeps, and usually does. Less
+    than a few MiB means nothing.
     """
 
     bytes: int | None = None

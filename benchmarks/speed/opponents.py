@@ -17,12 +17,12 @@ from .task import Task
 
 
 CG = lx.Normal(lx.CG(rtol=1e-10, atol=1e-10))
-"""Conjugate gradients on the normal equations: optimistix's way around its m + p rows."""
+"""Conjugate gradients on the normal equations, by which optimistix avoids m + p rows."""
 
 
 def promoting(fn: Callable) -> Callable:
-    """What is compiled of jaxopt and optax: their own arithmetic mixes dtypes, which JAX
-    may have been told to refuse."""
+    """Wrap a function of jaxopt or optax, whose arithmetic mixes dtypes, so that it works
+    even if JAX is configured to refuse this."""
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
@@ -37,8 +37,8 @@ def _silent(**kwargs) -> None:
 
 
 class OptimistixParts(optx.AbstractGaussNewton):
-    """optimistix's Gauss-Newton methods, as the parts that they are put together from;
-    tolerances of zero: none ends before its last step."""
+    """optimistix's Gauss-Newton methods, put together from their parts. Its tolerances
+    are zero, so that none ends before its last step."""
 
     descent: optx.AbstractDescent
     search: optx.AbstractSearch
@@ -49,21 +49,22 @@ class OptimistixParts(optx.AbstractGaussNewton):
 
 
 def optimistix_damped(linear_solver: lx.AbstractLinearSolver) -> OptimistixParts:
-    """Damped Gauss-Newton with lambda = 1 throughout: its own Levenberg-Marquardt lowers
-    lambda as it goes, which is other work."""
+    """Return damped Gauss-Newton with lambda = 1 throughout. optimistix's own
+    Levenberg-Marquardt lowers lambda as it goes, which is different work."""
     return OptimistixParts(
         descent=optx.DampedNewtonDescent(linear_solver), search=optx.LearningRate(1.0)
     )
 
 
 def optimistix_solution(fn, solver, max_steps, y, args) -> optx.Solution:
-    """N iterations of one of its solvers: N linear solves, of which it uses N - 1."""
+    """Make N iterations of a solver, which are N linear solves, of which it uses N -
+    1."""
     return optx.least_squares(fn, solver, y, args, max_steps=max_steps, throw=False)
 
 
 def optimistix_once(fn, solver, y, args) -> PyTree[Array]:
-    """Where its first iteration proposes to go: one linear solve, by its stepwise
-    interface."""
+    """Return the point that a solver's first iteration proposes. This takes one linear
+    solve, by the stepwise interface."""
 
     def with_aux(y, args):
         return fn(y, args), None
@@ -85,9 +86,10 @@ def _flat(task: Task):
 
 
 def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
-    """`run(n)`: n of its updates, without its start, which forms a p x p matrix.
+    """Return `run(n)`, which makes n updates. It excludes the start, which forms a p x p
+    matrix.
 
-    Its damping is relative to the largest diagonal entry of phi^T phi.
+    jaxopt's damping is relative to the largest diagonal entry of phi^T phi.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -108,14 +110,15 @@ def jaxopt(task: Task, damping: float, **settings) -> Callable[[int], Array]:
         def update(_, carry):
             return solver.update(*carry, args)
 
-        first = solver.update(v, state, args)  # its types are not those of the start
+        first = solver.update(v, state, args)  # its types differ from the start's
         return jax.lax.fori_loop(1, num_steps, update, first).params
 
     return lambda num_steps: run(flat, start, task.args, num_steps)
 
 
 def scipy_trf(task: Task, max_steps: int, tr_solver: Any) -> Callable[[], Any]:
-    """Its trust region adapts, so a step of it is another one; only its time is ours."""
+    """Return a run by SciPy. Its trust region adapts, so that its steps are different
+    ones, and only the times can be compared."""
     from scipy.optimize import least_squares
 
     flat, residuals = _flat(task)

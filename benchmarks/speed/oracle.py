@@ -1,4 +1,4 @@
-"""What a damped step is, by NumPy and LAPACK alone: no credit for one not solved."""
+"""Exact steps by NumPy and LAPACK alone: a step that is not solved earns no credit."""
 
 import dataclasses
 import functools
@@ -23,8 +23,8 @@ class Oracle:
         return np.linalg.svd(self.jacobian, full_matrices=False)
 
     def filtered(self, g: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """-phi^T U g(w) U^T r. Singular values of phi itself: its condition number is
-        not squared, as it would be by forming phi phi^T."""
+        """Return -phi^T U g(w) U^T r. It uses the singular values of phi, since forming
+        phi phi^T would square the condition number."""
         u, s, vt = self._svd
         return -vt.T @ (s * g(s**2) * (u.T @ self.residual))
 
@@ -32,7 +32,7 @@ class Oracle:
         return self.filtered(lambda w: 1 / (w + damping))
 
     def descent(self, period: float, learning_rate: float) -> np.ndarray:
-        """K steps of gradient descent, for learning rates below 1 / eigenvalue."""
+        """Return K steps of gradient descent, for learning rates below 1 / eigenvalue."""
 
         def g(w):
             safe = np.where(w > 0, w, 1)
@@ -42,7 +42,7 @@ class Oracle:
         return self.filtered(g)
 
     def linear_residual(self, step: np.ndarray, damping: float) -> float:
-        """|phi^T phi s + phi^T r + lambda s| / |phi^T r|."""
+        """Return |phi^T phi s + phi^T r + lambda s| / |phi^T r|."""
         phi, r = self.jacobian, self.residual
         left = phi.T @ (phi @ step + r) + damping * step
         return float(np.linalg.norm(left) / np.linalg.norm(phi.T @ r))

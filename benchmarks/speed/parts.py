@@ -1,4 +1,4 @@
-"""One truncated step in parts of the batch: the memory of a part, and what it costs."""
+"""The time and memory of one truncated step that takes the batch in parts."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ MOST_MEMORY, MOST_TIME = 1.2, 1.4
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
-    few = 16 if quick else 1  # times fewer images
+    few = 16 if quick else 1  # divides the numbers of images
     with jax.enable_x64(False):
         rows = steps(PART // few, UNSPLIT // few, MANY // few, 2 if quick else 5)
     one, _, parts, many = rows
@@ -56,7 +56,8 @@ def steps(part: int, unsplit: int, many: int, num_rounds: int) -> list[Row]:
 
 
 def _case(variant: str, num_images: int, part_size: int | None) -> tuple[Case, int]:
-    """Timed by the image; and what its program takes beyond data and parameters."""
+    """Return the case, timed per image, and the memory that its program takes beyond data
+    and parameters."""
     problem = Problem(num_images)
     residuals = gnlin.PerExample(problem.residual, part_size)
     solver = gnlin.TruncatedGaussNewton(

@@ -1,4 +1,4 @@
-"""The tables as a picture: a bar a library, the hand-written limit at 1."""
+"""A picture of the tables: a bar for each program, with the hand-written limit at 1."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +10,13 @@ from .report import Row
 
 
 _OTHERS = "#9A9A9A"
-# Bars grow from below the limit, so that one at the limit itself can be seen.
+# Bars begin below the limit, so that a bar that ends at the limit can be seen.
 _LEFT = 0.5
 
 
 def draw(path: Path, groups: Sequence[tuple[str, Sequence[Row]]]) -> None:
-    """One panel a task. Bars are ratios of time per step, on a logarithmic axis."""
+    """Draw one panel for each task. Bars are ratios of time per step, on a logarithmic
+    axis."""
     counts = [len(rows) for _, rows in groups]
     with figure(path, width=9, height=1.6 * len(groups) + 0.42 * sum(counts)) as drawing:
         panels = drawing.subplots(
@@ -62,9 +63,9 @@ def _times(ratio: float) -> str:
 
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
-    """gnlin's default, all of optimistix's, the fastest of every other; fastest first.
-    The limit is the axis. What is not solved has no bar; a step of SciPy's is another
-    one, and says so."""
+    """Return the bars, the fastest first: gnlin's default, all variants of optimistix,
+    and the fastest of each other library. The limit is left out, since it is the axis,
+    and so are unsolved rows. SciPy takes another step, and its bars say so."""
     measured = [
         row
         for row in rows

@@ -1,4 +1,4 @@
-"""Poisson's equation by a network: a step beside one by hand, times to an accuracy."""
+"""A network for Poisson's equation: a step beside one by hand, times to an accuracy."""
 
 import dataclasses
 import math
@@ -27,15 +27,15 @@ BY_LAYERS: dict[str, Any] = {
     "scaling": "identity",
     "acceleration": False,
 }
-"""What needs no rows."""
+"""Settings that need no rows of the Jacobian."""
 ENOUGH, MOST_SECONDS = 1e-4, 120.0
 FINE = 1e-6
 _FIRST_DAMPING = 1e-3
 _STEPS = 16
-"""Of a run from its start, to be timed: Levenberg-Marquardt's scalings race at five."""
+"""The number of steps of a timed run."""
 _LOOKS = 400
 _MANY = 2500
-"""Interior points, of which a kernel is dear."""
+"""A number of interior points at which a kernel is expensive."""
 _RANKS = 25, 50, 100, 200
 
 
@@ -103,8 +103,9 @@ def _count(output: Any) -> int:
 
 @eqx.filter_jit
 def by_hand(model: PyTree, groups: Groups) -> tuple[jax.Array, jax.Array]:
-    """Rows by reverse passes of the points, their products, Cholesky; the damping falls
-    after a step that lowers the objective, and rises after another."""
+    """Form rows by reverse passes at each point, and their products, and solve by
+    Cholesky. The damping falls after a step that lowers the objective, and otherwise
+    rises."""
     trained, frozen = eqx.partition(model, eqx.is_inexact_array)
     start, unravel = ravel_pytree(trained)
     model_at = lambda v: eqx.combine(unravel(v), frozen)
@@ -139,7 +140,7 @@ def _by_gnlin(variant: str, model: PyTree, groups: Groups, settings: dict) -> Ca
 
 
 def by_low_rank(hidden: Sequence[int], number: int, num_rounds: int) -> list[Row]:
-    """The kernel, and others of lower rank in its place."""
+    """Compare the kernel with approximations of lower rank."""
     model, groups = _problem(hidden, number, 0)
     methods: dict[str, Any] = {"the kernel": "kernel"}
     methods |= {f"Nystrom, rank {k}": gnlin.methods.NystromKernel(k) for k in _RANKS}
@@ -174,8 +175,8 @@ def _damped(model: PyTree, groups: Groups, method: Any) -> tuple[PyTree, jax.Arr
 
 
 def to_an_accuracy(hidden: Sequence[int], number: int, seconds: float) -> list[Row]:
-    """Of gnlin the first time at which it is there, or all that it was given; the others
-    have as long."""
+    """Measure the time at which gnlin reaches the accuracy, or all the time that it is
+    given. The other optimisers run for as long."""
     model, groups = _problem(hidden, number, 0)
     said, error_of = _size(model, groups), eqx.filter_jit(EQUATION.error)
     ours = by_the_clock.by_gnlin(gnlin.LevenbergMarquardt(**BY_LAYERS))

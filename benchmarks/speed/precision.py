@@ -1,4 +1,4 @@
-"""The damped step with its kernel in lower precision, refined, against double alone."""
+"""The damped step with a refined kernel in lower precision, beside double alone."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Preconditioned conjugate gradients: where it pays, and where it does not."""
+"""Preconditioned conjugate gradients: where they pay, and where they do not."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from .timing import alternate, Case, ratio, Timing
 
 
 PER_CLASS = 50
-"""Images: 5,000 outputs in all, of 3,010 parameters."""
+"""The number of images of each class: 5,000 outputs in all, for 3,010 parameters."""
 RANKS = (50, 200)
 NUM_FEATURES = 200
 SMALLEST_SCALE = 1e-3
@@ -33,7 +33,7 @@ _Data = tuple[Float[Array, "n inputs"], Float[Array, "n outputs"]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Setting:
-    """A network and its data, and how far it is solved."""
+    """A network and its data, and the accuracy to which it is solved."""
 
     name: str
     model: eqx.nn.MLP
@@ -41,7 +41,7 @@ class Setting:
     tolerance: float
     damping: float
     pays: str = ""
-    """The preconditioner that is to pay here, by the beginning of its variant."""
+    """The preconditioner that should pay here, as the beginning of its variant."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -106,8 +106,8 @@ def of_one_linearisation(setting: Setting, num_rounds: int) -> list[Row]:
 
 
 def to_the_same_loss(setting: Setting, num_rounds: int) -> list[Row]:
-    """As many outer steps as it takes to get below the loss that `NUM_OUTER_STEPS` begun
-    at zero end with; with a warm start from a part of the last step."""
+    """Count the outer steps that reach the loss of `NUM_OUTER_STEPS` steps, each begun at
+    zero. A warm start begins at a part of the last step."""
 
     def solved(warmth: float, num_steps: int) -> gnlin.Solution:
         solver = gnlin.TruncatedGaussNewton(
@@ -147,7 +147,8 @@ def _preconditioners() -> dict[str, gnlin.preconditioners.AbstractPreconditioner
 
 
 def _rows(setting: Setting, timings: list[Timing]) -> list[Row]:
-    """The first is the one that the others are to be quicker than."""
+    """Return the rows, and note whether each preconditioner is faster than none, the
+    first."""
     first, *others = timings
     task = f"preconditioners: {_described(setting)}"
     rows = [timed_row(task, first, first)]
@@ -164,7 +165,8 @@ def _described(setting: Setting) -> str:
 
 @eqx.filter_jit
 def _outer_step(model, data: _Data, tolerance, damping, preconditioner):
-    """From a network and its data; compiled once for all dampings and tolerances."""
+    """Take an outer step. The program is compiled once for all dampings and
+    tolerances."""
     fn, y = _residuals(model)
     solver = gnlin.TruncatedGaussNewton(
         tolerance,
@@ -184,7 +186,7 @@ def _outer_step(model, data: _Data, tolerance, damping, preconditioner):
 def relative_residual(
     model, end: PyTree[Array], data: _Data, damping
 ) -> Float[Array, ""]:
-    """|phi^T phi s + phi^T r + lambda s| / |phi^T r|, by JAX's own products."""
+    """Return |phi^T phi s + phi^T r + lambda s| / |phi^T r|, by JAX's own products."""
     fn, y = _residuals(model)
     flat, unravel = ravel_pytree(y)
     step = ravel_pytree(end)[0] - flat
@@ -216,7 +218,7 @@ def _trained(model: eqx.nn.MLP, data: _Data, num_steps: int) -> eqx.nn.MLP:
 
 
 def _layer(num_examples: int) -> tuple[eqx.nn.MLP, _Data]:
-    """Independent features, as measured in units that have nothing to do with another."""
+    """Return a layer and independent features, as if measured in unrelated units."""
     layer, features, targets = jax.random.split(jax.random.key(0), 3)
     model = eqx.nn.MLP(NUM_FEATURES, 5, 1, 0, final_activation=jnp.tanh, key=layer)
     x = jax.random.normal(features, (num_examples, NUM_FEATURES), float)

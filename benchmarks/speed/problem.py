@@ -1,4 +1,4 @@
-"""A network to be trained to a given loss, and who is to do it."""
+"""A network to be trained to a given loss, and the programs that train it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class Problem:
     loss: Callable[[Array, Array], Float[Array, ""]]
     target: float
     most_steps: int
-    """Of a first-order method."""
+    """The largest number of steps of a first-order method."""
     most_newton_steps: int = 300
-    """Outer steps of gnlin's solvers."""
+    """The largest number of outer steps of gnlin's solvers."""
     says: str = ""
 
     @property
@@ -61,9 +61,9 @@ class Contender:
     settings: tuple[str, ...]
     most_steps: int
     run: Callable[[str, PyTree[Array], int], Any]
-    """`run(setting, start, n)`: arrays, of at most n steps."""
+    """`run(setting, start, n)` makes at most n steps, and returns arrays."""
     find: Callable[[str, PyTree[Array], int], int | None]
-    """The steps to the target, if they are at most n."""
+    """Returns the number of steps to the target, or `None` if it is larger than n."""
     note: str = ""
 
 
@@ -72,5 +72,5 @@ def num_parameters(problem: Problem) -> int:
 
 
 def small(problem: Problem) -> bool:
-    """Whether a p x p matrix is."""
+    """Test whether a p x p matrix would be small."""
     return num_parameters(problem) < 100

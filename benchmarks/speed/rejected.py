@@ -1,4 +1,4 @@
-"""What a rejected trial of Levenberg-Marquardt costs, against an accepted step."""
+"""The cost of a rejected trial of Levenberg-Marquardt, relative to an accepted step."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,8 @@ from .timing import alternate, Case
 
 
 DAMPINGS = (1e3, 1e-3, 1e-8, 1e-12, 1e-16)
-"""The first, relative to the curvature: the smaller, the more trials are rejected."""
+"""Initial dampings, relative to the curvature. The smaller they are, the more trials are
+rejected."""
 ACCEPTED = "accepted step"
 REJECTED = "rejected trial"
 _NUDGE = 1e-9
@@ -47,8 +48,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 def against_accepted(
     task: Task, name: str, options: dict[str, Any], num_repeats: int, num_rounds: int
 ) -> tuple[list[Row], float]:
-    """(a row a first damping, then the line through them; its slope over its value at no
-    rejection)."""
+    """Return a row for each damping and two for the line through them, and the line's
+    slope over its value at no rejection."""
     run = _outer_steps(task, options, num_repeats)
     y, args = task.parameters, task.args
     rejected = [float(run(y, args, damping)[0]) / num_repeats for damping in DAMPINGS]
@@ -78,14 +79,15 @@ def against_accepted(
 
 
 def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(value at zero, slope) of the least-squares line."""
+    """Return the value at zero and the slope of the least-squares line."""
     slope, start = np.polyfit(x, y, 1)
     return float(start), float(slope)
 
 
 def _outer_steps(task: Task, options: dict[str, Any], num_repeats: int):
-    """One outer step again and again, each from a start a little beside the last, so that
-    none is computed before the loop: (trials rejected in all, the last step's end)."""
+    """Compile a loop that repeats one outer step, each time from a slightly different
+    start, so that the compiler cannot move it out of the loop. It returns the total
+    number of rejected trials, and where the last step ends."""
     residuals = task.per_example()
 
     @jax.jit

@@ -1,6 +1,7 @@
-"""Rows of results: printed as a table, and written as they are."""
+"""Rows of results, which are printed as a table and written to a file."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -17,20 +18,20 @@ class Row:
     library: str
     variant: str
     seconds: float | None = None
-    """Per step: the median of several runs. `None` where there was none."""
+    """The median time per step of several runs; `None` if there was no run."""
     ratio: float | None = None
-    """To the hand-written limit, or to what the table says."""
+    """The time relative to the hand-written limit, or to what the table says."""
     compile_seconds: float | None = None
     step_error: float | None = None
-    """Relative, against the dense oracle."""
+    """The relative error of the step, against the dense oracle."""
     linear_residual: float | None = None
-    """Relative to the gradient."""
+    """The residual relative to the gradient."""
     peak_bytes: int | None = None
-    """Of memory, beyond what was taken before."""
+    """The memory beyond what was in use before."""
     note: str = ""
     tolerance: float = SOLVED
-    """Up to which it counts as solved: the linear residual, or the error if there is
-    none."""
+    """The row counts as solved up to this linear residual, or up to this error if there
+    is none."""
 
     @property
     def solved(self) -> bool:
@@ -56,7 +57,7 @@ def timed_row(
 
 
 def damped_row(task, timing, reference, oracle, damping) -> Row:
-    """With the first step's error, where a damped step of this damping was asked for."""
+    """Return a row with the error of the first step, if the case has one."""
     if timing.case.step is None:
         return timed_row(task, timing, reference)
     step = timing.case.step()
@@ -69,8 +70,20 @@ def damped_row(task, timing, reference, oracle, damping) -> Row:
     )
 
 
+def explained(rows: Sequence[Row], why: str) -> list[Row]:
+    """Add a reason to the row of gnlin's default if another library is the fastest."""
+    solved = [row for row in rows if row.solved and row.library != "hand-written"]
+    fastest = min(solved, key=lambda row: row.ratio or math.inf)
+    return [
+        dataclasses.replace(row, note=f"{row.note}; {why}")
+        if row.note.startswith("the default") and fastest.library != "gnlin"
+        else row
+        for row in rows
+    ]
+
+
 def find(rows: Sequence[Row], library: str, which: Callable[[Row], bool]) -> Row:
-    """The one row of a library that is asked for."""
+    """Return the library's one row for which `which` is true."""
     (row,) = (row for row in rows if row.library == library and which(row))
     return row
 
@@ -80,15 +93,15 @@ def quotient(a: float | None, b: float | None) -> float | None:
 
 
 def wide_console(width: int = 130) -> Console:
-    """As wide as the terminal; wide enough for the tables where there is none."""
+    """Return a console as wide as the terminal, or wide enough for the tables."""
     console = Console()
     return console if console.is_terminal else Console(width=width)
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What the library promises, and what came out; `None` where this run is too quick
-    to tell."""
+    """A figure that the library promises. `measured` is `None` if the run was too quick
+    to measure it."""
 
     what: str
     required: str
@@ -111,9 +124,9 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A table: one task, a row a program.
+    """A table for one task, with a row for each program.
 
-    With `bars`, its best rows stand under that title in the picture of all tasks.
+    If `bars` is given, the best rows appear under this title in the picture of all tasks.
     """
 
     title: str
@@ -138,7 +151,7 @@ def print_figures(console: Console, figures: Sequence[Figure]) -> None:
 def print_rows(
     console: Console, title: str, rows: Sequence[Row], ratio_to: str = "the limit"
 ) -> None:
-    """Columns in which no row has anything to say are left out."""
+    """Print the rows as a table, without the columns that are empty in all rows."""
     columns: list[tuple[str, Literal["left", "right"], list[str]]] = [
         ("library", "left", [row.library for row in rows]),
         ("variant", "left", [row.variant for row in rows]),
@@ -160,7 +173,7 @@ def print_rows(
 
 
 def _compile_time(seconds: float | None) -> str:
-    """None for what another row has compiled already."""
+    """Show the time to compile, unless another row has compiled the program already."""
     return "" if seconds is None or seconds < 0.02 else duration(seconds)
 
 

@@ -11,23 +11,23 @@ import numpy as np
 
 from ..data import nist
 from . import fits
-from .report import Comparison, Row, timed_row
+from .report import Comparison, explained, Row, timed_row
 from .timing import alternate, Case
 
 
 PROBLEMS = "Misra1a", "Thurber", "Gauss1", "MGH17"
 IN_THE_PICTURE = "Thurber"
 SOLVED = 10**-nist.SOLVED_LRE
-"""Of the worst parameter, relatively: no credit for a fit beyond it."""
+"""A fit counts as solved up to this relative error of the worst parameter."""
 
 TOLERANCES = 1e-6, 1e-8, 1e-10, 1e-12, 1e-15
 QUICK_TOLERANCES = (1e-8,)
 DIGITS = 6
-"""Every library has the loosest of these tolerances that gives it as many correct digits;
-if none does, the one that gives most."""
+"""Every library gets the loosest of these tolerances that gives it this many correct
+digits or, if none does, the tolerance that gives it the most."""
 
 NUM_CALLS = 20
-"""Of one fit, to be timed together."""
+"""The number of calls of a fit that are timed together."""
 NUM_FITS = 1000
 NUM_POINTS = 32
 NUM_BY_SCIPY = 20
@@ -38,7 +38,7 @@ WHY_NOT_FIRST = (
 )
 
 Make = Callable[[float], Callable[[], fits.End]]
-"""`make(tolerance)()` is a fit, or all of them."""
+"""`make(tolerance)()` makes one fit, or all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Contender:
     make: Make
     note: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of its timing."""
+    """Settings of its `Case`."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -66,7 +66,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 def certified(
     name: str, num_rounds: int, tolerances: Sequence[float] = TOLERANCES
 ) -> list[Row]:
-    """From the second start; the error is that of the worst parameter, against NIST's."""
+    """Fit from the second start. The error is the worst parameter's, against NIST's
+    values."""
     problem = nist.load(name)
     start = jnp.asarray(problem.starts[1])
     data = jnp.asarray(problem.x), jnp.asarray(problem.y)
@@ -109,7 +110,7 @@ def certified(
 def batched(
     num_fits: int, num_rounds: int, tolerances: Sequence[float] = TOLERANCES
 ) -> list[Row]:
-    """Mapped over data sets. The error is that of the worst parameter of all."""
+    """Fit many data sets at once. The error is the worst of all parameters'."""
     starts, data, solutions = logistic_curves(num_fits)
     count = min(NUM_BY_SCIPY, num_fits)
 
@@ -151,14 +152,14 @@ def batched(
 
 
 def residuals(b, data):
-    """A logistic curve between two levels."""
+    """Return the residuals of a logistic curve between two levels."""
     x, y = data
     low, high, slope, middle = b
     return low + (high - low) * jax.nn.sigmoid(slope * (x - middle)) - y
 
 
 def logistic_curves(num_fits: int):
-    """Starts, noisy data, and the solutions, of as many curves."""
+    """Return the starts, the noisy data and the solutions of this many curves."""
     random = np.random.default_rng(0)
     truth = np.array([1, 5, 2, 1]) + random.uniform(-0.5, 0.5, (num_fits, 4))
     x = np.linspace(-3, 3, NUM_POINTS)
@@ -176,8 +177,8 @@ def _curve(b, x):
 
 
 def _refined(b, x, y):
-    """The oracle: Gauss-Newton in NumPy from the parameters that made the data, which
-    are near the solution."""
+    """Return the exact solution, by Gauss-Newton in NumPy. It starts at the parameters
+    that made the data, which are near the solution."""
     for _ in range(15):
         low, high, slope, middle = b
         s = 1 / (1 + np.exp(-slope * (x - middle)))
@@ -204,7 +205,7 @@ def _rows(
         whole = timing.median * timing.case.count(None)
         seconds = max(0.0, choice.first_seconds - whole)
         rows.append(dataclasses.replace(row, compile_seconds=seconds))
-    return _explained(rows)
+    return explained(rows, WHY_NOT_FIRST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,13 +213,13 @@ class _Choice:
     case: Case
     error: float
     first_seconds: float
-    """Of the first call, which compiled it."""
+    """The time of the first call, which also compiles."""
 
 
 def _choose(
     contender: Contender, exact: np.ndarray, tolerances: Sequence[float]
 ) -> _Choice:
-    """At the loosest tolerance that serves."""
+    """Choose the loosest tolerance that gives enough digits."""
     choices = []
     for tolerance in tolerances:
         run = contender.make(tolerance)
@@ -248,15 +249,3 @@ def _note(contender: Contender, tolerance: float, end: fits.End, error: float) -
 def _worst(b: np.ndarray, exact: np.ndarray) -> float:
     error = np.max(np.abs(b - exact[: len(b)]) / np.abs(exact[: len(b)]))
     return float(error) if np.isfinite(error) else np.inf
-
-
-def _explained(rows: list[Row]) -> list[Row]:
-    """With a reason where gnlin's default is not the fastest of the libraries."""
-    libraries = [row for row in rows if row.library != fits.LIMIT and row.solved]
-    fastest = min(libraries, key=lambda row: row.ratio or np.inf)
-    return [
-        dataclasses.replace(row, note=f"{row.note}; {WHY_NOT_FIRST}")
-        if row.note.startswith("the default") and fastest.library != "gnlin"
-        else row
-        for row in rows
-    ]

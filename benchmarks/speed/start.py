@@ -1,4 +1,4 @@
-"""What there is to wait for before a first step: compiling a run, and imports."""
+"""The wait before a first step: compiling a run, and imports."""
 
 import subprocess
 import sys
@@ -38,7 +38,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def compiling(task: str, cases: Sequence[Case], num_rounds: int) -> list[Row]:
-    """The first call less the second, each time with all that was compiled forgotten."""
+    """Measure the first call minus the second, each time with all compiled programs
+    cleared."""
     seconds: list[list[float]] = [[] for _ in cases]
     for i in range(num_rounds):
         order = list(enumerate(cases))
@@ -106,7 +107,7 @@ def _jaxopt(task: Task) -> Case:
 
 
 def against_dependencies(num_rounds: int) -> list[Row]:
-    """Each import in a fresh interpreter, whose own start counts for all of them."""
+    """Time each import in a new interpreter. The interpreter's own start is included."""
     cases = [
         _importing("equinox, lineax, optimistix"),
         _importing("gnlin"),

@@ -1,4 +1,4 @@
-"""64 dampings, or 64 periods, at one point, against one; and sweeps of whole runs."""
+"""64 dampings or periods at one linearisation point, and sweeps of whole runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -29,15 +29,15 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
     title = "A sweep at one linearisation point, in a compiled loop"
     yield Comparison(title, looped, "one", figures=_figures(looped))
     called = one_call(task, 3 * rounds)
-    title = "The same in one call, its memory allocated anew"
+    title = "The same in one call, which allocates its memory"
     yield Comparison(title, called, "one")
     yield Comparison("Shares of such a call", shares(task, 3 * rounds), "the first")
     yield from sweeps.comparisons(quick)
 
 
 def _figures(rows: Sequence[Row]) -> list[Figure]:
-    """One factorisation serves all: what is left are the steps, whose memory a sweep by
-    hand has to write, too."""
+    """Return the required figures. One factorisation serves all steps. What remains is
+    the steps, which a sweep by hand has to write to memory, too."""
 
     def seconds(library: str, variant: str) -> float | None:
         return find(rows, library, lambda row: row.variant == variant).seconds
@@ -64,7 +64,7 @@ def in_a_loop(task: Task, num_rounds: int) -> list[Row]:
 
 
 def one_call(task: Task, num_rounds: int) -> list[Row]:
-    """The same by one call from Python, for which the steps' memory is allocated anew."""
+    """Measure the same in a call from Python, which has to allocate the steps' memory."""
     pairs = [
         (_called(task, variant, filter_of, values[NUMBER // 2]),
          _called(task, variant, filter_of, values))
@@ -74,7 +74,7 @@ def one_call(task: Task, num_rounds: int) -> list[Row]:
 
 
 def shares(task: Task, num_rounds: int) -> list[Row]:
-    """Where a call's time goes. Ratios are to the first row."""
+    """Measure the parts of a call. Ratios are to the first row."""
     y, args = task.parameters, task.args
     residuals = task.per_example()
     spectrum = jax.jit(lambda y, args: gnlin.linearise(residuals, y, args).spectrum())
@@ -105,7 +105,7 @@ def _sweeps():
 
 
 def _steps(task: Task, filter_of: Callable) -> Callable:
-    """One step for a scalar; for a vector, a step for each entry."""
+    """Return a function that takes one step for a scalar, and several for a vector."""
     residuals = task.per_example()
 
     def steps(y, args, values: Float[Array, "*n"]):
@@ -116,9 +116,9 @@ def _steps(task: Task, filter_of: Callable) -> Callable:
     return steps
 
 
-def _steps_by_hand(task: Task, filter_of: Callable) -> Callable:
+def _steps_by_hand(_: Task, filter_of: Callable) -> Callable:
     def steps(y, args, values: Float[Array, "*n"]):
-        factors = floor.spectrum(task, y, args)
+        factors = floor.spectrum(y, args)
         step = lambda value: floor.filtered_step(factors, filter_of(value))
         return step(values) if values.ndim == 0 else jax.vmap(step)(values)
 
@@ -143,7 +143,7 @@ def _repeated(
     @jax.jit
     def run(y, args, values):
         def body(_, y):
-            # The barrier keeps the compiler from computing only the step that is taken.
+            # Without the barrier, the compiler would compute only the step that is taken.
             all_steps = jax.lax.optimization_barrier(steps(y, args, values))
             taken = jax.tree.map(lambda s: s[0] if values.ndim else s, all_steps)
             return jax.tree.map(lambda a, b: a + 1e-3 * b, y, taken)

@@ -1,4 +1,4 @@
-"""1,000 whole runs, of seeds and dampings: one compiled program, against a loop."""
+"""1,000 whole runs over seeds and dampings: one compiled program, beside a loop."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ NUM_STEPS = 5
 TOGETHER = "one program"
 LOOP = "a loop over the compiled run"
 SMALL = 5
-"""At this width a run is mostly its call, and its many small operations."""
+"""At this width, most of a run's time is the call and its many small operations."""
 BOUND = "a run is its steps, as by hand, and its many small operations"
 
 
@@ -57,13 +57,13 @@ def _figure(grid: "Grid", rows: Sequence[Row]) -> Figure:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Grid:
-    """Every seed with every damping; the networks are made beforehand, for all."""
+    """Every seed with every damping. The networks are made beforehand."""
 
     task: Task
     starts: PyTree[Array]
-    """With a leading axis over seeds."""
+    """The parameters, with a leading axis over seeds."""
     runs: tuple[np.ndarray, np.ndarray]
-    """Of each run the seed and the damping."""
+    """The seed and the damping of each run."""
 
     @property
     def name(self) -> str:
@@ -93,8 +93,8 @@ def whole_runs(
     method: Any = "auto",
     note: str = "",
 ) -> list[Row]:
-    """Time a run. The error is the median difference of the last losses from those of
-    the loop, which are in the first row, relative."""
+    """Time the runs. The error is the median relative difference between the last losses
+    and the losses of the loop, which is the first row."""
     run = functools.partial(_last_loss, grid.task, num_steps, method)
     loop = _in_python(grid, LOOP, jax.jit(run), "one call a run")
     cases = [
@@ -124,7 +124,7 @@ def _accuracy(case: Case, expected: np.ndarray) -> dict[str, float]:
 
 
 def _by_hand(grid: Grid, num_steps: int) -> Case:
-    """What all the runs' steps take with no call between them: no loop is faster."""
+    """Return the steps of all runs as one program. No loop over runs can be faster."""
     num_runs = len(grid.runs[0])
     all_steps = num_runs * num_steps
     run = floor.checked_damped_loop(grid.task, all_steps)

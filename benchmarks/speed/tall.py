@@ -1,6 +1,5 @@
 """One damped step with many more residuals than parameters: a regression through tanh."""
 
-import dataclasses
 import functools
 import importlib
 import warnings
@@ -19,7 +18,7 @@ import gnlin
 
 from . import opponents
 from .oracle import relative_error
-from .report import Comparison, Row, timed_row
+from .report import Comparison, explained, Row, timed_row
 from .timing import alternate, Case, Timing
 
 
@@ -36,11 +35,13 @@ SVD_IS_CHEAP = 50_000
 WHY_NOT_FIRST_IF_SMALL = "singular values, for their accuracy, where they cost no more"
 CG_TOLERANCE = 1e-8
 SOMAX_TOLERANCE = 3e-7
-"""Of a gradient that is a mean: below it its conjugate gradients do not stop."""
+"""The tolerance for a gradient that is a mean. Below it, somax's conjugate gradients do
+not stop."""
 BLOCK = 1000
-"""Rows of the Jacobian that the limit has at a time: they stay in the cache."""
+"""The number of rows of the Jacobian that the limit holds at a time, which fit in the
+cache."""
 MOST_WORK = 5 * 10**9
-"""Multiplications, m p^2, up to which an orthogonal factorisation is waited for."""
+"""An orthogonal factorisation is run only up to this number of multiplications, m p^2."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -58,7 +59,7 @@ def _num_rounds(m: int, p: int, quick: bool) -> int:
 
 
 class Problem:
-    """`tanh(x @ w) - y`, the features' sizes from 1 down to 0.01."""
+    """Residuals `tanh(x @ w) - y`. The features' sizes go from 1 down to 0.01."""
 
     def __init__(self, num_outputs: int, num_parameters: int):
         m, p = num_outputs, num_parameters
@@ -78,7 +79,7 @@ class Problem:
 
     @functools.cached_property
     def _by_numpy(self):
-        """The inputs, the slopes of tanh, and the residual."""
+        """Return the inputs, the slopes of tanh, and the residual."""
         x, y = map(np.asarray, self.args)
         outputs = np.tanh(x @ np.asarray(self.parameters))
         return x, 1 - outputs**2, outputs - y
@@ -92,13 +93,14 @@ class Problem:
         return curvature
 
     def gradient(self, step: np.ndarray) -> np.ndarray:
-        """Of the damped linearised problem, after a step; the Jacobian is not formed."""
+        """Return the gradient of the damped linearised problem after a step, without
+        forming the Jacobian."""
         x, slope, residual = self._by_numpy
         return x.T @ (slope * (slope * (x @ step) + residual)) + DAMPING * step
 
     @functools.cached_property
     def exact_step(self) -> np.ndarray:
-        """By NumPy: the normal equations, refined by the residual of the problem."""
+        """Solve the normal equations by NumPy, refined by the problem's own gradient."""
         damped = self.curvature + DAMPING * np.eye(self.shape[1])
         step = np.zeros(self.shape[1])
         for _ in range(3):
@@ -115,7 +117,7 @@ def _blocks(x: np.ndarray) -> list[np.ndarray]:
 
 
 def one_step(problem: Problem, num_rounds: int) -> list[Row]:
-    """Each compiled, in one call. The first row is the limit."""
+    """Time each library in one compiled call. The first row is the limit."""
     m, p = problem.shape
     cg = lx.Normal(lx.CG(rtol=CG_TOLERANCE, atol=CG_TOLERANCE))
     can_wait = m * p**2 <= MOST_WORK
@@ -145,7 +147,8 @@ def one_step(problem: Problem, num_rounds: int) -> list[Row]:
     if can_wait:
         cases += [make() for make in dear.values()]
     timings = alternate(cases, num_rounds)
-    rows = _explained(problem, [_row(problem, timing, timings[0]) for timing in timings])
+    why = WHY_NOT_FIRST_IF_SMALL if m * p**2 <= SVD_IS_CHEAP else WHY_NOT_FIRST
+    rows = explained([_row(problem, timing, timings[0]) for timing in timings], why)
     if not can_wait:
         reason = f"an orthogonal factorisation of {m:,} x {p:,} takes minutes"
         rows += [skipped(problem, *what, reason) for what in dear]
@@ -165,20 +168,6 @@ def _row(problem: Problem, timing: Timing, limit: Timing) -> Row:
         step_error=relative_error(step, problem.exact_step),
         linear_residual=problem.linear_residual(step),
     )
-
-
-def _explained(problem: Problem, rows: list[Row]) -> list[Row]:
-    """With a reason where gnlin's default is not the fastest of the libraries."""
-    solved = [row for row in rows if row.solved and row.library != LIMIT]
-    first = min(solved, key=lambda row: row.ratio or np.inf)
-    m, p = problem.shape
-    why = WHY_NOT_FIRST_IF_SMALL if m * p**2 <= SVD_IS_CHEAP else WHY_NOT_FIRST
-    return [
-        dataclasses.replace(row, note=f"{row.note}; {why}")
-        if row.library == "gnlin" and first is not row
-        else row
-        for row in rows
-    ]
 
 
 def skipped(problem: Problem, library: str, variant: str, reason: str) -> Row:
@@ -268,7 +257,7 @@ def _gnlin(problem: Problem) -> Case:
 
 
 class Regression(eqx.Module):
-    """The same as a model of one example."""
+    """The same problem as a model of one example."""
 
     weights: Float[Array, " p"]
 
@@ -343,7 +332,8 @@ def _scipy(problem: Problem, variant: str, **settings: Any) -> Case:
 
 
 def _somax(problem: Problem) -> list[Case]:
-    """Its loss is a mean, and so is its damping. None where it is not installed."""
+    """Return somax's steps if it is installed. Its loss is a mean, so that its damping is
+    divided by m."""
     try:
         somax: Any = importlib.import_module("somax")
     except ImportError:

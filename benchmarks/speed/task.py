@@ -1,8 +1,9 @@
-"""The regression tasks that are timed: a ReLU network through a quintic's values."""
+"""The regression tasks that are timed: ReLU networks that fit a quintic."""
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,7 +23,8 @@ DAMPING = 1.0
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Task:
-    """A network of one output, its data, and the same as a function of parameters."""
+    """A network with one output, its data, and the same as a function of the
+    parameters."""
 
     name: str
     model: eqx.nn.MLP
@@ -30,7 +32,7 @@ class Task:
     targets: Float[Array, "m 1"]
     parameters: PyTree[Array]
     forward: Callable[[PyTree[Array], Float[Array, " 1"]], Float[Array, ""]]
-    """`forward(parameters, x)`: the one output of one example."""
+    """`forward(parameters, x)` returns the one output of one example."""
 
     @property
     def args(self):
@@ -45,13 +47,14 @@ class Task:
         return sum(leaf.size for leaf in jax.tree.leaves(self.parameters))
 
     def residuals(self, parameters, args) -> Float[Array, " m"]:
-        """For libraries that take residuals; the data are arguments, never constants."""
+        """Return the residuals. The data are arguments, so that they are never
+        constants."""
         inputs, targets = args
         outputs = jax.vmap(self.forward, in_axes=(None, 0))(parameters, inputs)
         return outputs - targets[:, 0]
 
     def per_example(self) -> gnlin.PerExample:
-        """The same residuals, for gnlin."""
+        """Return the same residuals in the form that gnlin uses best."""
         return gnlin.PerExample(self._residual)
 
     def _residual(self, parameters, example):
@@ -63,12 +66,13 @@ class Task:
         return np.asarray(ravel_pytree(self.parameters)[0])
 
     def flat_step(self, parameters: PyTree[Array]) -> np.ndarray:
-        """From the starting point to other parameters, as one vector."""
+        """Return the step from the starting point to these parameters, as one vector."""
         return np.asarray(ravel_pytree(parameters)[0]) - self.flat_parameters
 
     @functools.cached_property
     def oracle(self) -> Oracle:
-        """By reverse mode through the whole batch: none of gnlin, none of its tricks."""
+        """Return the oracle, by reverse mode through the whole batch and without
+        gnlin."""
         flat, unravel = ravel_pytree(self.parameters)
 
         def residuals(v, args):
@@ -79,14 +83,19 @@ class Task:
         return Oracle(np.asarray(jacobian), np.asarray(residual))
 
 
-def in_double(model: PyTree) -> PyTree:
-    """Its floating-point arrays in double precision."""
-    cast = lambda leaf: leaf.astype(float) if eqx.is_inexact_array(leaf) else leaf
-    return jax.tree.map(cast, model)
+def cast(tree: PyTree, dtype: Any) -> PyTree:
+    """Convert the floating-point arrays of a tree to a dtype."""
+    convert = lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf
+    return jax.tree.map(convert, tree)
+
+
+def in_double(tree: PyTree) -> PyTree:
+    return cast(tree, float)
 
 
 def quintic(width: int, num_examples: int) -> Task:
-    """Four hidden layers; 50 neurons and 20 examples are the published regression."""
+    """Return a task with four hidden layers. The published one has 50 neurons and 20
+    examples."""
     model = in_double(eqx.nn.MLP(1, 1, width, 4, key=jax.random.key(0)))
     x, y = (jnp.asarray(values, float) for values in examples(num_examples))
     parameters, static = eqx.partition(model, eqx.is_inexact_array)

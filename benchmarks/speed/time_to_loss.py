@@ -46,7 +46,7 @@ def problems(quick: bool) -> list[tuple[Problem, list[Contender]]]:
 
 
 def sinc(rms: float, num_starts: int) -> Problem:
-    """100 points of sin(x)/x by 20 tanh units: 61 parameters."""
+    """Return the fit of 100 points of sin(x)/x by 20 tanh units, with 61 parameters."""
     x = jnp.linspace(-10.0, 10.0, 100)[:, None]
     make = lambda key: eqx.nn.MLP(1, 1, 20, 1, activation=jnp.tanh, key=key)
     data = x, jnp.sinc(x / jnp.pi)
@@ -54,7 +54,7 @@ def sinc(rms: float, num_starts: int) -> Problem:
 
 
 def quintic(rms: float) -> Problem:
-    """That of the paper."""
+    """Return the paper's regression."""
     from ..data.quintic import examples
 
     x, y = (jnp.asarray(values) for values in examples(20))
@@ -74,7 +74,7 @@ def _regression(name, make, data, num_starts, rms, most_steps) -> Problem:
 
 
 def digits_by(kind: str, per_class: int, target: float) -> Problem:
-    """Images by a dense or a convolutional network."""
+    """Return the classification of digits by a dense or a convolutional network."""
     (images, labels), _ = digits.labelled(per_class, flat=kind == "mlp")
     make = {"mlp": digits_mlp, "cnn": smooth_digits_cnn}[kind]
     return Problem(
@@ -113,7 +113,8 @@ class Tuned:
 
 
 def tune(contender: Contender, problem: Problem) -> Tuned | None:
-    """Fewest steps from the first start; `None` if it does not get there from each."""
+    """Choose the setting with the fewest steps from the first start. Return `None` if it
+    does not reach the loss from every start."""
     best, fewest = None, contender.most_steps
     for setting in contender.settings:
         steps = contender.find(setting, problem.starts[0], fewest)
@@ -131,10 +132,11 @@ def tune(contender: Contender, problem: Problem) -> Tuned | None:
 
 
 def times_to(problem: Problem, field: Sequence[Contender], num_rounds: int) -> list[Row]:
-    """The fastest first; those that do not get there last."""
+    """Return the rows, the fastest first. Contenders that do not reach the loss come
+    last."""
     tuned = [(contender, tune(contender, problem)) for contender in field]
     reached = [found for _, found in tuned if found is not None]
-    jax.clear_caches()  # so that compiling is seen
+    jax.clear_caches()  # so that compiling is measured
     timings = alternate([_case(found, problem) for found in reached], num_rounds)
     ours = [timing for timing in timings if timing.case.library == "gnlin"]
     best = min(ours, key=lambda timing: timing.median, default=None)
@@ -149,7 +151,7 @@ def times_to(problem: Problem, field: Sequence[Contender], num_rounds: int) -> l
 
 
 def _why(ours: Timing, first: Timing, reached: Sequence[Tuned]) -> str:
-    """In what steps cost, which fewer of them do not make up for."""
+    """Explain gnlin's time by the cost of its steps."""
     per_step = []
     for timing in (ours, first):
         name = timing.case.name

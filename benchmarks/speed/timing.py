@@ -1,11 +1,11 @@
-"""Alternating runs, compile time apart.
+"""Measure programs in turn, with the time to compile apart.
 
 Other work on a machine slows everything for a while. So the cases take turns, A B A B,
-and a ratio is the median of the ratios within each round: what slows a whole round
-cancels, which it does not in a ratio of two medians. Every other round goes backwards:
-what runs after a program with many threads finds them still awake. What takes
-milliseconds only is run several times in its turn, and the first of them is not counted:
-it finds the caches as the case before it left them.
+and a ratio is the median of the ratios within each round. What slows a whole round then
+cancels, which it would not in a ratio of two medians. Every other round goes backwards,
+because a program that follows one with many threads finds them still awake. A case that
+takes only milliseconds is run several times in its turn. The first of these runs is not
+counted, because it finds the caches as the case before it left them.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from .memory import PeakMemory
 
 
 _BRIEF = 0.05
-"""Seconds, of a turn of what takes less than that,"""
+"""A case that takes fewer seconds than this is repeated for about as long,"""
 _MOST_REPEATS = 20
-"""and the most repeats in it."""
+"""but at most this many times."""
 
 
 def _one(output: Any) -> int:
@@ -39,15 +39,16 @@ class Case:
     library: str
     variant: str
     run: Callable[[], Any]
-    """Returns arrays, or a pytree that holds some."""
+    """Returns arrays, or a pytree with arrays."""
     count: Callable[[Any], int] = _one
-    """How many steps an output of `run` is the result of: the time is per step."""
+    """Returns the number of steps that led to an output of `run`. Times are per step."""
     step: Callable[[], np.ndarray] | None = None
-    """The first step that it takes, as one vector, where there is an exact one."""
+    """Returns the first step as one vector, if there is an exact step to compare it
+    with."""
     max_rounds: int | None = None
-    """Fewer rounds than the others, for what takes seconds."""
+    """The largest number of rounds, for programs that take seconds."""
     compile: Callable[[], Any] | None = None
-    """Compiles without running, for what takes so long that it runs only once."""
+    """Compiles without running, for programs so slow that they run only once."""
     note: str = ""
 
     @property
@@ -57,8 +58,8 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds per step, one a round, what the first run took beyond that, and the most
-    memory that one more run took."""
+    """Seconds per step in each round, the time that the first run took beyond that, and
+    the peak memory of one more run."""
 
     case: Case
     seconds: tuple[float, ...]
@@ -71,7 +72,7 @@ class Timing:
 
 
 def ratio(a: Timing, b: Timing) -> float:
-    """How many times longer `a` takes than `b`, round by round."""
+    """Return how many times as long `a` takes as `b`: the median over the rounds."""
     pairs = zip(a.seconds, b.seconds, strict=False)
     return statistics.median(x / y for x, y in pairs)
 
@@ -93,7 +94,7 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
                 del output
                 if peak is not None:
                     peaks[k] = peak.bytes
-    # By itself: memory that is given back first takes time to be had again.
+    # Measure memory separately: it is given back first, and allocating again takes time.
     for k, case in enumerate(cases):
         if case.compile is None:
             peaks[k] = _peak(case)
@@ -111,7 +112,7 @@ def alternate(cases: Sequence[Case], num_rounds: int) -> list[Timing]:
 
 
 def _peak_of(case: Case) -> contextlib.AbstractContextManager[PeakMemory | None]:
-    """Of what runs only once, in that run, which takes seconds."""
+    """Measure the memory in the run itself, for programs that run only once."""
     return contextlib.nullcontext() if case.compile is None else PeakMemory()
 
 

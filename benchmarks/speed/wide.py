@@ -29,9 +29,9 @@ SIZES = (
 QUICK = ((18, 20), (50, 20))
 IN_THE_PICTURE = ((50, 20), (182, 200), (576, 200))
 LARGEST = 10**6
-"""Parameters up to which the ratio to the limit is promised."""
+"""The ratio to the limit is promised up to this number of parameters."""
 MAX_PRODUCT = 10**8
-"""p m up to which conjugate gradients of other libraries are run."""
+"""Conjugate gradients of other libraries are run up to this value of p m."""
 
 
 def comparisons(quick: bool) -> Iterator[Comparison]:
@@ -51,7 +51,8 @@ def comparisons(quick: bool) -> Iterator[Comparison]:
 
 
 def damped(task: Task) -> list[Row]:
-    """The limit knows its loss and that it is finite, as a solver must: the first row."""
+    """Time the damped step. The first row is the limit, which computes its loss and tests
+    that everything is finite, as a solver must."""
     work = task.num_parameters * task.num_outputs
     num_steps = int(np.clip(10**9 // work, 5, damped_step.NUM_STEPS))
     rounds = int(np.clip(10**9 // work, 3, 15))
@@ -78,7 +79,8 @@ def damped(task: Task) -> list[Row]:
 
 
 def solved_rows(title: str, task: Task, timings: Sequence[Timing]) -> list[Row]:
-    """Each with the linear residual that it reached; ratios are to the first."""
+    """Return rows with the linear residuals that were reached. Ratios are to the
+    first."""
     residual_of = linear_residual(task)
     return [
         timed_row(title, timing, timings[0], linear_residual=residual_of(timing.case))
@@ -87,8 +89,8 @@ def solved_rows(title: str, task: Task, timings: Sequence[Timing]) -> list[Row]:
 
 
 def linear_residual(task: Task):
-    """|phi^T phi s + phi^T r + lambda s| / |phi^T r|, by products with phi: the whole of
-    it would not fit."""
+    """Return a function that computes |phi^T phi s + phi^T r + lambda s| / |phi^T r|. It
+    uses products with phi, because phi itself would not fit in memory."""
     flat, unravel = ravel_pytree(task.parameters)
 
     @jax.jit
