@@ -48,7 +48,20 @@ def test_a_rate_is_without_compilation_and_overhead(monkeypatch):
     assert plan.rate.seconds == pytest.approx(0.1)
     assert plan.rate.passes == pytest.approx(3)
     assert plan.steps == 5_000
-    assert work.asked == [1, 1, 4]  # three further steps take 0.3 seconds
+    # 63 further steps take more than the overhead and 0.2 seconds.
+    assert work.asked == [1, 1, 4, 16, 64, 64]
+
+
+def test_the_compilation_of_another_number_of_steps_is_no_part_of_the_rate(monkeypatch):
+    work, seen = Work(monkeypatch), set()
+
+    def attempt(number):
+        work.left = 0.0 if number in seen else 20.0
+        seen.add(number)
+        return work(number)
+
+    plan = planned(Rehearsal(1_000), "a", attempt)
+    assert plan.rate.seconds == pytest.approx(0.1)
 
 
 def test_a_share_of_the_examples_stands_for_all(monkeypatch):
