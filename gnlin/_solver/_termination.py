@@ -100,8 +100,9 @@ def verdict(
     quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
     return Ended(
         arrived,
-        settled=_is_within(solver, update.y, step, now, then),
-        num_still=jnp.where(quiet, state.num_still + 1, 0),
+        # A detour that is lost takes no step.
+        settled=_is_within(solver, update.y, step, now, then) & ~on_detour,
+        num_still=jnp.where(quiet, state.num_still + jnp.where(on_detour, 0, 1), 0),
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
 
