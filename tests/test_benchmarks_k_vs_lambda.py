@@ -215,7 +215,7 @@ def test_outlying_runs_are_counted_and_do_not_change_the_mean(task):
     assert largest_ratio(squared_errors(a, b)) == 1  # of medians
 
 
-def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
+def test_a_strength_at_which_only_one_trains_counts_as_thrown_off():
     error = np.full((3, 4), 0.2)
     a = runs_of(DESCENT, error, train_loss=1.0)
     counted = more_thrown_off(a, runs_of(DAMPED, error))

@@ -327,7 +327,7 @@ def test_errors_in_two_columns_of_x():
 
 
 @pytest.mark.slow
-def test_errors_in_x_with_bounds_and_what_is_fixed():
+def test_errors_in_x_with_bounds_and_fixed_parameters():
     x = X + 0.1 * np.random.default_rng(1).normal(size=50)
     both = {"sigma": 0.05, "sigma_x": 0.1}
     free = gnlin.curve_fit(decay, x, Y, START, **both)
@@ -887,7 +887,7 @@ def test_derivatives_at_a_bound():
 
 
 @pytest.mark.slow
-def test_derivatives_of_many_data_sets_and_by_what_f_closes_over():
+def test_derivatives_of_many_data_sets_and_by_values_that_f_closes_over():
     def rates(y, unit):
         f = lambda p, x: decay(p, unit * x)
         return gnlin.curve_fit(f, X, y, START).parameters["rate"]
