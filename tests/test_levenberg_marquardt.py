@@ -172,9 +172,9 @@ def test_units_of_the_residuals(scale):
     np.testing.assert_allclose(solution.value, 1, rtol=1e-8)
 
 
-@few_variants
-def test_wide(solver):
+def test_wide():
     """There are fewer residuals than parameters, so all residuals can be zero."""
+    solver = gnlin.LevenbergMarquardt()
     y, (a, _) = sines_data((3, 7))
     args = as_jax((a, np.sin(a @ np.cos(np.arange(7.0)))))
     solution = least_squares(sines, solver, jnp.asarray(y), args)
