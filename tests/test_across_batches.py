@@ -138,10 +138,8 @@ def test_levenberg_marquardt_does_not_scale_on_batches():
         )
         return result.history["loss"]
 
-    same = trained(16, scaling="identity")
-    np.testing.assert_array_equal(trained(16), same)
-    assert not np.allclose(trained(16, scaling="more"), same)
-    # On all data the scalings are raced.
+    np.testing.assert_array_equal(trained(16), trained(16, scaling="identity"))
+    # On all data the scalings are raced, and the scale of the inputs matters.
     assert not np.allclose(trained(None), trained(None, scaling="identity"))
 
 

@@ -1,4 +1,4 @@
-"""What an experiment would take, without running it."""
+"""Dry runs say how long an experiment would take, and run nothing."""
 
 import dataclasses
 import importlib
@@ -101,7 +101,7 @@ def test_runs_that_end_early_or_make_all_steps_are_measured(monkeypatch):
     ],
 )
 def test_no_point_is_run_in_a_dry_run(name, scale, tmp_path):
-    """Without the files, too, and without a measurement."""
+    """The files of the data may be missing, and nothing is measured."""
     one = MODULES[name].EXPERIMENT
     settings = one.settings(Options(tmp_path, scale))
     place = Place(rehearsal=Rehearsal(0))

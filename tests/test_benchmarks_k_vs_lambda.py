@@ -220,7 +220,7 @@ def test_a_seed_without_a_ratio_does_not_lower_the_median():
     assert largest_ratio(errors) == 2.5
 
 
-def test_a_strength_at_which_one_alone_trains_counts_for_what_is_thrown_off():
+def test_a_strength_at_which_only_one_trains_counts_as_thrown_off():
     error = np.full((3, 4), 0.2)
     a = runs_of(DESCENT, error, train_loss=1.0)
     counted = more_thrown_off(a, runs_of(DAMPED, error))

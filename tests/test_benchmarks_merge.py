@@ -218,7 +218,7 @@ def data(seed):
 
 @pytest.mark.slow
 def test_merged_halves_of_k_vs_lambda_are_the_whole_run(tmp_path):
-    """With values as targets, so that all its figures and verdicts are made."""
+    """The targets are values, so that all figures and verdicts are made."""
     task = tmp_path / "values.py"
     task.write_text(VALUES)
 

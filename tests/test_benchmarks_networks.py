@@ -106,15 +106,16 @@ def literal(network, image, same_size, activation):
 
 
 @pytest.mark.parametrize(
-    ("network", "image", "same_size", "activation"),
+    ("make", "image", "same_size", "activation"),
     [
-        (lenet(jax.random.key(0), 2, (3, 16, 16), 4), (3, 16, 16), False, relu),
-        (digits_cnn(jax.random.key(0)), (1, 8, 8), True, relu),
-        (wide_filtered_digits_cnn(jax.random.key(0)), (1, 8, 8), True, relu),
-        (smooth_digits_cnn(jax.random.key(0)), (1, 8, 8), True, np.tanh),
+        (lambda key: lenet(key, 2, (3, 16, 16), 4), (3, 16, 16), False, relu),
+        (digits_cnn, (1, 8, 8), True, relu),
+        (wide_filtered_digits_cnn, (1, 8, 8), True, relu),
+        (smooth_digits_cnn, (1, 8, 8), True, np.tanh),
     ],
 )
-def test_networks_against_a_literal_loop(network, image, same_size, activation):
+def test_networks_against_a_literal_loop(make, image, same_size, activation):
+    network = make(jax.random.key(0))
     image = jax.random.normal(jax.random.key(1), image)
     expected = literal(network, np.asarray(image), same_size, activation)
     found = eqx.filter_jit(network)(image)

@@ -189,6 +189,7 @@ def test_inner_steps_agree_with_the_oracle(task):
     assert all(0 < row.ratio < math.inf for row in alone + outer + literal)
 
 
+@pytest.mark.slow
 def test_sweeps_have_finite_ratios(task):
     rows = sweep.in_a_loop(task, 1) + sweep.one_call(task, 1) + sweep.shares(task, 1)
     assert all(0 < row.ratio < math.inf for row in rows)
@@ -269,7 +270,7 @@ def test_the_classical_problems(tmp_path):
 
 
 def test_the_sparse_problems_are_the_classical_ones():
-    """At their published size and start; and no residual reads many parameters."""
+    """They have their published size and start. No residual reads many parameters."""
     published = {problem.name: problem for problem in classical.PROBLEMS}
     for n in (10, 12):
         found = [p for p in classical.sparse_ones(n) if p.name in published]

@@ -384,7 +384,7 @@ def test_the_table_has_a_row_a_method_and_batch(tmp_path):
     assert all((tmp_path / f"{name}.png").exists() for name in captions)
 
 
-def test_a_draw_is_of_its_seed_and_its_target_of_what_is_attainable():
+def test_the_seed_sets_the_draw_and_the_target_is_attainable():
     with jax.enable_x64(False):
         image, text = (
             optimisers.EMBEDDED.tasks[i].draw(0, Place(), 0.05) for i in (0, 2)

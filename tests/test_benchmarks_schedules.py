@@ -46,7 +46,8 @@ def test_periods_of_each_schedule():
 @pytest.mark.slow
 @pytest.mark.parametrize("by", [schedules.STEPS, schedules.DAMPING])
 def test_a_scheduled_run_is_one_run(by):
-    """By K steps, one solver after the other; by damping, gnlin's own schedule."""
+    """K steps are compared with one solver after the other, and damping with gnlin's own
+    schedule."""
     settings = dataclasses.replace(
         schedules.QUICK, seeds=2, num_steps=200, updates=(3, 4), num_train=20
     )

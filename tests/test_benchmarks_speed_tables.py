@@ -245,17 +245,17 @@ def test_many_bounded_fits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "problem",
+    ("make", "sizes"),
     [
-        graph.pose_graph(20, 50),
-        graph.laps(30, 4, 10),
-        graph.sphere(3, 8),
-        graph.bundle(4, 20, 80),
+        (graph.pose_graph, (20, 50)),
+        (graph.laps, (30, 4, 10)),
+        (graph.sphere, (3, 8)),
+        (graph.bundle, (4, 20, 80)),
     ],
     ids=["poses", "laps", "sphere", "bundle"],
 )
-def test_sparse_problems_are_solved_by_all(problem):
-    rows = _sound(graph.solved(problem, 1))
+def test_sparse_problems_are_solved_by_all(make, sizes):
+    rows = _sound(graph.solved(make(*sizes), 1))
     assert len(rows) == 3
     assert all(row.solved for row in rows)
 

@@ -182,9 +182,7 @@ SOLVERS = [
     ("loop", "wide", jnp.float64, gnlin.LevenbergMarquardt()),
     ("custom_vjp", "tall", jnp.float64, gnlin.LevenbergMarquardt(bounds=(0.0, 2.0))),
     ("custom_vjp", "wide", jnp.float32, gnlin.DampedGaussNewton(1e-6, method="kernel")),
-    ("loop", "tall", jnp.float64, gnlin.GaussNewton()),
     ("root", "tall", jnp.float64, gnlin.TruncatedGaussNewton(1e-4)),
-    ("custom_vjp", "tall", jnp.float32, gnlin.IterativeLinearisation(1000, 0.5)),
 ]
 
 

@@ -131,7 +131,7 @@ class StopAfter(gnlin.callbacks.Callback):
 #
 
 
-def test_an_epoch_is_a_permutation_and_leaves_out_what_is_less_than_a_batch():
+def test_an_epoch_is_a_permutation_without_an_incomplete_batch():
     drawn = batches_drawn(11, 4, 6, jax.random.key(3))
     assert {len(batch) for batch in drawn} == {4}
     epochs = [sorted(drawn[i] + drawn[i + 1]) for i in (0, 2, 4)]

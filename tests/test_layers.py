@@ -35,29 +35,38 @@ class Positions(eqx.Module):
 
     weights: jax.Array
 
+    def __init__(self, shape, *, key):
+        self.weights = jax.random.normal(key, shape)
+
     def __call__(self, x):
         return jax.jit(lambda a, b: a.T @ b)(x, self.weights)
 
 
 key = jax.random.key(0)
+# The class of each layer, its arguments, and the shape of an example.
 LAYERS = {
-    "dense": (eqx.nn.Linear(6, 5, key=key), (6,)),
-    "dense, no bias": (eqx.nn.Linear(6, 5, use_bias=False, key=key), (6,)),
-    "dense, of one number": (eqx.nn.Linear("scalar", 5, key=key), ()),
-    "positions": (Positions(jax.random.normal(key, (4, 7))), (4, 9)),
-    "convolution": (eqx.nn.Conv2d(2, 3, 3, key=key), (2, 6, 5)),
-    "padded": (eqx.nn.Conv2d(2, 3, 3, padding=1, key=key), (2, 4, 4)),
-    "unevenly padded": (eqx.nn.Conv2d(2, 3, 2, padding=((1, 0), (0, 2)), key=key),
-                        (2, 4, 4)),
-    "strided": (eqx.nn.Conv2d(2, 8, (3, 2), stride=(2, 3), key=key), (2, 7, 8)),
-    "dilated": (eqx.nn.Conv1d(4, 6, 3, dilation=2, stride=2, key=key), (4, 11)),
-    "three axes": (eqx.nn.Conv3d(1, 2, 2, key=key), (1, 3, 3, 4)),
-    "one position": (eqx.nn.Conv2d(2, 3, 4, key=key), (2, 4, 4)),
-}  # fmt: skip
+    "dense": (eqx.nn.Linear, (6, 5), {}, (6,)),
+    "dense, no bias": (eqx.nn.Linear, (6, 5), {"use_bias": False}, (6,)),
+    "dense, of one number": (eqx.nn.Linear, ("scalar", 5), {}, ()),
+    "positions": (Positions, ((4, 7),), {}, (4, 9)),
+    "convolution": (eqx.nn.Conv2d, (2, 3, 3), {}, (2, 6, 5)),
+    "padded": (eqx.nn.Conv2d, (2, 3, 3), {"padding": 1}, (2, 4, 4)),
+    "unevenly padded": (
+        eqx.nn.Conv2d,
+        (2, 3, 2),
+        {"padding": ((1, 0), (0, 2))},
+        (2, 4, 4),
+    ),
+    "strided": (eqx.nn.Conv2d, (2, 8, (3, 2)), {"stride": (2, 3)}, (2, 7, 8)),
+    "dilated": (eqx.nn.Conv1d, (4, 6, 3), {"dilation": 2, "stride": 2}, (4, 11)),
+    "three axes": (eqx.nn.Conv3d, (1, 2, 2), {}, (1, 3, 3, 4)),
+    "one position": (eqx.nn.Conv2d, (2, 3, 4), {}, (2, 4, 4)),
+}
 
 
 def case(name, num_examples=4, dtype=float):
-    layer, shape = LAYERS[name]
+    kind, sizes, options, shape = LAYERS[name]
+    layer = kind(*sizes, **options, key=key)
     model = jax.tree.map(
         lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, Tower(layer)
     )
@@ -288,31 +297,35 @@ class Looped(eqx.Module):
         return jax.lax.fori_loop(0, 2, body, x)
 
 
-square = eqx.nn.Linear(4, 4, use_bias=False, key=key)
+def square(use_bias=False):
+    return eqx.nn.Linear(4, 4, use_bias=use_bias, key=key)
+
+
 UNLIKE = {
-    "both ways": BothWays(square),
-    "transposed": Transposed(square),
-    "penalised": Penalised(square),
-    "product": Product(jax.random.normal(key, (4, 4)), jax.random.normal(key, (4, 4))),
-    "looped": Looped(square),
-    "grouped": lambda: Tower(eqx.nn.Conv1d(4, 4, 2, groups=2, key=key)),
-    "transposed convolution": lambda: Tower(
-        eqx.nn.ConvTranspose1d(2, 2, 2, stride=2, key=key)
+    "both ways": (lambda: BothWays(square()), (4,)),
+    "transposed": (lambda: Transposed(square()), (4,)),
+    "penalised": (lambda: Penalised(square()), (4,)),
+    "product": (lambda: Product(square().weight, square().weight), (4,)),
+    "looped": (lambda: Looped(square()), (4,)),
+    "grouped": (lambda: Tower(eqx.nn.Conv1d(4, 4, 2, groups=2, key=key)), (4, 5)),
+    "transposed convolution": (
+        lambda: Tower(eqx.nn.ConvTranspose1d(2, 2, 2, stride=2, key=key)),
+        (2, 3),
     ),
 }
 
 
 # The number of uses of the weights: twice, in three steps, once, and in two derivatives.
 SHARED = {
-    "shared": (Shared(eqx.nn.Linear(4, 4, key=key)), (4,), [2, 0]),
-    "unrolled": (Unrolled(eqx.nn.Linear(4, 4, use_bias=False, key=key)), (4,), [3]),
+    "shared": (lambda: Shared(square(use_bias=True)), (4,), [2, 0]),
+    "unrolled": (lambda: Unrolled(square()), (4,), [3]),
     "derivatives": (
-        Laplacian((eqx.nn.Linear(4, 6, key=key), eqx.nn.Linear(6, 4, key=key))),
+        lambda: Laplacian((eqx.nn.Linear(4, 6, key=key), eqx.nn.Linear(6, 4, key=key))),
         (4,),
         None,
     ),
     "convolved": (
-        Convolved(eqx.nn.Conv1d(2, 2, 3, padding=1, use_bias=False, key=key)),
+        lambda: Convolved(eqx.nn.Conv1d(2, 2, 3, padding=1, use_bias=False, key=key)),
         (2, 5),
         [10],
     ),
@@ -322,8 +335,8 @@ SHARED = {
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", SHARED)
 def test_weights_that_are_used_several_times_have_as_many_positions(name):
-    model, shape, positions = SHARED[name]
-    parameters, frozen = eqx.partition(in_double(model), eqx.is_inexact_array)
+    make, shape, positions = SHARED[name]
+    parameters, frozen = eqx.partition(in_double(make()), eqx.is_inexact_array)
     fn = lambda p, x: eqx.combine(p, frozen)(x)
     x = jax.random.normal(jax.random.key(1), (3, *shape))
     jacobian = dense(fn, parameters, x)
@@ -353,10 +366,8 @@ def test_weights_that_are_used_several_times_have_as_many_positions(name):
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("name", UNLIKE)
 def test_parameters_outside_layers_keep_dense_rows(name):
-    model, shape = UNLIKE[name], (4,)
-    if callable(model) and not isinstance(model, eqx.Module):
-        model, shape = model(), (4, 5) if name == "grouped" else (2, 3)
-    parameters, frozen = eqx.partition(in_double(model), eqx.is_inexact_array)
+    make, shape = UNLIKE[name]
+    parameters, frozen = eqx.partition(in_double(make()), eqx.is_inexact_array)
     fn = lambda p, x: eqx.combine(p, frozen)(x)
     x = jax.random.normal(jax.random.key(1), (3, *shape))
     program = _program.find(fn, parameters, x[0])

@@ -46,7 +46,6 @@ SOLVERS = {
         *each_once(list(SOLVERS), ["tall", "wide"]),
         ("QR", "one parameter"),
         ("LSMR", "one residual"),
-        ("CG", "one residual"),
     ],
 )
 def test_a_damped_step(name, shape):
@@ -67,7 +66,6 @@ def test_a_damped_step(name, shape):
         ("LSMR", jnp.float64, "wide"),
         ("CG", jnp.float32, "wide"),
         ("Cholesky", jnp.float64, "wide"),
-        ("Cholesky", jnp.float32, "tall"),
     ],
 )
 def test_an_undamped_step(name, dtype, shape):
@@ -92,14 +90,14 @@ def test_the_minimum_norm_step_of_a_deficient_problem(name):
     np.testing.assert_allclose(solution.value, expected, rtol=1e-6, atol=1e-8)
 
 
-def test_a_matrix_that_is_singular_is_told():
+def test_a_singular_matrix_is_reported():
     y0, args = deficient((6, 5), rank=2)
     solver = gnlin.GaussNewton(method=lx.Cholesky())
     solution = least_squares(linear, solver, *as_jax((y0, args)))
     assert solution.result != optx.RESULTS.successful
 
 
-def test_iterations_that_do_not_arrive_are_told():
+def test_iterations_that_do_not_converge_are_reported():
     y0, args = sines_data((30, 20))
     solver = gnlin.DampedGaussNewton(1e-6, method=lx.CG(1e-12, 1e-12, max_steps=2))
     solution = least_squares(sines, solver, *as_jax((y0, args)))

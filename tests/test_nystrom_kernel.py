@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optimistix as optx
 import pytest
-from problems import each_once
+from problems import damped_step, each_once
 
 import gnlin
 from gnlin.filters import Tikhonov
@@ -64,17 +64,17 @@ def test_a_step_is_the_formula(shape, rank):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), each_once(SHAPES[:3], [np.float32, np.float64])
+    ("shape", "dtype"), [((30, 8), np.float32), ((8, 30), np.float64)]
 )
 def test_full_rank_gives_the_damped_step(shape, dtype):
     y, matrix = data(shape, dtype)
     solver = gnlin.DampedGaussNewton(0.1, method=gnlin.methods.NystromKernel(shape[0]))
     found = optx.least_squares(sines, solver, y, matrix, max_steps=1, throw=False)
-    exact = gnlin.DampedGaussNewton(0.1, method="svd")
-    expected = optx.least_squares(sines, exact, y, matrix, max_steps=1, throw=False)
+    start, dense = (np.asarray(x, float) for x in (y, matrix))
+    angles = dense @ start
+    step = damped_step(np.sin(angles) + 0.5, np.cos(angles)[:, None] * dense, 0.1)
     tolerance = 1e-3 if dtype == np.float32 else 1e-9
-    step, size = expected.value - y, np.abs(expected.value - y).max()
-    np.testing.assert_allclose(found.value - y, step, atol=tolerance * size)
+    np.testing.assert_allclose(found.value - y, step, atol=tolerance * np.abs(step).max())
 
 
 def test_an_array_too_large_for_the_budget_is_passed_through_instead():
@@ -167,7 +167,8 @@ LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0).astype(int)
     ],
 )
 def test_a_general_loss(loss, targets):
-    """At full rank, and by layers; Huber's gradient is not in the curvature's range."""
+    """The rank is full, and there are layers. Huber's gradient is not in the range of the
+    curvature."""
     solvers = (
         gnlin.DampedGaussNewton(0.1, method=method, search=None)
         for method in ("kernel", gnlin.methods.NystromKernel(120))

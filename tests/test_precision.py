@@ -14,6 +14,7 @@ import gnlin
 x = jnp.linspace(-1.0, 1.0, 12, dtype=jnp.float32)
 y = jnp.tanh(2 * x)
 start = jnp.array([[0.5], [1.0]], jnp.float32)
+solver = gnlin.DampedGaussNewton(1.0)
 
 
 def of_point(w, point):
@@ -25,14 +26,15 @@ def of_point(w, point):
 seen: list[str | None] = []
 
 runs = {
-    "a model": lambda: gnlin.solve((of_point, start), (x, y), max_steps=1),
+    "a model": lambda: gnlin.solve((of_point, start), (x, y), solver, max_steps=1),
     "residuals": lambda: gnlin.solve(
         start,
         gnlin.Residuals(lambda w, xy: of_point(w, xy[0]) - xy[1], (x, y)),
+        solver,
         max_steps=1,
     ),
     "batches": lambda: gnlin.fit(
-        (of_point, start), (x, y), batch_size=4, steps=1, progress=False
+        (of_point, start), (x, y), solver, batch_size=4, steps=1, progress=False
     ),
     "a curve": lambda: gnlin.curve_fit(
         lambda w, x: jax.vmap(lambda one: of_point(w, one))(x), x, y, start
@@ -41,8 +43,9 @@ runs = {
 }
 
 
-@pytest.mark.parametrize("name", runs)
-@pytest.mark.parametrize("asked", [None, "tensorfloat32"])
+@pytest.mark.parametrize(
+    ("name", "asked"), [*((name, None) for name in runs), ("a kernel", "tensorfloat32")]
+)
 @pytest.mark.filterwarnings("ignore:.*max_steps")
 def test_the_setting_in_which_a_function_is_traced(name, asked):
     seen.clear()

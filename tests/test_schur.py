@@ -110,8 +110,7 @@ ALL = tuple(GROUPS)
     ("sizes", "names", "dtype", "with_rest", "window"),
     [
         ((4, 7, 23), ALL, jnp.float64, True, 3),
-        ((4, 7, 23), ALL, jnp.float32, False, 2**12),
-        ((6, 30, 9), ("sights",), jnp.float64, True, 2**12),  # wide: most are not seen
+        ((6, 30, 9), ("sights",), jnp.float32, True, 2**12),  # wide: most are not seen
         (
             (2, 1, 1),
             ("pairs", "sights"),
@@ -136,7 +135,8 @@ def test_steps_are_those_of_the_dense_system(
         ready = choose(quadratic, Tikhonov(1.0), method="schur")
         assert isinstance(ready, SchurComplement)
         again = ready.with_residual(jax.tree.map(jnp.sin, lin.outputs))
-        each = [ready.solve(Tikhonov(damping)).step for damping in dampings]
+        damped = lambda x: ready.solve(Tikhonov(x)).step
+        each = jax.lax.map(damped, jnp.array(dampings, dtype))
         curvatures = ready.largest_curvature(), ready.curvature_along_gradient()
         answers = each, again.solve(Tikhonov(1.0)).step, ready.gradient(), curvatures
         return lin.matrix(), lin.outputs, answers
@@ -147,8 +147,9 @@ def test_steps_are_those_of_the_dense_system(
     jacobian, gradient = dense(matrix, outputs, rest)
     damped = lambda x: jacobian.T @ jacobian + x * np.eye(len(gradient))
     np.testing.assert_allclose(flat(found), gradient, rtol=tolerance, atol=tolerance)
-    for damping, step in zip(dampings, each, strict=True):
-        assert step["point"].dtype == dtype
+    assert each["point"].dtype == dtype
+    for i, damping in enumerate(dampings):
+        step = jax.tree.map(lambda x, i=i: x[i], each)
         expected = -np.linalg.solve(damped(damping), gradient)
         size = np.linalg.norm(expected)
         np.testing.assert_allclose(flat(step), expected, atol=tolerance * size)

@@ -78,9 +78,8 @@ def test_training(solver):
     assert float(jnp.sum(history.num_inner_steps)) == inner
 
 
-@pytest.mark.parametrize("name", ["levenberg-marquardt", "truncated"])
-def test_the_same_as_optimistix_on_the_same_residuals(name):
-    solver, model = SOLVERS[name], network()
+def test_the_same_as_optimistix_on_the_same_residuals():
+    solver, model = SOLVERS["levenberg-marquardt"], network()
     solution = gnlin.solve(model, (X, T), solver, max_steps=5)
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -716,10 +715,10 @@ def test_without_a_history():
     assert runs[1].stats["num_steps"] == 3
 
 
-def long_run(**options):
+def long_run(model=None, **options):
     """A run of a network that is large enough for steps to be made a few at a time."""
     x = jnp.linspace(-1.0, 1.0, 700)[:, None]
-    data, model = (x, jnp.sin(3 * x)), network(width=64)
+    data, model = (x, jnp.sin(3 * x)), model or network(width=64)
     solver = gnlin.DampedGaussNewton(1e-3, rtol=0.0, atol=0.0)
     return data, gnlin.solve(model, data, solver, max_steps=100, **options)
 
@@ -768,7 +767,7 @@ def test_ctrl_c_hands_back_the_best_model(monkeypatch):
     assert len(solution.history["loss"]) == shown[1] < 100
     np.testing.assert_allclose(loss_of(solution.model, *data), solution.loss, rtol=1e-9)
     assert solution.loss <= np.min(solution.history["loss"])
-    assert gnlin.solve(solution.model, data, max_steps=3).loss < solution.loss
+    assert long_run(solution.model)[1].loss < solution.loss
 
 
 def test_ctrl_c_before_any_step_is_ctrl_c(monkeypatch):

@@ -92,19 +92,10 @@ def result_is(solution, name):
 #
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "n"),
-    [
-        *((name, (7, 3), 3) for name in SOLVERS),
-        ("gauss-newton", (3, 7), 1),
-        ("damped", (3, 7), 2),
-        ("truncated", (3, 7), 1),
-        ("iterative linearisation", (3, 7), 2),
-    ],
-)
-def test_n_steps_are_n_updates(name, shape, n):
-    solver, step = SOLVERS[name]
-    y, args = sines_data(shape)
+@pytest.mark.parametrize("name", SOLVERS)
+def test_n_steps_are_n_updates(name):
+    (solver, step), n = SOLVERS[name], 3
+    y, args = sines_data((7, 3))
     solution = least_squares(sines, solver, *as_jax((y, args)), max_steps=n)
     expected = literal_loop(step, y, args, n)
     np.testing.assert_allclose(solution.value, expected, rtol=1e-9, atol=1e-11)
@@ -551,20 +542,15 @@ def test_with_double_precision_disabled():
         def fn(y, args):
             return jnp.stack([10 * (y[1] - y[0] ** 2), 1 - y[0]])
 
-        solvers = [
-            gnlin.LevenbergMarquardt(),
-            gnlin.TruncatedGaussNewton(gnlin.methods.EisenstatWalker()),
-        ]
-        for solver in solvers:
-            start = jnp.array([-1.2, 1.0])
-            solution = optx.least_squares(fn, solver, start, max_steps=400)
-            assert solution.value.dtype == jnp.float32
-            assert jnp.allclose(solution.value, 1, atol=1e-2), (solver, solution.value)
+        start, solver = jnp.array([-1.2, 1.0]), gnlin.LevenbergMarquardt()
+        solution = optx.least_squares(fn, solver, start, max_steps=400)
+        assert solution.value.dtype == jnp.float32
+        assert jnp.allclose(solution.value, 1, atol=1e-2), solution.value
 
         warnings.filterwarnings("ignore", ".*loss has risen")
         model = eqx.nn.Linear(1, 1, key=jax.random.key(0))
         x = jnp.linspace(-1, 1, 6)[:, None]
-        for period in (10**8, math.inf, jnp.asarray(1000)):
+        for period in (10**8, math.inf):
             solver = gnlin.IterativeLinearisation(period, 1e-2)
             solution = gnlin.solve(model, (x, jnp.sin(x)), solver, max_steps=1)
             assert solution.stats["num_accepted_steps"] == 1

@@ -96,8 +96,8 @@ def test_nonfinite_input_gives_nan(what):
 
 
 def test_a_singular_system_raises_no_error():
-    """Without damping: a chain without a fixed point, with one row that no residual
-    reads, and a Jacobian of zeros."""
+    """There is no damping. One chain has no fixed point, and has a row that no residual
+    reads. The other has a Jacobian of zeros."""
 
     def run(start, groups):
         lin = gnlin.features.linearise_model(start, groups)

@@ -58,6 +58,13 @@ CASES = {
 }
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def eigenpairs(jacobian, k, dtype):
+    pairs = spectra.leading(linear(jacobian, dtype), k, tolerance=1e-5)
+    vectors = pairs.on_outputs(), pairs.on_parameters()
+    return pairs.converged, pairs.eigenvalues, *vectors
+
+
 QUICK = "more parameters", "more outputs", "repeated", "rank below k", "zero"
 
 
@@ -79,14 +86,7 @@ QUICK = "more parameters", "more outputs", "repeated", "rank below k", "zero"
 )
 def test_leading_eigenpairs_are_the_dense_ones(name, dtype):
     jacobian, k = CASES[name]
-
-    @jax.jit
-    def run(jacobian):
-        pairs = spectra.leading(linear(jacobian, dtype), k, tolerance=1e-5)
-        vectors = pairs.on_outputs(), pairs.on_parameters()
-        return pairs.converged, pairs.eigenvalues, *vectors
-
-    converged, *arrays = run(jacobian)
+    converged, *arrays = eigenpairs(jacobian, k, dtype)
     assert converged
     w, u, v = (np.asarray(x, float) for x in arrays)
     v = v.T

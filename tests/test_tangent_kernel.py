@@ -115,8 +115,8 @@ def test_between_two_sets(name, outputs):
     [("all", 4_000), pytest.param("trace", 8_000, marks=pytest.mark.slow)],
 )
 def test_in_tiles(outputs, budget, tmp_path):
-    """In memory, and to a file: the last tile overlaps, and mirrored tiles are not
-    computed."""
+    """The tiles fill an array in memory, or a file. The last tile overlaps the one before
+    it, and mirrored tiles are not computed."""
     model, shape, _ = MODELS["dense"]
     x1, x2 = drawn(shape, 11), drawn(shape, 7, seed=1)
     whole = gnlin.TangentKernel(model, outputs=outputs)
