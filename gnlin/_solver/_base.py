@@ -19,7 +19,7 @@ from .._linearisation._linearisation import (
     check_outputs,
     check_parameters,
     Linearisation,
-    linearise,
+    linearised,
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
@@ -181,24 +181,35 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             is not tested for convergence.
         """
         num_steps = state.counts.num_feature_updates
-        lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self.placed(objective, lin)
-        dtype = state.report.loss.dtype
-        loss = objective.value(lin.outputs).astype(dtype)
-        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
-        solver = self._in_units_of(objective, lin.outputs, first_loss)
-        update = solver.update(objective, lin, evaluate, state.memory, num_steps)
+        update = self.update(objective, lin, evaluate, state.memory, num_steps)
         if not isinstance(update, Update):
             raise TypeError(
                 f"`update` of {type(self).__name__} must return a "
                 "`gnlin.authoring.Update(y, outputs)`, but returns a "
                 f"{type(update).__name__}."
             )
-        gradient_norm, step, step_norm = update.completed(objective, lin)
+        return self.ended(objective, lin, update, state, same_examples)
+
+    def ended(
+        self, objective, lin, update: Update, state: State, same_examples: bool = True
+    ) -> tuple[PyTree[Array], State]:
+        """Return the point and the state after an update, unless the run is over at the
+        linearisation."""
+        num_steps = state.counts.num_feature_updates
+        dtype = state.report.loss.dtype
+        loss = objective.value(lin.outputs).astype(dtype)
+        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        gradient_norm, step_norm = update.gradient_norm, update.step_norm
+        if gradient_norm is None:
+            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
+        if step_norm is None:
+            step_norm = _tree.norm(step)
         no = jnp.array(False)
         ended = Ended(no, no, state.num_still, update.result)
         if same_examples:
-            ended = verdict(solver, objective, lin, update, step, state, loss, first_loss)
+            ended = verdict(self, objective, lin, update, step, state, loss, first_loss)
         # A run that has converged here takes no further step.
         stays = ended.arrived & (num_steps > 0)
         one = jnp.where(stays, 0, 1)
@@ -230,22 +241,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
         return _tree.where(stays, lin.point, update.y), new
 
-    def _in_units_of(
-        self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
-    ) -> "AbstractGaussNewton":
-        """Return the solver with `atol` multiplied by the norm of the first residual or
-        of the targets, whichever is smaller, if that is below 1."""
-        zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
-        zero_loss = zero_loss.astype(first_loss.dtype)
-        least = jnp.minimum(jnp.abs(first_loss), 0.5)
-        least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
-        return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
-
     def tell(
-        self,
-        row: Mapping[str, Any],
-        num_steps: Int[Array, ""],
-        moved: Bool[Array, ""],
+        self, row: Mapping[str, Any], num_steps: Int[Array, ""], moved: Bool[Array, ""]
     ) -> None:
         """Print a row of the history if `verbose` is set and a step was made."""
         if self.verbose is False:
@@ -353,14 +350,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), recognised(fn, y, args)
-        given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
+        fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:
-            lin, aux = linearise(fn, y, args, has_aux=True, **given)
+            lin, aux = linearised(fn, y, args, True, *fixed)
             objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         else:
             outputs, inputs, objective = posed
-            lin, aux = linearise(outputs, y, inputs, **given), aux_of(fn, y, args)
-            evaluate = lambda y_: outputs(y_, inputs)
+            lin, _ = linearised(outputs, y, inputs, False, *fixed)
+            aux, evaluate = aux_of(fn, y, args), lambda y_: outputs(y_, inputs)
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
@@ -390,11 +387,3 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if state.rows is not None:
             stats["history"] = state.rows
         return y, aux, stats
-
-
-def linearised(
-    fn, y, args, has_aux: bool, memory_budget: int
-) -> tuple[Linearisation, Any]:
-    if has_aux:
-        return linearise(fn, y, args, has_aux=True, memory_budget=memory_budget)
-    return linearise(fn, y, args, memory_budget=memory_budget), None

@@ -65,6 +65,7 @@ def verdict(
 ) -> Ended:
     """Return the verdict at a linearisation. Convergence is tested after a small
     step, after many steps without progress, and if no step could be found."""
+    atol = solver.atol * _unit(objective, lin.outputs, first_loss)
     going = ~update.terminate & (update.result == optx.RESULTS.successful)
     stands = update.stuck | (state.num_still >= _MOST_STILL)
     asks = going & (state.settled | stands)
@@ -82,7 +83,7 @@ def verdict(
             _as_in(problem, lin.point),
             _as_in(problem, left),
             solver.rtol,
-            solver.atol,
+            atol,
             loss,
             first_loss,
             update.searched,
@@ -95,10 +96,22 @@ def verdict(
     quiet = jnp.abs(gained) <= rounding_of_loss(loss, update.problem, point)
     return Ended(
         arrived,
-        settled=_is_within(solver, update.y, step, now, then),
+        settled=_is_within(solver, atol, update.y, step, now, then),
         num_still=jnp.where(quiet, state.num_still + 1, 0),
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
+
+
+def _unit(
+    objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
+) -> Scalar:
+    """Return the unit of `atol`: the norm of the first residual or of the targets,
+    whichever is smaller, if that is below 1."""
+    zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
+    zero_loss = zero_loss.astype(first_loss.dtype)
+    least = jnp.minimum(jnp.abs(first_loss), 0.5)
+    least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
+    return jnp.sqrt(2 * least)
 
 
 def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
@@ -112,6 +125,7 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
 
 def _is_within(
     solver: "AbstractGaussNewton",
+    atol: Scalar,
     y: PyTree[Array],
     step: PyTree[Array],
     residual: PyTree[Array],
@@ -127,7 +141,7 @@ def _is_within(
 
     def relative(x, size):
         rtol = jnp.maximum(solver.rtol, 4 * eps).astype(x.dtype)
-        scale = jnp.asarray(solver.atol, x.dtype) + rtol * size
+        scale = jnp.asarray(atol, x.dtype) + rtol * size
         return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
     def small_step():
@@ -357,17 +371,14 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             f"{last}. Use a smooth activation, double precision, another start, or "
             "another value of a fixed damping or learning rate."
         )
-    if name == "nonlinear_divergence" and factor is not None:
-        return (
-            f"it diverged: the loss has stayed above {factor:g} times its start; the "
-            "model is the best so far. Use `gnlin.LevenbergMarquardt()`, more damping, "
-            "a smaller learning rate, or a `search`."
-        )
     if name == "nonlinear_divergence":
+        what = f"the next step is too long; {last}"
+        if factor is not None:
+            what = f"the loss has stayed above {factor:g} times its start"
+            what += "; the model is the best so far"
         return (
-            f"it diverged: the next step is too long; {last}. Use "
-            "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate, or a "
-            "`search`."
+            f"it diverged: {what}. Use `gnlin.LevenbergMarquardt()`, more damping, a "
+            "smaller learning rate, or a `search`."
         )
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
     advice = " Use more damping, or another `method`." if name == "failed" else ""
