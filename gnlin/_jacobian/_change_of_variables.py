@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, PyTree
@@ -27,12 +28,9 @@ class ChangeOfVariables(AbstractJacobian):
     inner: AbstractJacobian
     change: PyTree[Array]
 
-    def __init__(self, inner: AbstractJacobian, change: PyTree[Array]):
-        self.inner = inner
-        self.change = change
-        self.domain = inner.domain
-        self.codomain = inner.codomain
-        self.memory_budget = inner.memory_budget
+    @classmethod
+    def of(cls, inner: AbstractJacobian, change: Any) -> "ChangeOfVariables":
+        return cls(inner.domain, inner.codomain, inner.memory_budget, inner, change)
 
     @abc.abstractmethod
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
@@ -76,10 +74,10 @@ class ChangeOfVariables(AbstractJacobian):
         return here.gram_with(here if other is self else other)
 
     def at_hand(self) -> "ChangeOfVariables":
-        return type(self)(self.inner.at_hand(), self.change)
+        return self.of(self.inner.at_hand(), self.change)
 
     def transformed(self, matrices, codomain) -> "ChangeOfVariables":
-        return type(self)(self.inner.transformed(matrices, codomain), self.change)
+        return self.of(self.inner.transformed(matrices, codomain), self.change)
 
     def block_bytes(self) -> list[int]:
         if self.is_sparse:

@@ -174,13 +174,13 @@ class Linearisation(eqx.Module):
 
     def along(self, retraction: Retraction) -> "Linearisation":
         """Return the linearisation with respect to steps along a retraction."""
-        jacobian = Retracted(self.jacobian, retraction.tangents(self.point))
+        jacobian = Retracted.of(self.jacobian, retraction.tangents(self.point))
         return dataclasses.replace(self, jacobian=jacobian, retraction=retraction)
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with bounds, and with zero columns for the `blocked`
         parameters, which stay where they are."""
-        jacobian = ScaledColumns(self.jacobian, free_scale(blocked, self.point))
+        jacobian = ScaledColumns.of(self.jacobian, free_scale(blocked, self.point))
         box = box.without(blocked, self.point)
         return dataclasses.replace(self, jacobian=jacobian, box=box)
 

@@ -115,17 +115,6 @@ class OnSpace(AbstractIteration):
         problem = self.in_space()
         objective, outputs = problem.objective, problem.outputs
 
-        def loss(z):
-            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
-
-        def further(start: Descended, period: Scalar):
-            assert isinstance(filter, Descent)
-            end = descend(problem, filter, period, damping, start)
-            # Convergent steps without momentum do not raise a convex loss.
-            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
-            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
-            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
-
         def later(start, time: Scalar):
             z, before = start
             end = flow(problem, time - before, damping, z)
@@ -134,6 +123,18 @@ class OnSpace(AbstractIteration):
         if isinstance(filter, GradientFlow):
             start = problem.space.zero(), jnp.zeros((), amounts.dtype)
             return jax.lax.scan(later, start, amounts)[1]
+        assert isinstance(filter, Descent)
+
+        def loss(z):
+            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
+
+        def further(start: Descended, period: Scalar):
+            end = descend(problem, filter, period, damping, start)
+            # Convergent steps without momentum do not raise a convex loss.
+            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
+            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
+            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
+
         problem = problem._replace(first=problem.first_gradient())
         at_first = objective.value(outputs)
         start = at_rest(problem.space, filter)
