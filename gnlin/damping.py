@@ -220,7 +220,7 @@ _GROWTH, _SHORT = 3.0, 1e-3
 # A detour is tried if the step has less than this part of the largest possible decrease,
 # and if the detour's own prediction leaves less of it than this number of such steps
 # would.
-_SLOW, _WORTH = 0.3, 3
+_SLOW, _WORTH = 0.6, 3
 # The damping of a detour is divided by its boldness, which begins at the first number and
 # is multiplied by the others after a detour that came back, one that did not, and a step
 # without one. Below the last number no detour is tried.

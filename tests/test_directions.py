@@ -281,7 +281,6 @@ def test_a_direction_can_be_asked_for(shape):
         for jac, passes in rows.items():
             lin = gnlin.linearise(fn, y, jac=jac)
             assert lin.jacobian.cost().rows == passes
-            assert lin.jacobian.within(10**6).cost().rows == passes
             each = gnlin.linearise(gnlin.PerExample(of_one), y, weights, jac=jac)
             one = {"fwd": Passes(jvps=p), "bwd": Passes(vjps=1)}[jac]
             assert each.jacobian.cost().rows == one

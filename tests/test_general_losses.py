@@ -762,6 +762,14 @@ def test_an_optimiser_on_the_quadratic_form():
     assert_close(step, literal_quadratic(dense("softmax"), 20, 0.1), 1e-9)
 
 
+def test_an_optimiser_reports_the_whole_gradient():
+    """The gradient at an outlier is not in the range of the Hessian."""
+    solver = gnlin.IterativeLinearisation(2, optimiser=optax.sgd(1e-3), form="quadratic")
+    _, solution = solve(HUBER, solver)
+    expected = np.linalg.norm(dense("huber, outliers").gradient)
+    np.testing.assert_allclose(solution.history.gradient_norm[0], expected, rtol=1e-12)
+
+
 @pytest.mark.slow
 def test_flow_is_a_hundred_thousand_small_steps():
     period, eta, damping = 10**5, 1e-4, 0.01

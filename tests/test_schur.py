@@ -230,14 +230,14 @@ def test_in_a_program_whose_data_are_traced_and_many():
         np.testing.assert_allclose(many[k], solved(both[0][k], both[1][k]), atol=1e-11)
 
 
-def scene(num_cameras, num_points, each):
+def scene(num_cameras, num_points, each, **budget):
     """A large scene, of which only the shapes matter."""
     n = each * num_points
     examples = {"camera": jnp.arange(n) % num_cameras, "point": jnp.arange(n) // each}
     fn = lambda y, _: y["camera"][:2] - y["point"][:2]
     model = {"camera": jnp.zeros((num_cameras, 6)), "point": jnp.zeros((num_points, 3))}
     select = lambda x: {"camera": x["camera"], "point": x["point"]}
-    return gnlin.linearise(PerExample(Selected(fn, select)), model, examples)
+    return gnlin.linearise(PerExample(Selected(fn, select)), model, examples, **budget)
 
 
 def chosen(lin, filter, **how):
@@ -252,16 +252,12 @@ def chosen(lin, filter, **how):
 
 
 def test_auto_chooses_it_when_it_is_cheapest():
-    large = scene(50, 3_000, 4)
-    assert chosen(large, Tikhonov(1.0)) is SchurComplement
+    large = 50, 3_000, 4
+    assert chosen(scene(*large), Tikhonov(1.0)) is SchurComplement
     # The reduced system is counted: 4 x 300 x 300 numbers and more
-    little = within(large, 4 * 300**2 * 8)
+    little = scene(*large, memory_budget=4 * 300**2 * 8)
     assert chosen(little, Tikhonov(1.0)) is not SchurComplement
     assert chosen(scene(2, 3, 2), Tikhonov(1.0)) is not SchurComplement
-
-
-def within(lin, memory_budget):
-    return lin.with_jacobian(lin.jacobian.within(memory_budget))
 
 
 def test_memory_holds_only_nonzero_blocks():

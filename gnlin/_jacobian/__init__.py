@@ -9,6 +9,7 @@ from ._base import (
 )
 from ._block import AbstractBlock as AbstractBlock
 from ._by_passes import ByPasses as ByPasses
+from ._change_of_variables import Retracted as Retracted, ScaledColumns as ScaledColumns
 from ._coloured import Sparsity as Sparsity
 from ._cost import Cost as Cost, Reads as Reads
 from ._directions import (
@@ -19,9 +20,7 @@ from ._directions import (
 from ._gathered import Gathered as Gathered, Selected as Selected, Sparse as Sparse
 from ._layer import Layer as Layer
 from ._of_examples import OfExamples as OfExamples, PerExample as PerExample
-from ._retracted import Retracted as Retracted
 from ._rows import Rows as Rows
-from ._scaled_columns import ScaledColumns as ScaledColumns
 from ._stacked import (
     AtOnce as AtOnce,
     itself as itself,

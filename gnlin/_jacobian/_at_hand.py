@@ -1,5 +1,6 @@
 """A Jacobian in memory."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -90,13 +91,10 @@ class AtHand(AbstractJacobian):
             return ravel_pytree(multiplied(matrices, self.codomain.unravel(column)))[0]
 
         blocks = [block.transformed(transform) for block in self._blocks]
-        return AtHand(self.domain, codomain, self.memory_budget, blocks)
+        return dataclasses.replace(self, codomain=codomain, _blocks=blocks)
 
     def block_bytes(self) -> list[int]:
         return [0 for _ in self._blocks]  # already in memory
-
-    def within(self, memory_budget: int) -> "AtHand":
-        return AtHand(self.domain, self.codomain, memory_budget, self._blocks)
 
     def cost(self) -> Cost:
         m, p = self.shape

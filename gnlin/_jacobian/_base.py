@@ -246,10 +246,6 @@ class AbstractJacobian(lx.AbstractLinearOperator):
         return sum(self.block_bytes()) <= self.memory_budget
 
     @abc.abstractmethod
-    def within(self, memory_budget: int) -> "AbstractJacobian":
-        """Return the same Jacobian with another memory budget."""
-
-    @abc.abstractmethod
     def cost(self) -> Cost:
         """Return the costs of products, of the blocks and of the kernel."""
 

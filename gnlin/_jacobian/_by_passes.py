@@ -1,5 +1,6 @@
 """The Jacobian of a function without known structure."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import equinox as eqx
@@ -72,19 +73,15 @@ class ByPasses(AbstractJacobian):
     def of_one_array(self) -> "ByPasses":
         flat = jax.ShapeDtypeStruct((self.domain.size,), self.domain.dtype)
         jvp = Partial(_of_raveled, self._jvp, Partial(self.domain.unravel))
-        domain = Structure.of(flat)
-        return ByPasses(domain, self.codomain, self.memory_budget, jvp, self.jac)
+        return dataclasses.replace(self, domain=Structure.of(flat), _jvp=jvp)
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "ByPasses":
         jvp = Partial(_transformed, matrices, self._jvp)
-        return ByPasses(self.domain, codomain, self.memory_budget, jvp, self.jac)
+        return dataclasses.replace(self, codomain=codomain, _jvp=jvp)
 
     def block_bytes(self) -> list[int]:
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
-
-    def within(self, memory_budget: int) -> "ByPasses":
-        return ByPasses(self.domain, self.codomain, memory_budget, self._jvp, self.jac)
 
     def cost(self) -> Cost:
         m, p = self.shape

@@ -1,31 +1,36 @@
-"""The Jacobian with respect to linearly transformed parameters."""
+"""The Jacobian in other variables: scaled ones, or steps along a retraction."""
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 from jaxtyping import Array, Float, PyTree
 
 from .._common._passes import Passes
+from .._common._tree import einsum
 from ._at_hand import AtHand
 from ._base import AbstractJacobian
 from ._block import AbstractBlock
 from ._cost import Cost, Reads
+from ._gathered import Gathered
+from ._rows import Rows
+from ._stacked_block import StackedBlock
 
 
 class ChangeOfVariables(AbstractJacobian):
-    r"""$\phi T$, where $T$ is block-diagonal: one block for each array of parameters."""
+    r"""$\phi T$, where $T$ is block-diagonal: one block for each array of parameters.
+
+    - `inner`: $\phi$.
+    - `change`: the arrays that define $T$.
+    """
 
     inner: AbstractJacobian
+    change: PyTree[Array]
 
-    def __init__(self, inner: AbstractJacobian):
-        self.inner = inner
-        self.domain = inner.domain
-        self.codomain = inner.codomain
-        self.memory_budget = inner.memory_budget
-
-    @abc.abstractmethod
-    def of(self, inner: AbstractJacobian) -> "ChangeOfVariables":
-        """Return the same change of variables of another Jacobian."""
+    @classmethod
+    def of(cls, inner: AbstractJacobian, change: Any) -> "ChangeOfVariables":
+        return cls(inner.domain, inner.codomain, inner.memory_budget, inner, change)
 
     @abc.abstractmethod
     def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
@@ -69,19 +74,16 @@ class ChangeOfVariables(AbstractJacobian):
         return here.gram_with(here if other is self else other)
 
     def at_hand(self) -> "ChangeOfVariables":
-        return self.of(self.inner.at_hand())
+        return self.of(self.inner.at_hand(), self.change)
 
     def transformed(self, matrices, codomain) -> "ChangeOfVariables":
-        return self.of(self.inner.transformed(matrices, codomain))
+        return self.of(self.inner.transformed(matrices, codomain), self.change)
 
     def block_bytes(self) -> list[int]:
         if self.is_sparse:
             return self.inner.block_bytes()
         m, _ = self.shape
         return [m * x.size * x.dtype.itemsize for x in self.domain.leaves]
-
-    def within(self, memory_budget: int) -> "ChangeOfVariables":
-        return self.of(self.inner.within(memory_budget))
 
     def cost(self) -> Cost:
         cost = self.inner.cost()
@@ -94,3 +96,57 @@ class ChangeOfVariables(AbstractJacobian):
             num_bytes=m * self.domain.nbytes,  # blocks are dense after the change
             memory_budget=self.memory_budget,
         )
+
+
+class ScaledColumns(ChangeOfVariables):
+    r"""$\phi D^{-1}$; `change` is the diagonal of $D$, as a pytree of parameters."""
+
+    def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda x, d: (x / d).astype(x.dtype), vector, self.change)
+
+    def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self.mapped(vector)
+
+    def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
+        return inner.scaled(jax.tree.leaves(self.change)[k])
+
+
+class Retracted(ChangeOfVariables):
+    r"""$\phi T$, where $T$ has a $d \times d$ block for each row of some arrays.
+    `change` holds the blocks of each array, or `None` for an array that $T$ leaves."""
+
+    change: list[Float[Array, "k d d"] | None]
+
+    def mapped(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._by(vector, "kij,kj->ki")
+
+    def mapped_back(self, vector: PyTree[Array]) -> PyTree[Array]:
+        return self._by(vector, "kji,kj->ki")
+
+    def _by(self, vector: PyTree[Array], subscripts: str) -> PyTree[Array]:
+        def each(matrix, x):
+            if matrix is None:
+                return x
+            rows = x.reshape(matrix.shape[:2])
+            return einsum(subscripts, matrix, rows).reshape(x.shape).astype(x.dtype)
+
+        leaves, structure = jax.tree.flatten(vector)
+        return structure.unflatten(list(map(each, self.change, leaves)))
+
+    def block(self, inner: AbstractBlock, k: int) -> AbstractBlock:
+        return _retracted_block(inner, self.change[k])
+
+
+def _retracted_block(
+    block: AbstractBlock, matrix: Float[Array, "k d d"] | None
+) -> AbstractBlock:
+    if matrix is None:
+        return block
+    if isinstance(block, StackedBlock):
+        return StackedBlock([_retracted_block(part, matrix) for part in block.parts])
+    if isinstance(block, Gathered) and block.values.shape[-1] == matrix.shape[-1]:
+        values = einsum("ncsd,nsde->ncse", block.values, matrix[block.index])
+        return Gathered(values.astype(block.values.dtype), block.index, block.shape)
+    rows = block.rows()
+    turned = einsum("mkd,kde->mke", rows.reshape(-1, *matrix.shape[:2]), matrix)
+    return Rows(turned.reshape(rows.shape).astype(rows.dtype))

@@ -189,16 +189,6 @@ class Sparse(AtHand):
         passes = Passes(jvps=of_one.size) if forward else Passes(vjps=num_outputs)
         return Sparse(Structure.of(y), outputs, memory_budget, blocks, passes)
 
-    def _like(self, other: AtHand) -> "Sparse":
-        fixed = other.domain, other.codomain, other.memory_budget
-        return Sparse(*fixed, other.blocks(), self.num_passes, self.factor_operations)
-
-    def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Sparse":
-        return self._like(super().transformed(matrices, codomain))
-
-    def within(self, memory_budget: int) -> "Sparse":
-        return self._like(super().within(memory_budget))
-
     def cost(self) -> Cost:
         passes = self.num_passes
         return super().cost()._replace(rows=passes, gram=passes, reads=self.reads())

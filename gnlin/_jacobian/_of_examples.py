@@ -151,15 +151,15 @@ class OfExamples(AbstractJacobian):
 
     def blocks(self, wanted: Sequence[int] | None = None) -> Sequence[AbstractBlock]:
         whole = self.function.part_size is None
-        if whole and is_by_forward(self._passes.jac, self._shape_of_one()):
+        if whole and self._is_by_forward():
             return self._passes.blocks(wanted)
         wanted = range(len(self.domain.leaves)) if wanted is None else wanted
-        return self._blocks_of(self._point, self._args, wanted)
+        return self._blocks_of(self._args, wanted)
 
-    def _blocks_of(self, point, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
+    def _blocks_of(self, args, wanted: Sequence[int]) -> Sequence[AbstractBlock]:
         outputs = self._outputs_of_one()
-        if is_by_forward(self._passes.jac, self._shape_of_one()):
-            of_example = functools.partial(_rows_forward, self._fn, point)
+        if self._is_by_forward():
+            of_example = functools.partial(_rows_forward, self._fn, self._point)
             rows = jax.tree.leaves(by_parts(of_example, args, self.function.part_size))
             found = [rows[leaf] for leaf in wanted]
         else:
@@ -167,7 +167,7 @@ class OfExamples(AbstractJacobian):
             example_bytes = program.num_bytes_passed(outputs.size)
             most = self.function.part_size or self._num_examples()
             batch_size = min(most, max(1, self.memory_budget // example_bytes))
-            found = _program.blocks(program, point, args, wanted, batch_size)
+            found = _program.blocks(program, self._point, args, wanted, batch_size)
         # (n, c, ...) -> (m, ...): outputs are ordered by array first, then by example.
         ends = np.cumsum([leaf.size for leaf in outputs.leaves])[:-1]
 
@@ -192,7 +192,7 @@ class OfExamples(AbstractJacobian):
         all_leaves = range(len(self.domain.leaves))
 
         def of_part(args):
-            return of_blocks(self._blocks_of(self._point, args, all_leaves))
+            return of_blocks(self._blocks_of(args, all_leaves))
 
         return of_part(self._args) if is_spread() else self._sum_of_parts(of_part, size)
 
@@ -219,14 +219,9 @@ class OfExamples(AbstractJacobian):
             (self._args, matrices),
         )
 
-    def within(self, memory_budget: int) -> "OfExamples":
-        passes = self._passes.within(memory_budget)
-        return OfExamples(passes, self.function, self._point, self._args)
-
     def cost(self) -> Cost:
         c, (m, p) = self._outputs_of_one().size, self.shape
-        forward = is_by_forward(self._passes.jac, (c, p))
-        rows = Passes(jvps=p) if forward else Passes(vjps=c)
+        rows = Passes(jvps=p) if self._is_by_forward() else Passes(vjps=c)
         sizes = self.block_bytes()
         groups, left = grouped(sizes, self.memory_budget)
         program, shape = self._program(), (self._num_examples(), c)
@@ -254,8 +249,9 @@ class OfExamples(AbstractJacobian):
     def _outputs_of_one(self) -> Structure:
         return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
 
-    def _shape_of_one(self) -> tuple[int, int]:
-        return self._outputs_of_one().size, self.domain.size
+    def _is_by_forward(self) -> bool:
+        shape_of_one = self._outputs_of_one().size, self.domain.size
+        return is_by_forward(self._passes.jac, shape_of_one)
 
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.

@@ -79,9 +79,6 @@ class Stacked(AbstractJacobian):
         )
         self.memory_budget = first.memory_budget
 
-    def _each(self, change: Callable[[AbstractJacobian], AbstractJacobian]) -> "Stacked":
-        return Stacked({name: change(part) for name, part in self.parts.items()})
-
     def reads(self) -> tuple[Reads, ...]:
         each = [part.reads() for part in self.parts.values()]
         return sum(each, ()) if all(each) else ()
@@ -116,7 +113,7 @@ class Stacked(AbstractJacobian):
         return _sum(part.summed(of_blocks, part_bytes) for part in self.parts.values())
 
     def at_hand(self) -> "Stacked":
-        return self._each(lambda part: part.at_hand())
+        return Stacked({name: part.at_hand() for name, part in self.parts.items()})
 
     def transformed(self, matrices: PyTree[Array], codomain: Structure) -> "Stacked":
         trees = codomain.tree
@@ -127,9 +124,6 @@ class Stacked(AbstractJacobian):
             return part.transformed(matrices[name], Structure.of(trees[name]))
 
         return Stacked({name: of_group(name, part) for name, part in self.parts.items()})
-
-    def within(self, memory_budget: int) -> "Stacked":
-        return self._each(lambda part: part.within(memory_budget))
 
     def cost(self) -> Cost:
         costs = [part.cost() for part in self.parts.values()]

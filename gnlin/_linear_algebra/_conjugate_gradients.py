@@ -41,6 +41,20 @@ def semidefinite(
         return lx.FunctionLinearOperator(mv, structure, lx.positive_semidefinite_tag)
 
 
+def conjugate_gradients(
+    product: Callable[[PyTree[Array]], PyTree[Array]],
+    vector: PyTree[Array],
+    tolerance: ScalarLike,
+    max_steps: int | None = None,
+    options: dict[str, Any] | None = None,
+) -> lx.Solution:
+    """Solve `A x = vector`, where `product` multiplies by a positive semidefinite `A`.
+    The other arguments are those of `ConjugateGradients`."""
+    operator = semidefinite(product, vector)
+    solver = ConjugateGradients(tolerance, max_steps)
+    return lx.linear_solve(operator, vector, solver, options=options, throw=False)
+
+
 class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
     r"""Conjugate gradients for a positive semidefinite `A x = b` (Hestenes and Stiefel,
     1952), as a [lineax](https://docs.kidger.site/lineax) solver.

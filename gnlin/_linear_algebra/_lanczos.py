@@ -5,6 +5,7 @@ Every vector is orthogonalised against all before it, and the coefficients form 
 projected matrix. Restarts and random new vectors therefore need no formulas of their own.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import equinox as eqx
@@ -73,9 +74,8 @@ class Basis(eqx.Module):
             lambda: rest / jnp.where(spanned, 1, size),
         )
         coupling = jnp.where(spanned, 0, size)
-        return Basis(
-            vectors, projected, self.size + 1, following, coupling, self.dropped, key
-        )
+        new = vectors, projected, self.size + 1, following, coupling
+        return Basis(*new, self.dropped, key)
 
     def pairs(self) -> tuple[Float[Array, " c"], Float[Array, "c c"]]:
         """Return the eigenvalues of H, largest first, and its eigenvectors in columns.
@@ -116,14 +116,12 @@ class Basis(eqx.Module):
         left = jnp.where(
             jnp.arange(self.dropped.size) < kept, self.residuals(rotation), 0
         )
-        return Basis(
-            first.vectors,
-            first.projected,
-            first.size,
-            _random_beside(first.vectors, subkey),
-            jnp.zeros_like(self.coupling),
-            left,
-            key,
+        return dataclasses.replace(
+            first,
+            following=_random_beside(first.vectors, subkey),
+            coupling=jnp.zeros_like(self.coupling),
+            dropped=left,
+            key=key,
         )
 
 
@@ -152,6 +150,13 @@ def _random_beside(
     random = jax.random.normal(key, vectors.shape[1:], vectors.dtype)
     rest, _ = _orthogonalised(vectors, random)
     return rest / jnp.linalg.norm(rest)
+
+
+def _unless_rounding(eigenvalues: Float[Array, " k"]) -> Float[Array, " k"]:
+    """Replace eigenvalues by zero if they are rounding; the first one is the largest."""
+    eps = jnp.finfo(eigenvalues.dtype).eps
+    known = eigenvalues > ZERO_ROUNDINGS * eps * eigenvalues[0]
+    return jnp.where(known | jnp.isnan(eigenvalues), eigenvalues, 0)
 
 
 class Leading(eqx.Module):
@@ -259,10 +264,8 @@ def leading(
             converged=jnp.array(False),
         ),
     )
-    values = state.values[:k]
-    known = values > ZERO_ROUNDINGS * eps * values[0]
     return Leading(
-        jnp.where(known | jnp.isnan(values), values, 0),
+        _unless_rounding(state.values[:k]),
         matmul(state.rotation[:, :k].T, state.basis.vectors),
         state.residuals[:k],
         state.num_products,
@@ -271,10 +274,7 @@ def leading(
 
 
 def quadrature(
-    product: Product,
-    start: Float[Array, " n"],
-    num_steps: int,
-    key: Key[Array, ""],
+    product: Product, start: Float[Array, " n"], num_steps: int, key: Key[Array, ""]
 ) -> tuple[Float[Array, " s"], Float[Array, " s"]]:
     r"""Return nodes $\theta_i$ and weights $c_i$ with $z^\top f(A)\,z \approx \sum_i c_i
     f(\theta_i)$, where $z$ is `start`."""
@@ -285,7 +285,4 @@ def quadrature(
         Basis.of(start, num_steps, key),
     )
     nodes, rotation = basis.pairs()
-    eps = jnp.finfo(start.dtype).eps
-    known = nodes > ZERO_ROUNDINGS * eps * nodes[0]
-    nodes = jnp.where(known | jnp.isnan(nodes), nodes, 0)
-    return nodes, jnp.sum(start**2) * rotation[0] ** 2
+    return _unless_rounding(nodes), jnp.sum(start**2) * rotation[0] ** 2

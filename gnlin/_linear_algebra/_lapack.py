@@ -16,9 +16,7 @@ def guarded(factorise, matrix: Float[Array, "m n"]):
     return tuple(jnp.where(finite, factor, jnp.nan) for factor in factors)
 
 
-def eigh(
-    matrix: Float[Array, "n n"],
-) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
+def eigh(matrix: Float[Array, "n n"]) -> tuple[Float[Array, " n"], Float[Array, "n n"]]:
     """Return the eigenvalues (ascending) and eigenvectors (columns) of a symmetric
     matrix."""
     eigenvalues, eigenvectors = guarded(jnp.linalg.eigh, matrix)

@@ -1,5 +1,6 @@
 """The linearisation of a function at a point, from which every solver starts."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
@@ -165,25 +166,23 @@ class Linearisation(eqx.Module):
 
     def with_outputs(self, outputs: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with its outputs replaced."""
-        fixed = self.box, self.retraction
-        return Linearisation(self.point, outputs, self.jacobian, *fixed)
+        return dataclasses.replace(self, outputs=outputs)
 
     def with_jacobian(self, jacobian: AbstractJacobian) -> "Linearisation":
         """Return the linearisation with its Jacobian replaced."""
-        fixed = self.box, self.retraction
-        return Linearisation(self.point, self.outputs, jacobian, *fixed)
+        return dataclasses.replace(self, jacobian=jacobian)
 
     def along(self, retraction: Retraction) -> "Linearisation":
         """Return the linearisation with respect to steps along a retraction."""
-        jacobian = Retracted(self.jacobian, retraction.tangents(self.point))
-        return Linearisation(self.point, self.outputs, jacobian, self.box, retraction)
+        jacobian = Retracted.of(self.jacobian, retraction.tangents(self.point))
+        return dataclasses.replace(self, jacobian=jacobian, retraction=retraction)
 
     def within(self, box: Box, blocked: PyTree[Array]) -> "Linearisation":
         """Return the linearisation with bounds, and with zero columns for the `blocked`
         parameters, which stay where they are."""
-        jacobian = ScaledColumns(self.jacobian, free_scale(blocked, self.point))
+        jacobian = ScaledColumns.of(self.jacobian, free_scale(blocked, self.point))
         box = box.without(blocked, self.point)
-        return Linearisation(self.point, self.outputs, jacobian, box)
+        return dataclasses.replace(self, jacobian=jacobian, box=box)
 
     def moved(self, step: PyTree[Array], length: ScalarLike = 1.0) -> PyTree[Array]:
         """Return the point after `length` times `step`, clipped to the bounds or moved
@@ -259,21 +258,33 @@ def linearise(
         lin.outputs, lin.jacobian, lin.kernel(), lin(jnp.array(1.1))
         ```
     """
+    lin, aux = linearised(fn, y, args, has_aux, memory_budget, jac)
+    return (lin, aux) if has_aux else lin
+
+
+def linearised(
+    fn: Callable[[Any, Any], Any],
+    y: PyTree,
+    args: PyTree,
+    has_aux: bool,
+    memory_budget: int,
+    jac: Direction | None = None,
+) -> tuple[Linearisation, Any]:
+    """Linearise as `linearise` does; return also the auxiliary data, or `None`."""
     check_count("memory_budget", memory_budget)
     check_jac(jac)
     y = jax.tree.map(jnp.asarray, y)
     check_parameters(y)
-    given: Any = {"jac": jac, "memory_budget": memory_budget}
     if isinstance(fn, PerGroup):
-        each = fn.each().items()
-        lins = {name: linearise(part, y, args[name], **given) for name, part in each}
-        return _stacked(y, lins)
+        lins = {
+            name: linearised(part, y, args[name], False, memory_budget, jac)[0]
+            for name, part in fn.each().items()
+        }
+        return _stacked(y, lins), None
     if isinstance(fn, WithPrior):
-        found: Any = linearise(fn.fn, y, args, has_aux=has_aux, **given)
-        lin, aux = found if has_aux else (found, None)
-        prior = linearise(AtOnce(itself), y, memory_budget=memory_budget)
-        both = _stacked(y, {"data": lin, "prior": prior})
-        return (both, aux) if has_aux else both
+        lin, aux = linearised(fn.fn, y, args, has_aux, memory_budget, jac)
+        prior, _ = linearised(AtOnce(itself), y, None, False, memory_budget)
+        return _stacked(y, {"data": lin, "prior": prior}), aux
 
     def with_aux(y_):
         out = fn(y_, args)
@@ -302,8 +313,7 @@ def linearise(
             outputs, jacobian, aux = _by_tangents(with_aux, jacobian, y)
         else:
             jacobian = jacobian.at_hand()
-    lin = Linearisation(y, outputs, jacobian)
-    return (lin, aux) if has_aux else lin
+    return Linearisation(y, outputs, jacobian), aux
 
 
 def _stacked(y: PyTree[Array], lins: Mapping[str, Linearisation]) -> Linearisation:

@@ -65,5 +65,5 @@ class Quadratic(eqx.Module):
             None if x is None else jax.tree.map(jnp.divide, x, scale)
             for x in (self.rest, self.slope)
         )
-        jacobian = ScaledColumns(self.jacobian, scale)
+        jacobian = ScaledColumns.of(self.jacobian, scale)
         return Quadratic(jacobian, self.residual, rest, slope)

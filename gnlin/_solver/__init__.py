@@ -2,10 +2,7 @@
 
 from ._adaptive_linearisation import AdaptiveLinearisation as AdaptiveLinearisation
 from ._as_solver import as_solver as as_solver
-from ._base import (
-    AbstractGaussNewton as AbstractGaussNewton,
-    linearised as linearised,
-)
+from ._base import AbstractGaussNewton as AbstractGaussNewton
 from ._damped_gauss_newton import DampedGaussNewton as DampedGaussNewton
 from ._gauss_newton import (
     FilteredGaussNewton as FilteredGaussNewton,

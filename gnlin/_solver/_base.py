@@ -19,7 +19,7 @@ from .._linearisation._linearisation import (
     check_outputs,
     check_parameters,
     Linearisation,
-    linearise,
+    linearised,
 )
 from .._linearisation._objective import AbstractObjective, SumOfSquares
 from .._linearisation._recognised import aux_of, recognised
@@ -182,27 +182,38 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             is not tested for convergence.
         """
         num_steps = state.counts.num_feature_updates
-        lin = lin.with_jacobian(lin.jacobian.within(self.memory_budget))
         lin = self.placed(objective, lin)
-        dtype, detour = state.report.loss.dtype, self.detour(state)
-        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
-        loss = objective.value(here).astype(dtype)
-        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
-        solver = self._in_units_of(objective, lin.outputs, first_loss)
-        update = solver.update(objective, lin, evaluate, state.memory, num_steps)
+        update = self.update(objective, lin, evaluate, state.memory, num_steps)
         if not isinstance(update, Update):
             raise TypeError(
                 f"`update` of {type(self).__name__} must return a "
                 "`gnlin.authoring.Update(y, outputs)`, but returns a "
                 f"{type(update).__name__}."
             )
-        gradient_norm, step, step_norm = update.completed(objective, lin)
+        return self.ended(objective, lin, update, state, same_examples)
+
+    def ended(
+        self, objective, lin, update: Update, state: State, same_examples: bool = True
+    ) -> tuple[PyTree[Array], State]:
+        """Return the point and the state after an update, unless the run is over at the
+        linearisation."""
+        num_steps = state.counts.num_feature_updates
+        dtype, detour = state.report.loss.dtype, self.detour(state)
+        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
+        loss = objective.value(here).astype(dtype)
+        first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
+        step = jax.tree.map(jnp.subtract, update.y, lin.point)
+        gradient_norm, step_norm = update.gradient_norm, update.step_norm
+        if gradient_norm is None:
+            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
+        if step_norm is None:
+            step_norm = _tree.norm(step)
         no = jnp.array(False)
         ended = Ended(no, no, state.num_still, update.result)
         memory = update.memory
         if same_examples:
             at = lin, here, no if detour is None else detour.is_on
-            ended = verdict(solver, objective, at, update, step, state, loss, first_loss)
+            ended = verdict(self, objective, at, update, step, state, loss, first_loss)
         elif detour is not None:  # Losses of other examples are no measure for it.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # A run that has converged here takes no further step.
@@ -236,17 +247,6 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         )
         return _tree.where(stays, lin.point, update.y), new
 
-    def _in_units_of(
-        self, objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
-    ) -> "AbstractGaussNewton":
-        """Return the solver with `atol` multiplied by the norm of the first residual or
-        of the targets, whichever is smaller, if that is below 1."""
-        zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
-        zero_loss = zero_loss.astype(first_loss.dtype)
-        least = jnp.minimum(jnp.abs(first_loss), 0.5)
-        least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
-        return eqx.tree_at(lambda s: s.atol, self, self.atol * jnp.sqrt(2 * least))
-
     def detour(self, state: State) -> Detour | None:
         """Return where the next linearisation is, if it may be on a detour."""
         return None
@@ -257,10 +257,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         return y if detour is None else detour.next_point(y)
 
     def tell(
-        self,
-        row: Mapping[str, Any],
-        num_steps: Int[Array, ""],
-        moved: Bool[Array, ""],
+        self, row: Mapping[str, Any], num_steps: Int[Array, ""], moved: Bool[Array, ""]
     ) -> None:
         """Print a row of the history if `verbose` is set and a step was made."""
         if self.verbose is False:
@@ -369,14 +366,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), recognised(fn, y, args)
         point, detour = self.next_point(y, state), self.detour(state)
-        given = {"jac": (options or {}).get("jac"), "memory_budget": self.memory_budget}
+        fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:
-            lin, aux = linearise(fn, point, args, has_aux=True, **given)
+            lin, aux = linearised(fn, point, args, True, *fixed)
             objective, evaluate = SumOfSquares(), lambda y_: fn(y_, args)[0]
         else:
             outputs, inputs, objective = posed
-            lin, aux = linearise(outputs, point, inputs, **given), aux_of(fn, y, args)
-            evaluate = lambda y_: outputs(y_, inputs)
+            lin, _ = linearised(outputs, point, inputs, False, *fixed)
+            aux, evaluate = aux_of(fn, y, args), lambda y_: outputs(y_, inputs)
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
@@ -407,11 +404,3 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if state.rows is not None:
             stats["history"] = state.rows
         return y, aux, stats
-
-
-def linearised(
-    fn, y, args, has_aux: bool, memory_budget: int
-) -> tuple[Linearisation, Any]:
-    if has_aux:
-        return linearise(fn, y, args, has_aux=True, memory_budget=memory_budget)
-    return linearise(fn, y, args, memory_budget=memory_budget), None

@@ -15,13 +15,7 @@ from .._common._checks import (
 )
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
-from .._subproblem import (
-    AbstractSubproblem,
-    check_method,
-    ProxLinear,
-    pulled,
-    way_of,
-)
+from .._subproblem import AbstractSubproblem, check_method, ProxLinear, pulled, way_of
 from ..filters import Tikhonov
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._schedules import Schedule, value_at
@@ -111,17 +105,15 @@ class DampedGaussNewton(AbstractFilteredGaussNewton):
     def filter_at(self, num_steps: Int[Array, ""]) -> Filter:
         return Tikhonov(value_at(self.damping, num_steps, nonnegative))
 
-    def prepared(
-        self, problem: Quadratic | ProxLinear, filter: Filter, memory: _Memory
-    ) -> tuple[AbstractSubproblem, _Memory]:
+    def prepared(self, problem, filter, memory) -> tuple[AbstractSubproblem, _Memory]:
         measured = Measured.of(problem, self.scaling, memory.scale)
         new_memory = _Memory(measured.memory(self.scaling), memory.last)
 
-        def ready(problem):
-            return measured.of_another(problem).chosen(filter, 1, self.method)
+        def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
+            return measured.chosen(problem, filter, 1, self.method)
 
         problem = measured.problem
-        if memory.last is None or isinstance(problem, ProxLinear):
+        if memory.last is None:
             return ready(problem), new_memory
         momentum = jnp.asarray(self.momentum)
         momentum = nan_unless((momentum >= 0) & (momentum < 1), momentum)

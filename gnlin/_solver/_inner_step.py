@@ -1,6 +1,7 @@
 """Iterative linearisation across batches: each batch is for one inner step, and the
 linearisation point is kept for K of them."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TYPE_CHECKING
 
@@ -11,12 +12,11 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import as_float, is_zero
+from .._common._checks import as_float
 from .._common._passes import Passes
-from .._linearisation._linearisation import Linearisation
+from .._linearisation._linearisation import Linearisation, linearised
 from .._linearisation._objective import AbstractObjective
-from .._subproblem import updated
-from ._base import linearised
+from .._subproblem import Momentum, updated
 from ._state import Report, State
 
 
@@ -37,31 +37,11 @@ class Stream(eqx.Module):
     num_steps: Int[Array, ""]  # inner steps since the linearisation
 
 
-class _Momentum(eqx.Module):
-    """Gradient descent with momentum as an optimiser with traced hyperparameters."""
-
-    learning_rate: ScalarLike
-    momentum: ScalarLike
-    nesterov: bool
-
-    def init(self, y: PyTree[Array]) -> PyTree[Array] | None:
-        return None if is_zero(self.momentum) else _tree.zeros_like(y)
-
-    def update(self, gradient, velocity, y):
-        step = _tree.scale(-jnp.asarray(self.learning_rate), gradient)
-        if velocity is None:
-            return step, None
-        velocity = _tree.axpy(self.momentum, velocity, step)
-        if self.nesterov:
-            return _tree.axpy(self.momentum, velocity, step), velocity
-        return velocity, velocity
-
-
 def optimiser_of(solver: "IterativeLinearisation") -> Any:
     """Return the optimiser that takes the inner steps."""
     if solver.learning_rate is None:
         return solver.optimiser
-    return _Momentum(solver.learning_rate, solver.momentum, solver.nesterov)
+    return Momentum(solver.learning_rate, solver.momentum, solver.nesterov)
 
 
 def _is_one(period: ScalarLike) -> bool:
@@ -125,9 +105,7 @@ def inner_step(
     taken, refused = jnp.where(finite, 1, 0), jnp.where(finite, 0, 1)
     counts = state.counts.plus(begins, 1, passes.jvps, passes.vjps, taken, refused)
     result = optx.RESULTS.where(finite, optx.RESULTS.successful, optx.RESULTS.nonfinite)
-    state = eqx.tree_at(
-        lambda s: (s.memory, s.report, s.counts, s.result),
-        state,
-        (stream, report, counts, result),
+    state = dataclasses.replace(
+        state, memory=stream, report=report, counts=counts, result=result
     )
     return new_y, state, loss, aux

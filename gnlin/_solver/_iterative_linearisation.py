@@ -1,5 +1,6 @@
 """Iterative linearisation: K steps of descent on each linearised model."""
 
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -29,11 +30,11 @@ from .._linearisation._spectrum import Filter
 from .._subproblem import (
     AbstractWay,
     Answer,
+    by_products,
     check_form,
     check_method,
     choose,
     Form,
-    optimised,
     problem_of,
     ProxLinear,
 )
@@ -265,14 +266,14 @@ class IterativeLinearisation(AbstractGaussNewton):
             )
         state = self.optimiser.init(lin.point) if memory is None else memory
         damping = self.damping_now()
-        problem = problem_of(self.form, objective, lin)
-        subproblem, answer, state = optimised(
-            problem, lin.point, self.optimiser, state, self.period, damping
+        subproblem = by_products(problem_of(self.form, objective, lin))
+        answer, state = subproblem.optimise(
+            self.optimiser, lin.point, state, self.period, damping
         )
         update = take_step(objective, lin, evaluate, subproblem, answer, damping=damping)
         if memory is None:
             return update
-        return eqx.tree_at(lambda u: u.memory, update, state, is_leaf=lambda x: x is None)
+        return dataclasses.replace(update, memory=state)
 
     #
     # Mini-batches: each batch is for one inner step, and theta_s is kept for K of them
@@ -287,7 +288,7 @@ class IterativeLinearisation(AbstractGaussNewton):
         state = self.start(y, outputs)
         inner = optimiser_of(self).init(y)
         stream = Stream(y, inner, jnp.array(0))
-        return eqx.tree_at(lambda s: s.memory, state, stream, is_leaf=lambda x: x is None)
+        return dataclasses.replace(state, memory=stream)
 
     def linearisation_point(self, state: State) -> PyTree[Array] | None:
         return state.memory.point if isinstance(state.memory, Stream) else None

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optimistix as optx
-from jaxtyping import Array, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
 from .._common._checks import as_scalar, check_finite_positive, check_flag, check_fraction
@@ -182,22 +182,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
     def check_curvature_batch(self) -> None:
         check_quadratic(self.form)
 
-    def start_stream(
-        self, y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]
-    ) -> State:
+    def start_stream(self, y, outputs) -> State:
         state = self.start(y, outputs)
         zero = jnp.zeros((), state.report.loss.dtype)
         memory = MemoryAcross(state.memory.scale, zero, _tree.zeros_like(y))
         return eqx.tree_at(lambda s: s.memory, state.with_stride(y), memory)
 
-    def update(
-        self,
-        objective: AbstractObjective,
-        lin: Linearisation,
-        evaluate: Evaluate,
-        memory: _Memory | MemoryAcross,
-        num_steps: Int[Array, ""],
-    ) -> Update:
+    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         if isinstance(memory, MemoryAcross):
             return step_on_a_batch(self, objective, lin, evaluate, memory)
         trials = self.trials(objective, lin, evaluate, memory)
@@ -239,20 +230,19 @@ class LevenbergMarquardt(AbstractGaussNewton):
                 lin, as_tree = lin.in_one_array()
             problem = problem_of(self.form, objective, lin)
         measured = Measured.of(problem, scaling, memory.scale)
-        subproblem = measured.chosen(kind, rule.num_trials, method)
-        if scaling == "more":
-            memory = eqx.tree_at(lambda m: m.scale, memory, measured.scale)
+        problem = measured.problem
+        subproblem = measured.chosen(problem, kind, rule.num_trials, method)
+        memory = dataclasses.replace(memory, scale=measured.memory(scaling))
         if way.stops_early:
             memory, subproblem = self._truncated(subproblem, memory)
 
         def again(lin: Linearisation, damping: Scalar) -> PyTree[Array]:
-            held = measured.of_another(problem_of(self.form, objective, lin))
-            return held.chosen(kind, 1, method).solve(Early(damping)).step
+            problem = problem_of(self.form, objective, lin)
+            return measured.chosen(problem, kind, 1, method).solve(Early(damping)).step
 
         inverse = None
         if lin.box is not None and scaling != "identity" and p <= _MOST_WIDE * m:
             inverse = measured.inverse()
-        problem = measured.problem
         in_memory = problem if scaling != "identity" else None
         assert not isinstance(in_memory, ProxLinear)
         finite = jnp.isfinite(subproblem.gradient_norm)
@@ -282,7 +272,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         step = _tree.where(found, tried.step, _tree.zeros_like(tried.step))
         point = lin.moved(step)
         outputs = _tree.where(found, tried.outputs, lin.outputs)
-        memory = eqx.tree_at(lambda m: m.state, trials.memory, tried.state)
+        memory = dataclasses.replace(trials.memory, state=tried.state)
         stuck = finite & ~found
         if detour is not None:
             lost = detour.is_on & ~found
@@ -327,9 +317,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
         tolerance = _TOLERANCE if self.tolerance is None else self.tolerance
         left = jnp.fmin(jnp.asarray(tolerance, dtype), jnp.sqrt(gradient / first))
         tolerance = jnp.fmin(left, memory.tolerance)
-        memory = eqx.tree_at(
-            lambda m: (m.first_gradient, m.tolerance), memory, (first, tolerance)
-        )
+        memory = dataclasses.replace(memory, first_gradient=first, tolerance=tolerance)
         most = _MOST_ON_ALL_DATA if self.tolerance is None else None
         return memory, subproblem.truncated(tolerance, most)
 

@@ -117,17 +117,14 @@ def _pulled(
     measured = Measured.of(problem, scaling, scale)
 
     def ready(problem: Quadratic | ProxLinear) -> AbstractSubproblem:
-        subproblem = measured.of_another(problem).chosen(kind, 1, method)
+        subproblem = measured.chosen(problem, kind, 1, method)
         if not way.stops_early:
             return subproblem
         tolerance = solver.tolerance
         tolerance = _TOLERANCE_ACROSS if tolerance is None else tolerance
         return subproblem.truncated(tolerance, _MOST_ITERATIONS)
 
-    problem, new_scale = measured.problem, measured.memory(scaling)
-    if isinstance(problem, ProxLinear):
-        return ready(problem), new_scale
-    return pulled(problem, towards, way, ready), new_scale
+    return pulled(measured.problem, towards, way, ready), measured.memory(scaling)
 
 
 def _relative_damping(

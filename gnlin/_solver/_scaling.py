@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any, get_args, Literal, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
@@ -106,20 +105,25 @@ class Measured(NamedTuple):
         """Return the state of the scales for the next linearisation."""
         return self.scale if scaling == "more" else None
 
-    def chosen(self, filter: Filter, num_trials: int, method: Any) -> AbstractSubproblem:
-        """Return the subproblem in the variables `D delta`, as `choose` does. Its passes
-        include those for the Jacobian."""
+    def chosen(
+        self,
+        problem: Quadratic | ProxLinear,
+        filter: Filter,
+        num_trials: int,
+        method: Any,
+    ) -> AbstractSubproblem:
+        """Set up a problem at this point in the variables `D delta`, as `choose` does.
+        Its passes include those for the Jacobian."""
         if self.scale is None:
-            return choose(self.problem, filter, num_trials, method)
-        problem, scale = self._scaled()
-        ready = choose(problem, filter, num_trials, method)
-        passes = self.passes + ready.passes
-        return eqx.tree_at(lambda s: s.passes, Rescaled(ready, scale), passes)
+            return choose(problem, filter, num_trials, method)
+        problem, scale = self._scaled(problem.at_hand())
+        inner = choose(problem, filter, num_trials, method)
+        return Rescaled(inner, scale, self.passes)
 
     def inverse(self) -> Callable[[Scalar], Float[Array, "p p"]]:
         """Return a function of the damping that inverts the damped curvature, with the
         parameters in `ravel_pytree` order."""
-        problem, scale = self._scaled()
+        problem, scale = self._scaled(self.problem)
         curvature = problem.jacobian.curvature()
         flat = ravel_pytree(scale)[0]
         # A smaller damping is lost in the rounding of the curvature.
@@ -132,14 +136,8 @@ class Measured(NamedTuple):
 
         return damped
 
-    def _scaled(self) -> tuple[Quadratic, PyTree[Array]]:
+    def _scaled(self, problem: Quadratic | ProxLinear) -> tuple[Quadratic, PyTree[Array]]:
         """Return the scaled problem, and the scales. A zero column gets the scale 1."""
-        assert isinstance(self.problem, Quadratic)
+        assert isinstance(problem, Quadratic)
         scale = jax.tree.map(lambda d: jnp.where(d == 0, 1, d), self.scale)
-        return self.problem.scaled(scale), scale
-
-    def of_another(self, problem: Quadratic | ProxLinear) -> "Measured":
-        """Return the same scales with another problem at this point."""
-        if self.scale is not None:
-            problem = problem.at_hand()
-        return self._replace(problem=problem)
+        return problem.scaled(scale), scale

@@ -9,10 +9,7 @@ import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
 
-from .._common import _tree
 from .._common._passes import Passes
-from .._linearisation._linearisation import Linearisation
-from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from ._stride import Stride
 
@@ -149,15 +146,3 @@ class Update(eqx.Module):
     stuck: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     terminate: Bool[Array, ""] = eqx.field(default_factory=lambda: jnp.array(False))
     result: optx.RESULTS = eqx.field(default_factory=lambda: optx.RESULTS.successful)
-
-    def completed(
-        self, objective: AbstractObjective, lin: Linearisation
-    ) -> tuple[Scalar, PyTree[Array], Scalar]:
-        """Return the gradient's norm, the step and its norm, computed if missing."""
-        gradient_norm, step_norm = self.gradient_norm, self.step_norm
-        if gradient_norm is None:
-            gradient_norm = _tree.norm(lin.vjp(objective.gradient(lin.outputs)))
-        step = jax.tree.map(jnp.subtract, self.y, lin.point)
-        if step_norm is None:
-            step_norm = _tree.norm(step)
-        return gradient_norm, step, step_norm

@@ -20,9 +20,8 @@ from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
 from ..damping import TrustRegion
-from ._base import AbstractGaussNewton
 from ._levenberg_marquardt import LevenbergMarquardt
-from ._state import State, Update
+from ._state import State
 from ._trials import Proposal, TrialOutcome, Trials
 
 
@@ -101,15 +100,6 @@ class HalfSquares(AbstractObjective):
 
     def expand(self, lin: Linearisation) -> Quadratic:
         return Quadratic(lin.jacobian, self.root(lin.outputs)(lin.outputs))
-
-
-class _After(AbstractGaussNewton):
-    """A solver whose trials have been made: its update is the step that they lead to."""
-
-    made: Callable[[], Update]
-
-    def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
-        return self.made()
 
 
 class Minimum(NamedTuple):
@@ -211,10 +201,9 @@ def _proposed(trials: Trials, tried: TrialOutcome) -> _Trial:
 
 def _trials(
     solver: LevenbergMarquardt, y: PyTree[Array], here: Expansion, state: State
-) -> Trials:
-    lin = here.at(y, solver.memory_budget)
-    lin = solver.placed(HalfSquares(), lin)
-    return solver.trials(HalfSquares(), lin, lambda y: lin.outputs, state.memory)
+) -> tuple[Linearisation, Trials]:
+    lin = solver.placed(HalfSquares(), here.at(y, solver.memory_budget))
+    return lin, solver.trials(HalfSquares(), lin, lambda y: lin.outputs, state.memory)
 
 
 @quickly
@@ -228,22 +217,16 @@ def _step(
     there: Expansion,
 ) -> _Now:
     """Judge a trial, with the expansion `there`, and propose the next step."""
-    trials = _trials(solver, y, here, state)
+    lin, trials = _trials(solver, y, here, state)
     last, proposal, _ = trial
-    outputs = there.outputs()
-    judged, takes = trials.judged(last, proposal, outputs, trials.known())
+    known = trials.known()
+    judged, takes = trials.judged(last, proposal, there.outputs(), known)
     tried = _tree.where(is_first, trials.begun(), judged)
     trial = _proposed(trials, tried)
     left = _tree.where(is_first, trial.proposal.step, tried.step)
     tried = eqx.tree_at(lambda t: t.step, tried, left)
-    shared = {name: getattr(solver, name) for name in _SHARED}
-    after = _After(made=lambda: solver.after(trials, tried), **shared)
-    lin = here.at(y, solver.memory_budget)
-    _, ended = after.advance(HalfSquares(), lin, lambda y: lin.outputs, state)
+    _, ended = solver.ended(HalfSquares(), lin, solver.after(trials, tried), state)
     return _Now(trial, takes & ~is_first, ended)
-
-
-_SHARED = "rtol", "atol", "norm", "memory_budget", "bounds", "retraction"
 
 
 def _no_trial(
@@ -252,7 +235,7 @@ def _no_trial(
     """Return numbers in place of a trial before the first one."""
 
     def first(y, here, state):
-        trials = _trials(solver, y, here, state)
+        _, trials = _trials(solver, y, here, state)
         return _proposed(trials, trials.begun())
 
     shapes = eqx.filter_eval_shape(first, y, here, state)

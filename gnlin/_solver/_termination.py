@@ -70,6 +70,7 @@ def verdict(
         linearisation is elsewhere, on a detour. The run does not end there.
     """
     lin, here, on_detour = at
+    atol = solver.atol * _unit(objective, lin.outputs, first_loss)
     going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
     asks = going & (state.settled | stands)
@@ -87,7 +88,7 @@ def verdict(
             _as_in(problem, lin.point),
             _as_in(problem, left),
             solver.rtol,
-            solver.atol,
+            atol,
             loss,
             first_loss,
             update.searched,
@@ -101,10 +102,22 @@ def verdict(
     return Ended(
         arrived,
         # A detour that is lost takes no step.
-        settled=_is_within(solver, update.y, step, now, then) & ~on_detour,
+        settled=_is_within(solver, atol, update.y, step, now, then) & ~on_detour,
         num_still=jnp.where(quiet, state.num_still + jnp.where(on_detour, 0, 1), 0),
         result=optx.RESULTS.where(asks & stands & ~arrived, STANDS_STILL, update.result),
     )
+
+
+def _unit(
+    objective: AbstractObjective, outputs: PyTree[Array], first_loss: Scalar
+) -> Scalar:
+    """Return the unit of `atol`: the norm of the first residual or of the targets,
+    whichever is smaller, if that is below 1."""
+    zero_loss = jnp.abs(objective.value(_tree.zeros_like(outputs)))
+    zero_loss = zero_loss.astype(first_loss.dtype)
+    least = jnp.minimum(jnp.abs(first_loss), 0.5)
+    least = jnp.where(zero_loss > 0, jnp.minimum(least, zero_loss), least)
+    return jnp.sqrt(2 * least)
 
 
 def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array]:
@@ -118,6 +131,7 @@ def _as_in(problem: Quadratic | None, parameters: PyTree[Array]) -> PyTree[Array
 
 def _is_within(
     solver: "AbstractGaussNewton",
+    atol: Scalar,
     y: PyTree[Array],
     step: PyTree[Array],
     residual: PyTree[Array],
@@ -133,7 +147,7 @@ def _is_within(
 
     def relative(x, size):
         rtol = jnp.maximum(solver.rtol, 4 * eps).astype(x.dtype)
-        scale = jnp.asarray(solver.atol, x.dtype) + rtol * size
+        scale = jnp.asarray(atol, x.dtype) + rtol * size
         return jnp.where(x == 0, 0, jnp.abs(x) / jnp.where(scale == 0, 1e-30, scale))
 
     def small_step():
@@ -363,17 +377,14 @@ def why_it_ended(result: optx.RESULTS, factor: float | None = None) -> str:
             f"{last}. Use a smooth activation, double precision, another start, or "
             "another value of a fixed damping or learning rate."
         )
-    if name == "nonlinear_divergence" and factor is not None:
-        return (
-            f"it diverged: the loss has stayed above {factor:g} times its start; the "
-            "model is the best so far. Use `gnlin.LevenbergMarquardt()`, more damping, "
-            "a smaller learning rate, or a `search`."
-        )
     if name == "nonlinear_divergence":
+        what = f"the next step is too long; {last}"
+        if factor is not None:
+            what = f"the loss has stayed above {factor:g} times its start"
+            what += "; the model is the best so far"
         return (
-            f"it diverged: the next step is too long; {last}. Use "
-            "`gnlin.LevenbergMarquardt()`, more damping, a smaller learning rate, or a "
-            "`search`."
+            f"it diverged: {what}. Use `gnlin.LevenbergMarquardt()`, more damping, a "
+            "smaller learning rate, or a `search`."
         )
     said = " ".join(optx.RESULTS[result].split()).split(". ")[0]
     advice = " Use more damping, or another `method`." if name == "failed" else ""

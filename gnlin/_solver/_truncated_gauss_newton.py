@@ -22,7 +22,7 @@ from .._common._checks import (
 from .._common._passes import Passes
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._quadratic import Quadratic
-from .._subproblem import MatrixFree, problem_of, ProxLinear, ProxLinearOnParameters
+from .._subproblem import AbstractIteration, by_products, problem_of, ProxLinear
 from ..preconditioners import AbstractPreconditioner
 from ._schedules import EisenstatWalker, Schedule, value_at
 from ._state import Update
@@ -149,14 +149,12 @@ class TruncatedGaussNewton(AbstractSearchedGaussNewton):
 
     def _prepared(
         self, problem: Quadratic | ProxLinear
-    ) -> tuple[MatrixFree | ProxLinearOnParameters, Passes]:
+    ) -> tuple[AbstractIteration, Passes]:
         """Return the subproblem of a problem, and the passes that it took."""
         cost, passes = problem.jacobian.cost(), Passes()
         if self.method == "dense" or (self.method == "auto" and cost.is_cheaper_at_hand):
             passes, problem = cost.rows, problem.at_hand()
-        if isinstance(problem, ProxLinear):
-            return ProxLinearOnParameters(problem), passes
-        return MatrixFree(problem, preconditioner=self.preconditioner), passes
+        return by_products(problem, self.preconditioner), passes
 
     def _tolerance(
         self, memory: _Memory, gradient_norm: Scalar, num_steps: Int[Array, ""]

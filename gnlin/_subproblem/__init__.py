@@ -7,6 +7,7 @@ from ._base import (
     Early as Early,
 )
 from ._choose import (
+    by_products as by_products,
     check_form as check_form,
     check_method as check_method,
     choose as choose,
@@ -15,17 +16,13 @@ from ._choose import (
     problem_of as problem_of,
     way_of as way_of,
 )
-from ._descent import updated as updated
+from ._descent import Momentum as Momentum, updated as updated
+from ._iteration import AbstractIteration as AbstractIteration
 from ._matrix_free import MatrixFree as MatrixFree
 from ._mixed_precision import MixedPrecision as MixedPrecision
 from ._momentum import pulled as pulled
 from ._nystrom_kernel import NystromKernel as NystromKernel
 from ._of_length import damping_for_length as damping_for_length
-from ._prox_linear import (
-    OnSpace as OnSpace,
-    optimised as optimised,
-    ProxLinear as ProxLinear,
-    ProxLinearOnParameters as ProxLinearOnParameters,
-)
+from ._prox_linear import OnSpace as OnSpace, ProxLinear as ProxLinear
 from ._rescaled import Rescaled as Rescaled
 from ._spaces import Outputs as Outputs, Parameters as Parameters

@@ -145,9 +145,7 @@ class AbstractWrapper(AbstractSubproblem):
     def least_damping(self) -> Scalar:
         return self.inner.least_damping()
 
-    def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
-    ) -> "AbstractWrapper":
+    def truncated(self, tolerance, max_steps=None) -> "AbstractWrapper":
         inner = self.inner.truncated(tolerance, max_steps)
         return eqx.tree_at(lambda s: s.inner, self, inner)
 

@@ -119,6 +119,15 @@ def problem_of(
     return objective.expand(lin)
 
 
+def by_products(
+    problem: Quadratic | ProxLinear, preconditioner: AbstractPreconditioner | None = None
+) -> MatrixFree | ProxLinearOnParameters:
+    """Set up a linearised problem for iterations by products with the Jacobian."""
+    if isinstance(problem, Quadratic):
+        return MatrixFree(problem, preconditioner)
+    return ProxLinearOnParameters(problem)
+
+
 def choose(
     problem: Quadratic | ProxLinear,
     filter: Filter,
@@ -148,10 +157,7 @@ def choose(
 
 
 def way_of(
-    problem: Quadratic | ProxLinear,
-    filter: Filter,
-    num_trials: int = 1,
-    method: Any = "auto",
+    problem: Quadratic | ProxLinear, filter: Filter, num_trials: int, method: Any
 ) -> type[AbstractWay]:
     """Return the class of the way that `choose` takes."""
     for kind, way in _OBJECTS:

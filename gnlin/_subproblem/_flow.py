@@ -78,13 +78,10 @@ def flow(
         at = _tree.axpy(1, space.push(z), problem.outputs)
         curvature = problem.objective.curvature(at)
 
-        def body(_, carry):
-            v, _ = carry
-            v = _tree.axpy(damping, v, space.pull(curvature(space.push(v))))
-            size = norm(v)
-            return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
+        def product(v):
+            return _tree.axpy(damping, v, space.pull(curvature(space.push(v))))
 
-        v, size = jax.lax.fori_loop(0, _POWER_STEPS, body, (v, jnp.zeros((), dtype)))
+        size, v = space.power_method(product, v, _POWER_STEPS)
         return _SAFETY * size, v
 
     def advance(it: _Iterate) -> _Iterate:
@@ -95,13 +92,8 @@ def flow(
         s = jnp.clip(s, 2, max_stages)
         z = _chebyshev(velocity_at, it.z, it.velocity, h, s)
         velocity = velocity_at(z)
-        error = jax.tree.map(
-            lambda a, b, u, v: 0.8 * (a - b) + 0.4 * h * (u + v),
-            it.z,
-            z,
-            it.velocity,
-            velocity,
-        )
+        ends = it.z, z, it.velocity, velocity
+        error = jax.tree.map(lambda a, b, u, v: 0.8 * (a - b) + 0.4 * h * (u + v), *ends)
         size = tolerance * jnp.maximum(norm(it.z), norm(z)) + h * rounding
         relative = norm(error) / jnp.where(size > 0, size, 1)
         relative = jnp.where(jnp.isfinite(relative), relative, jnp.inf)

@@ -4,10 +4,13 @@ import abc
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optimistix as optx
 from jaxtyping import Array, PyTree, Scalar, ScalarLike
 
+from .._common import _tree
+from .._common._checks import as_float, forwards_only
 from .._common._passes import Passes
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow, PseudoInverse, Tikhonov
@@ -20,7 +23,7 @@ from ._base import (
     undamped,
     unless_endless,
 )
-from ._descent import descend
+from ._descent import descend, updated
 from ._flow import flow
 from ._spaces import Linearised
 
@@ -48,9 +51,7 @@ class AbstractIteration(AbstractWithGradient):
             return filter.rcond is None
         return isinstance(filter, Tikhonov | Descent | GradientFlow)
 
-    def truncated(
-        self, tolerance: ScalarLike, max_steps: int | None = None
-    ) -> "AbstractIteration":
+    def truncated(self, tolerance, max_steps=None) -> "AbstractIteration":
         return eqx.tree_at(
             lambda s: (s.tolerance, s.max_steps),
             self,
@@ -116,6 +117,36 @@ class AbstractIteration(AbstractWithGradient):
 
         limit = lambda: self.limit(filter, damping)
         return unless_endless(filter.time, limit, for_a_time)
+
+    def optimise(
+        self,
+        optimiser: Any,
+        point: PyTree[Array],
+        state: PyTree,
+        period: ScalarLike,
+        damping: ScalarLike,
+    ) -> tuple[Answer, PyTree]:
+        """Take `period` steps of an optax optimiser from a point; return its state, too.
+        The coordinates must be the parameters. The optimiser is passed the parameters,
+        not the steps from the linearisation point."""
+        problem, period = self.in_space(), as_float(period)
+        most = jnp.asarray(period, float)
+
+        def body(carry):
+            k, step, state = carry
+            g = problem.gradient(step, damping)
+            updates, state = updated(optimiser, g, state, _tree.axpy(1, step, point))
+            return k + 1, _tree.axpy(1, updates, step), state
+
+        def unfinished(carry):
+            k, step, _ = carry
+            return (k < most) & _tree.all_finite(step)
+
+        start = jnp.zeros((), most.dtype), problem.space.zero(), state
+        _, step, state = forwards_only(jax.lax.while_loop(unfinished, body, start))
+        result = self.verdict(~_tree.all_finite(step))
+        passes = problem.space.a_step() * period
+        return Answer(step, period, passes, result=result), state
 
     def solve(self, filter: Filter) -> Answer:
         filter, damping = undamped(filter)

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import lineax as lx
 import numpy as np
-from jaxtyping import Array, Bool, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, PyTree, ScalarLike
 
 from .._common import _tree
 from .._common._checks import nan_unless, nonnegative, stopped_early
 from .._common._passes import Passes
 from .._jacobian import Cost
-from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
+from .._linear_algebra._conjugate_gradients import conjugate_gradients
 from .._linearisation._objective import SumOfSquares
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
@@ -116,10 +116,6 @@ class MatrixFree(AbstractIteration):
         tolerance = nan_unless(
             nonnegative(tolerance), jnp.fmax(jnp.asarray(tolerance, dtype), least)
         )
-        curvature = semidefinite(
-            lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
-            jacobian.domain.tree,
-        )
         each = jacobian.a_product()
         passes, options = Passes(vjps=each.vjps), {}
         if start is not None:
@@ -127,14 +123,14 @@ class MatrixFree(AbstractIteration):
         if self.preconditioner is not None:
             options["preconditioner"] = self.preconditioner.inverse(jacobian, damping)
             passes += self.preconditioner.passes(jacobian)
-        solution = lx.linear_solve(
-            curvature,
+        solution = conjugate_gradients(
+            lambda v: _tree.axpy(damping, v, jacobian.curvature_mv(v)),
             down,
             # The tolerance and the options do not change the solution, and so are
             # constants to derivatives.
-            ConjugateGradients(_tree.fixed(tolerance), max_steps),
-            options=_tree.fixed(options),
-            throw=False,
+            _tree.fixed(tolerance),
+            max_steps,
+            _tree.fixed(options),
         )
         passes += each * solution.stats["num_products"]
         answer = Answer(solution.value, solution.stats["num_steps"], passes)
@@ -161,11 +157,9 @@ class MatrixFree(AbstractIteration):
             return self._gradient
 
         def projected():
-            kernel = semidefinite(
-                lambda u: jacobian.mv(jacobian.rmv(u)), jacobian.codomain.tree
-            )
-            solver = ConjugateGradients(self.exactly())
-            solution = lx.linear_solve(kernel, jacobian.mv(rest), solver, throw=False)
+            kernel_mv = lambda u: jacobian.mv(jacobian.rmv(u))
+            pushed = jacobian.mv(rest)
+            solution = conjugate_gradients(kernel_mv, pushed, self.exactly())
             return jacobian.rmv(_tree.axpy(1, solution.value, self.problem.residual))
 
         undamped = jnp.asarray(damping) == 0
@@ -183,29 +177,18 @@ class MatrixFree(AbstractIteration):
         exact = self.to_tolerance(self.exactly(), damping)
         if isinstance(filter, GradientFlow):
             return exact
-        power = self._power_estimate()
+        jacobian, norm = self.problem.jacobian, self.gradient_norm
+        start = _tree.scale(1 / jnp.where(norm > 0, norm, 1), self._gradient)
+        power, _ = Parameters(jacobian).power_method(
+            jacobian.curvature_mv, start, _POWER_STEPS
+        )
         rate, added, stable = (
             jnp.asarray(x, power.dtype)
             for x in (filter.learning_rate, damping, filter.largest_stable())
         )
         diverged = rate * (power + added) >= stable
-        passes = exact.passes + self.problem.jacobian.a_product() * _POWER_STEPS
+        passes = exact.passes + jacobian.a_product() * _POWER_STEPS
         return Answer(exact.step, jnp.inf, passes, result=self.verdict(diverged))
-
-    def _power_estimate(self) -> Scalar:
-        """Estimate the largest eigenvalue of phi^T phi by the power method from the
-        gradient."""
-        jacobian = self.problem.jacobian
-
-        def body(_, carry):
-            v, _ = carry
-            v = jacobian.curvature_mv(v)
-            size = _tree.norm(v)
-            return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
-
-        unit = jnp.where(self.gradient_norm > 0, self.gradient_norm, 1)
-        start = _tree.scale(1 / unit, self._gradient), jnp.zeros_like(unit)
-        return jax.lax.fori_loop(0, _POWER_STEPS, body, start)[1]
 
 
 def _with_random_signs(outputs: PyTree[Array]) -> PyTree[Array]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Scalar
 from .._common import _tree
 from .._common._checks import check_finite_positive, check_one_of
 from .._jacobian import AtHand, Cost
-from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
+from .._linear_algebra._conjugate_gradients import conjugate_gradients, semidefinite
 from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractWithGradient, Answer
@@ -160,12 +160,11 @@ class Refined(AbstractWithGradient):
             solved = jax.scipy.linalg.cho_solve((factor, True), u.astype(factor.dtype))
             return solved.astype(u.dtype)
 
-        solution = lx.linear_solve(
-            semidefinite(product, vector),
+        solution = conjugate_gradients(
+            product,
             jnp.where(finite, vector, 0),
-            ConjugateGradients(tolerance),
+            tolerance,
             options={"preconditioner": semidefinite(precondition, vector)},
-            throw=False,
         )
         left = _tree.norm(_tree.axpy(-1, product(solution.value), vector))
         good = left <= worst * _tree.norm(vector)

@@ -12,18 +12,22 @@ from .._linearisation._quadratic import Quadratic
 from .._linearisation._spectrum import Filter
 from ._base import AbstractSubproblem, AbstractWay, AbstractWrapper, Answer
 from ._matrix_free import MatrixFree
+from ._prox_linear import ProxLinear
 
 
 def pulled(
-    problem: Quadratic,
+    problem: Quadratic | ProxLinear,
     towards: PyTree[Array],
     way: type[AbstractWay],
-    ready: Callable[[Quadratic], AbstractSubproblem],
+    ready: Callable[[Quadratic | ProxLinear], AbstractSubproblem],
 ) -> AbstractSubproblem:
-    """Return a subproblem whose damping pulls towards a step.
+    """Return a subproblem whose damping pulls towards a step; the damping of a
+    prox-linear problem does not.
 
     - `ready`: sets a problem up, as `way` does.
     """
+    if isinstance(problem, ProxLinear):
+        return ready(problem)
     if not issubclass(way, MatrixFree):
         return WithMomentum(problem, towards, ready)
     subproblem = ready(problem)

@@ -1,5 +1,6 @@
 """Damped problems with a low-rank kernel, approximated from random products."""
 
+import dataclasses
 from typing import ClassVar
 
 import equinox as eqx
@@ -137,11 +138,10 @@ class OfLowRank(AbstractWithGradient):
         pushed = jacobian.mv(answer.step)
         along = _tree.dot(answer.step, self._gradient)
         curved = _tree.dot(pushed, pushed).astype(along.dtype)
-        return eqx.tree_at(
-            lambda a: (a.decrease, a.passes),
+        return dataclasses.replace(
             answer,
-            (-along - 0.5 * curved, answer.passes + jacobian.a_product()),
-            is_leaf=lambda x: x is None,
+            decrease=-along - 0.5 * curved,
+            passes=answer.passes + jacobian.a_product(),
         )
 
 

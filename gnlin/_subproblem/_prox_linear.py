@@ -2,7 +2,7 @@ r"""The linearised problem with the loss itself, $\min_\delta L(f + \phi\,\delta
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import equinox as eqx
 import jax
@@ -12,23 +12,14 @@ import optimistix as optx
 from jaxtyping import Array, Float, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import as_float
 from .._common._cost import rates
 from .._common._passes import Passes
 from .._jacobian import AbstractJacobian, Cost
-from .._linearisation._objective import AbstractObjective, SumOfSquares
-from .._linearisation._quadratic import Quadratic
+from .._linearisation._objective import AbstractObjective
 from .._linearisation._spectrum import Filter
 from ..filters import GradientFlow
-from ._base import (
-    AbstractSubproblem,
-    Answer,
-    Descent,
-    num_steps_of,
-    undamped,
-    vanishes,
-)
-from ._descent import at_rest, descend, Descended, optimise
+from ._base import AbstractSubproblem, Answer, Descent, num_steps_of, undamped, vanishes
+from ._descent import at_rest, descend, Descended
 from ._flow import flow
 from ._iteration import AbstractIteration
 from ._newton import minimise
@@ -124,17 +115,6 @@ class OnSpace(AbstractIteration):
         problem = self.in_space()
         objective, outputs = problem.objective, problem.outputs
 
-        def loss(z):
-            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
-
-        def further(start: Descended, period: Scalar):
-            assert isinstance(filter, Descent)
-            end = descend(problem, filter, period, damping, start)
-            # Convergent steps without momentum do not raise a convex loss.
-            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
-            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
-            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
-
         def later(start, time: Scalar):
             z, before = start
             end = flow(problem, time - before, damping, z)
@@ -143,9 +123,22 @@ class OnSpace(AbstractIteration):
         if isinstance(filter, GradientFlow):
             start = problem.space.zero(), jnp.zeros((), amounts.dtype)
             return jax.lax.scan(later, start, amounts)[1]
+        assert isinstance(filter, Descent)
+
+        def loss(z):
+            return objective.value(_tree.axpy(1, problem.space.push(z), outputs))
+
+        def further(start: Descended, period: Scalar):
+            end = descend(problem, filter, period, damping, start)
+            # Convergent steps without momentum do not raise a convex loss.
+            momentum = jnp.asarray(getattr(filter, "momentum", 0.0))
+            worse = ~(loss(end.z) <= at_first) & (momentum == 0)
+            return end, jnp.where(end.diverged | worse, jnp.nan, seen(end.z))
+
         problem = problem._replace(first=problem.first_gradient())
         at_first = objective.value(outputs)
-        return jax.lax.scan(further, at_rest(problem.space), amounts)[1]
+        start = at_rest(problem.space, filter)
+        return jax.lax.scan(further, start, amounts)[1]
 
 
 # Typical numbers of Newton steps, and of products in a Newton step on parameters.
@@ -211,25 +204,3 @@ class ProxLinearOnParameters(OnSpace):
     @classmethod
     def of(cls, problem: ProxLinear, cost: Cost) -> "ProxLinearOnParameters":
         return cls(problem)
-
-
-def optimised(
-    problem: ProxLinear | Quadratic,
-    point: PyTree[Array],
-    optimiser: Any,
-    state: PyTree,
-    period: ScalarLike,
-    damping: ScalarLike,
-) -> tuple[ProxLinearOnParameters, Answer, PyTree]:
-    """Take `period` steps of an optax optimiser from a point; return its state, too."""
-    rest = None
-    if isinstance(problem, Quadratic):
-        rest = problem.rest
-        problem = ProxLinear(problem.jacobian, problem.residual, SumOfSquares())
-    subproblem = ProxLinearOnParameters(problem)
-    of_loss = subproblem.in_space()._replace(rest=rest)
-    end = optimise(of_loss, point, period, optimiser, state, damping)
-    period, result = as_float(period), subproblem.verdict(end.diverged)
-    passes = subproblem.space.a_step() * period
-    answer = Answer(end.step, period, passes, result=result)
-    return subproblem, answer, end.optimiser_state

@@ -19,10 +19,11 @@ class Rescaled(AbstractWrapper):
     passes: Passes
     gradient_norm: Scalar
 
-    def __init__(self, inner: AbstractSubproblem, scale: PyTree[Array]):
+    def __init__(self, inner: AbstractSubproblem, scale: PyTree[Array], own: Passes):
+        """`own`: the passes that the scales took."""
         self.inner = inner
         self.scale = scale
-        self.passes = inner.passes
+        self.passes = own + inner.passes
         self.gradient_norm = _tree.norm(self.gradient())
 
     def gradient(self) -> PyTree[Array]:
@@ -39,7 +40,7 @@ class Rescaled(AbstractWrapper):
         return self.inner.attainable_decrease()
 
     def with_residual(self, residual: PyTree[Array]) -> "Rescaled":
-        return Rescaled(self.inner.with_residual(residual), self.scale)
+        return Rescaled(self.inner.with_residual(residual), self.scale, Passes())
 
     def solve(self, filter: Filter) -> Answer:
         answer = self.inner.solve(filter)

@@ -7,6 +7,7 @@ algorithm takes the same steps in both spaces.
 """
 
 import abc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import equinox as eqx
@@ -19,7 +20,7 @@ from .._common import _tree
 from .._common._passes import Passes
 from .._common._tree import matmul, ravel_pytree
 from .._jacobian import AbstractJacobian
-from .._linear_algebra._conjugate_gradients import ConjugateGradients, semidefinite
+from .._linear_algebra._conjugate_gradients import conjugate_gradients
 from .._linearisation._objective import AbstractObjective
 
 
@@ -54,11 +55,29 @@ class AbstractSpace(eqx.Module):
 
     def norm(self, z: PyTree[Array]) -> Scalar:
         """Return the 2-norm of a step, without overflow of its square."""
-        size = _tree.max_norm(z)
-        unit = jnp.where((size > 0) & jnp.isfinite(size), size, 1)
+        unit = _tree.unit(z)
         scaled = _tree.scale(1 / unit, z)
         squared = self.dot(scaled, scaled, self.push(scaled))
         return unit * jnp.sqrt(jnp.where(squared < 0, 0, squared))
+
+    def power_method(
+        self,
+        product: Callable[[PyTree[Array]], PyTree[Array]],
+        start: PyTree[Array],
+        num_steps: int,
+    ) -> tuple[Scalar, PyTree[Array]]:
+        """Estimate the largest eigenvalue of a positive semidefinite operator, and its
+        eigenvector, from a start of norm 1."""
+
+        def body(_, carry):
+            v, _ = carry
+            v = product(v)
+            size = self.norm(v)
+            return _tree.scale(1 / jnp.where(size > 0, size, 1), v), size
+
+        first = start, jnp.zeros((), _tree.dtype(start))
+        v, size = jax.lax.fori_loop(0, num_steps, body, first)
+        return size, v
 
     @abc.abstractmethod
     def newton(
@@ -102,15 +121,10 @@ class Parameters(AbstractSpace):
 
     def newton(self, objective, outputs, gradient, damping, tolerance):
         curvature = objective.curvature(outputs)
-        operator = semidefinite(
+        solution = conjugate_gradients(
             lambda v: _tree.axpy(damping, v, self.pull(curvature(self.push(v)))),
-            self.jacobian.domain.tree,
-        )
-        solution = lx.linear_solve(
-            operator,
             _tree.scale(-1, gradient),
-            ConjugateGradients(tolerance),
-            throw=False,
+            tolerance,
         )
         return solution.value, solution.stats["num_products"]
 

@@ -63,8 +63,6 @@ class SparseLU(AbstractWithGradient):
 
     @classmethod
     def cost(cls, cost: Cost, filter: Filter, num_trials: int) -> float:
-        if not has_factorisation() or not cost.reads:
-            return math.inf
         num_entries, core = _size(cost.reads)
         operations = math.inf
         if len(cost.reads) == 1:
@@ -151,10 +149,7 @@ class _Entries(eqx.Module):
         return jnp.max(zeros.at[self.column].add(self.values**2))
 
     def solved(
-        self,
-        damping: ScalarLike,
-        above: Float[Array, " m"],
-        below: Float[Array, " p"],
+        self, damping: ScalarLike, above: Float[Array, " m"], below: Float[Array, " p"]
     ) -> Float[Array, " p"]:
         """Return the step; NaN if an input is not finite. KLU is never given NaN, nor a
         singular matrix, for which it raises: the damping is at least the rounding of the

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Key, PyTree, Scalar, ScalarLike
 from .._common import _tree
 from .._common._sharding import Places, spread
 from .._jacobian import WithPrior
+from .._linearisation._linearisation import linearised
 from .._linearisation._objective import (
     AbstractObjective,
     BatchLoss,
@@ -21,7 +22,6 @@ from .._linearisation._objective import (
 from .._solver import (
     AbstractGaussNewton,
     LAST_FINITE,
-    linearised,
     result_name,
     State,
     Watch,
