@@ -9,6 +9,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
+from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._solver import result_name, RESULT_NAMES
 from .._training._doubts import after_batches
@@ -25,7 +26,7 @@ from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Snapshot, state_of
-from ._step import as_handed_out, Compiled, join, split, step
+from ._step import as_handed_out, Compiled, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -20,25 +20,24 @@ class GroupNetwork(eqx.Module):
 
     frozen: Frozen
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
-    takes_key: bool = eqx.field(static=True, default=False)
-    has_state: bool = eqx.field(static=True, default=False)
-    axis_name: str = eqx.field(static=True, default="batch")
     at_once: frozenset[str] = eqx.field(static=True, default=frozenset())
-    samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
+    samplers: Mapping[str, Callable[[Array], PyTree[Array]]] = eqx.field(
         default_factory=dict
     )
     batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
-    selections: Mapping[str, Callable[[Any], PyTree[Array]] | None] = eqx.field(
+    selections: Mapping[str, Callable[[Any], PyTree[Array]]] = eqx.field(
         default_factory=dict
     )
-    sparsities: Mapping[str, Sparsity | None] = eqx.field(default_factory=dict)
+    sparsities: Mapping[str, Sparsity] = eqx.field(default_factory=dict)
     part_size: int | None = eqx.field(static=True, default=None)
+
+    takes_key: ClassVar[bool] = False
+    has_state: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether examples are drawn or chosen for each step."""
-        chosen = (*self.samplers.values(), *self.batch_sizes.values())
-        return any(x is not None for x in chosen)
+        return bool(self.samplers) or any(self.batch_sizes.values())
 
     def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
         """Return the data of a step, with examples drawn or chosen by `key`."""
@@ -79,7 +78,7 @@ class GroupNetwork(eqx.Module):
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """Return an equivalent network, compared by what the groups compute from inputs
         of these shapes. Unchanged if a group has a `select`."""
-        if any(select is not None for select in self.selections.values()):
+        if self.selections:
             return self
         found = {}
         for name, fn in self.fns.items():

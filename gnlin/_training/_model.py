@@ -10,10 +10,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
-from .._common._canonical import canonical, of_one_example
+from .._common._canonical import canonical, needed, of_one_example
 from .._common._checks import is_own
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
@@ -233,11 +232,7 @@ class Network(eqx.Module):
             return self.outputs(parameters, (inputs, keys, *state))
 
         program = jax.make_jaxpr(of_keys)(keys).jaxpr
-        needed = set(filter(_is_variable, program.outvars))
-        for equation in reversed(program.eqns):
-            if not needed.isdisjoint(equation.outvars):
-                needed.update(filter(_is_variable, equation.invars))
-        return not needed.isdisjoint(program.invars)
+        return not needed(program).isdisjoint(program.invars)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
         return (inputs, keys, state) if self.has_state else (inputs, keys)
@@ -325,10 +320,6 @@ def _apply_with_state(
             f"The model normalises over another axis than {network.axis_name!r}: pass "
             "its `axis_name`."
         ) from error
-
-
-def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
 
 
 def _has_state(model: PyTree) -> bool:
