@@ -65,7 +65,7 @@ def _place(fit: "CurveFit", entry: int, x: PyTree[Array]) -> str:
     """Describe an entry of the flattened y by its index in y and its x."""
     setting, end = fit._setting, fit._end
     like = setting.curve.shapes(end.parameters, setting.fixed, x)
-    marks = np.zeros(end.residuals.size)  # type: ignore[union-attr]
+    marks = np.zeros(end.residuals.size)
     marks[entry] = 1
     leaves = jax.tree_util.tree_leaves_with_path(unflattened(jnp.asarray(marks), like))
     path, marked = next((path, leaf) for path, leaf in leaves if jnp.any(leaf))

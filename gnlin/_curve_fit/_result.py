@@ -17,7 +17,7 @@ from .._solver import result_name, why_it_ended
 from .._training._solution import History
 from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
-from ..predict._variance import Covariance
+from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
 from ._inputs import as_x
 from ._likelihood import Likelihood, runs_test

@@ -11,7 +11,7 @@ from .._common import _tree
 from .._common._tree import ravel_pytree
 from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
-from ..predict._variance import Covariance, covariance, robust_variance
+from ._covariance import Covariance, covariance
 from ._likelihood import Likelihood
 from ._not_finite import NonFinite
 from ._problem import at_bounds, FitSettings, Posed
@@ -43,7 +43,7 @@ class Fitted(NamedTuple):
     variance: Scalar
     bend: Scalar
     noise: Scalar
-    residuals: Float[Array, " m"] | None
+    residuals: Any
     nonfinite: NonFinite
     history: Any
     result: optx.RESULTS
@@ -83,8 +83,7 @@ def as_fitted(
         variance = totals.chi_squared / (number - num_free)
         noise = jnp.sqrt(variance)
     elif isinstance(setting.loss, AbstractRobust):
-        slopes = totals.slopes, totals.squared_slopes
-        variance = robust_variance(totals.pull, slopes, number, num_free)
+        variance = _robust_variance(totals, num_free)
         bend, noise = totals.slopes / number, totals.noise / number
     return Fitted(
         parameters=parameters,
@@ -99,6 +98,20 @@ def as_fitted(
         noise=jnp.where(number > num_free, noise, jnp.inf),
         **others,
     )
+
+
+def _robust_variance(totals: Totals, num_free: Scalar) -> Scalar:
+    r"""Return the factor of $(J^\top J)^{-1}$ in the covariance for a robust loss $\rho$.
+    For squared error it would be $\chi^2/(n-k)$.
+
+    ??? cite "Reference"
+
+        P. J. Huber, *Robust statistics* (1981), section 7.6, equation 6.5.
+    """
+    number, mean = totals.num_points, totals.slopes / totals.num_points
+    scatter = totals.squared_slopes / number - mean**2
+    correction = 1 + num_free / number * scatter / mean**2
+    return correction**2 * totals.pull / (number - num_free) / mean**2
 
 
 class Misfit(NamedTuple):

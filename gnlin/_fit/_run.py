@@ -185,8 +185,8 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            losses, norms = map(self._rows.column, ("loss", "gradient_norm"))
-            doubt = after_batches(losses, norms, made_all=not self._reason)
+            figures, made_all = self.history, not self._reason
+            doubt = after_batches(figures.loss, figures.gradient_norm, made_all=made_all)
             self.complaint = doubt or self.complaint
             self._save()
             self._validate_if_not_yet()
