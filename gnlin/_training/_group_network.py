@@ -65,15 +65,18 @@ class GroupNetwork(eqx.Module):
         }
 
     def function(self) -> Callable[[PyTree, Any], Any]:
-        def of_one(name: str) -> Callable:
-            at_once = name in self.at_once
-            fn = eqx.Partial(_residuals, name, at_once, self.frozen, self.fns[name])
-            if at_once:
-                return AtOnce(fn, self.sparsities.get(name))
+        def structured(name: str) -> Callable:
+            if name in self.at_once:
+                return AtOnce(self._of(name), self.sparsities.get(name))
             select = self.selections.get(name)
-            return fn if select is None else Selected(fn, select)
+            return self._of(name) if select is None else Selected(self._of(name), select)
 
-        return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
+        return PerGroup({name: structured(name) for name in self.fns}, self.part_size)
+
+    def _of(self, name: str) -> Callable[[PyTree, Any], PyTree[Array]]:
+        """Return a group's function of the parameters and one example."""
+        at_once, fn = name in self.at_once, self.fns[name]
+        return eqx.Partial(_residuals, name, at_once, self.frozen, fn)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """Return an equivalent network, compared by what the groups compute from inputs
@@ -81,12 +84,10 @@ class GroupNetwork(eqx.Module):
         if self.selections:
             return self
         found = {}
-        for name, fn in self.fns.items():
-            at_once, example = name in self.at_once, inputs[name]
-            if not at_once:
-                example = of_one_example(example)
-            of_one = eqx.Partial(_residuals, name, at_once, self.frozen, fn)
-            found[name] = canonical(of_one, parameters, example)
+        for name in self.fns:
+            given = inputs[name]
+            example = given if name in self.at_once else of_one_example(given)
+            found[name] = canonical(self._of(name), parameters, example)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
         return dataclasses.replace(self, frozen=frozen, fns=found)

@@ -45,23 +45,6 @@ class Frozen(eqx.Module):
         return model if self.fn is None else (self.fn, model)
 
 
-class _ByProgram(eqx.Module):
-    """A stand-in for `Frozen` that calls a canonical program instead of a model."""
-
-    fn: Callable[..., PyTree[Array]]
-
-    def in_training(self, parameters: PyTree) -> Callable[..., PyTree[Array]]:
-        def model(x, *, key=None):
-            return self.fn(parameters, x, *([] if key is None else [key]))
-
-        return model
-
-
-def _of_one(frozen: Frozen, parameters: PyTree, x: PyTree, *keys: Array) -> PyTree[Array]:
-    model = frozen.in_training(parameters)
-    return _checked(_called(model, x, **({"key": keys[0]} if keys else {})))
-
-
 def partition(
     model: PyTree, filter_spec: PyTree | Callable[[Any], bool], *, called: bool = True
 ) -> tuple[PyTree, Frozen]:
@@ -195,27 +178,28 @@ class Network(eqx.Module):
     whole batch, and returns (outputs, new state).
     """
 
-    frozen: Any  # `Frozen` or `_ByProgram`
+    frozen: Frozen
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
     part_size: int | None = eqx.field(static=True, default=None)
+    program: Callable[[PyTree, tuple], PyTree[Array]] | None = None  # from `canonical`
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         """Return `fn(parameters, args)`, where `args` is made by the method `args`."""
         if self.has_state:
             return eqx.Partial(_apply_with_state, self)
-        return PerExample(eqx.Partial(_apply, self), self.part_size)
+        return PerExample(self.program or eqx.Partial(_apply, self), self.part_size)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "Network":
         """Return an equivalent network, compared by what it computes from inputs of these
         shapes, so that redefining a model's functions causes no recompilation."""
         if self.has_state:
             return self
-        given = [parameters, of_one_example(inputs)]
-        given += [jax.random.key(0)] if self.takes_key else []
-        fn = canonical(eqx.Partial(_of_one, self.frozen), *given)
-        return dataclasses.replace(self, frozen=_ByProgram(fn))
+        key = jax.random.key(0) if self.takes_key else None
+        example = of_one_example(inputs), key
+        program = canonical(eqx.Partial(_apply, self), parameters, example)
+        return dataclasses.replace(self, frozen=Frozen(None, (), None), program=program)
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
         """Return the outputs alone."""
