@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._common._canonical import of_one_example
-from .._common._checks import is_own, is_traced
+from .._common._checks import first_line, is_own, is_traced
 from ._curve import broadcast, Curve, Data, flat, wholly_missing
 
 
@@ -136,10 +136,9 @@ def as_y(curve: Curve, free: PyTree, kept: PyTree, x: PyTree, y: PyTree) -> Valu
         about_types = isinstance(out, TypeError | ValueError)
         if (is_own(out) or not about_types) and not of_numpy:
             raise out
-        said = str(out).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             "`f(parameters, x)` failed (it must take these two arguments and use JAX's "
-            f"operations): {type(out).__name__}: {said}."
+            f"operations): {type(out).__name__}: {first_line(out)}."
         ) from out
     raise ValueError(
         "`f(start, x)` must have the shapes of `y`, "

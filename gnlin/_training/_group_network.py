@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Key, PyTree
 
 from .._common._canonical import canonical, of_one_example
-from .._common._checks import is_own
+from .._common._checks import first_line, is_own
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
 from ._model import Frozen
@@ -132,6 +132,5 @@ def _residuals(
 
 
 def failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
-    said = str(error).strip().partition("\n")[0].rstrip(".")
     how = "" if at_once else ", without the data's leading axis"
-    return ValueError(f"{what}{how}, but failed: {said}.")
+    return ValueError(f"{what}{how}, but failed: {first_line(error)}.")

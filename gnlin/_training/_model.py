@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common._canonical import canonical, needed, of_one_example
-from .._common._checks import is_own
+from .._common._checks import first_line, is_own
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
@@ -139,7 +139,6 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         with full_precision():
             return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
         if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
             raise ValueError(
                 "The model needs a `key`, for example for dropout, but has none here: "
@@ -149,7 +148,7 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
-            f"axis, but on an input {_shapes(x)} it failed: {said.rstrip('.')}."
+            f"axis, but on an input {_shapes(x)} it failed: {first_line(error)}."
         ) from error
 
 

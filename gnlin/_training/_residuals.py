@@ -15,6 +15,7 @@ from .._common._checks import (
     check_callable,
     check_count,
     check_finite_nonnegative,
+    first_line,
 )
 from .._jacobian import Sparsity
 from .._linearisation._objective import GroupLosses, objective_of
@@ -241,7 +242,7 @@ def _sampled(name: str, group: Residuals) -> Residuals:
     except TypeError as error:
         raise ValueError(
             f"The `data` function of the group {name!r} is called with a key and must "
-            f"return arrays, but failed: {str(error).splitlines()[0]}."
+            f"return arrays, but failed: {first_line(error)}."
         ) from error
     sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
     if len(sizes) != 1 or sizes & {None, 0}:
