@@ -233,7 +233,7 @@ def solve(
             reason = f"step {num_steps}: interrupted"
             complaint = f"`gnlin.solve` was interrupted after step {num_steps}."
         elif ended in _WELL and history:
-            found = rows["loss"].tolist(), rows["gradient_norm"].tolist()
+            found = rows["loss"], rows["gradient_norm"]
             converged = ended == "successful"
             doubt = after_full_batch(*found, float(loss_now), converged=converged)
     solution = Solution(

@@ -4,8 +4,8 @@ same program, such as a lambda in a loop, is not compiled again."""
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -100,6 +100,33 @@ def program_of(fn: Callable[..., Any], *args: PyTree[Any]) -> Program:
     return program
 
 
+AnyArray = jax.Array | np.ndarray | np.generic
+
+
+class Static(NamedTuple):
+    """A tree without its arrays, which is hashable if its leaves are."""
+
+    structure: Any
+    leaves: tuple
+    types: tuple[type, ...]  # of the leaves, to distinguish 3 from 3.0
+
+
+_AN_ARRAY = object()
+
+
+def split(tree: PyTree, kinds: Any = AnyArray) -> tuple[list[Any], Static]:
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, kinds)]
+    rest = tuple(_AN_ARRAY if isinstance(leaf, kinds) else leaf for leaf in leaves)
+    return arrays, Static(structure, rest, tuple(map(type, rest)))
+
+
+def join(arrays: Iterable[Any], static: Static) -> PyTree:
+    remaining = iter(arrays)
+    leaves = [next(remaining) if x is _AN_ARRAY else x for x in static.leaves]
+    return jax.tree.unflatten(static.structure, leaves)
+
+
 class Canonical(eqx.Module):
     """A callable pytree, such as a model, as its arrays and a program of these and of the
     arguments."""
@@ -115,14 +142,10 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
     """Return a callable pytree in a form that is compared by its program for arguments of
     these shapes. It is traced only if its leaves other than arrays have changed, and is
     returned unchanged if one of these is unhashable."""
-    leaves, structure = jax.tree.flatten(fn)
-    arrays = [x for x in leaves if isinstance(x, Array)]
-    rest = tuple(None if isinstance(x, Array) else x for x in leaves)
+    arrays, static = split(fn, Array)
     given, of_args = jax.tree.flatten((arrays, *args))
-    shapes = tuple(map(struct, given))
-    types = tuple(map(type, rest))
     try:
-        program = _traced(structure, rest, types, of_args, shapes, _settings())
+        program = _traced(static, of_args, tuple(map(struct, given)), _settings())
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
@@ -131,13 +154,11 @@ def canonical(fn: Callable[..., Any], *args: PyTree[Any]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=_MOST_KNOWN)
-def _traced(structure, rest, types, of_args, shapes, settings) -> Program:
-    del types, settings  # part of the cache's key
+def _traced(static: Static, of_args: Any, shapes: tuple, settings: Hashable) -> Program:
+    del settings  # part of the cache's key
 
     def called(arrays, *args):
-        remaining = iter(arrays)
-        leaves = [next(remaining) if x is None else x for x in rest]
-        return structure.unflatten(leaves)(*args)
+        return join(arrays, static)(*args)
 
     return program_of(functools.partial(called), *of_args.unflatten(shapes))
 
@@ -180,6 +201,7 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
             return of_value(params), _key(rule, depth + 1)
         return of_value(params)
 
+    used = needed(jaxpr)
     inputs = named(jaxpr.constvars), named(jaxpr.invars)
     equations = tuple(
         (
@@ -189,7 +211,8 @@ def _key(jaxpr: Jaxpr, depth: int = 0) -> Hashable:
             params(e),
             repr(e.ctx),
         )
-        for e in _needed(jaxpr)
+        for e in jaxpr.eqns
+        if e.effects or not used.isdisjoint(e.outvars)
     )
     return inputs, equations, tuple(map(atom, jaxpr.outvars))
 
@@ -225,14 +248,13 @@ def of_one_example(batch: PyTree[Array]) -> PyTree[jax.ShapeDtypeStruct]:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
 
 
-def _needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Return the equations that outputs or effects depend on."""
-    needed, found = set(filter(_is_variable, jaxpr.outvars)), []
+def needed(jaxpr: Jaxpr) -> set:
+    """Return the variables that outputs or effects depend on."""
+    found = set(filter(_is_variable, jaxpr.outvars))
     for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars):
-            needed.update(filter(_is_variable, equation.invars))
-            found.append(equation)
-    return found[::-1]
+        if equation.effects or not found.isdisjoint(equation.outvars):
+            found.update(filter(_is_variable, equation.invars))
+    return found
 
 
 def _is_variable(atom: Any) -> bool:

@@ -249,6 +249,11 @@ def is_own(error: Exception) -> bool:
     return raised and module.partition(".")[0] not in _LIBRARIES
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
 def import_pyplot(name: str) -> Any:
     """Return `matplotlib.pyplot`, which the function `name` needs."""
     try:

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 from jaxtyping import Array
@@ -39,11 +38,6 @@ class Bar:
         self.bar.set_postfix(loss=f"{float(loss):.4g}", refresh=False)
         self.bar.update(int(step) - self.bar.n)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.close()

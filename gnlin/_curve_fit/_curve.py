@@ -46,44 +46,38 @@ class Data(NamedTuple):
 
 
 class Curve(eqx.Module):
-    """The user's function of all parameters, as a function of the free ones."""
+    """The user's function, of the free and the fixed parameters. Both have the structure
+    of all, with `None` in place of the others."""
 
     f: Callable[[Any, Any], PyTree]
-    fixed_names: tuple[str, ...] = eqx.field(static=True)
 
-    def __call__(self, free: PyTree, fixed: dict, x: PyTree) -> Float[Array, " m"]:
+    def __call__(self, free: PyTree, fixed: PyTree, x: PyTree) -> Float[Array, " m"]:
         with full_precision():
-            return flat(self.f(self.merged(free, fixed), x))
+            return flat(self.values(free, fixed, x))
 
-    def on(self, free: PyTree, fixed: dict, x: PyTree) -> "Curve":
+    def values(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
+        """Return what the user's function returns."""
+        return self.f(eqx.combine(free, fixed), x)
+
+    def on(self, free: PyTree, fixed: PyTree, x: PyTree) -> "Curve":
         """Trace the curve for arguments of these shapes, so that functions which compute
         the same share one compilation. A function with leaves, such as a model, does so
         already, and is returned unchanged."""
         if jax.tree.leaves(self.f) != [self.f]:
             return self
         with full_precision():
-            program = program_of(self.f, self.merged(free, fixed), x)
-        return Curve(program, self.fixed_names)
+            return Curve(program_of(self.f, eqx.combine(free, fixed), x))
 
-    def shapes(self, free: PyTree, fixed: dict, x: PyTree) -> PyTree:
+    def shapes(self, free: PyTree, fixed: PyTree, x: PyTree) -> PyTree:
         """Return the shapes and types of what the user's function returns."""
         if isinstance(self.f, Program):
             return self.f.outputs
-        return jax.eval_shape(self.f, self.merged(free, fixed), x)
+        return jax.eval_shape(self.f, eqx.combine(free, fixed), x)
 
     @property
     def has_loops(self) -> bool:
         """Whether the function has loops of its own."""
         return isinstance(self.f, Program) and self.f.traced.has_loops
-
-    def merged(self, free: PyTree, fixed: dict) -> PyTree:
-        return _joined(free, fixed) if self.fixed_names else free
-
-
-def _joined(free: dict, fixed: dict) -> dict:
-    """Join two nested dictionaries that share no entry."""
-    both = {name: _joined(free[name], fixed[name]) for name in free if name in fixed}
-    return {**free, **fixed, **both}
 
 
 def flat(values: PyTree) -> Float[Array, " m"]:
@@ -112,6 +106,20 @@ def unflattened(values: Float[Array, " m"], like: PyTree) -> PyTree:
     return structure.unflatten(
         [shaped(*pair) for pair in zip(parts, leaves, strict=True)]
     )
+
+
+def wholly_missing(value: Array) -> Array:
+    """Make both parts of a complex number NaN if one of them is."""
+    if not jnp.iscomplexobj(value):
+        return value
+    return jnp.where(jnp.isnan(value), jnp.nan * (1 + 1j), value)
+
+
+def broadcast(sigma: Array, like: Any) -> Array:
+    """Broadcast to the shape of y, with the same sigma for real and imaginary parts."""
+    sigma = jnp.broadcast_to(sigma, like.shape)
+    is_complex = jnp.issubdtype(like.dtype, jnp.complexfloating)
+    return jax.lax.complex(sigma, sigma) if is_complex else sigma
 
 
 def whitened(values: Float[Array, " m"], data: Data) -> Float[Array, " m"]:

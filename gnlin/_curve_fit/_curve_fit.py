@@ -17,11 +17,13 @@ from ..losses import AbstractLoss, SquaredError
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_start, as_x, as_y, data_of, errors_of_x, limits, parted, with_x
+from ._inputs import as_x, as_y, data_of, errors_of_x, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
+from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, with_bounds
-from ._program import Fitted, fitted, spread
+from ._program import fitted
 from ._result import as_curve_fit, CurveFit
+from ._statistics import Fitted, spread
 
 
 # Number of robust fits after a first fit by squared error. Each takes its scale from the
@@ -149,8 +151,7 @@ def curve_fit(
         raise ValueError("Pass `bounds` to `curve_fit` instead of to the solver.")
     start = jax.tree.map(as_start, start)
     free, kept = parted(start, fixed)
-    curve = Curve(f, tuple(kept))
-    box = limits(bounds, start, free)
+    curve, box = Curve(f), limits(bounds, start)
     solver = with_bounds(solver, box)
     check_flag("in_parts", in_parts)
     if in_parts or y is None:
@@ -171,29 +172,25 @@ def curve_fit(
     if isinstance(loss, Likelihood):
         absolute_sigma, loss = True, in_one_row(loss, values.of_one())
         check_targets(loss, data, axes_of_data, values.tree)
-    many, axis_of_start = values.many, values.axis_of_start
+    many, number = values.many, len(data.y)
     each_start = [free]
-    if axis_of_start is not None:
-        each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(len(data.y))]
+    if values.has_starts:
+        each_start = [jax.tree.map(lambda s, k=k: s[k], free) for k in range(number)]
+    elif many:
+        free = jax.tree.map(lambda s: jnp.broadcast_to(s, (number, *s.shape)), free)
     for one in each_start:
         check_start(box, one)
-    levels = ((axes_of_data, axis_of_start, None),) if many else ()
+    first, levels = each_start[0], ((axes_of_data, 0, None),) * many
     if starts is not None:
-        if many and axis_of_start is None:
-            each_start *= len(data.y)
-        free = _sobol(starts, each_start, box)
-        free = jax.tree.map(lambda s: s if many else s[0], free)
-        levels = ((axes_of_data, 0, None),) * many + ((None, 0, None),)
+        free = _sobol(starts, first, free, box, many)
+        levels += ((None, 0, None),)
 
-    program = curve.on(each_start[0], kept, x)
-    check_rates(loss, lambda: program(each_start[0], kept, x))
+    program = curve.on(first, kept, x)
+    check_rates(loss, lambda: program(first, kept, x))
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:
-        if many and starts is None and axis_of_start is None:
-            free = jax.tree.map(lambda s: jnp.stack([s] * len(data.y)), free)
-            levels = ((axes_of_data, 0, None),)
-        first = setting._replace(loss=SquaredError())
-        end, parts = fitted(first, data, free, levels)
+        squared = setting._replace(loss=SquaredError())
+        end, parts = fitted(squared, data, free, levels)
         for k in range(_ROUNDS):
             data = data._replace(spread=_spread(data, end))
             if k > 0 and starts is None:
@@ -212,10 +209,9 @@ def _told(fit: CurveFit) -> CurveFit:
     return fit
 
 
-def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
+def _sobol(number: int, first: PyTree, starts: PyTree, limits: Any, many: bool) -> PyTree:
     """Return `number` starts of each data set: its own, and points between the bounds."""
     check_count("starts", number)
-    first = starts[0]
     box = Box.of((None, None) if limits is None else limits, first)
     low, high = (_tree.ravel_pytree(b)[0] for b in (box.lower, box.upper))
     if not bool(jnp.all(jnp.isfinite(low) & jnp.isfinite(high))):
@@ -228,14 +224,13 @@ def _sobol(number: int, starts: list[PyTree], limits: Any) -> PyTree:
     sequence = Sobol(low.size, scramble=False).fast_forward(1)  # the first is a corner
     drawn = sequence.random(number - 1) if number > 1 else np.zeros((0, low.size))
     points = low[None] + jnp.asarray(drawn, low.dtype) * (high - low)[None]
-    unravel = _tree.Structure.of(first).unravel
+    points = jax.vmap(_tree.Structure.of(first).unravel)(points)
 
     def of_one(start):
-        return jax.vmap(unravel)(
-            jnp.concatenate([_tree.ravel_pytree(start)[0][None], points])
-        )
+        both = lambda s, others: jnp.concatenate([s[None], others])
+        return jax.tree.map(both, start, points)
 
-    return jax.tree.map(lambda *s: jnp.stack(s), *map(of_one, starts))
+    return jax.vmap(of_one)(starts) if many else of_one(starts)
 
 
 def _spread(data: Data, end: Fitted) -> Array:

@@ -6,7 +6,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
@@ -15,18 +14,17 @@ from .._common._progress import Bar
 from .._common._quickly import quickly
 from .._solver import LevenbergMarquardt
 from .._solver._summed import Expansion, minimise, Minimum
-from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
-from ..predict._variance import covariance, robust_variance
 from ._curve import Curve
 from ._inputs import as_x, as_y
 from ._likelihood import check_rates, Likelihood
+from ._not_finite import NonFinite
 from ._parts import Part, Parts
-from ._problem import at_bounds, FitSettings
-from ._program import Fitted
+from ._problem import FitSettings
+from ._statistics import as_fitted, Fitted
 from ._structure import in_structure
 from ._sums import added, Sums
-from ._undetermined import Doubts, doubts, is_inside, NonFinite, UNMOVED
+from ._undetermined import Doubts, doubts, is_inside, UNMOVED
 
 
 # A block has about this many numbers of the Jacobian, so that it stays in the caches.
@@ -34,7 +32,7 @@ _BLOCK = 2**15
 
 
 def read_in_parts(
-    curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array], kept: dict
+    curve: Curve, x: Any, y: Any, sigma: Any, free: PyTree[Array], kept: PyTree
 ) -> tuple[Curve, Parts]:
     """Return the data as parts, and the curve of a block of them, after a check that the
     points are independent."""
@@ -67,11 +65,11 @@ def read_in_parts(
     return curve.on(free, kept, block), parts
 
 
-def _check_independence(curve: Curve, free: PyTree, kept: dict, x: PyTree) -> None:
+def _check_independence(curve: Curve, free: PyTree, kept: PyTree, x: PyTree) -> None:
     size = len(jax.tree.leaves(x)[0])
     if size < 2:
         return
-    f = lambda x: curve.f(curve.merged(free, kept), x)
+    f = lambda x: curve.values(free, kept, x)
     whole = f(x)
     for half in (slice(None, size // 2), slice(size // 2, None)):
         part = f(jax.tree.map(lambda v, half=half: v[half], x))
@@ -137,9 +135,7 @@ class _Passes:
         self.dtype = jnp.result_type(*jax.tree.leaves(start), float)
         check_rates(
             setting.loss,
-            lambda: setting.curve.f(
-                setting.curve.merged(start, setting.fixed), as_x(parts.example[0])
-            ),
+            lambda: setting.curve.values(start, setting.fixed, as_x(parts.example[0])),
         )
 
     def expand(self, free: PyTree[Array]) -> tuple[Expansion, Sums]:
@@ -197,67 +193,45 @@ class _Passes:
 def _ended(
     setting: FitSettings, passes: _Passes, minimum: Minimum, start: PyTree[Array]
 ) -> tuple[Fitted, dict[str, Any]]:
-    sums = minimum.last
-    unweighted = sums
+    sums = unweighted = minimum.last
     if isinstance(setting.loss, AbstractRobust):
         unweighted = passes.sums(minimum.y, unweighted=True)
     is_seen = _seen(passes, minimum, start, unweighted)
     *_, of_curve, of_derivative = (int(n) for n in sums.faults.number)
     number = of_curve or of_derivative
     point = passes.point(sums, 3 if of_curve else 4) if number else -1
-    nonfinite = jnp.array(point), jnp.array(number), jnp.array(of_curve > 0)
-    num_steps = len(minimum.rows["loss"]) if minimum.rows else 0
-    end, found = _statistics(setting, minimum.y, sums, unweighted, is_seen)
     rows = minimum.rows
-    end = end._replace(
-        nonfinite=NonFinite(*nonfinite),
-        history=rows and {"step": rows["num_feature_updates"], **rows},
-        result=minimum.result,
-        num_steps=jnp.array(num_steps),
-    )
-    return end, found
+    others = {
+        "nonfinite": NonFinite(*map(jnp.array, (point, number, of_curve > 0))),
+        "result": minimum.result,
+        "num_steps": jnp.array(len(rows["loss"]) if rows else 0),
+    }
+    end, found = _fitted(setting, minimum.y, sums, unweighted, is_seen, others)
+    history = rows and {"step": rows["num_feature_updates"], **rows}
+    return end._replace(history=history), found
 
 
 @quickly
-def _statistics(
+def _fitted(
     setting: FitSettings,
     parameters: PyTree[Array],
     sums: Sums,
     unweighted: Sums,
     is_seen: Array,
+    others: dict[str, Any],
 ) -> tuple[Fitted, dict[str, Any]]:
-    here, totals, loss = sums.expansion(), sums.totals, setting.loss
-    unravel = _tree.Structure.of(parameters).unravel
-    slope = unravel(here.gradient)
-    at_bound, blocked = at_bounds(setting.solver.bounds, parameters, slope)
-    number = totals.num_points
-    errors = covariance(unweighted.expansion().jacobian, ~blocked, is_seen, number)
-    num_free = errors.rank.astype(number.dtype)
-    variance = bend = noise = jnp.ones_like(number)
-    if isinstance(loss, SquaredError):
-        variance = totals.chi_squared / (number - num_free)
-        noise = jnp.sqrt(variance)
-    elif isinstance(loss, AbstractRobust):
-        slopes = totals.slopes, totals.squared_slopes
-        variance = robust_variance(totals.pull, slopes, number, num_free)
-        bend, noise = totals.slopes / number, unweighted.totals.noise / number
-    end = Fitted(
+    here = sums.expansion()
+    end = as_fitted(
+        setting,
         parameters,
-        here.loss,
-        totals.chi_squared,
-        residuals=None,  # type: ignore[arg-type]
-        at_bound=at_bound,
-        pull=here.gradient,
-        covariance=errors,
-        num_points=number,
-        num_free=num_free,
-        variance=jnp.where(number > num_free, variance, jnp.inf),
-        bend=bend,
-        noise=jnp.where(number > num_free, noise, jnp.inf),
-        nonfinite=None,  # type: ignore[arg-type]
+        _tree.Structure.of(parameters).unravel(here.gradient),
+        unweighted.expansion().jacobian,
+        is_seen,
+        unweighted.totals,
+        loss=here.loss,
+        residuals=None,
         history=None,
-        result=optx.RESULTS.successful,
-        num_steps=jnp.array(0),
+        **others,
     )
     return end, in_structure(setting, end)
 
@@ -283,12 +257,4 @@ def _seen(
 
 @quickly
 def _doubts(parameters: PyTree[Array], start: PyTree[Array], sums: Sums) -> Doubts:
-    totals = sums.totals
-    others = jnp.maximum(totals.num_points - _tree.size(parameters), 1)
-    return doubts(
-        parameters,
-        start,
-        jnp.linalg.norm(sums.expansion().jacobian, axis=0),
-        jnp.sqrt(totals.outputs + totals.target),
-        jnp.sqrt(totals.chi_squared / others),
-    )
+    return doubts(parameters, start, sums.expansion().jacobian, sums.totals)

@@ -45,7 +45,7 @@ class Parts:
                     "iterable any number of times: pass a list, or a function without "
                     f"arguments that returns an iterator, in place of {x!r}."
                 )
-            if _is_array(sigma):
+            if sigma is not None and np.ndim(sigma) > 0:
                 raise ValueError(
                     "`x` yields the data: let it yield `(x, y, sigma)`, and leave "
                     "`sigma` out, or pass one number."
@@ -145,7 +145,3 @@ def _lengths_checked(x: PyTree, y: PyTree, sigma: PyTree) -> tuple:
             f"{jax.tree.map(np.shape, sigma)}."
         )
     return x, y, sigma
-
-
-def _is_array(value: Any) -> bool:
-    return value is not None and np.ndim(value) > 0

@@ -23,7 +23,7 @@ class FitSettings(NamedTuple):
     solver: AbstractGaussNewton
     loss: AbstractElementwiseLoss
     max_steps: int
-    fixed: dict
+    fixed: PyTree[Array]
     absolute_sigma: bool
     many: bool  # whether there are several data sets
 
@@ -41,7 +41,7 @@ class Posed(NamedTuple):
     """
 
     curve: Curve
-    given: tuple[Data, dict]
+    given: tuple[Data, PyTree[Array]]
     loss: AbstractElementwiseLoss
     target: Array
     counted: Array
@@ -58,7 +58,7 @@ class Posed(NamedTuple):
             loss = Likelihood(loss=loss.loss, counted=counted)
         return Posed(setting.curve, (data, setting.fixed), loss, target, counted)
 
-    def outputs(self, variables: PyTree, given: tuple[Data, dict]) -> Array:
+    def outputs(self, variables: PyTree, given: tuple[Data, PyTree]) -> Array:
         data, fixed = given
         x = data.moved(variables["x"])
         free = data.with_held(variables["curve"])

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +38,7 @@ def profiles(fit: "CurveFit", data: Data, quantile: float) -> tuple[PyTree, PyTr
     errors = jnp.sqrt(jnp.diagonal(fit.covariance_matrix))
     known = np.asarray(jnp.isfinite(errors) & (errors > 0) & (end.at_bound == 0))
     none = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan), setting.fixed)
-    of_all = lambda e: setting.curve.merged(unravel(jnp.asarray(e, dtype)), none)
+    of_all = lambda e: eqx.combine(unravel(jnp.asarray(e, dtype)), none)
     rounding = jnp.finfo(dtype).eps * jnp.max(jnp.abs(whitened(data.y, data)))
     assert fit.residuals is not None  # fits in parts have no profiles
     if jnp.max(jnp.abs(fit.residuals)) <= _ROUNDINGS * rounding:

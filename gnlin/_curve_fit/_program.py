@@ -2,67 +2,26 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optimistix as optx
-from jaxtyping import Array, Float, Int, PyTree, Scalar
+from jaxtyping import Array, PyTree
 
 from .._common import _tree
 from .._common._checks import is_traced
 from .._common._quickly import quickly
-from .._common._tree import ravel_pytree
 from .._linearisation._linearisation import linearise
-from ..losses import SquaredError
 from ..losses._robust import AbstractRobust
-from ..predict._variance import Covariance, covariance, robust_variance
 from ._curve import Data
 from ._likelihood import Likelihood
-from ._problem import at_bounds, FitSettings, Posed, with_bounds
+from ._not_finite import NonFinite
+from ._problem import FitSettings, Posed, with_bounds
 from ._run import run
+from ._statistics import as_fitted, Fitted, Misfit
 from ._structure import in_structure
-from ._undetermined import NonFinite, seen
-
-
-class Fitted(NamedTuple):
-    """The end of a run.
-
-    - `parameters`: the free parameters.
-    - `residuals`: y - f, in units of sigma; Pearson's residuals with a likelihood.
-    - `at_bound`: -1 if a parameter is held at its lower bound, 1 at its upper, else 0.
-    - `pull`: the derivative of the loss with respect to each parameter.
-    - `variance`: the estimated factor of the covariance.
-    - `bend`: the mean second derivative of the loss, which is 1 for squared error.
-    - `noise`: the estimated standard deviation of the residuals, in units of sigma.
-    - `nonfinite`: where the curve or its derivative is not finite.
-    """
-
-    parameters: PyTree[Array]
-    loss: Scalar
-    chi_squared: Scalar
-    residuals: Float[Array, " m"]
-    at_bound: Int[Array, " k"]
-    pull: Float[Array, " k"]
-    covariance: Covariance
-    num_points: Scalar
-    num_free: Scalar
-    variance: Scalar
-    bend: Scalar
-    noise: Scalar
-    nonfinite: NonFinite
-    history: Any
-    result: optx.RESULTS
-    num_steps: Int[Array, ""]
-    x: PyTree[Array] | None = None  # the fitted x, if x has errors
-    losses: Float[Array, " starts"] | None = None  # of all starts, in ascending order
-
-    def factor(self, setting: FitSettings) -> Scalar:
-        """Return the factor of the covariance. For a robust loss it depends on the
-        distribution of the residuals, so it is estimated even if sigma is absolute."""
-        known = setting.absolute_sigma and not isinstance(setting.loss, AbstractRobust)
-        return jnp.ones_like(self.variance) if known else self.variance
+from ._undetermined import seen
 
 
 def fitted(
@@ -88,7 +47,9 @@ def fitted(
             return _best_of([fitted(setting, data, one) for one in each])
     alone = not levels and not inside
     if alone:
-        data = data._replace(held=_none_held(start) if held is None else held)
+        if held is None:
+            held = jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start), start
+        data = data._replace(held=held)
     program = _program(alone, alone and setting.curve.has_loops)
     try:
         return program(setting, data, start, levels)
@@ -105,10 +66,6 @@ def fitted(
 # other: 32 starts of three parameters take 54 ms, not 12, but save 6 s of compilation.
 _OF_STARTS = ((None, 0, None),)
 _FEW_STARTS = 64
-
-
-def _none_held(start: PyTree[Array]) -> tuple[PyTree[Array], PyTree[Array]]:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, bool), start), start
 
 
 def _best_of(
@@ -160,73 +117,41 @@ def _best(end: Fitted, many: bool) -> Fitted:
 def _fitted(
     setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool
 ) -> Fitted:
-    bounds = setting.solver.bounds
     end = run(setting, data, start, history=history)
-    posed, variables = Posed.of(setting, data), end.variables
-    target, counted, parameters = posed.target, posed.counted, variables["curve"]
-    loss = posed.loss
+    posed, variables, loss = Posed.of(setting, data), end.variables, setting.loss
+    parameters, is_robust = variables["curve"], isinstance(loss, AbstractRobust)
     lin = linearise(posed.outputs, variables, posed.given)
-    matrix = lin.matrix()
-    pull = counted * loss.derivative(lin.outputs, target)
-    slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, pull))["curve"]
-    at_bound, blocked = at_bounds(bounds, parameters, slope)
-    jacobian, others = jnp.split(matrix, [blocked.size], axis=1)
+    here, matrix = Misfit.of(posed, lin.outputs, has_noise=is_robust), lin.matrix()
+    slope = lin.jacobian.domain.unravel(_tree.matmul(matrix.T, here.pull))["curve"]
+    jacobian, of_x = jnp.split(matrix, [_tree.size(parameters)], axis=1)
     nonfinite = NonFinite.of(lin.outputs, jacobian)
-    moved = lambda y: posed.outputs(variables | {"curve": y}, posed.given)
-    outputs, residuals = lin.outputs, target - lin.outputs
-    if isinstance(setting.loss, Likelihood):
-        # Scaled so that the curvature is 1, the residuals are Pearson's.
-        root, unscaled = loss.root(outputs, target), moved
-        jacobian, moved = root[:, None] * jacobian, lambda y: root * unscaled(y)
-        outputs *= root
-        residuals = -jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
-    expected = outputs + residuals
-    is_seen = seen(moved, parameters, start, outputs, expected, jacobian, bounds)
+    unit = here.root if isinstance(loss, Likelihood) else jnp.ones_like(here.root)
+    jacobian *= unit[:, None]
+    outputs_at = lambda y: unit * posed.outputs(variables | {"curve": y}, posed.given)
+    totals, bounds = here.totals, setting.solver.bounds
+    is_seen = seen(outputs_at, parameters, start, here.outputs, jacobian, totals, bounds)
     if data.sigma_x is not None:  # Project out what a shift of x can compensate.
-        q, _ = jnp.linalg.qr(others)
+        q, _ = jnp.linalg.qr(of_x)
         jacobian -= _tree.matmul(q, _tree.matmul(q.T, jacobian))
-    errors = covariance(jacobian, ~blocked, is_seen)
-    num_points, num_free = jnp.sum(data.counted), errors.rank.astype(target.dtype)
+    residuals = here.residuals
     if data.spread is not None:  # of a robust loss: back to units of sigma
-        residuals = data.spread * residuals
-    chi_squared = _tree.dot(residuals, residuals)
-    variance = bend = noise = jnp.ones_like(chi_squared)
-    if isinstance(loss, SquaredError):
-        variance = chi_squared / (num_points - num_free)
-        noise = jnp.sqrt(variance)
-    elif isinstance(loss, AbstractRobust):
-        derivative = lambda outputs: loss.derivative(outputs, target)
-        ones = jnp.ones_like(lin.outputs)
-        slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
-        sums = jnp.sum(slopes), _tree.dot(slopes, slopes)
-        variance = robust_variance(_tree.dot(pull, pull), sums, num_points, num_free)
-        bend = sums[0] / num_points
-        noise = spread(residuals, counted)
-    return Fitted(
+        residuals *= data.spread
+        totals = totals._replace(
+            chi_squared=data.spread**2 * totals.chi_squared,
+            noise=data.spread * totals.noise,
+        )
+    return as_fitted(
+        setting,
         parameters,
-        end.loss,
-        chi_squared,
-        residuals[: data.y.size],
-        at_bound,
-        ravel_pytree(slope)[0],
-        errors,
-        num_points,
-        num_free,
-        jnp.where(num_points > num_free, variance, jnp.inf),
-        bend,
-        jnp.where(num_points > num_free, noise, jnp.inf),
-        nonfinite,
-        end.history,
-        end.result,
-        end.num_steps,
-        None if data.sigma_x is None else data.moved(variables["x"]),
+        slope,
+        jacobian,
+        is_seen,
+        totals,
+        loss=end.loss,
+        residuals=residuals[: data.y.size],
+        nonfinite=nonfinite,
+        history=end.history,
+        result=end.result,
+        num_steps=end.num_steps,
+        x=None if data.sigma_x is None else data.moved(variables["x"]),
     )
-
-
-# Ratio of median absolute deviation to standard deviation in a normal distribution.
-_MAD = 0.6744897501960817
-
-
-def spread(residuals: Float[Array, " m"], counted: Float[Array, " m"]) -> Scalar:
-    """Estimate the residuals' standard deviation by their median absolute deviation."""
-    return jnp.nanmedian(jnp.where(counted > 0, jnp.abs(residuals), jnp.nan)) / _MAD

@@ -96,7 +96,7 @@ def _rows(fit: "CurveFit") -> list[tuple[str, str, str, str]]:
         for name, known in zip(fit.names, fit._end.covariance.determined, strict=True)
         if not known
     }
-    fixed = set(names_of(fit._setting.fixed)) if fit._setting.fixed else set()
+    fixed = names_of(fit._setting.fixed)
     rows = []
     for name, value, error, side, multiplier in zip(*columns, strict=True):
         if name in fixed:

@@ -17,14 +17,15 @@ from .._solver import result_name, why_it_ended
 from .._training._solution import History
 from ..losses import TobitNLL
 from ..losses._robust import AbstractRobust
-from ..predict._variance import Covariance
+from ._covariance import Covariance
 from ._curve import Curve, Data, unflattened
 from ._inputs import as_x
 from ._likelihood import Likelihood, runs_test
+from ._not_finite import what_is_not_finite
 from ._problem import FitSettings
 from ._profiles import profiles
-from ._program import Fitted
 from ._report import names_of, report
+from ._statistics import Fitted
 
 
 class Interval(NamedTuple):
@@ -129,7 +130,7 @@ class CurveFit(eqx.Module):
         if name == "nonlinear_max_steps_reached":
             return f"all {steps} steps were made: raise `max_steps`, or start closer"
         if int(self._end.nonfinite.point) >= 0:
-            return self._what_is_not_finite()
+            return what_is_not_finite(self)
         if name == "nonfinite" and not np.isfinite(self._end.loss):
             if isinstance(self._setting.loss, Likelihood):
                 return (
@@ -144,75 +145,6 @@ class CurveFit(eqx.Module):
                 "tolerances at which they end"
             )
         return why_it_ended(self.result).rstrip(".")
-
-    def _what_is_not_finite(self) -> str:
-        where, data = self._end.nonfinite, self._data
-        entry, number = int(where.point), int(where.number)
-        if data is None:
-            what = "`f`" if where.of_curve else "the derivative of `f`"
-            return (
-                f"{what} is not finite at {number:,} points, first at point {entry:,}: "
-                "leave out points where it is not, or start elsewhere"
-            )
-        place = self._place(entry, data.x)
-        if number > 1:
-            place += f" and at {number - 1} others"
-        if not where.of_curve:
-            return (
-                f"the derivative of `f` by {self._by(entry, data.x)} is not finite "
-                f"{place}, although `f` is: leave this point out, or rewrite `f` so that "
-                "no intermediate value is infinite there and no root or power of 0 is "
-                "taken"
-            )
-        if number == data.y.size:
-            return "`f` is not finite at the start: start elsewhere, or set bounds"
-        return (
-            f"`f` is not finite at the start {place}: leave out points where `f` is not "
-            "defined, or start elsewhere"
-        )
-
-    def _place(self, entry: int, x: PyTree[Array]) -> str:
-        """Describe an entry of the flattened y by its index in y and its x."""
-        curve, fixed = self._setting.curve, self._setting.fixed
-        like = curve.shapes(self._free, fixed, x)
-        index: tuple[Any, ...] = ()
-        shape, name = (), ""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
-            each = 2 if jnp.iscomplexobj(leaf) else 1
-            if entry < each * leaf.size:
-                index, shape = np.unravel_index(entry // each, leaf.shape), leaf.shape
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                break
-            entry -= each * leaf.size
-        place = f"at point {', '.join(map(str, index))}" if index else "there"
-        place += f" of `{name}`" if name else ""
-        values = []
-        for path, value in jax.tree_util.tree_leaves_with_path(x):
-            if shape and jnp.shape(value)[:1] == shape[:1]:
-                of = jax.tree_util.keystr(path, simple=True, separator=".")
-                values.append(f"{f'x.{of}' if of else 'x'} = {value[index[0]]}")
-        return place + (f" ({', '.join(values)})" if values else "")
-
-    def _by(self, entry: int, x: PyTree[Array]) -> str:
-        """Name the parameters by which an entry of `f` has a derivative that is not
-        finite. Each is differentiated separately: in a joint derivative, a zero for one
-        parameter may become NaN because of another."""
-        curve, fixed = self._setting.curve, self._setting.fixed
-        leaves, structure = jax.tree.flatten(self._free)
-        found: list[np.ndarray] = []
-        for k, leaf in enumerate(leaves):
-
-            def value(leaf, k=k):
-                free = structure.unflatten([*leaves[:k], leaf, *leaves[k + 1 :]])
-                return curve(free, fixed, x)[entry]
-
-            slope = np.asarray(jax.jacfwd(value)(leaf))
-            found.append(~np.isfinite(slope).ravel())
-        flags = np.concatenate(found)
-        named = [
-            f"`{name}`" for name, is_so in zip(self.names, flags, strict=True) if is_so
-        ]
-        return " and ".join(named) or "its parameters"
 
     def _are_determined(self) -> np.ndarray:
         """Whether each data set determines all parameters."""
@@ -376,12 +308,10 @@ class CurveFit(eqx.Module):
         if not isinstance(loss, AbstractRobust):
             return np.zeros(0, int)
         data, residuals = self._at_hand("outliers"), np.asarray(self.residuals)
-        each = (lambda x: np.asarray(x)[:, None]) if self._setting.many else np.asarray
-        unit = 1.0 if data.spread is None else each(data.spread)
-        pull = unit * np.asarray(
-            loss.derivative(jnp.asarray(residuals / unit), jnp.zeros(()))
-        )
-        far = np.abs(residuals) > _OUTLYING * each(self._end.noise)
+        unit = np.asarray(1.0 if data.spread is None else data.spread)[..., None]
+        noise = np.asarray(self._end.noise)[..., None]
+        pull = unit * loss.derivative(jnp.asarray(residuals / unit), jnp.zeros(()))
+        far = np.abs(residuals) > _OUTLYING * noise
         found = np.argwhere(far & (np.abs(pull) < np.abs(residuals) / 3))
         return found if self._setting.many else found[:, 0]
 

@@ -1,6 +1,5 @@
 """The run to the minimum, and the derivative of the minimum."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -26,22 +25,20 @@ class Run(NamedTuple):
     num_steps: Int[Array, ""]
 
 
+def _outputs(posed: Posed, variables: PyTree[Array], _: Array) -> Array:
+    return posed.outputs(variables, posed.given)
+
+
 @eqx.filter_custom_jvp
 def run(setting: FitSettings, data: Data, start: PyTree[Array], *, history: bool) -> Run:
     """Run the solver to the minimum. This function is differentiated by the implicit
     function theorem, not through the steps."""
     posed, bounds = Posed.of(setting, data), setting.solver.bounds
     of_all = None if bounds is None else tuple({"curve": b} for b in bounds)
-    # `solve` takes real inputs.
-    (data, fixed), complex_again = _as_real(posed.given)
-    # The whole data set is one example for `solve`, whose outputs are the curve.
-    inputs = jax.tree.map(lambda x: jnp.asarray(x)[None], (data, fixed))
+    # For `solve` the data set is one example without inputs, whose outputs are the curve.
     solution = solve(
-        (
-            lambda variables, given: posed.outputs(variables, complex_again(given)),
-            {"curve": start, "x": no_shift(data)},
-        ),
-        (inputs, posed.target[None]),
+        (eqx.Partial(_outputs, posed), {"curve": start, "x": no_shift(data)}),
+        (jnp.zeros(1), posed.target[None]),
         with_bounds(setting.solver, of_all),
         loss=posed.loss,
         max_steps=setting.max_steps,
@@ -110,22 +107,3 @@ def _solved(matrix: Array, right: Array, free: Array) -> Array:
     inverse = jnp.where(jnp.isnan(w), jnp.nan, inverse)
     right = jnp.where(free, right / units, 0)
     return _tree.matmul(u, inverse * _tree.matmul(u.T, right)) / units
-
-
-def _as_real(tree: PyTree[Array]) -> tuple[PyTree[Array], Callable[[PyTree], PyTree]]:
-    """Split complex arrays into real and imaginary parts; also return the inverse."""
-    leaves, structure = jax.tree.flatten(tree)
-    are_complex = [jnp.iscomplexobj(x) for x in leaves]
-
-    def parts(x):
-        return (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else x
-
-    def whole(part, is_complex):
-        return jax.lax.complex(*part) if is_complex else part
-
-    def back(tree):
-        return structure.unflatten(
-            list(map(whole, structure.flatten_up_to(tree), are_complex))
-        )
-
-    return structure.unflatten(list(map(parts, leaves))), back

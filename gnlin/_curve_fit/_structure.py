@@ -2,9 +2,9 @@
 
 from typing import Any, TYPE_CHECKING
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
@@ -13,7 +13,7 @@ from ._problem import FitSettings
 
 
 if TYPE_CHECKING:
-    from ._program import Fitted
+    from ._statistics import Fitted
 
 
 def in_structure(setting: FitSettings, end: "Fitted") -> dict[str, Any]:
@@ -51,31 +51,18 @@ class _Every:
     the structure of all, with zeros for the fixed ones."""
 
     def __init__(self, setting: FitSettings, free: PyTree[Array]):
-        merged, fixed = setting.curve.merged, setting.fixed
-        self.parameters = merged(free, fixed)
-        self.like = _tree.Structure.of(self.parameters)
-        is_free = merged(
-            jax.tree.map(lambda x: np.ones(x.shape, bool), free),
-            jax.tree.map(lambda x: np.zeros(x.shape, bool), fixed),
-        )
-        flags = [flag.ravel() for flag in jax.tree.leaves(is_free)]
-        self.places = np.flatnonzero(np.concatenate(flags))
+        self.parameters = eqx.combine(free, setting.fixed)
+        self._free = _tree.Structure.of(free)
+        self._zeros = _tree.zeros_like(setting.fixed)
 
     def vector(self, values: Array) -> PyTree[Array]:
-        zeros = jnp.zeros(self.like.size, values.dtype)
-        return self.like.unravel(zeros.at[self.places].set(values))
+        return eqx.combine(self._free.unravel(values), self._zeros)
 
     def blocks(self, matrix: Array) -> PyTree[Array]:
         """Return a block of the matrix for each pair of leaves."""
-        zeros = jnp.zeros((self.like.size, matrix.shape[0]), matrix.dtype)
-        rows = jax.vmap(self.vector)(zeros.at[self.places].set(matrix))
-        ends = np.cumsum([leaf.size for leaf in self.like.leaves])
 
-        def of(leaf, end):
-            some = slice(end - leaf.size, end)
-            return jax.tree.map(
-                lambda row: row[some].reshape(leaf.shape + row.shape[1:]), rows
-            )
+        def of_leaf(rows):
+            each = jax.vmap(self.vector)(rows.reshape(-1, rows.shape[-1]))
+            return jax.tree.map(lambda x: x.reshape(rows.shape[:-1] + x.shape[1:]), each)
 
-        pairs = zip(self.like.leaves, ends, strict=True)
-        return self.like.treedef.unflatten([of(*pair) for pair in pairs])
+        return jax.tree.map(of_leaf, jax.vmap(self.vector, -1, -1)(matrix))

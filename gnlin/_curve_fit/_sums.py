@@ -6,17 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
 
-from .._common import _tree
 from .._common._quickly import quickly
 from .._linearisation._linearisation import linearise
 from .._solver._summed import Expansion
-from ..losses._robust import AbstractRobust
-from ._curve import Data, flat, unflattened
-from ._inputs import broadcast, wholly_missing
-from ._likelihood import Likelihood
+from ._curve import broadcast, Data, flat, unflattened, wholly_missing
 from ._parts import Part
 from ._problem import FitSettings, Posed
-from ._program import spread
+from ._statistics import Misfit
+from ._undetermined import Totals
 
 
 class Faults(NamedTuple):
@@ -40,27 +37,6 @@ class Faults(NamedTuple):
             jnp.where(is_first, part, self.part),
             jnp.where(is_first, place, self.place),
         )
-
-
-class Totals(NamedTuple):
-    """Plain sums over the points.
-
-    - `num_points`: the number of entries of y that are not missing.
-    - `chi_squared`: the squared residuals, in units of sigma, or Pearson's.
-    - `outputs`, `target`: the squares of both, in the same units.
-    - `pull`: the squared derivatives of the loss.
-    - `slopes`, `squared_slopes`: its second derivatives, and their squares.
-    - `noise`: the blocks' estimates of the noise, times their numbers of points.
-    """
-
-    num_points: Scalar
-    chi_squared: Scalar
-    outputs: Scalar
-    target: Scalar
-    pull: Scalar
-    slopes: Scalar
-    squared_slopes: Scalar
-    noise: Scalar
 
 
 class Sums(NamedTuple):
@@ -177,39 +153,14 @@ def _of_block(
     """Return the whitened rows of a block with their residual, its loss and totals, and
     the last two faults of each point."""
     posed = Posed.of(setting, data)
-    target, counted, loss = posed.target, posed.counted, posed.loss
     outputs_at = lambda free, given: posed.outputs({"curve": free, "x": None}, given)
     lin = linearise(outputs_at, free, posed.given)
-    outputs, jacobian, residual = lin.outputs, lin.matrix(), target - lin.outputs
-    pull = counted * loss.derivative(outputs, target)
-    weight = counted * loss.root(outputs, target)
-    if isinstance(loss, AbstractRobust):
-        # Where the loss is straight, use the curvature of the parabola that touches it.
-        touching = jnp.sqrt(jnp.abs(pull / jnp.where(residual == 0, 1, residual)))
-        weight = jnp.where(weight > 0, weight, touching)
-    column = jnp.where(weight > 0, pull / jnp.where(weight > 0, weight, 1), 0)
-    if isinstance(loss, Likelihood):  # the residuals are Pearson's
-        outputs, residual = weight * outputs, -column
-    rows = jacobian if unweighted else weight[:, None] * jacobian
-    derivative = lambda outputs: loss.derivative(outputs, target)
-    ones = jnp.ones_like(outputs)
-    slopes = counted * jax.jvp(derivative, (lin.outputs,), (ones,))[1]
-    number, dot = jnp.sum(counted), _tree.dot
-    noise = spread(residual, counted) if unweighted else jnp.zeros_like(number)
-    totals = Totals(
-        number,
-        dot(residual, residual),
-        dot(outputs, outputs),
-        dot(outputs + residual, outputs + residual),
-        dot(pull, pull),
-        jnp.sum(slopes),
-        dot(slopes, slopes),
-        jnp.where(number > 0, number * noise, 0),
-    )
+    here, jacobian = Misfit.of(posed, lin.outputs, has_noise=unweighted), lin.matrix()
     of_derivative = jnp.any(~jnp.isfinite(jacobian), axis=1)
     flags = [_by_point(flag, y) for flag in (~jnp.isfinite(lin.outputs), of_derivative)]
-    both = jnp.concatenate([rows, column[:, None]], axis=1)
-    return both, loss.value(lin.outputs, target), totals, flags
+    rows = jacobian if unweighted else here.root[:, None] * jacobian
+    both = jnp.concatenate([rows, here.reduced[:, None]], axis=1)
+    return both, posed.loss.value(lin.outputs, posed.target), here.totals, flags
 
 
 def _along(rows: Bool[Array, " n"], like: Array) -> Bool[Array, "n ..."]:

@@ -1,11 +1,11 @@
-"""Whether each parameter affects the curve, and where the curve is not finite."""
+"""Whether each parameter affects the curve."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar
+from jaxtyping import Array, Bool, Float, PyTree, Scalar
 
 from .._common._tree import ravel_pytree
 from .._linearisation._bounds import Box
@@ -36,20 +36,37 @@ class Doubts(NamedTuple):
     promised: Float[Array, " k"]
 
 
+class Totals(NamedTuple):
+    """Plain sums over the points, in units of sigma, or, with a likelihood, in units in
+    which the loss has the curvature 1.
+
+    - `num_points`: the number of entries of y that are not missing.
+    - `chi_squared`: the squared residuals.
+    - `squares`: the squared outputs and the squared targets.
+    - `pull`: the squared derivatives of the loss.
+    - `slopes`, `squared_slopes`: its second derivatives, and their squares.
+    - `noise`: estimates of the noise, times their numbers of points; or 0.
+    """
+
+    num_points: Scalar
+    chi_squared: Scalar
+    squares: Scalar
+    pull: Scalar
+    slopes: Scalar
+    squared_slopes: Scalar
+    noise: Scalar
+
+
 def doubts(
     parameters: PyTree[Array],
     start: PyTree[Array],
-    norms: Float[Array, " k"],
-    size: Scalar,
-    noise: Scalar,
+    jacobian: Float[Array, "n k"],
+    totals: Totals,
 ) -> Doubts:
-    """Return the doubts, which do not depend on the parameters' units.
-
-    - `norms`: of the Jacobian's columns.
-    - `size`: the norm of the outputs and the target together.
-    - `noise`: the standard deviation of the residuals.
-    """
+    """Return the doubts, which do not depend on the parameters' units."""
     y, first = (ravel_pytree(x)[0] for x in (parameters, start))
+    norms, size = jnp.linalg.norm(jacobian, axis=0), jnp.sqrt(totals.squares)
+    noise = jnp.sqrt(totals.chi_squared / jnp.maximum(totals.num_points - y.size, 1))
     eps = jnp.finfo(norms.dtype).eps
     own = jnp.maximum(jnp.abs(y), jnp.abs(first))
     is_rounding = (first != 0) & (norms * own <= eps * size)
@@ -66,30 +83,28 @@ def seen(
     parameters: PyTree[Array],
     start: PyTree[Array],
     outputs: Float[Array, " m"],
-    target: Float[Array, " m"],
     jacobian: Float[Array, "m k"],
+    totals: Totals,
     bounds: Any,
 ) -> Bool[Array, " k"]:
     """Whether each parameter affects the curve. The curve is evaluated only where the
     linearisation leaves it open."""
-    everything = parameters, start, outputs, target, jacobian, bounds
+    everything = parameters, start, outputs, jacobian, totals, bounds
     everything = jax.lax.stop_gradient(everything)
-    parameters, start, outputs, target, jacobian, bounds = everything
+    parameters, start, outputs, jacobian, totals, bounds = everything
+    found = doubts(parameters, start, jacobian, totals)
     y, unravel = ravel_pytree(parameters)
-    size = jnp.hypot(jnp.linalg.norm(outputs), jnp.linalg.norm(target))
-    noise = jnp.linalg.norm(target - outputs) / max(outputs.size - y.size, 1) ** 0.5
-    norms = jnp.linalg.norm(jacobian, axis=0)
-    found = doubts(parameters, start, norms, size, noise)
 
-    def stays(step):
+    def stays(step_and_promised):
+        step, promised = step_and_promised
         moved = unravel(y + step)
         change = jnp.linalg.norm(outputs_at(moved) - outputs)
-        promised = jnp.sum(jnp.abs(step) * norms)
         return (change <= UNMOVED * promised) & is_inside(bounds, moved)
 
     def of_all():
-        moves = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
-        return jnp.any(jax.lax.map(stays, moves).reshape(2, -1), axis=0)
+        steps = jnp.concatenate([-jnp.diag(found.steps), jnp.diag(found.steps)])
+        either = jax.lax.map(stays, (steps, jnp.tile(found.promised, 2)))
+        return jnp.any(either.reshape(2, -1), axis=0)
 
     nowhere = jnp.zeros(y.size, bool)
     stay = jax.lax.cond(jnp.any(found.asked), of_all, lambda: nowhere)
@@ -104,24 +119,3 @@ def is_inside(bounds: Any, y: PyTree[Array]) -> Bool[Array, ""]:
         lambda x, low, high: jnp.all((low <= x) & (x <= high)), y, box.lower, box.upper
     )
     return jnp.all(jnp.stack(jax.tree.leaves(inside)))
-
-
-class NonFinite(NamedTuple):
-    """Where the curve, or its derivative, is not finite.
-
-    - `point`: the first such entry of the outputs; -1 if there is none.
-    - `number`: how many such entries there are.
-    - `of_curve`: whether the curve itself is not finite there, or only a derivative.
-    """
-
-    point: Int[Array, ""]
-    number: Int[Array, ""]
-    of_curve: Bool[Array, ""]
-
-    @staticmethod
-    def of(outputs: Float[Array, " m"], jacobian: Float[Array, "m k"]) -> "NonFinite":
-        of_curve = ~jnp.isfinite(outputs)
-        of_any = ~jnp.all(jnp.isfinite(jacobian), axis=1)
-        either = jnp.where(jnp.any(of_curve), of_curve, of_any)
-        point = jnp.where(jnp.any(either), jnp.argmax(either), -1)
-        return NonFinite(point, jnp.sum(either), jnp.any(of_curve))

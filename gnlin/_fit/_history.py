@@ -36,10 +36,6 @@ class Rows:
             return dict.fromkeys(self.columns, np.nan)
         return dict(zip(self.columns, self._rows[-1], strict=True))
 
-    def column(self, name: str) -> list[float]:
-        i = self.columns.index(name)
-        return [row[i] for row in self._rows]
-
     def cut(self, num_rows: int) -> None:
         """Keep the first `num_rows` rows only."""
         del self._rows[num_rows:]

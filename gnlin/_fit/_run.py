@@ -9,6 +9,7 @@ import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
+from .._common._canonical import join, split
 from .._common._identity import as_numpy
 from .._solver import result_name, RESULT_NAMES
 from .._training._doubts import after_batches
@@ -25,7 +26,7 @@ from ._checkpoint import Checkpoint, Fault
 from ._history import Rows
 from ._saver import described_run, Saver
 from ._snapshot import CallbackState, give_back, like_array, Snapshot, state_of
-from ._step import as_handed_out, Compiled, join, split, step
+from ._step import as_handed_out, Compiled, step
 from ._stream import ArrayStream, Batch, DataEnded, IterableStream
 from ._validation import Validation
 
@@ -184,8 +185,8 @@ class Run(AbstractRun):
         try:
             with suppress(_Stopped):
                 self._train(first=self.step)
-            losses, norms = map(self._rows.column, ("loss", "gradient_norm"))
-            doubt = after_batches(losses, norms, made_all=not self._reason)
+            figures, made_all = self.history, not self._reason
+            doubt = after_batches(figures.loss, figures.gradient_norm, made_all=made_all)
             self.complaint = doubt or self.complaint
             self._save()
             self._validate_if_not_yet()

@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optimistix as optx
 from jaxtyping import Array, PyTree
 
 from .._common import _tree
+from .._common._canonical import AnyArray, join, split, Static
 from .._common._checks import is_key
 from .._common._identity import checksum, program
 from .._common._sharding import everywhere, keep
@@ -18,9 +18,6 @@ from .._linearisation._objective import BatchLoss
 from .._training._step import advanced, Carry, checked_outputs, StepSettings
 from ..losses import AbstractLoss
 from ._stream import gather
-
-
-AnyArray = jax.Array | np.ndarray | np.generic
 
 
 def step(setting: StepSettings, carry: Carry, batch: tuple, numbers: list[Array]):
@@ -148,7 +145,7 @@ class Compiled:
 
 
 @functools.lru_cache(maxsize=128)
-def _jitted(fn: Callable, fixed_static: "Static", changing_static: tuple) -> Callable:
+def _jitted(fn: Callable, fixed_static: Static, changing_static: tuple) -> Callable:
     @jax.jit
     def call(fixed, *changing):
         parts = [
@@ -159,27 +156,3 @@ def _jitted(fn: Callable, fixed_static: "Static", changing_static: tuple) -> Cal
         return split(carry)[0], *rest
 
     return call
-
-
-class Static(NamedTuple):
-    """A tree without its arrays, which is hashable."""
-
-    structure: Any
-    leaves: tuple
-    types: tuple[type, ...]  # of the leaves, to distinguish 3 from 3.0
-
-
-_AN_ARRAY = object()
-
-
-def split(tree: PyTree) -> tuple[list[AnyArray], Static]:
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, AnyArray)]
-    rest = tuple(_AN_ARRAY if isinstance(leaf, AnyArray) else leaf for leaf in leaves)
-    return arrays, Static(structure, rest, tuple(map(type, rest)))
-
-
-def join(arrays: Sequence[AnyArray], static: Static) -> PyTree:
-    remaining = iter(arrays)
-    leaves = [next(remaining) if x is _AN_ARRAY else x for x in static.leaves]
-    return jax.tree.unflatten(static.structure, leaves)

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._common._canonical import split
 from .._training._step import all_checked, Carry, Shapes, StepSettings
-from ._step import Compiled, evaluate, split
+from ._step import Compiled, evaluate
 from ._stream import ArrayStream, make_stream
 
 

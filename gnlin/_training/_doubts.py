@@ -1,7 +1,5 @@
 """Doubts about a run that ended well: it has not moved, or its loss has risen."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from ._solution import NO_GRADIENT
@@ -17,8 +15,8 @@ _RISEN = 0.9
 
 
 def after_full_batch(
-    losses: Sequence[float],
-    gradient_norms: Sequence[float],
+    losses: np.ndarray,
+    gradient_norms: np.ndarray,
     last: float,
     *,
     converged: bool,
@@ -41,7 +39,7 @@ def after_full_batch(
 
 
 def after_batches(
-    losses: Sequence[float], gradient_norms: Sequence[float], *, made_all: bool
+    losses: np.ndarray, gradient_norms: np.ndarray, *, made_all: bool
 ) -> str:
     """Return what is to be doubted about a run of `gnlin.fit`, in a sentence; or ""."""
     if _has_not_moved(losses, gradient_norms):
@@ -49,7 +47,7 @@ def after_batches(
     if not made_all or len(losses) < _LOOKED_BACK:
         return ""
     some = min(_LOOKED_BACK, len(losses) // 2)
-    early, late = np.array(losses[:some]), np.array(losses[-some:])
+    early, late = losses[:some], losses[-some:]
     first, last = losses[0], np.mean(late)
     # If the losses only fluctuate, about half of the pairs rise, whatever the noise.
     risen = last > first and np.mean(late > early[:, None]) > _RISEN
@@ -62,5 +60,5 @@ def after_batches(
     )
 
 
-def _has_not_moved(losses: Sequence[float], gradient_norms: Sequence[float]) -> bool:
+def _has_not_moved(losses: np.ndarray, gradient_norms: np.ndarray) -> bool:
     return bool(np.any(losses)) and not np.any(gradient_norms)

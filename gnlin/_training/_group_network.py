@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Key, PyTree
 
 from .._common._canonical import canonical, of_one_example
-from .._common._checks import is_own
+from .._common._checks import first_line, is_own
 from .._common._precision import full_precision
 from .._jacobian import AtOnce, PerGroup, Selected, Sparsity
 from ._model import Frozen
@@ -20,25 +20,24 @@ class GroupNetwork(eqx.Module):
 
     frozen: Frozen
     fns: Mapping[str, Callable[[Any, Any], PyTree[Array]]]
-    takes_key: bool = eqx.field(static=True, default=False)
-    has_state: bool = eqx.field(static=True, default=False)
-    axis_name: str = eqx.field(static=True, default="batch")
     at_once: frozenset[str] = eqx.field(static=True, default=frozenset())
-    samplers: Mapping[str, Callable[[Array], PyTree[Array]] | None] = eqx.field(
+    samplers: Mapping[str, Callable[[Array], PyTree[Array]]] = eqx.field(
         default_factory=dict
     )
     batch_sizes: Mapping[str, int | None] = eqx.field(static=True, default_factory=dict)
-    selections: Mapping[str, Callable[[Any], PyTree[Array]] | None] = eqx.field(
+    selections: Mapping[str, Callable[[Any], PyTree[Array]]] = eqx.field(
         default_factory=dict
     )
-    sparsities: Mapping[str, Sparsity | None] = eqx.field(default_factory=dict)
+    sparsities: Mapping[str, Sparsity] = eqx.field(default_factory=dict)
     part_size: int | None = eqx.field(static=True, default=None)
+
+    takes_key: ClassVar[bool] = False
+    has_state: ClassVar[bool] = False
 
     @property
     def draws(self) -> bool:
         """Whether examples are drawn or chosen for each step."""
-        chosen = (*self.samplers.values(), *self.batch_sizes.values())
-        return any(x is not None for x in chosen)
+        return bool(self.samplers) or any(self.batch_sizes.values())
 
     def drawn(self, data: tuple, key: Key[Array, ""]) -> tuple:
         """Return the data of a step, with examples drawn or chosen by `key`."""
@@ -66,28 +65,29 @@ class GroupNetwork(eqx.Module):
         }
 
     def function(self) -> Callable[[PyTree, Any], Any]:
-        def of_one(name: str) -> Callable:
-            at_once = name in self.at_once
-            fn = eqx.Partial(_residuals, name, at_once, self.frozen, self.fns[name])
-            if at_once:
-                return AtOnce(fn, self.sparsities.get(name))
+        def structured(name: str) -> Callable:
+            if name in self.at_once:
+                return AtOnce(self._of(name), self.sparsities.get(name))
             select = self.selections.get(name)
-            return fn if select is None else Selected(fn, select)
+            return self._of(name) if select is None else Selected(self._of(name), select)
 
-        return PerGroup({name: of_one(name) for name in self.fns}, self.part_size)
+        return PerGroup({name: structured(name) for name in self.fns}, self.part_size)
+
+    def _of(self, name: str) -> Callable[[PyTree, Any], PyTree[Array]]:
+        """Return a group's function of the parameters and one example."""
+        at_once, fn = name in self.at_once, self.fns[name]
+        return eqx.Partial(_residuals, name, at_once, self.frozen, fn)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "GroupNetwork":
         """Return an equivalent network, compared by what the groups compute from inputs
         of these shapes. Unchanged if a group has a `select`."""
-        if any(select is not None for select in self.selections.values()):
+        if self.selections:
             return self
         found = {}
-        for name, fn in self.fns.items():
-            at_once, example = name in self.at_once, inputs[name]
-            if not at_once:
-                example = of_one_example(example)
-            of_one = eqx.Partial(_residuals, name, at_once, self.frozen, fn)
-            found[name] = canonical(of_one, parameters, example)
+        for name in self.fns:
+            given = inputs[name]
+            example = given if name in self.at_once else of_one_example(given)
+            found[name] = canonical(self._of(name), parameters, example)
         rest = jax.tree.map(lambda _: None, parameters)
         frozen = Frozen(rest, self.frozen.dtypes, None)
         return dataclasses.replace(self, frozen=frozen, fns=found)
@@ -132,6 +132,5 @@ def _residuals(
 
 
 def failed(what: str, error: Exception, at_once: bool = False) -> ValueError:
-    said = str(error).strip().partition("\n")[0].rstrip(".")
     how = "" if at_once else ", without the data's leading axis"
-    return ValueError(f"{what}{how}, but failed: {said}.")
+    return ValueError(f"{what}{how}, but failed: {first_line(error)}.")

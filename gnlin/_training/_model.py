@@ -10,11 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from jaxtyping import Array, PyTree
 
-from .._common._canonical import canonical, of_one_example
-from .._common._checks import is_own
+from .._common._canonical import canonical, needed, of_one_example
+from .._common._checks import first_line, is_own
 from .._common._convolutions import channels_last
 from .._common._precision import full_precision
 from .._jacobian import PerExample
@@ -44,23 +43,6 @@ class Frozen(eqx.Module):
         """Return the model with `parameters` in the dtypes in which they are trained."""
         model = eqx.combine(parameters, self.rest)
         return model if self.fn is None else (self.fn, model)
-
-
-class _ByProgram(eqx.Module):
-    """A stand-in for `Frozen` that calls a canonical program instead of a model."""
-
-    fn: Callable[..., PyTree[Array]]
-
-    def in_training(self, parameters: PyTree) -> Callable[..., PyTree[Array]]:
-        def model(x, *, key=None):
-            return self.fn(parameters, x, *([] if key is None else [key]))
-
-        return model
-
-
-def _of_one(frozen: Frozen, parameters: PyTree, x: PyTree, *keys: Array) -> PyTree[Array]:
-    model = frozen.in_training(parameters)
-    return _checked(_called(model, x, **({"key": keys[0]} if keys else {})))
 
 
 def partition(
@@ -157,7 +139,6 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
         with full_precision():
             return _function_of(model)(x, *args, **kwargs)
     except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
         if kwargs.get("key") is None and _takes_key(model) and "key" in str(error):
             raise ValueError(
                 "The model needs a `key`, for example for dropout, but has none here: "
@@ -167,7 +148,7 @@ def _called(model: Any, x: PyTree, *args, **kwargs) -> Any:
             raise
         raise ValueError(
             "The model is called on the input of one example, without the data's leading "
-            f"axis, but on an input {_shapes(x)} it failed: {said.rstrip('.')}."
+            f"axis, but on an input {_shapes(x)} it failed: {first_line(error)}."
         ) from error
 
 
@@ -196,27 +177,28 @@ class Network(eqx.Module):
     whole batch, and returns (outputs, new state).
     """
 
-    frozen: Any  # `Frozen` or `_ByProgram`
+    frozen: Frozen
     takes_key: bool = eqx.field(static=True)
     has_state: bool = eqx.field(static=True)
     axis_name: str = eqx.field(static=True)
     part_size: int | None = eqx.field(static=True, default=None)
+    program: Callable[[PyTree, tuple], PyTree[Array]] | None = None  # from `canonical`
 
     def function(self) -> Callable[[PyTree, Any], Any]:
         """Return `fn(parameters, args)`, where `args` is made by the method `args`."""
         if self.has_state:
             return eqx.Partial(_apply_with_state, self)
-        return PerExample(eqx.Partial(_apply, self), self.part_size)
+        return PerExample(self.program or eqx.Partial(_apply, self), self.part_size)
 
     def canonical(self, parameters: PyTree, inputs: PyTree) -> "Network":
         """Return an equivalent network, compared by what it computes from inputs of these
         shapes, so that redefining a model's functions causes no recompilation."""
         if self.has_state:
             return self
-        given = [parameters, of_one_example(inputs)]
-        given += [jax.random.key(0)] if self.takes_key else []
-        fn = canonical(eqx.Partial(_of_one, self.frozen), *given)
-        return dataclasses.replace(self, frozen=_ByProgram(fn))
+        key = jax.random.key(0) if self.takes_key else None
+        example = of_one_example(inputs), key
+        program = canonical(eqx.Partial(_apply, self), parameters, example)
+        return dataclasses.replace(self, frozen=Frozen(None, (), None), program=program)
 
     def outputs(self, parameters: PyTree, args: tuple) -> PyTree[Array]:
         """Return the outputs alone."""
@@ -233,11 +215,7 @@ class Network(eqx.Module):
             return self.outputs(parameters, (inputs, keys, *state))
 
         program = jax.make_jaxpr(of_keys)(keys).jaxpr
-        needed = set(filter(_is_variable, program.outvars))
-        for equation in reversed(program.eqns):
-            if not needed.isdisjoint(equation.outvars):
-                needed.update(filter(_is_variable, equation.invars))
-        return not needed.isdisjoint(program.invars)
+        return not needed(program).isdisjoint(program.invars)
 
     def args(self, inputs: PyTree, keys: Array | None, state: PyTree) -> tuple:
         return (inputs, keys, state) if self.has_state else (inputs, keys)
@@ -325,10 +303,6 @@ def _apply_with_state(
             f"The model normalises over another axis than {network.axis_name!r}: pass "
             "its `axis_name`."
         ) from error
-
-
-def _is_variable(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
 
 
 def _has_state(model: PyTree) -> bool:

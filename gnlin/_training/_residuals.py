@@ -15,6 +15,7 @@ from .._common._checks import (
     check_callable,
     check_count,
     check_finite_nonnegative,
+    first_line,
 )
 from .._jacobian import Sparsity
 from .._linearisation._objective import GroupLosses, objective_of
@@ -241,7 +242,7 @@ def _sampled(name: str, group: Residuals) -> Residuals:
     except TypeError as error:
         raise ValueError(
             f"The `data` function of the group {name!r} is called with a key and must "
-            f"return arrays, but failed: {str(error).splitlines()[0]}."
+            f"return arrays, but failed: {first_line(error)}."
         ) from error
     sizes = {x.shape[0] if x.ndim > 0 else None for x in jax.tree.leaves(drawn)}
     if len(sizes) != 1 or sizes & {None, 0}:
@@ -262,7 +263,7 @@ def of_groups(
 ) -> tuple[PyTree, GroupNetwork, tuple, GroupLosses]:
     """Return (parameters, network, data, losses)."""
     parameters, frozen = partition(model, filter_spec, called=False)
-    sampled = {name: callable(group.data) for name, group in groups.items()}
+    samplers = {name: g.data for name, g in groups.items() if callable(g.data)}
     for name, group in groups.items():
         if group.select is not None:
             _check_selection(name, group, parameters)
@@ -270,20 +271,19 @@ def of_groups(
         frozen,
         {name: group.fn for name, group in groups.items()},
         at_once=frozenset(k for k, g in groups.items() if g.data is None),
-        samplers={k: g.data if sampled[k] else None for k, g in groups.items()},
+        samplers=samplers,
         batch_sizes=_batch_sizes(groups, batch_size),
-        selections={name: group.select for name, group in groups.items()},
-        sparsities={name: group.sparsity for name, group in groups.items()},
+        selections={k: g.select for k, g in groups.items() if g.select is not None},
+        sparsities={k: g.sparsity for k, g in groups.items() if g.sparsity is not None},
         part_size=part_size,
     )
-    inputs = {k: None if sampled[k] else g.data for k, g in groups.items()}
+    inputs = {k: None if k in samplers else g.data for k, g in groups.items()}
     targets = {name: group.targets for name, group in groups.items()}
     losses = GroupLosses(
         {name: group.loss for name, group in groups.items()},
         {name: group.weight for name, group in groups.items()},
         # Examples that are chosen from data by a batch size may be noisy.
-        is_drawn=any(sampled.values())
-        and all(size is None for size in network.batch_sizes.values()),
+        is_drawn=bool(samplers) and not any(network.batch_sizes.values()),
     )
     return parameters, network, (inputs, targets, None), losses
 

@@ -77,7 +77,10 @@ class Eigenbasis(eqx.Module):
         m, p = problem.jacobian.shape
         if _singular_values_pay(problem.jacobian.cost()):
             return _by_singular_values(problem)
-        return _by_kernel(problem) if m <= p else _by_curvature(problem)
+        if m <= p:
+            return _by_kernel(problem)
+        w, v = _lapack.eigh(problem.jacobian.curvature())
+        return _by_vectors(problem, w, v, jnp.finfo(w.dtype).eps * w[-1])
 
     @staticmethod
     def of_rank(problem: Quadratic, point: PyTree[Array], rank: int) -> "Eigenbasis":
@@ -210,11 +213,6 @@ def _by_kernel(problem: Quadratic) -> Eigenbasis:
         jacobian=jacobian,
         on_outputs=True,
     )
-
-
-def _by_curvature(problem: Quadratic) -> Eigenbasis:
-    w, v = _lapack.eigh(problem.jacobian.curvature())
-    return _by_vectors(problem, w, v, jnp.finfo(w.dtype).eps * w[-1])
 
 
 def _by_vectors(

@@ -57,21 +57,12 @@ class LinearisedModel(eqx.Module):
         parameters, network = make_network(model, filter_spec)
         if about is not None:
             about = _parameters_of(about, parameters, filter_spec)
-        fixed = memory_budget, from_zero, about if starts_there else None
-        train = _linearise(network, parameters, batch[0], *fixed)
-        outputs = Structure.of(train.outputs).tree
-        loss.check(outputs, batch[1])
-        objective = BatchLoss(loss, outputs, *batch[1:])
-        return LinearisedModel(
-            network,
-            loss,
-            train,
-            objective,
-            from_zero,
-            memory_budget,
-            about,
-            starts_there,
-        )
+        start = about if starts_there else None
+        shared = memory_budget, from_zero, start
+        train = _linearise(network, parameters, batch[0], *shared)
+        objective = _loss_on(train, loss, batch)
+        fixed = from_zero, memory_budget, about, starts_there
+        return LinearisedModel(network, loss, train, objective, *fixed)
 
     def on(self, inputs: PyTree | None) -> Linearisation:
         """Linearise on other inputs; `None` for the training inputs."""
@@ -90,9 +81,14 @@ class LinearisedModel(eqx.Module):
         """Linearise on the inputs of other data; also return their loss."""
         batch = as_batch(data)
         on = self.on(batch[0])
-        outputs = Structure.of(on.outputs).tree
-        self.loss.check(outputs, batch[1])
-        return on, BatchLoss(self.loss, outputs, *batch[1:])
+        return on, _loss_on(on, self.loss, batch)
+
+
+def _loss_on(on: Linearisation, loss: AbstractLoss, batch: tuple) -> BatchLoss:
+    """Return the loss of a batch, after a check of its targets."""
+    outputs = Structure.of(on.outputs).tree
+    loss.check(outputs, batch[1])
+    return BatchLoss(loss, outputs, *batch[1:])
 
 
 def check_finite(numbers: PyTree[Array]) -> None:

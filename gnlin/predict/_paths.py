@@ -200,13 +200,9 @@ class AbstractPath(eqx.Module):
             failed = self._failed(f"{first:g}") if np.isfinite(first) else _NO_LIMIT
             raise ValueError(failed)
         changes = changes.astype(_tree.dtype(on.outputs))
-        if amounts.ndim == 0:
-            return self._moved(on, changes[0])
-        return jax.vmap(lambda change: self._moved(on, change))(changes)
-
-    def _moved(self, on: Linearisation, change: Float[Array, " n"]) -> PyTree[Array]:
-        unravelled = on.jacobian.codomain.unravel(change)
-        return jax.tree.map(jnp.add, on.outputs, unravelled)
+        unravel = on.jacobian.codomain.unravel
+        moved = lambda change: jax.tree.map(jnp.add, on.outputs, unravel(change))
+        return moved(changes[0]) if amounts.ndim == 0 else jax.vmap(moved)(changes)
 
     def _loss(self, data: Any, amounts: np.ndarray) -> Array:
         on, objective = self._linearised.train, self._linearised.objective

@@ -86,7 +86,8 @@ def posterior(
     - `from_zero`: whether to replace the model's own outputs by zero. The result is a
         Gaussian process with the tangent kernel, independent of the initial outputs.
     - `filter_spec`: the uncertain parameters, as for [`gnlin.solve`][]. The others count
-        as known. For a large network take those of the last layer (see below).
+        as known. For a large network take those of
+        [the last layer](../uncertainty.md#a-large-network).
     - `memory_budget`: the maximum bytes of a matrix.
 
     **Returns:** a [`gnlin.predict.Posterior`][].
@@ -102,27 +103,6 @@ def posterior(
         posterior = gnlin.predict.posterior(model, train, noise=0.1).tuned()
         mean, variance = posterior(inputs[4:])
         low, high = posterior(inputs[4:]).interval(0.95, noise=posterior.noise)
-        ```
-
-        A classifier, trained with its prior:
-
-        ```python
-        model = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-        data, loss = (inputs, (targets > 0).astype(int)), gnlin.SoftmaxCrossEntropy()
-        solution = gnlin.solve(model, data, loss=loss, prior=0.5)
-        posterior = gnlin.predict.posterior(solution, data, loss=loss)
-        posterior.probabilities(inputs)
-        ```
-
-        The last layer only, for a network too large for the others:
-
-        ```python
-        model = eqx.nn.MLP(3, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
-        last = jax.tree.map(lambda _: False, model)
-        last = eqx.tree_at(lambda m: m.layers[-1], last, True)
-        posterior = gnlin.predict.posterior(
-            model, (inputs, targets[:, None]), noise=0.1, filter_spec=last
-        )
         ```
 
     ??? cite "Reference"
@@ -276,9 +256,8 @@ class Posterior(eqx.Module):
                 _check_deviation(name, value)
         if noise is not None and not self._is_quadratic:
             raise ValueError("`noise` is for squared error only: leave it out.")
-        dtype = self._basis.eigenvalues.dtype
         new = [
-            old if value is None else jnp.asarray(value, dtype)
+            old if value is None else jnp.asarray(value, old.dtype)
             for old, value in ((self.noise, noise), (self.prior, prior))
         ]
         return eqx.tree_at(lambda p: (p.noise, p.prior), self, tuple(new))

@@ -1,0 +1,99 @@
+"""The covariance of a fit's parameters, from singular values."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Scalar
+
+from .._common._tree import matmul
+from .._linear_algebra import _small_svd
+
+
+# A parameter is undetermined if more than this part of it lies in directions that do not
+# change the residuals. Rounding is less, about the root of eps.
+_PART = 1e-6
+
+
+class Covariance(NamedTuple):
+    """The covariance of k parameters, in units of the residuals' variance.
+
+    - `factor`: $F = V S^{-1}$, where $F F^\\top$ is the covariance.
+    - `rank`: the rank of the Jacobian.
+    - `determined`: whether the residuals determine each parameter.
+    - `directions`: the directions that do not change the residuals, one in a row; the
+        other rows are zero.
+    """
+
+    factor: Float[Array, "k k"]
+    rank: Int[Array, ""]
+    determined: Bool[Array, " k"]
+    directions: Float[Array, "k k"]
+
+    def matrix(self, variance: Scalar) -> Float[Array, "k k"]:
+        """Return the covariance. For undetermined parameters it is infinite on the
+        diagonal and NaN elsewhere."""
+        known = variance * matmul(self.factor, self.factor.T)
+        both = self.determined[:, None] & self.determined[None, :]
+        unknown = jnp.where(jnp.eye(self.determined.size, dtype=bool), jnp.inf, jnp.nan)
+        return jnp.where(both, known, unknown.astype(known.dtype))
+
+
+def covariance(
+    jacobian: Float[Array, "m k"],
+    free: Bool[Array, " k"],
+    seen: Bool[Array, " k"],
+    num_points: Scalar,
+) -> Covariance:
+    r"""Compute $(J^\top J)^{-1}$ of the free parameters from the singular values
+    $J = U S V^\top$, without forming $J^\top J$.
+
+    The columns are first scaled to length 1, so that neither the result nor the threshold
+    for zero depends on the parameters' units. This would scale up a column that is only
+    rounding: `seen` is false for such columns, and their parameters are undetermined. The
+    result is NaN if an entry of the Jacobian is not finite. All of `num_points` have
+    added to the rounding of the Jacobian, also if it is a triangular factor.
+    """
+    m, k = jacobian.shape
+    length = jnp.maximum(num_points, max(m, k))
+    finite = jnp.all(jnp.isfinite(jacobian))
+    jacobian = jnp.where((free & seen)[None] & finite, jacobian, 0)
+    if m < k:  # Pad, to get all k right singular vectors.
+        jacobian = jnp.pad(jacobian, ((0, k - m), (0, 0)))
+    norms = jax.lax.stop_gradient(jnp.linalg.norm(jacobian, axis=0))
+    units = jnp.where(norms > 0, norms, 1)
+    factor, s, vt = _inverse_factor(jacobian / units[None], length)
+    known = s > 0
+    factor /= units[:, None]
+    parts = jnp.where(known[:, None], 0, vt)
+    undetermined = free & finite & (jnp.linalg.norm(parts, axis=0) > _PART)
+    directions = jnp.where(free[None] & finite, parts / units[None], 0)
+    rank = jnp.where(finite, jnp.sum(known), jnp.sum(free))
+    factor = jnp.where(finite, factor, jnp.nan)
+    return Covariance(factor, rank, ~undetermined, directions)
+
+
+@jax.custom_jvp
+def _inverse_factor(
+    matrix: Float[Array, "m k"], length: Scalar
+) -> tuple[Float[Array, "k k"], Float[Array, " k"], Float[Array, "k k"]]:
+    r"""Return $V S^{-1}$ on the numerical range, the singular values (0 off the range),
+    and $V^\top$. Singular values below `length` roundings of the largest are off it."""
+    _, s, vt = _small_svd.svd(matrix)
+    s = jnp.where(s > length * jnp.finfo(matrix.dtype).eps * s[0], s, 0)
+    factor = jnp.where((s > 0)[None], vt.T / jnp.where(s > 0, s, 1)[None], 0)
+    return factor, s, vt
+
+
+@_inverse_factor.defjvp
+def _(primals, tangents):
+    r"""Differentiate so that functions of $F F^\top$ alone get the right derivative.
+
+    If singular values are equal, $F$ has no derivative, but $F F^\top = (A^\top A)^{-1}$
+    has: $-F M F^\top$, with $M = F^\top(\dot A^\top A + A^\top\dot A)F$. Hence
+    $\dot F = -F M/2$."""
+    (matrix, length), (change, _) = primals, tangents
+    factor, s, vt = _inverse_factor(matrix, length)
+    half = matmul(matmul(matrix, factor).T, matmul(change, factor))
+    change = -0.5 * matmul(factor, half + half.T)
+    return (factor, s, vt), (change, jnp.zeros_like(s), jnp.zeros_like(vt))

@@ -1,0 +1,94 @@
+"""The start of a fit, the parameters that are fixed, and the bounds, in one form."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from .._common._checks import check_names
+from ._inputs import as_floats
+
+
+def as_start(value: Any) -> Array:
+    """Convert one leaf of `start`, a number or an array, to a finite array."""
+    value = as_floats(value, "start")
+    if not isinstance(value, Tracer) and not np.all(np.isfinite(value)):
+        raise ValueError(f"`start` must be finite, but {value} was given.")
+    return value
+
+
+def parted(start: PyTree[Array], fixed: Iterable[str]) -> tuple[PyTree, PyTree]:
+    """Split the parameters into the free ones and the fixed ones. Both have the structure
+    of all, with `None` in place of the others."""
+    if not jax.tree.leaves(start):
+        raise ValueError(f"`start` must hold a parameter, but {start!r} was given.")
+    fixed = [fixed] if isinstance(fixed, str) else list(fixed)
+    if fixed and not isinstance(start, Mapping):
+        raise ValueError(
+            "`fixed` needs parameters in a dictionary: for others, make the lower and "
+            "upper bounds equal."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(start)
+    known = dict.fromkeys(name for path, _ in leaves for name in _names(path))
+    check_names(fixed, known, "to be fixed")
+    is_free = lambda path, _: not any(name in fixed for name in _names(path))
+    free, kept = eqx.partition(start, jax.tree_util.tree_map_with_path(is_free, start))
+    if not jax.tree.leaves(free):
+        raise ValueError("All parameters are fixed: there is nothing to fit.")
+    return free, kept
+
+
+def _names(path: tuple) -> list[str]:
+    """Return the names of the entries that a leaf is in, such as `a` and `a.width`."""
+    ends = range(1, len(path) + 1)
+    return [jax.tree_util.keystr(path[:k], simple=True, separator=".") for k in ends]
+
+
+def limits(bounds: Any, start: PyTree) -> Any:
+    """Return the bounds `(lower, upper)` of the parameters, for a solver."""
+    if bounds is None:
+        return None
+    if isinstance(bounds, Mapping):
+        if not isinstance(start, Mapping):
+            raise ValueError(
+                "`bounds` by name need parameters in a dictionary: pass a pair "
+                "`(lower, upper)`."
+            )
+        bounds = _ends(bounds, start)
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2:
+        raise ValueError(
+            "`bounds` must be a dictionary `{name: (lower, upper)}`, or a pair "
+            f"`(lower, upper)`, but {bounds!r} was given."
+        )
+    bounds = tuple(_like(start, bound) for bound in bounds)
+    return jax.tree.map(lambda b: as_floats(b, "bounds"), bounds)
+
+
+def _ends(bounds: Mapping, start: Mapping) -> tuple[dict, dict]:
+    """Return the lower ends and the upper ends of bounds by name."""
+    check_names(bounds, start, "to have bounds")
+    lower, upper = {}, {}
+    for name, pair in bounds.items():
+        if isinstance(pair, Mapping) and isinstance(start[name], Mapping):
+            pair = _ends(pair, start[name])
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(
+                f"The bounds of {name!r} must be a pair `(lower, upper)`, but {pair!r} "
+                "was given."
+            )
+        lower[name], upper[name] = pair
+    return lower, upper
+
+
+def _like(start: PyTree[Array], bound: Any) -> Any:
+    """Convert a list of bounds to an array if `start` is an array, and vice versa."""
+    structure = jax.tree.structure(start)
+    if isinstance(start, Array) and isinstance(bound, list | tuple):
+        return np.asarray(bound)
+    if isinstance(start, list | tuple) and np.shape(bound) == (structure.num_leaves,):
+        return structure.unflatten(list(bound))
+    return bound
