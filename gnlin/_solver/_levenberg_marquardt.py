@@ -281,6 +281,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             point = unravel(flat)
             outputs = _tree.where(lost, detour.outputs, outputs)
             finite, stuck = finite | lost, stuck & ~lost
+            assert tried.leaves is not None
             at = in_one_array(lin.moved(tried.detour))
             detour = Detour(tried.leaves, at, flat, outputs)
             memory = dataclasses.replace(memory, detour=detour)

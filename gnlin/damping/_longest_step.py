@@ -1,201 +1,21 @@
-r"""Rules that adapt Levenberg-Marquardt's damping to the success of its trials.
+"""The longest step that keeps a part of its predicted decrease, and detours."""
 
-```python
-solver = gnlin.LevenbergMarquardt(damping=gnlin.damping.TrustRegion())
-```
-
-For a fixed damping or a schedule use [`gnlin.DampedGaussNewton`][].
-"""
-
-import abc
 import dataclasses
-from typing import ClassVar, Generic, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
-from equinox import AbstractVar
-from jaxtyping import Array, Bool, Float, Int, PyTree, Scalar, ScalarLike
+from jaxtyping import Array, Bool, Float, Int, ScalarLike
 
-from ._common import _tree
-from ._common._checks import (
+from .._common import _tree
+from .._common._checks import (
     as_scalar,
     check_count,
     check_finite_positive,
     check_flag,
     check_fraction,
-    nan_unless,
-    positive,
 )
-from ._subproblem import AbstractSubproblem, damping_for_length
-
-
-__all__ = ["AbstractDamping", "LongestStep", "Nielsen", "Trial", "TrustRegion"]
-
-
-class Trial(eqx.Module):
-    r"""The outcome of a trial with one damping, for a rule to judge.
-
-    - `damping`: $\lambda$.
-    - `ratio`: the decrease of the loss divided by the predicted decrease, at most 1.
-    - `accepted`: whether the step may be taken.
-    - `length`, `size`: $\lVert D\delta\rVert$ and $\lVert Dy\rVert$, with $D$ the scaling
-        of the damping.
-    - `share`: the predicted decrease divided by the one predicted for the undamped step;
-        0 if the latter is unknown.
-    - `noise`: whether both the decrease and its prediction are below the rounding of the
-        loss.
-    - `part`: the predicted decrease divided by the largest possible one, which is that of
-        the undamped step or the loss itself, whichever is smaller.
-    - `on_detour`: whether the linearisation is on a detour. The decreases are then
-        counted from the point where the detour left.
-    """
-
-    damping: Float[Array, ""]
-    ratio: Float[Array, ""]
-    accepted: Bool[Array, ""]
-    length: Float[Array, ""]
-    size: Float[Array, ""]
-    share: Float[Array, ""]
-    noise: Bool[Array, ""]
-    part: Float[Array, ""]
-    on_detour: Bool[Array, ""]
-
-
-_State = TypeVar("_State")
-
-
-# The smallest ratio of an accepted step, as in MINPACK.
-_SUFFICIENT = 1e-4
-# A ratio below the first shrinks a trust region, and one from the second on enlarges it.
-_POOR, _GOOD = 0.25, 0.75
-
-
-class AbstractDamping(eqx.Module, Generic[_State]):
-    r"""A rule that chooses the damping of each trial.
-
-    A subclass keeps a state, which is any pytree, and defines `init`, `damping` and
-    `after`. It may also override `begin`, which sees each linearisation once, and
-    `accepts` and `goes_on`, which decide whether a step is accepted and whether to try
-    another damping at the same linearisation. The last accepted step that lowers the loss
-    by more than rounding is taken.
-
-    - `num_trials`: the approximate number of dampings tried at one linearisation. If it
-        is large, a decomposition that serves all of them is worth its cost.
-    - `detours`: whether some trials are the start of a detour (`is_detour`).
-    """
-
-    num_trials: ClassVar[int] = 2
-    detours: ClassVar[bool] = False
-
-    def __repr__(self) -> str:
-        return _tree.in_words(self)
-
-    @abc.abstractmethod
-    def init(self, dtype: jnp.dtype) -> _State:
-        """Return the state before the first trial of a run."""
-
-    def begin(self, state: _State, subproblem: AbstractSubproblem) -> _State:
-        """Return the state before the first trial at a linearisation."""
-        return state
-
-    @abc.abstractmethod
-    def damping(
-        self, state: _State, subproblem: AbstractSubproblem, y: PyTree[Array]
-    ) -> Scalar:
-        r"""Return the next $\lambda$ to try at the point `y`."""
-
-    @abc.abstractmethod
-    def after(self, state: _State, trial: Trial) -> _State:
-        """Return the state after a trial."""
-
-    def accepts(self, state: _State, trial: Trial) -> Bool[Array, ""]:
-        """Whether a trial's step is good enough, with the `state` before the trial."""
-        return trial.ratio > _SUFFICIENT
-
-    def goes_on(self, state: _State, trial: Trial) -> Bool[Array, ""]:
-        """Whether to try another damping here, with the `state` after the trial."""
-        return ~trial.accepted
-
-    def is_detour(self, state: _State) -> Bool[Array, ""]:
-        """Whether the next trial, if it is accepted, is the start of a detour. The next
-        linearisation is then at its point, and the step taken so far is kept. If some
-        trial there lowers the loss of that step as well as it has to, it is the next
-        step, and otherwise the detour is forgotten."""
-        return jnp.array(False)
-
-
-class _Kept(eqx.Module):
-    damping: Float[Array, ""]  # to try next; negative before the first trial
-
-
-_KeptState = TypeVar("_KeptState", bound=_Kept)
-
-
-class _AbstractFromFirst(AbstractDamping[_KeptState]):
-    """A rule whose state holds the next damping."""
-
-    initial: AbstractVar[ScalarLike]
-
-    def begin(self, state: _KeptState, subproblem: AbstractSubproblem) -> _KeptState:
-        damping = state.damping
-        curvature = subproblem.curvature_along_gradient().astype(damping.dtype)
-        safe = jnp.where(positive(curvature), curvature, 1)
-        initial = nan_unless(positive(self.initial), self.initial)
-        first = jnp.where(damping < 0, initial.astype(damping.dtype) * safe, damping)
-        return eqx.tree_at(lambda s: s.damping, state, first)
-
-    def damping(self, state, subproblem, y) -> Scalar:
-        return state.damping
-
-
-class _Changing(_Kept):
-    growth: Float[Array, ""]  # factor of the damping if the next trial fails
-
-
-# The smallest factor of the damping in Nielsen's rule.
-_LESS = 1 / 3
-# The factor once the ratio is at least the first number. With 1/10 the median is 15 steps
-# on NIST's fits and 22 on the classical problems, instead of 17 and 26.5 without. With
-# 1/100 NIST's take 12.5, but some networks are a decade of loss behind after 25 steps.
-_EXACT, _MUCH_LESS = 0.98, 1 / 10
-
-
-class Nielsen(_AbstractFromFirst[_Changing]):
-    r"""A damping that falls by a factor of up to 3 after a good step, and rises by
-    factors of 2, 4, 8 and so on after failing steps.
-
-    $$\lambda \leftarrow \lambda\,\max\!\left(\tfrac13,\ 1 - (2\rho - 1)^3\right),$$
-
-    with $\rho$ the decrease divided by the predicted decrease. As an addition to
-    Nielsen's rule, $\lambda$ is divided by 10 if $\rho \ge 0.98$.
-
-    **Arguments:**
-
-    - `initial`: the first $\lambda$, divided by the curvature along the gradient.
-
-    ??? cite "Reference"
-
-        H. B. Nielsen, *Damping parameter in Marquardt's method*, IMM-REP-1999-05.
-    """
-
-    initial: ScalarLike = eqx.field(default=1e-3, converter=as_scalar)
-
-    def __check_init__(self):
-        check_finite_positive("initial", self.initial)
-
-    def init(self, dtype: jnp.dtype) -> _Changing:
-        return _Changing(jnp.array(-1, dtype), jnp.array(2, dtype))
-
-    def after(self, state: _Changing, trial: Trial) -> _Changing:
-        factor = jnp.where(trial.accepted, _nielsen_factor(trial.ratio), state.growth)
-        growth = jnp.where(trial.accepted, 2, 2 * state.growth)
-        return _Changing(trial.damping * factor, growth)
-
-
-def _nielsen_factor(ratio: Scalar) -> Scalar:
-    """Return the factor of the damping after an accepted step."""
-    shrink = jnp.maximum(_LESS, 1 - (2 * ratio - 1) ** 3)
-    return jnp.where(ratio >= _EXACT, _MUCH_LESS, shrink)
+from ._base import AbstractFromFirst, Kept, Trial
+from ._nielsen import nielsen_factor
 
 
 # The search ends when the largest failing and the smallest accepted damping are within
@@ -230,7 +50,7 @@ _BOLDEST = 1e8
 _MOST_ON_DETOUR = 4
 
 
-class _Edge(_Kept):
+class _Edge(Kept):
     low: Float[Array, ""]  # largest failing damping at this linearisation, or 0
     high: Float[Array, ""]  # smallest accepted damping at this linearisation, or infinity
     move: Float[Array, ""]  # factor to the next damping while `low` or `high` is missing
@@ -244,7 +64,7 @@ class _Edge(_Kept):
     leaves: Bool[Array, ""]  # whether the next trial is the start of a detour
 
 
-class LongestStep(_AbstractFromFirst[_Edge]):
+class LongestStep(AbstractFromFirst[_Edge]):
     r"""The longest reliable step: the smallest damping at which the loss still falls by
     $\rho$ times the predicted decrease. It is searched for at each linearisation.
 
@@ -331,7 +151,7 @@ class LongestStep(_AbstractFromFirst[_Edge]):
         taken = good & (~trial.noise | jnp.isinf(state.high))
         # Keep a damping that has no effect: far below it, rounding would decide.
         stays = trial.noise | saturated | (trial.share >= _UNDAMPED)
-        factor = jnp.where(stays, 1, _nielsen_factor(trial.ratio))
+        factor = jnp.where(stays, 1, nielsen_factor(trial.ratio))
         next_length = jnp.where(taken, trial.length, state.next_length)
         next_damping = jnp.where(taken, trial.damping * factor, state.next_damping)
         gain = jnp.where(taken, trial.ratio * trial.part, state.gain)
@@ -401,62 +221,3 @@ class LongestStep(_AbstractFromFirst[_Edge]):
 
     def goes_on(self, state: _Edge, trial: Trial) -> Bool[Array, ""]:
         return state.number > 0
-
-
-# The next radius, divided by the length of a poor step and of a failing one.
-_POORER, _FAILED = 0.5, 0.25
-
-
-class _Region(eqx.Module):
-    radius: Float[Array, ""]  # negative before the first trial
-    damping: Float[Array, ""]  # of the last trial
-
-
-class TrustRegion(AbstractDamping[_Region]):
-    r"""A trust region: the step is the best one with $\lVert D\delta\rVert \le \Delta$.
-    The damping is found such that the step's length is the radius $\Delta$ within a
-    tenth, unless the undamped step is shorter. The next radius is twice the length of a
-    good step, half that of a poor step, or a quarter of a failing one.
-
-    Each trial takes a few solutions of the subproblem. They are cheap if its spectrum is
-    in memory, and expensive by conjugate gradients.
-
-    **Arguments:**
-
-    - `factor`: the first radius, divided by $\lVert Dy\rVert$ unless that is 0. MINPACK
-        uses 100; with 1 all of NIST's fits are solved.
-
-    ??? cite "Reference"
-
-        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
-        sections 3 to 5, without the interpolation after a failing step.
-    """
-
-    num_trials: ClassVar[int] = 10
-
-    factor: ScalarLike = eqx.field(default=1.0, converter=as_scalar)
-
-    def __check_init__(self):
-        check_finite_positive("factor", self.factor)
-
-    def init(self, dtype: jnp.dtype) -> _Region:
-        return _Region(jnp.array(-1, dtype), jnp.array(0, dtype))
-
-    def damping(self, state, subproblem, y) -> Scalar:
-        dtype = state.radius.dtype
-        factor = nan_unless(positive(self.factor), self.factor).astype(dtype)
-        size = subproblem.length(y).astype(dtype)
-        first = factor * jnp.where(size > 0, size, 1)
-        radius = jnp.where(state.radius < 0, first, state.radius)
-        return damping_for_length(subproblem, radius, state.damping)
-
-    def after(self, state: _Region, trial: Trial) -> _Region:
-        poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
-        # The first radius is a guess: replace it by the length of the first step.
-        fair = jnp.where(state.radius < 0, trial.length, state.radius)
-        radius = jnp.select(
-            [~trial.accepted, poor, good],
-            [_FAILED * trial.length, _POORER * trial.length, 2 * trial.length],
-            fair,
-        )
-        return _Region(radius, trial.damping)

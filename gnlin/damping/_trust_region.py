@@ -1,0 +1,72 @@
+"""The best step of at most some length."""
+
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Scalar, ScalarLike
+
+from .._common._checks import as_scalar, check_finite_positive, nan_unless, positive
+from .._subproblem import damping_for_length
+from ._base import AbstractDamping, Trial
+
+
+# A ratio below the first shrinks a trust region, and one from the second on enlarges it.
+_POOR, _GOOD = 0.25, 0.75
+# The next radius, divided by the length of a poor step and of a failing one.
+_POORER, _FAILED = 0.5, 0.25
+
+
+class _Region(eqx.Module):
+    radius: Float[Array, ""]  # negative before the first trial
+    damping: Float[Array, ""]  # of the last trial
+
+
+class TrustRegion(AbstractDamping[_Region]):
+    r"""A trust region: the step is the best one with $\lVert D\delta\rVert \le \Delta$.
+    The damping is found such that the step's length is the radius $\Delta$ within a
+    tenth, unless the undamped step is shorter. The next radius is twice the length of a
+    good step, half that of a poor step, or a quarter of a failing one.
+
+    Each trial takes a few solutions of the subproblem. They are cheap if its spectrum is
+    in memory, and expensive by conjugate gradients.
+
+    **Arguments:**
+
+    - `factor`: the first radius, divided by $\lVert Dy\rVert$ unless that is 0. MINPACK
+        uses 100; with 1 all of NIST's fits are solved.
+
+    ??? cite "Reference"
+
+        J. J. Moré, *The Levenberg-Marquardt algorithm: implementation and theory* (1978),
+        sections 3 to 5, without the interpolation after a failing step.
+    """
+
+    num_trials: ClassVar[int] = 10
+
+    factor: ScalarLike = eqx.field(default=1.0, converter=as_scalar)
+
+    def __check_init__(self):
+        check_finite_positive("factor", self.factor)
+
+    def init(self, dtype: jnp.dtype) -> _Region:
+        return _Region(jnp.array(-1, dtype), jnp.array(0, dtype))
+
+    def damping(self, state, subproblem, y) -> Scalar:
+        dtype = state.radius.dtype
+        factor = nan_unless(positive(self.factor), self.factor).astype(dtype)
+        size = subproblem.length(y).astype(dtype)
+        first = factor * jnp.where(size > 0, size, 1)
+        radius = jnp.where(state.radius < 0, first, state.radius)
+        return damping_for_length(subproblem, radius, state.damping)
+
+    def after(self, state: _Region, trial: Trial) -> _Region:
+        poor, good = trial.ratio < _POOR, trial.ratio >= _GOOD
+        # The first radius is a guess: replace it by the length of the first step.
+        fair = jnp.where(state.radius < 0, trial.length, state.radius)
+        radius = jnp.select(
+            [~trial.accepted, poor, good],
+            [_FAILED * trial.length, _POORER * trial.length, 2 * trial.length],
+            fair,
+        )
+        return _Region(radius, trial.damping)
