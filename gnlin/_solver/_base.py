@@ -199,7 +199,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         linearisation."""
         num_steps = state.counts.num_feature_updates
         dtype, detour = state.report.loss.dtype, self.detour(state)
-        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
+        here = self.outputs_of_run(lin, state)
         loss = objective.value(here).astype(dtype)
         first_loss = jnp.where(num_steps == 0, loss, state.first_loss)
         step = jax.tree.map(jnp.subtract, update.y, lin.point)
@@ -255,6 +255,11 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         """Return the point of the next linearisation."""
         detour = self.detour(state)
         return y if detour is None else detour.next_point(y)
+
+    def outputs_of_run(self, lin: Linearisation, state: State) -> PyTree[Array]:
+        """Return the outputs at the run's own point, given the linearisation."""
+        detour = self.detour(state)
+        return lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
 
     def tell(
         self, row: Mapping[str, Any], num_steps: Int[Array, ""], moved: Bool[Array, ""]
@@ -365,7 +370,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         self, fn, y, args, options, state: State, tags
     ) -> tuple[PyTree[Array], State, Any]:
         y, posed = self.between_bounds(y), recognised(fn, y, args)
-        point, detour = self.next_point(y, state), self.detour(state)
+        point = self.next_point(y, state)
         fixed = self.memory_budget, (options or {}).get("jac")
         if posed is None:
             lin, aux = linearised(fn, point, args, True, *fixed)
@@ -377,8 +382,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         y, after = self.advance(objective, lin, evaluate, state)
         at = state.counts.num_feature_updates
         moved = after.counts.num_feature_updates > at
-        here = lin.outputs if detour is None else detour.outputs_of_run(lin.outputs)
-        row = after.row() | {"loss": objective.value(here)}
+        loss = objective.value(self.outputs_of_run(lin, state))
+        row = after.row() | {"loss": loss}
         self.tell(row, after.counts.num_feature_updates, moved)
         if state.rows is not None:
             at = jnp.where(moved, at, jnp.iinfo(at.dtype).max)

@@ -78,7 +78,9 @@ class LevenbergMarquardt(AbstractGaussNewton):
     that lowers the loss by at least a quarter of the prediction. A further trial costs a
     filter, a product and an evaluation. Steps follow the curvature of the model's
     manifold to second order (geodesic acceleration), which greatly shortens the way
-    through narrow valleys. A step is rejected if its correction is nearly as long.
+    through narrow valleys. A step is rejected if its correction is nearly as long. Where
+    progress is slow, some linearisations are off the way, on a detour
+    ([`gnlin.damping.LongestStep`][]).
 
     Across batches of n examples a step is pulled towards 0.8 n / (n + 2) times the last
     step, so that directions that one batch does not determine follow the others. It is

@@ -186,10 +186,9 @@ def advanced(
             y, state = solver.advance(
                 objective, lin, evaluate, begun, same_examples=not is_random
             )
-        now, detour = lin.outputs, solver.detour(begun)
-        if detour is not None:
-            now = detour.outputs_of_run(now)
-            aux = _tree.where(detour.is_on, carry.model_state, aux) if has_aux else aux
+        now, detour = solver.outputs_of_run(lin, begun), solver.detour(begun)
+        if has_aux and detour is not None:
+            aux = _tree.where(detour.is_on, carry.model_state, aux)
         loss = objective.value(now)
     loss = loss.astype(state.report.loss.dtype)
     watch = carry.watch

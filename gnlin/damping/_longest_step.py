@@ -39,14 +39,18 @@ _LONG_WAY = 2
 _GROWTH, _SHORT = 3.0, 1e-3
 # A detour is tried if the step has less than this part of the largest possible decrease,
 # and if the detour's own prediction leaves less of it than this number of such steps
-# would.
+# would. On eleven fits of networks the loss after 80 steps is lower by 2.2 decades in the
+# geometric mean than without detours, and by 1.9 with a part of 0.3. Two to six steps
+# make no difference.
 _SLOW, _WORTH = 0.6, 3
 # The damping of a detour is divided by its boldness, which begins at the first number and
-# is multiplied by the others after a detour that came back, one that did not, and a step
-# without one. Below the last number no detour is tried.
+# is multiplied by the others after a detour that came back, one that was lost, and a slow
+# step without one. Below the last number no detour is tried. On a network for the heat
+# equation it rises to thousands. A first number of 16 makes no difference.
 _BOLD, _BOLDER, _LESS_BOLD, _RECOVERS, _TIMID = 4.0, 2.0, 0.25, 1.1, 2.0
 _BOLDEST = 1e8
-# A detour is lost after this number of failing trials.
+# A detour is lost after this number of failing trials, which try two thousand times the
+# first damping. Without such a limit the damping of the run itself would be lost, too.
 _MOST_ON_DETOUR = 4
 
 
