@@ -96,10 +96,15 @@ class LongestStep(AbstractFromFirst[_Edge]):
     - `initial`: the first $\lambda$, divided by the curvature along the gradient.
     - `detours`: whether to try detours.
 
-    ??? cite "Reference"
+    ??? cite "References"
 
         J. Webb, S. Jerad and C. Cartis, arXiv:2607.02194 (2026): the rule, for sketched
         problems, with a ratio of 0.075.
+
+        R. M. Chamberlain, M. J. D. Powell, C. Lemarechal and H. C. Pedersen, *The
+        watchdog technique for forcing convergence in algorithms for constrained
+        optimization*, Math. Programming Studies 16 (1982): a step may raise the loss if
+        the next one makes up for it.
     """
 
     ratio: ScalarLike = eqx.field(default=0.25, converter=as_scalar)
