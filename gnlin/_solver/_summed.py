@@ -19,7 +19,7 @@ from .._jacobian import AtHand, Rows
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
-from ..damping import TrustRegion
+from ..damping import LongestStep, TrustRegion
 from ._levenberg_marquardt import LevenbergMarquardt
 from ._state import State
 from ._trials import Proposal, TrialOutcome, Trials
@@ -126,13 +126,15 @@ def minimise(
 
     Each trial is one pass, and an accepted one is the next linearisation. A longer step
     is therefore not searched for: the default rule is a trust region, which takes the
-    fewest passes. Steps have no second-order correction. Ctrl-C ends a run that has made
-    a step, as `max_steps` does.
+    fewest passes. Steps have no second-order correction, and no detours. Ctrl-C ends a
+    run that has made a step, as `max_steps` does.
 
     - `expand`: makes a pass; returns the expansion at a point, and anything else.
     - `show`: shows the number of steps and the loss.
     """
     damping = TrustRegion() if solver.damping is None else solver.damping
+    if isinstance(damping, LongestStep):
+        damping = dataclasses.replace(damping, detours=False)
     solver = dataclasses.replace(solver, damping=damping, acceleration=False)
     here, last = expand(y)
     state = solver.start(y, jax.eval_shape(Expansion.outputs, here))
