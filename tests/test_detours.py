@@ -194,6 +194,7 @@ def test_with_dropout_no_run_is_on_a_detour():
     assert moved.sum() == run.stats["num_accepted_steps"]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_mistakes():
     with pytest.raises(ValueError, match="`detours` must be `True` or `False`"):
         LongestStep(detours="always")
