@@ -145,8 +145,7 @@ class Misfit(NamedTuple):
             derivative = lambda outputs: loss.derivative(outputs, target)
             ones = jnp.ones_like(outputs)
             slopes = counted * jax.jvp(derivative, (outputs,), (ones,))[1]
-            touching = jnp.sqrt(jnp.abs(pull / jnp.where(residuals == 0, 1, residuals)))
-            root = jnp.where(root > 0, root, touching)
+            root = jnp.where(root > 0, root, counted * loss.root_of_weight(residuals))
         reduced = jnp.where(root > 0, pull / jnp.where(root > 0, root, 1), 0)
         if isinstance(loss, Likelihood):
             outputs, residuals = root * outputs, -reduced

@@ -212,8 +212,10 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         ended = Ended(no, no, state.num_still, update.result)
         memory = update.memory
         if same_examples:
-            at = lin, here, no if detour is None else detour.is_on
-            ended = verdict(self, objective, at, update, step, state, loss, first_loss)
+            where = lin, here, no if detour is None else detour.is_on
+            ended = verdict(
+                self, objective, *where, update, step, state, loss, first_loss
+            )
         elif detour is not None:  # Losses of other examples are no measure for it.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
         # A run that has converged here takes no further step.

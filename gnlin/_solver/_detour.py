@@ -25,8 +25,8 @@ class Detour(eqx.Module):
     @staticmethod
     def none(y: PyTree[Array], outputs: PyTree[jax.ShapeDtypeStruct]) -> "Detour":
         """Return the state before the first step."""
-        flat, nothing = in_one_array(y), jax.tree.map(_zeros, outputs)
-        return Detour(jnp.array(False), flat, flat, nothing)
+        flat, _ = _tree.ravel_pytree(y)
+        return Detour(jnp.array(False), flat, flat, _tree.zeros_like(outputs))
 
     def next_point(self, y: PyTree[Array]) -> PyTree[Array]:
         """Return the point of the next linearisation if the run is at `y`."""
@@ -36,11 +36,3 @@ class Detour(eqx.Module):
     def outputs_of_run(self, outputs: PyTree[Array]) -> PyTree[Array]:
         """Return the outputs at the run's own point, with those at the linearisation."""
         return _tree.where(self.is_on, self.outputs, outputs)
-
-
-def in_one_array(y: PyTree[Array]) -> Float[Array, " p"]:
-    return _tree.ravel_pytree(y)[0]
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> Array:
-    return jnp.zeros(shape.shape, shape.dtype)

@@ -31,7 +31,7 @@ from .._subproblem import (
 from ..damping import AbstractDamping, LongestStep, Nielsen
 from ..filters import Tikhonov
 from ._base import AbstractGaussNewton
-from ._detour import Detour, in_one_array
+from ._detour import Detour
 from ._on_a_batch import MemoryAcross, step_on_a_batch
 from ._scaling import check_scaling, first_scale, Measured, Scaling
 from ._state import Evaluate, State, Update
@@ -284,7 +284,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             outputs = _tree.where(lost, detour.outputs, outputs)
             finite, stuck = finite | lost, stuck & ~lost
             assert tried.leaves is not None
-            at = in_one_array(lin.moved(tried.detour))
+            at, _ = _tree.ravel_pytree(lin.moved(tried.detour))
             detour = Detour(tried.leaves, at, flat, outputs)
             memory = dataclasses.replace(memory, detour=detour)
         return Update(

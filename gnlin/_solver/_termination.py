@@ -56,7 +56,9 @@ class Ended(NamedTuple):
 def verdict(
     solver: "AbstractGaussNewton",
     objective: AbstractObjective,
-    at: tuple[Linearisation, PyTree[Array], Bool[Array, ""]],
+    lin: Linearisation,
+    here: PyTree[Array],
+    on_detour: Bool[Array, ""],
     update: Update,
     step: PyTree[Array],
     state: State,
@@ -66,10 +68,9 @@ def verdict(
     """Return the verdict at a linearisation. Convergence is tested after a small
     step, after many steps without progress, and if no step could be found.
 
-    - `at`: the linearisation, the outputs at the run's own point, and whether the
-        linearisation is elsewhere, on a detour. The run does not end there.
+    - `here`: the outputs at the run's own point.
+    - `on_detour`: whether the linearisation is elsewhere. The run does not end there.
     """
-    lin, here, on_detour = at
     atol = solver.atol * _unit(objective, lin.outputs, first_loss)
     going = ~update.terminate & (update.result == optx.RESULTS.successful) & ~on_detour
     stands = update.stuck | (state.num_still >= _MOST_STILL)
@@ -318,8 +319,7 @@ class Watch(eqx.Module):
     ) -> "Watch":
         """Start at the first point. A tiny first loss is raised to a part of the loss of
         zero outputs; `outputs` holds arrays, or only their shapes."""
-        zeros = jax.tree.map(lambda f: jnp.zeros(f.shape, f.dtype), outputs)
-        unit = objective.value(zeros).astype(loss.dtype)
+        unit = objective.value(_tree.zeros_like(outputs)).astype(loss.dtype)
         floor = jnp.finfo(loss.dtype).eps ** 0.5 * unit
         return Watch(jnp.maximum(loss, floor), loss, y, jnp.array(0))
 

@@ -229,15 +229,15 @@ class Trials(NamedTuple):
         ratio = actual / jnp.where(predicted > 0, predicted, 1)
         noise = (predicted <= rounding) & (jnp.abs(actual) <= rounding)
         trial = Trial(
-            damping,
-            jnp.where(noise, 1, jnp.minimum(ratio, 1)),
-            _tree.all_finite((lin.moved(step), outputs)) & proposal.gentle,
-            proposal.length,
-            known.point_size,
-            share.astype(self.dtype),
-            noise,
-            jnp.where(attainable > 0, part, 1).astype(self.dtype),
-            jnp.array(False) if self.detour is None else self.detour.is_on,
+            damping=damping,
+            ratio=jnp.where(noise, 1, jnp.minimum(ratio, 1)),
+            accepted=_tree.all_finite((lin.moved(step), outputs)) & proposal.gentle,
+            length=proposal.length,
+            size=known.point_size,
+            share=share.astype(self.dtype),
+            noise=noise,
+            part=jnp.where(attainable > 0, part, 1).astype(self.dtype),
+            on_detour=jnp.array(False) if self.detour is None else self.detour.is_on,
         )
         accepted = trial.accepted & rule.accepts(last.state, trial)
         trial = eqx.tree_at(lambda t: t.accepted, trial, accepted)

@@ -13,13 +13,12 @@ from ._robust import AbstractRobust
 
 
 class Isotropic(AbstractLoss):
-    r"""A robust loss $\rho(\lVert r\rVert)$ of the length of residual vectors. It
-    depends on their length only, not on their direction, as the sum of $\rho(r_i)$
-    over their components does.
+    r"""A robust loss $\rho(\lVert r\rVert)$ of the length of residual vectors. Unlike
+    the sum of $\rho(r_i)$ over the components, it does not depend on the direction.
 
-    In this form one wrong component is a sign that the others are wrong too, such as
-    those of one reprojection error. With [`gnlin.losses.PseudoHuber`][] of an image's
-    gradients it is smoothed total variation.
+    If one component of a vector is wrong, all of them get less weight, as for the error
+    of a point in an image. [`gnlin.losses.PseudoHuber`][] of the length of an image's
+    gradients is smoothed total variation.
 
     **Arguments:**
 
@@ -78,7 +77,7 @@ class Isotropic(AbstractLoss):
     def factor(self, outputs: PyTree[Array], target: PyTree[Array]) -> IsotropicFactor:
         direction, size = self._polar(outputs, target)
         along = jax.tree.map(lambda s: self.loss.root(s, jnp.zeros_like(s)), size)
-        across = jax.tree.map(self.loss.root_across, size)
+        across = jax.tree.map(self.loss.root_of_weight, size)
         return IsotropicFactor(direction, along, across, self.axis, self.loss.unit)
 
     def plain(self, outputs: PyTree[Array], target: PyTree[Array]) -> PyTree[Array]:

@@ -43,18 +43,17 @@ class AbstractRobust(AbstractElementwiseLoss):
         return self.delta * self._rho.slope((output - target) / self.delta)
 
     def root(self, output: Array, target: Array) -> Array:
-        u = (output - target) / self.delta
-        return jnp.sqrt(self._weight(u)) if self.reweighted else self._rho.root(u)
+        if self.reweighted:
+            return self.root_of_weight(output - target)
+        return self._rho.root((output - target) / self.delta)
 
-    def root_across(self, size: Array) -> Array:
-        """Return the square root of the curvature across a vector of residuals of this
-        length, if the loss is of the length."""
-        return jnp.sqrt(self._weight(size / self.delta))
-
-    def _weight(self, u: Array) -> Array:
-        r"""Return $\rho'(u)/u$, the weight of iteratively reweighted least squares."""
+    def root_of_weight(self, residual: Array) -> Array:
+        r"""Return the square root of $\rho'(r)/r$, the weight of iteratively reweighted
+        least squares: the curvature of the parabola that touches the loss at r."""
+        u = residual / self.delta
         normal = u != 0
-        return jnp.where(normal, self._rho.slope(u) / jnp.where(normal, u, 1), 1)
+        weight = self._rho.slope(u) / jnp.where(normal, u, 1)
+        return jnp.sqrt(jnp.where(normal, weight, 1))
 
     @property
     def unit(self) -> float:
