@@ -90,23 +90,21 @@ def test_a_detour_to_where_the_function_is_not_finite_is_forgotten(limit):
 
 def test_a_detour_with_a_derivative_that_is_not_finite_is_forgotten():
     @jax.custom_jvp
-    def seen(u):
+    def broken(u):
         return u
 
-    @seen.defjvp
+    @broken.defjvp
     def _(primals, tangents):
         (u,), (du,) = primals, tangents
-        return u, jnp.where(abs(u - 0.45) < 0.2, jnp.nan, 1.0) * du
+        return u, jnp.where(abs(u) < 1e-4, 1, jnp.nan) * du
 
     def fn(y, args):
-        residual = valley(y, args)
-        off = residual[0]
-        # The derivative is NaN off the floor, on one side of it.
-        return residual.at[0].set(jnp.where(abs(off) < 1e-3, off, seen(off)))
+        off, along = valley(y, args)
+        return jnp.stack([broken(off), along])
 
-    run = ran(WITH, 60, fn)
+    run = ran(WITH, 200, fn)
     assert run.result != optx.RESULTS.nonfinite
-    assert half_squares(run.value) < 1e-3 * half_squares(START)
+    assert half_squares(run.value) < 0.1 * half_squares(START)
 
 
 def test_under_vmap_and_jit_each_run_has_its_own_detours():
@@ -169,29 +167,22 @@ def test_networks(train):
     assert found[True] < 0.5 * found[False]
 
 
-def test_with_dropout_no_run_is_on_a_detour():
-    """A loss of other units is no measure of a detour."""
+class Noisy(eqx.Module):
+    """A model with outputs that differ from step to step, by very little."""
 
-    class Dropping(eqx.Module):
-        mlp: eqx.nn.MLP
-        dropout: eqx.nn.Dropout
+    wave: Wave
 
-        def __call__(self, x, key):
-            return self.mlp(self.dropout(x, key=key))
+    def __call__(self, x, key):
+        return self.wave(x) + 1e-14 * jax.random.normal(key, (1,))
 
-    x = jax.random.normal(jax.random.key(0), (30, 4))
-    mlp = eqx.nn.MLP(4, 1, 8, 1, jnp.tanh, key=jax.random.key(1))
-    run = gnlin.solve(
-        Dropping(mlp, eqx.nn.Dropout(0.3)),
-        (x, jnp.sin(x[:, :1])),
-        WITH,
-        max_steps=20,
-        key=jax.random.key(2),
-        progress=False,
-    )
-    assert np.isfinite(run.loss)
-    moved = run.history["step_norm"] > 0
-    assert moved.sum() == run.stats["num_accepted_steps"]
+
+def test_a_loss_of_other_outputs_is_no_measure_of_a_detour():
+    x = jnp.linspace(-1, 1, 40)[:, None]
+    data, wave = (x, jnp.sin(4 * x) + x**2), Wave(jax.random.key(1))
+    call = functools.partial(gnlin.solve, max_steps=60, progress=False)
+    with_key = functools.partial(call, Noisy(wave), data, key=jax.random.key(2))
+    assert call(wave, data, WITH).loss < 0.5 * with_key(WITH).loss
+    np.testing.assert_allclose(with_key(WITH).loss, with_key(WITHOUT).loss, rtol=0.5)
 
 
 @pytest.mark.usefixtures("unchecked")

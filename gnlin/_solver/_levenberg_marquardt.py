@@ -275,14 +275,13 @@ class LevenbergMarquardt(AbstractGaussNewton):
         point = lin.moved(step)
         outputs = _tree.where(found, tried.outputs, lin.outputs)
         memory = dataclasses.replace(trials.memory, state=tried.state)
-        stuck = finite & ~found
         if detour is not None:
             lost = detour.is_on & ~found
             flat, unravel = _tree.ravel_pytree(point)
             flat = jnp.where(lost, detour.y, flat)
             point = unravel(flat)
             outputs = _tree.where(lost, detour.outputs, outputs)
-            finite, stuck = finite | lost, stuck & ~lost
+            finite |= lost
             assert tried.leaves is not None
             at, _ = _tree.ravel_pytree(lin.moved(tried.detour))
             detour = Detour(tried.leaves, at, flat, outputs)
@@ -301,7 +300,7 @@ class LevenbergMarquardt(AbstractGaussNewton):
             left=as_tree(tried.step),
             problem=trials.problem,
             searched=True,
-            stuck=stuck,
+            stuck=finite & ~found,
             result=optx.RESULTS.where(
                 finite, optx.RESULTS.successful, optx.RESULTS.nonfinite
             ),
