@@ -252,7 +252,7 @@ def fixed(x: PyTree) -> PyTree:
     return eqx.combine(jax.lax.stop_gradient(arrays), others)
 
 
-def zeros_like(x: PyTree[Array]) -> PyTree[Array]:
+def zeros_like(x: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[Array]:
     return jax.tree.map(jnp.zeros_like, x)
 
 
