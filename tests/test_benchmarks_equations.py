@@ -181,6 +181,23 @@ def test_a_run_continues_from_slab_to_slab(in_slabs):
     assert runs["u"].shape == (2, experiment.SIDE**2, 1)
 
 
+def test_errors_are_estimated_without_a_reference():
+    size = experiment.Size((8, 8), 64, 12)
+    settings = dataclasses.replace(
+        experiment.QUICK, seeds=1, sizes={"heat": size}, num_looks=2
+    )
+    point = {"equation": "heat"}
+    runs = Runs(point, experiment.train(settings, point, Place()))
+    error, estimate = runs["final_error"], runs["estimated_error"]
+    np.testing.assert_allclose(estimate, error, rtol=0.1)
+    assert runs["corrected_error"] < 0.1 * error
+    columns = {k: np.repeat(column, 2, axis=0) for k, column in runs.columns.items()}
+    columns["estimated_error"] = error * np.array([0.1, 0.2])
+    columns["corrected_error"] = error * np.array([0.1, 0.11])
+    verdicts = experiment.judge_all(settings, [Runs(point, columns)])
+    assert [v.outcome for v in verdicts[1:]] == ["refuted", "confirmed"]
+
+
 def test_its_verdicts_and_figures(in_slabs, tmp_path):
     settings, runs = in_slabs
     ends = {"confirmed": 1e-9, "refuted": 1e-2}

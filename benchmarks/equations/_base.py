@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -132,11 +133,26 @@ class Equation:
         here = jnp.asarray(points[within] - np.array([begin, 0.0]))
         return lambda model: self._error(model, here, _solved(self)[within])
 
+    def corrected(
+        self, model: PyTree, number: int
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        """The error that a correction estimates, and the error after it. The residuals
+        are those at about `number` interior points. Without slabs only."""
+        points, true = self.test_points(), _solved(self)
+        with warnings.catch_warnings():  # a verdict says whether the estimate is right
+            warnings.simplefilter("ignore", UserWarning)
+            correction = gnlin.predict.correction(model, self.groups(number))
+        change = correction(points, lambda model, x: self.u(model)(x))
+        found = jax.vmap(self.u(model))(points) + change
+        return self._relative(change, true), self._relative(found - true, true)
+
     def _error(self, model: PyTree, points: Array, true: Any) -> Float[Array, ""]:
-        found = jax.vmap(self.u(model))(points)
+        return self._relative(jax.vmap(self.u(model))(points) - true, true)
+
+    def _relative(self, difference: Array, true: Any) -> Float[Array, ""]:
         if self.compared is not None:
-            found, true = found[:, : self.compared], true[:, : self.compared]
-        return jnp.linalg.norm(found - true) / jnp.linalg.norm(true)
+            difference, true = difference[:, : self.compared], true[:, : self.compared]
+        return jnp.linalg.norm(difference) / jnp.linalg.norm(true)
 
     def coefficient_error(self, model: PyTree) -> Float[Array, ""]:
         """The relative error of the coefficient; 0 if none is unknown."""

@@ -7,6 +7,7 @@ result of training. It is computed when the predictor is made; each time, dampin
 input after that costs a product.
 """
 
+from ._correction import Correction as Correction, correction as correction
 from ._gaussian import Gaussian as Gaussian
 from ._paths import (
     Descent as Descent,
@@ -19,10 +20,12 @@ from ._variance import predictive_variance as predictive_variance
 
 
 __all__ = [
+    "Correction",
     "Descent",
     "Flow",
     "Gaussian",
     "Posterior",
+    "correction",
     "gradient_descent",
     "gradient_flow",
     "posterior",

@@ -1,0 +1,178 @@
+"""The correction by a Gauss-Newton step, and the estimate of the error that it gives."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import gnlin
+
+
+X = jnp.linspace(0.0, 1.0, 7)
+
+
+def decay(net, x):
+    """The residual of u' + u = 0."""
+    return jax.grad(net)(x) + net(x)
+
+
+def groups(number, dtype=float):
+    start = gnlin.Residuals(lambda net, x: net(x) - 1, jnp.zeros(1, dtype), weight=10.0)
+    points = jnp.linspace(0.0, 1.0, number, dtype=dtype)
+    return {"decay": gnlin.Residuals(decay, points), "start": start}
+
+
+def network(width=8, dtype=float):
+    net = eqx.nn.MLP("scalar", "scalar", width, 1, jnp.tanh, key=jax.random.key(0))
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_array(x) else x, net)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("number", [5, 60])
+def test_the_least_squares_step_of_numpy(number, dtype):
+    net, given = network(dtype=dtype), groups(number, dtype)
+    arrays, rest = eqx.partition(net, eqx.is_inexact_array)
+    flat, unravel = ravel_pytree(arrays)
+
+    def residuals(flat):
+        net = eqx.combine(unravel(flat), rest)
+        parts = [
+            jnp.sqrt(g.weight).astype(dtype)
+            * jax.vmap(lambda x, g=g: g.fn(net, x))(g.data)
+            for g in given.values()
+        ]
+        return jnp.concatenate(parts)
+
+    x = X.astype(dtype)
+    outputs = lambda flat: jax.vmap(eqx.combine(unravel(flat), rest))(x)
+    r, j, seen = residuals(flat), jax.jacfwd(residuals)(flat), jax.jacfwd(outputs)(flat)
+    r, j, seen = (np.asarray(x, float) for x in (r, j, seen))
+    rcond = max(j.shape) * np.finfo(dtype).eps
+    step = -np.linalg.pinv(j, rcond=rcond) @ r
+    correction = gnlin.predict.correction(net, given)
+    change = correction(x)
+    assert change.dtype == dtype
+    # Rounding decides on the directions with the least singular values.
+    atol = 1e-5 if dtype == "float64" else 2e-3
+    np.testing.assert_allclose(change, seen @ step, atol=atol)
+    remaining = np.linalg.norm(r + j @ step) / np.linalg.norm(r)
+    np.testing.assert_allclose(correction.remaining, remaining, atol=atol)
+
+
+@pytest.mark.parametrize("steps", [2, 6])
+def test_the_error_of_a_differential_equation(steps):
+    net = gnlin.solve(network(), groups(20), max_steps=steps).model
+    error = jax.vmap(net)(X) - jnp.exp(-X)
+    change = gnlin.predict.correction(net, groups(50))(X)
+    assert jnp.max(jnp.abs(error)) > 1e-5
+    np.testing.assert_allclose(change, -error, atol=1e-4 * jnp.max(jnp.abs(error)))
+
+
+def test_an_error_between_the_points_of_the_training():
+    steep = lambda net, x: jax.grad(net)(x) - 20 * jnp.cos(20 * x)
+    start = gnlin.Residuals(lambda net, x: net(x), jnp.zeros(1))
+    at = lambda n: {"a": gnlin.Residuals(steep, jnp.linspace(0, 1, n)), "b": start}
+    solution = gnlin.solve(network(20), at(8), max_steps=100)
+    error = jax.vmap(solution.model)(X) - jnp.sin(20 * X)
+    assert solution.loss < 1e-12
+    assert jnp.max(jnp.abs(error)) > 0.1
+    change = gnlin.predict.correction(solution, at(100))(X)
+    np.testing.assert_allclose(jnp.linalg.norm(change), jnp.linalg.norm(error), rtol=0.2)
+
+
+def test_an_unknown_coefficient_and_a_derivative():
+    x = jnp.linspace(0.0, 1.0, 40)
+    model = {"u": network(), "rate": jnp.array(1.0)}
+    grown = lambda m, x: jax.grad(m["u"])(x) - m["rate"] * m["u"](x)
+    seen = lambda m, x: m["u"](x) - jnp.exp(2 * x)
+    both = [gnlin.Residuals(grown, x), gnlin.Residuals(seen, x)]
+    model = gnlin.solve(model, both, max_steps=8).model
+    correction = gnlin.predict.correction(model, both)
+    wrong = model["rate"] - 2
+    assert jnp.abs(wrong) > 1e-7
+    np.testing.assert_allclose(correction.step["rate"], -wrong, rtol=0.1)
+    slope = lambda m, x: jax.grad(m["u"])(x)
+    before = jax.vmap(lambda x: slope(model, x))(X) - 2 * jnp.exp(2 * X)
+    after = before + correction(X, slope)
+    assert jnp.linalg.norm(after) < 0.1 * jnp.linalg.norm(before)
+    with pytest.raises(ValueError, match="cannot be called on an input"):
+        correction(X)
+
+
+def test_any_start_of_a_linear_model():
+    """A model that is linear in its parameters is solved by one correction."""
+    basis = lambda a, x: a @ jnp.sin(jnp.arange(1.0, 6.0) * x)
+    group = gnlin.Residuals(lambda a, x: basis(a, x) - x, jnp.linspace(0, 1, 30))
+    found = [
+        basis(a, 0.3) + gnlin.predict.correction(a, group)(jnp.array([0.3]), basis)[0]
+        for a in jax.random.normal(jax.random.key(0), (3, 5))
+    ]
+    np.testing.assert_allclose(found, 3 * [found[0]], rtol=1e-9)
+
+
+def test_a_robust_loss_and_some_parameters():
+    robust = gnlin.Residuals(decay, X, loss=gnlin.losses.PseudoHuber(0.1))
+    last = lambda net: jax.tree.map(lambda x: x is net.layers[-1].weight, net)
+    net = network()
+    correction = gnlin.predict.correction(net, robust, filter_spec=last(net))
+    solver = gnlin.GaussNewton(method="svd", search=None)
+    moved = gnlin.solve(net, robust, solver, max_steps=1, filter_spec=last(net)).model
+    step = moved.layers[-1].weight - net.layers[-1].weight
+    np.testing.assert_allclose(correction.step.layers[-1].weight, step, rtol=1e-8)
+    assert correction.step.layers[0].weight is None
+
+
+def test_a_network_that_is_too_small_is_told():
+    wave = lambda net, x: net(x) - jnp.sin(20 * x)
+    group = lambda n: gnlin.Residuals(wave, jnp.linspace(0, 1, n))
+    net = gnlin.solve(network(2), group(50), max_steps=200).model
+    with pytest.warns(UserWarning, match="estimate of the error is too small"):
+        correction = gnlin.predict.correction(net, group(100))
+    assert 0.7 < correction.remaining <= 1
+
+
+def test_inside_a_compiled_program():
+    net, given = network(), groups(20)
+    compiled = eqx.filter_jit(lambda n, g: gnlin.predict.correction(n, g)(X))(net, given)
+    expected = gnlin.predict.correction(net, given)(X)
+    np.testing.assert_allclose(compiled, expected, atol=1e-9)
+
+
+def test_it_describes_itself():
+    correction = gnlin.predict.correction(network(), groups(20))
+    assert repr(correction) == "Correction(of 25 parameters)"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((X, X), "must be `gnlin.Residuals`, or a dictionary or list of them"),
+        (gnlin.Residuals(decay, lambda key: jax.random.uniform(key, 9)), "draws its"),
+        (gnlin.Residuals(decay, jnp.array([0.1, jnp.nan])), "not finite"),
+    ],
+)
+def test_groups_that_give_no_estimate(given, message):
+    with pytest.raises(ValueError, match=message):
+        gnlin.predict.correction(network(), given)
+
+
+def test_arguments_that_make_no_sense():
+    with pytest.raises(ValueError, match="`method` must be one of"):
+        gnlin.predict.correction(network(), groups(9), method="kernel")
+    with pytest.raises(ValueError, match="memory budget"):
+        gnlin.predict.correction(network(), groups(900), memory_budget=1000)
+    correction = gnlin.predict.correction(network(), groups(30))
+    with pytest.raises(ValueError, match="`outputs` must be a function"):
+        correction(X, 3)
+
+
+def test_a_converged_solution_has_a_tiny_correction():
+    net = gnlin.solve(network(), groups(20)).model
+    with warnings.catch_warnings():  # what remains is rounding
+        warnings.simplefilter("ignore", UserWarning)
+        change = gnlin.predict.correction(net, groups(50))(X)
+    assert jnp.max(jnp.abs(change)) < 1e-9
