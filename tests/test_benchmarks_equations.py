@@ -192,7 +192,7 @@ def test_errors_are_estimated_without_a_reference():
     np.testing.assert_allclose(estimate, error, rtol=0.1)
     assert runs["corrected_error"] < 0.1 * error
     columns = {k: np.repeat(column, 2, axis=0) for k, column in runs.columns.items()}
-    columns["estimated_error"] = error * np.array([0.1, 0.2])
+    columns["estimated_error"] = error * np.array([0.1, 0.11])
     columns["corrected_error"] = error * np.array([0.1, 0.11])
     verdicts = experiment.judge_all(settings, [Runs(point, columns)])
     assert [v.outcome for v in verdicts[1:]] == ["refuted", "confirmed"]
