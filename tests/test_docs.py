@@ -148,6 +148,8 @@ REACHED = {
     "docs/differential-equations.md": lambda n: (
         n["error"](n["square"].model, n["in_square"]) < 1e-9
         and n["error"](n["solution"].model, n["exact"]) < 1e-6
+        and np.allclose(n["before"] + n["change"], n["wanted"], rtol=0, atol=1e-8)
+        and np.abs(n["before"] - n["wanted"]).max() > 1e-7
         and np.linalg.norm(n["values"] - n["true"]) < 1e-4 * np.linalg.norm(n["true"])
         and n["error"](n["result"].model, n["exact"]) < 1e-4
         and abs(n["found"].model["conductivity"] - 0.25) < 0.01

@@ -1,5 +1,5 @@
 r"""Predictions of a linearised model after any number of training steps or any training
-time, and their uncertainty.
+time, their uncertainty, and the error of the solution of an equation.
 
 The model $f(\theta_0) + \phi\,(\theta - \theta_0)$ is linear in its parameters. For
 squared error, one factorisation of its Jacobian, kernel or curvature determines the
