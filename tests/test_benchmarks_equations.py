@@ -204,7 +204,7 @@ def test_its_verdicts_and_figures(in_slabs, tmp_path):
     for outcome, end in ends.items():
         errors = {"final_error": end * np.array([1.0, 1.1])}
         made = Runs(runs.point, {**runs.columns, **errors})
-        (verdict,) = experiment.judge_all(settings, [made])
+        verdict, *_ = experiment.judge_all(settings, [made])
         assert verdict.outcome == outcome
     captions = experiment.draw(settings, [runs], tmp_path)
     assert "2 slabs of 4 steps" in captions["equations"]

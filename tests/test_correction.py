@@ -103,6 +103,24 @@ def test_an_unknown_coefficient_and_a_derivative():
         correction(X)
 
 
+def test_the_corrected_solution_is_a_function():
+    net = gnlin.solve(network(), groups(20), max_steps=4).model
+    u = gnlin.predict.correction(net, groups(50)).corrected
+    np.testing.assert_allclose(jax.vmap(u)(X), jnp.exp(-X), atol=1e-9)
+    np.testing.assert_allclose(jax.vmap(jax.grad(u))(X), -jnp.exp(-X), atol=1e-7)
+    model = gnlin.predict.correction({"u": net}, _of_u(50))
+    values = jax.vmap(lambda x: model.corrected(x, lambda m, x: m["u"](x)))(X)
+    np.testing.assert_allclose(values, jnp.exp(-X), atol=1e-9)
+
+
+def _of_u(number):
+    fn = lambda of_net: lambda model, x: of_net(model["u"], x)
+    return [
+        gnlin.Residuals(fn(g.fn), g.data, weight=g.weight)
+        for g in groups(number).values()
+    ]
+
+
 def test_any_start_of_a_linear_model():
     """A model that is linear in its parameters is solved by one correction."""
     basis = lambda a, x: a @ jnp.sin(jnp.arange(1.0, 6.0) * x)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -133,18 +132,12 @@ class Equation:
         here = jnp.asarray(points[within] - np.array([begin, 0.0]))
         return lambda model: self._error(model, here, _solved(self)[within])
 
-    def corrected(
-        self, model: PyTree, number: int
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The error that a correction estimates, and the error after it. The residuals
-        are those at about `number` interior points. Without slabs only."""
-        points, true = self.test_points(), _solved(self)
-        with warnings.catch_warnings():  # a verdict says whether the estimate is right
-            warnings.simplefilter("ignore", UserWarning)
-            correction = gnlin.predict.correction(model, self.groups(number))
-        change = correction(points, lambda model, x: self.u(model)(x))
-        found = jax.vmap(self.u(model))(points) + change
-        return self._relative(change, true), self._relative(found - true, true)
+    def distance(self, first: Function, second: Function) -> Float[Array, ""]:
+        """The L2 distance of two functions, relative to the solution, at points that are
+        not trained on."""
+        points = self.test_points()
+        found = jax.vmap(first)(points) - jax.vmap(second)(points)
+        return self._relative(found, _solved(self))
 
     def _error(self, model: PyTree, points: Array, true: Any) -> Float[Array, ""]:
         return self._relative(jax.vmap(self.u(model))(points) - true, true)

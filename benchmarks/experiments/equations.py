@@ -4,8 +4,8 @@ Levenberg-Marquardt runs with its defaults for a number of steps, on fixed point
 a network that suits each equation. The error is the relative L2 distance from the exact
 solution, or from a spectral one, on points outside the training set. Long intervals of
 time are divided into slabs; each slab has its own network, which continues the previous
-one. Where there are no slabs, the error is also estimated without a reference, by a
-correction with the residuals at twice as many points.
+one. The error is also estimated without a reference: each network is corrected, with the
+residuals at twice as many points, and the next slab begins with the corrected solution.
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
     """Train the networks of the slabs one after another, each starting from the
     parameters of the previous one."""
     ends = equation.slabs or (0.0, 1.0)
-    model, before, networks = equation.model(size.hidden, key), None, []
+    model, before, networks, corrected = equation.model(size.hidden, key), None, [], []
     looks: dict[str, list] = {"steps": [], "seconds": [], "error": []}
     for begin, end in itertools.pairwise(ends):
         slab = (end - begin, before) if equation.slabs else ()
@@ -96,7 +96,7 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
         if equation.slabs:
             error = equation.error_between(begin, end)
         watch = _Watch(eqx.filter_jit(error), size.num_steps, num_looks)
-        with warnings.catch_warnings():  # `fit` warns of a run that has stagnated
+        with warnings.catch_warnings():  # of a run that has stagnated, or a small network
             warnings.simplefilter("ignore", UserWarning)
             model = gnlin.fit(
                 model,
@@ -106,22 +106,23 @@ def _solved(equation: Equation, size: Size, num_looks: int, key: Array) -> dict[
                 progress=False,
                 divergence=None,
             ).model
+            more = equation.groups(2 * size.num_points, *slab)
+            u = gnlin.predict.correction(model, more).corrected
         networks.append(model)
-        before = equation.state_at(model, end - begin)
+        corrected.append(u)
+        before = equation.state_at(u, end - begin)
         for name, column in looks.items():
             so_far = 0 if name == "error" or not column else column[-1]
             column += [so_far + x for x in watch.looks[name]]
-    solved = InSlabs(tuple(networks), ends[:-1]) if equation.slabs else model
-    final = np.asarray(eqx.filter_jit(equation.error)(solved))
-    u = np.asarray(jax.vmap(equation.u(solved))(equation.plane(SIDE)))
-    estimate = corrected = np.nan
-    if not equation.slabs:
-        estimate, corrected = equation.corrected(model, 2 * size.num_points)
+    found, better = networks[0], corrected[0]
+    if equation.slabs:
+        found, better = (InSlabs(tuple(x), ends[:-1]) for x in (networks, corrected))
+    values = np.asarray(jax.vmap(found)(equation.plane(SIDE)))
     return looks | {
-        "final_error": final,
-        "estimated_error": np.asarray(estimate),
-        "corrected_error": np.asarray(corrected),
-        "u": u.reshape(len(u), -1)[:, :1],
+        "final_error": np.asarray(eqx.filter_jit(equation.error)(found)),
+        "estimated_error": np.asarray(eqx.filter_jit(equation.distance)(found, better)),
+        "corrected_error": np.asarray(eqx.filter_jit(equation.error)(better)),
+        "u": values.reshape(len(values), -1)[:, :1],
     }
 
 
@@ -180,8 +181,6 @@ def judge_all(settings: Equations, all_runs: Sequence[Runs]) -> list[Verdict]:
                 thresholds.solved_to(name),
             )
         )
-        if equation.slabs:
-            continue
         error = runs["final_error"]
         verdicts.append(
             judge(
@@ -213,7 +212,7 @@ def draw(settings: Equations, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     _draw_solutions(settings, all_runs, out / "equations_solutions.png")
     medians = "; ".join(
         f"{EQUATIONS[name].name} ({_described(name, size)}): "
-        + _medians(EQUATIONS[name], only(all_runs, equation=name))
+        + _medians(only(all_runs, equation=name))
         for name, size in settings.sizes.items()
     )
     return {
@@ -226,13 +225,11 @@ def draw(settings: Equations, all_runs: Sequence[Runs], out: Path) -> Mapping[st
     }
 
 
-def _medians(equation: Equation, runs: Runs) -> str:
+def _medians(runs: Runs) -> str:
     error, estimate, corrected = (
         f"{np.median(runs[name]):.1e}"
         for name in ("final_error", "estimated_error", "corrected_error")
     )
-    if equation.slabs:
-        return error
     return f"{error}, estimated as {estimate}, after the correction {corrected}"
 
 

@@ -37,6 +37,8 @@ from ._linearised import check_finite
 # tenth of it with 0.8 to 1.
 _TOO_MUCH = 0.7
 
+Outputs = Callable[[Any, Any], PyTree[Array]]
+
 
 def correction(
     model: PyTree,
@@ -88,7 +90,8 @@ def correction(
         more = groups | {"decay": gnlin.Residuals(decay, jnp.linspace(0, 1, 50))}
         correction = gnlin.predict.correction(net, more)
         x = jnp.linspace(0, 1, 7)
-        jax.vmap(net)(x) + correction(x)  # closer to exp(-x)
+        correction(x)  # exp(-x) - jax.vmap(net)(x), to first order
+        jax.vmap(correction.corrected)(x)  # closer to exp(-x)
         ```
 
     ??? cite "Reference"
@@ -170,9 +173,7 @@ class Correction(eqx.Module):
         return f"Correction(of {_tree.size(self.step):,} parameters)"
 
     def __call__(
-        self,
-        inputs: PyTree[ArrayLike],
-        outputs: Callable[[Any, Any], PyTree[Array]] | None = None,
+        self, inputs: PyTree[ArrayLike], outputs: Outputs | None = None
     ) -> PyTree[Array]:
         """Return the change of the outputs on n inputs, to first order.
 
@@ -186,15 +187,33 @@ class Correction(eqx.Module):
 
         **Raises:** `ValueError` if the model cannot be called and `outputs` is left out.
         """
+        return _changes(self, self._checked(outputs), as_inputs(inputs))
+
+    def corrected(self, x: PyTree[ArrayLike], outputs: Outputs | None = None) -> Any:
+        """Return the outputs at one input, with their change. It is a function that JAX
+        differentiates, and maps over inputs: `jax.vmap(correction.corrected)(inputs)`.
+
+        The arguments are as for a call, but for one input.
+        """
+        before, change = self._pair(self._checked(outputs), x)
+        return jax.tree.map(jnp.add, before, change)
+
+    def _pair(self, outputs: Outputs, x: Any) -> tuple[PyTree[Array], PyTree[Array]]:
+        """Return the outputs at one input, and their change."""
+        at = lambda parameters: outputs(self._frozen.in_training(parameters), x)
+        return jax.jvp(at, (self._parameters,), (self.step,))
+
+    def _checked(self, outputs: Outputs | None) -> Outputs:
         if outputs is None and not callable(self._frozen.rest):
             raise ValueError(
                 "The model cannot be called on an input: pass "
                 '`outputs=lambda model, x: model["u"](x)`, or similar.'
             )
-        outputs = _own if outputs is None else outputs
+        if outputs is None:
+            return _own
         example = "lambda net, x: jax.grad(net)(x)"
         check_callable("outputs", outputs, "a function of a model and an input", example)
-        return _change(self, as_inputs(inputs), outputs)
+        return outputs
 
 
 def _own(model: Callable[[Any], PyTree[Array]], x: Any) -> PyTree[Array]:
@@ -202,13 +221,7 @@ def _own(model: Callable[[Any], PyTree[Array]], x: Any) -> PyTree[Array]:
 
 
 @eqx.filter_jit
-def _change(
-    correction: Correction, inputs: PyTree[Array], outputs: Callable[[Any, Any], Any]
+def _changes(
+    correction: Correction, outputs: Outputs, inputs: PyTree[Array]
 ) -> PyTree[Array]:
-    parameters, step = (correction._parameters,), (correction.step,)
-
-    def each(x: Any) -> PyTree[Array]:
-        at = lambda parameters: outputs(correction._frozen.in_training(parameters), x)
-        return jax.jvp(at, parameters, step)[1]
-
-    return jax.vmap(each)(inputs)
+    return jax.vmap(lambda x: correction._pair(outputs, x)[1])(inputs)
