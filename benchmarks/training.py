@@ -610,7 +610,7 @@ def _fit(settings, place, solver, callbacks, seed) -> Columns:
         ours["test_accuracy_linearised"] = np.nan_to_num(linearised, nan=0.0)
     for callback in told:
         ours |= {name: history[name] for name in callback.columns}
-    columns = {name: _padded(x[looked], num_looks) for name, x in ours.items()}
+    columns = {name: padded(x[looked], num_looks) for name, x in ours.items()}
     columns["validation_accuracy"] = np.nan_to_num(columns.pop("held_out_accuracy"))
     guessed = guessing_loss(loss_of(train[1]), train[1]) / scores.number_of(train[1])
     columns["guessing_loss"] = np.full(num_looks, guessed)
@@ -757,7 +757,7 @@ def single(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def _padded(x: ndarray, length: int) -> ndarray:
+def padded(x: ndarray, length: int) -> ndarray:
     """Repeat the last value for the looks after an early end."""
     return np.pad(x, (0, length - len(x)), mode="edge")
 

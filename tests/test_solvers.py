@@ -680,7 +680,11 @@ MISTAKES = {
     "gamma": [lambda: gnlin.methods.EisenstatWalker(gamma=0.0)],
     "exponent": [lambda: gnlin.methods.EisenstatWalker(exponent=-1.0)],
     "maximum": [lambda: gnlin.methods.EisenstatWalker(maximum=1.0)],
-    "minimum": [lambda: gnlin.methods.EisenstatWalker(minimum=0.0)],
+    "minimum": [
+        lambda: gnlin.methods.EisenstatWalker(minimum=0.0),
+        lambda: gnlin.methods.EisenstatWalker(minimum=0.5, maximum=0.1),
+    ],
+    "max_steps": [lambda: gnlin.methods.ConjugateGradients(0.1, max_steps=0)],
     "method": [
         lambda: gnlin.GaussNewton(method="qr"),
         lambda: gnlin.DampedGaussNewton(1.0, method="cg"),

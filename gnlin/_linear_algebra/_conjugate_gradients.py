@@ -10,7 +10,13 @@ import lineax as lx
 from jaxtyping import Array, Bool, Int, PyTree, Scalar, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_nonnegative, nan_unless, nonnegative
+from .._common._checks import (
+    check_count,
+    check_nonnegative,
+    is_traced,
+    nan_unless,
+    nonnegative,
+)
 from .._common._tree import Structure
 
 
@@ -86,6 +92,8 @@ class ConjugateGradients(lx.AbstractLinearSolver[lx.AbstractLinearOperator]):
 
     def __check_init__(self):
         check_nonnegative("tolerance", self.tolerance)
+        if self.max_steps is not None and not is_traced(self.max_steps):
+            check_count("max_steps", self.max_steps)
 
     def init(
         self, operator: lx.AbstractLinearOperator, options: dict[str, Any]

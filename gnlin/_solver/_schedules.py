@@ -13,6 +13,7 @@ from .._common._checks import (
     check_exponent,
     check_fraction,
     check_up_to_one,
+    is_traced,
     nan_unless,
 )
 
@@ -73,6 +74,12 @@ class EisenstatWalker(eqx.Module):
     def __check_init__(self):
         for name in ("initial", "maximum", "minimum"):
             check_fraction(name, getattr(self, name))
+        limits = self.minimum, self.maximum
+        if not is_traced(limits) and not jnp.less_equal(*limits):
+            raise ValueError(
+                f"`minimum` must be at most `maximum`, but {self.minimum} and "
+                f"{self.maximum} were given."
+            )
         check_up_to_one("gamma", self.gamma)
         check_exponent("exponent", self.exponent)
 

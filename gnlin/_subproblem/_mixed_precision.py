@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Scalar
 
 from .._common import _tree
 from .._common._checks import check_finite_positive, check_one_of
+from .._common._passes import Passes
 from .._jacobian import AtHand, Cost
 from .._linear_algebra._conjugate_gradients import conjugate_gradients, semidefinite
 from .._linearisation._quadratic import Quadratic
@@ -116,16 +117,17 @@ class Refined(AbstractWithGradient):
     def solve(self, filter: Filter) -> Answer:
         problem = self.problem
         damping = jnp.asarray(damping_of(filter), _tree.dtype(problem.residual))
-        pushed = None
+        products = problem.jacobian.a_product()
+        pushed, passes = None, Passes()
         if problem.rest is not None:
             pushed = problem.jacobian.push_forward(problem.rest)
+            passes = Passes(jvps=products.jvps)
         answer = through_outputs(
             lambda vector: self._solve(vector, damping, pushed), problem, pushed, damping
         )
         # One product for each refinement, and one for the last residual.
-        products = problem.jacobian.a_product()
-        refined = products * (answer.num_inner_steps + 1)
-        return eqx.tree_at(lambda a: a.passes, answer, answer.passes + refined)
+        passes += products * (answer.num_inner_steps + 1)
+        return eqx.tree_at(lambda a: a.passes, answer, answer.passes + passes)
 
     def _solve(self, vector, damping, pushed) -> Solved:
         dtype = vector.dtype

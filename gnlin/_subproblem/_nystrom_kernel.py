@@ -85,12 +85,13 @@ class OfLowRank(AbstractWithGradient):
     pushed: Float[Array, " m"] | None  # phi g_0
 
     def __init__(self, problem, vectors, eigenvalues, passes):
-        super().__init__(problem, passes)
         self.vectors = vectors
         self.eigenvalues = eigenvalues
         self.pushed = None
         if problem.rest is not None:
             self.pushed = problem.jacobian.push_forward(problem.rest)
+            passes += Passes(jvps=problem.jacobian.a_product().jvps)
+        super().__init__(problem, passes)
 
     @classmethod
     def of(cls, problem, cost: Cost, approximation: NystromKernel) -> "OfLowRank":

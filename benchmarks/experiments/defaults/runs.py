@@ -15,6 +15,7 @@ from numpy import ndarray
 
 import gnlin
 
+from ...training import padded
 from .tasks import Examples, Task
 
 
@@ -75,7 +76,7 @@ def run_task(
     history = result.history
     looked = ~np.isnan(history["test_score"])
     tested, validated = (
-        _padded(history[name][looked], num_looks)
+        padded(history[name][looked], num_looks)
         for name in ("test_score", "validation_score")
     )
     train_loss = mean_loss(task, result.model, result.state, data.train)
@@ -91,11 +92,6 @@ def run_task(
         "seconds": seconds,
         "diverged": ended_early or not train_loss <= first_loss,
     }
-
-
-def _padded(x: ndarray, length: int) -> ndarray:
-    """Fill the looks after an early end with the last values."""
-    return np.pad(x, (0, length - len(x)), mode="edge")
 
 
 def num_passes(stats: dict[str, Any], across: bool) -> int:
