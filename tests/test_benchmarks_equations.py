@@ -142,6 +142,19 @@ def test_the_cavity_conserves_mass():
     assert np.abs(velocity[:, 1]).max() > 0.05
 
 
+def test_the_pressure_does_not_count():
+    cavity = EQUATIONS["cavity"]
+    at_rest = lambda pressure: lambda x: jnp.array([0.0, 0.0, pressure])
+    assert cavity.error(at_rest(3.0)) == 1
+    assert cavity.distance(at_rest(3.0), at_rest(1.0)) == 0
+    moving = lambda x: jnp.array([0.1, 0.0, 0.0])
+    one, two = (
+        cavity.distance(moving, at_rest(1.0)),
+        cavity.distance(at_rest(1.0), moving),
+    )
+    assert one == two > 0
+
+
 def test_networks_of_slabs_follow_one_another():
     networks = tuple(lambda x, k=k: 10.0 * k + x[0] for k in range(3))
     whole = InSlabs(networks, (0.0, 0.5, 0.75))

@@ -135,17 +135,20 @@ class Equation:
     def distance(self, first: Function, second: Function) -> Float[Array, ""]:
         """The L2 distance of two functions, relative to the solution, at points that are
         not trained on."""
-        points = self.test_points()
-        found = jax.vmap(first)(points) - jax.vmap(second)(points)
-        return self._relative(found, _solved(self))
+        first, second = (self._at(u, self.test_points()) for u in (first, second))
+        return jnp.linalg.norm(first - second) / jnp.linalg.norm(self._cut(_solved(self)))
 
     def _error(self, model: PyTree, points: Array, true: Any) -> Float[Array, ""]:
-        return self._relative(jax.vmap(self.u(model))(points) - true, true)
+        true = self._cut(true)
+        return jnp.linalg.norm(self._at(self.u(model), points) - true) / (
+            jnp.linalg.norm(true)
+        )
 
-    def _relative(self, difference: Array, true: Any) -> Float[Array, ""]:
-        if self.compared is not None:
-            difference, true = difference[:, : self.compared], true[:, : self.compared]
-        return jnp.linalg.norm(difference) / jnp.linalg.norm(true)
+    def _at(self, u: Function, points: Array) -> Array:
+        return self._cut(jax.vmap(u)(points))
+
+    def _cut(self, values: Any) -> Any:
+        return values if self.compared is None else values[:, : self.compared]
 
     def coefficient_error(self, model: PyTree) -> Float[Array, ""]:
         """The relative error of the coefficient; 0 if none is unknown."""
