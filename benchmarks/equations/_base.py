@@ -135,8 +135,9 @@ class Equation:
     def distance(self, first: Function, second: Function) -> Float[Array, ""]:
         """The L2 distance of two functions, relative to the solution, at points that are
         not trained on."""
-        first, second = (self._at(u, self.test_points()) for u in (first, second))
-        return jnp.linalg.norm(first - second) / jnp.linalg.norm(self._cut(_solved(self)))
+        points, true = self.test_points(), self._cut(_solved(self))
+        difference = self._at(first, points) - self._at(second, points)
+        return jnp.linalg.norm(difference) / jnp.linalg.norm(true)
 
     def _error(self, model: PyTree, points: Array, true: Any) -> Float[Array, ""]:
         true = self._cut(true)
