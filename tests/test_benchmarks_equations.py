@@ -194,6 +194,7 @@ def test_a_run_continues_from_slab_to_slab(in_slabs):
     assert runs["u"].shape == (2, experiment.SIDE**2, 1)
 
 
+@pytest.mark.slow
 def test_errors_are_estimated_without_a_reference():
     size = experiment.Size((8, 8), 64, 12)
     settings = dataclasses.replace(

@@ -135,6 +135,7 @@ def test_alignments_with_the_corners():
     np.testing.assert_allclose(found, [1, 1, np.sqrt(0.5), 0], rtol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [xor_features.BY_PERIOD, xor_features.BY_DAMPING])
 def test_a_row_of_xor_features_is_one_run(solver):
     settings = xor_features.XorFeatures(

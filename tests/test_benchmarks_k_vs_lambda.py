@@ -254,6 +254,7 @@ def test_no_difference_remains_at_the_matched_damping(task):
     assert (np.abs(difference(task, a, b)) > 0.005).all()
 
 
+@pytest.mark.slow
 def test_differences_are_drawn_where_no_strength_is_tested_too(tmp_path):
     tasks = {name: make_task(QUICK, name) for name in TASKS}
     untrained = runs_of(DESCENT, np.full((2, 4), 0.2), train_loss=1.0)

@@ -220,6 +220,7 @@ def race(name, target=0.3, most_passes=2_000):
     return Race(METHODS[name], drawn(target), 0, 8, most_passes)
 
 
+@pytest.mark.slow
 def test_a_run_by_optax_is_a_literal_loop():
     with jax.enable_x64(False):
         one = race("AdamW", target=0.0, most_passes=24)
@@ -241,6 +242,7 @@ def test_a_run_by_optax_is_a_literal_loop():
     assert course.passes == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [optimisers.OURS, "SOAP"])
 def test_a_run_ends_at_the_first_look_at_the_target(name):
     with jax.enable_x64(False):

@@ -103,7 +103,6 @@ def data(seed):
     return (x[:30], y[:30]), (x[30:40], y[30:40]), (x[40:], y[40:])
 """
 KINDS = {"classes": TASK, "values": VALUES, "tokens": TOKENS, "state": STATE}
-OTHERS = "classes", "values", "tokens"
 
 
 def written(path, text):
@@ -235,9 +234,8 @@ def test_too_many_outputs_are_refused(task):
         make_task(settings_of(k_vs_lambda, task), "own")
 
 
-@pytest.mark.parametrize(
-    "kind", ["state", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_runs_of_k_vs_lambda_on_every_kind(kind, task):
     written(task, KINDS[kind].replace("settings =", "others ="))
     settings = dataclasses.replace(
@@ -293,7 +291,9 @@ def test_the_guessing_loss_of_sequences_is_over_their_tokens():
     assert float(scores.mean_loss(outputs, labels)) == pytest.approx(guessed / 6)
 
 
-@pytest.mark.parametrize("kind", ["values", "state"])
+@pytest.mark.parametrize(
+    "kind", ["values", pytest.param("state", marks=pytest.mark.slow)]
+)
 def test_mini_batches_train_values_and_state(kind, task):
     """The sum, at a rate as many times smaller as there are examples, is the mean."""
     written(task, KINDS[kind])

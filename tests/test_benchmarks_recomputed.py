@@ -131,6 +131,7 @@ def test_alignment_falls_as_k_grows(tmp_path):
     check(verdict, found, above=-math.inf, below=0)
 
 
+@pytest.mark.slow
 def test_difference_between_k_steps_and_damping(tmp_path):
     descent, damped = "iterative-linearisation", "damped-gauss-newton"
     seeds = 8
@@ -210,6 +211,7 @@ def test_difference_between_k_steps_and_damping(tmp_path):
         check(verdict, errors, -math.inf, 1.6862, statistic=largest, tolerance=0.2)
 
 
+@pytest.mark.slow
 def test_the_error_falls_with_the_effective_dimension(tmp_path):
     shape = SEEDS, 6
     dampings = np.logspace(-2, 2, 6)

@@ -118,7 +118,7 @@ def test_an_interval_covers_as_often_as_it_says():
     # The limit of many resamples: normal, with the plain variance.
     half = factor * np.sqrt(5 / 4) * samples.std(axis=1) / np.sqrt(5)
     student = np.mean(np.abs(samples.mean(axis=1)) < half)
-    found = [judged(sample) for sample in samples[:200]]
+    found = [judged(sample) for sample in samples[:100]]
     covered = np.mean([v.low < 0 < v.high for v in found])
     assert student == pytest.approx(0.95, abs=0.02)
     assert covered == pytest.approx(0.95, abs=0.06)

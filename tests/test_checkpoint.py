@@ -336,7 +336,7 @@ def test_every_flip_is_refused_or_harmless(tmp_path):
     (path,) = saved(tmp_path, 1)
     content, num_harmless = path.read_bytes(), 0
     for position in range(len(content)):
-        for mask in (1, 0x20, 0x80, random.Random(position).randrange(1, 256)):
+        for mask in (0x20, random.Random(position).randrange(1, 256)):
             flipped = bytearray(content)
             flipped[position] ^= mask
             path.write_bytes(flipped)
@@ -348,7 +348,7 @@ def test_every_flip_is_refused_or_harmless(tmp_path):
                 num_harmless += 1
                 assert meta == {"step": 1}
                 assert_same(arrays, ARRAYS)
-    assert num_harmless < len(content) * 4 / 3
+    assert num_harmless < len(content) * 2 / 3
     path.write_bytes(content)
     assert_holds(tmp_path, 1)
 
