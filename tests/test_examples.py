@@ -37,6 +37,13 @@ def percentages(text):
     }
 
 
+def test_burgers():
+    last = run("burgers.py").splitlines()[-1]
+    error, estimate, after = map(float, last.split("|")[2:5])
+    assert 0.8 < estimate / error < 1.25
+    assert after < 0.1 * error < 0.01
+
+
 def test_digits(tmp_path):
     run("digits.py", "--out", tmp_path)
     assert (tmp_path / "digits_training.png").stat().st_size > 10_000
