@@ -32,9 +32,9 @@ from ..filters import PseudoInverse
 from ._linearised import check_finite
 
 
-# The largest part of the residuals' norm that may remain without a warning. In thirty runs
-# of seven equations, at twice the points of the training, the estimate was 0.5 to 1.1
-# times the error with up to 0.55, and 0.03 to 0.8 times with 0.85 to 1.
+# The largest part of the residuals' norm that may remain without a warning. In 30 runs of
+# seven equations, at twice the points of the training, the estimate was 0.5 to 1.1 times
+# the error with up to 0.55, and 0.03 to 0.8 times with 0.85 to 1.
 _TOO_MUCH = 0.7
 
 Outputs = Callable[[Any, Any], PyTree[Array]]
