@@ -64,7 +64,8 @@ def by_parts(
 ) -> PyTree[Array]:
     """Map `fn` over examples, in parts of `size`. Intermediate values are stored for one
     part at a time, and recomputed in each derivative pass."""
-    of_each = channels_last(jax.vmap(fn))
+    # JAX would take the name of a module from its `repr`, which is slow.
+    of_each = channels_last(jax.vmap(lambda example: fn(example)))
     if size is None or size >= _number(examples):
         return of_each(examples)
     of_part = jax.checkpoint(of_each)
@@ -242,12 +243,8 @@ class OfExamples(AbstractJacobian):
     def _num_examples(self) -> int:
         return _number(self._args)
 
-    def _example(self) -> PyTree[jax.ShapeDtypeStruct]:
-        one = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return jax.tree.map(one, self._args)
-
     def _outputs_of_one(self) -> Structure:
-        return Structure.of(jax.eval_shape(self._fn, self._point, self._example()))
+        return Structure.of(_of_one(self.codomain.tree))
 
     def _is_by_forward(self) -> bool:
         shape_of_one = self._outputs_of_one().size, self.domain.size
@@ -256,12 +253,17 @@ class OfExamples(AbstractJacobian):
     def _program(self) -> _program.Program:
         # Devices share the rows' columns, and factored blocks have no such columns.
         layers = not is_spread()
-        return _program.find(self._fn, self._point, self._example(), layers=layers)
+        return _program.find(self._fn, self._point, _of_one(self._args), layers=layers)
 
     def block_bytes(self) -> list[int]:
         c, itemsize = self._outputs_of_one().size, self.domain.dtype.itemsize
         sizes = _program.num_numbers(self._program(), self._point, c)
         return [self._num_examples() * size * itemsize for size in sizes]
+
+
+def _of_one(examples: PyTree) -> PyTree[jax.ShapeDtypeStruct]:
+    """Return the shapes of one example."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), examples)
 
 
 def _rows_forward(fn, y: PyTree[Array], example) -> PyTree[Array]:
