@@ -212,6 +212,12 @@ def test_errors_are_estimated_without_a_reference():
     assert [v.outcome for v in verdicts[1:]] == ["refuted", "confirmed"]
 
 
+def test_sizes_that_were_read_from_a_file():
+    tiny = experiment.TINY["heat"]
+    read = [list(tiny.hidden), *tiny[1:]]
+    assert experiment._described("heat", read) == experiment._described("heat", tiny)
+
+
 def test_its_verdicts_and_figures(in_slabs, tmp_path):
     settings, runs = in_slabs
     ends = {"confirmed": 1e-9, "refuted": 1e-2}

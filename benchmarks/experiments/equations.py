@@ -233,7 +233,8 @@ def _medians(runs: Runs) -> str:
     return f"{error}, estimated as {estimate}, after the correction {corrected}"
 
 
-def _described(name: str, size: Size) -> str:
+def _described(name: str, size: Sequence[Any]) -> str:
+    size = Size(*size)  # a list if the settings were read from a file, to merge jobs
     model = EQUATIONS[name].model(size.hidden, jax.random.key(0))
     number = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     slabs = len(EQUATIONS[name].slabs) - 1
