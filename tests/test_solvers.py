@@ -702,6 +702,11 @@ MISTAKES = {
 }
 
 
+def test_a_forcing_sequence_is_made_inside_a_compiled_program():
+    made = jax.jit(lambda x: gnlin.methods.EisenstatWalker(0.3).initial * x)
+    assert made(1.0) == 0.3
+
+
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("name", "build"), [(name, build) for name in MISTAKES for build in MISTAKES[name]]

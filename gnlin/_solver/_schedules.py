@@ -5,6 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, Scalar, ScalarLike
 
 from .._common import _tree
@@ -75,7 +76,7 @@ class EisenstatWalker(eqx.Module):
         for name in ("initial", "maximum", "minimum"):
             check_fraction(name, getattr(self, name))
         limits = self.minimum, self.maximum
-        if not is_traced(limits) and not jnp.less_equal(*limits):
+        if not is_traced(limits) and not np.less_equal(*limits):
             raise ValueError(
                 f"`minimum` must be at most `maximum`, but {self.minimum} and "
                 f"{self.maximum} were given."
