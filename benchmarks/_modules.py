@@ -34,6 +34,7 @@ EXPERIMENTS = {
         "lazy-to-rich",
         "optimisers",
         "defaults",
+        "tuning",
         "pinn",
         "equations",
         "ratio",

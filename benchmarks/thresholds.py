@@ -160,6 +160,13 @@ FIT_ENOUGH = 5
 AS_GOOD_AS_ADAM = Threshold("within 2 % of a tuned opponent", below=FIT_TOLERANCE)
 ON_MOST_TASKS = Threshold("five of seven tasks", above=(FIT_ENOUGH - 0.5) / 7)
 NONE = Threshold("none of them", below=0.5)
+# The next three were set on 2026-11-27, before the runs that they judge and after trials
+# of other networks with other settings.
+NEAR_BEST_SETTING = Threshold(
+    "at most 1.5 times the best setting's, in log10", below=math.log10(1.5)
+)
+WORST_OF_TASKS = Threshold("at most 3 times, in log10", below=math.log10(3))
+HALF_A_POINT = Threshold("half a point", below=0.005)
 PINN_ACCURACY = {
     "poisson-2d": 1e-6,
     "poisson-5d": 1e-3,
