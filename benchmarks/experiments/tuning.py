@@ -143,8 +143,8 @@ class _Looks(gnlin.callbacks.Callback):
         if run.step in self.looks:
             given = self.task, run.model, run.model_state
             loss = mean_loss(*given, self.data.train)
-            parts = self.data.validation, self.data.test
-            self.found.append((loss, *(score(*given, part) for part in parts)))
+            validation = score(*given, self.data.validation)
+            self.found.append((loss, validation, score(*given, self.data.test)))
 
 
 def run_setting(
@@ -304,10 +304,10 @@ def draw(settings: Tuning, all_runs: Sequence[Runs], out: Path) -> Mapping[str, 
         panels[0].set_yticks(range(len(settings.tasks)), settings.tasks)
         panels[0].invert_yaxis()
     caption = (
-        "The training loss of the default divided by that of the best setting, whose name "
-        f"stands at the right. A point is one of {settings.seeds} seeds. The best setting "
-        f"is the one of {len(GRID)} with the lowest loss in a trial on another seed. The "
-        "lines are at ratios of 1, 1.5 and 3."
+        "The training loss of the default divided by that of the best setting, whose "
+        f"name stands at the right. A point is one of {settings.seeds} seeds. The best "
+        f"setting is the one of {len(GRID)} with the lowest loss in a trial on another "
+        "seed. The lines are at ratios of 1, 1.5 and 3."
     )
     return {"tuning": caption}
 
