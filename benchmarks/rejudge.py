@@ -108,7 +108,8 @@ def _read(
 
 def _is_at(row: Mapping[str, str], point: Point) -> bool:
     return all(
-        row[key] == ("" if value is None else str(value)) for key, value in point.items()
+        row.get(key) == ("" if value is None else str(value))
+        for key, value in point.items()
     )
 
 
