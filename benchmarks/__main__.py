@@ -23,6 +23,7 @@ COMMANDS = {
     "all": "Run every experiment, one after another, and then write the report.",
     "report": "Write one page of the experiments' results, as HTML and Markdown.",
     "merge": "Merge results of one experiment that differ only in their seeds.",
+    "rejudge": "Judge the results in the repository again, from their tables.",
     "keep": "Put the results and that page into the repository, replacing the old ones.",
     "data": "Verify the files of MNIST or CIFAR-10, or download them.",
     "list": "List everything that can be run.",
@@ -31,6 +32,8 @@ DEVICES = "cpu", "gpu"
 OURS = ("benchmarks.", "gnlin.")
 MOST_SEEDS, MOST_STEPS = 10_000, 10**9
 """Upper limits. A run with more would not end in practice."""
+DIFFERENT = 1
+"""The exit code of `rejudge` if a verdict is not as kept."""
 INTERRUPTED = 130
 """The exit code that shells give a process ended by SIGINT."""
 
@@ -68,9 +71,9 @@ def _dispatch(given: argparse.Namespace) -> int:
     name = given.name
     if name not in MODULES and name not in COMMANDS:
         raise Refusal(_unknown(name, MODULES | COMMANDS, "experiment"))
-    if given.parts and name not in ("data", "speed", "merge"):
+    if given.parts and name not in ("data", "speed", "merge", "rejudge"):
         raise Refusal(f"'{name}' takes no second name; leave '{given.parts[0]}' out.")
-    if len(given.parts) > 1 and name != "merge":
+    if len(given.parts) > 1 and name not in ("merge", "rejudge"):
         raise Refusal(
             f"'{given.parts[1]}' is one name too many; --help says what there is."
         )
@@ -93,6 +96,8 @@ def _dispatch(given: argparse.Namespace) -> int:
         _prepare(None)
         folder = given.out or Path("results")
         return _report(folder) or _against(folder, given.against)
+    if name == "rejudge":
+        return _rejudge(given.parts)
     if name == "keep":
         from .kept import keep
 
@@ -156,6 +161,7 @@ def _taken(name: str) -> tuple[str, ...]:
         "merge": ("parts", "out"),
         "report": ("out", "against"),
         "keep": ("out",),
+        "rejudge": ("parts",),
     }
     return "name", *options.get(name, ("parts", "quick", "device", "out"))
 
@@ -246,6 +252,16 @@ def _against(folder: Path, other: Path | None) -> int:
     return 0
 
 
+def _rejudge(names: Sequence[str]) -> int:
+    for name in names:
+        if name not in EXPERIMENTS:
+            raise Refusal(_unknown(name, EXPERIMENTS, "experiment"))
+    _prepare(None)
+    from .rejudge import rejudge
+
+    return 0 if rejudge(names or list(EXPERIMENTS)) else DIFFERENT
+
+
 def _list() -> int:
     summaries = {name: summary(module) for name, module in MODULES.items()} | COMMANDS
     width = max(map(len, summaries))
@@ -321,7 +337,8 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PART",
         help="with `data`: mnist or cifar10; with `speed`: one of its tables "
-        f"({', '.join(TABLES)}); with `merge`: folders of results",
+        f"({', '.join(TABLES)}); with `merge`: folders of results; with "
+        "`rejudge`: experiments",
     )
     parser.add_argument(
         "--scale",

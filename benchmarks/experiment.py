@@ -81,6 +81,38 @@ class Runs:
             for look in range(shape[1])
         ]
 
+    @classmethod
+    def of_rows(
+        cls, point: Point, rows: Sequence[Mapping[str, str]], axes: Mapping[str, int]
+    ) -> "Runs":
+        """Return the runs whose `rows` these are, as read from a file. `axes` has the
+        number of axes of each column. A column that `rows` leaves out is refused when it
+        is asked for, and a column of one look is repeated at all looks."""
+        num_seeds = len({row["seed"] for row in rows})
+        columns = _Tabulated()
+        for name, number in axes.items():
+            cells = [row.get(name, "") for row in rows]
+            if any(cells):
+                values = _values(cells).reshape(num_seeds, -1)
+                columns[name] = values[:, 0] if number == 1 else values
+        return cls(point, columns)
+
+
+class _Tabulated(dict[str, ndarray]):
+    def __missing__(self, name: str) -> NoReturn:
+        raise Refusal(f"the table lacks the column '{name}'")
+
+
+def _values(cells: Sequence[str]) -> Shaped[ndarray, " rows"]:
+    """Return the whole numbers, numbers, truth values or words that are written."""
+    for kind in (int, float):
+        try:
+            return np.array([kind(cell) for cell in cells])
+        except ValueError:
+            pass
+    words = np.array(cells)
+    return words == "True" if {*cells} <= {"True", "False"} else words
+
 
 def select(all_runs: Sequence[Runs], **at: Any) -> list[Runs]:
     """Return the runs at the points that have these values."""
@@ -211,6 +243,19 @@ class Experiment(Generic[S]):
                 )
             changes["reduction"] = options.reduction
         return dataclasses.replace(settings, **changes)
+
+    def settings_from(self, scale: Scale, described: Mapping[str, Any]) -> Any:
+        """Return the settings that a `settings.json` describes. Raise `TypeError` if the
+        experiment has no setting of such a name."""
+        default = self.defaults(scale, own_task.is_own(described.get("data", "")))
+        known = plain(dataclasses.asdict(default))
+        # Values like the default's keep its types, such as the dataclass of a task.
+        changes = {
+            name: unplain(value)
+            for name, value in described.items()
+            if name not in known or known[name] != value
+        }
+        return dataclasses.replace(default, **changes)
 
     def _grid(self, settings: S, values: tuple[float, ...]) -> tuple[float, ...]:
         own = getattr(settings, self.grid)
@@ -419,6 +464,7 @@ def write_results(
         "run_seconds": round(seconds, 1),
         "commits": sorted({commit for each in made for commit in each.commits} - {""}),
         "borrowed": borrowed == len(made),
+        "axes": _axes(all_runs),
     }
     folder.write_settings(results)
     print_verdicts(console, verdicts)
@@ -433,6 +479,15 @@ def write_results(
         soft_wrap=True,
     )
     return verdicts
+
+
+def _axes(all_runs: Sequence[Runs]) -> dict[str, int]:
+    """Return the number of axes of each column, the largest at any point."""
+    axes: dict[str, int] = {}
+    for runs in all_runs:
+        for name, column in runs.columns.items():
+            axes[name] = max(column.ndim, axes.get(name, 0))
+    return axes
 
 
 def _first_seed(settings: Settings, runs: Runs) -> int:

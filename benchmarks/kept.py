@@ -6,7 +6,7 @@ that made the runs. The figures are beside the page.
 
 import gzip
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from . import report
@@ -36,14 +36,24 @@ def keep(results: Path, names: Sequence[str], root: Path = ROOT) -> None:
 
 
 def _copy(folder: Path, name: str, figures: Sequence[str], root: Path) -> None:
-    target, pictures = root / KEPT / name, root / PAGE / "report"
+    target = root / KEPT / name
     claim_folder(target)
-    claim_folder(pictures)
     for file in ("settings.json", "verdicts.csv"):
         _write(target / file, (folder / file).read_bytes())
-    table = f"{name.replace('-', '_')}.csv"
-    packed = gzip.compress((folder / table).read_bytes(), mtime=0)
-    _write(target / f"{table}.gz", packed)
+    packed = gzip.compress((folder / table(name)).read_bytes(), mtime=0)
+    _write(target / f"{table(name)}.gz", packed)
+    copy_figures(folder, name, figures, root)
+
+
+def table(name: str) -> str:
+    """Return the file name of an experiment's table."""
+    return f"{name.replace('-', '_')}.csv"
+
+
+def copy_figures(folder: Path, name: str, figures: Iterable[str], root: Path) -> None:
+    """Copy an experiment's figures to those of the page."""
+    pictures = root / PAGE / "report"
+    claim_folder(pictures)
     for stem in figures:
         shutil.copyfile(folder / f"{stem}.png", pictures / report.picture(name, stem))
 

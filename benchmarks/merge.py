@@ -28,7 +28,6 @@ from .experiment import (
     Runs,
     Settings,
     stamp,
-    unplain,
     write_results,
 )
 from .own_task import is_own, named
@@ -136,14 +135,11 @@ def _settings(experiment: Experiment, parts: Sequence[_Part]) -> Settings:
     described = dict(parts[0].described["settings"])
     described["seeds"] = sum(len(part.seeds) for part in parts)
     data = described.get("data", "")
-    default = experiment.defaults(parts[0].described["scale"], is_own(data))
     try:
-        settings = dataclasses.replace(
-            default, **{name: unplain(value) for name, value in described.items()}
-        )
+        settings = experiment.settings_from(parts[0].described["scale"], described)
     except TypeError:
-        settings = default
-    if plain(dataclasses.asdict(settings)) != described:
+        settings = None
+    if settings is None or plain(dataclasses.asdict(settings)) != described:
         raise Refusal(
             f"'{parts[0].folder}' was written by another version of the experiment, with "
             "other settings; run it again."

@@ -197,7 +197,7 @@ def _found(folder: Path, content: Mapping[str, Any]) -> Found:
         content.get("commits", []),
         _is_older(content),
         _circumstances(content),
-        _verdicts(folder / "verdicts.csv"),
+        read_verdicts(folder / "verdicts.csv"),
     )
 
 
@@ -211,7 +211,7 @@ def _is_older(content: Mapping[str, Any]) -> bool:
     return any(count not in ("", "0") for count in counts)
 
 
-def _verdicts(path: Path) -> list[Verdict]:
+def read_verdicts(path: Path) -> list[Verdict]:
     with path.open(newline="", encoding="utf-8") as file:
         return [_verdict(row) for row in csv.DictReader(file)]
 

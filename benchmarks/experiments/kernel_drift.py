@@ -239,7 +239,7 @@ def regression_accuracy(model: PyTree, state: PyTree, draw: Draw) -> float:
 
 
 def angles(runs: Runs) -> Float[ndarray, "seeds parts"]:
-    return np.concatenate([runs[name] for name in ANGLES], axis=1)
+    return np.stack([runs.final(name) for name in ANGLES], axis=1)
 
 
 def judge_all(settings: KernelDrift, all_runs: Sequence[Runs]) -> list[Verdict]:
