@@ -53,8 +53,8 @@ class Tuning(Settings):
     batch_sizes: tuple[int, ...] = (16, 128, 1024)
     steps: tuple[int, ...] = (20, 100, 400)
     """The numbers of steps at which runs are compared."""
-    large_batch: int = 1024
-    """Runs on batches of this size and more are compared at all but the last number."""
+    most_examples: int = 60_000
+    """A run ends at the last of these numbers up to which it sees so many examples."""
     long_batch: int = 128
     long_steps: int = 1000
     """With this batch size, the default goes on for so many steps."""
@@ -70,7 +70,7 @@ QUICK = dataclasses.replace(
     long_batch=16,
     long_steps=6,
 )
-FULL = dataclasses.replace(EMBEDDED, seeds=20, large_batch=1025)
+FULL = dataclasses.replace(EMBEDDED, seeds=20, most_examples=500_000)
 
 
 def points(settings: Tuning) -> list[Point]:
@@ -83,8 +83,7 @@ def points(settings: Tuning) -> list[Point]:
 
 def looks_at(settings: Tuning, batch_size: int) -> tuple[int, ...]:
     """Return the numbers of steps at which runs of a batch size are compared."""
-    few = batch_size >= settings.large_batch
-    return settings.steps[:-1] if few else settings.steps
+    return tuple(n for n in settings.steps if n * batch_size <= settings.most_examples)
 
 
 def train(settings: Tuning, point: Point, place: Place) -> Columns:
