@@ -84,3 +84,107 @@ def test_a_filter_is_enough():
         Cooled(1.0, form="cubic")
     with pytest.raises(ValueError, match="`rtol` must not be negative"):
         Cooled(1.0, rtol=-1.0)
+
+
+class Descent(gnlin.authoring.AbstractGaussNewton):
+    """Gradient descent, as in the docstring of its base class."""
+
+    learning_rate: float
+
+    def update(self, objective, lin, evaluate, memory, num_steps):
+        gradient = lin.vjp(objective.gradient(lin.outputs))
+        step = jax.tree.map(lambda g: -self.learning_rate * g, gradient)
+        y = jax.tree.map(jnp.add, lin.point, step)
+        return gnlin.authoring.Update(y, evaluate(y))
+
+
+def exponential(b, x):
+    return b[0] * jnp.exp(b[1] * x)
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 50])
+def test_a_step_to_a_point_that_is_not_finite_is_refused(max_steps):
+    x = jnp.linspace(0.0, 3.0, 20)
+    start, data = jnp.ones(2), (x, 2 * jnp.exp(1.3 * x))
+    with pytest.warns(UserWarning, match="the last finite one"):
+        solution = gnlin.solve(
+            (exponential, start), data, Descent(0.1), max_steps=max_steps
+        )
+    assert solution.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(solution.model[1], start)
+    assert float(solution.loss) == solution.history.loss[0]
+    counts = solution.stats
+    assert counts["num_accepted_steps"] == 0
+    assert counts["num_rejected_steps"] == 1
+    residuals = lambda b, data: exponential(b, data[0]) - data[1]
+    found = optx.least_squares(
+        residuals, Descent(0.1), start, data, max_steps=max_steps, throw=False
+    )
+    assert found.result == optx.RESULTS.nonfinite
+    np.testing.assert_array_equal(found.value, start)
+    with pytest.warns(UserWarning, match="not finite"):
+        batches = gnlin.fit(
+            (exponential, start),
+            data,
+            Descent(0.1),
+            loss=gnlin.SquaredError(reduction="sum"),
+            steps=max_steps,
+            progress=False,
+        )
+    np.testing.assert_array_equal(batches.model[1], start)
+
+
+class Faulty(gnlin.authoring.AbstractGaussNewton):
+    """Returns an update of wrong shapes, or a memory that it did not announce."""
+
+    fault: str
+
+    def update(self, objective, lin, evaluate, memory, num_steps):
+        y, outputs, memory = lin.point, lin.outputs, None
+        match self.fault:
+            case "y":
+                y = jnp.zeros(3)
+            case "outputs":
+                outputs = jnp.zeros(3)
+            case "memory":
+                memory = jnp.zeros(())
+        return gnlin.authoring.Update(y, outputs, memory)
+
+
+class Filtered(gnlin.authoring.AbstractFilteredGaussNewton):
+    found: object
+
+    def filter_at(self, num_steps):
+        return self.found
+
+
+class NoFactor(gnlin.authoring.AbstractLoss):
+    reduction: str | None = None
+
+    def value(self, outputs, target):
+        return jnp.sum((outputs - target) ** 4)
+
+    def factor(self, outputs, target):
+        return jnp.eye(1)
+
+
+@pytest.mark.parametrize(
+    ("solver", "said"),
+    [
+        (Faulty("y"), r"`y` of the `Update` of Faulty .* `lin.point`, \(2,\), .* \(3,\)"),
+        (Faulty("outputs"), r"`outputs` of the `Update` of Faulty .* `lin.outputs`"),
+        (Faulty("memory"), r"`memory` of the `Update` of Faulty .* `first_memory`"),
+        (Filtered(0.3), r"`filter_at\(num_steps\)` must be a function .* 0.3 was given"),
+        (Filtered(lambda w: w.sum()), r"a value for each of the eigenvalues, \(2,\)"),
+    ],
+)
+def test_mistakes_in_a_solver_of_ones_own(solver, said):
+    x = jnp.linspace(0.0, 1.0, 5)
+    with pytest.raises(ValueError, match=said):
+        gnlin.solve((exponential, jnp.ones(2)), (x, x), solver, max_steps=2)
+
+
+def test_a_factor_that_is_none():
+    x = jnp.linspace(0.0, 1.0, 5)
+    with pytest.raises(TypeError, match="`factor` of NoFactor must return a factor"):
+        gnlin.solve((exponential, jnp.ones(2)), (x, x), loss=NoFactor(), max_steps=2)

@@ -46,13 +46,16 @@ def what_is_not_finite(fit: "CurveFit") -> str:
             "leave out points where it is not, or start elsewhere"
         )
     if where.of_curve and number == data.y.size:
-        return "`f` is not finite at the start: start elsewhere, or set bounds"
+        return (
+            "`f` is not finite at the start: start elsewhere, set bounds, or let a "
+            "solver that `f` calls take more steps"
+        )
     place = _place(fit, entry, data.x)
     place += f" and at {number - 1} others" if number > 1 else ""
     if where.of_curve:
         return (
             f"`f` is not finite at the start {place}: leave out points where `f` is not "
-            "defined, or start elsewhere"
+            "defined, start elsewhere, or let a solver that `f` calls take more steps"
         )
     return (
         f"the derivative of `f` by {_by(fit, entry, data.x)} is not finite {place}, "

@@ -76,6 +76,8 @@ def as_fitted(
     """
     at_bound, blocked = at_bounds(setting.solver.bounds, parameters, slope)
     number = totals.num_points
+    # A curve that is not finite may have a finite Jacobian, but the fit has no errors.
+    jacobian = jnp.where(jnp.isfinite(totals.chi_squared), jacobian, jnp.nan)
     errors = covariance(jacobian, ~blocked, is_seen, number)
     num_free = errors.rank.astype(number.dtype)
     variance = bend = noise = jnp.ones_like(number)

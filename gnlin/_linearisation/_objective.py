@@ -215,6 +215,12 @@ class BatchLoss(AbstractObjective):
 
         def whiten(outputs, target):
             factor = self.loss.factor(outputs, target)
+            if not isinstance(factor, AbstractFactor):
+                raise TypeError(
+                    f"`factor` of {type(self.loss).__name__} must return a factor of the "
+                    "Hessian, such as a `gnlin.authoring.DenseFactor`, but returns a "
+                    f"{type(factor).__name__}."
+                )
             return factor, *factor.whiten(self.loss.gradient(outputs, target))
 
         factors, residual, rest = jax.vmap(whiten)(outputs, self.targets)

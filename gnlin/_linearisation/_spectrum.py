@@ -23,6 +23,17 @@ from ..filters import GradientDescent, Tikhonov
 Filter = Callable[[Float[Array, " k"]], Float[Array, " k"]]
 
 
+def filtered(filter: Filter, w: Float[Array, " k"]) -> Float[Array, " k"]:
+    """Return g(w). Raise `ValueError` unless the filter has a value for each of them."""
+    g = filter(w)
+    if jnp.shape(g) != w.shape:
+        raise ValueError(
+            f"A filter must return a value for each of the eigenvalues, {w.shape}, but "
+            f"`{filter}` returned the shape {jnp.shape(g)}."
+        )
+    return g
+
+
 class Spectrum(eqx.Module):
     r"""Eigenpairs of the kernel $\phi\phi^\top = U\,\mathrm{diag}(w)\,U^\top$.
 
@@ -98,7 +109,7 @@ class Spectrum(eqx.Module):
 
         - `filter`: g, any function of the eigenvalues; see `gnlin.filters`.
         """
-        step = self._lift(-filter(self.eigenvalues) * self.coefficients)
+        step = self._lift(-filtered(filter, self.eigenvalues) * self.coefficients)
         if self._origin is None:
             return step
         if isinstance(filter, types.FunctionType):  # it may close over traced arrays

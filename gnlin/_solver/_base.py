@@ -190,7 +190,27 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
                 "`gnlin.authoring.Update(y, outputs)`, but returns a "
                 f"{type(update).__name__}."
             )
+        self._check_update(lin, update, state)
         return self.ended(objective, lin, update, state, same_examples)
+
+    def _check_update(self, lin: Linearisation, update: Update, state: State) -> None:
+        """Raise an error if an update has other shapes than the run."""
+        name = type(self).__name__
+        shapes = lambda tree: jax.tree.map(jnp.shape, eqx.filter(tree, eqx.is_array_like))
+        pairs = (update.y, lin.point, "y"), (update.outputs, lin.outputs, "outputs")
+        for found, expected, field in pairs:
+            if shapes(found) != shapes(expected):
+                like = "lin.point" if field == "y" else "lin.outputs"
+                raise ValueError(
+                    f"The `{field}` of the `Update` of {name} must have the shapes of "
+                    f"`{like}`, {shapes(expected)}, but has {shapes(found)}."
+                )
+        found, expected = shapes(update.memory), shapes(state.memory)
+        if found != expected:
+            raise ValueError(
+                f"The `memory` of the `Update` of {name} must have the shapes of what "
+                f"`first_memory` returns, {expected}, but has {found}."
+            )
 
     def ended(
         self, objective, lin, update: Update, state: State, same_examples: bool = True
@@ -209,6 +229,9 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
         if step_norm is None:
             step_norm = _tree.norm(step)
         no = jnp.array(False)
+        new_loss = objective.value(update.outputs).astype(dtype)
+        finite = jnp.isfinite(new_loss) & _tree.all_finite((update.y, update.outputs))
+        broken = ~finite & (update.result == optx.RESULTS.successful)
         ended = Ended(no, no, state.num_still, update.result)
         memory = update.memory
         if same_examples:
@@ -218,13 +241,14 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             )
         elif detour is not None:  # Losses of other examples are no measure for it.
             memory = eqx.tree_at(lambda m: m.detour.is_on, memory, no)
-        # A run that has converged here takes no further step.
-        stays = ended.arrived & (num_steps > 0)
-        one = jnp.where(stays, 0, 1)
+        # A run that has converged here takes no further step, and none leads to a point
+        # that is not finite.
+        over = ended.arrived & (num_steps > 0)
+        stays, one = over | broken, jnp.where(over, 0, 1)
         report = Report(
-            loss=jnp.where(stays, loss, objective.value(update.outputs).astype(dtype)),
+            loss=jnp.where(stays, loss, new_loss),
             gradient_norm=gradient_norm.astype(dtype),
-            step_norm=step_norm.astype(dtype),
+            step_norm=jnp.where(broken, 0, step_norm.astype(dtype)),
             damping=jnp.asarray(update.damping, dtype),
             num_inner_steps=jnp.asarray(update.num_inner_steps, float),
         )
@@ -233,8 +257,8 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             update.num_inner_steps,
             update.passes.jvps,
             update.passes.vjps,
-            one * update.num_accepted,
-            one * update.num_rejected,
+            one * jnp.where(broken, 0, update.num_accepted),
+            one * jnp.where(broken, 1, update.num_rejected),
         )
         new = dataclasses.replace(
             state,
@@ -245,7 +269,7 @@ class AbstractGaussNewton(optx.AbstractLeastSquaresSolver):
             settled=ended.settled,
             num_still=ended.num_still,
             terminate=update.terminate | ended.arrived,
-            result=ended.result,
+            result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, ended.result),
         )
         return _tree.where(stays, lin.point, update.y), new
 

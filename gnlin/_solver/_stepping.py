@@ -10,7 +10,7 @@ import optimistix as optx
 from jaxtyping import Array, Int, PyTree, ScalarLike
 
 from .._common import _tree
-from .._common._checks import check_search, nan_unless, nonnegative
+from .._common._checks import check_callable, check_search, nan_unless, nonnegative
 from .._linearisation._linearisation import Linearisation
 from .._linearisation._objective import AbstractObjective
 from .._linearisation._quadratic import Quadratic
@@ -101,6 +101,10 @@ class AbstractFilteredGaussNewton(AbstractSearchedGaussNewton):
 
     def update(self, objective, lin, evaluate, memory, num_steps) -> Update:
         filter = self.filter_at(num_steps)
+        what = "a function of the eigenvalues"
+        check_callable(
+            "filter_at(num_steps)", filter, what, "gnlin.filters.Tikhonov(0.1)"
+        )
 
         def prepared(lin):
             problem = problem_of(self.form, objective, lin)
@@ -140,8 +144,7 @@ def take_step(
     damping: ScalarLike = 0.0,
     again: Again | None = None,
 ) -> Update:
-    """Take a subproblem's step, or the fraction of it that a search accepts. A step to a
-    point that is not finite is refused.
+    """Take a subproblem's step, or the fraction of it that a search accepts.
 
     **Arguments:**
 
@@ -156,8 +159,8 @@ def take_step(
     **Returns:** a [`gnlin.authoring.Update`][].
     """
     y, outputs = lin.point, lin.outputs
-    step, result = answer.step, answer.result
-    solved = result == optx.RESULTS.successful
+    step = answer.step
+    solved = answer.result == optx.RESULTS.successful
     if lin.box is not None:
         step = _tree.cast_like(step, y)
         step, _ = between_bounds(objective, lin, step, again)
@@ -172,36 +175,26 @@ def take_step(
     # A damping that is not finite means that a hyperparameter is out of range.
     at_point = jnp.isfinite(subproblem.gradient_norm) & jnp.isfinite(damping)
     at_point &= jnp.isfinite(objective.value(outputs))
-    sound = at_point & jnp.isfinite(step_norm)
-    takes = sound & solved & ~stuck
-    candidate = lin.moved(step)
-    if found is None:
-        candidate = _tree.where(takes, candidate, y)
-        new_outputs = evaluate(candidate)
-    else:
-        new_outputs = found.outputs
-    finite = sound & _tree.all_finite((new_outputs, outputs))
-    finite &= jnp.isfinite(objective.value(new_outputs))
-    good = finite & takes
-    step_norm = jnp.where(good, step_norm, 0)
     # If a search has found no step, nonfinite trials are no error.
-    broken = at_point & ~stuck & solved & ~finite
-    result = optx.RESULTS.where(~at_point | broken, optx.RESULTS.nonfinite, result)
+    broken = ~at_point | (solved & ~stuck & ~jnp.isfinite(step_norm))
+    takes = solved & ~stuck & ~broken
+    candidate = _tree.where(takes, lin.moved(step), y)
+    new_outputs = evaluate(candidate) if found is None else found.outputs
     return Update(
-        y=_tree.where(good, candidate, y),
-        outputs=_tree.where(good, new_outputs, outputs),
+        y=candidate,
+        outputs=_tree.where(takes, new_outputs, outputs),
         memory=memory,
         gradient_norm=subproblem.gradient_norm,
-        step_norm=step_norm,
+        step_norm=jnp.where(takes, step_norm, 0),
         damping=damping,
         num_inner_steps=answer.num_inner_steps,
         passes=subproblem.passes + answer.passes,
-        num_accepted=jnp.where(good, 1, 0),
-        num_rejected=jnp.where(good, 0, 1),
+        num_accepted=jnp.where(takes, 1, 0),
+        num_rejected=jnp.where(takes, 0, 1),
         left=answer.step,
         problem=_in_memory(subproblem),
         stuck=stuck & at_point,
-        result=result,
+        result=optx.RESULTS.where(broken, optx.RESULTS.nonfinite, answer.result),
     )
 
 

@@ -85,6 +85,12 @@ def partition(
                 "The model has Python floats, but no trainable array: convert those that "
                 "are to be trained to arrays, for example by `jnp.asarray`."
             )
+        arrays = [x for x in given if eqx.is_array_like(x) and not callable(x)]
+        if arrays and filter_spec is eqx.is_inexact_array:
+            raise ValueError(
+                f"The model has no trainable array, because its arrays have the dtype "
+                f"{jnp.asarray(arrays[0]).dtype}: convert them by `.astype(float)`."
+            )
         raise ValueError(
             "The model has no trainable array: `filter_spec` selects none of its leaves."
         )
