@@ -450,6 +450,24 @@ def test_a_missing_x_is_a_missing_point():
     check_fit_of(np.isfinite(x), fit)
 
 
+def test_a_missing_x_that_other_points_read():
+    """Another x in its place would change the curve at its neighbours."""
+    x = np.sin(np.arange(40.0)) + 0.1 * np.arange(40.0)
+    blur = lambda p, x: p["a"] * x + p["b"] * (jnp.roll(x, 1) + jnp.roll(x, -1))
+    y = np.array(blur({"a": 1.0, "b": 0.5}, x))
+    start = {"a": 1.0, "b": 1.0}
+    x[20] = np.nan
+    with pytest.raises(ValueError, match="`f` also reads at other points"):
+        gnlin.curve_fit(blur, x, y, start, nan_policy="omit")
+    flat = lambda p, x: blur(p, x)[:, None] * jnp.ones((1, 2))
+    with pytest.raises(ValueError, match="`f` also reads at other points"):
+        gnlin.curve_fit(flat, x, np.stack([y, y], 1), start, nan_policy="omit")
+    # As the error says: any value in its place, and no y where it is read.
+    x[20], y[19:22] = 0.0, np.nan
+    fit = gnlin.curve_fit(blur, x, y, start, nan_policy="omit")
+    np.testing.assert_allclose(values(fit.parameters), [1, 0.5])
+
+
 @pytest.mark.slow
 def test_a_complex_number_with_one_nan_part_is_missing():
     w = np.linspace(0.1, 10, 40)
@@ -995,6 +1013,21 @@ def test_where_f_is_not_finite():
     said = r"not finite at the start at point 0 of `two` \(x.t = 0.0\): leave out"
     with pytest.warns(UserWarning, match=said):
         gnlin.curve_fit(f, x, y, 1.0)
+
+
+def test_a_curve_that_is_not_finite_has_no_errors():
+    """Its Jacobian is finite, as that of a solver that gives up and fills in `inf`."""
+
+    def f(p, t):
+        return jnp.where((p["k"] >= 2) & (t > 3), jnp.inf, p["a"] * jnp.exp(-p["k"] * t))
+
+    t = np.linspace(0, 4, 20)
+    y = 2.5 * np.exp(-1.3 * t)
+    with pytest.warns(UserWarning, match="let a solver that `f` calls take more steps"):
+        fit = gnlin.curve_fit(f, t, y, {"a": 1.0, "k": 3.0}, sigma=0.01)
+    assert np.isnan(values(fit.standard_errors)).all()
+    assert np.isnan(values(fit.confidence_intervals().low)).all()
+    assert "error unknown" in str(fit)
 
 
 def test_complex_x():

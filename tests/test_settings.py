@@ -93,6 +93,8 @@ def test_parameters_that_are_pythons_numbers():
         assert solution["a"] == pytest.approx(2)
     with pytest.raises(ValueError, match="Python floats, but no trainable array: conv"):
         gnlin.solve(eqx.nn.Dropout(0.5), (x, 2 * x))
+    with pytest.raises(ValueError, match=r"the dtype int\d\d: convert them by"):
+        gnlin.solve(jnp.arange(3), gnlin.Residuals(lambda u, _: u))
     with pytest.raises(ValueError, match="`filter_spec` selects none of its leaves"):
         gnlin.solve((line, {"a": jnp.ones(())}), (x, 2 * x), filter_spec=lambda _: False)
 

@@ -17,7 +17,7 @@ from ..losses import AbstractLoss, SquaredError
 from ..losses._robust import AbstractRobust
 from ._curve import Curve, Data
 from ._in_parts import check_in_parts, fitted_in_parts, read_in_parts
-from ._inputs import as_x, as_y, data_of, errors_of_x, with_x
+from ._inputs import as_x, as_y, check_alone, data_of, errors_of_x, with_x
 from ._likelihood import as_loss, check_rates, check_targets, in_one_row, Likelihood
 from ._parameters import as_start, limits, parted
 from ._problem import FitSettings, with_bounds
@@ -167,6 +167,7 @@ def curve_fit(
         end, found = fitted_in_parts(setting, parts, free, nan_policy)
         return _told(as_curve_fit(setting, curve, None, end, found))
     x, sigma_x = errors_of_x(as_x(x), sigma_x)
+    given = x
     x, values = with_x(x, as_y(curve, free, kept, x, y), nan_policy)
     data, axes_of_data = data_of(x, values, sigma, sigma_x, nan_policy)
     if isinstance(loss, Likelihood):
@@ -186,6 +187,8 @@ def curve_fit(
         levels += ((None, 0, None),)
 
     program = curve.on(first, kept, x)
+    if given is not x:
+        check_alone(program, first, kept, given, x)
     check_rates(loss, lambda: program(first, kept, x))
     setting = FitSettings(program, solver, loss, max_steps, kept, absolute_sigma, many)
     if isinstance(loss, AbstractRobust) and sigma is None:

@@ -189,6 +189,29 @@ def with_x(x: PyTree[Array], y: Values, nan_policy: str) -> tuple[PyTree, Values
     return structure.unflatten(leaves), y._replace(tree=jax.tree.map(emptied, y.tree))
 
 
+def check_alone(
+    curve: Curve, free: PyTree, kept: PyTree, given: PyTree[Array], x: PyTree[Array]
+) -> None:
+    """Raise unless the points that are left out, whose x was replaced in x, are the only
+    ones at which the curve depends on it. `given` is x with its missing values."""
+    if is_traced((free, kept, given)):
+        return
+    outputs = (jax.tree.leaves(curve.values(free, kept, each)) for each in (x, given))
+    left_out = [
+        np.isnan(value).reshape(len(value), -1).any(axis=1)
+        for value in jax.tree.leaves(given)
+        if jnp.issubdtype(value.dtype, jnp.inexact) and np.any(np.isnan(value))
+    ]
+    stay = ~np.any(left_out, axis=0)
+    for new, old in zip(*outputs, strict=True):
+        if not np.array_equal(new[stay], old[stay], equal_nan=True):
+            raise ValueError(
+                "`x` has a missing value (NaN), which `f` also reads at other points, so "
+                "that its point cannot be left out: fill it in, and set `y` to NaN at "
+                "the points where `f` reads it."
+            )
+
+
 def errors_of_x(x: PyTree[Array], sigma_x: Any) -> tuple[PyTree, PyTree]:
     """Return x as floats and the standard deviation of each entry, if there are any."""
     if sigma_x is None:
