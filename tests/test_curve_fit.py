@@ -1015,6 +1015,29 @@ def test_where_f_is_not_finite():
         gnlin.curve_fit(f, x, y, 1.0)
 
 
+def test_many_fits_of_a_function_with_loops_take_few_trials():
+    """All data sets wait for the one with the most trials at each step."""
+
+    def integrated(p, x):
+        def step(y, h):
+            return y - h * p["k"] * y, y
+
+        return p["a"] * jax.lax.scan(step, jnp.ones(()), x)[1]
+
+    x = jnp.full(30, 0.1)
+    truth = [{"a": a, "k": k} for a, k in ((1.0, 0.5), (2.0, 3.0), (0.3, 1.0))]
+    ys = jnp.stack([integrated(p, x) for p in truth])
+    start = {"a": 1.0, "k": 6.0}
+    fits = gnlin.curve_fit(integrated, x, ys, start)
+    np.testing.assert_allclose(fits.parameters["k"], [0.5, 3, 1], rtol=1e-6)
+    few = gnlin.LevenbergMarquardt(damping=gnlin.damping.Nielsen())
+    same = gnlin.curve_fit(integrated, x, ys, start, few)
+    np.testing.assert_array_equal(fits.num_steps, same.num_steps)
+    other = gnlin.LevenbergMarquardt(damping=gnlin.damping.LongestStep())
+    longest = gnlin.curve_fit(integrated, x, ys, start, other)
+    assert not np.array_equal(fits.num_steps, longest.num_steps)
+
+
 def test_a_curve_that_is_not_finite_has_no_errors():
     """Its Jacobian is finite, as that of a solver that gives up and fills in `inf`."""
 
