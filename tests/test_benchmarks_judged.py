@@ -457,7 +457,7 @@ def test_residual_networks_are_judged_by_their_best_and_their_fall():
     runs[0].columns["train_loss"][:] = 1.0
     plain, _, stable = resnet.judge_all(settings, runs)
     assert plain.outcome == stable.outcome == NOT_TESTED
-    assert plain.note == "7 of 7 seeds say nothing"
+    assert plain.note == "7 of 7 seeds have no value"
 
 
 def test_solved_problems_are_judged_by_the_closest_solution():
