@@ -305,8 +305,8 @@ def bounded(found):
 def test_points_of_error_are_judged_by_a_margin_and_by_their_direction():
     by = {"digits": 0.005, "digits-cross-entropy": 0.03}
     found = outcomes(of_tasks(8, lambda name, generator: {"points": by.get(name, 0)}))
-    alike = {k: v for k, v in found.items() if "end alike" in k}
-    better = {k: v for k, v in found.items() if "damping is better" in k}
+    alike = {k: v for k, v in found.items() if "same test error" in k}
+    better = {k: v for k, v in found.items() if "damping has a smaller" in k}
     assert list(alike.values()) == [*4 * ["confirmed"], "refuted"]
     decided = [k for k, v in better.items() if v == "confirmed"]
     assert [k.partition(":")[0] for k in decided] == [
