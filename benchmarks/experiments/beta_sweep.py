@@ -295,13 +295,13 @@ def draw(settings: BetaSweep, all_runs: Sequence[Runs], out: Path) -> Mapping[st
         gradient.legend(fontsize="x-small")
     left_out = int(sum(np.sum(~np.isfinite(accuracy(runs))) for runs in all_runs))
     caption = (
-        "The norm of the gradient over steps, for the first seed. The factor by which "
-        f"the last step before rounding ({ROUNDING:g} of the first gradient) multiplies "
-        "the gradient. The number of tangent and transposed passes until the gradient "
-        f"is {SOLVED:g} of the first. The final test accuracy. Means and ranges over "
-        f"{settings.seeds} seeds; {training.described(settings)}, squared error. "
-        f"{left_out} of {len(all_runs) * settings.seeds} runs are not trained and left "
-        "out."
+        "Top left: the norm of the gradient over steps, for the first seed. Top right: "
+        f"the factor by which the last step before rounding ({ROUNDING:g} of the first "
+        "gradient) multiplies the gradient. Bottom: the number of tangent and "
+        f"transposed passes until the gradient is {SOLVED:g} of the first, and the "
+        f"final test accuracy. Means and ranges over {settings.seeds} seeds; "
+        f"{training.described(settings)}, squared error. {left_out} of "
+        f"{len(all_runs) * settings.seeds} runs are not trained and left out."
     )
     return {"beta_sweep": caption}
 
